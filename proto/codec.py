@@ -1,0 +1,47 @@
+"""Messages to bytes and back: msgspec Structs as msgpack, never pickle.
+
+A decoder is made for the union of messages that its link may carry, so nothing
+else can come in. Sizes are limited by the socket before a decoder sees them.
+"""
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from proto.errors import ProtocolError
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """The msgpack form of a message."""
+    return _encoder.encode(message)
+
+
+class MessageDecoder(Generic[T]):
+    """Decodes the messages of one union of Structs."""
+
+    def __init__(self, message_type: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type)
+
+    def decode(self, frame: bytes) -> T:
+        """The message in `frame`; raises ProtocolError when it is not one of the union."""
+        try:
+            return self._decoder.decode(frame)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ProtocolError(f"undecodable message of {len(frame)} bytes: {error}") from None
+
+
+def to_json(message: msgspec.Struct) -> bytes:
+    """A Struct as indented JSON, for files that people may read."""
+    return msgspec.json.format(msgspec.json.encode(message), indent=2)
+
+
+def from_json(data: bytes, message_type: type[T]) -> T:
+    """The Struct in a JSON document; raises ProtocolError naming what is wrong."""
+    try:
+        return msgspec.json.decode(data, type=message_type)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(str(error)) from None

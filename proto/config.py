@@ -1,0 +1,187 @@
+"""Every setting of the daemon, with its default and its meaning.
+
+The command line is generated from these Structs: a field is a flag
+(`max_num_seqs` is `--max-num-seqs`), the string under it is its help. Nothing
+else in tokend holds a default. Structs are frozen: what a process runs with is
+what it was given.
+"""
+
+from typing import Any, Final, Literal
+
+import msgspec
+
+from proto.errors import ConfigError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+GIB: Final = 1 << 30
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which model is served, and as what."""
+
+    model: str = "smollm2-135m-instruct"
+    """A Hugging Face folder, a .gguf file, or the name of a packaged model."""
+    served_model_name: str | None = None
+    """Name that clients use; by default the name or last path part of the model."""
+    tokenizer: str | None = None
+    """Folder with another tokenizer.json; by default the model's own."""
+    dtype: DType = "auto"
+    """Arithmetic of weights and activations; auto takes what the device does best."""
+    max_model_len: int | None = None
+    """Most tokens of prompt and output together; by default what the model was made for."""
+    seed: int | None = None
+    """Makes the draws of requests without a seed repeatable from start to start."""
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The paged KV cache."""
+
+    block_size: int = 16
+    """Tokens in one KV block."""
+    num_gpu_blocks_override: int | None = None
+    """Number of KV blocks, instead of as many as the memory holds."""
+    kv_cache_memory: int | None = None
+    """Bytes for the KV pool (suffixes K, M, G); on a CPU 4 GiB by default."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV of prompts that begin alike."""
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How requests share a step."""
+
+    max_num_seqs: int = 256
+    """Most sequences that run at once."""
+    max_num_batched_tokens: int = 512
+    """Token budget of a step; a longer prompt is computed in chunks."""
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one prompt in a step; 0 sets no limit."""
+    enable_chunked_prefill: bool = True
+    """Let a prompt be computed over several steps."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order of waiting requests."""
+    async_scheduling: bool = False
+    """Schedule the next step while the current one computes."""
+
+
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How many devices share the model."""
+
+    tensor_parallel_size: int = 1
+    """Devices that share each layer."""
+
+
+class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the worker computes on."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the workers."""
+    attention_backend: Literal["auto", "cpu", "reference", "flashinfer"] = "auto"
+    """Attention kernels; reference is slow, plain torch."""
+    cpu_threads: int | None = None
+    """Threads of a CPU worker; by default one for each core."""
+
+
+class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP side."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one and prints it."""
+    api_key: str | None = None
+    """Key that clients must send as a bearer token."""
+    api_server_count: int = 1
+    """Front-end processes."""
+    disable_log_requests: bool = False
+    """Do not log a line for each request."""
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything `tokend serve` was told."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    device: DeviceConfig = DeviceConfig()
+    frontend: FrontEndConfig = FrontEndConfig()
+
+
+NOT_AVAILABLE_YET: Final[dict[str, tuple[Any, ...]]] = {
+    "scheduling_policy": ("fcfs",),
+    "async_scheduling": (False,),
+    "tensor_parallel_size": (1,),
+    "device": ("auto", "cpu"),
+    "attention_backend": ("auto", "cpu", "reference"),
+    "api_server_count": (1,),
+}
+"""Settings whose feature comes later, with the values that work today."""
+
+
+def flag_name(field: str) -> str:
+    """The command-line flag of a field."""
+    return "--" + field.replace("_", "-")
+
+
+def validate(config: ServeConfig) -> None:
+    """Raise ConfigError for the first setting that is impossible, conflicting or not available."""
+    _check_available(config)
+    cache, scheduler, frontend = config.cache, config.scheduler, config.frontend
+    _positive("block_size", cache.block_size)
+    _positive("max_num_seqs", scheduler.max_num_seqs)
+    _positive("max_num_batched_tokens", scheduler.max_num_batched_tokens)
+    _positive("max_model_len", config.model.max_model_len)
+    _positive("kv_cache_memory", cache.kv_cache_memory)
+    _positive("cpu_threads", config.device.cpu_threads)
+    if cache.block_size > 1024 or cache.block_size & (cache.block_size - 1):
+        raise ConfigError(
+            f"--block-size must be a power of two up to 1024, got {cache.block_size}", "block_size"
+        )
+    if cache.num_gpu_blocks_override is not None and cache.num_gpu_blocks_override < 2:
+        raise ConfigError(
+            "--num-gpu-blocks-override must be at least 2: block 0 is reserved",
+            "num_gpu_blocks_override",
+        )
+    if cache.num_gpu_blocks_override is not None and cache.kv_cache_memory is not None:
+        raise ConfigError(
+            "--num-gpu-blocks-override and --kv-cache-memory both size the KV pool: give one",
+            "num_gpu_blocks_override",
+        )
+    if scheduler.long_prefill_token_threshold < 0:
+        raise ConfigError(
+            "--long-prefill-token-threshold must be 0 or more, "
+            f"got {scheduler.long_prefill_token_threshold}",
+            "long_prefill_token_threshold",
+        )
+    if scheduler.long_prefill_token_threshold and not scheduler.enable_chunked_prefill:
+        raise ConfigError(
+            "--long-prefill-token-threshold needs chunked prefill, "
+            "and --no-enable-chunked-prefill turns it off",
+            "long_prefill_token_threshold",
+        )
+    if not 0 <= frontend.port <= 65535:
+        raise ConfigError(f"--port must be between 0 and 65535, got {frontend.port}", "port")
+    if frontend.api_key is not None and not frontend.api_key.strip():
+        raise ConfigError("--api-key must not be empty", "api_key")
+    if config.model.seed is not None and not 0 <= config.model.seed < 1 << 63:
+        raise ConfigError(f"--seed must be in [0, 2^63), got {config.model.seed}", "seed")
+
+
+def _check_available(config: ServeConfig) -> None:
+    for section in config.__struct_fields__:
+        part = getattr(config, section)
+        for field in part.__struct_fields__:
+            allowed = NOT_AVAILABLE_YET.get(field)
+            value = getattr(part, field)
+            if allowed is not None and value not in allowed:
+                works = ", ".join(str(each).lower() for each in allowed)
+                raise ConfigError(
+                    f"{flag_name(field)} {str(value).lower()} is not available yet; "
+                    f"works today: {works}",
+                    field,
+                )
+
+
+def _positive(field: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ConfigError(f"{flag_name(field)} must be at least 1, got {value}", field)

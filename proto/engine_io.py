@@ -1,0 +1,159 @@
+"""Messages between the front ends and the engine.
+
+Front end → engine: EngineCoreRequest, Abort, AdminCall.
+Engine → front end: EngineReady (lifecycle.py), EngineCoreOutputs, AdminReply.
+
+Every message carries the epoch; one of another epoch is dropped. Each output
+names the index of its first token, so a repeat after a restart is recognised.
+"""
+
+import enum
+from typing import Literal
+
+import msgspec
+
+from proto.errors import ErrorInfo
+from proto.sampling_params import SamplingParams
+from proto.stats import SchedulerStats
+
+
+class FinishReason(enum.IntEnum):
+    """Why a choice ended; `str()` gives the API's word."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_only=True):
+    """One request, complete enough to be taken up where an earlier engine left it.
+
+    request_id: made by the front end, unique over the run.
+    prompt_token_ids: [num_prompt_tokens], each below the vocabulary size.
+    n: number of choices; choice i draws with (seed, i, position).
+    output_token_ids: per choice, the tokens already generated; empty for a new request.
+    finished_choices: choices that need no more tokens.
+    seed: 64 bits, always set: the front end draws one when the client gives none.
+    arrival_time: seconds on the monotonic clock of the machine.
+    priority: lower goes first, where the policy asks.
+    cache_salt: separates prefix caches; enters the hash of the first block.
+    crash_count: how many engine deaths this request has lived through.
+    """
+
+    epoch: int
+    request_id: int
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    seed: int
+    arrival_time: float
+    n: int = 1
+    priority: int = 0
+    cache_salt: str | None = None
+    output_token_ids: tuple[tuple[int, ...], ...] = ()
+    finished_choices: tuple[int, ...] = ()
+    crash_count: int = 0
+
+
+class Abort(msgspec.Struct, array_like=True, tag=2, frozen=True):
+    """End a request, or one choice of it, whatever state it is in.
+
+    reason: "disconnect" when nobody listens any more, "stop_string" when the front
+    end found the end of a choice itself. No output follows for what is aborted.
+    choice: None for all choices.
+    """
+
+    epoch: int
+    request_id: int
+    reason: Literal["disconnect", "stop_string"]
+    choice: int | None = None
+
+
+class AdminCall(msgspec.Struct, array_like=True, tag=3, frozen=True):
+    """An operator's call; exactly one AdminReply with the same call_id follows."""
+
+    epoch: int
+    call_id: int
+    name: Literal["reset_prefix_cache", "check_integrity"]
+
+
+class AdminReply(msgspec.Struct, array_like=True, tag=4, frozen=True):
+    """`ok` tells whether the call did what it is named for; `detail` says why not."""
+
+    epoch: int
+    call_id: int
+    ok: bool
+    detail: str = ""
+
+
+class LogprobsArrays(msgspec.Struct, array_like=True, frozen=True):
+    """Log-probabilities of consecutive positions, packed.
+
+    first_position: output index (sampled tokens) or prompt position of the first row.
+    width: columns; column 0 is the chosen (or actual) token, then the best ones in order.
+    token_ids: int32 little-endian [rows, width].
+    logprobs: float32 little-endian [rows, width], natural logarithm, raw logits.
+    ranks: int32 little-endian [rows], rank of the chosen token, 1 is the best.
+    """
+
+    first_position: int
+    width: int
+    token_ids: bytes
+    logprobs: bytes
+    ranks: bytes
+
+
+class FirstTokenInfo(msgspec.Struct, array_like=True, frozen=True):
+    """Comes once per choice, with its first output of an engine's life.
+
+    num_cached_tokens: prompt tokens whose KV was found in the prefix cache.
+    queued_at, scheduled_at: seconds on the machine's monotonic clock.
+    """
+
+    num_cached_tokens: int
+    queued_at: float
+    scheduled_at: float
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True, frozen=True):
+    """What one choice got in one step.
+
+    token_index: index, among the choice's output tokens, of new_token_ids[0].
+    stop_reason: the stop token id when a stop token other than EOS ended the choice.
+    A choice gets exactly one output with a finish_reason, unless the front end
+    aborted it.
+    """
+
+    request_id: int
+    choice: int
+    token_index: int
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    first: FirstTokenInfo | None = None
+    logprobs: LogprobsArrays | None = None
+    prompt_logprobs: LogprobsArrays | None = None
+    error: ErrorInfo | None = None
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=5, frozen=True):
+    """Everything the engine tells one front end at the end of a step.
+
+    timestamp: monotonic seconds at which the tokens left the engine.
+    accepted: ids of requests that were taken in since the last message; a request
+    that is refused gets an output with an error instead.
+    stats: goes to front end 0 only.
+    """
+
+    epoch: int
+    step: int
+    timestamp: float
+    outputs: list[EngineCoreOutput] = []
+    accepted: list[int] = []
+    stats: SchedulerStats | None = None
+
+
+ToEngine = EngineCoreRequest | Abort | AdminCall

@@ -1,0 +1,114 @@
+"""The errors users and other processes meet, as one tree.
+
+    TokendError
+    ├── ConfigError            a setting is wrong: exit status 2, one line
+    ├── ModelError             a model folder or file cannot be used
+    ├── RequestError           one request fails; carries the HTTP status
+    │   ├── InvalidRequestError   400  names the parameter
+    │   ├── UnsupportedMediaError 415
+    │   ├── AuthenticationError   401
+    │   ├── UnknownModelError     404
+    │   ├── OverloadedError       503  may be retried
+    │   └── InternalRequestError  500
+    ├── ProtocolError          a peer sent what it must not, or speaks another version
+    └── ProcessDiedError       a process of this daemon ended unasked
+
+An error crosses a process as `ErrorInfo`.
+"""
+
+from typing import Literal
+
+import msgspec
+
+ErrorKind = Literal["invalid_request", "overloaded", "internal", "engine_dead"]
+
+
+class TokendError(Exception):
+    """Root of every error that tokend raises on purpose."""
+
+
+class ConfigError(TokendError):
+    """A setting that is wrong, conflicting or not available yet."""
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class ModelError(TokendError):
+    """A model that cannot be found, read or run; the message names the file or key."""
+
+
+class ProtocolError(TokendError):
+    """A message that this process must not receive, or a peer of another version."""
+
+
+class ProcessDiedError(TokendError):
+    """A process of the daemon ended without being asked to."""
+
+
+class RequestError(TokendError):
+    """One request fails and nothing else does.
+
+    `message` is shown to the client, `param` names the offending field.
+    """
+
+    status = 500
+    type = "InternalServerError"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequestError(RequestError):
+    status = 400
+    type = "BadRequestError"
+
+
+class AuthenticationError(RequestError):
+    status = 401
+    type = "AuthenticationError"
+
+
+class UnknownModelError(RequestError):
+    status = 404
+    type = "NotFoundError"
+
+
+class UnsupportedMediaError(RequestError):
+    status = 415
+    type = "UnsupportedMediaTypeError"
+
+
+class OverloadedError(RequestError):
+    status = 503
+    type = "ServiceUnavailableError"
+
+
+class InternalRequestError(RequestError):
+    status = 500
+    type = "InternalServerError"
+
+
+class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
+    """An error on the wire.
+
+    `traceback` is for the log of the daemon and is never shown to a client.
+    """
+
+    kind: ErrorKind
+    message: str
+    param: str | None = None
+    rank: int | None = None
+    traceback: str = ""
+
+    def to_exception(self) -> RequestError:
+        """The exception that a front end raises for the request."""
+        classes: dict[str, type[RequestError]] = {
+            "invalid_request": InvalidRequestError,
+            "overloaded": OverloadedError,
+            "engine_dead": OverloadedError,
+        }
+        return classes.get(self.kind, InternalRequestError)(self.message, self.param)

@@ -1,0 +1,147 @@
+"""How processes start, find each other and end.
+
+    supervisor ──ProcessBoot (inherited descriptor)──▶ every process
+    worker ──WorkerReady──▶ engine ──InitializeCache──▶ worker ──CacheReady──▶ engine
+    engine ──EngineReady──▶ front ends and supervisor
+    front end ──FrontEndReady──▶ supervisor
+    any process ──Progress, Fatal──▶ supervisor ──Shutdown──▶ any process
+"""
+
+from typing import Literal
+
+import msgspec
+
+from proto.config import ServeConfig
+from proto.errors import ErrorInfo
+from proto.prepared_model import PreparedModel
+
+Role = Literal["api_server", "engine_core", "worker"]
+
+
+class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process is given at birth, over an inherited descriptor.
+
+    role, index: which process this is ("worker", 0).
+    incarnation: counts restarts of this very process, from 0.
+    epoch: of the engine that it belongs to.
+    run_dir: the daemon's private directory, for sockets.
+    death_fd: read end of a pipe that closes when the supervisor is gone.
+    listen_fds: listening sockets of a front end.
+    """
+
+    protocol_version: int
+    role: Role
+    index: int
+    incarnation: int
+    epoch: int
+    run_dir: str
+    death_fd: int
+    config: ServeConfig
+    model: PreparedModel
+    listen_fds: tuple[int, ...] = ()
+
+
+class KVCacheGeometry(msgspec.Struct, array_like=True, frozen=True):
+    """Shape of a worker's KV cache, from which the engine sizes the pool.
+
+    The cache is one buffer [block, slot, K/V, kv_head, token, dim].
+
+    num_slots: layers that share a block (layers per group).
+    num_kv_heads: per device.
+    head_dim: elements.
+    dtype: "bfloat16", "float32", …
+    bytes_per_token: all slots, K and V.
+    num_groups: KV cache groups, each with its own block table.
+    """
+
+    num_slots: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    bytes_per_token: int
+    num_groups: int = 1
+
+
+class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
+    """The weights are loaded; this is what fits beside them.
+
+    kv_cache_bytes: memory that the worker grants to the KV pool.
+    fingerprint: 32 bytes over everything that changes KV values; root of the block hashes.
+    """
+
+    protocol_version: int
+    epoch: int
+    rank: int
+    geometry: KVCacheGeometry
+    kv_cache_bytes: int
+    vocab_size: int
+    fingerprint: bytes
+    device_name: str
+
+
+class InitializeCache(msgspec.Struct, array_like=True, tag=11, frozen=True):
+    """Create the KV tensors and the rows. num_blocks counts the null block 0."""
+
+    protocol_version: int
+    epoch: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+
+class CacheReady(msgspec.Struct, array_like=True, tag=12, frozen=True):
+    epoch: int
+    rank: int
+
+
+class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
+    """The engine takes requests.
+
+    max_model_len: usable length: the model's, the setting's or the pool's, the least.
+    num_blocks: usable KV blocks, without the null block.
+    """
+
+    protocol_version: int
+    epoch: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    device_name: str
+
+
+class FrontEndReady(msgspec.Struct, array_like=True, tag=14, frozen=True):
+    index: int
+
+
+class Progress(msgspec.Struct, array_like=True, tag=15, frozen=True):
+    """A line for the terminal while something long runs. `fraction` is 0 to 1 or None."""
+
+    role: Role
+    index: int
+    what: str
+    fraction: float | None = None
+
+
+class Notice(msgspec.Struct, array_like=True, tag=16, frozen=True):
+    """One line that the operator should read."""
+
+    role: Role
+    index: int
+    message: str
+
+
+class Fatal(msgspec.Struct, array_like=True, tag=17, frozen=True):
+    """Last words of a process that cannot go on."""
+
+    role: Role
+    index: int
+    error: ErrorInfo
+
+
+class Shutdown(msgspec.Struct, array_like=True, tag=18, frozen=True):
+    """End now, in order. Sent by the supervisor."""
+
+
+ToSupervisor = EngineReady | FrontEndReady | Progress | Notice | Fatal
+FromSupervisor = Shutdown

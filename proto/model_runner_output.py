@@ -1,0 +1,35 @@
+"""What a worker reports for one step."""
+
+import msgspec
+
+from proto.engine_io import LogprobsArrays
+from proto.errors import ErrorInfo
+
+
+class RowLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Log-probabilities of one sequence."""
+
+    handle: int
+    arrays: LogprobsArrays
+
+
+class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
+    """The tokens of one step.
+
+    handles: every sequence of the step, in the order new requests, cached requests.
+    sampled_token_ids: parallel; empty for a sequence whose prompt is not complete yet.
+    logprobs: for the sequences that ask, rows of the sampled tokens.
+    prompt_logprobs: for the sequences that ask, positions computed in this step;
+        position p (from 1) is the log-probability of prompt token p.
+    compute_seconds: time from the message to the sampled tokens.
+    error: the step failed; the epoch is over.
+    """
+
+    epoch: int
+    step: int
+    handles: list[int]
+    sampled_token_ids: list[list[int]]
+    logprobs: list[RowLogprobs] = []
+    prompt_logprobs: list[RowLogprobs] = []
+    compute_seconds: float = 0.0
+    error: ErrorInfo | None = None

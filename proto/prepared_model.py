@@ -1,0 +1,68 @@
+"""A model made ready once, so that no start has to parse or convert it.
+
+`deploy` writes a folder per model; the worker reads the tensors, the front end
+the tokenizer and the template. The folder holds
+
+    manifest.json        this Struct as JSON, written last: its presence means complete
+    config.json          Hugging Face style model configuration
+    tokenizer.json       for the `tokenizers` library
+    tokenizer_config.json
+    chat_template.jinja  absent for a model without one
+    tensors.msgpack      TensorIndex
+"""
+
+import msgspec
+
+MANIFEST_VERSION = 1
+
+
+class TensorEntry(msgspec.Struct, array_like=True, frozen=True):
+    """Where one tensor lies.
+
+    name: as in the file (GGUF or safetensors name).
+    type: GGUF type name ("Q4_1", "F32") or safetensors dtype ("BF16").
+    shape: as torch has it, rows first; elements, not bytes.
+    file: index into TensorIndex.files.
+    offset, num_bytes: byte range in that file.
+    """
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    file: int
+    offset: int
+    num_bytes: int
+
+
+class TensorIndex(msgspec.Struct, frozen=True):
+    """All tensors of a model. `format` is "gguf" or "safetensors"; `files` are absolute paths."""
+
+    format: str
+    files: tuple[str, ...]
+    tensors: tuple[TensorEntry, ...]
+
+
+class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """The manifest: what every process needs to know of the model before loading it.
+
+    folder: absolute path of the prepared folder.
+    name: the name users gave, or the last part of its path.
+    source: absolute path of the GGUF file or Hugging Face folder.
+    architecture: the family, e.g. "LlamaForCausalLM".
+    vocab_size: rows of the output head; token ids are below it.
+    max_position: most positions that the model was made for.
+    eos_token_ids: tokens at which generation ends by default.
+    weights_sha256: hex digest over the weight bytes, part of the KV fingerprint.
+    """
+
+    version: int = MANIFEST_VERSION
+    folder: str
+    name: str
+    source: str
+    architecture: str
+    vocab_size: int
+    max_position: int
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    weights_sha256: str
+    has_chat_template: bool = False

@@ -1,0 +1,106 @@
+"""The life of a child process of the supervisor: birth, last words, end.
+
+Owns what engine, worker and front end do alike: read the boot message from the
+inherited descriptor, take a title, leave Ctrl-C to the supervisor, end when the
+supervisor is gone, and report the error that ends them.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+from proto import PROTOCOL_VERSION
+from proto.codec import MessageDecoder
+from proto.errors import ErrorInfo, ProtocolError
+from proto.lifecycle import Fatal, FromSupervisor, ProcessBoot, Role
+from proto.run_directory import RunDirectory
+from proto.sockets import Link, supervisor_path
+
+logger = logging.getLogger("tokend.process")
+
+_TITLES: dict[Role, str] = {"api_server": "api", "engine_core": "engine", "worker": "worker"}
+_LAST_WORDS_SECONDS = 1.0
+
+Main = Callable[[ProcessBoot, Link], None]
+"""Runs a process until it is asked to stop: (boot, link to the supervisor)."""
+
+
+def run(main: Main) -> None:
+    """Run `main` as a child of the supervisor and exit with its status."""
+    boot = _read_boot()
+    directory = RunDirectory.join(boot.run_dir)
+    _enter(boot, directory)
+    supervisor = Link.connect(
+        supervisor_path(boot.run_dir, boot.role, boot.index, boot.incarnation), FromSupervisor
+    )
+    status = 0
+    try:
+        main(boot, supervisor)
+    except Exception as error:  # the last words of a process: whatever it was, report it
+        status = 1
+        supervisor.send(Fatal(boot.role, boot.index, describe(error, boot.index)))
+    supervisor.close(_LAST_WORDS_SECONDS)
+    _exit(status, directory)
+
+
+def describe(error: BaseException, rank: int | None = None) -> ErrorInfo:
+    """An exception with its traceback, as it crosses a process."""
+    return ErrorInfo(
+        kind="internal",
+        message=f"{type(error).__name__}: {error}",
+        rank=rank,
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+def _read_boot() -> ProcessBoot:
+    parser = argparse.ArgumentParser(description="started by tokend serve, not by hand")
+    parser.add_argument("--boot-fd", type=int, required=True)
+    descriptor = parser.parse_args().boot_fd
+    with os.fdopen(descriptor, "rb") as stream:
+        stream.seek(0)
+        boot: ProcessBoot = MessageDecoder[ProcessBoot](ProcessBoot).decode(stream.read())
+    if boot.protocol_version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"supervisor speaks protocol {boot.protocol_version}, this process {PROTOCOL_VERSION}"
+        )
+    return boot
+
+
+def _enter(boot: ProcessBoot, directory: RunDirectory) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    name = f"{_TITLES[boot.role]} {boot.index}"
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s %(levelname)s {name}: %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    try:
+        import setproctitle
+    except ImportError:
+        logger.debug("setproctitle is missing: processes keep their Python names")
+    else:
+        setproctitle.setproctitle(f"tokend: {name}")
+    threading.Thread(
+        target=_end_with_supervisor, args=(boot.death_fd, directory), daemon=True
+    ).start()
+
+
+def _end_with_supervisor(death_fd: int, directory: RunDirectory) -> None:
+    while os.read(death_fd, 1):
+        pass  # nobody writes; end of file means that the supervisor is gone
+    _exit(1, directory)
+
+
+def _exit(status: int, directory: RunDirectory) -> None:
+    """End without waiting for threads or atexit hooks, which may be stuck in a kernel."""
+    directory.leave()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,96 @@
+"""What a request asks of the sampler and of the stop rules.
+
+The front end builds one per request; the engine uses the stop rules and the
+limits, the worker uses the rest. Stop *strings* are not here: only the front
+end knows text.
+"""
+
+import math
+from typing import Final
+
+import msgspec
+
+from proto.errors import InvalidRequestError
+
+MAX_STOP_TOKEN_IDS: Final = 128
+MAX_LOGPROBS: Final = 20
+GREEDY_TEMPERATURE: Final = 1e-5
+"""Below this temperature a row is greedy."""
+
+
+class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """Sampling and stopping rules of one request.
+
+    max_tokens: most output tokens, at least 1.
+    min_tokens: stop tokens are not drawn before this many outputs.
+    temperature: 0 is greedy.
+    top_k: keep the k best tokens; 0 keeps all.
+    top_p: keep the smallest set of tokens whose probability reaches p.
+    min_p: drop tokens less likely than p times the best.
+    stop_token_ids: end the request; the last token stays in the output ids.
+    eos_token_ids: the model's own end tokens, off with ignore_eos.
+    logprobs / prompt_logprobs: how many top alternatives beside the chosen
+        token, None for no logprobs at all.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Every token id that ends this request."""
+        eos = () if self.ignore_eos else self.eos_token_ids
+        return frozenset(self.stop_token_ids) | frozenset(eos)
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise InvalidRequestError naming the first parameter out of range."""
+        _require(self.max_tokens >= 1, "max_tokens", f"must be at least 1, got {self.max_tokens}")
+        _require(
+            0 <= self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"must be between 0 and max_tokens ({self.max_tokens}), got {self.min_tokens}",
+        )
+        _require(
+            math.isfinite(self.temperature) and 0.0 <= self.temperature <= 1e4,
+            "temperature",
+            f"must be a finite number of at least 0, got {self.temperature}",
+        )
+        _require(self.top_k >= 0, "top_k", f"must be 0 (all) or more, got {self.top_k}")
+        _require(0.0 < self.top_p <= 1.0, "top_p", f"must be in (0, 1], got {self.top_p}")
+        _require(0.0 <= self.min_p <= 1.0, "min_p", f"must be in [0, 1], got {self.min_p}")
+        _require(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
+        )
+        for token_id in self.stop_token_ids:
+            _require(
+                0 <= token_id < vocab_size,
+                "stop_token_ids",
+                f"token id {token_id} is outside the vocabulary [0, {vocab_size})",
+            )
+        counts = (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))
+        for name, number in counts:
+            _require(
+                number is None or 0 <= number <= MAX_LOGPROBS,
+                name,
+                f"must be between 0 and {MAX_LOGPROBS}, got {number}",
+            )
+
+
+def _require(condition: bool, param: str, rule: str) -> None:
+    if not condition:
+        raise InvalidRequestError(f"{param} {rule}", param)

@@ -1,0 +1,188 @@
+"""Links between processes: ZMQ sockets that carry one union of messages each way.
+
+A `Link` joins exactly two processes. Its path names the epoch or the incarnation,
+so a process that starts anew gets a new path and never meets messages meant for
+its predecessor. Sending never blocks: what ZMQ does not take waits in a buffer
+bounded in bytes, and a peer that lets it overflow is reported as stalled.
+
+    worker 0  ── e1.w0 ──  engine  ── e1.a0 ──  front end 0
+    supervisor  ── s.worker0.0, s.engine_core0.0, s.api_server0.0 ── each process
+"""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+from proto.codec import MessageDecoder, encode
+from proto.errors import ProtocolError, TokendError
+
+logger = logging.getLogger("tokend.sockets")
+
+MAX_MESSAGE_BYTES: Final = 256 << 20
+MAX_PENDING_BYTES: Final = 64 << 20
+MAX_QUEUED_MESSAGES: Final = 10_000
+MAX_IPC_PATH: Final = 107
+"""Bytes of a Unix socket path, without the terminating zero."""
+
+
+class PeerStalledError(TokendError):
+    """The peer reads too slowly: the buffer towards it is full."""
+
+
+def worker_path(run_dir: str, epoch: int, rank: int) -> str:
+    """Where the engine of an epoch meets the worker of a rank."""
+    return os.path.join(run_dir, f"e{epoch}.w{rank}")
+
+
+def front_end_path(run_dir: str, epoch: int, index: int) -> str:
+    """Where the engine of an epoch meets a front end."""
+    return os.path.join(run_dir, f"e{epoch}.a{index}")
+
+
+def supervisor_path(run_dir: str, role: str, index: int, incarnation: int) -> str:
+    """Where the supervisor meets one incarnation of a process."""
+    return os.path.join(run_dir, f"s.{role}{index}.{incarnation}")
+
+
+class Link:
+    """One end of a connection between two processes.
+
+    `receives` is the union of message types that may arrive.
+    """
+
+    def __init__(self, path: str, receives: Any, *, bind: bool) -> None:
+        if len(os.fsencode(path)) > MAX_IPC_PATH:
+            raise TokendError(f"socket path is longer than {MAX_IPC_PATH} bytes: {path}")
+        self.path = path
+        self._decoder: MessageDecoder[Any] = MessageDecoder(receives)
+        self._pending: deque[bytes] = deque()
+        self._pending_bytes = 0
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
+        self._socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
+        if bind:
+            self._socket.bind(f"ipc://{path}")
+        else:
+            self._socket.connect(f"ipc://{path}")
+
+    @classmethod
+    def bind(cls, path: str, receives: Any) -> "Link":
+        """The end that owns the path."""
+        return cls(path, receives, bind=True)
+
+    @classmethod
+    def connect(cls, path: str, receives: Any) -> "Link":
+        """The other end; may be made before the path exists."""
+        return cls(path, receives, bind=False)
+
+    def fileno(self) -> int:
+        """ZMQ's descriptor, for an event loop.
+
+        It is edge-triggered: after it turns readable, and after every send, call
+        `receive()` until it returns nothing.
+        """
+        return self._socket.getsockopt(zmq.FD)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue a message; raises PeerStalledError when the peer does not keep up."""
+        frame = encode(message)
+        if self._pending or not self._try_send(frame):
+            self._pending.append(frame)
+            self._pending_bytes += len(frame)
+            self.flush()
+            if self._pending_bytes > MAX_PENDING_BYTES:
+                raise PeerStalledError(f"{self.path}: {self._pending_bytes} bytes wait unread")
+
+    def flush(self) -> bool:
+        """Hand on what waits; True when nothing waits any more."""
+        while self._pending:
+            if not self._try_send(self._pending[0]):
+                return False
+            self._pending_bytes -= len(self._pending.popleft())
+        return True
+
+    def receive(self) -> list[Any]:
+        """All messages that have arrived. What cannot be decoded is logged and dropped."""
+        messages: list[Any] = []
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return messages
+            try:
+                messages.append(self._decoder.decode(frame))
+            except ProtocolError as error:
+                logger.warning("%s: dropped: %s", self.path, error)
+
+    def close(self, linger_seconds: float = 0.0) -> None:
+        """Close at once, or after at most this long to get the last messages out."""
+        self._socket.close(linger=int(linger_seconds * 1000))
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._pending)
+
+    @property
+    def zmq_socket(self) -> "zmq.Socket[bytes]":
+        """For Poller only."""
+        return self._socket
+
+    def _try_send(self, frame: bytes) -> bool:
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+
+class Poller:
+    """Waits for links and plain descriptors to become readable."""
+
+    def __init__(self, links: Iterable[Link] = (), descriptors: Iterable[int] = ()) -> None:
+        self._poller = zmq.Poller()
+        self._links: dict[zmq.Socket[bytes], Link] = {}
+        for link in links:
+            self.add(link)
+        for descriptor in descriptors:
+            self.add(descriptor)
+
+    def add(self, source: Link | int) -> None:
+        if isinstance(source, Link):
+            self._links[source.zmq_socket] = source
+            self._poller.register(source.zmq_socket, zmq.POLLIN)
+        else:
+            self._poller.register(source, zmq.POLLIN)
+
+    def remove(self, source: Link | int) -> None:
+        if isinstance(source, Link):
+            del self._links[source.zmq_socket]
+            self._poller.unregister(source.zmq_socket)
+        else:
+            self._poller.unregister(source)
+
+    def wait(self, timeout_seconds: float | None = None) -> list[Link | int]:
+        """The links and descriptors that are readable; empty when the time is over.
+
+        Buffered messages of the registered links go out while it waits.
+        """
+        blocked = [link for link in self._links.values() if not link.flush()]
+        for link in blocked:
+            self._poller.modify(link.zmq_socket, zmq.POLLIN | zmq.POLLOUT)
+        try:
+            timeout = None if timeout_seconds is None else max(0, round(timeout_seconds * 1000))
+            events = self._poller.poll(timeout)
+        finally:
+            for link in blocked:
+                self._poller.modify(link.zmq_socket, zmq.POLLIN)
+        return [
+            self._links.get(source, source)
+            for source, mask in events
+            if mask & ~zmq.POLLOUT
+        ]

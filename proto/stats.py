@@ -1,0 +1,22 @@
+"""Statistics on the wire: gauges and deltas, never totals.
+
+A total would jump back when the engine restarts; a delta only stops.
+"""
+
+import msgspec
+
+
+class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
+    """The state of the scheduler after a step, and what the step added.
+
+    Gauges: num_running, num_waiting, kv_cache_usage (0 to 1).
+    Deltas since the last message: the rest. Prefix cache figures are in tokens.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_scheduled_tokens: int = 0
