@@ -1,10 +1,10 @@
 """How processes start, find each other and end.
 
-    supervisor ──ProcessBoot (inherited descriptor)──▶ every process
-    worker ──WorkerReady──▶ engine ──InitializeCache──▶ worker ──CacheReady──▶ engine
-    engine ──EngineReady──▶ front ends and supervisor
-    front end ──FrontEndReady──▶ supervisor
-    any process ──Progress, Fatal──▶ supervisor ──Shutdown──▶ any process
+supervisor ──ProcessBoot (inherited descriptor)──▶ every process
+worker ──WorkerReady──▶ engine ──InitializeCache──▶ worker ──CacheReady──▶ engine
+engine ──EngineReady──▶ front ends and supervisor
+front end ──FrontEndReady──▶ supervisor
+any process ──Progress, Fatal──▶ supervisor ──Shutdown──▶ any process
 """
 
 from typing import Literal

@@ -88,7 +88,7 @@ class Link:
         It is edge-triggered: after it turns readable, and after every send, call
         `receive()` until it returns nothing.
         """
-        return self._socket.getsockopt(zmq.FD)
+        return int(self._socket.getsockopt(zmq.FD))
 
     def send(self, message: msgspec.Struct) -> None:
         """Queue a message; raises PeerStalledError when the peer does not keep up."""
@@ -181,8 +181,4 @@ class Poller:
         finally:
             for link in blocked:
                 self._poller.modify(link.zmq_socket, zmq.POLLIN)
-        return [
-            self._links.get(source, source)
-            for source, mask in events
-            if mask & ~zmq.POLLOUT
-        ]
+        return [self._links.get(source, source) for source, mask in events if mask & ~zmq.POLLOUT]
