@@ -1,0 +1,5 @@
+"""The process that computes: one per device.
+
+Owns weights, KV tensors and one row of state per running sequence. Knows nothing
+of queues, budgets or HTTP: it computes what a SchedulerOutput lists.
+"""

@@ -1,0 +1,1 @@
+"""The state of sequences on the worker and the arrays of one step."""

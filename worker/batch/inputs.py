@@ -1,0 +1,73 @@
+"""The arrays of one step, built from rows and counts with numpy alone.
+
+    sequence    0          1     2
+    tokens    | 0 1 2 3 4 | 5 | 6 7 8 |     query_start = [0 5 6 9]
+    positions   0 1 2 3 4   17  32 33 34    num_computed = [0 17 32]
+    seq_lens    5           18  35
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proto.scheduler_output import SchedulerOutput
+from worker.attention.base import AttentionInputs
+from worker.batch.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What the model and the sampler need; T tokens, S sequences, N of which sample.
+
+    token_ids, positions: int64 [T].
+    rows: int64 [S], rows of the sequences.
+    num_computed: int32 [S], tokens computed before the step.
+    samples: bool [S], the sequences whose last known token is in this step.
+    last_token: int64 [N], index on the token axis of the last token of those.
+    """
+
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    num_computed: NDArray[np.int32]
+    samples: NDArray[np.bool_]
+    last_token: NDArray[np.int64]
+    attention: AttentionInputs
+
+
+def build_inputs(step: SchedulerOutput, step_rows: NDArray[np.int64], rows: Rows) -> StepInputs:
+    """The inputs of a step whose changes `rows` has taken over."""
+    new, cached = step.new_requests, step.cached_requests
+    num_computed = np.array(
+        [each.num_computed_tokens for each in new] + cached.num_computed_tokens, dtype=np.int32
+    )
+    num_scheduled = np.array(
+        [each.num_scheduled_tokens for each in new] + cached.num_scheduled_tokens, dtype=np.int32
+    )
+    query_start = np.zeros(len(step_rows) + 1, dtype=np.int32)
+    np.cumsum(num_scheduled, out=query_start[1:])
+    seq_lens = num_computed + num_scheduled
+
+    positions = np.arange(query_start[-1], dtype=np.int64)
+    positions += np.repeat(num_computed - query_start[:-1], num_scheduled)
+    token_rows = np.repeat(step_rows, num_scheduled)
+    table = rows.block_table
+    block_index, offset = np.divmod(positions, table.block_size)
+    samples = seq_lens >= rows.num_tokens[step_rows]
+    max_blocks = -(-int(seq_lens.max()) // table.block_size)
+    return StepInputs(
+        token_ids=rows.token_ids[token_rows, positions].astype(np.int64),
+        positions=positions,
+        rows=step_rows,
+        num_computed=num_computed,
+        samples=samples,
+        last_token=(query_start[1:][samples] - 1).astype(np.int64),
+        attention=AttentionInputs(
+            query_start=query_start,
+            seq_lens=seq_lens,
+            block_table=np.ascontiguousarray(table.ids[step_rows, :max_blocks]),
+            slot_mapping=table.ids[token_rows, block_index].astype(np.int64) * table.block_size
+            + offset,
+        ),
+    )

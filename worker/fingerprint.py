@@ -1,0 +1,38 @@
+"""A digest over everything that changes the values in the KV cache.
+
+It is the root of the block hashes, so KV of different arithmetic never mixes,
+also where caches outlive a process.
+"""
+
+import hashlib
+import json
+from typing import Any, Final
+
+from proto.lifecycle import KVCacheGeometry
+
+LAYOUT_VERSION: Final = 1
+"""Counts changes of the cache layout or of the arithmetic of a layer."""
+
+
+def kv_fingerprint(
+    weights_sha256: str,
+    model_config: dict[str, Any],
+    geometry: KVCacheGeometry,
+    block_size: int,
+    compute_dtype: str,
+) -> bytes:
+    """32 bytes; equal in two processes only when their KV blocks are interchangeable."""
+    facts = [
+        LAYOUT_VERSION,
+        weights_sha256,
+        model_config,
+        geometry.num_slots,
+        geometry.num_kv_heads,
+        geometry.head_dim,
+        geometry.dtype,
+        geometry.num_groups,
+        block_size,
+        compute_dtype,
+    ]
+    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).digest()

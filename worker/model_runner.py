@@ -1,0 +1,167 @@
+"""One step on one device: rows, attention plan, forward, logits, sample.
+
+Owns the rows; the model and the KV cache are given to it. Knows nothing of sockets.
+"""
+
+import time
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from proto.engine_io import LogprobsArrays
+from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
+from proto.scheduler_output import SchedulerOutput
+from worker.attention.base import AttentionBackend, AttentionInputs
+from worker.batch.inputs import StepInputs, build_inputs
+from worker.batch.rows import Rows
+from worker.models.decoder import Decoder
+from worker.sample.logprobs import prompt_logprobs
+from worker.sample.rows import SamplingRows
+from worker.sample.sampler import Sampler
+
+LOGITS_CHUNK_BYTES: Final = 64 << 20
+"""Most memory that the logits of prompt positions take at once."""
+
+
+class ModelRunner:
+    """Executes the steps of one epoch in order."""
+
+    def __init__(
+        self, model: Decoder, attention: AttentionBackend, sampler: Sampler, rows: Rows
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._sampler = sampler
+        self._rows = rows
+
+    @torch.inference_mode()
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute a step and return its tokens.
+
+        Rows are updated before this returns, so the next step may follow at once.
+        """
+        started = time.monotonic()
+        step_rows = self._rows.apply(step)
+        if len(step_rows) == 0:
+            return ModelRunnerOutput(step.epoch, step.step, [], [])
+        inputs = build_inputs(step, step_rows, self._rows)
+        handles = [new.handle for new in step.new_requests] + step.cached_requests.handles
+        self._attention.plan(inputs.attention)
+        hidden = self._model.forward(
+            torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions), self._attention
+        )
+        sampled, logprobs = self._sample(inputs, hidden, handles)
+        return ModelRunnerOutput(
+            step.epoch,
+            step.step,
+            handles,
+            sampled,
+            logprobs,
+            self._prompt_logprobs(inputs, hidden, handles),
+            time.monotonic() - started,
+        )
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run one token through the model: first calls of kernels are slow.
+
+        Its KV goes to block 0, the null block, which nobody reads.
+        """
+        token = torch.zeros(1, dtype=torch.int64)
+        self._attention.plan(
+            AttentionInputs(
+                query_start=np.array([0, 1], dtype=np.int32),
+                seq_lens=np.ones(1, dtype=np.int32),
+                block_table=np.zeros((1, 1), dtype=np.int32),
+                slot_mapping=np.zeros(1, dtype=np.int64),
+            )
+        )
+        self._model.logits(self._model.forward(token, token, self._attention))
+
+    def _sample(
+        self, inputs: StepInputs, hidden: torch.Tensor, handles: list[int]
+    ) -> tuple[list[list[int]], list[RowLogprobs]]:
+        """Draw a token for each sequence that is complete; append it to its row."""
+        tokens: list[list[int]] = [[] for _ in handles]
+        if len(inputs.last_token) == 0:
+            return tokens, []
+        sequences = np.flatnonzero(inputs.samples)
+        sampling_rows = inputs.rows[sequences]
+        logits = self._model.logits(hidden[torch.from_numpy(inputs.last_token)])
+        request = self._sampling_rows(sampling_rows, [handles[i] for i in sequences])
+        result = self._sampler.sample(logits, request)
+        self._rows.append_sampled(sampling_rows, result.token_ids)
+        for sequence, token_id in zip(sequences, result.token_ids.tolist(), strict=True):
+            tokens[sequence].append(token_id)
+        logprobs = [
+            RowLogprobs(handles[sequence], arrays)
+            for sequence, arrays in zip(sequences, result.logprobs, strict=True)
+            if arrays is not None
+        ]
+        return tokens, logprobs
+
+    def _sampling_rows(self, at: NDArray[np.int64], handles: list[int]) -> SamplingRows:
+        rows = self._rows
+        position = rows.num_tokens[at] - rows.num_prompt_tokens[at]
+        suppressed = tuple(
+            (int(i), np.array(sorted(rows.params(handles[i]).stop_ids), dtype=np.int64))
+            for i in np.flatnonzero(position < rows.min_output[at])
+        )
+        return SamplingRows(
+            temperature=rows.temperature[at],
+            top_k=rows.top_k[at],
+            top_p=rows.top_p[at],
+            min_p=rows.min_p[at],
+            seed=rows.seed[at],
+            choice=rows.choice[at],
+            position=position.astype(np.uint32),
+            num_logprobs=rows.num_logprobs[at],
+            suppressed=suppressed,
+        )
+
+    def _prompt_logprobs(
+        self, inputs: StepInputs, hidden: torch.Tensor, handles: list[int]
+    ) -> list[RowLogprobs]:
+        """Position p's hidden state gives the log-probability of prompt token p + 1."""
+        found: list[RowLogprobs] = []
+        for sequence, handle in enumerate(handles):
+            wanted = self._rows.params(handle).prompt_logprobs
+            if wanted is None:
+                continue
+            row = inputs.rows[sequence]
+            first = int(inputs.num_computed[sequence]) + 1
+            end = min(
+                int(inputs.attention.seq_lens[sequence]) + 1, int(self._rows.num_prompt_tokens[row])
+            )
+            if first >= end:
+                continue
+            start = int(inputs.attention.query_start[sequence])
+            arrays = self._prompt_arrays(
+                hidden[start : start + end - first],
+                self._rows.token_ids[row, first:end].astype(np.int64),
+                wanted,
+                first,
+            )
+            found.append(RowLogprobs(handle, arrays))
+        return found
+
+    def _prompt_arrays(
+        self, hidden: torch.Tensor, token_ids: NDArray[np.int64], wanted: int, first: int
+    ) -> LogprobsArrays:
+        """Log-probabilities of `token_ids` [P] given `hidden` [P, H], in chunks of rows."""
+        rows = max(1, LOGITS_CHUNK_BYTES // (self._model.spec.vocab_size * 4))
+        chunks = [
+            prompt_logprobs(
+                self._model.logits(hidden[at : at + rows]), token_ids[at : at + rows], wanted, first
+            )
+            for at in range(0, len(token_ids), rows)
+        ]
+        return LogprobsArrays(
+            first,
+            chunks[0].width,
+            b"".join(chunk.token_ids for chunk in chunks),
+            b"".join(chunk.logprobs for chunk in chunks),
+            b"".join(chunk.ranks for chunk in chunks),
+        )

@@ -1,0 +1,160 @@
+"""The worker's side of its links: load, agree on the cache, then step after step.
+
+    supervisor ── boot ──▶ load weights ── WorkerReady ──▶ engine
+    engine ── InitializeCache ──▶ allocate ── CacheReady ──▶ engine
+    engine ── SchedulerOutput ──▶ ModelRunner ── ModelRunnerOutput ──▶ engine
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from proto import PROTOCOL_VERSION
+from proto.errors import ModelError, ProtocolError
+from proto.lifecycle import (
+    CacheReady,
+    InitializeCache,
+    KVCacheGeometry,
+    ProcessBoot,
+    Progress,
+    WorkerReady,
+)
+from proto.model_runner_output import ModelRunnerOutput
+from proto.prepared_model import PreparedModel
+from proto.process import describe
+from proto.scheduler_output import SchedulerOutput
+from proto.sockets import Link, Poller, worker_path
+from worker.attention.base import AttentionShape
+from worker.attention.registry import create_backend
+from worker.batch.rows import Rows
+from worker.device import CpuDevice
+from worker.fingerprint import kv_fingerprint
+from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.loader.weights import load_model
+from worker.model_runner import ModelRunner
+from worker.models.decoder import Decoder
+from worker.models.registry import spec_from_config
+from worker.sample.sampler import Sampler
+
+logger = logging.getLogger("tokend.worker")
+
+
+def main(boot: ProcessBoot, supervisor: Link) -> None:
+    """Load the model, then serve the engine until the supervisor says Shutdown."""
+    engine = Link.connect(
+        worker_path(boot.run_dir, boot.epoch, boot.index), InitializeCache | SchedulerOutput
+    )
+    Service(boot, engine, supervisor).run()
+
+
+class Service:
+    """One worker of one epoch."""
+
+    def __init__(self, boot: ProcessBoot, engine: Link, supervisor: Link) -> None:
+        self._boot = boot
+        self._engine = engine
+        self._supervisor = supervisor
+        self._device = CpuDevice(boot.config.device)
+        self._dtype = self._device.resolve_dtype(boot.config.model.dtype)
+        self._model = self._load()
+        self._geometry = self._cache_geometry()
+
+    def run(self) -> None:
+        """Serve until Shutdown."""
+        self._engine.send(self._ready())
+        poller = Poller([self._engine, self._supervisor])
+        runner: ModelRunner | None = None
+        while True:
+            readable = poller.wait()
+            if self._supervisor in readable and self._supervisor.receive():
+                return
+            for message in self._engine.receive():
+                if message.epoch != self._boot.epoch:
+                    continue
+                if isinstance(message, InitializeCache):
+                    runner = self._initialize(message)
+                    self._engine.send(CacheReady(message.epoch, self._boot.index))
+                elif runner is None:
+                    raise ProtocolError("the engine sent a step before InitializeCache")
+                else:
+                    self._execute(runner, message)
+
+    def _execute(self, runner: ModelRunner, step: SchedulerOutput) -> None:
+        try:
+            output = runner.execute(step)
+        except Exception as error:
+            self._engine.send(
+                ModelRunnerOutput(
+                    step.epoch, step.step, [], [], error=describe(error, self._boot.index)
+                )
+            )
+            raise
+        self._engine.send(output)
+
+    def _load(self) -> Decoder:
+        prepared = self._boot.model
+        logger.info("loading %s as %s", prepared.name, str(self._dtype).removeprefix("torch."))
+        return load_model(
+            prepared,
+            spec_from_config(read_config(prepared)),
+            self._dtype,
+            self._device.torch_device,
+            self._report_progress,
+        )
+
+    def _report_progress(self, fraction: float) -> None:
+        self._supervisor.send(Progress("worker", self._boot.index, "loading weights", fraction))
+
+    def _cache_geometry(self) -> KVCacheGeometry:
+        spec = self._model.spec
+        return kv_cache_geometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, self._dtype)
+
+    def _ready(self) -> WorkerReady:
+        config = self._boot.config
+        return WorkerReady(
+            protocol_version=PROTOCOL_VERSION,
+            epoch=self._boot.epoch,
+            rank=self._boot.index,
+            geometry=self._geometry,
+            kv_cache_bytes=self._device.kv_cache_bytes(config.cache),
+            vocab_size=self._model.spec.vocab_size,
+            fingerprint=kv_fingerprint(
+                self._boot.model.weights_sha256,
+                read_config(self._boot.model),
+                self._geometry,
+                config.cache.block_size,
+                str(self._dtype),
+            ),
+            device_name=self._device.name,
+        )
+
+    def _initialize(self, message: InitializeCache) -> ModelRunner:
+        if message.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"engine speaks protocol {message.protocol_version}, worker {PROTOCOL_VERSION}"
+            )
+        spec = self._model.spec
+        cache = KVCache(self._geometry, message.num_blocks, message.block_size)
+        shape = AttentionShape(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
+        )
+        attention = create_backend(self._boot.config.device.attention_backend, cache, shape)
+        rows = Rows(
+            self._boot.config.scheduler.max_num_seqs, message.max_model_len, message.block_size
+        )
+        runner = ModelRunner(self._model, attention, Sampler(spec.vocab_size), rows)
+        runner.warm_up()
+        return runner
+
+
+def read_config(prepared: PreparedModel) -> dict[str, Any]:
+    """The model's config.json; raises ModelError naming the file."""
+    path = Path(prepared.folder) / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: not a JSON object")
+    return config
