@@ -8,13 +8,16 @@ names the index of its first token, so a repeat after a restart is recognised.
 """
 
 import enum
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from proto.errors import ErrorInfo
 from proto.sampling_params import SamplingParams
 from proto.stats import SchedulerStats
+
+MAX_CHOICES: Final = 128
+"""Most choices of one request."""
 
 
 class FinishReason(enum.IntEnum):

@@ -52,13 +52,15 @@ def supervisor_path(run_dir: str, role: str, index: int, incarnation: int) -> st
 class Link:
     """One end of a connection between two processes.
 
-    `receives` is the union of message types that may arrive.
+    `receives` is the union of message types that may arrive; `num_undecodable`
+    counts what arrived and was none of them.
     """
 
     def __init__(self, path: str, receives: Any, *, bind: bool) -> None:
         if len(os.fsencode(path)) > MAX_IPC_PATH:
             raise TokendError(f"socket path is longer than {MAX_IPC_PATH} bytes: {path}")
         self.path = path
+        self.num_undecodable = 0
         self._decoder: MessageDecoder[Any] = MessageDecoder(receives)
         self._pending: deque[bytes] = deque()
         self._pending_bytes = 0
@@ -119,6 +121,7 @@ class Link:
             try:
                 messages.append(self._decoder.decode(frame))
             except ProtocolError as error:
+                self.num_undecodable += 1
                 logger.warning("%s: dropped: %s", self.path, error)
 
     def close(self, linger_seconds: float = 0.0) -> None:
