@@ -1,0 +1,122 @@
+"""KV groups: layers that share one block table per sequence.
+
+A group owns the block tables of its sequences and decides which blocks a
+number of tokens needs. Blocks come from the pool that all groups share.
+Sequences are named by their handles; requests are unknown here.
+"""
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Protocol
+
+from engine_core.kv_cache.pool import BlockPool
+
+
+class KVGroup(Protocol):
+    """Block tables of the layers that need KV for the same positions."""
+
+    def find_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
+        """Blocks of the longest cached prefix of at most `max_tokens` tokens."""
+
+    def num_blocks_needed(self, handle: int, num_tokens: int, hits: Sequence[int]) -> int:
+        """Free blocks that `attach` and `extend` would use up; changes nothing.
+
+        A hit that lies in the free queue counts: touching it makes free space
+        smaller just as taking a new block does.
+        """
+
+    def attach(self, handle: int, hits: Sequence[int]) -> None:
+        """Start a sequence's table with cached blocks, referencing them."""
+
+    def extend(self, handle: int, num_tokens: int) -> list[int]:
+        """Append new blocks until the table has room for `num_tokens`; returns them."""
+
+    def cache(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> None:
+        """Make the blocks filled by the first `num_tokens` tokens findable."""
+
+    def quiet_until(self, handle: int) -> int:
+        """A number of tokens: with fewer slots wanted, neither extend nor cache has work."""
+
+    def free(self, handle: int) -> None:
+        """Give back a sequence's blocks, last one first; nothing if it has none."""
+
+    def table(self, handle: int) -> list[int]:
+        """A copy of the sequence's block ids, [num_blocks]; empty if it has none."""
+
+    def tables(self) -> dict[int, list[int]]:
+        """The tables themselves, by handle, for the integrity check."""
+
+
+class _Sequence:
+    """blocks: the table. num_cached: how many of its leading blocks are in the index."""
+
+    __slots__ = ("blocks", "num_cached")
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.num_cached = 0
+
+
+class FullAttentionGroup:
+    """Layers that attend to every earlier position: a table keeps all its blocks.
+
+    block table   | 7 | 3 | 9 | 12 |
+    tokens        [0, bs) [bs, 2bs) …
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._sequences: dict[int, _Sequence] = {}
+
+    def find_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
+        most = max_tokens // self._block_size
+        return self._pool.index.longest_prefix(islice(block_hashes, most))
+
+    def num_blocks_needed(self, handle: int, num_tokens: int, hits: Sequence[int]) -> int:
+        sequence = self._sequences.get(handle)
+        num_held = len(hits) if sequence is None else len(sequence.blocks)
+        num_new = -(-num_tokens // self._block_size) - num_held
+        return max(num_new, 0) + self._pool.num_evictable(hits)
+
+    def attach(self, handle: int, hits: Sequence[int]) -> None:
+        assert handle not in self._sequences, f"sequence {handle} has a table already"
+        self._pool.touch(hits)
+        sequence = self._sequences[handle] = _Sequence()
+        sequence.blocks.extend(hits)
+        sequence.num_cached = len(hits)
+
+    def extend(self, handle: int, num_tokens: int) -> list[int]:
+        blocks = self._sequences[handle].blocks
+        num_new = -(-num_tokens // self._block_size) - len(blocks)
+        if num_new <= 0:
+            return []
+        new_blocks = self._pool.get_new_blocks(num_new)
+        blocks.extend(new_blocks)
+        return new_blocks
+
+    def cache(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> None:
+        sequence = self._sequences[handle]
+        start, end = sequence.num_cached, num_tokens // self._block_size
+        if end > start:
+            self._pool.cache_full_blocks(sequence.blocks[start:end], block_hashes[start:end])
+            sequence.num_cached = end
+
+    def quiet_until(self, handle: int) -> int:
+        sequence = self._sequences[handle]
+        room_ends = len(sequence.blocks) * self._block_size + 1
+        if not self._pool.enable_caching:
+            return room_ends
+        return min(room_ends, (sequence.num_cached + 1) * self._block_size)
+
+    def free(self, handle: int) -> None:
+        sequence = self._sequences.pop(handle, None)
+        if sequence is not None:
+            self._pool.free_blocks(reversed(sequence.blocks))
+
+    def table(self, handle: int) -> list[int]:
+        sequence = self._sequences.get(handle)
+        return [] if sequence is None else sequence.blocks.copy()
+
+    def tables(self) -> dict[int, list[int]]:
+        return {handle: sequence.blocks for handle, sequence in self._sequences.items()}

@@ -1,0 +1,83 @@
+"""Block hashes: names for the content of full blocks, the same in every process.
+
+Owns the hash function. Knows token ids and salts, not requests or blocks.
+
+    hash of block i = SHA-256(parent ‖ tokens of block i ‖ extra keys of block i)
+
+parent is the hash of block i - 1; for block 0 a fixed constant ‖ the model
+fingerprint. Tokens are little-endian uint32. An extra key is its length as
+little-endian uint32 ‖ its bytes. Nothing in it is drawn per process, so restarts,
+ranks and stores on disk agree; SHA-256 because a collision would show one
+client the KV of another.
+"""
+
+import struct
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Final, Protocol
+
+ROOT: Final = b"tokend kv block hash, version 1\n"
+_SALT_TAG: Final = b"cache_salt:"
+_TOKEN_BYTES: Final = 4
+
+
+class Hasher(Protocol):
+    """Extends the hash chain of a request."""
+
+    def extend(
+        self, block_hashes: list[bytes], token_ids: Sequence[int], cache_salt: str | None
+    ) -> None:
+        """Append to `block_hashes` until it covers every full block of `token_ids`."""
+
+
+class BlockHasher:
+    """Hashes full blocks of `block_size` tokens for the model with this fingerprint."""
+
+    def __init__(self, block_size: int, fingerprint: bytes) -> None:
+        self.block_size = block_size
+        self.root = ROOT + fingerprint
+
+    def extend(
+        self, block_hashes: list[bytes], token_ids: Sequence[int], cache_salt: str | None = None
+    ) -> None:
+        """Append the hashes of the full blocks that `block_hashes` does not cover yet.
+
+        token_ids: [num_tokens], each in [0, 2^32).
+        cache_salt: enters the first block, and through the chain all others.
+        """
+        num_hashed = len(block_hashes)
+        num_full = len(token_ids) // self.block_size
+        if num_full <= num_hashed:
+            return
+        tokens = token_ids[num_hashed * self.block_size : num_full * self.block_size]
+        packed = struct.pack(f"<{len(tokens)}I", *tokens)
+        width = self.block_size * _TOKEN_BYTES
+        start = 0
+        if num_hashed == 0:
+            keys = extra_keys(cache_salt)
+            block_hashes.append(sha256(self.root + packed[:width] + keys).digest())
+            start = width
+        parent = block_hashes[-1]
+        for offset in range(start, len(packed), width):
+            parent = sha256(parent + packed[offset : offset + width]).digest()
+            block_hashes.append(parent)
+
+
+class NoHashing:
+    """Stands in where prefixes are not cached: no block ever has a hash."""
+
+    def extend(
+        self, block_hashes: list[bytes], token_ids: Sequence[int], cache_salt: str | None = None
+    ) -> None:
+        """Append nothing."""
+
+
+def extra_keys(cache_salt: str | None) -> bytes:
+    """What the first block's hash depends on besides tokens.
+
+    Tagged with its kind, so that a salt never equals a key of another kind.
+    """
+    if cache_salt is None:
+        return b""
+    key = _SALT_TAG + cache_salt.encode()
+    return struct.pack("<I", len(key)) + key

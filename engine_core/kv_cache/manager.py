@@ -1,0 +1,183 @@
+"""The KV cache manager: what the scheduler asks for and gives back.
+
+Owns the pool and the groups, and the statistics of prefix hits. Knows requests
+only by their counters, token ids and hashes, which it never changes. It does
+not decide who waits or who is preempted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from engine_core.kv_cache.block import BlockIds
+from engine_core.kv_cache.groups import FullAttentionGroup, KVGroup
+from engine_core.kv_cache.hashing import BlockHasher, Hasher, NoHashing
+from engine_core.kv_cache.pool import BlockPool
+from engine_core.request import Request
+
+NO_NEW_BLOCKS: Final[BlockIds] = []
+"""Returned, always this very object, where no group needed a block. Never changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedBlocks:
+    """Cached blocks that a request may start from.
+
+    block_ids: per group, empty for none; num_tokens: what they hold.
+    Valid until the pool changes: pass it to allocate_slots in the same step.
+    """
+
+    block_ids: tuple[list[int], ...]
+    num_tokens: int
+
+
+NOTHING_COMPUTED: Final = ComputedBlocks((), 0)
+
+
+class KVCacheManager:
+    """Block tables for all requests of one engine.
+
+    num_blocks counts the null block. fingerprint: covers everything that changes
+    KV values; root of the block hashes. Requests are built with `hasher`.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_caching: bool, fingerprint: bytes
+    ) -> None:
+        self.block_size = block_size
+        self.enable_caching = enable_caching
+        self.hasher: Hasher = (
+            BlockHasher(block_size, fingerprint) if enable_caching else NoHashing()
+        )
+        self.pool = BlockPool(num_blocks, enable_caching)
+        self.groups: tuple[KVGroup, ...] = (FullAttentionGroup(self.pool, block_size),)
+        self._no_hits: tuple[list[int], ...] = tuple([] for _ in self.groups)
+        self._quiet_until: dict[int, int] = {}
+        self._num_queried = 0
+        self._num_hit = 0
+
+    def get_computed_blocks(self, request: Request) -> ComputedBlocks:
+        """The longest cached prefix of a request that holds no blocks yet.
+
+        At most num_tokens - 1 tokens, rounded down to blocks: the last token is
+        always computed, for its logits. Changes nothing.
+        """
+        if not self.enable_caching or request.skip_reading_prefix_cache:
+            return NOTHING_COMPUTED
+        (group,) = self.groups
+        hits = group.find_hit(request.block_hashes, request.num_tokens - 1)
+        if not hits:
+            return NOTHING_COMPUTED
+        return ComputedBlocks((hits,), len(hits) * self.block_size)
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        computed: ComputedBlocks = NOTHING_COMPUTED,
+        num_lookahead_tokens: int = 0,
+    ) -> BlockIds | None:
+        """Give a request room for its next tokens.
+
+            0          comp      comp+hit     comp+hit+new   +lookahead
+            |---comp---|---hit---|----new-----|--lookahead---|
+            |  in the  | touched,|  taken from the free      |
+            |  table   | then in |  queue where the table    |
+            |          | table   |  has no room yet          |
+            |<---- made findable, up to ---->|
+                   request.num_tokens
+
+        comp: request.num_computed_tokens, without the hits. hit: `computed`, only
+        with the first allocation since the request was added or preempted. new:
+        `num_new_tokens`, computed in this step. lookahead: room for tokens that
+        are not verified yet and so never findable.
+
+        Returns the new block ids per group (the hits are not among them;
+        `block_ids` has the whole table), NO_NEW_BLOCKS if there are none, or None,
+        with nothing changed, if they do not fit. Hits are referenced before a new
+        block is taken, so none of them is overwritten by it.
+        """
+        num_slots = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
+        # Most calls are a decode inside its last block: one comparison decides.
+        if num_slots < self._quiet_until.get(request.handle, 0):
+            return NO_NEW_BLOCKS
+        return self._allocate(
+            request,
+            request.num_computed_tokens + computed.num_tokens + num_new_tokens,
+            computed,
+            num_lookahead_tokens,
+        )
+
+    def free(self, request: Request) -> None:
+        """Give back all blocks of a request, last one first; nothing if it has none."""
+        if self._quiet_until.pop(request.handle, None) is not None:
+            for group in self.groups:
+                group.free(request.handle)
+
+    def block_ids(self, handle: int) -> BlockIds:
+        """A copy of the block table of a request, per group."""
+        return [group.table(handle) for group in self.groups]
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, changing nothing, while any block is in use."""
+        return self.pool.reset_prefix_cache()
+
+    def can_fit(self, num_tokens: int) -> bool:
+        """Whether the whole pool, with nobody else in it, has room for this many tokens."""
+        return num_tokens <= self.capacity
+
+    def take_prefix_cache_stats(self) -> tuple[int, int]:
+        """(tokens looked up, tokens found) since the last call.
+
+        Counted when a request is first given blocks: one that waits for room is
+        looked up again and again, and one that was preempted finds itself.
+        """
+        taken = (self._num_queried, self._num_hit)
+        self._num_queried = self._num_hit = 0
+        return taken
+
+    @property
+    def capacity(self) -> int:
+        """Tokens for which a single request can have room."""
+        return (self.pool.num_blocks - 1) // len(self.groups) * self.block_size
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that are free, cached content included."""
+        return self.pool.num_free
+
+    @property
+    def usage(self) -> float:
+        """Fraction of the usable blocks in use, 0 to 1."""
+        return self.pool.usage
+
+    def _allocate(
+        self, request: Request, num_tokens: int, computed: ComputedBlocks, num_lookahead: int
+    ) -> BlockIds | None:
+        """`num_tokens`: those with KV after this step, without the lookahead."""
+        handle = request.handle
+        num_slots = num_tokens + num_lookahead
+        hits: Sequence[list[int]] = computed.block_ids or self._no_hits
+        num_needed = sum(
+            group.num_blocks_needed(handle, num_slots, found)
+            for group, found in zip(self.groups, hits, strict=True)
+        )
+        if num_needed > self.pool.num_free:
+            return None
+        if handle not in self._quiet_until:
+            self._attach(request, computed.num_tokens, hits)
+        new_blocks = [group.extend(handle, num_slots) for group in self.groups]
+        if self.enable_caching:
+            num_verified = min(num_tokens, request.num_tokens)
+            for group in self.groups:
+                group.cache(handle, request.block_hashes, num_verified)
+        self._quiet_until[handle] = min(group.quiet_until(handle) for group in self.groups)
+        return new_blocks if any(new_blocks) else NO_NEW_BLOCKS
+
+    def _attach(self, request: Request, num_hit: int, hits: Sequence[list[int]]) -> None:
+        for group, found in zip(self.groups, hits, strict=True):
+            group.attach(request.handle, found)
+        looked_up = self.enable_caching and not request.skip_reading_prefix_cache
+        if looked_up and request.num_preemptions == 0:
+            self._num_queried += request.num_tokens
+            self._num_hit += num_hit

@@ -1,0 +1,112 @@
+"""The block pool: every block of one engine, free, in use or kept for its content.
+
+Owns reference counts, the hash on each block, the prefix index and the free
+queue. Knows nothing of requests: callers name blocks.
+
+A block is in one of three states:
+
+    in use      reference count ≥ 1, not in the free queue, with or without hash
+    cached      reference count 0, in the free queue, with hash: may be found or overwritten
+    free        reference count 0, in the free queue, no hash
+"""
+
+from collections.abc import Iterable, Sequence
+
+from engine_core.kv_cache.block import NULL_BLOCK
+from engine_core.kv_cache.free_queue import FreeQueue
+from engine_core.kv_cache.prefix_index import PrefixIndex
+
+
+class BlockPool:
+    """Hands out, shares, caches and takes back blocks 1 … num_blocks - 1.
+
+    num_blocks counts the null block. `ref_counts` and `hashes` have one entry
+    per block.
+    """
+
+    __slots__ = ("enable_caching", "free_queue", "hashes", "index", "num_blocks", "ref_counts")
+
+    def __init__(self, num_blocks: int, enable_caching: bool) -> None:
+        """Raises ValueError for a pool without a usable block."""
+        if num_blocks < 2:
+            raise ValueError(f"a pool needs the null block and one more, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self.enable_caching = enable_caching
+        self.free_queue = FreeQueue(num_blocks)
+        self.index = PrefixIndex()
+        self.ref_counts = [0] * num_blocks
+        self.hashes: list[bytes | None] = [None] * num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that get_new_blocks can give."""
+        return self.free_queue.num_free
+
+    @property
+    def usage(self) -> float:
+        """Fraction of the usable blocks that are in use, 0 to 1."""
+        return 1.0 - self.free_queue.num_free / (self.num_blocks - 1)
+
+    def get_new_blocks(self, count: int) -> list[int]:
+        """Take `count` blocks, overwriting the least recently freed content.
+
+        Raises ValueError, changing nothing, when fewer are free.
+        """
+        blocks = self.free_queue.popleft_n(count)
+        ref_counts, hashes = self.ref_counts, self.hashes
+        for block in blocks:
+            assert ref_counts[block] == 0, f"block {block} was free and referenced"
+            if hashes[block] is not None:
+                self._evict(block)
+            ref_counts[block] = 1
+        return blocks
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        """Reference blocks once more; those that were free stop being so."""
+        ref_counts = self.ref_counts
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            if ref_counts[block] == 0:
+                self.free_queue.remove(block)
+            ref_counts[block] += 1
+
+    def free_blocks(self, blocks: Iterable[int]) -> None:
+        """Drop one reference of each; those without any become free in this order."""
+        ref_counts = self.ref_counts
+        released = []
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            assert ref_counts[block] > 0, f"block {block} is freed but not referenced"
+            ref_counts[block] -= 1
+            if ref_counts[block] == 0:
+                released.append(block)
+        self.free_queue.append_n(released)
+
+    def num_evictable(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks are in the free queue now."""
+        ref_counts = self.ref_counts
+        return sum(1 for block in blocks if ref_counts[block] == 0 and block != NULL_BLOCK)
+
+    def cache_full_blocks(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:
+        """Make full blocks findable: block i under hash i. None of them has a hash yet."""
+        for block, block_hash in zip(blocks, block_hashes, strict=True):
+            assert self.hashes[block] is None, f"block {block} has a hash already"
+            assert block != NULL_BLOCK, "the null block has no content"
+            self.hashes[block] = block_hash
+            self.index.insert(block_hash, block)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all content; False, changing nothing, while any block is in use."""
+        if self.num_free != self.num_blocks - 1:
+            return False
+        self.index.clear()
+        self.hashes = [None] * self.num_blocks
+        return True
+
+    def _evict(self, block: int) -> None:
+        block_hash = self.hashes[block]
+        assert block_hash is not None
+        self.index.remove(block_hash, block)
+        self.hashes[block] = None

@@ -1,0 +1,231 @@
+"""A request as the engine sees it: one choice of one EngineCoreRequest.
+
+Owns the token ids, the counters and the life cycle of a choice. Knows nothing
+of queues, blocks or text.
+"""
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+
+from engine_core.kv_cache.hashing import Hasher
+from proto.engine_io import EngineCoreRequest, FinishReason
+from proto.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.IntEnum):
+    """Where a request is in its life. Numbers grow from waiting to finished.
+
+    WAITING: in the queue, holds no blocks. Numbers up to RUNNING are kept for
+        requests that wait for something else than room.
+    RUNNING: holds blocks and is scheduled.
+    PREEMPTED: back in the queue; its KV is gone, its tokens are kept.
+    FINISHED_*: over; the number decides the finish reason.
+    """
+
+    WAITING = 0
+    RUNNING = 10
+    PREEMPTED = 11
+    FINISHED_STOPPED = 20
+    FINISHED_LENGTH = 21
+    FINISHED_ABORTED = 22
+    FINISHED_ERROR = 23
+
+    @property
+    def is_finished(self) -> bool:
+        return self >= RequestStatus.FINISHED_STOPPED
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """What the front end is told; raises KeyError for a request that is not finished."""
+        return _FINISH_REASONS[self]
+
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+}
+
+
+class Request:
+    """One choice being generated. Only engine_core/scheduler changes it.
+
+    Identity, fixed:
+        handle: names it towards the worker, never used twice in an epoch.
+        request_id, choice: name it towards the front end `client_index`.
+        prompt_token_ids: [num_prompt_tokens], shared by all choices, never changed.
+        stop_ids: token ids that end it. seed, choice: key of its draws.
+        skip_reading_prefix_cache: every prompt position must be computed, because
+            prompt logprobs are asked for.
+    Tokens:
+        all_token_ids: prompt, then verified outputs; grows at the end only.
+        spec_token_ids: drafts not verified yet.
+    Counters, in tokens:
+        num_computed_tokens: positions [0, n) whose KV is valid or being computed.
+        num_output_placeholders: outputs being computed whose ids are not known yet.
+        num_cached_tokens: prompt tokens found in the prefix cache when first scheduled.
+    Life cycle:
+        status, stop_reason (the stop token that ended it, unless it is an EOS),
+        num_preemptions; queued_at, scheduled_at (first time), preempted_at (every
+        time): seconds on the machine's monotonic clock, None before it happened.
+        first_info_sent: FirstTokenInfo has left with an output.
+    """
+
+    __slots__ = (
+        "_block_hashes",
+        "_hasher",
+        "_order",
+        "all_token_ids",
+        "arrival_time",
+        "cache_salt",
+        "choice",
+        "client_index",
+        "first_info_sent",
+        "handle",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_output_placeholders",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "preempted_at",
+        "priority",
+        "prompt_token_ids",
+        "queued_at",
+        "request_id",
+        "sampling_params",
+        "scheduled_at",
+        "seed",
+        "skip_reading_prefix_cache",
+        "spec_token_ids",
+        "status",
+        "stop_ids",
+        "stop_reason",
+    )
+
+    def __init__(
+        self,
+        *,
+        handle: int,
+        request_id: int,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        hasher: Hasher,
+        choice: int = 0,
+        client_index: int = 0,
+        output_token_ids: Iterable[int] = (),
+        prompt_hashes: Sequence[bytes] = (),
+        seed: int = 0,
+        priority: int = 0,
+        arrival_time: float = 0.0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """output_token_ids: generated in an earlier epoch. prompt_hashes: already known hashes."""
+        self.handle = handle
+        self.request_id = request_id
+        self.choice = choice
+        self.client_index = client_index
+        self.prompt_token_ids = prompt_token_ids
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.sampling_params: SamplingParams = sampling_params
+        self.max_tokens = sampling_params.max_tokens
+        self.stop_ids = sampling_params.stop_ids
+        self.seed = seed
+        self.priority = priority
+        self.arrival_time = arrival_time
+        self.cache_salt = cache_salt
+        self.skip_reading_prefix_cache = sampling_params.prompt_logprobs is not None
+        self._order = (priority, arrival_time, request_id, choice)
+
+        self.all_token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
+        self.spec_token_ids: list[int] = []
+        self._hasher = hasher
+        self._block_hashes = list(prompt_hashes)
+
+        self.num_computed_tokens = 0
+        self.num_output_placeholders = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | None = None
+        self.queued_at: float | None = None
+        self.scheduled_at: float | None = None
+        self.preempted_at: list[float] = []
+        self.first_info_sent = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and verified outputs."""
+        return len(self.all_token_ids)
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        """Prompt, verified outputs and drafts."""
+        return len(self.all_token_ids) + len(self.spec_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.all_token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the verified outputs, [num_output_tokens]."""
+        return self.all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status.is_finished
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        """Hashes of the full blocks of all_token_ids, brought up to date when read.
+
+        So a token costs nothing to append, and a block is hashed when it is looked
+        up or cached.
+        """
+        self._hasher.extend(self._block_hashes, self.all_token_ids, self.cache_salt)
+        return self._block_hashes
+
+    def __lt__(self, other: "Request") -> bool:
+        """Whether it goes first: by priority (lower), arrival, request id, choice."""
+        return self._order < other._order
+
+    def __repr__(self) -> str:
+        return (
+            f"Request(handle={self.handle}, request_id={self.request_id}, choice={self.choice}, "
+            f"{self.status.name}, tokens={self.num_prompt_tokens}+{self.num_output_tokens}, "
+            f"computed={self.num_computed_tokens})"
+        )
+
+
+def choices_of(
+    message: EngineCoreRequest, mint_handle: Callable[[], int], client_index: int, hasher: Hasher
+) -> list[Request]:
+    """The choices of a message that still need tokens, each with a fresh handle.
+
+    They share the prompt, whose hashes are computed once.
+    """
+    prompt_hashes: list[bytes] = []
+    hasher.extend(prompt_hashes, message.prompt_token_ids, message.cache_salt)
+    outputs = dict(enumerate(message.output_token_ids))
+    return [
+        Request(
+            handle=mint_handle(),
+            request_id=message.request_id,
+            prompt_token_ids=message.prompt_token_ids,
+            sampling_params=message.sampling_params,
+            hasher=hasher,
+            choice=choice,
+            client_index=client_index,
+            output_token_ids=outputs.get(choice, ()),
+            prompt_hashes=prompt_hashes,
+            seed=message.seed,
+            priority=message.priority,
+            arrival_time=message.arrival_time,
+            cache_salt=message.cache_salt,
+        )
+        for choice in range(message.n)
+        if choice not in message.finished_choices
+    ]
