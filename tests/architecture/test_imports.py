@@ -1,0 +1,105 @@
+"""Each folder imports only what the architecture allows; see docs/architecture.md."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+ALWAYS = {
+    "proto": {"msgspec", "zmq"},
+    "engine_core": {"proto", "msgspec", "zmq", "numpy", "llguidance"},
+    "worker": {"proto", "numpy", "torch", "safetensors"},
+    "api_server": {
+        "proto",
+        "numpy",
+        "fastapi",
+        "starlette",
+        "pydantic",
+        "uvicorn",
+        "uvloop",
+        "tokenizers",
+        "jinja2",
+        "prometheus_client",
+    },
+    "deploy": {"proto", "httpx", "rich", "yaml", "huggingface_hub"},
+}
+LAZILY = {
+    "proto": {"setproctitle"},
+    "engine_core": set(),
+    "worker": {"gguf", "flashinfer", "triton"},
+    "api_server": {"opentelemetry"},
+    "deploy": {"gguf", "tokenizers", "transformers"},
+}
+FOLDERS = sorted(ALWAYS)
+
+
+def imports_of(tree: ast.Module) -> list[tuple[str, int, bool]]:
+    """(top-level package, line, inside a function) of every import."""
+    found = []
+
+    def visit(node: ast.AST, in_function: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                found.extend(
+                    (name.name.split(".")[0], child.lineno, in_function) for name in child.names
+                )
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"relative import in line {child.lineno}"
+                found.append(((child.module or "").split(".")[0], child.lineno, in_function))
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            visit(child, in_function or is_function)
+
+    visit(tree, False)
+    return found
+
+
+def violations(folder: str, path: Path, source: str) -> list[str]:
+    allowed = ALWAYS[folder] | {folder} | set(sys.stdlib_module_names)
+    broken = []
+    for package, line, in_function in imports_of(ast.parse(source)):
+        if package in allowed or (in_function and package in LAZILY[folder]):
+            continue
+        broken.append(f"{path}:{line} imports {package}")
+    return broken
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folder_imports_only_what_the_table_allows(folder: str) -> None:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files, f"{folder}/ has no Python files"
+    broken = [
+        each
+        for path in files
+        for each in violations(folder, path.relative_to(ROOT), path.read_text())
+    ]
+    assert broken == []
+
+
+def test_the_check_sees_a_forbidden_import() -> None:
+    source = "import json\nimport torch\ndef f():\n    import gguf\n    import transformers\n"
+    assert violations("engine_core", Path("x.py"), source) == [
+        "x.py:2 imports torch",
+        "x.py:4 imports gguf",
+        "x.py:5 imports transformers",
+    ]
+    assert violations("deploy", Path("x.py"), "import gguf") == ["x.py:1 imports gguf"]
+
+
+def test_proto_is_ours() -> None:
+    import proto
+
+    assert Path(proto.__file__).parent == ROOT / "proto"
+
+
+@pytest.mark.parametrize("forbidden", ["pickle", "marshal", "shelve", "dill", "cloudpickle"])
+def test_nothing_unpickles(forbidden: str) -> None:
+    users = [
+        str(path.relative_to(ROOT))
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*.py")
+        if any(name == forbidden for name, _, _ in imports_of(ast.parse(path.read_text())))
+    ]
+    assert users == []

@@ -1,0 +1,197 @@
+"""Rows across steps: add, grow, preempt, resume, finish; against plain Python lists."""
+
+import random
+
+import numpy as np
+import pytest
+
+from proto.sampling_params import SamplingParams
+from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from worker.batch.inputs import build_inputs
+from worker.batch.rows import Rows
+
+BLOCK = 4
+
+
+def new(handle: int, prompt: list[int], blocks: list[int], **changes: object) -> NewRequestData:
+    fields = {
+        "handle": handle,
+        "prompt_token_ids": prompt,
+        "output_token_ids": [],
+        "sampling_params": SamplingParams(max_tokens=8, temperature=0.5, logprobs=2),
+        "seed": 2**64 - 1,
+        "choice": 3,
+        "block_ids": [blocks],
+        "num_computed_tokens": 0,
+        "num_scheduled_tokens": len(prompt),
+    }
+    return NewRequestData(**(fields | changes))
+
+
+def step(
+    new_requests: list[NewRequestData] | None = None,
+    cached: CachedRequestData | None = None,
+    finished: list[int] | None = None,
+    preempted: list[int] | None = None,
+) -> SchedulerOutput:
+    return SchedulerOutput(
+        epoch=1,
+        step=1,
+        new_requests=new_requests or [],
+        cached_requests=cached or CachedRequestData(),
+        total_num_scheduled_tokens=1,
+        finished_handles=finished or [],
+        preempted_handles=preempted or [],
+    )
+
+
+@pytest.fixture
+def rows() -> Rows:
+    return Rows(num_rows=3, max_model_len=32, block_size=BLOCK)
+
+
+def test_a_new_sequence_gets_its_tokens_and_settings(rows: Rows) -> None:
+    (row,) = rows.apply(step([new(7, [5, 6, 7, 8, 9], [3, 4])]))
+    assert rows.token_ids[row, :5].tolist() == [5, 6, 7, 8, 9]
+    assert rows.num_tokens[row] == rows.num_prompt_tokens[row] == 5
+    assert rows.temperature[row] == 0.5
+    assert rows.seed[row] == 2**64 - 1
+    assert rows.choice[row] == 3
+    assert rows.num_logprobs[row] == 2
+    assert rows.block_table.ids[row, :2].tolist() == [3, 4]
+
+
+def test_inputs_of_a_mixed_step(rows: Rows) -> None:
+    (first,) = rows.apply(step([new(1, [10, 11, 12], [2])]))
+    rows.append_sampled(np.array([first]), np.array([13]))
+    mixed = step(
+        [new(2, [20, 21, 22, 23, 24, 25], [5, 6], num_scheduled_tokens=5)],
+        CachedRequestData([1], [3], [1], [None], [], []),
+    )
+    inputs = build_inputs(mixed, rows.apply(mixed), rows)
+    assert inputs.token_ids.tolist() == [20, 21, 22, 23, 24, 13]
+    assert inputs.positions.tolist() == [0, 1, 2, 3, 4, 3]
+    assert inputs.attention.query_start.tolist() == [0, 5, 6]
+    assert inputs.attention.seq_lens.tolist() == [5, 4]
+    assert inputs.attention.slot_mapping.tolist() == [20, 21, 22, 23, 24, 11]
+    assert inputs.attention.block_table.tolist() == [[5, 6], [2, 0]]
+    assert inputs.samples.tolist() == [False, True]
+    assert inputs.last_token.tolist() == [5]
+
+
+def test_a_preempted_sequence_resumes_with_its_outputs(rows: Rows) -> None:
+    (row,) = rows.apply(step([new(1, [1, 2, 3], [2])]))
+    rows.append_sampled(np.array([row]), np.array([4]))
+    rows.apply(step(preempted=[1]))
+    assert rows.num_sequences == 1
+    resumed = step(cached=CachedRequestData([1], [0], [5], [[[8, 9]]], [1], [[4, 5]]))
+    step_rows = rows.apply(resumed)
+    inputs = build_inputs(resumed, step_rows, rows)
+    assert inputs.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert inputs.attention.block_table.tolist() == [[8, 9]]
+    assert inputs.samples.tolist() == [True]
+    assert rows.num_tokens[step_rows[0]] == 5
+    assert rows.num_prompt_tokens[step_rows[0]] == 3
+
+
+def test_a_sequence_taken_over_from_an_earlier_engine_continues(rows: Rows) -> None:
+    (row,) = rows.apply(step([new(1, [1, 2], [2], output_token_ids=[9], num_scheduled_tokens=3)]))
+    assert rows.token_ids[row, :3].tolist() == [1, 2, 9]
+    assert rows.num_tokens[row] - rows.num_prompt_tokens[row] == 1
+
+
+def test_rows_are_freed_by_finishing_in_any_state(rows: Rows) -> None:
+    for handle in (1, 2, 3):
+        rows.apply(step([new(handle, [1], [handle])]))
+    rows.apply(step(preempted=[2]))
+    rows.apply(step(finished=[1, 2, 3]))
+    assert rows.num_sequences == 0
+    assert sorted(rows.apply(step([new(h, [1], [h]) for h in (4, 5, 6)])).tolist()) == [0, 1, 2]
+
+
+def test_a_finished_handle_frees_its_row_for_the_same_step(rows: Rows) -> None:
+    rows.apply(step([new(h, [1], [h]) for h in (1, 2, 3)]))
+    assert len(rows.apply(step([new(4, [1], [9])], finished=[2]))) == 1
+
+
+def test_clear_forgets_everything(rows: Rows) -> None:
+    rows.apply(step([new(h, [1], [h]) for h in (1, 2, 3)]))
+    rows.clear()
+    assert rows.num_sequences == 0
+    assert len(rows.apply(step([new(h, [1], [h]) for h in (4, 5, 6)]))) == 3
+
+
+def test_a_long_random_life_agrees_with_plain_lists() -> None:
+    """Decodes, preemptions and ends in random order; inputs are checked each step."""
+    rng = random.Random(0)
+    rows = Rows(num_rows=4, max_model_len=64, block_size=BLOCK)
+    tokens: dict[int, list[int]] = {}
+    blocks: dict[int, list[int]] = {}
+    running: list[int] = []
+    parked: list[int] = []
+    next_handle, next_block = 1, 1
+
+    def take(count: int) -> list[int]:
+        nonlocal next_block
+        next_block += count
+        return list(range(next_block - count, next_block))
+
+    for _ in range(400):
+        finished, preempted, fresh = [], [], []
+        ended = [h for h in running if len(tokens[h]) > 50 or rng.random() < 0.05]
+        for handle in ended:
+            running.remove(handle)
+            finished.append(handle)
+        if running and rng.random() < 0.1:
+            preempted.append(running.pop())
+            parked.extend(preempted)
+        handles, computed, scheduled, grown, resumed, outputs = [], [], [], [], [], []
+        for handle in running:
+            handles.append(handle)
+            computed.append(len(tokens[handle]) - 1)
+            scheduled.append(1)
+            needs = -(-len(tokens[handle]) // BLOCK) - len(blocks[handle])
+            added = take(needs)
+            blocks[handle] += added
+            grown.append([added] if added else None)
+        if parked and not preempted and len(running) < 4:
+            handle = parked.pop(0)
+            running.append(handle)
+            blocks[handle] = take(-(-len(tokens[handle]) // BLOCK))
+            handles.append(handle)
+            computed.append(0)
+            scheduled.append(len(tokens[handle]))
+            grown.append([blocks[handle]])
+            resumed.append(handle)
+            outputs.append(tokens[handle][3:])
+        elif len(running) < 4:
+            tokens[next_handle] = [rng.randrange(1000) for _ in range(3)]
+            blocks[next_handle] = take(1)
+            fresh.append(new(next_handle, tokens[next_handle][:], blocks[next_handle]))
+            running.append(next_handle)
+            next_handle += 1
+        message = step(
+            fresh,
+            CachedRequestData(handles, computed, scheduled, grown, resumed, outputs),
+            finished,
+            preempted,
+        )
+        step_rows = rows.apply(message)
+        if len(step_rows) == 0:
+            continue
+        inputs = build_inputs(message, step_rows, rows)
+        order = [each.handle for each in fresh] + handles
+        counts = [3] * len(fresh) + scheduled
+        expected_tokens, expected_slots = [], []
+        for handle, count in zip(order, counts, strict=True):
+            for position in range(len(tokens[handle]) - count, len(tokens[handle])):
+                expected_tokens.append(tokens[handle][position])
+                block = blocks[handle][position // BLOCK]
+                expected_slots.append(block * BLOCK + position % BLOCK)
+        assert inputs.token_ids.tolist() == expected_tokens
+        assert inputs.attention.slot_mapping.tolist() == expected_slots
+        assert inputs.samples.all()
+        sampled = np.array([rng.randrange(1000) for _ in order])
+        rows.append_sampled(step_rows, sampled)
+        for handle, token in zip(order, sampled.tolist(), strict=True):
+            tokens[handle].append(token)
