@@ -1,0 +1,82 @@
+"""What attention is given and what it must do; knows no backend.
+
+A step brings T query tokens of S sequences, packed one sequence after another:
+
+    query_start   0        3  4           9
+    tokens        [ a a a ][ b ][ c c c c c ]
+    seq_lens      [ 3,       17,  25 ]          KV tokens once this step is written
+
+Sequence c computes five tokens of a longer prompt: its queries stand at positions
+20..24 and each sees the keys 0..its own position.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """Where the tokens of one step stand; numpy, C-contiguous.
+
+    query_start: int32 [S + 1], offsets into the packed tokens, from 0 to T.
+    seq_lens: int32 [S], KV tokens of each sequence including this step's.
+    block_table: int32 [S, max_blocks], page p of a sequence is block_table[s, p];
+        entries beyond its last page are never read.
+    slot_mapping: int64 [T], block * block_size + offset at which each token's K
+        and V are written.
+    """
+
+    query_start: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+    block_table: npt.NDArray[np.int32]
+    slot_mapping: npt.NDArray[np.int64]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.slot_mapping.shape[0])
+
+    @property
+    def num_seqs(self) -> int:
+        return int(self.seq_lens.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Heads of one layer on this device.
+
+    num_heads is a multiple of num_kv_heads; query head h reads KV head
+    h // (num_heads // num_kv_heads). `scale` multiplies the scores.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+
+    @property
+    def group_size(self) -> int:
+        """Query heads of one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+class AttentionBackend(Protocol):
+    """Causal attention over the pages of one KV cache."""
+
+    def plan(self, inputs: AttentionInputs) -> None:
+        """Take in the step; called once, before its layers run."""
+        ...
+
+    def run(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Write K and V of every token of the step, then attend.
+
+        query [T, num_heads, head_dim]; key, value [T, num_kv_heads, head_dim], of
+        the cache's dtype, heads and dims contiguous, rows at any stride (slices of
+        one fused tensor). Returns a new contiguous [T, num_heads, head_dim].
+        """
+        ...

@@ -1,0 +1,82 @@
+"""Owns the memory of the paged KV cache and how it is laid out.
+
+Knows nothing of requests, of which block is whose, or of attention. One buffer
+
+    [block, slot, K/V, kv_head, token, dim]
+
+where a slot is a layer of the group, so that
+
+    block 5  =  slot 0: K h0 t0..tB | K h1 … | V h0 … | V h1 …   slot 1: …
+
+is one contiguous range: copying a block anywhere is one copy. A layer sees two
+strided views of it whose strides are equal.
+"""
+
+from typing import Final
+
+import numpy as np
+import torch
+
+from proto.lifecycle import KVCacheGeometry
+
+_ALIGNMENT: Final = 64
+"""Bytes of a cache line; rows of a page start on one when head_dim allows."""
+
+
+def kv_cache_geometry(
+    num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> KVCacheGeometry:
+    """The geometry that a worker reports for `num_slots` layers of one KV group."""
+    return KVCacheGeometry(
+        num_slots=num_slots,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        bytes_per_token=num_slots * 2 * num_kv_heads * head_dim * dtype.itemsize,
+    )
+
+
+class KVCache:
+    """The KV tensors of one device.
+
+    buffer: [num_blocks, num_slots, 2, num_kv_heads, block_size, head_dim], zeros.
+
+    The memory is an anonymous zero mapping: a page costs memory only once a token
+    was written to it.
+    """
+
+    def __init__(self, geometry: KVCacheGeometry, num_blocks: int, block_size: int) -> None:
+        self.geometry = geometry
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype: torch.dtype = getattr(torch, geometry.dtype)
+        shape = (
+            num_blocks,
+            geometry.num_slots,
+            2,
+            geometry.num_kv_heads,
+            block_size,
+            geometry.head_dim,
+        )
+        self.buffer = _lazy_zeros(shape, self.dtype)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in all slots, K and V."""
+        return self.buffer[0].nbytes // self.block_size
+
+    def layer_views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer, each [num_blocks, num_kv_heads, block_size, head_dim].
+
+        Views, not copies; the strides of the two are equal and the last is 1.
+        """
+        pages = self.buffer[:, layer]
+        return pages[:, 0], pages[:, 1]
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A zero tensor on a cache line boundary whose pages are committed on first write."""
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(shape)

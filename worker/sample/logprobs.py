@@ -1,0 +1,89 @@
+"""Log-probabilities of chosen and best tokens, from unmodified logits.
+
+Packs them as LogprobsArrays: column 0 is the chosen token, then the best ones in
+order; the rank of the chosen token counts from 1.
+"""
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from proto.engine_io import LogprobsArrays
+from worker.sample.order import order_keys, token_ids_of
+
+CHUNK_BYTES: Final = 64 << 20
+"""Most bytes of float32 log-probabilities that are in memory at once."""
+
+
+def row_logprobs(
+    logits: torch.Tensor,
+    token_ids: npt.NDArray[np.int64],
+    num_logprobs: npt.NDArray[np.int32],
+    first_positions: npt.NDArray[np.uint32],
+) -> list[LogprobsArrays]:
+    """One LogprobsArrays of one row for each row of logits float32 [N, V].
+
+    num_logprobs [N] may differ from row to row, each at least 0.
+    """
+    ids, values, ranks = _columns(logits, token_ids, int(num_logprobs.max()))
+    return [
+        _pack(ids[row : row + 1, :width], values[row : row + 1, :width], ranks[row : row + 1], at)
+        for row, (width, at) in enumerate(
+            zip((num_logprobs + 1).tolist(), first_positions.tolist(), strict=True)
+        )
+    ]
+
+
+def prompt_logprobs(
+    logits: torch.Tensor, token_ids: npt.NDArray[np.int64], num_logprobs: int, first_position: int
+) -> LogprobsArrays:
+    """Log-probabilities of the prompt tokens that follow P consecutive positions.
+
+    logits: float32 [P, V]. token_ids: int64 [P], the actual next tokens.
+    first_position: prompt position of token_ids[0].
+    """
+    rows_at_once = max(1, CHUNK_BYTES // (4 * logits.shape[1]))
+    chunks = [
+        _columns(
+            logits[start : start + rows_at_once],
+            token_ids[start : start + rows_at_once],
+            num_logprobs,
+        )
+        for start in range(0, logits.shape[0], rows_at_once)
+    ]
+    ids, values, ranks = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
+    return _pack(ids, values, ranks, first_position)
+
+
+def _columns(
+    logits: torch.Tensor, token_ids: npt.NDArray[np.int64], num_best: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+    """Token ids and log-probabilities [N, 1 + num_best], ranks [N]."""
+    chosen = torch.from_numpy(token_ids)[:, None]
+    logprobs = logits.log_softmax(dim=1)
+    keys = order_keys(logits)
+    ranks = (keys > keys.gather(1, chosen)).sum(dim=1) + 1
+    best = token_ids_of(keys.topk(num_best, dim=1).values)
+    ids = torch.cat((chosen, best), dim=1)
+    return (
+        ids.numpy().astype("<i4"),
+        logprobs.gather(1, ids).numpy().astype("<f4"),
+        ranks.numpy().astype("<i4"),
+    )
+
+
+def _pack(
+    ids: npt.NDArray[np.int32],
+    values: npt.NDArray[np.float32],
+    ranks: npt.NDArray[np.int32],
+    first_position: int,
+) -> LogprobsArrays:
+    return LogprobsArrays(
+        first_position=first_position,
+        width=ids.shape[1],
+        token_ids=ids.tobytes(),
+        logprobs=values.tobytes(),
+        ranks=ranks.tobytes(),
+    )
