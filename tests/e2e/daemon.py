@@ -1,0 +1,139 @@
+"""A real daemon for the end-to-end tests: real processes, sockets and model."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+import psutil
+
+TOKEND = Path(sys.executable).parent / "tokend"
+READY_LIMIT_SECONDS = 240.0
+"""Generous: the first start of a fresh machine fetches and prepares the model."""
+ROLES = {"api_server": "api", "engine_core": "engine", "worker": "worker"}
+
+
+class Daemon:
+    """`tokend serve` with a run directory of its own, on a free port."""
+
+    def __init__(self, *flags: str) -> None:
+        self._runtime = tempfile.TemporaryDirectory(prefix="tk")
+        self.runtime_dir = Path(self._runtime.name)
+        self.output: list[str] = []
+        self._port = 0
+        self._changed = threading.Condition()
+        self.process = subprocess.Popen(
+            [str(TOKEND), "serve", "--port", "0", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | {"XDG_RUNTIME_DIR": str(self.runtime_dir), "COLUMNS": "200"},
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> "Daemon":
+        self.wait_ready()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.output)
+
+    def wait_ready(self) -> None:
+        """Wait for the ready line; fails with everything the daemon printed."""
+        deadline = time.monotonic() + READY_LIMIT_SECONDS
+        with self._changed:
+            while not self._port:
+                assert self.process.poll() is None, f"daemon ended:\n{self.text}"
+                assert time.monotonic() < deadline, f"not ready in time:\n{self.text}"
+                self._changed.wait(0.2)
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """The children by role."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            title = " ".join(child.cmdline())
+            for role, word in ROLES.items():
+                if f"tokend: {word} " in title or f"-m {role}" in title:
+                    found[role] = child
+        return found
+
+    def stop(self) -> None:
+        """End the daemon in order and wait for it."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        self.wait_exit()
+        self._runtime.cleanup()
+
+    def wait_exit(self, timeout: float = 15.0) -> int:
+        """Exit status of the command; everything it printed is in `text` afterwards."""
+        try:
+            status = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            for process in [*psutil.Process(self.process.pid).children(recursive=True)]:
+                process.kill()
+            self.process.kill()
+            raise AssertionError(f"daemon did not end in {timeout} s:\n{self.text}") from None
+        self._reader.join(5.0)
+        return status
+
+    def metric(self, name: str) -> float:
+        """Sum over the samples of a metric."""
+        return metric_value(httpx.get(f"{self.url}/metrics").text, name)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self.output.append(line.rstrip("\n"))
+                ready = re.search(r"ready.*http://127\.0\.0\.1:(\d+)", line, re.IGNORECASE)
+                if ready:
+                    self._port = int(ready.group(1))
+                self._changed.notify_all()
+
+
+def metric_value(exposition: str, name: str) -> float:
+    """Sum over the samples of one metric in a Prometheus text exposition."""
+    samples = list(_samples(exposition, name))
+    assert samples, f"no metric {name}"
+    return sum(samples)
+
+
+def _samples(exposition: str, name: str) -> Iterator[float]:
+    for line in exposition.splitlines():
+        if line.startswith((name + "{", name + " ")):
+            yield float(line.rsplit(" ", 1)[1])
+
+
+def eventually(condition: object, seconds: float = 10.0) -> bool:
+    """Poll a callable until it is true; False when the time is over."""
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return bool(condition())

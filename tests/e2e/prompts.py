@@ -1,0 +1,20 @@
+"""24 prompts of 1 to 2,000 tokens from text that every Python installation has."""
+
+import argparse
+import inspect
+import textwrap
+
+LENGTHS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 50, 64, 100, 127, 128]
+LENGTHS += [200, 256, 400, 511, 700, 1000, 1500, 2000]
+NUM_OUTPUT_TOKENS = 64
+
+
+def prompts(encode: object) -> list[list[int]]:
+    """Token ids; odd ones start in the middle of the text, so that few share a prefix."""
+    assert callable(encode)
+    text = inspect.getsource(argparse) + inspect.getsource(textwrap)
+    token_ids = list(encode(text))
+    assert len(token_ids) > 8000
+    return [
+        token_ids[(i % 2) * 97 * i : (i % 2) * 97 * i + length] for i, length in enumerate(LENGTHS)
+    ]

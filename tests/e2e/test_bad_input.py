@@ -1,0 +1,93 @@
+"""Whatever a client sends, it gets a 4xx that says why, and nobody else notices."""
+
+import httpx
+import pytest
+
+from tests.e2e.daemon import Daemon
+
+pytestmark = pytest.mark.slow
+
+CONTROL = {"prompt": "The sun rises in the", "max_tokens": 8, "temperature": 0}
+
+BAD_COMPLETIONS = {
+    "malformed JSON": (b'{"prompt": "x"', 400, []),
+    "not an object": (b"[1, 2]", 400, []),
+    "unknown model": ({"prompt": "x", "model": "gpt-9"}, 404, ["gpt-9"]),
+    "empty prompt": ({"prompt": ""}, 400, ["prompt"]),
+    "empty list": ({"prompt": []}, 400, ["prompt"]),
+    "no prompt": ({"max_tokens": 4}, 400, ["prompt"]),
+    "prompt over the context": ({"prompt": [5] * 9000}, 400, ["9000", "8192"]),
+    "prompt and output over": ({"prompt": [5] * 8000, "max_tokens": 500}, 400, ["8500", "8192"]),
+    "token id too large": ({"prompt": [5, 49152]}, 400, ["49152"]),
+    "negative token id": ({"prompt": [-1]}, 400, ["prompt"]),
+    "enormous token id": ({"prompt": [2**63]}, 400, ["prompt"]),
+    "fractional token id": ({"prompt": [1.5]}, 400, ["prompt"]),
+    "NaN temperature": (b'{"prompt": "x", "temperature": NaN}', 400, ["temperature"]),
+    "infinite temperature": (b'{"prompt": "x", "temperature": Infinity}', 400, ["temperature"]),
+    "negative temperature": ({"prompt": "x", "temperature": -1}, 400, ["temperature"]),
+    "negative max_tokens": ({"prompt": "x", "max_tokens": -1}, 400, ["max_tokens"]),
+    "huge n": ({"prompt": "x", "n": 10**6}, 400, ["n"]),
+    "no choices": ({"prompt": "x", "n": 0}, 400, ["n"]),
+    "top_p of 0": ({"prompt": "x", "top_p": 0}, 400, ["top_p"]),
+    "top_k below": ({"prompt": "x", "top_k": -2}, 400, ["top_k"]),
+    "min_p above": ({"prompt": "x", "min_p": 2}, 400, ["min_p"]),
+    "logprobs above": ({"prompt": "x", "logprobs": 21}, 400, ["logprobs"]),
+    "min over max": ({"prompt": "x", "min_tokens": 9, "max_tokens": 4}, 400, ["min_tokens"]),
+    "empty stop": ({"prompt": "x", "stop": ""}, 400, ["stop"]),
+    "seed too large": ({"prompt": "x", "seed": 2**70}, 400, ["seed"]),
+    "unknown field": ({"prompt": "x", "temprature": 1}, 400, ["temprature"]),
+    "a later feature": ({"prompt": "x", "presence_penalty": 1.0}, 400, ["presence_penalty"]),
+    "stream options alone": (
+        {"prompt": "x", "stream_options": {"include_usage": True}},
+        400,
+        ["stream_options"],
+    ),
+}
+
+
+def control(daemon: Daemon) -> str:
+    response = httpx.post(f"{daemon.url}/v1/completions", json=CONTROL, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("name", BAD_COMPLETIONS)
+def test_bad_completion(daemon: Daemon, name: str) -> None:
+    before = control(daemon)
+    body, status, words = BAD_COMPLETIONS[name]
+    content = {"content": body} if isinstance(body, bytes) else {"json": body}
+    response = httpx.post(
+        f"{daemon.url}/v1/completions", headers={"Content-Type": "application/json"}, **content
+    )
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) >= {"message", "type", "param", "code"}
+    for word in words:
+        assert word in error["message"] or word == error["param"]
+    assert control(daemon) == before
+
+
+def test_other_content_type(daemon: Daemon) -> None:
+    response = httpx.post(
+        f"{daemon.url}/v1/completions", content=b"prompt=x", headers={"Content-Type": "text/plain"}
+    )
+    assert response.status_code == 415
+
+
+@pytest.mark.parametrize("messages", [[], [{"role": "user", "content": None}], "hello", [{}]])
+def test_bad_chat(daemon: Daemon, messages: object) -> None:
+    response = httpx.post(f"{daemon.url}/v1/chat/completions", json={"messages": messages})
+    assert response.status_code == 400, response.text
+    assert control(daemon)
+
+
+def test_a_pool_too_small_for_a_request_says_both_numbers() -> None:
+    with Daemon("--num-gpu-blocks-override", "9") as daemon:
+        assert "128" in daemon.text, "one warning line names the usable length"
+        url = f"{daemon.url}/v1/completions"
+        response = httpx.post(url, json={"prompt": [5] * 100, "max_tokens": 29})
+        assert response.status_code == 400
+        assert "129" in response.json()["error"]["message"]
+        assert "128" in response.json()["error"]["message"]
+        fits = httpx.post(url, json={"prompt": [5] * 100, "max_tokens": 28}, timeout=60)
+        assert fits.status_code == 200, fits.text

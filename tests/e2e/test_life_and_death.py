@@ -1,0 +1,134 @@
+"""Starting and ending a real daemon, in order and by force; nothing stays behind."""
+
+import os
+import re
+import signal
+import time
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.daemon import ROLES, Daemon, eventually
+
+pytestmark = pytest.mark.slow
+
+
+def start_generation(url: str) -> None:
+    """Leave one long request running."""
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json={"prompt": "Once", "max_tokens": 4000, "stream": True}
+    ) as response:
+        next(response.iter_lines())
+
+
+def assert_nothing_left(daemon: Daemon, processes: dict[str, psutil.Process]) -> None:
+    for role, process in processes.items():
+        assert eventually(lambda p=process: not p.is_running(), 5), f"{role} still runs"
+    assert eventually(lambda: list(daemon.runtime_dir.iterdir()) == [], 2)
+    assert not [name for name in os.listdir("/dev/shm") if "tokend" in name]
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{daemon.url}/health")
+
+
+def test_every_process_has_its_title_and_group() -> None:
+    with Daemon() as daemon:
+        processes = daemon.processes()
+        assert set(processes) == set(ROLES)
+        groups = {os.getpgid(process.pid) for process in processes.values()}
+        assert os.getpgid(daemon.process.pid) not in groups
+        assert "tokend: engine 0" in " ".join(processes["engine_core"].cmdline())
+        assert (daemon.runtime_dir.stat().st_mode & 0o777) == 0o700
+        (run_dir,) = daemon.runtime_dir.iterdir()
+        assert (run_dir.stat().st_mode & 0o777) == 0o700
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything_in_order(ending: signal.Signals) -> None:
+    daemon = Daemon()
+    daemon.wait_ready()
+    processes = daemon.processes()
+    start_generation(daemon.url)
+    started = time.monotonic()
+    daemon.process.send_signal(ending)
+    assert daemon.wait_exit() == 0, daemon.text
+    assert time.monotonic() - started < 5
+    assert_nothing_left(daemon, processes)
+
+
+def test_a_second_signal_ends_at_once_even_a_stopped_worker() -> None:
+    daemon = Daemon()
+    daemon.wait_ready()
+    processes = daemon.processes()
+    processes["worker"].suspend()
+    daemon.process.send_signal(signal.SIGINT)
+    assert eventually(lambda: not processes["api_server"].is_running(), 3)
+    daemon.process.send_signal(signal.SIGINT)
+    daemon.wait_exit(timeout=3)
+    assert_nothing_left(daemon, processes)
+
+
+@pytest.mark.parametrize("role", sorted(ROLES))
+def test_the_death_of_a_process_ends_the_daemon_and_is_named(role: str) -> None:
+    daemon = Daemon()
+    daemon.wait_ready()
+    processes = daemon.processes()
+    victim = processes[role].pid
+    started = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    assert daemon.wait_exit() != 0
+    assert time.monotonic() - started < 5
+    assert re.search(rf"{ROLES[role]}.*{victim}.*SIGKILL|{ROLES[role]}.*SIGKILL", daemon.text)
+    assert_nothing_left(daemon, processes)
+
+
+def test_killing_the_supervisor_leaves_nothing() -> None:
+    daemon = Daemon()
+    daemon.wait_ready()
+    processes = daemon.processes()
+    start_generation(daemon.url)
+    daemon.process.kill()
+    daemon.wait_exit()
+    assert_nothing_left(daemon, processes)
+
+
+def test_a_client_in_mid_stream_gets_an_error_and_an_end() -> None:
+    """Whatever dies, a stream ends; it never looks complete."""
+    daemon = Daemon()
+    daemon.wait_ready()
+    request = {"prompt": "Once", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+    received = []
+    with httpx.stream("POST", f"{daemon.url}/v1/completions", json=request) as response:
+        lines = response.iter_lines()
+        next(lines)
+        daemon.processes()["worker"].kill()
+        try:
+            received.extend(lines)
+        except httpx.RemoteProtocolError:
+            received.append("connection closed")
+    assert daemon.wait_exit() != 0
+    assert not any('"finish_reason":"stop"' in line for line in received)
+    assert not any('"finish_reason":"length"' in line for line in received)
+
+
+def test_two_daemons_side_by_side() -> None:
+    with Daemon() as first, Daemon() as second:
+        assert first.url != second.url
+        request = {"prompt": "The sea is", "max_tokens": 8, "temperature": 0}
+        answers = [
+            httpx.post(f"{each.url}/v1/completions", json=request, timeout=60).json()
+            for each in (first, second)
+        ]
+        assert answers[0]["choices"] == answers[1]["choices"]
+        first.stop()
+        again = httpx.post(f"{second.url}/v1/completions", json=request, timeout=60).json()
+        assert again["choices"] == answers[1]["choices"]
+
+
+def test_the_port_is_taken() -> None:
+    with Daemon() as daemon:
+        port = daemon.url.rsplit(":", 1)[1]
+        second = Daemon("--port", port)
+        assert second.wait_exit() != 0
+        assert port in second.text
+        assert "Traceback" not in second.text
