@@ -1,0 +1,216 @@
+"""Reads a GGUF file: tensor index, configuration, tokenizer.
+
+Configuration and tokenizer come through transformers, so that ids and settings
+are the ones transformers would use. What its conversion leaves out is added
+here from the metadata, and a setting that neither knows stops the preparation:
+leaving it out would change the arithmetic silently.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from deploy.prepare.folder import Contents, ProgressCallback
+from proto.errors import ModelError
+from proto.prepared_model import TensorEntry, TensorIndex
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+_MAGIC: Final = b"GGUF"
+
+_UNDERSTOOD: Final = frozenset(
+    {
+        "context_length",
+        "block_count",
+        "embedding_length",
+        "feed_forward_length",
+        "vocab_size",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.layer_norm_rms_epsilon",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.finetuned",
+        "rope.scaling.attn_factor",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+    }
+)
+"""Metadata keys, after the architecture, whose meaning reaches config.json."""
+
+_WINDOWED: Final = frozenset({"gemma3"})
+"""Architectures whose attention.sliding_window transformers' conversion takes over."""
+
+_END_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def read(path: str, report: ProgressCallback) -> Contents:
+    """Everything in the file. Raises ModelError when it is damaged or cannot be served."""
+    report("reading the GGUF header", None)
+    reader = _open(path)
+    metadata = _metadata(reader)
+    tensors = _tensors(reader, path)
+    report("converting configuration and tokenizer", None)
+    config = _config(path, metadata)
+    tokenizer_json, tokenizer_config, template = _tokenizer(path)
+    return Contents(
+        config=config,
+        tokenizer_json=tokenizer_json,
+        tokenizer_config=tokenizer_config,
+        chat_template=template,
+        tensors=tensors,
+        eos_token_ids=_end_tokens(metadata),
+        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+    )
+
+
+def _open(path: str) -> "GGUFReader":
+    try:
+        with open(path, "rb") as stream:
+            magic = stream.read(len(_MAGIC))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+    if magic != _MAGIC:
+        raise ModelError(f"{path} is not a GGUF file: it begins with {magic!r}")
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(path)
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, UnicodeError) as error:
+        raise ModelError(f"{path} is damaged or cut short: {error}") from None
+
+
+def _metadata(reader: "GGUFReader") -> dict[str, Any]:
+    """Scalar and short values by key; the long arrays of the tokenizer stay out."""
+    from gguf import GGUFValueType
+
+    values = {}
+    for key, field in reader.fields.items():
+        if not field.types or (field.types[0] == GGUFValueType.ARRAY and len(field.data) > 1024):
+            continue
+        values[key] = field.contents()
+    if values.get("split.count", 1) > 1:
+        raise ModelError("a GGUF model that is split over several files is not supported: join it")
+    for key in ("general.architecture", "tokenizer.ggml.model"):
+        if not isinstance(values.get(key), str):
+            raise ModelError(f"the GGUF file has no {key}")
+    return values
+
+
+def _tensors(reader: "GGUFReader", path: str) -> TensorIndex:
+    size = os.path.getsize(path)
+    entries = []
+    for tensor in reader.tensors:
+        offset, num_bytes = int(tensor.data_offset), int(tensor.n_bytes)
+        if offset + num_bytes > size:
+            raise ModelError(f"{path} is cut short: {tensor.name} ends beyond the file")
+        # GGUF counts dimensions from the fastest; torch from the slowest
+        shape = tuple(int(length) for length in reversed(tensor.shape.tolist()))
+        entries.append(
+            TensorEntry(tensor.name, tensor.tensor_type.name, shape, 0, offset, num_bytes)
+        )
+    if not entries:
+        raise ModelError(f"{path} holds no tensors")
+    return TensorIndex("gguf", (path,), tuple(entries))
+
+
+def _config(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    architecture = metadata["general.architecture"]
+    prefix = architecture + "."
+    own = {
+        key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)
+    }
+    windowed = {"attention.sliding_window"} if architecture in _WINDOWED else set()
+    for key in own:
+        if key not in _UNDERSTOOD | windowed:
+            raise ModelError(f"the GGUF file sets {prefix}{key}, which is not supported")
+    config = _converted_config(path, architecture)
+    _add_head_dim(config, own, prefix)
+    _add_rope_scaling(config, own, prefix)
+    return config
+
+
+def _converted_config(path: str, architecture: str) -> dict[str, Any]:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    folder, name = os.path.split(path)
+    try:
+        converted = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ModelError(f"GGUF architecture {architecture!r}: {error}") from None
+    config: dict[str, Any] = json.loads(converted.to_json_string())
+    config.pop("_model_name_or_path", None)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config["model_type"])
+    if model_class is None:
+        raise ModelError(f"GGUF architecture {architecture!r} is no text-generating decoder")
+    config["architectures"] = [model_class]
+    return config
+
+
+def _add_head_dim(config: dict[str, Any], own: Mapping[str, Any], prefix: str) -> None:
+    """The conversion drops the key length for some families, which have it fixed."""
+    length = own.get("attention.key_length")
+    if length is None:
+        return
+    if own.get("attention.value_length", length) != length:
+        raise ModelError(f"{prefix}attention.value_length differs from key_length: not supported")
+    if own.get("rope.dimension_count", length) != length:
+        raise ModelError(f"{prefix}rope.dimension_count is not the head size: not supported")
+    config["head_dim"] = length
+
+
+def _add_rope_scaling(config: dict[str, Any], own: Mapping[str, Any], prefix: str) -> None:
+    """The conversion drops rope scaling for most families; the keys have HF names here."""
+    kind = own.get("rope.scaling.type", "none")
+    if kind == "none":
+        return
+    if kind not in ("linear", "yarn"):
+        raise ModelError(f"{prefix}rope.scaling.type {kind!r} is not supported")
+    rope: dict[str, Any] = {**config.get("rope_parameters", {}), "rope_type": kind}
+    names = {
+        "factor": "factor",
+        "original_context_length": "original_max_position_embeddings",
+        "attn_factor": "attention_factor",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+    }
+    for key, hf_key in names.items():
+        if f"rope.scaling.{key}" in own:
+            rope[hf_key] = own[f"rope.scaling.{key}"]
+    config["rope_parameters"] = rope
+
+
+def _tokenizer(path: str) -> tuple[bytes, dict[str, Any], str | None]:
+    """(tokenizer.json, tokenizer configuration, chat template or None)."""
+    from transformers import AutoTokenizer
+
+    folder, name = os.path.split(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
+    except (ValueError, KeyError, TypeError, IndexError, NotImplementedError) as error:
+        raise ModelError(f"the tokenizer in {path} cannot be converted: {error}") from None
+    if not tokenizer.is_fast:
+        raise ModelError(f"the tokenizer in {path} has no tokenizer.json form")
+    with tempfile.TemporaryDirectory(prefix="tokend-tokenizer-") as saved:
+        tokenizer.backend_tokenizer.save(os.path.join(saved, "tokenizer.json"))
+        with open(os.path.join(saved, "tokenizer.json"), "rb") as stream:
+            tokenizer_json = stream.read()
+    special = {
+        key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)
+    }
+    template = tokenizer.chat_template
+    return tokenizer_json, special, template if isinstance(template, str) else None
+
+
+def _end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    found = (metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS)
+    return tuple(dict.fromkeys(token for token in found if token is not None))
