@@ -28,13 +28,22 @@ class FreeQueue:
 
     def __init__(self, num_blocks: int) -> None:
         """Link blocks 1 … num_blocks - 1, all of them free."""
-        self.next_of = [*range(1, num_blocks), NULL_BLOCK]
-        self.prev_of = [num_blocks - 1, *range(num_blocks - 1)]
+        self.next_of: list[int] = [*range(1, num_blocks), NULL_BLOCK]
+        self.prev_of: list[int] = [num_blocks - 1, *range(num_blocks - 1)]
         self.num_free = num_blocks - 1
 
     def popleft(self) -> int:
         """Take the block at the front; raises ValueError when there is none."""
-        return self.popleft_n(1)[0]
+        next_of = self.next_of
+        block = next_of[NULL_BLOCK]
+        if block == NULL_BLOCK:
+            raise ValueError("No free blocks available")
+        following = next_of[block]
+        next_of[NULL_BLOCK] = following
+        self.prev_of[following] = NULL_BLOCK
+        next_of[block] = self.prev_of[block] = block
+        self.num_free -= 1
+        return block
 
     def popleft_n(self, count: int) -> list[int]:
         """Take `count` blocks from the front, in order.

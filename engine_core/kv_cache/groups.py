@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Protocol
 
+from engine_core.kv_cache.block import NULL_BLOCK
 from engine_core.kv_cache.pool import BlockPool
 
 
@@ -31,11 +32,13 @@ class KVGroup(Protocol):
     def extend(self, handle: int, num_tokens: int) -> list[int]:
         """Append new blocks until the table has room for `num_tokens`; returns them."""
 
-    def cache(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> None:
-        """Make the blocks filled by the first `num_tokens` tokens findable."""
+    def settle(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> int:
+        """Make the blocks filled by the first `num_tokens` tokens findable.
 
-    def quiet_until(self, handle: int) -> int:
-        """A number of tokens: with fewer slots wanted, neither extend nor cache has work."""
+        block_hashes: of at least those blocks, if prefixes are cached at all.
+        Returns a number of slots: as long as fewer are wanted for this sequence,
+        neither extend nor settle has work.
+        """
 
     def free(self, handle: int) -> None:
         """Give back a sequence's blocks, last one first; nothing if it has none."""
@@ -44,7 +47,10 @@ class KVGroup(Protocol):
         """A copy of the sequence's block ids, [num_blocks]; empty if it has none."""
 
     def tables(self) -> dict[int, list[int]]:
-        """The tables themselves, by handle, for the integrity check."""
+        """The tables themselves, by handle; to be read only."""
+
+    def violations(self) -> list[str]:
+        """What is wrong with the tables by the group's own rules, a sentence each."""
 
 
 class _Sequence:
@@ -77,7 +83,9 @@ class FullAttentionGroup:
         sequence = self._sequences.get(handle)
         num_held = len(hits) if sequence is None else len(sequence.blocks)
         num_new = -(-num_tokens // self._block_size) - num_held
-        return max(num_new, 0) + self._pool.num_evictable(hits)
+        if num_new < 0:
+            num_new = 0
+        return num_new + self._pool.num_evictable(hits) if hits else num_new
 
     def attach(self, handle: int, hits: Sequence[int]) -> None:
         assert handle not in self._sequences, f"sequence {handle} has a table already"
@@ -95,19 +103,19 @@ class FullAttentionGroup:
         blocks.extend(new_blocks)
         return new_blocks
 
-    def cache(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> None:
+    def settle(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> int:
         sequence = self._sequences[handle]
-        start, end = sequence.num_cached, num_tokens // self._block_size
-        if end > start:
-            self._pool.cache_full_blocks(sequence.blocks[start:end], block_hashes[start:end])
-            sequence.num_cached = end
-
-    def quiet_until(self, handle: int) -> int:
-        sequence = self._sequences[handle]
-        room_ends = len(sequence.blocks) * self._block_size + 1
+        block_size = self._block_size
+        room_ends = len(sequence.blocks) * block_size + 1
         if not self._pool.enable_caching:
             return room_ends
-        return min(room_ends, (sequence.num_cached + 1) * self._block_size)
+        num_full = num_tokens // block_size
+        for index in range(sequence.num_cached, num_full):
+            self._pool.cache_full_block(sequence.blocks[index], block_hashes[index])
+        if num_full > sequence.num_cached:
+            sequence.num_cached = num_full
+        next_fills = (sequence.num_cached + 1) * block_size
+        return room_ends if room_ends < next_fills else next_fills
 
     def free(self, handle: int) -> None:
         sequence = self._sequences.pop(handle, None)
@@ -120,3 +128,22 @@ class FullAttentionGroup:
 
     def tables(self) -> dict[int, list[int]]:
         return {handle: sequence.blocks for handle, sequence in self._sequences.items()}
+
+    def violations(self) -> list[str]:
+        found = []
+        for handle, sequence in self._sequences.items():
+            if NULL_BLOCK in sequence.blocks:
+                found.append(f"null block: it stands in the table of sequence {handle}")
+            hashes = [self._pool.hashes[block] for block in sequence.blocks]
+            leading = hashes[: sequence.num_cached]
+            if len(leading) < sequence.num_cached or None in leading:
+                found.append(
+                    f"cached count: sequence {handle} counts {sequence.num_cached} cached blocks, "
+                    "but not all of them have a hash"
+                )
+            if any(block_hash is not None for block_hash in hashes[sequence.num_cached :]):
+                found.append(
+                    f"cached count: sequence {handle} counts {sequence.num_cached} cached blocks, "
+                    "but a later one has a hash"
+                )
+        return found

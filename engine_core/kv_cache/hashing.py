@@ -18,7 +18,6 @@ from typing import Final, Protocol
 
 ROOT: Final = b"tokend kv block hash, version 1\n"
 _SALT_TAG: Final = b"cache_salt:"
-_TOKEN_BYTES: Final = 4
 
 
 class Hasher(Protocol):
@@ -36,6 +35,7 @@ class BlockHasher:
     def __init__(self, block_size: int, fingerprint: bytes) -> None:
         self.block_size = block_size
         self.root = ROOT + fingerprint
+        self._pack = struct.Struct(f"<{block_size}I").pack
 
     def extend(
         self, block_hashes: list[bytes], token_ids: Sequence[int], cache_salt: str | None = None
@@ -45,21 +45,19 @@ class BlockHasher:
         token_ids: [num_tokens], each in [0, 2^32).
         cache_salt: enters the first block, and through the chain all others.
         """
+        size = self.block_size
         num_hashed = len(block_hashes)
-        num_full = len(token_ids) // self.block_size
-        if num_full <= num_hashed:
+        end = len(token_ids) - size + 1
+        if num_hashed * size >= end:
             return
-        tokens = token_ids[num_hashed * self.block_size : num_full * self.block_size]
-        packed = struct.pack(f"<{len(tokens)}I", *tokens)
-        width = self.block_size * _TOKEN_BYTES
-        start = 0
+        pack = self._pack
         if num_hashed == 0:
-            keys = extra_keys(cache_salt)
-            block_hashes.append(sha256(self.root + packed[:width] + keys).digest())
-            start = width
+            first = self.root + pack(*token_ids[:size]) + extra_keys(cache_salt)
+            block_hashes.append(sha256(first).digest())
+            num_hashed = 1
         parent = block_hashes[-1]
-        for offset in range(start, len(packed), width):
-            parent = sha256(parent + packed[offset : offset + width]).digest()
+        for start in range(num_hashed * size, end, size):
+            parent = sha256(parent + pack(*token_ids[start : start + size])).digest()
             block_hashes.append(parent)
 
 

@@ -5,7 +5,6 @@ only by their counters, token ids and hashes, which it never changes. It does
 not decide who waits or who is preempted.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -51,7 +50,6 @@ class KVCacheManager:
         )
         self.pool = BlockPool(num_blocks, enable_caching)
         self.groups: tuple[KVGroup, ...] = (FullAttentionGroup(self.pool, block_size),)
-        self._no_hits: tuple[list[int], ...] = tuple([] for _ in self.groups)
         self._quiet_until: dict[int, int] = {}
         self._num_queried = 0
         self._num_hit = 0
@@ -136,6 +134,19 @@ class KVCacheManager:
         self._num_queried = self._num_hit = 0
         return taken
 
+    def violations(self) -> list[str]:
+        """Where the manager and its groups disagree with themselves, a sentence each.
+
+        The pool is checked by `integrity`, which calls this too.
+        """
+        found = []
+        for number, group in enumerate(self.groups):
+            found += group.violations()
+            if group.tables().keys() != self._quiet_until.keys():
+                odd = sorted(group.tables().keys() ^ self._quiet_until.keys())
+                found.append(f"sequences: group {number} and the manager disagree on handles {odd}")
+        return found
+
     @property
     def capacity(self) -> int:
         """Tokens for which a single request can have room."""
@@ -157,27 +168,34 @@ class KVCacheManager:
         """`num_tokens`: those with KV after this step, without the lookahead."""
         handle = request.handle
         num_slots = num_tokens + num_lookahead
-        hits: Sequence[list[int]] = computed.block_ids or self._no_hits
-        num_needed = sum(
-            group.num_blocks_needed(handle, num_slots, found)
-            for group, found in zip(self.groups, hits, strict=True)
-        )
+        num_needed = self._num_blocks_needed(handle, num_slots, computed)
         if num_needed > self.pool.num_free:
             return None
         if handle not in self._quiet_until:
-            self._attach(request, computed.num_tokens, hits)
-        new_blocks = [group.extend(handle, num_slots) for group in self.groups]
-        if self.enable_caching:
-            num_verified = min(num_tokens, request.num_tokens)
-            for group in self.groups:
-                group.cache(handle, request.block_hashes, num_verified)
-        self._quiet_until[handle] = min(group.quiet_until(handle) for group in self.groups)
+            self._start(request, computed)
+        new_blocks = NO_NEW_BLOCKS
+        if num_needed:
+            new_blocks = [group.extend(handle, num_slots) for group in self.groups]
+        # Drafts and lookahead may still be rejected; only verified tokens are findable.
+        self._settle(request, min(num_tokens, request.num_tokens))
         return new_blocks if any(new_blocks) else NO_NEW_BLOCKS
 
-    def _attach(self, request: Request, num_hit: int, hits: Sequence[list[int]]) -> None:
-        for group, found in zip(self.groups, hits, strict=True):
-            group.attach(request.handle, found)
+    def _num_blocks_needed(self, handle: int, num_slots: int, computed: ComputedBlocks) -> int:
+        num_needed = 0
+        for number, group in enumerate(self.groups):
+            hits = computed.block_ids[number] if computed.num_tokens else ()
+            num_needed += group.num_blocks_needed(handle, num_slots, hits)
+        return num_needed
+
+    def _start(self, request: Request, computed: ComputedBlocks) -> None:
+        for number, group in enumerate(self.groups):
+            group.attach(request.handle, computed.block_ids[number] if computed.num_tokens else ())
         looked_up = self.enable_caching and not request.skip_reading_prefix_cache
         if looked_up and request.num_preemptions == 0:
             self._num_queried += request.num_tokens
-            self._num_hit += num_hit
+            self._num_hit += computed.num_tokens
+
+    def _settle(self, request: Request, num_verified: int) -> None:
+        block_hashes = request.block_hashes
+        marks = [group.settle(request.handle, block_hashes, num_verified) for group in self.groups]
+        self._quiet_until[request.handle] = min(marks)

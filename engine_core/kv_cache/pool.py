@@ -10,7 +10,7 @@ A block is in one of three states:
     free        reference count 0, in the free queue, no hash
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from engine_core.kv_cache.block import NULL_BLOCK
 from engine_core.kv_cache.free_queue import FreeQueue
@@ -52,7 +52,8 @@ class BlockPool:
 
         Raises ValueError, changing nothing, when fewer are free.
         """
-        blocks = self.free_queue.popleft_n(count)
+        queue = self.free_queue
+        blocks = [queue.popleft()] if count == 1 else queue.popleft_n(count)
         ref_counts, hashes = self.ref_counts, self.hashes
         for block in blocks:
             assert ref_counts[block] == 0, f"block {block} was free and referenced"
@@ -89,13 +90,12 @@ class BlockPool:
         ref_counts = self.ref_counts
         return sum(1 for block in blocks if ref_counts[block] == 0 and block != NULL_BLOCK)
 
-    def cache_full_blocks(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:
-        """Make full blocks findable: block i under hash i. None of them has a hash yet."""
-        for block, block_hash in zip(blocks, block_hashes, strict=True):
-            assert self.hashes[block] is None, f"block {block} has a hash already"
-            assert block != NULL_BLOCK, "the null block has no content"
-            self.hashes[block] = block_hash
-            self.index.insert(block_hash, block)
+    def cache_full_block(self, block: int, block_hash: bytes) -> None:
+        """Make a full block, which has no hash yet, findable under this one."""
+        assert block != NULL_BLOCK, "the null block has no content"
+        assert self.hashes[block] is None, f"block {block} has a hash already"
+        self.hashes[block] = block_hash
+        self.index.insert(block_hash, block)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all content; False, changing nothing, while any block is in use."""
