@@ -1,0 +1,29 @@
+"""An attention backend for one sequence: plain dense torch, no pages."""
+
+import torch
+
+
+class DenseAttention:
+    """Causal attention over everything that `run` has been given since construction."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+
+    def run(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """query [T, Hq, D], key and value [T, Hkv, D], appended; a new [T, Hq, D]."""
+        if layer in self._keys:
+            key = torch.cat((self._keys[layer], key))
+            value = torch.cat((self._values[layer], value))
+        self._keys[layer], self._values[layer] = key, value
+        group = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * self._scale
+        new, total = query.shape[0], key.shape[0]
+        visible = torch.ones(new, total).tril(total - new).bool()
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        result = torch.einsum("hqk,khd->qhd", weights, value.float())
+        return result.to(query.dtype).contiguous()

@@ -1,0 +1,153 @@
+"""What a worker computes on: arithmetic, threads and memory of the machine.
+
+Knows nothing of models; the worker asks it which dtype to load, how many threads
+to run and how much memory the KV cache may take.
+"""
+
+import os
+from pathlib import Path
+from typing import Final, Protocol
+
+import torch
+
+from proto.config import GIB, CacheConfig, DeviceConfig, DType
+from proto.errors import ConfigError
+
+DEFAULT_KV_CACHE_BYTES: Final = 4 * GIB
+_DTYPES: Final = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_MATRIX_FLAGS: Final = ("avx512_bf16", "amx_bf16")
+"""CPU features that multiply bfloat16 matrices faster than float32 ones."""
+
+
+class Device(Protocol):
+    """One device of one worker."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where tensors go."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """For people: the hardware and how it is used."""
+        ...
+
+    def resolve_dtype(self, dtype: DType) -> torch.dtype:
+        """The torch dtype of a setting; "auto" is what the device does best."""
+        ...
+
+    def kv_cache_bytes(self, config: CacheConfig) -> int:
+        """Memory for the KV pool, asked once the weights are loaded."""
+        ...
+
+    def apply_threads(self) -> None:
+        """Make torch use the threads of this device, in the calling process."""
+        ...
+
+
+class CpuDevice:
+    """The CPU cores that this process may run on.
+
+    `root` holds the `proc` and `sys` trees that describe the machine.
+    """
+
+    def __init__(self, config: DeviceConfig, root: Path = Path("/")) -> None:
+        self._root = root
+        self._model_name, self._flags = _read_cpuinfo(root)
+        self.num_threads = config.cpu_threads or _count_cores(root, os.sched_getaffinity(0))
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def name(self) -> str:
+        """For example "AMD EPYC (2 threads, avx512_bf16)"."""
+        threads = f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''}"
+        return f"{self._model_name} ({', '.join((threads, *self._matrix_flags()))})"
+
+    def resolve_dtype(self, dtype: DType) -> torch.dtype:
+        """bfloat16 for "auto" where the CPU multiplies it in hardware, else float32."""
+        if dtype == "auto":
+            return torch.bfloat16 if self._matrix_flags() else torch.float32
+        return _DTYPES[dtype]
+
+    def kv_cache_bytes(self, config: CacheConfig) -> int:
+        """The setting, or 4 GiB but at most half of the memory that is free.
+
+        Raises ConfigError with both numbers for a setting beyond the free memory.
+        """
+        free = available_memory(self._root)
+        if config.kv_cache_memory is None:
+            return min(DEFAULT_KV_CACHE_BYTES, free // 2)
+        if config.kv_cache_memory > free:
+            raise ConfigError(
+                f"--kv-cache-memory {config.kv_cache_memory} ({_gib(config.kv_cache_memory)}) "
+                f"is more than the {free} bytes ({_gib(free)}) of memory that are free",
+                "kv_cache_memory",
+            )
+        return config.kv_cache_memory
+
+    def apply_threads(self) -> None:
+        torch.set_num_threads(self.num_threads)
+
+    def _matrix_flags(self) -> tuple[str, ...]:
+        return tuple(flag for flag in _MATRIX_FLAGS if flag in self._flags)
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that can be allocated without swapping, within the limit of the control group."""
+    fields = dict(
+        line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if line
+    )
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit = _read_number(root / "sys/fs/cgroup/memory.max")
+    used = _read_number(root / "sys/fs/cgroup/memory.current")
+    if limit is None or used is None:
+        return free
+    return max(0, min(free, limit - used))
+
+
+def _read_number(path: Path) -> int | None:
+    """The number in a file; None where there is no such file or it says "max"."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _read_cpuinfo(root: Path) -> tuple[str, frozenset[str]]:
+    """Model name and feature flags of the first CPU, as far as the kernel gives them."""
+    name, flags = "CPU", frozenset[str]()
+    try:
+        text = (root / "proc/cpuinfo").read_text()
+    except OSError:
+        return name, flags
+    for line in text.split("\n\n", 1)[0].splitlines():
+        key, _, value = (part.strip() for part in line.partition(":"))
+        if key == "model name":
+            name = value
+        elif key in ("flags", "Features"):
+            flags = frozenset(value.split())
+    return name, flags
+
+
+def _count_cores(root: Path, cpus: set[int]) -> int:
+    """Physical cores among these CPUs: two hardware threads of a core count once."""
+    cores = set()
+    for cpu in cpus:
+        path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        try:
+            cores.add(path.read_text().strip())
+        except OSError:
+            cores.add(str(cpu))
+    return len(cores)
+
+
+def _gib(number: int) -> str:
+    return f"{number / GIB:.1f} GiB"

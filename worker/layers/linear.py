@@ -1,0 +1,79 @@
+"""Matrix products with weights held in the form that the device multiplies fastest.
+
+    float32, float16        rows of the weight as they are
+    bfloat16 on a CPU       oneDNN's blocked layout: reordered once at load, it is
+                            read without conversion at every product
+
+Owns the forms; knows nothing of what is multiplied.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+_PACK_ROWS_HINT = 16
+"""Input rows that oneDNN chooses its blocking for; the layout serves any number."""
+
+
+class Linear(Protocol):
+    """x @ weight.T + bias."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, in] to a new contiguous [N, out]."""
+        ...
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual [N, out] plus the product of x [N, in]; may reuse residual's memory."""
+        ...
+
+
+class DenseLinear:
+    """The weight [out, in] as it is."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = weight
+        self._transposed = weight.t()
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        residual.addmm_(x, self._transposed)
+        return residual if self._bias is None else residual.add_(self._bias)
+
+
+class PackedLinear:
+    """The weight in oneDNN's blocked layout, made from a dense bfloat16 weight [out, in]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS_HINT)
+        self._bias = bias
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self._product_plus = torch.ops.mkldnn._linear_pointwise.binary
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._product(x, self._weight, self._bias, "none", [], "")
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self._product_plus(x, residual, self._weight, self._bias, "add")
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether PackedLinear works for weights of this type on this device and build of torch."""
+    return (
+        device.type == "cpu"
+        and dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """The fastest form for weight [out, in] and bias [out] on the device where they lie."""
+    if can_pack(weight.device, weight.dtype):
+        return PackedLinear(weight, bias)
+    return DenseLinear(weight, bias)

@@ -1,0 +1,102 @@
+"""Rotary position embedding of query and key heads (Su et al., RoFormer, section 3.4).
+
+Dimension i of a head turns together with dimension i + d/2:
+
+    head       [ a0 a1 … | b0 b1 … ]
+    rolled     [ b0 b1 … | a0 a1 … ]
+    result     head * [cos ‖ cos] + rolled * [-sin ‖ sin]
+
+Owns the frequencies of every kind and the table of cosines and sines.
+"""
+
+import math
+
+import torch
+
+from worker.models.spec import DefaultRope, FactorsRope, LinearRope, Llama3Rope, Rope, YarnRope
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""[cos ‖ cos] and [-sin ‖ sin] of each token, [T, 1, head_dim]."""
+
+
+class RotaryEmbedding:
+    """Cosines and sines of every position up to the model's length.
+
+    Computed in float32, kept in the dtype of the activations.
+    """
+
+    def __init__(
+        self,
+        rope: Rope,
+        head_dim: int,
+        max_position: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        frequencies, magnitude = inverse_frequencies(rope, head_dim)
+        angles = torch.arange(max_position, dtype=torch.float32)[:, None] * frequencies
+        # table  [ cos | cos ]
+        #        [-sin | sin ]  of each position
+        self._half = head_dim // 2
+        table = torch.empty((max_position, 2, 2, self._half), dtype=dtype, device=device)
+        cosines, sines = angles.cos() * magnitude, angles.sin() * magnitude
+        table[:, 0, 0] = cosines
+        table[:, 0, 1] = cosines
+        table[:, 1, 0] = -sines
+        table[:, 1, 1] = sines
+        self._table = table.view(max_position, 2, 1, head_dim)
+
+    def at(self, positions: torch.Tensor) -> Rotation:
+        """The rotation of each token, from positions int64 [T]; once per step."""
+        cosines, sines = self._table.index_select(0, positions).unbind(1)
+        return cosines, sines
+
+    def apply(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """Turn heads [T, n, head_dim] by their tokens' positions; a new contiguous tensor."""
+        cosines, sines = rotation
+        return (heads * cosines).addcmul_(heads.roll(self._half, -1), sines)
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[torch.Tensor, float]:
+    """Radians per position, float32 [head_dim / 2], and the factor of cosines and sines."""
+    frequencies = _base_frequencies(rope.theta, head_dim)
+    match rope:
+        case DefaultRope():
+            return frequencies, 1.0
+        case LinearRope():
+            return frequencies / rope.factor, 1.0
+        case Llama3Rope():
+            return _llama3(rope, frequencies), 1.0
+        case YarnRope():
+            return _yarn(rope, frequencies, head_dim), rope.attention_factor
+        case FactorsRope():
+            return frequencies / torch.tensor(rope.factors), 1.0
+
+
+def _base_frequencies(theta: float, head_dim: int) -> torch.Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / theta**exponents
+
+
+def _llama3(rope: Llama3Rope, frequencies: torch.Tensor) -> torch.Tensor:
+    """Slow dimensions divided by the factor, fast ones kept, linear in rotations between."""
+    rotations = rope.original_max_position * frequencies / (2 * math.pi)
+    kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return (1.0 - kept) * (frequencies / rope.factor) + kept * frequencies
+
+
+def _yarn(rope: YarnRope, frequencies: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """The same ramp laid over the dimensions (YaRN, section 3.2)."""
+
+    def dimension_turning(rotations: float) -> float:
+        length = rope.original_max_position / (rotations * 2 * math.pi)
+        return head_dim * math.log(length) / (2 * math.log(rope.theta))
+
+    low, high = dimension_turning(rope.beta_fast), dimension_turning(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    interpolated = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return frequencies / rope.factor * interpolated + frequencies * (1.0 - interpolated)

@@ -1,0 +1,117 @@
+"""The weights of one model by tokend's names, wherever and however they are stored.
+
+Owns the matching of files against a ModelSpec: names, shapes, completeness, and
+what GGUF files do to query and key rows. Knows nothing of layers or fusion.
+"""
+
+import torch
+
+from proto.errors import ModelError
+from proto.prepared_model import TensorEntry, TensorIndex
+from worker.loader.files import TensorFiles
+from worker.loader.index import entries_by_name
+from worker.loader.names import ROPE_FACTORS, carries_no_weight, name_in_file
+from worker.models.spec import (
+    DefaultRope,
+    FactorsRope,
+    Llama3Rope,
+    ModelSpec,
+    Rope,
+    parameter_shapes,
+)
+
+
+class WeightSource:
+    """Reads weights into tensors of one dtype and device; safe to use from several threads.
+
+    Raises ModelError at once for a tensor that is missing, unknown or of a shape
+    other than the spec's, naming it as the file does.
+    """
+
+    def __init__(
+        self, index: TensorIndex, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._spec = spec
+        self._dtype = dtype
+        self._device = device
+        self._files = TensorFiles(index)
+        self._shapes = parameter_shapes(spec)
+        self._permuted = index.format == "gguf" and spec.gguf_permutes_qk
+        in_file = {
+            name: entry
+            for name, entry in entries_by_name(index).items()
+            if not carries_no_weight(index.format, name)
+        }
+        rope_factors = in_file.pop(ROPE_FACTORS, None) if index.format == "gguf" else None
+        self.rope = spec.rope if rope_factors is None else self._rope_with(rope_factors)
+        self._entries = {
+            name: _take(in_file, name_in_file(index.format, name), shape)
+            for name, shape in self._shapes.items()
+        }
+        if spec.tied_embeddings:
+            self._drop_copy_of_embedding(in_file, name_in_file(index.format, "head.weight"))
+        if in_file:
+            raise ModelError(
+                f"tensor {next(iter(in_file))} is no part of {spec.architecture} with this "
+                f"configuration ({len(in_file)} such tensors)"
+            )
+
+    def read(self, *names: str) -> torch.Tensor:
+        """These weights, one below the other, as one new tensor."""
+        rows = [self._shapes[name][0] for name in names]
+        shape = (sum(rows), *self._shapes[names[0]][1:])
+        result = torch.empty(shape, dtype=self._dtype, device=self._device)
+        for name, part in zip(names, result.split(rows), strict=True):
+            self._read_into(name, part)
+        return result
+
+    def _read_into(self, name: str, destination: torch.Tensor) -> None:
+        stored = self._files.read(self._entries[name])
+        heads = {"q": self._spec.num_heads, "k": self._spec.num_kv_heads}.get(name.split(".")[-2])
+        if self._permuted and heads is not None:
+            # file rows of a head       0 h 1 h+1 2 h+2 …     (h = head_dim / 2)
+            # as the decoder turns them 0 1 2 … h-1 h h+1 …
+            half = self._spec.head_dim // 2
+            stored = stored.view(heads, half, 2, -1).transpose(1, 2)
+            destination = destination.view(heads, 2, half, -1)
+        destination.copy_(stored)
+
+    def _rope_with(self, entry: TensorEntry) -> Rope:
+        """The rotary embedding whose scaling the file gives as divisors of the frequencies."""
+        rope = self._spec.rope
+        if not isinstance(rope, DefaultRope | Llama3Rope):
+            raise ModelError(
+                f"tensor {entry.name} and the configuration's {type(rope).__name__} "
+                "both scale the rotary frequencies"
+            )
+        _check_shape(entry, (self._spec.head_dim // 2,))
+        return FactorsRope(rope.theta, tuple(self._files.read(entry).tolist()))
+
+    def _drop_copy_of_embedding(self, in_file: dict[str, TensorEntry], name: str) -> None:
+        """A tied head may be stored too, if it is the same: then the embedding serves as both."""
+        copy = in_file.pop(name, None)
+        if copy is None:
+            return
+        embedding = self._entries["embedding.weight"]
+        _check_shape(copy, embedding.shape)
+        if not torch.equal(self._files.read(copy), self._files.read(embedding)):
+            raise ModelError(
+                f"tensor {name} differs from {embedding.name}, "
+                "but the configuration has tie_word_embeddings = true"
+            )
+
+
+def _take(in_file: dict[str, TensorEntry], name: str, shape: tuple[int, ...]) -> TensorEntry:
+    entry = in_file.pop(name, None)
+    if entry is None:
+        raise ModelError(f"tensor {name} of shape {list(shape)} is missing")
+    _check_shape(entry, shape)
+    return entry
+
+
+def _check_shape(entry: TensorEntry, shape: tuple[int, ...]) -> None:
+    if entry.shape != shape:
+        raise ModelError(
+            f"tensor {entry.name} has shape {list(entry.shape)}, "
+            f"the configuration asks for {list(shape)}"
+        )

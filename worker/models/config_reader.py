@@ -1,0 +1,121 @@
+"""Reads a Hugging Face configuration without ever ignoring arithmetic.
+
+A family asks for the keys that it understands. What is left over is looked at
+when the family is done: keys that change no number pass, a key whose value
+switches off what it names passes, and a key whose name speaks of arithmetic
+stops the start by name. Knows no family.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from proto.errors import ModelError
+
+_ARITHMETIC: Final = re.compile(
+    r"scal|multiplier|mup|cap|rotary|rope|window|chunk|sink|norm|bias|expert|router|moe|parallel"
+    r"|alibi|clip|clamp|quant|compress|attn|attention|act|head|layer|lora|position|conv|embed",
+)
+"""A key with one of these in its name may change results."""
+
+_HARMLESS: Final = frozenset(
+    {
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_attn_implementation_internal",
+        "attn_implementation",
+        "is_llama_config",
+        "layerdrop",
+        "max_window_layers",
+        "pretraining_tp",
+        "use_sliding_window",
+    }
+)
+"""Names that match _ARITHMETIC although they change nothing, or only through another key."""
+
+_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+    "partial_rotary_factor": (1, 1.0),
+    "position_embedding_type": ("absolute", "rope"),
+}
+"""Values, beside null, false, zero and empty, at which a key changes nothing."""
+
+
+class ConfigReader:
+    """One configuration, and which of its keys have been read.
+
+    Values are checked for their type: a string where a number belongs raises
+    ModelError naming key and value.
+    """
+
+    def __init__(self, config: Mapping[str, Any], where: str = "config") -> None:
+        self._config = config
+        self._where = where
+        self._read: set[str] = set()
+
+    def get(self, key: str) -> Any:
+        """The raw value, None where it is missing."""
+        self._read.add(key)
+        return self._config.get(key)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self.get(key)
+        if value is None:
+            value = default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.refusal(key, value, "a whole number of at least 1 is needed")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self.get(key)
+        if value is None:
+            value = default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self.refusal(key, value, "a number above 0 is needed")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self.get(key)
+        if value is None:
+            value = default
+        if not isinstance(value, bool):
+            raise self.refusal(key, value, "true or false is needed")
+        return value
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """An object; an empty one where it is missing or null."""
+        value = self.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise self.refusal(key, value, "an object is needed")
+        return value
+
+    def must_be(self, key: str, *allowed: Any) -> None:
+        """Accept a key only at these values, or missing."""
+        value = self.get(key)
+        if value is not None and value not in allowed:
+            works = ", ".join(repr(each) for each in allowed)
+            raise self.refusal(key, value, f"supported: {works}")
+
+    def refuse_leftovers(self) -> None:
+        """Raise ModelError for the first unread key that may change the arithmetic."""
+        for key, value in self._config.items():
+            if key in self._read or key in _HARMLESS or "dropout" in key:
+                continue
+            if not value or value in _NEUTRAL.get(key, ()):
+                continue
+            if _ARITHMETIC.search(key):
+                raise self.refusal(key, value, "not supported")
+
+    def refuse_unread(self) -> None:
+        """Raise ModelError for the first key that was not read and is not null."""
+        for key, value in self._config.items():
+            if key not in self._read and value is not None:
+                raise self.refusal(key, value, "not supported")
+
+    def refusal(self, key: str, value: Any, reason: str) -> ModelError:
+        """The error that names a key, its value and what is wrong with it."""
+        return ModelError(f"{self._where}: {key} = {value!r}: {reason}")

@@ -1,0 +1,112 @@
+"""The decoder that every family runs on: a ModelSpec's arithmetic over loaded weights.
+
+Owns the order of operations of a layer. Knows neither requests nor pages: the
+tokens of all requests are one packed batch, and attention is a backend that has
+been told about the step beforehand.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from worker.attention.base import AttentionBackend
+from worker.layers.activation import silu_and_mul
+from worker.layers.embedding import Embedding
+from worker.layers.linear import Linear
+from worker.layers.norm import RMSNorm
+from worker.layers.rotary import RotaryEmbedding, Rotation
+from worker.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer, products fused.
+
+    qkv: hidden to query ‖ key ‖ value heads.
+    head_norms: per-head norms of query and key, empty for most families.
+    gate_up: hidden to gate ‖ up.
+    """
+
+    attention_norm: RMSNorm
+    qkv: Linear
+    head_norms: tuple[RMSNorm, RMSNorm] | tuple[()]
+    output: Linear
+    mlp_norm: RMSNorm
+    gate_up: Linear
+    down: Linear
+
+
+class Decoder:
+    """Token ids and positions to hidden states, hidden states to logits."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        embedding: Embedding,
+        rotary: RotaryEmbedding,
+        layers: list[LayerWeights],
+        norm: RMSNorm,
+        head: Linear,
+    ) -> None:
+        self.spec = spec
+        self._embedding = embedding
+        self._rotary = rotary
+        self._layers = layers
+        self._norm = norm
+        self._head = head
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """int64 [T] token ids and positions to hidden states [T, hidden], not yet normed.
+
+        Positions are below the model's length. `attention` writes every token's
+        key and value and attends for the whole batch.
+        """
+        hidden = self._embedding(token_ids)
+        rotation = self._rotary.at(positions)
+        for index, layer in enumerate(self._layers):
+            attended = self._attend(index, layer, hidden, rotation, attention)
+            hidden = layer.output.add_to(hidden, attended)
+            inner = silu_and_mul(layer.gate_up(layer.mlp_norm(hidden)))
+            hidden = layer.down.add_to(hidden, inner)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rows of `forward`'s result, [N, hidden], to float32 [N, vocab]."""
+        return self._head(self._norm(hidden)).float()
+
+    def _attend(
+        self,
+        index: int,
+        layer: LayerWeights,
+        hidden: torch.Tensor,
+        rotation: Rotation,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """The attention of one layer before its output projection, [T, query size]."""
+        spec = self.spec
+        turned = spec.num_heads + spec.num_kv_heads
+        tokens = hidden.shape[0]
+        # heads  [ q0 q1 … | k0 … | v0 … ]
+        heads = layer.qkv(layer.attention_norm(hidden)).view(tokens, -1, spec.head_dim)
+        query_key = heads[:, :turned]
+        if layer.head_norms:
+            query_norm, key_norm = layer.head_norms
+            query_key = torch.cat(
+                (
+                    query_norm(heads[:, : spec.num_heads]),
+                    key_norm(heads[:, spec.num_heads : turned]),
+                ),
+                dim=1,
+            )
+        query_key = self._rotary.apply(query_key, rotation)
+        result = attention.run(
+            index,
+            query_key[:, : spec.num_heads],
+            query_key[:, spec.num_heads :],
+            heads[:, turned:],
+        )
+        return result.view(tokens, spec.query_size)

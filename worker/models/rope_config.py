@@ -1,0 +1,79 @@
+"""The rotary embedding of a configuration, in either of the spellings in use.
+
+Older files have `rope_theta` beside `rope_scaling`; newer ones have both in
+`rope_parameters`. Knows no family and computes no frequency.
+"""
+
+import math
+from typing import Any
+
+from worker.models.config_reader import ConfigReader
+from worker.models.spec import DefaultRope, LinearRope, Llama3Rope, Rope, YarnRope
+
+_DEFAULT_THETA = 10_000.0
+
+
+def rope_from_config(config: ConfigReader, max_position: int) -> Rope:
+    """The rotary embedding; raises ModelError for a kind or a key that is not supported."""
+    older, newer = config.mapping("rope_scaling"), config.mapping("rope_parameters")
+    theta = config.number("rope_theta", _DEFAULT_THETA)
+    original = config.get("original_max_position_embeddings")
+    key = "rope_scaling" if older else "rope_parameters"
+    values: dict[str, Any] = dict(older or newer)
+    if original is not None:
+        values["original_max_position_embeddings"] = original
+    rope = ConfigReader(values, where=key)
+    theta = rope.number("rope_theta", theta)
+    kind = rope.get("type")
+    kind = rope.get("rope_type") or kind or "default"
+    rope.must_be("partial_rotary_factor", 1)
+    parsed = _parse(rope, kind, theta, max_position)
+    rope.refuse_unread()
+    return parsed
+
+
+def _parse(rope: ConfigReader, kind: str, theta: float, max_position: int) -> Rope:
+    match kind:
+        case "default":
+            rope.get("original_max_position_embeddings")
+            return DefaultRope(theta)
+        case "linear":
+            rope.get("original_max_position_embeddings")
+            return LinearRope(theta, rope.number("factor"))
+        case "llama3":
+            return Llama3Rope(
+                theta=theta,
+                factor=rope.number("factor"),
+                low_freq_factor=rope.number("low_freq_factor"),
+                high_freq_factor=rope.number("high_freq_factor"),
+                original_max_position=rope.integer(
+                    "original_max_position_embeddings", max_position
+                ),
+            )
+        case "yarn":
+            return _yarn(rope, theta, max_position)
+        case _:
+            raise rope.refusal("rope_type", kind, "supported: default, linear, llama3, yarn")
+
+
+def _yarn(rope: ConfigReader, theta: float, max_position: int) -> YarnRope:
+    original = rope.integer("original_max_position_embeddings", max_position)
+    factor = rope.number("factor", max_position / original)
+    mscale, mscale_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    inferred = _magnitude(factor, 1.0)
+    if mscale and mscale_all:
+        inferred = _magnitude(factor, mscale) / _magnitude(factor, mscale_all)
+    return YarnRope(
+        theta=theta,
+        factor=factor,
+        original_max_position=original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.flag("truncate", True),
+        attention_factor=rope.number("attention_factor", inferred),
+    )
+
+
+def _magnitude(factor: float, weight: float) -> float:
+    """YaRN's correction of the attention's temperature (section 3.4, equation 15)."""
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
