@@ -1,8 +1,8 @@
 """The worker's side of its links: load, agree on the cache, then step after step.
 
-    supervisor ── boot ──▶ load weights ── WorkerReady ──▶ engine
-    engine ── InitializeCache ──▶ allocate ── CacheReady ──▶ engine
-    engine ── SchedulerOutput ──▶ ModelRunner ── ModelRunnerOutput ──▶ engine
+supervisor ── boot ──▶ load weights ── WorkerReady ──▶ engine
+engine ── InitializeCache ──▶ allocate ── CacheReady ──▶ engine
+engine ── SchedulerOutput ──▶ ModelRunner ── ModelRunnerOutput ──▶ engine
 """
 
 import json
@@ -35,7 +35,7 @@ from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
-from worker.sample.sampler import Sampler
+from worker.sample.sampler import create_sampler
 
 logger = logging.getLogger("tokend.worker")
 
@@ -143,7 +143,7 @@ class Service:
         rows = Rows(
             self._boot.config.scheduler.max_num_seqs, message.max_model_len, message.block_size
         )
-        runner = ModelRunner(self._model, attention, Sampler(spec.vocab_size), rows)
+        runner = ModelRunner(self._model, attention, create_sampler(), rows)
         runner.warm_up()
         return runner
 
