@@ -1,0 +1,133 @@
+"""The engine process, put together.
+
+Owns the order of its start: workers load, the pool is sized, workers make their
+KV tensors, front ends and supervisor hear that the engine is ready.
+"""
+
+import logging
+
+from engine_core.executor.base import Executor
+from engine_core.executor.local import LocalExecutor
+from engine_core.intake import Intake
+from engine_core.kv_cache.integrity import check
+from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.outbox import Outbox
+from engine_core.pool_plan import PoolPlan, plan_pool
+from engine_core.scheduler.scheduler import Scheduler
+from engine_core.service import Service, is_shutdown
+from engine_core.stepper import SynchronousStepper
+from engine_core.transport import FrontEndLinks
+from engine_core.validation import RequestLimits
+from proto import PROTOCOL_VERSION
+from proto.errors import TokendError
+from proto.lifecycle import EngineReady, Notice, ProcessBoot
+from proto.sockets import Link, Poller
+
+logger = logging.getLogger("tokend.engine")
+
+IDLE_CHECK_BLOCKS = 1 << 15
+"""Pools up to this size are checked when idle: some 20 ms in which nobody is served."""
+
+
+class IntegrityError(TokendError):
+    """The books of the KV cache do not add up; what clients get could be another's."""
+
+
+def main(boot: ProcessBoot, supervisor: Link) -> None:
+    """Run the engine of one epoch until the supervisor asks for its end."""
+    executor = LocalExecutor(boot.run_dir, boot.epoch, boot.config.parallel.tensor_parallel_size)
+    front_ends = FrontEndLinks(boot.run_dir, boot.epoch, boot.config.frontend.api_server_count)
+    poller = Poller([supervisor, *executor.links])
+    if not _wait_for_workers(executor, supervisor, poller):
+        return
+    plan = plan_pool(executor.workers, boot.config, boot.model.max_position)
+    executor.initialize_cache(plan.num_blocks, plan.block_size, plan.max_model_len)
+    if not _wait_for_caches(executor, supervisor, poller):
+        return
+    _announce(boot, plan, executor, front_ends, supervisor)
+    _build(boot, plan, executor, front_ends, supervisor).run()
+
+
+def _wait_for_workers(executor: Executor, supervisor: Link, poller: Poller) -> bool:
+    """False when the supervisor asked for the end first."""
+    while not executor.workers:
+        if supervisor in poller.wait() and is_shutdown(supervisor):
+            return False
+        executor.receive()
+    return True
+
+
+def _wait_for_caches(executor: Executor, supervisor: Link, poller: Poller) -> bool:
+    """False when the supervisor asked for the end first."""
+    while not executor.cache_ready:
+        if supervisor in poller.wait() and is_shutdown(supervisor):
+            return False
+        executor.receive()
+    return True
+
+
+def _announce(
+    boot: ProcessBoot,
+    plan: PoolPlan,
+    executor: Executor,
+    front_ends: FrontEndLinks,
+    supervisor: Link,
+) -> None:
+    worker = executor.workers[0]
+    ready = EngineReady(
+        PROTOCOL_VERSION,
+        boot.epoch,
+        plan.max_model_len,
+        plan.num_usable_blocks,
+        plan.block_size,
+        worker.vocab_size,
+        worker.device_name,
+    )
+    if plan.notice:
+        supervisor.send(Notice(boot.role, boot.index, plan.notice))
+    supervisor.send(ready)
+    front_ends.send_all(ready)
+    logger.info(
+        "ready: %d blocks of %d tokens, requests up to %d tokens",
+        plan.num_usable_blocks,
+        plan.block_size,
+        plan.max_model_len,
+    )
+
+
+def _build(
+    boot: ProcessBoot,
+    plan: PoolPlan,
+    executor: Executor,
+    front_ends: FrontEndLinks,
+    supervisor: Link,
+) -> SynchronousStepper:
+    worker = executor.workers[0]
+    kv_cache = KVCacheManager(
+        plan.num_blocks,
+        plan.block_size,
+        boot.config.cache.enable_prefix_caching,
+        worker.fingerprint,
+    )
+    scheduler = Scheduler(
+        boot.config.scheduler,
+        kv_cache,
+        epoch=boot.epoch,
+        max_model_len=plan.max_model_len,
+        vocab_size=worker.vocab_size,
+    )
+
+    def check_when_idle() -> None:
+        if plan.num_blocks > IDLE_CHECK_BLOCKS:
+            return
+        found = check(kv_cache)
+        if kv_cache.usage > 0:
+            found.append(f"leak: {kv_cache.usage:.1%} of the blocks are in use by nobody")
+        if found:
+            raise IntegrityError("; ".join(found))
+
+    outbox = Outbox(front_ends, scheduler, boot.epoch)
+    limits = RequestLimits(worker.vocab_size, plan.max_model_len)
+    intake = Intake(scheduler, kv_cache, outbox, limits, lambda: check(kv_cache))
+    service = Service(supervisor, front_ends, executor.links, scheduler, intake, outbox)
+    return SynchronousStepper(scheduler, executor, service, check_when_idle)

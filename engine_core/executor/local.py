@@ -1,0 +1,113 @@
+"""Workers that are processes of the same machine, one link each.
+
+    worker r ──WorkerReady──▶  engine  ──InitializeCache──▶ worker r ──CacheReady──▶ engine
+             ◀──SchedulerOutput──      ──ModelRunnerOutput──▶
+
+Owns the links to the workers and what each rank has answered. The supervisor
+starts the workers and watches that they live; here only their messages count.
+"""
+
+import logging
+from collections import deque
+
+from engine_core.executor.base import RemoteTraceback, WorkerFailedError
+from proto import PROTOCOL_VERSION
+from proto.errors import ErrorInfo
+from proto.lifecycle import CacheReady, InitializeCache, WorkerReady
+from proto.model_runner_output import ModelRunnerOutput
+from proto.scheduler_output import SchedulerOutput
+from proto.sockets import Link, PeerStalledError, worker_path
+
+logger = logging.getLogger("tokend.executor")
+
+FromWorker = WorkerReady | CacheReady | ModelRunnerOutput
+
+
+class LocalExecutor:
+    """Every rank gets every step; a step is complete when all ranks have answered it.
+
+    The answer of rank 0 counts: the ranks compute the same tokens.
+    """
+
+    def __init__(self, run_dir: str, epoch: int, world_size: int) -> None:
+        self._epoch = epoch
+        self._links = [
+            Link.bind(worker_path(run_dir, epoch, rank), FromWorker) for rank in range(world_size)
+        ]
+        self._ready: dict[int, WorkerReady] = {}
+        self._cache_ready: set[int] = set()
+        self._answers: list[deque[ModelRunnerOutput]] = [deque() for _ in self._links]
+
+    @property
+    def links(self) -> list[Link]:
+        return self._links
+
+    @property
+    def workers(self) -> list[WorkerReady]:
+        if len(self._ready) < len(self._links):
+            return []
+        return [self._ready[rank] for rank in range(len(self._links))]
+
+    @property
+    def cache_ready(self) -> bool:
+        return len(self._cache_ready) == len(self._links)
+
+    def initialize_cache(self, num_blocks: int, block_size: int, max_model_len: int) -> None:
+        message = InitializeCache(
+            PROTOCOL_VERSION, self._epoch, num_blocks, block_size, max_model_len
+        )
+        for link in self._links:
+            link.send(message)
+
+    def submit(self, output: SchedulerOutput) -> None:
+        for rank, link in enumerate(self._links):
+            try:
+                link.send(output)
+            except PeerStalledError as error:
+                raise WorkerFailedError(f"worker {rank} does not read its steps") from error
+
+    def receive(self) -> list[ModelRunnerOutput]:
+        for rank, link in enumerate(self._links):
+            for message in link.receive():
+                self._take(rank, message)
+            if link.num_undecodable:
+                raise WorkerFailedError(f"worker {rank} sent a message that cannot be decoded")
+        complete = []
+        while all(self._answers):
+            first, *others = [answers.popleft() for answers in self._answers]
+            for other in others:
+                if other.step != first.step:
+                    raise WorkerFailedError(
+                        f"workers answered out of step: {first.step} and {other.step}"
+                    )
+            complete.append(first)
+        return complete
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+
+    def _take(self, rank: int, message: WorkerReady | CacheReady | ModelRunnerOutput) -> None:
+        if isinstance(message, WorkerReady) and message.protocol_version != PROTOCOL_VERSION:
+            raise WorkerFailedError(
+                f"worker {rank} speaks protocol {message.protocol_version}, "
+                f"the engine {PROTOCOL_VERSION}"
+            )
+        if message.epoch != self._epoch:
+            logger.warning("worker %d: dropped a message of epoch %d", rank, message.epoch)
+        elif isinstance(message, ModelRunnerOutput):
+            if message.error is not None:
+                raise _failure(rank, message.step, message.error) from RemoteTraceback(
+                    message.error.traceback
+                )
+            self._answers[rank].append(message)
+        elif message.rank != rank:
+            raise WorkerFailedError(f"worker {message.rank} answers on the link of worker {rank}")
+        elif isinstance(message, WorkerReady):
+            self._ready[rank] = message
+        else:
+            self._cache_ready.add(rank)
+
+
+def _failure(rank: int, step: int, error: ErrorInfo) -> WorkerFailedError:
+    return WorkerFailedError(f"worker {rank} failed in step {step}: {error.message}")

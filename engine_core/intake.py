@@ -1,0 +1,109 @@
+"""What the front ends ask for, turned into calls of the scheduler.
+
+Owns the minting of handles. Whatever is wrong with one request ends as one output
+of that request and harms nothing else. Knows no sockets.
+"""
+
+import itertools
+import logging
+from collections.abc import Callable
+
+from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.outbox import Outbox
+from engine_core.request import Request, choices_of
+from engine_core.scheduler.completion import completion, stop_token
+from engine_core.scheduler.scheduler import Scheduler
+from engine_core.validation import RequestLimits, validate_request
+from proto.engine_io import (
+    Abort,
+    AdminCall,
+    AdminReply,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    ToEngine,
+)
+from proto.errors import ErrorInfo, InvalidRequestError
+from proto.process import describe
+
+logger = logging.getLogger("tokend.intake")
+
+
+class Intake:
+    """Takes the messages of front ends, one at a time, in order."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        kv_cache: KVCacheManager,
+        outbox: Outbox,
+        limits: RequestLimits,
+        check_integrity: Callable[[], list[str]],
+    ) -> None:
+        self._scheduler = scheduler
+        self._kv_cache = kv_cache
+        self._outbox = outbox
+        self._limits = limits
+        self._check_integrity = check_integrity
+        self._mint_handle: Callable[[], int] = itertools.count().__next__
+
+    def take(self, client: int, message: ToEngine) -> None:
+        """Do what a message asks; never raises for what is in it."""
+        if isinstance(message, EngineCoreRequest):
+            self._take_request(client, message)
+        elif isinstance(message, Abort):
+            self._scheduler.abort(message.request_id, message.choice)
+        else:
+            self._outbox.reply(client, self._call(message))
+
+    def _take_request(self, client: int, message: EngineCoreRequest) -> None:
+        if self._scheduler.knows(message.request_id):
+            # An answer would end the stream of the request that is running.
+            logger.error("front end %d sent request %d twice", client, message.request_id)
+            return
+        try:
+            validate_request(message, self._limits)
+            for request in choices_of(message, self._mint_handle, client, self._kv_cache.hasher):
+                self._add(request)
+        except InvalidRequestError as error:
+            self._refuse(client, message, ErrorInfo("invalid_request", error.message, error.param))
+        except Exception as error:  # one bad request must not end the engine
+            logger.exception("request %d could not be added", message.request_id)
+            self._scheduler.abort(message.request_id)
+            self._refuse(client, message, describe(error))
+        else:
+            self._outbox.accept(client, message.request_id)
+
+    def _add(self, request: Request) -> None:
+        """Queue a choice, or end it at once where an earlier engine finished it unheard."""
+        status = completion(request, self._limits.max_model_len)
+        if not status.is_finished:
+            self._scheduler.add_request(request)
+            return
+        request.status = status
+        self._outbox.add(
+            request.client_index,
+            EngineCoreOutput(
+                request.request_id,
+                request.choice,
+                request.num_output_tokens,
+                [],
+                status.finish_reason,
+                stop_token(request) if status.finish_reason is FinishReason.STOP else None,
+            ),
+        )
+
+    def _refuse(self, client: int, message: EngineCoreRequest, error: ErrorInfo) -> None:
+        """One output stands for all choices of a request that was never taken in."""
+        self._outbox.add(
+            client,
+            EngineCoreOutput(message.request_id, 0, 0, [], FinishReason.ERROR, error=error),
+        )
+
+    def _call(self, message: AdminCall) -> AdminReply:
+        if message.name == "check_integrity":
+            problems = self._check_integrity()
+            return AdminReply(message.epoch, message.call_id, not problems, "\n".join(problems))
+        done = self._kv_cache.reset_prefix_cache()
+        detail = "" if done else f"{self._scheduler.num_unfinished} requests are unfinished"
+        return AdminReply(message.epoch, message.call_id, done, detail)

@@ -1,0 +1,1 @@
+"""Decides, step by step, what every request computes next."""

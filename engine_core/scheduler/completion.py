@@ -1,0 +1,33 @@
+"""When a request is over, judged by its last token.
+
+A pure function of the request; stop strings are the front end's business.
+"""
+
+from engine_core.request import Request, RequestStatus
+
+
+def completion(request: Request, max_model_len: int) -> RequestStatus:
+    """The status after the last output token: its present one, or a finished one.
+
+    A stop token counts only once min_tokens are there; length always counts.
+    """
+    num_output_tokens = request.num_output_tokens
+    if num_output_tokens == 0:
+        return request.status
+    if (
+        request.all_token_ids[-1] in request.stop_ids
+        and num_output_tokens >= request.sampling_params.min_tokens
+    ):
+        return RequestStatus.FINISHED_STOPPED
+    if num_output_tokens >= request.max_tokens or request.num_tokens >= max_model_len:
+        return RequestStatus.FINISHED_LENGTH
+    return request.status
+
+
+def stop_token(request: Request) -> int | None:
+    """The stop token that ended a stopped request; None when it was an end-of-sequence token."""
+    params = request.sampling_params
+    last = request.all_token_ids[-1]
+    if last in params.eos_token_ids and not params.ignore_eos:
+        return None
+    return last

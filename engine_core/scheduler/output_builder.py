@@ -1,0 +1,85 @@
+"""From a plan to the message for the workers.
+
+Owns what the workers know: which handles they have been given, and which of those
+they have yet to be told are finished.
+"""
+
+from engine_core.kv_cache.manager import NO_NEW_BLOCKS, KVCacheManager
+from engine_core.request import Request
+from engine_core.scheduler.step_plan import StepPlan
+from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+
+
+class OutputBuilder:
+    """Describes a sequence in full once, and only what changed after that."""
+
+    def __init__(self, kv_cache: KVCacheManager, epoch: int) -> None:
+        self._kv_cache = kv_cache
+        self._epoch = epoch
+        self._known: set[int] = set()
+        self._finished: list[int] = []
+        self.step = 0
+
+    @property
+    def has_finished_handles(self) -> bool:
+        """The workers hold rows that they could give up."""
+        return bool(self._finished)
+
+    def forget(self, handle: int) -> None:
+        """A sequence is over; the workers hear of it with the next step."""
+        if handle in self._known:
+            self._known.remove(handle)
+            self._finished.append(handle)
+
+    def build(self, plan: StepPlan) -> SchedulerOutput:
+        """The message for the next step; call it before the counters advance."""
+        self.step += 1
+        new: list[NewRequestData] = []
+        resumed: list[Request] = []
+        resumed_tokens: list[int] = []
+        for request, num_tokens in zip(plan.admitted, plan.admitted_tokens, strict=True):
+            if request.handle in self._known:
+                resumed.append(request)
+                resumed_tokens.append(num_tokens)
+            else:
+                self._known.add(request.handle)
+                new.append(self._describe(request, num_tokens))
+        finished, self._finished = self._finished, []
+        return SchedulerOutput(
+            epoch=self._epoch,
+            step=self.step,
+            new_requests=new,
+            cached_requests=self._changes(plan, resumed, resumed_tokens),
+            total_num_scheduled_tokens=sum(plan.continued_tokens) + sum(plan.admitted_tokens),
+            finished_handles=finished,
+            preempted_handles=[request.handle for request in plan.preempted],
+        )
+
+    def _describe(self, request: Request, num_tokens: int) -> NewRequestData:
+        return NewRequestData(
+            handle=request.handle,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=request.output_token_ids,
+            sampling_params=request.sampling_params,
+            seed=request.seed,
+            choice=request.choice,
+            block_ids=self._kv_cache.block_ids(request.handle),
+            num_computed_tokens=request.num_computed_tokens,
+            num_scheduled_tokens=num_tokens,
+        )
+
+    def _changes(
+        self, plan: StepPlan, resumed: list[Request], resumed_tokens: list[int]
+    ) -> CachedRequestData:
+        known = plan.continued + resumed
+        return CachedRequestData(
+            handles=[request.handle for request in known],
+            num_computed_tokens=[request.num_computed_tokens for request in known],
+            num_scheduled_tokens=plan.continued_tokens + resumed_tokens,
+            new_block_ids=[
+                None if blocks is NO_NEW_BLOCKS else blocks for blocks in plan.continued_blocks
+            ]
+            + [self._kv_cache.block_ids(request.handle) for request in resumed],
+            resumed_handles=[request.handle for request in resumed],
+            resumed_output_token_ids=[request.output_token_ids for request in resumed],
+        )

@@ -1,0 +1,60 @@
+"""The first half of a step: requests that are already running.
+
+Owns nothing; changes the running list only through preemption.
+
+Why nobody starves: a request is admitted only with budget left after every
+running request was served, and what a running request asks for (the rest of its
+prompt, then one token) never grows. So the running requests together never ask
+for more than the step has, and the order of admission is also fair. This is why
+fewer requests than --max-num-seqs run when the token budget is smaller.
+"""
+
+from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.request import Request
+from engine_core.scheduler.chunking import ChunkRule
+from engine_core.scheduler.preemption import Preemption
+from engine_core.scheduler.step_plan import StepPlan
+
+
+class RunningPass:
+    """Lets running requests catch up, in the order in which they were admitted."""
+
+    def __init__(
+        self,
+        running: list[Request],
+        kv_cache: KVCacheManager,
+        chunks: ChunkRule,
+        preemption: Preemption,
+    ) -> None:
+        self._running = running
+        self._kv_cache = kv_cache
+        self._longest_chunk = chunks.longest_chunk
+        self._preemption = preemption
+
+    def run(self, plan: StepPlan) -> None:
+        """Plan the running requests until the budget, the list or the blocks end.
+
+        The list may lose its tail meanwhile, never what lies before the position.
+        """
+        running, longest_chunk = self._running, self._longest_chunk
+        position = 0
+        while position < len(running) and plan.budget > 0:
+            request = running[position]
+            num_missing = (
+                request.num_tokens_with_spec
+                + request.num_output_placeholders
+                - request.num_computed_tokens
+            )
+            position += 1
+            if num_missing <= 0:
+                continue
+            num_new = min(num_missing, longest_chunk, plan.budget)
+            blocks = self._kv_cache.allocate_slots(request, num_new)
+            while blocks is None:
+                if self._preemption.evict_one(plan) is request:
+                    return
+                blocks = self._kv_cache.allocate_slots(request, num_new)
+            plan.continued.append(request)
+            plan.continued_tokens.append(num_new)
+            plan.continued_blocks.append(blocks)
+            plan.budget -= num_new

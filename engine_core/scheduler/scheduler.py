@@ -1,0 +1,242 @@
+"""The scheduler: which tokens of which requests the next step computes.
+
+Owns every Request of the engine, from add_request to its final output, and the
+order among them. Knows nothing of sockets, text or tensors.
+
+There is no prefill phase and no decode phase. Each request has tokens that exist
+and tokens that are computed, and a step lets the second number catch up with the
+first, within one token budget.
+"""
+
+import time
+from collections.abc import Callable
+
+from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.queues.fcfs import FCFSQueue
+from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.admission_pass import AdmissionPass
+from engine_core.scheduler.chunking import ChunkRule
+from engine_core.scheduler.completion import completion, stop_token
+from engine_core.scheduler.output_builder import OutputBuilder
+from engine_core.scheduler.preemption import Preemption
+from engine_core.scheduler.running_pass import RunningPass
+from engine_core.scheduler.step_plan import StepPlan
+from engine_core.scheduler.step_results import check_result, ends_of_rows
+from proto.config import SchedulerConfig
+from proto.engine_io import EngineCoreOutput, FirstTokenInfo
+from proto.errors import ProtocolError
+from proto.model_runner_output import ModelRunnerOutput
+from proto.scheduler_output import SchedulerOutput
+from proto.stats import SchedulerStats
+
+ClientOutputs = dict[int, list[EngineCoreOutput]]
+"""Outputs by client index."""
+
+
+class Scheduler:
+    """Requests in, steps out, tokens back in.
+
+    max_model_len: usable length, in tokens, of prompt and output together.
+    vocab_size: sampled token ids are below it.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_cache: KVCacheManager,
+        *,
+        epoch: int,
+        max_model_len: int,
+        vocab_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._kv_cache = kv_cache
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self.waiting = FCFSQueue()
+        self.running: list[Request] = []
+        self._requests: dict[int, Request] = {}
+        self._choices: dict[int, dict[int, Request]] = {}
+        chunks = ChunkRule.from_config(config)
+        self._step_budget = chunks.step_budget
+        preemption = Preemption(self.waiting, self.running, kv_cache)
+        self._running_pass = RunningPass(self.running, kv_cache, chunks, preemption)
+        self._admission_pass = AdmissionPass(
+            self.waiting, self.running, kv_cache, chunks, config.max_num_seqs
+        )
+        self._output_builder = OutputBuilder(kv_cache, epoch)
+        self._num_preemptions = 0
+        self._num_scheduled_tokens = 0
+
+    # Requests
+
+    def add_request(self, request: Request) -> None:
+        """Take a request in; it waits until a step has room for it."""
+        choices = self._choices.setdefault(request.request_id, {})
+        assert request.choice not in choices, f"{request!r} is here already"
+        choices[request.choice] = request
+        self._requests[request.handle] = request
+        request.queued_at = self._clock()
+        self.waiting.add(request)
+
+    def abort(self, request_id: int, choice: int | None = None) -> int:
+        """End a request, or one choice of it, in whatever state it is; no output follows.
+
+        Returns the number of choices that ended; 0 for a request that is over already.
+        """
+        choices = self._choices.get(request_id, {})
+        ended = [each for number, each in choices.items() if choice is None or number == choice]
+        self._abort_all(ended)
+        return len(ended)
+
+    def abort_client(self, client_index: int) -> int:
+        """End every request of one front end; returns the number of choices that ended."""
+        ended = [each for each in self._requests.values() if each.client_index == client_index]
+        self._abort_all(ended)
+        return len(ended)
+
+    def knows(self, request_id: int) -> bool:
+        """Some choice of this request is not finished."""
+        return request_id in self._choices
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests waiting and running."""
+        return len(self._requests)
+
+    @property
+    def has_work(self) -> bool:
+        """A step would compute something or tell the workers what they can forget."""
+        return bool(self._requests) or self._output_builder.has_finished_handles
+
+    @property
+    def step(self) -> int:
+        """Number of the last step scheduled."""
+        return self._output_builder.step
+
+    # A step
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide the next step. Nothing is admitted in a step that had to preempt."""
+        plan = StepPlan(self._step_budget, self._clock())
+        self._running_pass.run(plan)
+        if not plan.preempted:
+            self._admission_pass.run(plan)
+        output = self._output_builder.build(plan)
+        self._advance(plan)
+        return output
+
+    def update_from_output(
+        self, output: SchedulerOutput, result: ModelRunnerOutput
+    ) -> ClientOutputs:
+        """Append the tokens of a step, finish what is over, and say what to tell whom.
+
+        Tokens of a request that was aborted meanwhile are dropped; those of one
+        that was preempted meanwhile are kept. Raises ProtocolError for a result
+        that does not answer this step.
+        """
+        check_result(output, result, self._vocab_size)
+        logprobs = {row.handle: row.arrays for row in result.logprobs}
+        prompt_logprobs = {row.handle: row.arrays for row in result.prompt_logprobs}
+        outputs: ClientOutputs = {}
+        any_finished = False
+        for handle, token_ids, end in zip(
+            result.handles, result.sampled_token_ids, ends_of_rows(output), strict=True
+        ):
+            request = self._requests.get(handle)
+            if request is None:
+                continue
+            if bool(token_ids) is (end < request.num_tokens):
+                raise ProtocolError(f"sequence {handle} has {len(token_ids)} tokens at {end}")
+            if not token_ids and handle not in prompt_logprobs:
+                continue
+            token_index = request.num_output_tokens
+            kept = self._append(request, token_ids)
+            any_finished |= request.is_finished
+            outputs.setdefault(request.client_index, []).append(
+                EngineCoreOutput(
+                    request.request_id,
+                    request.choice,
+                    token_index,
+                    kept,
+                    request.status.finish_reason if request.is_finished else None,
+                    request.stop_reason,
+                    self._first_token_info(request) if kept else None,
+                    logprobs.get(handle),
+                    prompt_logprobs.get(handle),
+                )
+            )
+        if any_finished:
+            self.running[:] = [each for each in self.running if not each.is_finished]
+        return outputs
+
+    def take_stats(self) -> SchedulerStats:
+        """Gauges of now, and deltas since the last call."""
+        queries, hits = self._kv_cache.take_prefix_cache_stats()
+        stats = SchedulerStats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            kv_cache_usage=self._kv_cache.usage,
+            num_preemptions=self._num_preemptions,
+            prefix_cache_queries=queries,
+            prefix_cache_hits=hits,
+            num_scheduled_tokens=self._num_scheduled_tokens,
+        )
+        self._num_preemptions = self._num_scheduled_tokens = 0
+        return stats
+
+    # Parts of the above
+
+    def _advance(self, plan: StepPlan) -> None:
+        """Count the tokens of the plan as computed: by the time anyone relies on it they are."""
+        for request, num_tokens in zip(plan.continued, plan.continued_tokens, strict=True):
+            request.num_computed_tokens += num_tokens
+        for request, num_tokens in zip(plan.admitted, plan.admitted_tokens, strict=True):
+            request.num_computed_tokens += num_tokens
+        self._num_preemptions += len(plan.preempted)
+        self._num_scheduled_tokens += self._step_budget - plan.budget
+
+    def _append(self, request: Request, token_ids: list[int]) -> list[int]:
+        """Append tokens up to the one that ends the request; returns those appended."""
+        for count, token_id in enumerate(token_ids, 1):
+            request.all_token_ids.append(token_id)
+            status = completion(request, self._max_model_len)
+            if status is not request.status:
+                self._finish(request, status)
+                return token_ids[:count]
+        return token_ids
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        """End a request by itself; the caller clears it from the running list."""
+        if request.status is not RequestStatus.RUNNING:
+            self.waiting.remove(request)
+        if status is RequestStatus.FINISHED_STOPPED:
+            request.stop_reason = stop_token(request)
+        request.status = status
+        self._release(request)
+
+    def _abort_all(self, requests: list[Request]) -> None:
+        for request in requests:
+            if request.status is not RequestStatus.RUNNING:
+                self.waiting.remove(request)
+            request.status = RequestStatus.FINISHED_ABORTED
+            self._release(request)
+        self.running[:] = [each for each in self.running if not each.is_finished]
+
+    def _release(self, request: Request) -> None:
+        self._kv_cache.free(request)
+        self._output_builder.forget(request.handle)
+        del self._requests[request.handle]
+        choices = self._choices[request.request_id]
+        del choices[request.choice]
+        if not choices:
+            del self._choices[request.request_id]
+
+    def _first_token_info(self, request: Request) -> FirstTokenInfo | None:
+        if request.first_info_sent:
+            return None
+        request.first_info_sent = True
+        assert request.queued_at is not None
+        assert request.scheduled_at is not None
+        return FirstTokenInfo(request.num_cached_tokens, request.queued_at, request.scheduled_at)

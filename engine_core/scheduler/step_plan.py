@@ -1,0 +1,37 @@
+"""What one call of schedule() has decided so far."""
+
+from engine_core.kv_cache.block import BlockIds
+from engine_core.request import Request
+
+
+class StepPlan:
+    """The passes fill it, the output builder reads it; it lives for one call.
+
+    budget: tokens that may still be given out in this step.
+    continued, continued_tokens, continued_blocks: parallel; running requests with
+        the tokens to compute and the new block ids per group.
+    admitted, admitted_tokens: parallel; requests that came from the queue. Their
+        num_computed_tokens already counts what the prefix cache holds.
+    preempted: running requests that lost their blocks in this step.
+    """
+
+    __slots__ = (
+        "admitted",
+        "admitted_tokens",
+        "budget",
+        "continued",
+        "continued_blocks",
+        "continued_tokens",
+        "now",
+        "preempted",
+    )
+
+    def __init__(self, budget: int, now: float) -> None:
+        self.budget = budget
+        self.now = now
+        self.continued: list[Request] = []
+        self.continued_tokens: list[int] = []
+        self.continued_blocks: list[BlockIds] = []
+        self.admitted: list[Request] = []
+        self.admitted_tokens: list[int] = []
+        self.preempted: list[Request] = []

@@ -1,0 +1,76 @@
+"""The links to the front ends.
+
+Owns one link per front end, at a path of this epoch, and knows which of them
+still read what they are sent. Knows nothing of requests.
+"""
+
+import logging
+
+import msgspec
+
+from proto.engine_io import AdminCall, EngineCoreRequest, ToEngine
+from proto.sockets import Link, PeerStalledError, front_end_path
+
+logger = logging.getLogger("tokend.transport")
+
+
+class FrontEndLinks:
+    """Front ends by client index.
+
+    A front end that lets its buffer overflow is dead from then on: its link is
+    closed, nothing is sent to it or read from it, and `take_stalled` names it once.
+    """
+
+    def __init__(self, run_dir: str, epoch: int, count: int) -> None:
+        self._epoch = epoch
+        self._links = {
+            client: Link.bind(front_end_path(run_dir, epoch, client), ToEngine)
+            for client in range(count)
+        }
+        self._stalled: list[tuple[int, Link]] = []
+
+    @property
+    def links(self) -> list[Link]:
+        """Of the front ends that are alive."""
+        return list(self._links.values())
+
+    def receive(self) -> list[tuple[int, ToEngine]]:
+        """What has arrived, with the client index of the sender; of this epoch only."""
+        received = []
+        for client, link in self._links.items():
+            for message in link.receive():
+                if message.epoch == self._epoch:
+                    received.append((client, message))
+                else:
+                    logger.warning("front end %d: dropped %s", client, _name(message, self._epoch))
+        return received
+
+    def send(self, client: int, message: msgspec.Struct) -> None:
+        """Queue a message for a front end; a dead one gets nothing."""
+        link = self._links.get(client)
+        if link is None:
+            return
+        try:
+            link.send(message)
+        except PeerStalledError as error:
+            logger.error("front end %d is declared dead: %s", client, error)
+            self._stalled.append((client, self._links.pop(client)))
+
+    def send_all(self, message: msgspec.Struct) -> None:
+        for client in list(self._links):
+            self.send(client, message)
+
+    def take_stalled(self) -> list[tuple[int, Link]]:
+        """Front ends that died since the last call, with the links to close."""
+        stalled, self._stalled = self._stalled, []
+        return stalled
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+
+
+def _name(message: ToEngine, epoch: int) -> str:
+    subject = message.call_id if isinstance(message, AdminCall) else message.request_id
+    kind = "request" if isinstance(message, EngineCoreRequest) else type(message).__name__
+    return f"{kind} {subject} of epoch {message.epoch}, this is {epoch}"
