@@ -105,11 +105,12 @@ def available_memory(root: Path = Path("/")) -> int:
         line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if line
     )
     free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit = _read_number(root / "sys/fs/cgroup/memory.max")
-    used = _read_number(root / "sys/fs/cgroup/memory.current")
+    group = root / "sys/fs/cgroup"
+    limit, used = _read_number(group / "memory.max"), _read_number(group / "memory.current")
     if limit is None or used is None:
         return free
-    return max(0, min(free, limit - used))
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return max(0, min(free, limit - used + int(stat["inactive_file"])))
 
 
 def _read_number(path: Path) -> int | None:

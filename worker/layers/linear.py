@@ -1,8 +1,8 @@
 """Matrix products with weights held in the form that the device multiplies fastest.
 
-    float32, float16        rows of the weight as they are
-    bfloat16 on a CPU       oneDNN's blocked layout: reordered once at load, it is
-                            read without conversion at every product
+    float32, bfloat16 on a CPU   oneDNN's blocked layout: reordered once at load,
+                                 instead of within every product
+    anything else                rows of the weight as they are
 
 Owns the forms; knows nothing of what is multiplied.
 """
@@ -11,9 +11,6 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-
-_PACK_ROWS_HINT = 16
-"""Input rows that oneDNN chooses its blocking for; the layout serves any number."""
 
 
 class Linear(Protocol):
@@ -45,31 +42,35 @@ class DenseLinear:
 
 
 class PackedLinear:
-    """The weight in oneDNN's blocked layout, made from a dense bfloat16 weight [out, in]."""
+    """The weight in oneDNN's blocked layout, made from a dense weight [out, in]."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS_HINT)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
         self._bias = bias
         self._product = torch.ops.mkldnn._linear_pointwise.default
         self._product_plus = torch.ops.mkldnn._linear_pointwise.binary
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x, self._weight, self._bias, "none", [], "")
+        result: torch.Tensor = self._product(x, self._weight, self._bias, "none", [], "")
+        return result
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self._product_plus(x, residual, self._weight, self._bias, "add")
+        result: torch.Tensor = self._product_plus(x, residual, self._weight, self._bias, "add")
+        return result
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether PackedLinear works for weights of this type on this device and build of torch."""
-    return (
-        device.type == "cpu"
-        and dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    operators = torch.ops.mkldnn
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if not all(
+        hasattr(operators, name) for name in ("_reorder_linear_weight", "_linear_pointwise")
+    ):
+        return False
+    if dtype == torch.bfloat16:
+        return bool(operators._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:

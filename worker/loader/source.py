@@ -61,7 +61,7 @@ class WeightSource:
         rows = [self._shapes[name][0] for name in names]
         shape = (sum(rows), *self._shapes[names[0]][1:])
         result = torch.empty(shape, dtype=self._dtype, device=self._device)
-        for name, part in zip(names, result.split(rows), strict=True):
+        for name, part in zip(names, torch.split(result, rows), strict=True):
             self._read_into(name, part)
         return result
 

@@ -4,6 +4,7 @@ A family turns a configuration into a ModelSpec; the decoder and the loader read
 nothing else. Knows nothing of configuration files or of tensors in files.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -101,7 +102,7 @@ class ModelSpec:
     @property
     def attention_scale(self) -> float:
         """Factor of query times key before the softmax."""
-        return self.head_dim**-0.5
+        return 1.0 / math.sqrt(self.head_dim)
 
     @property
     def query_size(self) -> int:
