@@ -1,0 +1,112 @@
+"""What happens when the pool is too small for everyone who runs."""
+
+from engine_core.request import RequestStatus
+from proto.engine_io import FinishReason
+from tests.fakes.engine_harness import EngineHarness, scheduled
+from tests.fakes.paged_runner import undisturbed
+
+
+def test_the_youngest_gives_way_and_comes_back_first():
+    """Four usable blocks of 16: two requests of two blocks each, one needs a third."""
+    engine = EngineHarness(num_blocks=5, enable_prefix_caching=False)
+    old = engine.add_one(list(range(32)), max_tokens=3)
+    young = engine.add_one(list(range(100, 130)), max_tokens=3)
+    late = engine.add_one(list(range(200, 210)), max_tokens=3)
+    engine.step()
+    output = engine.step()
+    assert output.preempted_handles == [young.handle]
+    assert scheduled(output) == {old.handle: 1}
+    assert young.status is RequestStatus.PREEMPTED
+    assert young.num_computed_tokens == 0
+    assert list(engine.scheduler.waiting) == [young, late]
+    engine.step()
+    output = engine.step()
+    assert output.finished_handles == [old.handle]
+    assert output.cached_requests.resumed_handles == [young.handle]
+    assert output.cached_requests.resumed_output_token_ids == [
+        undisturbed(list(range(100, 130)), 1)
+    ]
+    assert output.cached_requests.num_computed_tokens == [0]
+    assert output.cached_requests.num_scheduled_tokens == [31]
+    assert len(output.cached_requests.new_block_ids[0][0]) == 2
+    engine.run()
+    for each in (old, young, late):
+        assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 3)
+    assert young.num_preemptions == 1
+    assert len(young.preempted_at) == 1
+    engine.assert_at_rest()
+
+
+def test_nothing_is_admitted_in_a_step_that_preempts():
+    engine = EngineHarness(num_blocks=5, enable_prefix_caching=False)
+    engine.add_one(list(range(32)), max_tokens=3)
+    engine.add_one(list(range(100, 130)), max_tokens=3)
+    engine.step()
+    engine.add_one([5], max_tokens=1)
+    output = engine.step()
+    assert output.preempted_handles
+    assert output.new_requests == []
+    assert len(engine.scheduler.running) == 1
+
+
+def test_a_request_that_is_last_in_line_gives_way_itself():
+    engine = EngineHarness(num_blocks=4, enable_prefix_caching=False)
+    first = engine.add_one(list(range(20)), max_tokens=5)
+    second = engine.add_one(list(range(100, 116)), max_tokens=5)
+    engine.step()
+    output = engine.step()
+    assert output.preempted_handles == [second.handle]
+    assert scheduled(output) == {first.handle: 1}
+    engine.run()
+    assert engine.reason_of(second) is FinishReason.LENGTH
+    engine.assert_at_rest()
+
+
+def test_a_token_in_flight_survives_the_preemption():
+    """Ten usable blocks, two prompts of five; the second is computing when the first grows."""
+    engine = EngineHarness(num_blocks=11, max_num_batched_tokens=100, enable_prefix_caching=False)
+    first = engine.add_one(list(range(80)))
+    step_0 = engine.scheduler.schedule()
+    second = engine.add_one(list(range(100, 180)))
+    step_1 = engine.scheduler.schedule()
+    engine.collect(step_0)
+    step_2 = engine.scheduler.schedule()
+    assert second.status is RequestStatus.PREEMPTED
+    assert engine.scheduler.running == [first]
+    engine.collect(step_1)
+    assert second.output_token_ids == undisturbed(list(range(100, 180)), 1)
+    engine.collect(step_2)
+    engine.run()
+    assert engine.tokens_of(second) == undisturbed(list(range(100, 180)), 16)
+    engine.assert_at_rest()
+
+
+def test_a_request_can_end_by_a_token_that_was_in_flight_when_it_was_preempted():
+    engine = EngineHarness(num_blocks=11, max_num_batched_tokens=100, enable_prefix_caching=False)
+    engine.add_one(list(range(80)), max_tokens=2)
+    step_0 = engine.scheduler.schedule()
+    second = engine.add_one(list(range(100, 180)), max_tokens=1)
+    step_1 = engine.scheduler.schedule()
+    engine.collect(step_0)
+    step_2 = engine.scheduler.schedule()
+    assert second.status is RequestStatus.PREEMPTED
+    engine.collect(step_1)
+    assert engine.reason_of(second) is FinishReason.LENGTH
+    assert len(engine.scheduler.waiting) == 0
+    engine.collect(step_2)
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_what_the_prefix_cache_kept_is_not_computed_twice():
+    engine = EngineHarness(num_blocks=6, block_size=16)
+    old = engine.add_one(list(range(32)), max_tokens=20)
+    young = engine.add_one(list(range(100, 132)), max_tokens=20)
+    engine.run()
+    assert young.num_preemptions >= 1
+    resumed = [step for step in engine.runner.steps if step.cached_requests.resumed_handles]
+    assert resumed
+    assert young.num_cached_tokens == 0, "usage counts the first admission only"
+    for each in (old, young):
+        assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 20)
+    engine.assert_at_rest()

@@ -1,0 +1,134 @@
+"""A scheduler with a fake worker behind it, without sockets."""
+
+import itertools
+from collections.abc import Callable
+
+from engine_core.kv_cache.integrity import check
+from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.request import Request, choices_of
+from engine_core.scheduler.scheduler import Scheduler
+from proto.config import SchedulerConfig
+from proto.engine_io import EngineCoreOutput, EngineCoreRequest, FinishReason
+from proto.sampling_params import SamplingParams
+from proto.scheduler_output import SchedulerOutput
+from tests.fakes.paged_runner import NextToken, PagedRunner, hashed_token
+
+VOCAB_SIZE = 1000
+EOS = 999
+
+
+class EngineHarness:
+    """Adds requests, runs steps, collects what front ends would get."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 1000,
+        block_size: int = 16,
+        max_model_len: int = 8192,
+        enable_prefix_caching: bool = True,
+        next_token: NextToken = hashed_token,
+        **scheduler: int | bool,
+    ) -> None:
+        config = SchedulerConfig(**{"max_num_batched_tokens": 8192, **scheduler})  # type: ignore[arg-type]
+        self.kv_cache = KVCacheManager(num_blocks, block_size, enable_prefix_caching, b"f" * 32)
+        self.scheduler = Scheduler(
+            config, self.kv_cache, epoch=1, max_model_len=max_model_len, vocab_size=VOCAB_SIZE
+        )
+        self.runner = PagedRunner(block_size, next_token)
+        self.mint: Callable[[], int] = itertools.count().__next__
+        self.ids = itertools.count(100)
+        self.tokens: dict[tuple[int, int], list[int]] = {}
+        self.outputs: dict[tuple[int, int], list[EngineCoreOutput]] = {}
+        self.final: dict[tuple[int, int], FinishReason] = {}
+
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int = 16,
+        *,
+        client: int = 0,
+        n: int = 1,
+        **params: object,
+    ) -> list[Request]:
+        """A request with its choices; returns them."""
+        resumed = {
+            name: params.pop(name)
+            for name in ("output_token_ids", "finished_choices", "cache_salt")
+            if name in params
+        }
+        message = EngineCoreRequest(
+            epoch=1,
+            request_id=next(self.ids),
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(
+                **{"max_tokens": max_tokens, "eos_token_ids": (EOS,), **params}  # type: ignore[arg-type]
+            ),
+            seed=0,
+            arrival_time=0.0,
+            n=n,
+            **resumed,  # type: ignore[arg-type]
+        )
+        requests = choices_of(message, self.mint, client, self.kv_cache.hasher)
+        for request in requests:
+            self.scheduler.add_request(request)
+        return requests
+
+    def add_one(self, prompt: list[int], max_tokens: int = 16, **params: object) -> Request:
+        (request,) = self.add(prompt, max_tokens, **params)  # type: ignore[arg-type]
+        return request
+
+    def step(self) -> SchedulerOutput:
+        """Schedule, compute, update."""
+        output = self.scheduler.schedule()
+        self.collect(output)
+        return output
+
+    def collect(self, output: SchedulerOutput) -> dict[int, list[EngineCoreOutput]]:
+        """Compute a scheduled step, update, and check what comes out of it."""
+        result = self.runner.execute(output)
+        by_client = self.scheduler.update_from_output(output, result)
+        for each in itertools.chain.from_iterable(by_client.values()):
+            key = (each.request_id, each.choice)
+            assert key not in self.final, "nothing follows the final output"
+            tokens = self.tokens.setdefault(key, [])
+            assert each.token_index >= len(tokens), "a token came twice"
+            tokens += each.new_token_ids
+            self.outputs.setdefault(key, []).append(each)
+            if each.finish_reason is not None:
+                self.final[key] = each.finish_reason
+        return by_client
+
+    def run(self, max_steps: int = 10_000) -> int:
+        """Step until nothing is left; returns the number of steps. Every step progresses."""
+        steps = 0
+        while self.scheduler.num_unfinished:
+            steps += 1
+            assert steps <= max_steps
+            assert self.step().total_num_scheduled_tokens > 0, "a step without progress"
+        if self.scheduler.has_work:
+            self.step()
+        return steps
+
+    def tokens_of(self, request: Request) -> list[int]:
+        return self.tokens.get((request.request_id, request.choice), [])
+
+    def reason_of(self, request: Request) -> FinishReason | None:
+        return self.final.get((request.request_id, request.choice))
+
+    def assert_at_rest(self) -> None:
+        """Nothing is left anywhere: requests, blocks, rows of the worker."""
+        assert self.scheduler.num_unfinished == 0
+        assert not self.scheduler.has_work
+        assert not self.scheduler.running
+        assert not self.scheduler.waiting
+        assert self.kv_cache.usage == 0
+        assert check(self.kv_cache) == []
+        assert self.runner.rows == {}
+
+
+def scheduled(output: SchedulerOutput) -> dict[int, int]:
+    """Tokens by handle."""
+    cached = output.cached_requests
+    counts = {new.handle: new.num_scheduled_tokens for new in output.new_requests}
+    return counts | dict(zip(cached.handles, cached.num_scheduled_tokens, strict=True))

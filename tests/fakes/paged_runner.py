@@ -1,0 +1,141 @@
+"""A worker without a model: it does what a real one does with rows and blocks.
+
+Where a real worker writes keys and values, this one writes a digest of the whole
+prefix up to that position, and before each token it reads back every position
+of the sequence through the block table. A block that is shared, evicted or reused
+wrongly is therefore found at once. The next token is a function of the prefix,
+so runs can be compared.
+"""
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from proto.engine_io import LogprobsArrays
+from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
+from proto.scheduler_output import NewRequestData, SchedulerOutput
+
+NextToken = Callable[[list[int], int], int]
+"""(all token ids so far, choice) to the next one."""
+
+
+def hashed_token(token_ids: list[int], choice: int, vocab_size: int = 1000) -> int:
+    """A next token that depends on the whole prefix and the choice."""
+    digest = blake2b(struct.pack(f"<{len(token_ids) + 1}I", choice, *token_ids), digest_size=4)
+    return int.from_bytes(digest.digest(), "little") % vocab_size
+
+
+def undisturbed(prompt: list[int], num_tokens: int, choice: int = 0) -> list[int]:
+    """What `hashed_token` generates for a prompt, alone and in one go."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(hashed_token(token_ids, choice))
+    return token_ids[len(prompt) :]
+
+
+@dataclass
+class Row:
+    """What a worker keeps of a sequence."""
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    choice: int
+    prompt_logprobs: bool
+    table: list[int]
+    digests: list[bytes] = field(default_factory=list)
+
+    def digest(self, position: int) -> bytes:
+        """Of the tokens [0, position]."""
+        while len(self.digests) <= position:
+            before = self.digests[-1] if self.digests else b""
+            token = struct.pack("<I", self.token_ids[len(self.digests)])
+            self.digests.append(blake2b(before + token, digest_size=8).digest())
+        return self.digests[position]
+
+
+class PagedRunner:
+    """Rows and a paged cache; `execute` is one step."""
+
+    def __init__(
+        self, block_size: int, next_token: NextToken = hashed_token, *, read_back: bool = True
+    ) -> None:
+        self.block_size = block_size
+        self.next_token = next_token
+        self.read_back = read_back
+        self.rows: dict[int, Row] = {}
+        self.slots: dict[tuple[int, int], bytes] = {}
+        self.steps: list[SchedulerOutput] = []
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute a step, as a worker would, and check that its message makes sense."""
+        self.steps.append(output)
+        for handle in output.finished_handles:
+            del self.rows[handle]
+        for handle in output.preempted_handles:
+            self.rows[handle].table = []
+        work = [self._begin(new) for new in output.new_requests] + self._continue(output)
+        assert output.total_num_scheduled_tokens == sum(scheduled for _, _, scheduled in work)
+        # As a real forward pass does, write every row of the step before reading any.
+        for handle, computed, scheduled in work:
+            self._write(self.rows[handle], computed, computed + scheduled)
+        result = ModelRunnerOutput(output.epoch, output.step, [], [])
+        for handle, computed, scheduled in work:
+            row, end = self.rows[handle], computed + scheduled
+            result.handles.append(handle)
+            result.sampled_token_ids.append(self._sample(row, end))
+            if row.prompt_logprobs and computed < row.num_prompt_tokens:
+                arrays = LogprobsArrays(computed + 1, 1, b"", b"", b"")
+                result.prompt_logprobs.append(RowLogprobs(handle, arrays))
+        return result
+
+    def _begin(self, new: NewRequestData) -> tuple[int, int, int]:
+        assert new.handle not in self.rows, "a sequence is described once"
+        self.rows[new.handle] = Row(
+            [*new.prompt_token_ids, *new.output_token_ids],
+            len(new.prompt_token_ids),
+            new.choice,
+            new.sampling_params.prompt_logprobs is not None,
+            list(new.block_ids[0]),
+        )
+        return new.handle, new.num_computed_tokens, new.num_scheduled_tokens
+
+    def _continue(self, output: SchedulerOutput) -> list[tuple[int, int, int]]:
+        cached = output.cached_requests
+        resumed = dict(zip(cached.resumed_handles, cached.resumed_output_token_ids, strict=True))
+        for handle, blocks in zip(cached.handles, cached.new_block_ids, strict=True):
+            row = self.rows[handle]
+            if handle in resumed:
+                assert blocks is not None
+                row.token_ids[row.num_prompt_tokens :] = resumed[handle]
+                row.digests.clear()
+                row.table = list(blocks[0])
+            elif blocks is not None:
+                row.table += blocks[0]
+        return list(
+            zip(
+                cached.handles, cached.num_computed_tokens, cached.num_scheduled_tokens, strict=True
+            )
+        )
+
+    def _write(self, row: Row, start: int, end: int) -> None:
+        assert end <= len(row.token_ids), "a position without a token"
+        assert end <= len(row.table) * self.block_size, "a position without a block"
+        for position in range(start, end):
+            self.slots[self._slot(row, position)] = row.digest(position)
+
+    def _sample(self, row: Row, end: int) -> list[int]:
+        if self.read_back:
+            for position in range(end):
+                assert self.slots[self._slot(row, position)] == row.digest(position), (
+                    f"position {position} holds another prefix"
+                )
+        if end < len(row.token_ids):
+            return []
+        row.token_ids.append(self.next_token(row.token_ids, row.choice))
+        return row.token_ids[-1:]
+
+    def _slot(self, row: Row, position: int) -> tuple[int, int]:
+        block = row.table[position // self.block_size]
+        assert block != 0, "the null block holds nothing"
+        return block, position % self.block_size
