@@ -131,19 +131,15 @@ class FullAttentionGroup:
 
     def violations(self) -> list[str]:
         found = []
+        hashes = dict(enumerate(self._pool.hashes))
         for handle, sequence in self._sequences.items():
             if NULL_BLOCK in sequence.blocks:
                 found.append(f"null block: it stands in the table of sequence {handle}")
-            hashes = [self._pool.hashes[block] for block in sequence.blocks]
-            leading = hashes[: sequence.num_cached]
-            if len(leading) < sequence.num_cached or None in leading:
+            hashed = [hashes.get(block) is not None for block in sequence.blocks]
+            expected = [index < sequence.num_cached for index in range(len(hashed))]
+            if hashed != expected or sequence.num_cached > len(hashed):
                 found.append(
-                    f"cached count: sequence {handle} counts {sequence.num_cached} cached blocks, "
-                    "but not all of them have a hash"
-                )
-            if any(block_hash is not None for block_hash in hashes[sequence.num_cached :]):
-                found.append(
-                    f"cached count: sequence {handle} counts {sequence.num_cached} cached blocks, "
-                    "but a later one has a hash"
+                    f"cached count: sequence {handle} counts {sequence.num_cached} cached blocks "
+                    f"of {len(hashed)}, but {sum(hashed)} have a hash"
                 )
         return found

@@ -104,9 +104,9 @@ def _check_index(pool: BlockPool) -> list[str]:
         indexed.add(block)
         if not 0 <= block < pool.num_blocks or pool.hashes[block] != block_hash:
             found.append(f"hash not on block: the index has block {block} under {name}")
-    for block, block_hash in enumerate(pool.hashes):
-        if block_hash is not None and block not in indexed:
-            found.append(f"hash not in index: block {block} carries {block_hash.hex()[:8]}")
+    for block, carried in enumerate(pool.hashes):
+        if carried is not None and block not in indexed:
+            found.append(f"hash not in index: block {block} carries {carried.hex()[:8]}")
     return found
 
 

@@ -142,9 +142,17 @@ class KVCacheManager:
         found = []
         for number, group in enumerate(self.groups):
             found += group.violations()
-            if group.tables().keys() != self._quiet_until.keys():
-                odd = sorted(group.tables().keys() ^ self._quiet_until.keys())
+            tables = group.tables()
+            if tables.keys() != self._quiet_until.keys():
+                odd = sorted(tables.keys() ^ self._quiet_until.keys())
                 found.append(f"sequences: group {number} and the manager disagree on handles {odd}")
+            for handle in tables.keys() & self._quiet_until.keys():
+                room = len(tables[handle]) * self.block_size
+                if self._quiet_until[handle] > room + 1:
+                    found.append(
+                        f"room: sequence {handle} has {room} slots in group {number}, but is "
+                        f"not looked at before {self._quiet_until[handle]} are wanted"
+                    )
         return found
 
     @property

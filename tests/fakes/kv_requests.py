@@ -1,0 +1,77 @@
+"""Requests and small managers for KV cache tests; a token may be written as a letter."""
+
+from collections.abc import Sequence
+from itertools import count
+
+from engine_core.kv_cache.manager import NOTHING_COMPUTED, ComputedBlocks, KVCacheManager
+from engine_core.request import Request
+from proto.sampling_params import SamplingParams
+
+FINGERPRINT = bytes(range(32))
+
+
+def make_manager(
+    num_blocks: int, block_size: int = 16, enable_caching: bool = True
+) -> KVCacheManager:
+    """num_blocks counts the null block."""
+    return KVCacheManager(num_blocks, block_size, enable_caching, FINGERPRINT)
+
+
+def token_ids(text: str) -> list[int]:
+    """One token a character; `|` and blanks only make blocks visible."""
+    return [ord(character) for character in text if character not in "| "]
+
+
+class Requests:
+    """Makes requests for one manager and does with them what a scheduler would."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+        self._handles = count()
+
+    def make(
+        self,
+        tokens: Sequence[int] | str,
+        *,
+        cache_salt: str | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> Request:
+        """A request that waits, with a prompt of these tokens."""
+        handle = next(self._handles)
+        return Request(
+            handle=handle,
+            request_id=handle,
+            prompt_token_ids=token_ids(tokens) if isinstance(tokens, str) else list(tokens),
+            sampling_params=SamplingParams(max_tokens=1000, prompt_logprobs=prompt_logprobs),
+            hasher=self._manager.hasher,
+            cache_salt=cache_salt,
+        )
+
+    def schedule(self, request: Request, num_new_tokens: int | None = None) -> list[int] | None:
+        """Give a request room for its next tokens, by default all of them.
+
+        Returns the ids of its new blocks, or None if they do not fit.
+        """
+        computed = self.computed(request)
+        num_left = request.num_tokens - request.num_computed_tokens - computed.num_tokens
+        num_new = num_left if num_new_tokens is None else num_new_tokens
+        new_blocks = self._manager.allocate_slots(request, num_new, computed)
+        if new_blocks is None:
+            return None
+        request.num_computed_tokens += computed.num_tokens + num_new
+        return new_blocks[0] if new_blocks else []
+
+    def computed(self, request: Request) -> ComputedBlocks:
+        """What a request may start from; nothing for one that runs already."""
+        if request.num_computed_tokens:
+            return NOTHING_COMPUTED
+        return self._manager.get_computed_blocks(request)
+
+    def decode(self, request: Request, token: int | str) -> list[int] | None:
+        """Append an output token and schedule it."""
+        request.all_token_ids.append(ord(token) if isinstance(token, str) else token)
+        return self.schedule(request)
+
+    def table(self, request: Request) -> list[int]:
+        """The request's block table."""
+        return self._manager.block_ids(request.handle)[0]
