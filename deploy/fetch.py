@@ -94,6 +94,7 @@ def _download(part: Part, workspace: str, around: Surroundings, reporter: Report
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         env={**around.variables, "TMPDIR": temporary},
+        process_group=0,  # Ctrl-C is for the parent, which ends this one
     )
     errors = _wait(process, f"downloading {part.requirement}", temporary, part, reporter)
     shutil.rmtree(temporary, ignore_errors=True)

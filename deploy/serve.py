@@ -1,0 +1,66 @@
+"""`tokend serve` in order: take the port, get the model ready, run the processes."""
+
+import os
+import signal
+import sys
+import time
+
+from deploy import ready
+from deploy.child import module_commands
+from deploy.display import Display, open_display
+from deploy.listening import listen, url_of
+from deploy.prepare.store import prepared_model
+from deploy.supervisor import Launch, Supervisor
+from deploy.surroundings import Surroundings
+from proto.config import ServeConfig
+from proto.errors import ConfigError
+from proto.lifecycle import EngineReady
+from proto.prepared_model import PreparedModel
+
+
+def serve(config: ServeConfig, around: Surroundings) -> int:
+    """Serve until told to stop; the exit status. Raises ConfigError and ModelError."""
+    started = time.monotonic()
+    _check_tokenizer(config)
+    run_parent = around.run_parent()
+    listener = listen(config.frontend.host, config.frontend.port)
+    url = url_of(listener)
+    display = open_display(sys.stderr)
+    try:
+        model = _model(config, around, display)
+        _check_length(config, model)
+
+        def announce(engine: EngineReady) -> None:
+            seconds = time.monotonic() - started
+            print(ready.render(url, config, model, engine, seconds), flush=True)
+
+        launch = Launch(config, model, (listener,), around.variables, module_commands())
+        return Supervisor(launch, run_parent, display, announce).run()
+    finally:
+        display.close()
+        listener.close()
+
+
+def _model(config: ServeConfig, around: Surroundings, display: Display) -> PreparedModel:
+    """The prepared model. SIGTERM interrupts the set-up as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return prepared_model(config.model.model, around, display)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _check_tokenizer(config: ServeConfig) -> None:
+    folder = config.model.tokenizer
+    if folder is not None and not os.path.isfile(os.path.join(folder, "tokenizer.json")):
+        raise ConfigError(f"--tokenizer {folder}: there is no tokenizer.json in it", "tokenizer")
+
+
+def _check_length(config: ServeConfig, model: PreparedModel) -> None:
+    asked = config.model.max_model_len
+    if asked is not None and asked > model.max_position:
+        raise ConfigError(
+            f"--max-model-len {asked} is more than the {model.max_position} positions "
+            f"that {model.name} was made for",
+            "max_model_len",
+        )
