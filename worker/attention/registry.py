@@ -1,13 +1,36 @@
 """Names of attention backends, and which one a machine gets."""
 
+import logging
+
 from proto.errors import ConfigError
 from worker.attention.base import AttentionBackend, AttentionShape
+from worker.attention.cpu import CpuAttention
 from worker.attention.reference import ReferenceAttention
+from worker.kernels import KernelsUnavailableError, load_kernels
 from worker.kv_cache import KVCache
+
+logger = logging.getLogger("tokend.attention")
 
 
 def create_backend(name: str, kv_cache: KVCache, shape: AttentionShape) -> AttentionBackend:
-    """The backend called `name` on a CPU; raises ConfigError for one that does not run here."""
-    if name not in ("auto", "cpu", "reference"):
+    """The backend called `name` on a CPU.
+
+    "auto" takes the kernels, or the reference with a warning when this machine has
+    none. Raises ConfigError when "cpu" is asked for and there are no kernels, or
+    when the name is unknown here.
+    """
+    if name == "reference":
+        return ReferenceAttention(kv_cache, shape)
+    if name not in ("auto", "cpu"):
         raise ConfigError(f"--attention-backend {name} does not run on a CPU", "attention_backend")
-    return ReferenceAttention(kv_cache, shape)
+    try:
+        kernels = load_kernels()
+    except KernelsUnavailableError as reason:
+        if name == "cpu":
+            raise ConfigError(
+                f"--attention-backend cpu needs kernels: {reason}", "attention_backend"
+            ) from None
+        logger.warning("attention runs on the slow reference: %s", reason)
+        return ReferenceAttention(kv_cache, shape)
+    logger.info("attention runs on the %s kernels", kernels.variant)
+    return CpuAttention(kernels, kv_cache, shape)

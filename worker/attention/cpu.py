@@ -1,0 +1,93 @@
+"""Attention by the C++ kernels: one call a layer for the whole batch.
+
+Owns the plan of the current step and the addresses that the kernels are given;
+csrc/attention.cpp does the work.
+"""
+
+import ctypes
+from typing import Final
+
+import numpy as np
+import torch
+
+from worker.attention.base import AttentionInputs, AttentionShape
+from worker.kernels import Kernels, Layer, Plan, Step
+from worker.kv_cache import KVCache
+
+_DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_TILE_FIELDS: Final = 8
+_TASK_FIELDS: Final = 2
+
+
+class CpuAttention:
+    """AttentionBackend over the kernels.
+
+    Raises ValueError for a head_dim that is not a multiple of 8.
+    """
+
+    def __init__(self, kernels: Kernels, kv_cache: KVCache, shape: AttentionShape) -> None:
+        if shape.head_dim % 8:
+            raise ValueError(f"head_dim must be a multiple of 8, got {shape.head_dim}")
+        self._kernels = kernels
+        self._kv_cache = kv_cache
+        self._shape = shape
+        self._step = Step(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            block_size=kv_cache.block_size,
+            scale=shape.scale,
+        )
+        self._plan = Plan()
+        self._partial_width = int(kernels.partial_width(shape.head_dim))
+        self._layers = [self._layer(slot) for slot in range(kv_cache.geometry.num_slots)]
+
+    def _layer(self, slot: int) -> ctypes.Structure:
+        """What stays the same about a layer: its pages."""
+        key_pages, value_pages = self._kv_cache.layer_views(slot)
+        return Layer(
+            dtype=_DTYPE_CODES[self._kv_cache.dtype],
+            key_pages=key_pages.data_ptr(),
+            value_pages=value_pages.data_ptr(),
+            block_stride=key_pages.stride(0),
+            head_stride=key_pages.stride(1),
+        )
+
+    def plan(self, inputs: AttentionInputs) -> None:
+        # The kernels read these arrays until the next plan.
+        self._inputs = inputs
+        step, plan = self._step, self._plan
+        step.num_seqs, step.num_tokens = inputs.num_seqs, inputs.num_tokens
+        step.max_blocks = inputs.block_table.shape[1]
+        step.query_start = inputs.query_start.ctypes.data
+        step.seq_lens = inputs.seq_lens.ctypes.data
+        step.block_table = inputs.block_table.ctypes.data
+        step.slot_mapping = inputs.slot_mapping.ctypes.data
+        plan.tiles = plan.tasks = None
+        self._kernels.attention_plan(step, plan)
+        self._tiles = np.empty((plan.num_tiles, _TILE_FIELDS), dtype=np.int32)
+        self._tasks = np.empty((plan.num_tasks, _TASK_FIELDS), dtype=np.int32)
+        self._partials = np.empty((plan.num_partial_rows, self._partial_width), dtype=np.float32)
+        plan.tiles, plan.tasks = self._tiles.ctypes.data, self._tasks.ctypes.data
+        plan.partials = self._partials.ctypes.data
+        self._kernels.attention_plan(step, plan)
+
+    def run(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        for packed, heads in (
+            (query, self._shape.num_heads),
+            (key, self._shape.num_kv_heads),
+            (value, self._shape.num_kv_heads),
+        ):
+            assert packed.dtype == self._kv_cache.dtype, "queries, K and V are of the cache's dtype"
+            assert packed.shape == (self._inputs.num_tokens, heads, self._shape.head_dim)
+            assert packed.stride()[1:] == (self._shape.head_dim, 1), "heads must be contiguous"
+        output = torch.empty(query.shape, dtype=query.dtype)
+        call = self._layers[layer]
+        call.query, call.query_stride = query.data_ptr(), query.stride(0)
+        call.key, call.key_stride = key.data_ptr(), key.stride(0)
+        call.value, call.value_stride = value.data_ptr(), value.stride(0)
+        call.output = output.data_ptr()
+        self._kernels.attention_run(self._step, self._plan, call)
+        return output

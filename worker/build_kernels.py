@@ -1,0 +1,131 @@
+"""Compiles the kernels: one shared library for each instruction set.
+
+Owns the table of variants and the compiler command. Runs at installation (setup.py)
+and by hand (`python -m worker.build_kernels`); imports nothing but the standard
+library, so that it works before the package is installed.
+
+The libraries are compiled with OpenMP but not linked to an OpenMP runtime: torch
+carries one, and a second would fight with it for the cores. They are loaded after
+torch and use its.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+SOURCE_DIR: Final = Path(__file__).resolve().parent / "csrc"
+
+_COMPILE_FLAGS: Final = (
+    *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
+    # Contracting a * b + c is welcome, reordering sums is not: results are repeatable.
+    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized"),
+)
+
+
+class KernelBuildError(Exception):
+    """No compiler, or it refused; the message says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One library.
+
+    flags: for the compiler. cpu_flags: what /proc/cpuinfo must list to run it.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    cpu_flags: frozenset[str]
+
+    @property
+    def file_name(self) -> str:
+        return f"libtokend_{self.name}.so"
+
+
+_AVX2: Final = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_AVX512: Final = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
+_WIDE: Final = ("-march=x86-64-v4", "-mprefer-vector-width=512")
+
+X86_VARIANTS: Final = (
+    Variant("avx512_bf16", (*_WIDE, "-mavx512bf16"), _AVX512 | {"avx512_bf16"}),
+    Variant("avx512", _WIDE, _AVX512),
+    Variant("avx2", ("-march=x86-64-v3",), _AVX2),
+    Variant("baseline", ("-march=x86-64-v2",), frozenset()),
+)
+"""Best first."""
+
+OTHER_VARIANTS: Final = (Variant("baseline", (), frozenset()),)
+"""Machines that are not x86-64: vectors as wide as the compiler's default target has them."""
+
+
+def machine_variants() -> tuple[Variant, ...]:
+    """The variants that make sense on this kind of machine, best first."""
+    return X86_VARIANTS if platform.machine() in ("x86_64", "AMD64") else OTHER_VARIANTS
+
+
+def build(output_dir: Path) -> list[Path]:
+    """Compile every variant of this machine into output_dir; returns the libraries.
+
+    A variant that the compiler does not know is left out; raises KernelBuildError
+    when none is left.
+    """
+    compiler = shutil.which(os.fspath("g++"))
+    if compiler is None:
+        raise KernelBuildError("no C++ compiler: g++ is not on the PATH")
+    output_dir.mkdir(parents=True, exist_ok=True)
+    refusals: list[str] = []
+    built: list[Path] = []
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool, tempfile.TemporaryDirectory() as scratch:
+        variants = machine_variants()
+        objects = [list(_compile_jobs(compiler, each, Path(scratch))) for each in variants]
+        running = [[pool.submit(_run, command) for command, _ in jobs] for jobs in objects]
+        for variant, jobs, results in zip(variants, objects, running, strict=True):
+            target = output_dir / variant.file_name
+            try:
+                for result in results:
+                    result.result()
+                _link(compiler, [path for _, path in jobs], target)
+            except KernelBuildError as refusal:
+                refusals.append(f"{variant.name}: {refusal}")
+            else:
+                built.append(target)
+    if not built:
+        raise KernelBuildError("; ".join(refusals))
+    return built
+
+
+def _compile_jobs(
+    compiler: str, variant: Variant, scratch: Path
+) -> Iterator[tuple[list[str], Path]]:
+    """The command and the object file of each source."""
+    for source in sorted(SOURCE_DIR.glob("*.cpp")):
+        target = scratch / f"{variant.name}_{source.stem}.o"
+        command = [compiler, *_COMPILE_FLAGS, *variant.flags, "-c", str(source), "-o", str(target)]
+        yield command, target
+
+
+def _link(compiler: str, objects: list[Path], target: Path) -> None:
+    """Link beside the target and move it there, so that a running process keeps its library."""
+    partial = target.with_suffix(".partial")
+    _run([compiler, "-shared", "-o", str(partial), *map(str, objects)])
+    partial.replace(target)
+
+
+def _run(command: list[str]) -> None:
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode != 0:
+        first = (finished.stderr.strip().splitlines() or ["no message"])[0]
+        raise KernelBuildError(f"{Path(command[0]).name} failed: {first}")
+
+
+if __name__ == "__main__":
+    for library in build(SOURCE_DIR):
+        print(library)

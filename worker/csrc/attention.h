@@ -1,0 +1,80 @@
+// The C interface of paged attention: plain structs, no torch.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+enum TokendDType : int64_t { TOKEND_FLOAT32 = 0, TOKEND_BFLOAT16 = 1, TOKEND_FLOAT16 = 2 };
+
+// One step. Arrays as in worker/attention/base.py, counts in elements.
+struct TokendStep {
+    int64_t num_seqs;
+    int64_t num_tokens;
+    int64_t num_heads;
+    int64_t num_kv_heads;
+    int64_t head_dim;
+    int64_t block_size;
+    int64_t max_blocks;
+    const int32_t* query_start;
+    const int32_t* seq_lens;
+    const int32_t* block_table;
+    const int64_t* slot_mapping;
+    double scale;
+};
+
+// Neighbouring queries of one sequence under one KV head.
+//   rows:     query_count * group_size, row = query * group_size + head in group
+//   kv_len:   tokens that the last of the queries sees
+//   pieces:   the KV range is cut into this many pieces of piece_len tokens
+//   partial_row: where its pieces leave their results when there are several
+struct TokendTile {
+    int32_t seq;
+    int32_t kv_head;
+    int32_t query_begin;
+    int32_t query_count;
+    int32_t kv_len;
+    int32_t pieces;
+    int32_t piece_len;
+    int32_t partial_row;
+};
+
+struct TokendTask {
+    int32_t tile;
+    int32_t piece;
+};
+
+struct TokendPlan {
+    int64_t num_tiles;
+    int64_t num_tasks;
+    int64_t num_partial_rows;
+    TokendTile* tiles;
+    TokendTask* tasks;
+    float* partials;  // [num_partial_rows, tokend_partial_width(head_dim)]
+};
+
+// One layer. Strides in elements; block_stride and head_stride hold for K and V.
+struct TokendLayer {
+    int64_t dtype;
+    const void* query;
+    const void* key;
+    const void* value;
+    int64_t query_stride;
+    int64_t key_stride;
+    int64_t value_stride;
+    void* key_pages;
+    void* value_pages;
+    int64_t block_stride;
+    int64_t head_stride;
+    void* output;
+};
+
+// Floats of one partial result.
+__attribute__((visibility("default"))) int64_t tokend_partial_width(int64_t head_dim);
+
+// Sets the three counts of plan; fills tiles and tasks when they are not null.
+__attribute__((visibility("default"))) void tokend_attention_plan(const TokendStep* step, TokendPlan* plan);
+
+// Writes the step's K and V into the pages, then computes output.
+__attribute__((visibility("default"))) void tokend_attention_run(const TokendStep* step, const TokendPlan* plan, const TokendLayer* layer);
+}

@@ -1,0 +1,253 @@
+// Vectors of N floats over GCC's vector extensions, and the element types of a KV cache.
+//
+// Nothing here names an instruction set except where a conversion has its own
+// instruction: the compiler flags of a variant decide what these become.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define TOKEND_INLINE inline __attribute__((always_inline))
+
+namespace tokend {
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+struct float16 {
+    uint16_t bits;
+};
+
+template <int N>
+struct Vec {
+    static constexpr int lanes = N;
+    typedef float F __attribute__((vector_size(N * 4)));
+    typedef int32_t I __attribute__((vector_size(N * 4)));
+    typedef uint32_t U __attribute__((vector_size(N * 4)));
+    typedef uint16_t H __attribute__((vector_size(N * 2)));
+};
+
+template <int N>
+using F = typename Vec<N>::F;
+
+template <class To, class From>
+TOKEND_INLINE To bit_cast(From from) {
+    static_assert(sizeof(To) == sizeof(From), "a bit cast keeps the size");
+    To to;
+    __builtin_memcpy(&to, &from, sizeof(to));
+    return to;
+}
+
+template <class V>
+TOKEND_INLINE V load_bytes(const void* from) {
+    V value;
+    __builtin_memcpy(&value, from, sizeof(value));
+    return value;
+}
+
+template <int N>
+TOKEND_INLINE F<N> splat(float value) {
+    return value - F<N>{};
+}
+
+// ---- loads: element type -> float ------------------------------------------
+
+template <int N>
+TOKEND_INLINE F<N> load(const float* from) {
+    return load_bytes<F<N>>(from);
+}
+
+template <int N>
+TOKEND_INLINE F<N> load(const bfloat16* from) {
+    using U = typename Vec<N>::U;
+    const auto half = load_bytes<typename Vec<N>::H>(from);
+    return bit_cast<F<N>>(U(__builtin_convertvector(half, U) << 16));
+}
+
+template <int N>
+TOKEND_INLINE F<N> load(const float16* from) {
+#if defined(__AVX512F__)
+    if constexpr (N == 16) return (F<N>)_mm512_cvtph_ps(load_bytes<__m256i>(from));
+#endif
+#if defined(__F16C__)
+    if constexpr (N == 8) return (F<N>)_mm256_cvtph_ps(load_bytes<__m128i>(from));
+#endif
+    using U = typename Vec<N>::U;
+    const U half = __builtin_convertvector(load_bytes<typename Vec<N>::H>(from), U);
+    // Exponent rebias by a product, which also makes subnormals right.
+    const F<N> scaled = bit_cast<F<N>>(U((half & 0x7fffu) << 13)) * splat<N>(0x1p112f);
+    const U special = U((half & 0x7c00u) == 0x7c00u) & 0x7f800000u;
+    return bit_cast<F<N>>(U(bit_cast<U>(scaled) | special | ((half & 0x8000u) << 16)));
+}
+
+// ---- stores: float -> element type, to the nearest, ties to even --------------
+
+template <int N>
+TOKEND_INLINE void store(float* to, F<N> value) {
+    __builtin_memcpy(to, &value, sizeof(value));
+}
+
+template <int N>
+TOKEND_INLINE void store(bfloat16* to, F<N> value) {
+    using U = typename Vec<N>::U;
+    const U bits = bit_cast<U>(value);
+    const U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const U quiet = (bits >> 16) | 0x40u;
+    const U is_nan = U(value != value);
+    const auto half =
+        __builtin_convertvector(U((rounded & ~is_nan) | (quiet & is_nan)), typename Vec<N>::H);
+    __builtin_memcpy(to, &half, sizeof(half));
+}
+
+inline uint16_t to_float16(float value) {
+    const uint32_t bits = bit_cast<uint32_t>(value);
+    const uint32_t sign = (bits >> 16) & 0x8000u;
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00u);
+    if (magnitude >= 0x477ff000u) return uint16_t(sign | 0x7c00u);
+    if (magnitude < 0x38800000u) {
+        // Subnormal: adding 0.5 leaves the 10 bits, rounded, at the bottom of the mantissa.
+        const float shifted = bit_cast<float>(magnitude) + 0.5f;
+        return uint16_t(sign | (bit_cast<uint32_t>(shifted) - 0x3f000000u));
+    }
+    return uint16_t(sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13));
+}
+
+template <int N>
+TOKEND_INLINE void store(float16* to, F<N> value) {
+#if defined(__AVX512F__)
+    if constexpr (N == 16) {
+        const __m256i half = _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT);
+        __builtin_memcpy(to, &half, sizeof(half));
+        return;
+    }
+#endif
+#if defined(__F16C__)
+    if constexpr (N == 8) {
+        const __m128i half = _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT);
+        __builtin_memcpy(to, &half, sizeof(half));
+        return;
+    }
+#endif
+    for (int lane = 0; lane < N; lane++) to[lane].bits = to_float16(value[lane]);
+}
+
+// ---- across lanes -----------------------------------------------------------
+
+template <int N>
+TOKEND_INLINE F<N> maximum(F<N> a, F<N> b) {
+    return a > b ? a : b;
+}
+
+template <int N>
+TOKEND_INLINE float sum_lanes(F<N> v) {
+    float total[N];
+    __builtin_memcpy(total, &v, sizeof(v));
+    for (int width = N / 2; width > 0; width /= 2)
+        for (int lane = 0; lane < width; lane++) total[lane] += total[lane + width];
+    return total[0];
+}
+
+template <int N>
+TOKEND_INLINE float max_lanes(F<N> v) {
+    float best[N];
+    __builtin_memcpy(best, &v, sizeof(v));
+    for (int width = N / 2; width > 0; width /= 2)
+        for (int lane = 0; lane < width; lane++)
+            best[lane] = best[lane + width] > best[lane] ? best[lane + width] : best[lane];
+    return best[0];
+}
+
+template <int N>
+TOKEND_INLINE float min_lanes(F<N> v) {
+    return -max_lanes<N>(-v);
+}
+
+// Interleaves pairs of elements of two vectors within 128-bit lanes and adds:
+//   a0 a1 a2 a3, b0 b1 b2 b3  ->  a0+a2 b0+b2 a1+a3 b1+b3
+template <int N>
+TOKEND_INLINE F<N> add_pairs(F<N> a, F<N> b) {
+    using I = typename Vec<N>::I;
+    I low, high;
+    for (int lane = 0; lane < N; lane += 4) {
+        low[lane] = lane, low[lane + 1] = lane + N, low[lane + 2] = lane + 1, low[lane + 3] = lane + 1 + N;
+        high[lane] = lane + 2, high[lane + 1] = lane + 2 + N, high[lane + 2] = lane + 3, high[lane + 3] = lane + 3 + N;
+    }
+    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+}
+
+//   a0 a1 a2 a3, b0 b1 b2 b3  ->  a0+a2 a1+a3 b0+b2 b1+b3
+template <int N>
+TOKEND_INLINE F<N> add_halves(F<N> a, F<N> b) {
+    using I = typename Vec<N>::I;
+    I low, high;
+    for (int lane = 0; lane < N; lane += 4) {
+        low[lane] = lane, low[lane + 1] = lane + 1, low[lane + 2] = lane + N, low[lane + 3] = lane + 1 + N;
+        high[lane] = lane + 2, high[lane + 1] = lane + 3, high[lane + 2] = lane + 2 + N, high[lane + 3] = lane + 3 + N;
+    }
+    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+}
+
+// Four sums at once; 128-bit lane j of the result holds the parts of a, b, c, d in lane j.
+template <int N>
+TOKEND_INLINE F<N> sum_four(F<N> a, F<N> b, F<N> c, F<N> d) {
+    return add_halves<N>(add_pairs<N>(a, b), add_pairs<N>(c, d));
+}
+
+// Even and odd 128-bit lanes of a then b, added: lane 0+1 of a, lane 2+3 of a, …, of b.
+template <int N>
+TOKEND_INLINE F<N> add_quarters(F<N> a, F<N> b) {
+    using I = typename Vec<N>::I;
+    I even, odd;
+    for (int lane = 0; lane < N; lane++) {
+        const int source = (lane / 4) * 8 + lane % 4;
+        even[lane] = source;
+        odd[lane] = source + 4;
+    }
+    return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
+}
+
+// parts[j] = sum_four of elements 4j .. 4j+3; returns the N sums in order.
+template <int N>
+TOKEND_INLINE F<N> gather_sums(const F<N>* parts) {
+    if constexpr (N == 4) return parts[0];
+    if constexpr (N == 8) return add_quarters<N>(parts[0], parts[1]);
+    if constexpr (N == 16)
+        return add_quarters<N>(add_quarters<N>(parts[0], parts[1]),
+                               add_quarters<N>(parts[2], parts[3]));
+}
+
+// ---- functions ----------------------------------------------------------------
+
+// e^x for x <= 0, relative error below 2e-7; 0 below -87. Range reduction by
+// multiples of ln 2 in two parts (Cody and Waite), then the degree 6 polynomial
+// of Cephes' expf.
+template <int N>
+TOKEND_INLINE F<N> exp_nonpositive(F<N> x) {
+    using I = typename Vec<N>::I;
+    const F<N> clamped = maximum<N>(x, splat<N>(-87.0f));
+    const F<N> magic = splat<N>(12582912.0f);  // 1.5 * 2^23: the sum's low bits are the integer
+    const F<N> biased = clamped * 1.44269504088896341f + magic;
+    const F<N> n = biased - magic;
+    F<N> r = clamped - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    F<N> p = splat<N>(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const I exponent = (bit_cast<I>(biased) - 0x4b400000 + 127) << 23;
+    const I in_range = I(x >= -87.0f);
+    return bit_cast<F<N>>(I(bit_cast<I>(p * bit_cast<F<N>>(exponent)) & in_range));
+}
+
+}  // namespace tokend

@@ -1,0 +1,114 @@
+"""Loads the kernels and gives their C functions Python signatures.
+
+Owns the choice of the library for this CPU. Import torch before: the libraries use
+its OpenMP runtime.
+"""
+
+import ctypes
+import platform
+from collections.abc import Iterable
+from ctypes import POINTER, c_double, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch  # noqa: F401  (its OpenMP runtime must be in the process first)
+
+from worker.build_kernels import SOURCE_DIR, Variant, machine_variants
+
+
+class KernelsUnavailableError(Exception):
+    """This machine has no kernels; the message says why."""
+
+
+def _structure(name: str, fields: dict[str, Any]) -> type[ctypes.Structure]:
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
+Step = _structure(
+    "Step",
+    {
+        **dict.fromkeys(
+            ("num_seqs", "num_tokens", "num_heads", "num_kv_heads", "head_dim", "block_size"),
+            c_int64,
+        ),
+        "max_blocks": c_int64,
+        **dict.fromkeys(("query_start", "seq_lens", "block_table", "slot_mapping"), c_void_p),
+        "scale": c_double,
+    },
+)
+"""TokendStep of csrc/attention.h."""
+
+Plan = _structure(
+    "Plan",
+    {
+        **dict.fromkeys(("num_tiles", "num_tasks", "num_partial_rows"), c_int64),
+        **dict.fromkeys(("tiles", "tasks", "partials"), c_void_p),
+    },
+)
+"""TokendPlan of csrc/attention.h."""
+
+Layer = _structure(
+    "Layer",
+    {
+        "dtype": c_int64,
+        **dict.fromkeys(("query", "key", "value"), c_void_p),
+        **dict.fromkeys(("query_stride", "key_stride", "value_stride"), c_int64),
+        **dict.fromkeys(("key_pages", "value_pages"), c_void_p),
+        **dict.fromkeys(("block_stride", "head_stride"), c_int64),
+        "output": c_void_p,
+    },
+)
+"""TokendLayer of csrc/attention.h."""
+
+
+class Kernels:
+    """The functions of one library. `variant` names its instruction set."""
+
+    def __init__(self, library: ctypes.CDLL, variant: str) -> None:
+        self.variant = variant
+        self.attention_plan = library.tokend_attention_plan
+        self.attention_plan.argtypes = [POINTER(Step), POINTER(Plan)]
+        self.attention_plan.restype = None
+        self.attention_run = library.tokend_attention_run
+        self.attention_run.argtypes = [POINTER(Step), POINTER(Plan), POINTER(Layer)]
+        self.attention_run.restype = None
+        self.partial_width = library.tokend_partial_width
+        self.partial_width.argtypes = [c_int64]
+        self.partial_width.restype = c_int64
+
+
+def load_kernels(folder: Path = SOURCE_DIR) -> Kernels:
+    """The best library in `folder` that this CPU runs; raises KernelsUnavailableError."""
+    runnable = usable_variants(machine_variants(), cpu_flags())
+    built = [each for each in runnable if (folder / each.file_name).exists()]
+    if not built:
+        raise KernelsUnavailableError(
+            f"no compiled kernels in {folder}; with g++ installed, "
+            "`python -m worker.build_kernels` makes them"
+        )
+    return load_variant(built[0], folder)
+
+
+def load_variant(variant: Variant, folder: Path = SOURCE_DIR) -> Kernels:
+    """The library of one variant; raises KernelsUnavailableError when it does not load."""
+    try:
+        return Kernels(ctypes.CDLL(str(folder / variant.file_name)), variant.name)
+    except (OSError, AttributeError) as error:
+        raise KernelsUnavailableError(f"the kernels do not load: {error}") from error
+
+
+def usable_variants(variants: Iterable[Variant], flags: frozenset[str]) -> list[Variant]:
+    """Those variants whose instructions a CPU with these flags has, in order."""
+    return [each for each in variants if each.cpu_flags <= flags]
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction set flags of the first CPU; empty where the system does not tell."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if platform.system() != "Linux" or not cpuinfo.exists():
+        return frozenset()
+    for line in cpuinfo.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "flags":
+            return frozenset(value.split())
+    return frozenset()
