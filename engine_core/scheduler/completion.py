@@ -11,7 +11,8 @@ def completion(request: Request, max_model_len: int) -> RequestStatus:
 
     A stop token counts only once min_tokens are there; length always counts.
     """
-    num_output_tokens = request.num_output_tokens
+    num_tokens = len(request.all_token_ids)
+    num_output_tokens = num_tokens - request.num_prompt_tokens
     if num_output_tokens == 0:
         return request.status
     if (
@@ -19,7 +20,7 @@ def completion(request: Request, max_model_len: int) -> RequestStatus:
         and num_output_tokens >= request.sampling_params.min_tokens
     ):
         return RequestStatus.FINISHED_STOPPED
-    if num_output_tokens >= request.max_tokens or request.num_tokens >= max_model_len:
+    if num_output_tokens >= request.max_tokens or num_tokens >= max_model_len:
         return RequestStatus.FINISHED_LENGTH
     return request.status
 

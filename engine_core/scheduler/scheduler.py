@@ -140,35 +140,38 @@ class Scheduler:
         logprobs = {row.handle: row.arrays for row in result.logprobs}
         prompt_logprobs = {row.handle: row.arrays for row in result.prompt_logprobs}
         outputs: ClientOutputs = {}
-        any_finished = False
+        num_unfinished = len(self._requests)
         for handle, token_ids, end in zip(
             result.handles, result.sampled_token_ids, ends_of_rows(output), strict=True
         ):
             request = self._requests.get(handle)
             if request is None:
                 continue
-            if bool(token_ids) is (end < request.num_tokens):
+            num_tokens = len(request.all_token_ids)
+            if bool(token_ids) is (end < num_tokens):
                 raise ProtocolError(f"sequence {handle} has {len(token_ids)} tokens at {end}")
-            if not token_ids and handle not in prompt_logprobs:
+            if token_ids:
+                kept = self._append(request, token_ids)
+                first = None if request.first_info_sent else _first_token_info(request)
+            elif handle in prompt_logprobs:
+                kept, first = [], None
+            else:
                 continue
-            token_index = request.num_output_tokens
-            kept = self._append(request, token_ids)
-            any_finished |= request.is_finished
             outputs.setdefault(request.client_index, []).append(
                 EngineCoreOutput(
                     request.request_id,
                     request.choice,
-                    token_index,
+                    num_tokens - request.num_prompt_tokens,
                     kept,
-                    request.status.finish_reason if request.is_finished else None,
+                    None if handle in self._requests else request.status.finish_reason,
                     request.stop_reason,
-                    self._first_token_info(request) if kept else None,
+                    first,
                     logprobs.get(handle),
                     prompt_logprobs.get(handle),
                 )
             )
-        if any_finished:
-            self.running[:] = [each for each in self.running if not each.is_finished]
+        if len(self._requests) < num_unfinished:
+            self._clear_running()
         return outputs
 
     def take_stats(self) -> SchedulerStats:
@@ -222,7 +225,7 @@ class Scheduler:
                 self.waiting.remove(request)
             request.status = RequestStatus.FINISHED_ABORTED
             self._release(request)
-        self.running[:] = [each for each in self.running if not each.is_finished]
+        self._clear_running()
 
     def _release(self, request: Request) -> None:
         self._kv_cache.free(request)
@@ -233,10 +236,12 @@ class Scheduler:
         if not choices:
             del self._choices[request.request_id]
 
-    def _first_token_info(self, request: Request) -> FirstTokenInfo | None:
-        if request.first_info_sent:
-            return None
-        request.first_info_sent = True
-        assert request.queued_at is not None
-        assert request.scheduled_at is not None
-        return FirstTokenInfo(request.num_cached_tokens, request.queued_at, request.scheduled_at)
+    def _clear_running(self) -> None:
+        self.running[:] = [each for each in self.running if not each.is_finished]
+
+
+def _first_token_info(request: Request) -> FirstTokenInfo:
+    request.first_info_sent = True
+    assert request.queued_at is not None
+    assert request.scheduled_at is not None
+    return FirstTokenInfo(request.num_cached_tokens, request.queued_at, request.scheduled_at)
