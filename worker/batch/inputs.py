@@ -1,9 +1,9 @@
 """The arrays of one step, built from rows and counts with numpy alone.
 
-    sequence    0          1     2
-    tokens    | 0 1 2 3 4 | 5 | 6 7 8 |     query_start = [0 5 6 9]
-    positions   0 1 2 3 4   17  32 33 34    num_computed = [0 17 32]
-    seq_lens    5           18  35
+sequence    0          1     2
+tokens    | 0 1 2 3 4 | 5 | 6 7 8 |     query_start = [0 5 6 9]
+positions   0 1 2 3 4   17  32 33 34    num_computed = [0 17 32]
+seq_lens    5           18  35
 """
 
 from dataclasses import dataclass
