@@ -1,0 +1,78 @@
+"""Every error as an OpenAI error body.
+
+Owns the mapping from exceptions to statuses and bodies. What is not a RequestError
+is logged in full and answered in general words.
+"""
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from proto.errors import OverloadedError, RequestError
+
+logger = logging.getLogger("tokend.api")
+
+
+class BodyTooLargeError(RequestError):
+    status = 413
+    type = "RequestTooLargeError"
+
+
+class NotAvailableError(OverloadedError):
+    """The daemon is starting or stopping."""
+
+
+_HTTP_TYPES = {404: "NotFoundError", 405: "MethodNotAllowedError"}
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """The body that clients of OpenAI's API expect."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.type,
+            "param": error.param,
+            "code": error.status,
+        }
+    }
+
+
+def error_response(error: RequestError) -> JSONResponse:
+    headers = {}
+    if error.status == 503:
+        headers["retry-after"] = "1"
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if error.status == 413:
+        headers["connection"] = "close"  # the rest of the body is not worth reading
+    return JSONResponse(error_body(error), error.status, headers)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every exception of a route."""
+    app.add_exception_handler(RequestError, _on_request_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+async def _on_request_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    kind = _HTTP_TYPES.get(error.status_code, "BadRequestError")
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    body = {"message": message, "type": kind, "param": None, "code": error.status_code}
+    return JSONResponse({"error": body}, error.status_code, error.headers)
+
+
+async def _on_bug(_request: Request, error: Exception) -> Response:
+    logger.error("a route failed", exc_info=error)
+    return error_response(RequestError("internal error"))

@@ -1,0 +1,1 @@
+"""What becomes of a client's words: templates, tokens, sampling parameters."""

@@ -1,0 +1,74 @@
+"""A client's sampling fields as `SamplingParams`.
+
+Owns the defaults that depend on the prompt, and the source of seeds for clients
+that give none.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Final
+
+from api_server.protocol.common import GenerationRequest
+from proto.errors import InvalidRequestError
+from proto.sampling_params import SamplingParams
+
+SEED_BITS: Final = 64
+SEED_MASK: Final = (1 << SEED_BITS) - 1
+
+
+def seeds(seed: int | None, index: int) -> Iterator[int]:
+    """64-bit seeds for requests without one; repeatable when the daemon was given a seed.
+
+    index: of this front end.
+    """
+    source = random.SystemRandom() if seed is None else random.Random(f"{seed}:{index}")
+    while True:
+        yield source.getrandbits(SEED_BITS)
+
+
+def sampling_params(
+    request: GenerationRequest,
+    *,
+    max_tokens: int | None,
+    default_max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    vocab_size: int,
+    eos_token_ids: tuple[int, ...],
+) -> SamplingParams:
+    """The validated parameters of one prompt.
+
+    max_tokens: as the client gave it; None takes `default_max_tokens` or, when that is
+    None too, all that the context leaves. Raises InvalidRequestError naming the field.
+    """
+    room = max_model_len - num_prompt_tokens
+    wanted = max_tokens
+    if wanted is None:
+        wanted = room if default_max_tokens is None else min(default_max_tokens, room)
+    elif wanted > room:
+        raise InvalidRequestError(
+            f"{num_prompt_tokens} prompt tokens and max_tokens {wanted} make "
+            f"{num_prompt_tokens + wanted}; the maximum context length is {max_model_len} tokens",
+            "max_tokens",
+        )
+    params = SamplingParams(
+        max_tokens=wanted,
+        min_tokens=request.min_tokens,
+        temperature=request.temperature,
+        top_k=min(max(request.top_k, 0), vocab_size),
+        top_p=request.top_p,
+        min_p=request.min_p,
+        stop_token_ids=tuple(request.stop_token_ids),
+        eos_token_ids=eos_token_ids,
+        ignore_eos=request.ignore_eos,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+    params.validate(vocab_size)
+    if params.greedy and request.n > 1:
+        raise InvalidRequestError(
+            f"n must be 1 when temperature is 0: {request.n} choices would be the same", "n"
+        )
+    return params

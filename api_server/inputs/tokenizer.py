@@ -1,0 +1,115 @@
+"""The model's tokenizer: text to ids, ids to text, names of single tokens.
+
+Owns the `tokenizers` object. Long texts are encoded on a thread, so that the event
+loop goes on.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+from api_server.outputs.detokenizer import (
+    ByteLevelDetokenizer,
+    Detokenizer,
+    TokenBytes,
+    WindowDetokenizer,
+    is_byte_level,
+)
+from proto.errors import ModelError
+
+INLINE_CHARACTERS: Final = 4096
+"""Texts up to this length are encoded at once: a thread would cost more."""
+
+
+class ModelTokenizer:
+    """tokenizer.json of one folder."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        self._byte_level = is_byte_level(tokenizer)
+        self._tokens = TokenBytes(tokenizer, self.special_ids)
+        self._all_tokens = TokenBytes(tokenizer, frozenset())
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        self._longest_token: int | None = None
+
+    @classmethod
+    def load(cls, folder: str) -> "ModelTokenizer":
+        """Raises ModelError when the folder has no usable tokenizer.json."""
+        path = Path(folder, "tokenizer.json")
+        if not path.is_file():
+            raise ModelError(f"{path}: no such file; a tokenizer folder holds tokenizer.json")
+        try:
+            return cls(Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises plain Exception for a bad file
+            raise ModelError(f"{path}: {error}") from None
+
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest token: no text of n tokens is longer than n times that."""
+        if self._longest_token is None:
+            self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
+        return self._longest_token
+
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Ids of each text."""
+        if sum(map(len, texts)) <= INLINE_CHARACTERS:
+            return self._encode(texts, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._encode, texts, add_special_tokens)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(
+        self, prompt: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> Detokenizer:
+        """For the tokens that follow `prompt`."""
+        if self._byte_level:
+            return ByteLevelDetokenizer(self._tokens if skip_special_tokens else self._all_tokens)
+        special = self.special_ids if skip_special_tokens else frozenset()
+        return WindowDetokenizer(self._tokenizer, special, prompt)
+
+    def token_text(self, token_id: int) -> str:
+        """What a single token is called; broken characters are U+FFFD."""
+        if self._byte_level:
+            return self._all_tokens.raw(token_id).decode(errors="replace")
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a single token stands for, exact where the tokenizer tells."""
+        if self._byte_level:
+            return self._all_tokens.raw(token_id)
+        return self.token_text(token_id).encode()
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        encodings = self._tokenizer.encode_batch_fast(
+            list(texts), add_special_tokens=add_special_tokens
+        )
+        return [encoding.ids for encoding in encodings]
+
+
+def special_token_texts(folder: str) -> dict[str, Any]:
+    """bos_token, eos_token and their like of tokenizer_config.json, for chat templates."""
+    path = Path(folder, "tokenizer_config.json")
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}") from None
+    names = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+    texts = {f"{name}_token": _token_text(config.get(f"{name}_token")) for name in names}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _token_text(value: Any) -> str | None:
+    return value.get("content") if isinstance(value, dict) else value

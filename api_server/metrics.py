@@ -1,0 +1,201 @@
+"""What /metrics shows, under the names that vLLM's dashboards look for.
+
+Owns every counter and histogram of the front end. They are plain numbers, changed
+on the event loop only and turned into Prometheus' text when someone asks: an
+observation costs a bisection, no lock.
+"""
+
+import time
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from proto.stats import SchedulerStats
+
+LABELS: Final = ("model_name", "engine")
+ENGINE: Final = "0"
+
+# Bounds as vLLM has them, so that its dashboards show the same quantiles.
+FIRST_TOKEN_SECONDS: Final = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+INTER_TOKEN_SECONDS: Final = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_SECONDS: Final = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
+    *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class Histogram:
+    """Counts per bucket. `bounds`: upper ends, ascending, without infinity."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def family(self, name: str, text: str, labels: Sequence[str]) -> HistogramMetricFamily:
+        """Prometheus' form: cumulative counts."""
+        buckets = []
+        total = 0
+        for bound, count in zip((*self._bounds, "+Inf"), self._counts, strict=True):
+            total += count
+            buckets.append((bound if bound == "+Inf" else repr(float(bound)), total))
+        family = HistogramMetricFamily(name, text, labels=LABELS)
+        family.add_metric(labels, buckets, self._sum)
+        return family
+
+
+class Metrics(Collector):
+    """The daemon's statistics, as seen by one front end."""
+
+    def __init__(self, model_name: str, max_model_len: int) -> None:
+        self._labels = (model_name, ENGINE)
+        tokens = one_two_five(max_model_len)
+        self._stats = SchedulerStats(num_running=0, num_waiting=0, kv_cache_usage=0.0)
+        self._num_preemptions = 0
+        self._prefix_cache_queries = 0
+        self._prefix_cache_hits = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._ended: defaultdict[str, int] = defaultdict(int)
+        self._ended.update(stop=0, length=0, abort=0, error=0)
+        self._first_token = Histogram(FIRST_TOKEN_SECONDS)
+        self._inter_token = Histogram(INTER_TOKEN_SECONDS)
+        self._latency = Histogram(REQUEST_SECONDS)
+        self._queue = Histogram(REQUEST_SECONDS)
+        self._prompt_lengths = Histogram(tokens)
+        self._generation_lengths = Histogram(tokens)
+        self._step_tokens = Histogram(STEP_TOKENS)
+        self._started = time.time()
+        self._registry = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self._registry)
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """Prometheus' text format 0.0.4."""
+        return generate_latest(self._registry)
+
+    def scheduler_stats(self, stats: SchedulerStats) -> None:
+        """Gauges and deltas of a step."""
+        self._stats = stats
+        self._num_preemptions += stats.num_preemptions
+        self._prefix_cache_queries += stats.prefix_cache_queries
+        self._prefix_cache_hits += stats.prefix_cache_hits
+        if stats.num_scheduled_tokens:
+            self._step_tokens.observe(stats.num_scheduled_tokens)
+
+    def prompt_accepted(self, num_tokens: int) -> None:
+        self._prompt_tokens += num_tokens
+        self._prompt_lengths.observe(num_tokens)
+
+    def queue_time(self, seconds: float) -> None:
+        self._queue.observe(seconds)
+
+    def first_token(self, seconds: float, num_tokens: int) -> None:
+        """`seconds` from the arrival of the request to the first token of a choice."""
+        self._first_token.observe(seconds)
+        self._generation_tokens += num_tokens
+
+    def next_tokens(self, seconds: float, num_tokens: int) -> None:
+        """`seconds` since the choice's last output."""
+        self._inter_token.observe(seconds)
+        self._generation_tokens += num_tokens
+
+    def choice_ended(self, reason: str, num_tokens: int) -> None:
+        """`reason`: stop, length, abort or error."""
+        self._ended[reason] += 1
+        self._generation_lengths.observe(num_tokens)
+
+    def request_ended(self, seconds: float) -> None:
+        """A request was answered in full, `seconds` after it arrived."""
+        self._latency.observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._gauges()
+        yield from self._counters()
+        yield from self._histograms()
+
+    def _gauges(self) -> Iterator[Metric]:
+        for name, text, value in (
+            ("num_requests_running", "Requests in execution batches.", self._stats.num_running),
+            ("num_requests_waiting", "Requests waiting to run.", self._stats.num_waiting),
+            ("kv_cache_usage_perc", "KV blocks in use, 0 to 1.", self._stats.kv_cache_usage),
+        ):
+            family = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            family.add_metric(self._labels, value)
+            yield family
+
+    def _counters(self) -> Iterator[Metric]:
+        for name, text, value in (
+            ("num_preemptions", "Preemptions by the scheduler.", self._num_preemptions),
+            ("prompt_tokens", "Prompt tokens accepted.", self._prompt_tokens),
+            ("generation_tokens", "Tokens generated.", self._generation_tokens),
+            (
+                "prefix_cache_queries",
+                "Tokens looked up in the prefix cache.",
+                self._prefix_cache_queries,
+            ),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", self._prefix_cache_hits),
+        ):
+            family = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            family.add_metric(self._labels, value, created=self._started)
+            yield family
+        ended = CounterMetricFamily(
+            "vllm:request_success", "Choices that ended.", labels=(*LABELS, "finished_reason")
+        )
+        for reason, count in self._ended.items():
+            ended.add_metric((*self._labels, reason), count, created=self._started)
+        yield ended
+
+    def _histograms(self) -> Iterator[Metric]:
+        for name, text, histogram in (
+            ("time_to_first_token_seconds", "Arrival to first token.", self._first_token),
+            ("inter_token_latency_seconds", "Time between outputs.", self._inter_token),
+            ("e2e_request_latency_seconds", "Arrival to last token.", self._latency),
+            ("request_queue_time_seconds", "Time before the first step.", self._queue),
+            ("request_prompt_tokens", "Prompt tokens of a request.", self._prompt_lengths),
+            ("request_generation_tokens", "Tokens of a choice.", self._generation_lengths),
+            ("iteration_tokens_total", "Tokens computed in a step.", self._step_tokens),
+        ):
+            yield histogram.family(f"vllm:{name}", text, self._labels)
+
+
+def one_two_five(limit: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50, … up to `limit`."""
+    values = []
+    scale = 1
+    while True:
+        for digit in (1, 2, 5):
+            if digit * scale > limit:
+                return values
+            values.append(digit * scale)
+        scale *= 10

@@ -1,0 +1,1 @@
+"""What becomes of tokens: text, stop strings, log-probabilities, streams."""

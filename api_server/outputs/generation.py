@@ -1,0 +1,147 @@
+"""Everything that one HTTP request asked of the engine: one stream for each prompt.
+
+Owns sending the requests, waiting for their acceptance, and their orderly end: what
+is not finished when the client goes away or something fails is aborted, counted and
+logged here, once.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from api_server.engine_client import EngineClient
+from api_server.metrics import Metrics
+from api_server.outputs.choice import Delta
+from api_server.outputs.request_stream import Bell, RequestStream
+from proto.engine_io import EngineCoreRequest
+from proto.errors import RequestError
+
+logger = logging.getLogger("tokend.requests")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of an answer."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Generation:
+    """The streams of one HTTP request.
+
+    label: the answer's id, for the log.
+    requests, streams: one each per prompt, in the same order.
+    disconnected: the client is gone; nothing needs to be sent any more.
+    """
+
+    label: str
+    client: EngineClient
+    metrics: Metrics
+    bell: Bell
+    requests: Sequence[EngineCoreRequest]
+    streams: Sequence[RequestStream]
+    log: bool
+    disconnected: bool = field(default=False, init=False)
+    _closed: bool = field(default=False, init=False)
+
+    async def start(self) -> None:
+        """Return when the engine has accepted every prompt, or the client is gone.
+
+        Raises the RequestError of the first prompt that was refused.
+        """
+        for request, stream in zip(self.requests, self.streams, strict=True):
+            self.client.submit(request, stream)
+        while not self.disconnected and not all(stream.accepted for stream in self.streams):
+            self._raise_error()
+            await self.bell.wait()
+        self._raise_error()
+
+    async def wait(self) -> None:
+        """Return when there is something to take, or the end."""
+        await self.bell.wait()
+
+    def take(self) -> list[Delta]:
+        """What each choice gained since the last call; nothing for those without news."""
+        return [
+            choice.take() for stream in self.streams for choice in stream.choices if choice.has_news
+        ]
+
+    @property
+    def error(self) -> RequestError | None:
+        """The first failure of any prompt."""
+        for stream in self.streams:
+            if stream.error is not None:
+                return stream.error
+        return None
+
+    @property
+    def finished(self) -> bool:
+        return all(stream.finished for stream in self.streams)
+
+    def usage(self) -> Usage:
+        return Usage(
+            sum(len(stream.prompt_token_ids) for stream in self.streams),
+            sum(stream.num_completion_tokens for stream in self.streams),
+            sum(stream.num_cached_tokens for stream in self.streams),
+        )
+
+    def disconnect(self) -> None:
+        """The client is gone: stop at once."""
+        self.disconnected = True
+        self.close()
+        self.bell.ring()
+
+    def close(self) -> None:
+        """Abort what still runs, count and log the request; later calls do nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        now = time.monotonic()
+        for stream in self.streams:
+            self._close_stream(stream, now)
+        if self.log:
+            self._log(now)
+
+    def _close_stream(self, stream: RequestStream, now: float) -> None:
+        reason = "error" if stream.error is not None else "abort"
+        running = [choice for choice in stream.choices if not choice.finished]
+        self.client.abandon(stream)
+        if stream.accepted:
+            for choice in running:
+                self.metrics.choice_ended(reason, len(choice.token_ids))
+            self.metrics.request_ended(now - stream.timeline.arrival)
+
+    def _log(self, now: float) -> None:
+        usage = self.usage()
+        first = self.streams[0].timeline
+        parts = [
+            f"id={self.label} prompts={len(self.streams)} choices={len(self.streams[0].choices)}",
+            f"prompt_tokens={usage.prompt_tokens} cached_tokens={usage.cached_tokens}",
+            f"completion_tokens={usage.completion_tokens}",
+            f"queue={_seconds(first.queued, first.scheduled)}",
+            f"ttft={_seconds(first.arrival, first.first_token)}",
+            f"total={_seconds(first.arrival, now)} finish={self._outcome()}",
+        ]
+        logger.info("%s", " ".join(parts))
+
+    def _outcome(self) -> str:
+        if self.error is not None:
+            return f"error {self.error.status}"
+        reasons = {
+            str(choice.finish_reason) if choice.finished else "abort"
+            for stream in self.streams
+            for choice in stream.choices
+        }
+        return ",".join(sorted(reasons))
+
+    def _raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def _seconds(start: float | None, end: float | None) -> str:
+    return "-" if start is None or end is None else f"{end - start:.3f}s"

@@ -1,0 +1,157 @@
+"""What one engine request produces: acceptance, choices, prompt log-probabilities, times.
+
+Owns all that the front end knows of a request after it was sent. Fed by the engine
+client, read by the response; both run on the event loop. A repeated output is
+recognised by its token index and counted once.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from api_server.metrics import Metrics
+from api_server.outputs.choice import Choice
+from api_server.outputs.logprobs import LogprobRow, unpack
+from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
+from proto.errors import InternalRequestError, RequestError
+
+
+class Bell:
+    """Wakes the one task that waits for news of an HTTP request."""
+
+    __slots__ = ("_rung", "_waiter")
+
+    def __init__(self) -> None:
+        self._rung = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def ring(self) -> None:
+        self._rung = True
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Return at once if it rang since the last call, or when it rings."""
+        if not self._rung:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
+        self._rung = False
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Monotonic seconds. None: did not happen (yet)."""
+
+    arrival: float
+    queued: float | None = None
+    scheduled: float | None = None
+    first_token: float | None = None
+    end: float | None = None
+
+
+@dataclass(slots=True)
+class RequestStream:
+    """One engine request, as its front end sees it.
+
+    request_id: the internal id.
+    prompt_token_ids: [num_prompt_tokens].
+    prompt_rows: [num_prompt_tokens] when prompt log-probabilities were asked for; the
+        first is None, as are those that have not come yet.
+    """
+
+    request_id: int
+    prompt_token_ids: Sequence[int]
+    choices: list[Choice]
+    bell: Bell
+    metrics: Metrics
+    timeline: Timeline
+    prompt_rows: list[LogprobRow | None] = field(default_factory=list)
+    accepted: bool = False
+    num_cached_tokens: int = 0
+    error: RequestError | None = None
+    _last_token_times: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        """Nothing more will come."""
+        return self.error is not None or all(choice.finished for choice in self.choices)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    def accept(self) -> None:
+        """The engine took the request in."""
+        if not self.accepted:
+            self.accepted = True
+            self.metrics.prompt_accepted(len(self.prompt_token_ids))
+            self.bell.ring()
+
+    def fail(self, error: RequestError) -> None:
+        """End all choices that have not ended."""
+        if not self.finished:
+            self.error = error
+            self.bell.ring()
+
+    def feed(self, output: EngineCoreOutput, timestamp: float) -> bool:
+        """Take in one output; True when a stop string ended a choice that the engine goes on with.
+
+        timestamp: monotonic seconds at which the tokens left the engine.
+        Raises InternalRequestError when outputs were lost.
+        """
+        if output.error is not None:
+            self.fail(output.error.to_exception())
+            return False
+        if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            self.fail(InternalRequestError("the request was ended by the server"))
+            return False
+        choice = self.choices[output.choice]
+        if choice.finished:
+            return False
+        if output.first is not None:
+            self._note_first(output.first)
+        if output.prompt_logprobs is not None:
+            self._note_prompt_rows(output)
+        num_known = self._num_known(choice, output)
+        rows = unpack(output.logprobs)[num_known:] if output.logprobs is not None else []
+        new = output.new_token_ids[num_known:] if num_known else output.new_token_ids
+        num_counted = choice.extend(new, rows, output.finish_reason, output.stop_reason)
+        if num_counted:
+            self._note_tokens(output.choice, num_counted, timestamp)
+        if choice.finished:
+            self.metrics.choice_ended(str(choice.finish_reason), len(choice.token_ids))
+        if choice.has_news:
+            self.bell.ring()
+        return choice.finished and output.finish_reason is None
+
+    def _num_known(self, choice: Choice, output: EngineCoreOutput) -> int:
+        """How many of the output's tokens came before."""
+        have = len(choice.token_ids)
+        if output.token_index > have:
+            raise InternalRequestError("outputs of the engine were lost")
+        return min(have - output.token_index, len(output.new_token_ids))
+
+    def _note_first(self, first: FirstTokenInfo) -> None:
+        if self.timeline.queued is None:
+            self.timeline.queued, self.timeline.scheduled = first.queued_at, first.scheduled_at
+            self.num_cached_tokens = first.num_cached_tokens
+            self.metrics.queue_time(first.scheduled_at - first.queued_at)
+
+    def _note_tokens(self, choice: int, number: int, timestamp: float) -> None:
+        last = self._last_token_times.get(choice)
+        self._last_token_times[choice] = timestamp
+        if last is None:
+            self.metrics.first_token(timestamp - self.timeline.arrival, number)
+            if self.timeline.first_token is None:
+                self.timeline.first_token = timestamp
+        else:
+            self.metrics.next_tokens(timestamp - last, number)
+
+    def _note_prompt_rows(self, output: EngineCoreOutput) -> None:
+        arrays = output.prompt_logprobs
+        assert arrays is not None
+        for position, row in enumerate(unpack(arrays), start=arrays.first_position):
+            if 0 < position < len(self.prompt_rows):
+                self.prompt_rows[position] = row

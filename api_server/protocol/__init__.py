@@ -1,0 +1,1 @@
+"""The OpenAI wire format: request models and response builders. Knows no engine."""

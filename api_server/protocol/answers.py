@@ -1,0 +1,292 @@
+"""Answers in OpenAI's shapes: whole bodies and the chunks of a stream.
+
+Owns the JSON. A chunk that only adds text is put together from parts prepared per
+request, so that a streamed token costs one string to encode; everything else is
+rare and goes through `json.dumps`. Output is ASCII: no line separator of Unicode
+can split an event.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from api_server.outputs.choice import Delta
+from api_server.outputs.generation import Usage
+from api_server.outputs.logprobs import (
+    TextToken,
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
+from api_server.outputs.request_stream import RequestStream
+
+DONE: Final = "data: [DONE]\n\n"
+_encode_string = json.JSONEncoder().encode
+
+
+class Answer(Protocol):
+    """One endpoint's shapes for one request."""
+
+    def chunk(self, delta: Delta) -> str:
+        """The events that tell what a choice gained; the first ones of a choice open it."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> str:
+        """The last event when usage was asked for, otherwise nothing."""
+        ...
+
+    def body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+        """The whole answer; `deltas` hold everything of each choice."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What an answer shows.
+
+    top: alternatives per token, None for no log-probabilities.
+    usage: a last chunk with the usage; continuous_usage: in every chunk.
+    """
+
+    id: str
+    created: int
+    model: str
+    names: TokenNames
+    top: int | None
+    token_ids: bool
+    usage: bool
+    continuous_usage: bool
+
+    @property
+    def plain(self) -> bool:
+        """Chunks hold text alone."""
+        return self.top is None and not self.token_ids and not self.continuous_usage
+
+    def envelope(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """What a choice of a completion begins with.
+
+    text: the prompt. offsets: where each of its tokens begins, [num_prompt_tokens].
+    """
+
+    text: str = ""
+    offsets: Sequence[int] = ()
+
+
+class CompletionAnswer:
+    """Shapes of /v1/completions.
+
+    streams, echoes: one for each prompt. only_echoes: leave out what was generated.
+    """
+
+    kind = "text_completion"
+
+    def __init__(
+        self,
+        shape: Shape,
+        streams: Sequence[RequestStream],
+        echoes: Sequence[Echo],
+        only_echoes: bool = False,
+    ) -> None:
+        self._shape = shape
+        self._streams = streams
+        self._echoes = echoes
+        self._only_echoes = only_echoes
+        self._n = len(streams[0].choices)
+        self._opened: set[int] = set()
+        self._plain = shape.plain and not only_echoes
+        self._head, self._tail = _around(
+            {
+                **shape.envelope(self.kind),
+                "choices": [{"index": _HOLE, "text": _HOLE, "logprobs": None}],
+            },
+            '"finish_reason": null, "stop_reason": null',
+        )
+
+    def chunk(self, delta: Delta) -> str:
+        index = delta.index
+        if self._plain and delta.finish_reason is None and index in self._opened:
+            return f"{self._head[0]}{index}{self._head[1]}{_encode_string(delta.text)}{self._tail}"
+        delta = self._seen(delta)
+        event = self._shape.envelope(self.kind) | {"choices": [self._choice(delta)]}
+        return _event(_with_usage(event, self._shape, self._streams[index // self._n], delta))
+
+    def usage_chunk(self, usage: Usage) -> str:
+        return _usage_chunk(self._shape, self.kind, self._counted(usage))
+
+    def body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+        choices = []
+        for delta in deltas:
+            choice = self._choice(self._seen(delta))
+            rows = self._streams[delta.index // self._n].prompt_rows
+            choice["prompt_logprobs"] = prompt_logprobs(rows, self._shape.names) if rows else None
+            choices.append(choice)
+        return self._shape.envelope(self.kind) | {
+            "choices": choices,
+            "usage": usage_object(self._counted(usage)),
+        }
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        opening = delta.index not in self._opened
+        self._opened.add(delta.index)
+        stream = self._streams[delta.index // self._n]
+        echo = self._echoes[delta.index // self._n] if opening else Echo()
+        choice: dict[str, Any] = {"index": delta.index, "text": echo.text + delta.text}
+        choice["logprobs"] = self._logprobs(stream, echo, delta.tokens)
+        choice["finish_reason"] = delta.finish_reason
+        choice["stop_reason"] = delta.stop_reason
+        if self._shape.token_ids:
+            choice["token_ids"] = delta.token_ids
+            choice["prompt_token_ids"] = list(stream.prompt_token_ids) if opening else None
+        return choice
+
+    def _logprobs(
+        self, stream: RequestStream, echo: Echo, tokens: Sequence[TextToken]
+    ) -> dict[str, Any] | None:
+        shape = self._shape
+        if shape.top is None:
+            return None
+        prompt = [
+            TextToken(token_id, offset, row)
+            for token_id, offset, row in zip(
+                stream.prompt_token_ids, echo.offsets, stream.prompt_rows, strict=False
+            )
+        ]
+        return completion_logprobs([*prompt, *tokens], shape.top, shape.names)
+
+    def _seen(self, delta: Delta) -> Delta:
+        """What the client is to see of a delta."""
+        if self._only_echoes:
+            return Delta(delta.index, "", [], [], 0, delta.finish_reason and "length")
+        return delta
+
+    def _counted(self, usage: Usage) -> Usage:
+        if self._only_echoes:
+            return Usage(usage.prompt_tokens, 0, usage.cached_tokens)
+        return usage
+
+
+class ChatAnswer:
+    """Shapes of /v1/chat/completions."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, shape: Shape, stream: RequestStream) -> None:
+        self._shape = shape
+        self._stream = stream
+        self._opened: set[int] = set()
+        self._head, self._tail = _around(
+            {
+                **shape.envelope(self.chunk_kind),
+                "choices": [{"index": _HOLE, "delta": {"content": _HOLE}, "logprobs": None}],
+            },
+            '"finish_reason": null',
+        )
+
+    def chunk(self, delta: Delta) -> str:
+        index = delta.index
+        opening = "" if index in self._opened else self._opening(index)
+        if self._shape.plain and delta.finish_reason is None:
+            head = self._head
+            return f"{opening}{head[0]}{index}{head[1]}{_encode_string(delta.text)}{self._tail}"
+        choice = {"index": index, "delta": {"content": delta.text} if delta.text else {}}
+        event = self._shape.envelope(self.chunk_kind) | {"choices": [choice | self._rest(delta)]}
+        return opening + _event(_with_usage(event, self._shape, self._stream, delta))
+
+    def usage_chunk(self, usage: Usage) -> str:
+        return _usage_chunk(self._shape, self.chunk_kind, usage)
+
+    def body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+        choices = []
+        for delta in deltas:
+            message = {"role": "assistant", "content": delta.text, "refusal": None}
+            choices.append({"index": delta.index, "message": message} | self._rest(delta))
+        body = self._shape.envelope(self.kind) | {
+            "choices": choices,
+            "usage": usage_object(usage),
+        }
+        rows = self._stream.prompt_rows
+        body["prompt_logprobs"] = prompt_logprobs(rows, self._shape.names) if rows else None
+        if self._shape.token_ids:
+            body["prompt_token_ids"] = list(self._stream.prompt_token_ids)
+        return body
+
+    def _opening(self, index: int) -> str:
+        """The chunk that tells the role; the first of all has the prompt's ids too."""
+        first = not self._opened
+        self._opened.add(index)
+        choice = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        event = self._shape.envelope(self.chunk_kind) | {"choices": [choice]}
+        if self._shape.token_ids and first:
+            event["prompt_token_ids"] = list(self._stream.prompt_token_ids)
+        nothing = Delta(index, "", [], [], 0)
+        return _event(_with_usage(event, self._shape, self._stream, nothing))
+
+    def _rest(self, delta: Delta) -> dict[str, Any]:
+        shape = self._shape
+        logprobs = None
+        if shape.top is not None:
+            logprobs = chat_logprobs(delta.tokens, shape.top, shape.names)
+        rest: dict[str, Any] = {"logprobs": logprobs, "finish_reason": delta.finish_reason}
+        if delta.finish_reason is not None:
+            rest["stop_reason"] = delta.stop_reason
+        if shape.token_ids:
+            rest["token_ids"] = delta.token_ids
+        return rest
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def error_event(body: dict[str, Any]) -> str:
+    """A failure in the middle of a stream."""
+    return _event(body)
+
+
+_HOLE: Final = "\ue000"
+
+
+def _around(event: dict[str, Any], last_fields: str) -> tuple[tuple[str, str], str]:
+    """((before the index, between index and text), after the text) of a text-only chunk."""
+    before, between, after = json.dumps(event).split(json.dumps(_HOLE))
+    closed = after.replace('"logprobs": null', f'"logprobs": null, {last_fields}')
+    return (f"data: {before}", between), f"{closed}\n\n"
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body)}\n\n"
+
+
+def _with_usage(
+    event: dict[str, Any], shape: Shape, stream: RequestStream, delta: Delta
+) -> dict[str, Any]:
+    if shape.continuous_usage:
+        prompt_tokens = len(stream.prompt_token_ids)
+        event["usage"] = usage_object(
+            Usage(prompt_tokens, delta.num_tokens, stream.num_cached_tokens)
+        )
+    return event
+
+
+def _usage_chunk(shape: Shape, kind: str, usage: Usage) -> str:
+    if not shape.usage:
+        return ""
+    return _event(shape.envelope(kind) | {"choices": [], "usage": usage_object(usage)})

@@ -1,0 +1,116 @@
+"""The request of POST /v1/chat/completions."""
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from api_server.protocol.common import GenerationRequest, Strict
+from api_server.protocol.fields import LATER, given_fields
+from proto.errors import InvalidRequestError
+
+CHAT_LATER: Final[dict[str, tuple[Any, ...]]] = {
+    **LATER,
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "prediction": (),
+    "reasoning_effort": (),
+    "thinking_token_budget": (),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+_MESSAGE_LATER: Final[dict[str, tuple[Any, ...]]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "reasoning": (),
+    "reasoning_content": (),
+    "refusal": (),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+_LATER_ROLES: Final = ("tool", "function")
+
+
+def _joined(content: Any) -> Any:
+    """Text parts as one text, a line each."""
+    if not isinstance(content, list):
+        return content
+    if not content:
+        raise PydanticCustomError("empty_content", "must not be an empty list")
+    texts = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise PydanticCustomError(
+                "content_part", "takes a string or parts of type text; other parts do not work yet"
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _message_fields(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    role = message.get("role")
+    if isinstance(role, str) and role in _LATER_ROLES:
+        raise PydanticCustomError("role", "messages of this role are not available yet")
+    try:
+        return given_fields(message, Message.model_fields, _MESSAGE_LATER)
+    except InvalidRequestError as error:
+        text = error.message.replace("{", "(").replace("}", ")")
+        raise PydanticCustomError("message_field", text) from None
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_joined)]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """What a template sees: only fields that were given."""
+        return self.model_dump(exclude_none=True)
+
+
+class ChatCompletionRequest(GenerationRequest):
+    messages: Annotated[
+        list[Annotated[Message, BeforeValidator(_message_fields)]], Field(min_length=1)
+    ]
+    max_tokens: int | None = None
+    """Most output tokens; by default all that the context leaves."""
+    max_completion_tokens: int | None = None
+    """The newer name of max_tokens; wins over it."""
+    logprobs: bool = False
+    """Log-probabilities of the chosen tokens."""
+    top_logprobs: int | None = None
+    """Alternatives for each token (0 to 20); only with logprobs."""
+
+    @property
+    def wanted_max_tokens(self) -> int | None:
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives for each token, None for no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None

@@ -1,0 +1,41 @@
+"""Reading the body of a request: size, content type, JSON."""
+
+import json
+from typing import Any, Final
+
+from starlette.requests import Request
+
+from api_server.errors import BodyTooLargeError
+from proto.errors import InvalidRequestError, UnsupportedMediaError
+
+MAX_BODY_BYTES: Final = 32 << 20
+
+
+async def read_json(request: Request) -> Any:
+    """The decoded body.
+
+    Raises UnsupportedMediaError (415), BodyTooLargeError (413) or InvalidRequestError.
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise UnsupportedMediaError("the content type must be application/json")
+    body = await _read(request)
+    try:
+        return json.loads(body)
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply") from None
+    except ValueError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+
+
+async def _read(request: Request) -> bytes:
+    too_large = BodyTooLargeError(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > MAX_BODY_BYTES:
+        raise too_large
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise too_large
+    return bytes(body)

@@ -1,0 +1,38 @@
+"""POST /v1/chat/completions."""
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api_server.protocol.answers import ChatAnswer
+from api_server.protocol.chat import CHAT_LATER, ChatCompletionRequest
+from api_server.protocol.fields import parse
+from api_server.routes.access import services_of
+from api_server.routes.body import read_json
+from api_server.routes.prepare import Preparation, Wishes
+from api_server.routes.respond import GenerationResponse
+from proto.errors import InvalidRequestError
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(request: Request) -> Response:
+    services = services_of(request)
+    reader = services.prompt_reader()
+    asked = parse(ChatCompletionRequest, await read_json(request), CHAT_LATER)
+    if asked.top_logprobs and not asked.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs", "top_logprobs")
+    preparation = Preparation(services, asked, "chatcmpl-")
+    text = services.chat_template.render([each.for_template() for each in asked.messages])
+    prompts = await reader.encode([text], add_special_tokens=False)
+    wishes = Wishes(
+        max_tokens=asked.wanted_max_tokens,
+        default_max_tokens=None,
+        logprobs=asked.num_logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
+        text_starts=[0],
+    )
+    generation = preparation.generation(prompts, wishes)
+    answer = ChatAnswer(preparation.shape(asked.num_logprobs), generation.streams[0])
+    return GenerationResponse(generation, answer, stream=asked.stream)

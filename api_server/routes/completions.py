@@ -1,0 +1,66 @@
+"""POST /v1/completions."""
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api_server.inputs.prompts import Prompt
+from api_server.inputs.tokenizer import ModelTokenizer
+from api_server.protocol.answers import CompletionAnswer, Echo
+from api_server.protocol.completion import (
+    COMPLETION_LATER,
+    DEFAULT_MAX_TOKENS,
+    CompletionRequest,
+)
+from api_server.protocol.fields import parse
+from api_server.routes.access import services_of
+from api_server.routes.body import read_json
+from api_server.routes.prepare import Preparation, Wishes
+from api_server.routes.respond import GenerationResponse
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+async def create_completion(request: Request) -> Response:
+    services = services_of(request)
+    reader = services.prompt_reader()
+    asked = parse(CompletionRequest, await read_json(request), COMPLETION_LATER)
+    preparation = Preparation(services, asked, "cmpl-")
+    prompts = await reader.read(asked.prompt, add_special_tokens=asked.add_special_tokens)
+    echoes = [_echo(asked, prompt, services.tokenizer) for prompt in prompts]
+    generation = preparation.generation(prompts, _wishes(asked, echoes))
+    answer = CompletionAnswer(
+        preparation.shape(asked.logprobs), generation.streams, echoes, asked.only_echoes
+    )
+    return GenerationResponse(generation, answer, stream=asked.stream)
+
+
+def _wishes(asked: CompletionRequest, echoes: Sequence[Echo]) -> Wishes:
+    """The engine always draws a token: an echo alone asks for one and drops it."""
+    prompt_logprobs = [asked.prompt_logprobs, asked.logprobs if asked.echo else None]
+    given = [number for number in prompt_logprobs if number is not None]
+    return Wishes(
+        max_tokens=1 if asked.only_echoes else asked.wanted_max_tokens,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        logprobs=asked.logprobs,
+        prompt_logprobs=max(given) if given else None,
+        text_starts=[len(echo.text) for echo in echoes],
+    )
+
+
+def _echo(asked: CompletionRequest, prompt: Prompt, tokenizer: ModelTokenizer) -> Echo:
+    if not asked.echo:
+        return Echo()
+    decoded, offsets = "", []
+    detokenizer = tokenizer.detokenizer((), skip_special_tokens=False)
+    for token_id in prompt.token_ids:
+        offsets.append(len(decoded))
+        decoded += detokenizer.feed(token_id)
+    decoded += detokenizer.flush()
+    if prompt.text is None:
+        return Echo(decoded, offsets)
+    added = len(decoded) - len(prompt.text)  # a first token that the tokenizer put there
+    return Echo(prompt.text, [max(0, offset - added) for offset in offsets])

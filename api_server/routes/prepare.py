@@ -1,0 +1,143 @@
+"""From a validated request to engine requests and the streams that answer them.
+
+What both endpoints do alike: parameters, ids, seeds, choices.
+"""
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from api_server.inputs.prompts import Prompt
+from api_server.inputs.sampling import SEED_MASK, sampling_params
+from api_server.outputs.choice import Choice
+from api_server.outputs.generation import Generation
+from api_server.outputs.request_stream import Bell, RequestStream, Timeline
+from api_server.outputs.stop_strings import stop_matcher
+from api_server.protocol.answers import Shape
+from api_server.protocol.common import MAX_CHOICES_PER_REQUEST, GenerationRequest
+from api_server.services import Services
+from proto.engine_io import EngineCoreRequest
+from proto.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the endpoints ask for in different words.
+
+    max_tokens: None when not given. logprobs: alternatives, None for none at all.
+    text_starts: characters before the first output, for each prompt.
+    """
+
+    max_tokens: int | None
+    default_max_tokens: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    text_starts: Sequence[int]
+
+
+class Preparation:
+    """One HTTP request on its way to the engine. Made when the request arrives."""
+
+    def __init__(self, services: Services, request: GenerationRequest, id_prefix: str) -> None:
+        check_request(request)
+        services.check_model(request.model)
+        self._services = services
+        self._request = request
+        self._arrival = time.monotonic()
+        self.id = id_prefix + (request.request_id or secrets.token_hex(16))
+
+    def shape(self, top: int | None) -> Shape:
+        """What the answer shows. `top`: alternatives per token, None for no logprobs."""
+        request = self._request
+        return Shape(
+            id=self.id,
+            created=int(time.time()),
+            model=self._services.model_name,
+            names=self._services.tokenizer,
+            top=top,
+            token_ids=request.return_token_ids,
+            usage=request.includes_usage,
+            continuous_usage=request.includes_continuous_usage,
+        )
+
+    def generation(self, prompts: Sequence[Prompt], wishes: Wishes) -> Generation:
+        """The engine requests and streams; nothing is sent yet."""
+        total = len(prompts) * self._request.n
+        if total > MAX_CHOICES_PER_REQUEST:
+            raise InvalidRequestError(
+                f"n times the number of prompts is at most {MAX_CHOICES_PER_REQUEST}, got {total}",
+                "n",
+            )
+        bell = Bell()
+        seed = self._seed()
+        requests = [self._engine_request(prompt, wishes, seed) for prompt in prompts]
+        streams = [
+            self._stream(request, bell, place, wishes) for place, request in enumerate(requests)
+        ]
+        services = self._services
+        log = not services.config.disable_log_requests
+        return Generation(self.id, services.client, services.metrics, bell, requests, streams, log)
+
+    def _seed(self) -> int:
+        """64 bits; a client's negative seed wraps around."""
+        seed = self._request.seed
+        return next(self._services.seeds) if seed is None else seed & SEED_MASK
+
+    def _engine_request(self, prompt: Prompt, wishes: Wishes, seed: int) -> EngineCoreRequest:
+        services = self._services
+        engine = services.client.engine
+        params = sampling_params(
+            self._request,
+            max_tokens=wishes.max_tokens,
+            default_max_tokens=wishes.default_max_tokens,
+            logprobs=wishes.logprobs,
+            prompt_logprobs=wishes.prompt_logprobs,
+            num_prompt_tokens=len(prompt.token_ids),
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.vocab_size,
+            eos_token_ids=services.model.eos_token_ids,
+        )
+        return EngineCoreRequest(
+            epoch=services.client.epoch,
+            request_id=services.client.next_request_id(),
+            prompt_token_ids=prompt.token_ids,
+            sampling_params=params,
+            seed=seed,
+            arrival_time=self._arrival,
+            n=self._request.n,
+        )
+
+    def _stream(
+        self, request: EngineCoreRequest, bell: Bell, place: int, wishes: Wishes
+    ) -> RequestStream:
+        services = self._services
+        ids = request.prompt_token_ids
+        choices = [
+            Choice(
+                index=place * request.n + number,
+                detokenizer=services.tokenizer.detokenizer(ids),
+                stops=stop_matcher(self._request.stop),
+                min_tokens=self._request.min_tokens,
+                text_start=wishes.text_starts[place],
+            )
+            for number in range(request.n)
+        ]
+        has_rows = wishes.prompt_logprobs is not None
+        return RequestStream(
+            request.request_id,
+            ids,
+            choices,
+            bell,
+            services.metrics,
+            Timeline(self._arrival),
+            prompt_rows=[None] * len(ids) if has_rows else [],
+        )
+
+
+def check_request(request: GenerationRequest) -> None:
+    """Raise InvalidRequestError for fields that do not go together."""
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequestError("stream_options needs stream", "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequestError("prompt_logprobs cannot be streamed", "prompt_logprobs")

@@ -1,0 +1,96 @@
+"""From a generation to an HTTP response, streamed or whole.
+
+Owns the order of things: no status before the engine accepted the request, then
+the events, and an abort as soon as the client goes away. Speaks ASGI itself: one
+wake-up and one send for each new piece of text.
+"""
+
+import asyncio
+import json
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from api_server.errors import error_body
+from api_server.outputs.generation import Generation
+from api_server.protocol.answers import DONE, Answer, error_event
+
+EVENT_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class GenerationResponse(Response):
+    """The response to one generation. `stream`: as server-sent events."""
+
+    def __init__(self, generation: Generation, answer: Answer, *, stream: bool) -> None:
+        super().__init__()
+        self._generation = generation
+        self._answer = answer
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation = self._generation
+        watch = asyncio.create_task(self._watch(receive))
+        try:
+            await generation.start()
+            if generation.disconnected:
+                return
+            if self._stream:
+                await self._send_events(send)
+            else:
+                await self._send_whole(send)
+        finally:
+            watch.cancel()
+            generation.close()
+
+    async def _watch(self, receive: Receive) -> None:
+        """End the generation when the client goes away."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._generation.disconnect()
+
+    async def _send_events(self, send: Send) -> None:
+        generation, chunk = self._generation, self._answer.chunk
+        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+        over = False
+        while not over:
+            await generation.wait()
+            if generation.disconnected:
+                return
+            events = "".join([chunk(delta) for delta in generation.take()])
+            over = generation.finished or generation.error is not None
+            if over:
+                events += self._closing_events()
+            if events:
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": events.encode(),
+                        "more_body": not over,
+                    }
+                )
+
+    def _closing_events(self) -> str:
+        error = self._generation.error
+        if error is not None:
+            return error_event(error_body(error)) + DONE
+        return self._answer.usage_chunk(self._generation.usage()) + DONE
+
+    async def _send_whole(self, send: Send) -> None:
+        generation = self._generation
+        while not generation.finished and generation.error is None:
+            await generation.wait()
+            if generation.disconnected:
+                return
+        if generation.error is not None:
+            raise generation.error
+        body = json.dumps(self._answer.body(generation.take(), generation.usage())).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,41 @@
+"""Routes for operators and load balancers: health, version, metrics."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api_server.routes.access import services_of
+
+router = APIRouter()
+
+
+@router.get("/health")
+@router.get("/ping")
+@router.post("/ping")
+async def health(request: Request) -> Response:
+    """200 while requests are taken, 503 before and after."""
+    _ = services_of(request).client.engine
+    return Response()
+
+
+@router.get("/version")
+async def show_version() -> dict[str, str]:
+    return {"version": daemon_version()}
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format."""
+    return Response(
+        services_of(request).metrics.text(),
+        media_type="text/plain; version=0.0.4; charset=utf-8",
+    )
+
+
+def daemon_version() -> str:
+    try:
+        return version("tokend")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,124 @@
+"""A front-end process from birth to end: loop, links, uvicorn.
+
+Owns the event loop and the way to stop: on the supervisor's word, or SIGTERM, open
+streams get an error event, connections close and the process ends within 2 s.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+
+from api_server.app import create_app
+from api_server.engine_client import EngineClient, FromEngine
+from api_server.inputs.chat_template import load_chat_template
+from api_server.inputs.sampling import seeds
+from api_server.inputs.tokenizer import ModelTokenizer, special_token_texts
+from api_server.metrics import Metrics
+from api_server.services import Services
+from proto.ids import request_ids
+from proto.lifecycle import FrontEndReady, ProcessBoot, Shutdown
+from proto.sockets import Link, front_end_path
+
+logger = logging.getLogger("tokend.api")
+
+GRACE_SECONDS = 1
+"""For connections to take their last bytes."""
+KEEP_ALIVE_SECONDS = 65
+"""Longer than the idle time of common load balancers."""
+
+
+class Server(uvicorn.Server):
+    """Leaves signals to us: Ctrl-C is the supervisor's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def main(boot: ProcessBoot, supervisor: Link) -> None:
+    """Serve until told to stop."""
+    uvloop.run(_serve(boot, supervisor))
+
+
+def make_server(services: Services) -> Server:
+    """uvicorn over these services; `serve(sockets=…)` runs it."""
+    return Server(
+        uvicorn.Config(
+            create_app(services),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+        )
+    )
+
+
+def make_services(boot: ProcessBoot, link: Link) -> Services:
+    """Everything the routes need, over a link to the engine."""
+    model, config = boot.model, boot.config
+    folder = config.model.tokenizer or model.folder
+    name = config.model.served_model_name or model.name
+    metrics = Metrics(name, model.max_position)
+    client = EngineClient(link, boot.epoch, request_ids(boot.index, boot.incarnation), metrics)
+    return Services(
+        model=model,
+        model_name=name,
+        config=config.frontend,
+        client=client,
+        metrics=metrics,
+        tokenizer=ModelTokenizer.load(folder),
+        chat_template=load_chat_template((folder, model.folder), name, special_token_texts(folder)),
+        seeds=seeds(config.model.seed, boot.index),
+    )
+
+
+async def _serve(boot: ProcessBoot, supervisor: Link) -> None:
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    link = Link.connect(front_end_path(boot.run_dir, boot.epoch, boot.index), FromEngine)
+    services = make_services(boot, link)
+    server = make_server(services)
+    stop = asyncio.Event()
+    listen_for_end(supervisor, stop)
+    sockets = [socket.socket(fileno=descriptor) for descriptor in boot.listen_fds]
+    serving = asyncio.create_task(server.serve(sockets=sockets))
+    stopping = asyncio.create_task(stop.wait())
+    ready = asyncio.create_task(_announce(services.client, supervisor, boot.index))
+    waiting = {serving, stopping, ready}
+    while not stopping.done() and not serving.done():
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    ready.cancel()
+    services.client.close()
+    server.should_exit = True
+    await serving
+
+
+def listen_for_end(supervisor: Link, stop: asyncio.Event) -> None:
+    """Set `stop` on SIGTERM and when the supervisor says Shutdown."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+
+    def drain() -> None:
+        if any(isinstance(message, Shutdown) for message in supervisor.receive()):
+            stop.set()
+
+    loop.add_reader(supervisor.fileno(), drain)
+    loop.call_soon(drain)
+
+
+async def _announce(client: EngineClient, supervisor: Link, index: int) -> None:
+    engine = await client.wait_ready()
+    logger.info("ready: up to %d tokens a request", engine.max_model_len)
+    supervisor.send(FrontEndReady(index))

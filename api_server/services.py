@@ -1,0 +1,51 @@
+"""What the routes work with, made once per process and passed in.
+
+Owns nothing itself; a test makes one with a scripted engine behind it.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from api_server.engine_client import EngineClient
+from api_server.inputs.chat_template import ChatTemplate
+from api_server.inputs.prompts import PromptReader
+from api_server.inputs.sampling import seeds
+from api_server.inputs.tokenizer import ModelTokenizer
+from api_server.metrics import Metrics
+from proto.config import FrontEndConfig
+from proto.errors import UnknownModelError
+from proto.prepared_model import PreparedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Dependencies of the application.
+
+    model_name: as clients call it. seeds: for requests without a seed.
+    """
+
+    model: PreparedModel
+    model_name: str
+    config: FrontEndConfig
+    client: EngineClient
+    metrics: Metrics
+    tokenizer: ModelTokenizer
+    chat_template: ChatTemplate
+    seeds: Iterator[int] = field(default_factory=lambda: seeds(None, 0))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_model(self, name: str | None) -> None:
+        """Raise UnknownModelError unless `name` is served; no name means the one there is."""
+        if name is not None and name != self.model_name:
+            shown = name.encode("ascii", "backslashreplace").decode()[:100]
+            raise UnknownModelError(f"the model {shown} does not exist", "model")
+
+    def prompt_reader(self) -> PromptReader:
+        """With the limits of the engine; raises NotAvailableError before it is ready."""
+        engine = self.client.engine
+        return PromptReader(self.tokenizer, engine.vocab_size, engine.max_model_len)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.model.eos_token_ids

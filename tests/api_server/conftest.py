@@ -1,0 +1,190 @@
+"""A real application over real HTTP, with a scripted engine behind a real link."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from api_server.engine_client import FromEngine
+from api_server.server import make_server, make_services
+from api_server.services import Services
+from proto import PROTOCOL_VERSION
+from proto.config import FrontEndConfig, ModelConfig, ServeConfig
+from proto.lifecycle import ProcessBoot
+from proto.prepared_model import PreparedModel
+from proto.sockets import Link, front_end_path
+from tests.fakes.fake_engine import FakeEngine, Script
+
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog, said the old man to the sea.",
+    "def main(): return [number for number in range(10) if number % 2 == 0]",
+    "naïve café, 你好世界, emoji 😀 and 👩‍👩‍👧‍👦 and 🇩🇪, e\u0301 combining",
+]
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MODEL = "toy"
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """A small byte-level BPE with three special tokens, ids 0 to 2; id 2 ends."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens([AddedToken("<tool call>", special=False)])
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return byte_level_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def model(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> PreparedModel:
+    """A prepared folder with a toy tokenizer and template, without weights."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|endoftext|>"})
+    )
+    return prepared(folder, tokenizer.get_vocab_size(), has_chat_template=True)
+
+
+def prepared(folder: Path, vocab_size: int, *, has_chat_template: bool) -> PreparedModel:
+    return PreparedModel(
+        folder=str(folder),
+        name=MODEL,
+        source=str(folder),
+        architecture="LlamaForCausalLM",
+        vocab_size=vocab_size,
+        max_position=256,
+        eos_token_ids=(2,),
+        weights_sha256="0" * 64,
+        has_chat_template=has_chat_template,
+    )
+
+
+@pytest.fixture
+def run_dir() -> Iterator[str]:
+    """Short, so that socket paths fit."""
+    with tempfile.TemporaryDirectory(prefix="td-") as path:
+        yield path
+
+
+def make_boot(
+    run_dir: str, model: PreparedModel, frontend: FrontEndConfig, seed: int | None = None
+) -> ProcessBoot:
+    return ProcessBoot(
+        protocol_version=PROTOCOL_VERSION,
+        role="api_server",
+        index=0,
+        incarnation=0,
+        epoch=1,
+        run_dir=run_dir,
+        death_fd=-1,
+        config=ServeConfig(model=ModelConfig(seed=seed), frontend=frontend),
+        model=model,
+    )
+
+
+@dataclass
+class FrontEnd:
+    """A running front end, its scripted engine and a client."""
+
+    services: Services
+    engine: FakeEngine
+    http: httpx.AsyncClient
+    url: str
+
+    async def complete(self, **fields: object) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"prompt": "hello", **fields})
+
+    async def chat(self, **fields: object) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": "hello"}], **fields}
+        return await self.http.post("/v1/chat/completions", json=body)
+
+    async def events(self, path: str, **fields: object) -> list[object]:
+        """The decoded events of a stream; the last one is the string [DONE]."""
+        async with self.http.stream("POST", path, json={**fields, "stream": True}) as response:
+            assert response.status_code == 200, await response.aread()
+            text = (await response.aread()).decode()
+        assert text.endswith("\n\n")
+        found: list[object] = []
+        for event in text[:-2].split("\n\n"):
+            assert event.startswith("data: ")
+            data = event.removeprefix("data: ")
+            found.append(data if data == "[DONE]" else json.loads(data))
+        return found
+
+
+StartFrontEnd = Callable[..., contextlib.AbstractAsyncContextManager[FrontEnd]]
+
+
+@pytest.fixture
+def start(run_dir: str, model: PreparedModel) -> StartFrontEnd:
+    """start(script=…, …) runs a front end inside `async with`."""
+
+    @contextlib.asynccontextmanager
+    async def running(
+        script: Script | None = None,
+        *,
+        ready: bool = True,
+        config: FrontEndConfig | None = None,
+        seed: int | None = None,
+        served: PreparedModel | None = None,
+        max_model_len: int = 256,
+    ) -> AsyncIterator[FrontEnd]:
+        path = front_end_path(run_dir, 1, 0)
+        used = served or model
+        engine = FakeEngine(
+            path, vocab_size=used.vocab_size, max_model_len=max_model_len, script=script
+        )
+        boot = make_boot(run_dir, used, config or FrontEndConfig(), seed)
+        services = make_services(boot, Link.connect(path, FromEngine))
+        if ready:
+            engine.announce()
+            await services.client.wait_ready()
+        server = make_server(services)
+        listener = socket.create_server(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+                yield FrontEnd(services, engine, http, url)
+        finally:
+            services.client.close()
+            server.should_exit = True
+            await serving
+            await engine.close()
+
+    return running
+
+
+@pytest.fixture
+def say(tokenizer: Tokenizer) -> Callable[[str], Script]:
+    """say(text): an engine that draws the tokens of `text` and then the end token."""
+
+    def script_for(text: str) -> Script:
+        ids = [*tokenizer.encode(text).ids, 2]
+        return lambda request, choice: ids
+
+    return script_for

@@ -1,0 +1,227 @@
+"""An engine that says what the test tells it to, behind a real link.
+
+Runs on the test's event loop. With a `script` it answers by itself, one token in
+each message; without one the test accepts, emits and refuses by hand.
+"""
+
+import asyncio
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from proto import PROTOCOL_VERSION
+from proto.engine_io import (
+    Abort,
+    AdminCall,
+    AdminReply,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    FirstTokenInfo,
+    LogprobsArrays,
+    ToEngine,
+)
+from proto.errors import ErrorInfo
+from proto.lifecycle import EngineReady
+from proto.sockets import Link
+from proto.stats import SchedulerStats
+
+Script = Callable[[EngineCoreRequest, int], Sequence[int]]
+"""(request, choice) → the tokens that the model would draw, cut at max_tokens here."""
+
+
+def pack_logprobs(
+    rows: Sequence[Sequence[tuple[int, float]]], ranks: Sequence[int], first_position: int = 0
+) -> LogprobsArrays:
+    """Rows of (token id, logprob), the chosen token first, as the worker packs them."""
+    ids = np.array([[token for token, _ in row] for row in rows], dtype="<i4")
+    values = np.array([[value for _, value in row] for row in rows], dtype="<f4")
+    return LogprobsArrays(
+        first_position,
+        ids.shape[1],
+        ids.tobytes(),
+        values.tobytes(),
+        np.array(ranks, dtype="<i4").tobytes(),
+    )
+
+
+def made_up_logprobs(token_ids: Sequence[int], number: int, first: int = 0) -> LogprobsArrays:
+    """The chosen token at -0.5 and rank 1, alternatives are it again and its neighbours."""
+    rows = [
+        [(token, -0.5), *((token + step, -0.5 - step) for step in range(number))]
+        for token in token_ids
+    ]
+    return pack_logprobs(rows, [1] * len(rows), first)
+
+
+class FakeEngine:
+    """One end of a link to a front end. `requests`, `aborts`, `calls`: what came, as queues."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        vocab_size: int,
+        max_model_len: int = 256,
+        epoch: int = 1,
+        script: Script | None = None,
+    ) -> None:
+        self.link = Link.bind(path, ToEngine)
+        self.epoch = epoch
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.script = script
+        self.requests: asyncio.Queue[EngineCoreRequest] = asyncio.Queue()
+        self.aborts: asyncio.Queue[Abort] = asyncio.Queue()
+        self.num_cached_tokens = 0
+        self._aborted: set[tuple[int, int | None]] = set()
+        self._sent: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._steps = itertools.count()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self.link.fileno(), self._drain)
+        self._drain()
+
+    def announce(self) -> None:
+        """Tell the front end that requests are welcome."""
+        self._send(
+            EngineReady(
+                PROTOCOL_VERSION, self.epoch, self.max_model_len, 64, 16, self.vocab_size, "fake"
+            )
+        )
+
+    def accept(self, request: EngineCoreRequest) -> None:
+        self._send(self._outputs([], accepted=[request.request_id]))
+
+    def refuse(self, request: EngineCoreRequest, error: ErrorInfo) -> None:
+        self.send_outputs(EngineCoreOutput(request.request_id, 0, 0, [], error=error))
+
+    def emit(
+        self,
+        request: EngineCoreRequest,
+        token_ids: Sequence[int],
+        *,
+        choice: int = 0,
+        finish: FinishReason | None = None,
+        **fields: Any,
+    ) -> None:
+        """New tokens of a choice; log-probabilities are made up when they were asked for."""
+        output = self.output(request, token_ids, choice=choice, finish=finish, **fields)
+        self.send_outputs(output)
+
+    def output(
+        self,
+        request: EngineCoreRequest,
+        token_ids: Sequence[int],
+        *,
+        choice: int = 0,
+        finish: FinishReason | None = None,
+        **fields: Any,
+    ) -> EngineCoreOutput:
+        key = (request.request_id, choice)
+        index = self._sent[key]
+        self._sent[key] += len(token_ids)
+        params = request.sampling_params
+        if index == 0:
+            now = time.monotonic()
+            fields.setdefault("first", FirstTokenInfo(self.num_cached_tokens, now, now))
+            if params.prompt_logprobs is not None and choice == 0:
+                fields.setdefault(
+                    "prompt_logprobs",
+                    made_up_logprobs(request.prompt_token_ids[1:], params.prompt_logprobs, 1)
+                    if len(request.prompt_token_ids) > 1
+                    else None,
+                )
+        if params.logprobs is not None and token_ids:
+            fields.setdefault("logprobs", made_up_logprobs(token_ids, params.logprobs, index))
+        return EngineCoreOutput(
+            request.request_id, choice, index, list(token_ids), finish, **fields
+        )
+
+    def send_outputs(self, *outputs: EngineCoreOutput, stats: SchedulerStats | None = None) -> None:
+        """Outputs as they are, in one message."""
+        self._send(self._outputs(list(outputs), stats=stats))
+
+    def is_aborted(self, request_id: int, choice: int) -> bool:
+        return (request_id, None) in self._aborted or (request_id, choice) in self._aborted
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._loop.remove_reader(self.link.fileno())
+        self.link.close()
+
+    def _outputs(
+        self,
+        outputs: list[EngineCoreOutput],
+        accepted: list[int] | None = None,
+        stats: SchedulerStats | None = None,
+    ) -> EngineCoreOutputs:
+        return EngineCoreOutputs(
+            self.epoch, next(self._steps), time.monotonic(), outputs, accepted or [], stats
+        )
+
+    def _send(self, message: Any) -> None:
+        self.link.send(message)
+        self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        for message in self.link.receive():
+            if isinstance(message, EngineCoreRequest):
+                self._on_request(message)
+            elif isinstance(message, Abort):
+                self._aborted.add((message.request_id, message.choice))
+                self.aborts.put_nowait(message)
+            elif isinstance(message, AdminCall):
+                self._send(AdminReply(message.epoch, message.call_id, True, message.name))
+        if not self.link.flush():
+            self._loop.call_later(0.01, self._drain)
+
+    def _on_request(self, request: EngineCoreRequest) -> None:
+        self.requests.put_nowait(request)
+        if self.script is not None:
+            task = asyncio.create_task(self._play(request, self.script))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _play(self, request: EngineCoreRequest, script: Script) -> None:
+        self.accept(request)
+        params = request.sampling_params
+        texts = [list(script(request, choice)) for choice in range(request.n)]
+        for step in range(params.max_tokens):
+            running = [
+                choice
+                for choice, tokens in enumerate(texts)
+                if step < len(tokens) and not self.is_aborted(request.request_id, choice)
+            ]
+            if not running:
+                return
+            outputs = []
+            for choice in running:
+                token = texts[choice][step]
+                finish, reason = self._ending(request, token, step)
+                if finish is not None:
+                    texts[choice] = texts[choice][: step + 1]
+                outputs.append(
+                    self.output(request, [token], choice=choice, finish=finish, stop_reason=reason)
+                )
+            self.send_outputs(*outputs)
+            await asyncio.sleep(0)
+
+    @staticmethod
+    def _ending(
+        request: EngineCoreRequest, token: int, step: int
+    ) -> tuple[FinishReason | None, int | None]:
+        params = request.sampling_params
+        if token in params.stop_ids and step + 1 >= params.min_tokens:
+            is_eos = token in params.eos_token_ids and not params.ignore_eos
+            return FinishReason.STOP, None if is_eos else token
+        if step + 1 >= params.max_tokens:
+            return FinishReason.LENGTH, None
+        return None, None
