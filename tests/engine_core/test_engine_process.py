@@ -1,0 +1,215 @@
+"""The engine as a process: its start, its service, its end."""
+
+import os
+import subprocess
+
+import pytest
+
+from proto import PROTOCOL_VERSION
+from proto.config import CacheConfig, FrontEndConfig, SchedulerConfig, ServeConfig
+from proto.engine_io import (
+    Abort,
+    AdminCall,
+    AdminReply,
+    EngineCoreOutputs,
+    FinishReason,
+)
+from proto.errors import ErrorInfo
+from proto.lifecycle import CacheReady, EngineReady, Fatal, InitializeCache, Notice
+from proto.model_runner_output import ModelRunnerOutput
+from proto.scheduler_output import SchedulerOutput
+from tests.fakes.engine_process import BLOCK_SIZE, EPOCH, EngineProcess
+from tests.fakes.paged_runner import undisturbed
+
+
+@pytest.fixture
+def start(tmp_path_factory):
+    """Starts engines that end with the test. Socket paths are short: no tmp_path."""
+    engines = []
+
+    def factory(**config) -> EngineProcess:
+        engine = EngineProcess(
+            "/tmp",
+            config=ServeConfig(**config),
+            num_front_ends=config.get("frontend", FrontEndConfig()).api_server_count,
+        )
+        engines.append(engine)
+        return engine
+
+    yield factory
+    for engine in engines:
+        engine.close()
+        assert not os.path.exists(engine.directory.path)
+
+
+def outputs_of(engine: EngineProcess, request_id: int, front_end: int = 0):
+    """Serve steps until the request has its final output; all its outputs."""
+    link = engine.front_ends[front_end]
+    found = []
+    while not found or found[-1].finish_reason is None:
+        engine.answer_step()
+        message = engine.expect(link, EngineCoreOutputs, lambda each: each.outputs)
+        found += [each for each in message.outputs if each.request_id == request_id]
+    return found
+
+
+def is_idle(message) -> bool:
+    stats = message.stats
+    return stats is not None and stats.num_running == stats.num_waiting == 0
+
+
+def test_a_life(start):
+    engine = start(cache=CacheConfig(kv_cache_memory=1))
+    engine.worker.send(engine.worker_ready())
+    assert engine.expect(engine.worker, InitializeCache) == InitializeCache(
+        PROTOCOL_VERSION, EPOCH, 100, BLOCK_SIZE, 99 * BLOCK_SIZE
+    )
+    engine.worker.send(CacheReady(EPOCH, 0))
+    notice = engine.expect(engine.supervisor, Notice)
+    assert "1584" in notice.message
+    assert "4096" in notice.message
+    ready = engine.expect(engine.supervisor, EngineReady)
+    assert (ready.max_model_len, ready.num_blocks, ready.vocab_size) == (1584, 99, 1000)
+    (front_end,) = engine.front_ends
+    assert engine.expect(front_end, EngineReady) == ready
+
+    front_end.send(engine.request(7, [1, 2, 3], 5))
+    assert engine.expect(front_end, EngineCoreOutputs).accepted == [7]
+    outputs = outputs_of(engine, 7)
+    assert [token for each in outputs for token in each.new_token_ids] == undisturbed([1, 2, 3], 5)
+    assert [each.token_index for each in outputs] == list(range(5))
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+
+    front_end.send(AdminCall(EPOCH, 1, "check_integrity"))
+    assert engine.expect(front_end, AdminReply) == AdminReply(EPOCH, 1, True)
+    front_end.send(AdminCall(EPOCH, 2, "reset_prefix_cache"))
+    assert engine.expect(front_end, AdminReply) == AdminReply(EPOCH, 2, True)
+    assert engine.shutdown() == 0
+
+
+def test_an_abort_counts_before_the_tokens_that_were_in_flight(start):
+    engine = start()
+    engine.start()
+    (front_end,) = engine.front_ends
+    front_end.send(engine.request(1, [1, 2], 50))
+    engine.answer_step()
+    step = engine.expect(engine.worker, SchedulerOutput)
+    front_end.send(AdminCall(EPOCH, 1, "reset_prefix_cache"))
+    reply = engine.expect(front_end, AdminReply)
+    assert not reply.ok
+    assert "1 request" in reply.detail
+    front_end.send(Abort(EPOCH, 1, "disconnect"))
+    assert engine.expect(front_end, EngineCoreOutputs, is_idle).outputs == []
+    engine.worker.send(engine.runner.execute(step))
+    finished = engine.expect(engine.worker, SchedulerOutput)
+    assert finished.finished_handles == step.cached_requests.handles
+    engine.worker.send(engine.runner.execute(finished))
+    front_end.send(engine.request(2, [4], 1))
+    (output,) = outputs_of(engine, 2)
+    assert output.new_token_ids == undisturbed([4], 1)
+
+
+def test_each_front_end_gets_its_own(start):
+    engine = start(frontend=FrontEndConfig(api_server_count=2))
+    engine.start()
+    first, second = engine.front_ends
+    first.send(engine.request(1, [1], 1))
+    engine.expect(first, EngineCoreOutputs, lambda each: each.accepted == [1])
+    second.send(engine.request(1 << 55, [2], 1))
+    message = engine.expect(second, EngineCoreOutputs, lambda each: each.accepted)
+    assert (message.accepted, message.stats) == ([1 << 55], None)
+    engine.answer_step()
+    (output,) = engine.expect(first, EngineCoreOutputs, lambda each: each.outputs).outputs
+    assert (output.request_id, output.new_token_ids) == (1, undisturbed([1], 1))
+    engine.answer_step()
+    (output,) = engine.expect(second, EngineCoreOutputs, lambda each: each.outputs).outputs
+    assert (output.request_id, output.new_token_ids) == (1 << 55, undisturbed([2], 1))
+
+
+def test_a_bad_request_gets_an_error_and_harms_nobody(start):
+    engine = start()
+    engine.start()
+    (front_end,) = engine.front_ends
+    front_end.send(engine.request(1, [5000], 1))
+    (output,) = engine.expect(front_end, EngineCoreOutputs, lambda each: each.outputs).outputs
+    assert output.finish_reason is FinishReason.ERROR
+    assert output.error.kind == "invalid_request"
+    assert "5000" in output.error.message
+    front_end.send(engine.request(2, [5], 1, epoch=EPOCH - 1))
+    front_end.send(engine.request(3, [5], 1))
+    (output,) = outputs_of(engine, 3)
+    assert output.request_id == 3
+
+
+def test_shutdown_does_not_wait_for_a_step(start):
+    engine = start()
+    engine.start()
+    engine.front_ends[0].send(engine.request(1, [1], 10))
+    engine.expect(engine.worker, SchedulerOutput)
+    assert engine.shutdown() == 0
+
+
+def test_shutdown_does_not_wait_for_a_worker_that_loads(start):
+    engine = start()
+    assert engine.shutdown() == 0
+
+
+def test_an_error_of_the_worker_ends_the_engine_with_its_traceback(start):
+    engine = start()
+    engine.start()
+    engine.front_ends[0].send(engine.request(1, [1], 10))
+    step = engine.expect(engine.worker, SchedulerOutput)
+    error = ErrorInfo("internal", "ValueError: nan", rank=0, traceback="Traceback: in forward()")
+    engine.worker.send(ModelRunnerOutput(EPOCH, step.step, [], [], error=error))
+    fatal = engine.expect(engine.supervisor, Fatal)
+    assert "worker 0 failed in step 1: ValueError: nan" in fatal.error.message
+    assert "in forward()" in fatal.error.traceback
+    assert engine.process.wait(20) == 1
+
+
+@pytest.mark.parametrize("tokens", [[[1000]], [[]], []])
+def test_a_result_that_cannot_be_ends_the_engine(start, tokens):
+    engine = start()
+    engine.start()
+    engine.front_ends[0].send(engine.request(1, [1], 10))
+    step = engine.expect(engine.worker, SchedulerOutput)
+    engine.worker.send(ModelRunnerOutput(EPOCH, step.step, [0], tokens))
+    fatal = engine.expect(engine.supervisor, Fatal)
+    assert "worker 0" in fatal.error.message
+    assert engine.process.wait(20) == 1
+
+
+def test_garbage_from_the_worker_ends_the_engine(start):
+    engine = start()
+    engine.start()
+    engine.worker.zmq_socket.send(b"\xc1 not a message")
+    fatal = engine.expect(engine.supervisor, Fatal)
+    assert "worker 0" in fatal.error.message
+    assert engine.process.wait(20) == 1
+
+
+def test_a_worker_of_another_version_is_refused(start):
+    engine = start()
+    engine.worker.send(engine.worker_ready(protocol_version=PROTOCOL_VERSION + 1))
+    fatal = engine.expect(engine.supervisor, Fatal)
+    assert "protocol" in fatal.error.message
+    assert engine.process.wait(20) == 1
+
+
+def test_a_pool_without_room_for_a_block_is_refused_by_name(start):
+    engine = start()
+    engine.worker.send(engine.worker_ready(kv_cache_bytes=100))
+    fatal = engine.expect(engine.supervisor, Fatal)
+    assert "--kv-cache-memory" in fatal.error.message
+
+
+def test_idle_costs_nothing(start):
+    """A whole second of waiting, counted in processor time: a spinning loop would use all of it."""
+    engine = start(scheduler=SchedulerConfig(max_num_seqs=4))
+    engine.start()
+    engine.front_ends[0].send(engine.request(1, [1], 1))
+    outputs_of(engine, 1)
+    before = engine.cpu_seconds()
+    with pytest.raises(subprocess.TimeoutExpired):
+        engine.process.wait(1.2)
+    assert engine.cpu_seconds() - before < 0.3

@@ -1,0 +1,184 @@
+"""The real engine process, with the test in the place of everyone around it."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from proto import PROTOCOL_VERSION
+from proto.codec import encode
+from proto.config import ServeConfig
+from proto.engine_io import AdminReply, EngineCoreOutputs, EngineCoreRequest
+from proto.lifecycle import (
+    CacheReady,
+    EngineReady,
+    Fatal,
+    InitializeCache,
+    KVCacheGeometry,
+    Notice,
+    ProcessBoot,
+    Progress,
+    Shutdown,
+    WorkerReady,
+)
+from proto.model_runner_output import ModelRunnerOutput
+from proto.prepared_model import PreparedModel
+from proto.run_directory import RunDirectory
+from proto.sampling_params import SamplingParams
+from proto.scheduler_output import SchedulerOutput
+from proto.sockets import Link, Poller, front_end_path, supervisor_path, worker_path
+from tests.fakes.paged_runner import PagedRunner
+
+EPOCH = 3
+BLOCK_SIZE = 16
+BYTES_PER_TOKEN = 64
+VOCAB_SIZE = 1000
+PATIENCE_SECONDS = 20.0
+
+
+class EngineProcess:
+    """Starts `python -m engine_core` and plays supervisor, worker and front ends."""
+
+    def __init__(self, parent: str, *, config: ServeConfig, num_front_ends: int = 1) -> None:
+        self.directory = RunDirectory.create(parent)
+        run_dir = self.directory.path
+        self.supervisor = Link.bind(
+            supervisor_path(run_dir, "engine_core", 0, 0),
+            EngineReady | Progress | Notice | Fatal,
+        )
+        self.worker = Link.connect(
+            worker_path(run_dir, EPOCH, 0), InitializeCache | SchedulerOutput
+        )
+        self.front_ends = [
+            Link.connect(
+                front_end_path(run_dir, EPOCH, index), EngineReady | EngineCoreOutputs | AdminReply
+            )
+            for index in range(num_front_ends)
+        ]
+        self.runner = PagedRunner(BLOCK_SIZE)
+        self.inbox: dict[Link, list[Any]] = {
+            link: [] for link in (self.supervisor, self.worker, *self.front_ends)
+        }
+        death, self._alive = os.pipe()
+        boot = ProcessBoot(
+            protocol_version=PROTOCOL_VERSION,
+            role="engine_core",
+            index=0,
+            incarnation=0,
+            epoch=EPOCH,
+            run_dir=run_dir,
+            death_fd=death,
+            config=config,
+            model=_model(),
+        )
+        descriptor = os.memfd_create("boot")
+        os.write(descriptor, encode(boot))
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "engine_core", "--boot-fd", str(descriptor)],
+            pass_fds=(descriptor, death),
+        )
+        os.close(descriptor)
+        os.close(death)
+
+    def worker_ready(self, **changes: Any) -> WorkerReady:
+        """What the worker says first; room for 100 blocks."""
+        message = WorkerReady(
+            PROTOCOL_VERSION,
+            EPOCH,
+            0,
+            KVCacheGeometry(1, 1, 8, "float32", BYTES_PER_TOKEN),
+            100 * BLOCK_SIZE * BYTES_PER_TOKEN,
+            VOCAB_SIZE,
+            b"f" * 32,
+            "fake",
+        )
+        return msgspec.structs.replace(message, **changes)
+
+    def start(self) -> EngineReady:
+        """Load the worker, make its cache, and hear that the engine is ready."""
+        self.worker.send(self.worker_ready())
+        self.expect(self.worker, InitializeCache)
+        self.worker.send(CacheReady(EPOCH, 0))
+        ready: EngineReady = self.expect(self.supervisor, EngineReady)
+        return ready
+
+    def request(
+        self, request_id: int, prompt: list[int], max_tokens: int, **changes: Any
+    ) -> EngineCoreRequest:
+        message = EngineCoreRequest(
+            epoch=EPOCH,
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(max_tokens=max_tokens),
+            seed=0,
+            arrival_time=time.monotonic(),
+        )
+        return msgspec.structs.replace(message, **changes)
+
+    def answer_step(self) -> SchedulerOutput:
+        """Take the next step that has work and compute it."""
+        while True:
+            step: SchedulerOutput = self.expect(self.worker, SchedulerOutput)
+            result: ModelRunnerOutput = self.runner.execute(step)
+            self.worker.send(result)
+            if step.total_num_scheduled_tokens:
+                return step
+
+    def expect(self, link: Link, kind: type, where: Callable[[Any], bool] = bool) -> Any:
+        """The next message of a kind on a link; others of it before that are dropped."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            inbox = self.inbox[link]
+            while inbox:
+                message = inbox.pop(0)
+                if isinstance(message, kind) and where(message):
+                    return message
+            remaining = deadline - time.monotonic()
+            assert remaining > 0, f"no {kind.__name__} came"
+            Poller(self.inbox).wait(remaining)
+            for each, received in self.inbox.items():
+                received += each.receive()
+
+    def cpu_seconds(self) -> float:
+        """Processor time of the engine so far."""
+        with open(f"/proc/{self.process.pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def shutdown(self) -> int:
+        """Ask the engine to end; its exit status."""
+        self.supervisor.send(Shutdown())
+        poller = Poller([self.supervisor])
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not self.supervisor.flush() and time.monotonic() < deadline:
+            poller.wait(PATIENCE_SECONDS)  # ends when the engine connects
+        return self.process.wait(PATIENCE_SECONDS)
+
+    def close(self) -> None:
+        """End the engine as a dying supervisor would, and clean up."""
+        os.close(self._alive)
+        try:
+            self.process.wait(PATIENCE_SECONDS)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait()
+            for link in self.inbox:
+                link.close()
+            self.directory.leave()
+
+
+def _model() -> PreparedModel:
+    return PreparedModel(
+        folder="/nowhere",
+        name="fake",
+        source="/nowhere",
+        architecture="LlamaForCausalLM",
+        vocab_size=VOCAB_SIZE,
+        max_position=4096,
+        weights_sha256="0" * 64,
+    )
