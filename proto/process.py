@@ -14,6 +14,8 @@ import threading
 import traceback
 from collections.abc import Callable
 
+import zmq
+
 from proto import PROTOCOL_VERSION
 from proto.codec import MessageDecoder
 from proto.errors import ErrorInfo, ProtocolError
@@ -25,6 +27,7 @@ logger = logging.getLogger("tokend.process")
 
 _TITLES: dict[Role, str] = {"api_server": "api", "engine_core": "engine", "worker": "worker"}
 _LAST_WORDS_SECONDS = 1.0
+_ORPHAN_PATIENCE_SECONDS = 1.0
 
 Main = Callable[[ProcessBoot, Link], None]
 """Runs a process until it is asked to stop: (boot, link to the supervisor)."""
@@ -35,8 +38,11 @@ def run(main: Main) -> None:
     boot = _read_boot()
     directory = RunDirectory.join(boot.run_dir)
     _enter(boot, directory)
+    last_words = zmq.Context()
     supervisor = Link.connect(
-        supervisor_path(boot.run_dir, boot.role, boot.index, boot.incarnation), FromSupervisor
+        supervisor_path(boot.run_dir, boot.role, boot.index, boot.incarnation),
+        FromSupervisor,
+        last_words,
     )
     status = 0
     try:
@@ -45,6 +51,7 @@ def run(main: Main) -> None:
         status = 1
         supervisor.send(Fatal(boot.role, boot.index, describe(error, boot.index)))
     supervisor.close(_LAST_WORDS_SECONDS)
+    last_words.term()  # closing only starts the sending; a context of its own can wait for it
     _exit(status, directory)
 
 
@@ -95,12 +102,12 @@ def _enter(boot: ProcessBoot, directory: RunDirectory) -> None:
 def _end_with_supervisor(death_fd: int, directory: RunDirectory) -> None:
     while os.read(death_fd, 1):
         pass  # nobody writes; end of file means that the supervisor is gone
-    _exit(1, directory)
+    _exit(1, directory, _ORPHAN_PATIENCE_SECONDS)
 
 
-def _exit(status: int, directory: RunDirectory) -> None:
+def _exit(status: int, directory: RunDirectory, patience_seconds: float = 0.0) -> None:
     """End without waiting for threads or atexit hooks, which may be stuck in a kernel."""
-    directory.leave()
+    directory.leave(patience_seconds)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -11,12 +11,14 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 from proto.errors import TokendError
 
 _PREFIX = "tokend-"
 _LOCK = "lock"
+_RETRY_SECONDS = 0.005
 
 
 class RunDirectory:
@@ -30,7 +32,14 @@ class RunDirectory:
     def create(cls, parent: str) -> "RunDirectory":
         """A fresh directory of mode 0700 under `parent`, after sweeping dead ones."""
         sweep(parent)
-        return cls.join(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        while True:
+            path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+            # another daemon's sweep may find it before it is locked, and remove it
+            with contextlib.suppress(FileNotFoundError):
+                directory = cls.join(path)
+                if os.path.exists(os.path.join(path, _LOCK)):
+                    return directory
+                os.close(directory._lock_fd)
 
     @classmethod
     def join(cls, path: str) -> "RunDirectory":
@@ -41,14 +50,22 @@ class RunDirectory:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         return cls(path, descriptor)
 
-    def leave(self) -> None:
-        """Give the lock back; whoever leaves last removes the directory."""
+    def leave(self, patience_seconds: float = 0.0) -> None:
+        """Give the lock back; whoever leaves last removes the directory.
+
+        Waits up to `patience_seconds` for the others to leave. That is for orphans:
+        the lock of a supervisor that was killed may outlast its death pipe a little,
+        and then each of the others would leave the removal to it.
+        """
         if self._lock_fd < 0:
             return
         descriptor, self._lock_fd = self._lock_fd, -1
+        deadline = time.monotonic() + patience_seconds
         try:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
-            if _lock_exclusively(descriptor):
+            while not (alone := _lock_exclusively(descriptor)) and time.monotonic() < deadline:
+                time.sleep(_RETRY_SECONDS)
+            if alone:
                 shutil.rmtree(self.path, ignore_errors=True)
         finally:
             os.close(descriptor)

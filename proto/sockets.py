@@ -56,7 +56,9 @@ class Link:
     counts what arrived and was none of them.
     """
 
-    def __init__(self, path: str, receives: Any, *, bind: bool) -> None:
+    def __init__(
+        self, path: str, receives: Any, *, bind: bool, context: "zmq.Context[Any] | None" = None
+    ) -> None:
         if len(os.fsencode(path)) > MAX_IPC_PATH:
             raise TokendError(f"socket path is longer than {MAX_IPC_PATH} bytes: {path}")
         self.path = path
@@ -64,7 +66,7 @@ class Link:
         self._decoder: MessageDecoder[Any] = MessageDecoder(receives)
         self._pending: deque[bytes] = deque()
         self._pending_bytes = 0
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket: zmq.Socket[bytes] = (context or zmq.Context.instance()).socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
@@ -80,9 +82,12 @@ class Link:
         return cls(path, receives, bind=True)
 
     @classmethod
-    def connect(cls, path: str, receives: Any) -> "Link":
-        """The other end; may be made before the path exists."""
-        return cls(path, receives, bind=False)
+    def connect(cls, path: str, receives: Any, context: "zmq.Context[Any] | None" = None) -> "Link":
+        """The other end; may be made before the path exists.
+
+        `context` is one that the caller terminates, by default the process's own.
+        """
+        return cls(path, receives, bind=False, context=context)
 
     def fileno(self) -> int:
         """ZMQ's descriptor, for an event loop.

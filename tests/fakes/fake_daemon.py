@@ -1,0 +1,46 @@
+"""The real supervisor over fake processes: `fake_daemon.py RUN_PARENT ROLE=BEHAVIOUR…`.
+
+Prints the ready line of `tokend serve`, and ends as it would.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from deploy import ready
+from deploy.display import open_display
+from deploy.listening import listen, url_of
+from deploy.supervisor import Launch, Supervisor
+from proto.config import ServeConfig
+from proto.lifecycle import EngineReady
+from proto.prepared_model import PreparedModel
+
+ROLES = ("worker", "engine_core", "api_server")
+FAKE = str(Path(__file__).with_name("fake_process.py"))
+
+
+def main(run_parent: str, choices: list[str]) -> int:
+    behaviours = {**dict.fromkeys(ROLES, "good"), **dict(each.split("=") for each in choices)}
+    config = ServeConfig()
+    model = PreparedModel(
+        folder="/nowhere",
+        name="fake",
+        source="/nowhere",
+        architecture="FakeForCausalLM",
+        vocab_size=256,
+        max_position=128,
+        weights_sha256="0" * 64,
+    )
+    listener = listen("127.0.0.1", 0)
+    url = url_of(listener)
+
+    def announce(engine: EngineReady) -> None:
+        print(ready.render(url, config, model, engine, 0.0), flush=True)
+
+    commands = {role: (sys.executable, "-P", FAKE, behaviours[role]) for role in ROLES}
+    launch = Launch(config, model, (listener,), dict(os.environ), commands)
+    return Supervisor(launch, run_parent, open_display(sys.stderr), announce).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))
