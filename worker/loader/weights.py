@@ -8,6 +8,7 @@ exist in both forms.
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Final
 
 import torch
@@ -46,7 +47,7 @@ def load_model(
     source = WeightSource(read_index(prepared), spec, dtype, device)
     steps = spec.num_layers + 1
     layers: list[LayerWeights] = []
-    with ThreadPoolExecutor(_READER_THREADS, thread_name_prefix="load") as pool:
+    with _readers() as pool:
         ends = pool.submit(_read_ends, source, spec)
         for tensors in _layers_in_order(pool, source, spec):
             layers.append(_layer(tensors, spec))
@@ -63,6 +64,23 @@ def load_model(
     )
     progress(1.0)
     return decoder
+
+
+@contextmanager
+def _readers() -> Iterator[ThreadPoolExecutor]:
+    """Threads that read, each of which runs torch on itself alone.
+
+    Every thread would bring a team of OpenMP threads of its own, and these spin.
+    The number is set per thread, but what new threads begin with is set for all.
+    """
+    num_threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(
+            _READER_THREADS, "load", initializer=torch.set_num_threads, initargs=(1,)
+        ) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _layers_in_order(

@@ -1,0 +1,185 @@
+"""Configurations to specs: both spellings of rope, and refusals that name key and value."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proto.errors import ModelError
+from tests.fakes.tiny_checkpoints import CONFIGS
+from worker.models.registry import spec_from_config
+from worker.models.spec import DefaultRope, LinearRope, Llama3Rope, YarnRope
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+
+
+def family(architecture: str, **keys: Any) -> dict[str, Any]:
+    model_type = architecture.removesuffix("ForCausalLM").lower()
+    return LLAMA | {"architectures": [architecture], "model_type": model_type} | keys
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_configuration_that_transformers_writes_is_understood(name: str) -> None:
+    config = json.loads(CONFIGS[name].to_json_string(use_diff=False))
+    architecture = name.split("-")[0].capitalize() + "ForCausalLM"
+    spec = spec_from_config(config | {"architectures": [architecture]})
+    assert (spec.num_heads, spec.num_layers, spec.vocab_size) == (4, 3, 96)
+
+
+def test_a_llama_configuration_in_full() -> None:
+    spec = spec_from_config(LLAMA)
+    assert spec.architecture == "LlamaForCausalLM"
+    assert (spec.head_dim, spec.query_size, spec.kv_size) == (16, 64, 32)
+    assert spec.rope == DefaultRope(10_000.0)
+    assert spec.windows == (None, None)
+    assert not (spec.qkv_bias or spec.output_bias or spec.qk_norm or spec.tied_embeddings)
+
+
+def test_families_differ_where_they_should() -> None:
+    mistral = spec_from_config(family("MistralForCausalLM", sliding_window=None))
+    qwen2 = spec_from_config(family("Qwen2ForCausalLM", sliding_window=64))
+    qwen3 = spec_from_config(family("Qwen3ForCausalLM", attention_bias=True))
+    assert (mistral.gguf_permutes_qk, mistral.qkv_bias) == (True, False)
+    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.gguf_permutes_qk) == (True, False, False)
+    assert (qwen3.qk_norm, qwen3.output_bias, qwen3.head_dim) == (True, True, 128)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({"type": "linear", "factor": 2}, LinearRope(5000.0, 2.0)),
+        ({"rope_type": "default"}, DefaultRope(5000.0)),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+            Llama3Rope(5000.0, 8.0, 1.0, 4.0, 32),
+        ),
+        (
+            {"type": "yarn", "factor": 1.0, "original_max_position_embeddings": 32},
+            YarnRope(5000.0, 1.0, 32, 32.0, 1.0, True, 1.0),
+        ),
+    ],
+)
+def test_both_spellings_of_rope(scaling: dict[str, Any], expected: Any) -> None:
+    older = LLAMA | {"rope_theta": 5000.0, "rope_scaling": scaling}
+    newer = LLAMA | {"rope_parameters": scaling | {"rope_theta": 5000.0}}
+    assert spec_from_config(older).rope == expected
+    assert spec_from_config(newer).rope == expected
+
+
+def test_a_null_rope_scaling_is_none() -> None:
+    config = LLAMA | {"rope_theta": 5000.0, "rope_scaling": None}
+    assert spec_from_config(config).rope == DefaultRope(5000.0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope'"),
+        ({"rope_scaling": {"type": "linear"}}, "factor = None"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor = '2'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "mrope_section": [1]}}, "mrope_section"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor = 0.5",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "full_attention",
+        ),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25"),
+        ({"rope_interleaved": True}, "rope_interleaved = True"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh'"),
+        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier = 12.0"),
+        ({"logits_scaling": 8.0}, "logits_scaling = 8.0"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ({"attention_sink": True}, "attention_sink = True"),
+        ({"sliding_window": 64}, "sliding_window = 64"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"num_local_experts": 8}, "num_local_experts = 8"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+        ({"hidden_size": None}, "hidden_size = None"),
+        ({"head_dim": 15}, "head_dim = 15"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps = -1.0"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes'"),
+        ({"model_type": "qwen2"}, "model_type = 'qwen2'"),
+        ({"architectures": ["PhiForCausalLM"]}, "architectures = 'PhiForCausalLM'"),
+        ({"architectures": None}, "architectures = None"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(keys: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        spec_from_config(LLAMA | keys)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        family("MistralForCausalLM", sliding_window=100),
+        family("Qwen2ForCausalLM", sliding_window=100, use_sliding_window=True),
+        family("Qwen3ForCausalLM", sliding_window=100, use_sliding_window=True),
+    ],
+)
+def test_a_window_in_use_is_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match="sliding_window = 100"):
+        spec_from_config(config)
+
+
+def test_a_window_that_hides_nothing_is_none() -> None:
+    spec = spec_from_config(family("MistralForCausalLM", sliding_window=128))
+    assert spec.windows == (None, None)
+
+
+def test_harmless_keys_pass() -> None:
+    spec_from_config(
+        LLAMA
+        | {
+            "attention_dropout": 0.1,
+            "initializer_range": 0.02,
+            "pretraining_tp": 1,
+            "rope_interleaved": False,
+            "is_llama_config": True,
+            "partial_rotary_factor": 1.0,
+            "transformers_version": "4.42.3",
+            "torch_dtype": "bfloat16",
+            "eos_token_id": [2, 3],
+        }
+    )
+
+
+def test_a_folder_without_a_configuration(tmp_path: Path) -> None:
+    from tests.fakes.prepared_models import prepare
+    from worker.models.registry import spec_of
+    from proto.prepared_model import TensorIndex
+
+    prepared = prepare(tmp_path, LLAMA, TensorIndex("safetensors", (), ()))
+    assert spec_of(prepared).hidden_size == 64
+    (tmp_path / "config.json").write_text("[")
+    with pytest.raises(ModelError, match="config.json"):
+        spec_of(prepared)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ModelError, match="config.json"):
+        spec_of(prepared)
