@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from proto import PROTOCOL_VERSION
-from proto.config import CacheConfig, FrontEndConfig, SchedulerConfig, ServeConfig
+from proto.config import FrontEndConfig, SchedulerConfig, ServeConfig
 from proto.engine_io import (
     Abort,
     AdminCall,
@@ -59,7 +59,7 @@ def is_idle(message) -> bool:
 
 
 def test_a_life(start):
-    engine = start(cache=CacheConfig(kv_cache_memory=1))
+    engine = start()
     engine.worker.send(engine.worker_ready())
     assert engine.expect(engine.worker, InitializeCache) == InitializeCache(
         PROTOCOL_VERSION, EPOCH, 100, BLOCK_SIZE, 99 * BLOCK_SIZE

@@ -1,0 +1,94 @@
+"""Settings that cannot work are refused by name."""
+
+import msgspec
+import pytest
+
+from proto.config import NOT_AVAILABLE_YET, ServeConfig, flag_name, validate
+from proto.errors import ConfigError
+
+
+def config(section: str, **changes) -> ServeConfig:
+    part = msgspec.structs.replace(getattr(ServeConfig(), section), **changes)
+    return ServeConfig(**{section: part})
+
+
+def test_the_defaults_are_valid():
+    validate(ServeConfig())
+
+
+@pytest.mark.parametrize(
+    ("section", "changes"),
+    [
+        ("cache", {"block_size": 1}),
+        ("cache", {"block_size": 1024}),
+        ("cache", {"num_gpu_blocks_override": 2}),
+        ("scheduler", {"max_num_batched_tokens": 16, "max_num_seqs": 256}),
+        ("scheduler", {"enable_chunked_prefill": False}),
+        ("frontend", {"port": 0}),
+        ("model", {"seed": 0}),
+        ("device", {"device": "cpu", "attention_backend": "reference"}),
+    ],
+)
+def test_unusual_settings_that_work(section, changes):
+    validate(config(section, **changes))
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "parameter"),
+    [
+        ("cache", {"block_size": 0}, "block_size"),
+        ("cache", {"block_size": 24}, "block_size"),
+        ("cache", {"block_size": 2048}, "block_size"),
+        ("cache", {"num_gpu_blocks_override": 1}, "num_gpu_blocks_override"),
+        (
+            "cache",
+            {"num_gpu_blocks_override": 10, "kv_cache_memory": 1 << 20},
+            "num_gpu_blocks_override",
+        ),
+        ("cache", {"kv_cache_memory": 0}, "kv_cache_memory"),
+        ("scheduler", {"max_num_seqs": 0}, "max_num_seqs"),
+        ("scheduler", {"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
+        ("scheduler", {"long_prefill_token_threshold": -1}, "long_prefill_token_threshold"),
+        (
+            "scheduler",
+            {"long_prefill_token_threshold": 10, "enable_chunked_prefill": False},
+            "long_prefill_token_threshold",
+        ),
+        ("frontend", {"port": 65536}, "port"),
+        ("frontend", {"api_key": " "}, "api_key"),
+        ("model", {"max_model_len": 0}, "max_model_len"),
+        ("model", {"seed": -1}, "seed"),
+        ("device", {"cpu_threads": 0}, "cpu_threads"),
+    ],
+)
+def test_impossible_settings_name_the_parameter(section, changes, parameter):
+    with pytest.raises(ConfigError) as caught:
+        validate(config(section, **changes))
+    assert caught.value.parameter == parameter
+    assert flag_name(parameter) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_setting_of_a_later_feature_accepts_its_default():
+    found = set()
+    for section in ServeConfig.__struct_fields__:
+        part = getattr(ServeConfig(), section)
+        for field in set(part.__struct_fields__) & NOT_AVAILABLE_YET.keys():
+            assert getattr(part, field) in NOT_AVAILABLE_YET[field]
+            found.add(field)
+    assert found == NOT_AVAILABLE_YET.keys()
+
+
+def test_field_names_are_unique_across_sections():
+    """Each becomes a flag."""
+    names = [
+        field
+        for section in ServeConfig.__struct_fields__
+        for field in getattr(ServeConfig(), section).__struct_fields__
+    ]
+    assert len(names) == len(set(names))
+
+
+def test_configuration_is_frozen():
+    with pytest.raises(AttributeError):
+        ServeConfig().model.model = "other"

@@ -1,0 +1,69 @@
+"""Request ids and the error tree."""
+
+from itertools import islice
+
+import pytest
+
+import proto
+from proto.errors import (
+    ErrorInfo,
+    InternalRequestError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestError,
+    TokendError,
+)
+from proto.ids import MAX_CLIENTS, MAX_INCARNATIONS, client_index_of, request_ids
+from proto.process import describe
+
+
+def test_ids_are_unique_over_clients_and_incarnations():
+    sources = [(0, 0), (0, 1), (1, 0), (255, 32767)]
+    ids = [each for source in sources for each in islice(request_ids(*source), 1000)]
+    assert len(set(ids)) == len(ids)
+    assert all(0 <= each < 1 << 63 for each in ids)
+
+
+def test_the_client_can_be_read_from_an_id():
+    for client in (0, 1, 255):
+        assert client_index_of(next(request_ids(client, 7))) == client
+
+
+@pytest.mark.parametrize("source", [(-1, 0), (MAX_CLIENTS, 0), (0, -1), (0, MAX_INCARNATIONS)])
+def test_ids_out_of_range_are_refused(source):
+    with pytest.raises(ValueError, match="outside"):
+        request_ids(*source)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "status"),
+    [
+        ("invalid_request", InvalidRequestError, 400),
+        ("overloaded", OverloadedError, 503),
+        ("engine_dead", OverloadedError, 503),
+        ("internal", InternalRequestError, 500),
+    ],
+)
+def test_an_error_on_the_wire_becomes_an_exception(kind, error, status):
+    exception = ErrorInfo(kind, "message", "n", traceback="secret path").to_exception()
+    assert type(exception) is error
+    assert isinstance(exception, RequestError)
+    assert isinstance(exception, TokendError)
+    assert (exception.status, exception.message, exception.param) == (status, "message", "n")
+    assert "secret" not in str(exception)
+
+
+def test_describe_keeps_type_message_and_traceback():
+    try:
+        raise ValueError("bad") from KeyError("cause")
+    except ValueError as error:
+        info = describe(error, 3)
+    assert (info.kind, info.message, info.rank) == ("internal", "ValueError: bad", 3)
+    assert "KeyError" in info.traceback
+    assert "test_describe" in info.traceback
+
+
+def test_the_name_proto_is_ours():
+    """Another distribution uses the import name as well."""
+    assert proto.PROTOCOL_VERSION >= 1
+    assert "site-packages" not in proto.__file__

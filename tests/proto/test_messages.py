@@ -1,0 +1,265 @@
+"""Every message survives the wire, and the frequent ones stay small."""
+
+import msgspec
+import pytest
+
+from proto import engine_io, lifecycle
+from proto.codec import MessageDecoder, encode, from_json, to_json
+from proto.config import ServeConfig
+from proto.engine_io import (
+    Abort,
+    AdminCall,
+    AdminReply,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    FirstTokenInfo,
+    LogprobsArrays,
+    ToEngine,
+)
+from proto.errors import ErrorInfo, ProtocolError
+from proto.lifecycle import (
+    CacheReady,
+    EngineReady,
+    Fatal,
+    FromSupervisor,
+    FrontEndReady,
+    InitializeCache,
+    KVCacheGeometry,
+    Notice,
+    ProcessBoot,
+    Progress,
+    Shutdown,
+    ToSupervisor,
+    WorkerReady,
+)
+from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
+from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
+from proto.sampling_params import SamplingParams
+from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from proto.stats import SchedulerStats
+
+PARAMS = SamplingParams(
+    max_tokens=16,
+    min_tokens=2,
+    temperature=0.7,
+    top_k=5,
+    top_p=0.9,
+    min_p=0.1,
+    stop_token_ids=(4, 5),
+    eos_token_ids=(2,),
+    ignore_eos=True,
+    logprobs=3,
+    prompt_logprobs=0,
+)
+ARRAYS = LogprobsArrays(4, 2, b"\x00\x01", b"\xff", b"")
+ERROR = ErrorInfo("internal", "it broke", "n", 1, "Traceback …")
+MODEL = PreparedModel(
+    folder="/models/x",
+    name="x",
+    source="/models/x.gguf",
+    architecture="LlamaForCausalLM",
+    vocab_size=10,
+    max_position=128,
+    bos_token_id=1,
+    eos_token_ids=(2, 3),
+    weights_sha256="ab" * 32,
+    has_chat_template=True,
+)
+NEW = NewRequestData(
+    handle=(1 << 32) - 1,
+    prompt_token_ids=[1, 2, 3],
+    output_token_ids=[4],
+    sampling_params=PARAMS,
+    seed=(1 << 64) - 1,
+    choice=2,
+    block_ids=[[1, 2], [3]],
+    num_computed_tokens=2,
+    num_scheduled_tokens=1,
+)
+CACHED = CachedRequestData([1, 2], [5, 0], [1, 7], [None, [[3], [4, 5]]], [2], [[8, 9]])
+
+MESSAGES = [
+    EngineCoreRequest(
+        epoch=1,
+        request_id=(1 << 63) - 1,
+        prompt_token_ids=[1, 2],
+        sampling_params=PARAMS,
+        seed=(1 << 64) - 1,
+        arrival_time=12.5,
+        n=2,
+        priority=-3,
+        cache_salt="sält",
+        output_token_ids=((1,), ()),
+        finished_choices=(1,),
+        crash_count=1,
+    ),
+    Abort(1, 2, "stop_string", 0),
+    AdminCall(1, 2, "check_integrity"),
+    AdminReply(1, 2, False, "because"),
+    EngineCoreOutputs(
+        1,
+        2,
+        3.5,
+        [
+            EngineCoreOutput(
+                7, 1, 3, [4, 5], FinishReason.STOP, 5, FirstTokenInfo(16, 1.0, 2.0), ARRAYS, ARRAYS
+            ),
+            EngineCoreOutput(8, 0, 0, [], FinishReason.ERROR, error=ERROR),
+        ],
+        [7],
+        SchedulerStats(1, 2, 0.5, 3, 4, 5, 6),
+    ),
+    SchedulerOutput(
+        epoch=1,
+        step=2,
+        new_requests=[NEW],
+        cached_requests=CACHED,
+        total_num_scheduled_tokens=9,
+        finished_handles=[5],
+        preempted_handles=[6],
+    ),
+    ModelRunnerOutput(
+        1, 2, [1, 2], [[3], []], [RowLogprobs(1, ARRAYS)], [RowLogprobs(2, ARRAYS)], 0.25, ERROR
+    ),
+    ProcessBoot(
+        protocol_version=1,
+        role="worker",
+        index=1,
+        incarnation=2,
+        epoch=3,
+        run_dir="/run/x",
+        death_fd=4,
+        config=ServeConfig(),
+        model=MODEL,
+        listen_fds=(7,),
+    ),
+    WorkerReady(
+        1, 2, 0, KVCacheGeometry(30, 3, 64, "float32", 46080, 1), 1 << 32, 49152, b"f" * 32, "cpu"
+    ),
+    InitializeCache(1, 2, 100, 16, 2048),
+    CacheReady(1, 0),
+    EngineReady(1, 2, 2048, 99, 16, 49152, "cpu"),
+    FrontEndReady(1),
+    Progress("worker", 0, "loading", 0.5),
+    Notice("engine_core", 0, "careful"),
+    Fatal("worker", 1, ERROR),
+    Shutdown(),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda each: type(each).__name__)
+def test_round_trip(message):
+    assert MessageDecoder(type(message)).decode(encode(message)) == message
+
+
+def test_every_tagged_message_is_in_the_list_above():
+    modules = (engine_io, lifecycle)
+    tagged = {
+        each
+        for module in modules
+        for each in vars(module).values()
+        if isinstance(each, type)
+        and issubclass(each, msgspec.Struct)
+        and each.__struct_config__.tag is not None
+    }
+    assert tagged <= {type(each) for each in MESSAGES}
+    assert len(tagged) >= 14
+
+
+@pytest.mark.parametrize("union", [ToEngine, ToSupervisor, InitializeCache | SchedulerOutput])
+def test_a_union_takes_its_own_messages_and_no_others(union):
+    decoder = MessageDecoder(union)
+    for message in MESSAGES:
+        if type(message).__struct_config__.tag is None:
+            continue
+        if isinstance(message, union):
+            assert decoder.decode(encode(message)) == message
+        else:
+            with pytest.raises(ProtocolError):
+                decoder.decode(encode(message))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        b"\x93\x01",
+        b"\x00",
+        b"garbage",
+        b"\x81\xa1a\x01",
+        b"\x91" * 100_000 + b"\x00",
+        msgspec.msgpack.encode([2, 1, "not a number", "disconnect"]),
+        msgspec.msgpack.encode([2, 1, 2, "some other reason"]),
+        msgspec.msgpack.encode([99, 1]),
+        msgspec.msgpack.encode({"epoch": 1}),
+    ],
+)
+def test_garbage_is_a_protocol_error(frame):
+    with pytest.raises(ProtocolError):
+        MessageDecoder(ToEngine).decode(frame)
+
+
+def test_fields_may_be_appended_later():
+    """A message from a newer process, with a field more, is still understood."""
+    message = Abort(1, 2, "disconnect", None)
+    fields = [*msgspec.msgpack.decode(encode(message)), "new"]
+    assert MessageDecoder(ToEngine).decode(msgspec.msgpack.encode(fields)) == message
+
+
+def test_json_of_a_manifest():
+    assert from_json(to_json(MODEL), PreparedModel) == MODEL
+    with pytest.raises(ProtocolError, match="vocab_size"):
+        from_json(to_json(MODEL).replace(b'"vocab_size": 10', b'"vocab_size": "x"'), PreparedModel)
+
+
+def test_tensor_index():
+    index = TensorIndex("gguf", ("/a",), (TensorEntry("w", "Q4_1", (2, 3), 0, 64, 10),))
+    assert MessageDecoder(TensorIndex).decode(encode(index)) == index
+
+
+def decodes(count: int) -> SchedulerOutput:
+    """Sequences in the middle of a long answer, none of which needs a block."""
+    return SchedulerOutput(
+        epoch=1,
+        step=100_000,
+        new_requests=[],
+        cached_requests=CachedRequestData(
+            handles=[1_000_000 + each for each in range(count)],
+            num_computed_tokens=[7_000] * count,
+            num_scheduled_tokens=[1] * count,
+            new_block_ids=[None] * count,
+        ),
+        total_num_scheduled_tokens=count,
+        finished_handles=[],
+        preempted_handles=[],
+    )
+
+
+def test_a_continuing_decode_adds_at_most_16_bytes_to_a_step():
+    added = (len(encode(decodes(256))) - len(encode(decodes(1)))) / 255
+    assert added <= 16
+
+
+def test_a_decoded_token_adds_little_to_the_way_back():
+    def result(count: int) -> ModelRunnerOutput:
+        return ModelRunnerOutput(
+            1, 100_000, [1_000_000 + each for each in range(count)], [[49_000]] * count
+        )
+
+    def outputs(count: int) -> EngineCoreOutputs:
+        return EngineCoreOutputs(
+            1,
+            100_000,
+            1.5,
+            [EngineCoreOutput((1 << 55) + each, 0, 500, [49_000]) for each in range(count)],
+        )
+
+    assert (len(encode(result(256))) - len(encode(result(1)))) / 255 <= 16
+    assert (len(encode(outputs(256))) - len(encode(outputs(1)))) / 255 <= 32
+
+
+def test_from_supervisor_is_shutdown():
+    assert MessageDecoder(FromSupervisor).decode(encode(Shutdown())) == Shutdown()

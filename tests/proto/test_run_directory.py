@@ -1,0 +1,86 @@
+"""The run directory: private, shared by locks, removed by the last one out."""
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from proto.errors import TokendError
+from proto.run_directory import RunDirectory, default_parent, sweep
+
+
+def test_it_is_private(short_dir):
+    directory = RunDirectory.create(str(short_dir))
+    assert stat.S_IMODE(os.stat(directory.path).st_mode) == 0o700
+    assert os.path.dirname(directory.path) == str(short_dir)
+    directory.leave()
+
+
+def test_the_last_one_out_removes_it(short_dir):
+    first = RunDirectory.create(str(short_dir))
+    second = RunDirectory.join(first.path)
+    (short_dir / os.path.basename(first.path) / "socket").touch()
+    first.leave()
+    assert os.path.exists(first.path)
+    first.leave()
+    assert os.path.exists(first.path)
+    second.leave()
+    assert not os.path.exists(first.path)
+
+
+def test_sweep_takes_the_dead_and_leaves_the_living(short_dir):
+    living = RunDirectory.create(str(short_dir))
+    code = (
+        "import os, sys; from proto.run_directory import RunDirectory; "
+        "print(RunDirectory.create(sys.argv[1]).path, flush=True); os._exit(0)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(short_dir)], capture_output=True, text=True, check=True
+    )
+    dead = result.stdout.strip()
+    other = short_dir / "not-ours"
+    other.mkdir()
+    assert os.path.exists(dead)
+    assert sweep(str(short_dir)) == [dead]
+    assert not os.path.exists(dead)
+    assert os.path.exists(living.path)
+    assert other.exists()
+    living.leave()
+
+
+def test_create_sweeps(short_dir):
+    code = (
+        "import os, sys; from proto.run_directory import RunDirectory; "
+        "RunDirectory.create(sys.argv[1]); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(short_dir)], check=True)
+    (dead,) = os.listdir(short_dir)
+    directory = RunDirectory.create(str(short_dir))
+    assert dead not in os.listdir(short_dir)
+    directory.leave()
+
+
+def test_sweep_follows_no_links(short_dir):
+    target = short_dir / "target"
+    target.mkdir()
+    (target / "lock").touch()
+    (short_dir / "tokend-link").symlink_to(target)
+    assert sweep(str(short_dir)) == []
+    assert target.exists()
+
+
+def test_the_parent_is_the_runtime_directory_where_there_is_one(short_dir, monkeypatch):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(short_dir))
+    assert default_parent("/somewhere/else") == str(short_dir)
+    assert default_parent(None) == str(short_dir)
+    runtime = short_dir / "runtime"
+    runtime.mkdir()
+    assert default_parent(str(runtime)) == str(runtime)
+
+
+def test_no_parent_at_all_is_an_error(monkeypatch):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: "/does/not/exist")
+    with pytest.raises(TokendError, match="not writable"):
+        default_parent(None)

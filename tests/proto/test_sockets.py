@@ -1,0 +1,159 @@
+"""Links: delivery, bounds, garbage, and the end of a peer."""
+
+import os
+
+import msgspec
+import pytest
+
+from proto import sockets
+from proto.engine_io import Abort, AdminCall, ToEngine
+from proto.errors import TokendError
+from proto.sockets import (
+    Link,
+    PeerStalledError,
+    Poller,
+    front_end_path,
+    supervisor_path,
+    worker_path,
+)
+
+WAIT_SECONDS = 10.0
+
+
+class Blob(msgspec.Struct, array_like=True, tag=1):
+    data: bytes
+
+
+@pytest.fixture
+def pair(short_dir):
+    links = []
+
+    def factory(receives=ToEngine):
+        path = str(short_dir / f"l{len(links)}")
+        links.extend((Link.bind(path, receives), Link.connect(path, receives)))
+        return links[-2], links[-1]
+
+    yield factory
+    for link in links:
+        link.close()
+
+
+def receive(link, count):
+    messages = []
+    poller = Poller([link])
+    while len(messages) < count:
+        assert poller.wait(WAIT_SECONDS) == [link]
+        messages += link.receive()
+    return messages
+
+
+def test_messages_go_both_ways_in_order(pair):
+    bound, connected = pair()
+    sent = [AdminCall(1, each, "check_integrity") for each in range(100)]
+    for message in sent:
+        connected.send(message)
+    assert receive(bound, 100) == sent
+    bound.send(Abort(1, 2, "disconnect"))
+    assert receive(connected, 1) == [Abort(1, 2, "disconnect")]
+
+
+def test_what_is_sent_before_anyone_listens_arrives(short_dir):
+    path = str(short_dir / "late")
+    connected = Link.connect(path, ToEngine)
+    connected.send(Abort(1, 1, "disconnect"))
+    bound = Link.bind(path, ToEngine)
+    bound.send(Abort(1, 2, "disconnect"))
+    poller = Poller([bound, connected])
+    received = {bound: [], connected: []}
+    while not all(received.values()):
+        poller.wait(WAIT_SECONDS)
+        for link in received:
+            received[link] += link.receive()
+    assert received[bound] == [Abort(1, 1, "disconnect")]
+    assert received[connected] == [Abort(1, 2, "disconnect")]
+    bound.close()
+    connected.close()
+
+
+def test_garbage_is_dropped_and_counted(pair):
+    bound, connected = pair()
+    connected.zmq_socket.send(b"\xc1")
+    connected.zmq_socket.send(msgspec.msgpack.encode([99, 1]))
+    connected.send(Abort(1, 1, "disconnect"))
+    assert receive(bound, 1) == [Abort(1, 1, "disconnect")]
+    assert bound.num_undecodable == 2
+
+
+def test_a_peer_that_does_not_read_is_reported_and_memory_is_bounded(pair, monkeypatch):
+    monkeypatch.setattr(sockets, "MAX_PENDING_BYTES", 1 << 20)
+    monkeypatch.setattr(sockets, "MAX_QUEUED_MESSAGES", 20)
+    bound, _silent = pair(Blob)
+    sent = 0
+    with pytest.raises(PeerStalledError):
+        for _ in range(10_000):
+            bound.send(Blob(bytes(100_000)))
+            sent += 1
+    assert bound.has_pending
+    # Both ends of ZMQ hold 20 messages, the buffer 10, the kernel a few.
+    assert sent < 200
+
+
+def test_what_waited_goes_out_when_the_peer_reads_again(pair, monkeypatch):
+    monkeypatch.setattr(sockets, "MAX_QUEUED_MESSAGES", 20)
+    bound, connected = pair(Blob)
+    sent = 0
+    while not bound.has_pending:
+        bound.send(Blob(sent.to_bytes(4, "little")))
+        sent += 1
+    bound.send(Blob(sent.to_bytes(4, "little")))
+    sent += 1
+    poller = Poller([bound, connected])
+    received = []
+    while len(received) < sent:
+        poller.wait(WAIT_SECONDS)
+        received += connected.receive()
+    assert [int.from_bytes(each.data, "little") for each in received] == list(range(sent))
+    assert not bound.has_pending
+
+
+def test_a_poller_waits_on_links_and_descriptors(pair):
+    bound, connected = pair()
+    reader, writer = os.pipe()
+    poller = Poller([bound], [reader])
+    assert poller.wait(0) == []
+    os.write(writer, b"x")
+    assert poller.wait(WAIT_SECONDS) == [reader]
+    poller.remove(reader)
+    assert poller.wait(0) == []
+    connected.send(Abort(1, 1, "disconnect"))
+    assert poller.wait(WAIT_SECONDS) == [bound]
+    poller.remove(bound)
+    assert poller.wait(0) == []
+    os.close(reader)
+    os.close(writer)
+
+
+def test_paths_name_epoch_and_incarnation():
+    paths = [
+        worker_path("/r", 1, 0),
+        worker_path("/r", 2, 0),
+        worker_path("/r", 1, 1),
+        front_end_path("/r", 1, 0),
+        front_end_path("/r", 2, 0),
+        supervisor_path("/r", "worker", 0, 0),
+        supervisor_path("/r", "worker", 0, 1),
+        supervisor_path("/r", "engine_core", 0, 0),
+    ]
+    assert len(set(paths)) == len(paths)
+
+
+def test_a_path_too_long_for_the_kernel_is_refused_by_name(short_dir):
+    with pytest.raises(TokendError, match="107"):
+        Link.bind(str(short_dir / ("x" * 120)), ToEngine)
+
+
+def test_fileno_is_readable_when_a_message_is_there(pair):
+    bound, connected = pair()
+    assert bound.receive() == []
+    connected.send(Abort(1, 1, "disconnect"))
+    assert Poller([], [bound.fileno()]).wait(WAIT_SECONDS) == [bound.fileno()]
