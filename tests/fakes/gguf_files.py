@@ -1,0 +1,72 @@
+"""Small GGUF files: any tensors, plain or in random blocks of any type."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+PLAIN = ("F32", "F16", "BF16")
+QUANTISED = ("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+_SCALES: dict[str, tuple[float, tuple[int, ...]]] = {
+    "Q8_0": (1e-3, (0,)),
+    "Q5_0": (1e-2, (0,)),
+    "Q5_1": (1e-2, (0, 2)),
+    "Q4_0": (1e-2, (0,)),
+    "Q4_1": (1e-2, (0, 2)),
+    "Q4_K": (3e-4, (0, 2)),
+    "Q5_K": (2e-4, (0, 2)),
+    "Q6_K": (5e-5, (208,)),
+}
+"""How large the float16 numbers of a block are made, and where they stand."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def random_rows(kind: str, rows: int, columns: int, seed: int) -> Bytes:
+    """Bytes of a tensor [rows, columns] of a GGUF type, with weights well below 1."""
+    random = np.random.default_rng(seed)
+    if kind in PLAIN:
+        values = random.standard_normal((rows, columns)).astype(np.float32) * 0.1
+        return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind]).view(np.uint8)
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = random.integers(0, 256, (rows * columns // block_size, block_bytes), dtype=np.uint8)
+    size, offsets = _SCALES[kind]
+    for offset in offsets:
+        scales = (random.uniform(-size, size, len(blocks))).astype(np.float16)
+        blocks[:, offset : offset + 2] = scales[:, None].view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def numbers(kind: str, rows: Bytes) -> npt.NDArray[np.float32]:
+    """What the bytes mean, by the gguf package."""
+    return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind]).astype(np.float32)
+
+
+def permute_heads(rows: npt.NDArray[np.generic], num_heads: int) -> npt.NDArray[np.generic]:
+    """Rows of a query or key projection in the order in which llama.cpp stores them.
+
+    Its converter puts row i of the first half of a head before row i of the second.
+    """
+    half = rows.shape[0] // num_heads // 2
+    order = [
+        head * 2 * half + part * half + i
+        for head in range(num_heads)
+        for i in range(half)
+        for part in (0, 1)
+    ]
+    return rows[order]
+
+
+def write(path: Path, tensors: dict[str, tuple[str, npt.NDArray[np.generic]]]) -> None:
+    """A GGUF file of these tensors: per name the type, and the rows of bytes or float32 numbers."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, (kind, data) in tensors.items():
+        if kind == "F32" and data.dtype == np.float32:
+            writer.add_tensor(name, data)
+        else:
+            writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,151 @@
+"""GGUF types against the gguf package, tensor by tensor and through a whole model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+
+from proto.errors import ModelError
+from proto.prepared_model import TensorEntry
+from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.gguf_files import PLAIN, QUANTISED, numbers, permute_heads, random_rows, write
+from tests.fakes.prepared_models import gguf_index, prepare
+from worker.layers.rotary import inverse_frequencies
+from worker.loader.gguf import GgufFormat
+from worker.loader.names import name_in_file
+from worker.loader.weights import load_model
+from worker.models.registry import spec_from_config, spec_of
+from worker.models.spec import DefaultRope, Llama3Rope, parameter_shapes
+
+TOKENS = torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(3))
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+Tensors = dict[str, tuple[str, npt.NDArray[np.generic]]]
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, *QUANTISED])
+def test_a_tensor_of_each_type(kind: str) -> None:
+    rows = random_rows(kind, 37, 512, seed=1)
+    entry = TensorEntry("t", kind, (37, 512), 0, 0, rows.nbytes)
+    tensor = GgufFormat().decode(entry, rows.reshape(-1))
+    assert tensor.shape == (37, 512)
+    assert tensor.abs().max() > 0.01
+    np.testing.assert_array_equal(tensor.float().numpy(), numbers(kind, rows))
+
+
+def tiny(kind: str, config: PretrainedConfig, permuted: bool) -> tuple[Any, Tensors]:
+    """A transformers model, and the tensors of the GGUF file that llama.cpp would make of it."""
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config).eval()
+    tensors: Tensors = {}
+    state = model.state_dict()
+    ours = {name_in_file("safetensors", name): name for name in our_names(config)}
+    for seed, (name, weight) in enumerate(state.items()):
+        if name not in ours:
+            continue
+        stored_as = "F32" if weight.dim() == 1 else kind
+        rows = random_rows(stored_as, *torch.atleast_2d(weight).shape, seed=seed)
+        values = numbers(stored_as, rows).reshape(weight.shape)
+        weight.copy_(torch.from_numpy(values) + (1.0 if "norm" in name else 0.0))
+        data: npt.NDArray[np.generic] = weight.numpy().copy() if weight.dim() == 1 else rows
+        if permuted and ("q_proj" in name or "k_proj" in name):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            data = permute_heads(data, heads)
+        tensors[name_in_file("gguf", ours[name])] = (stored_as, data)
+    return model, tensors
+
+
+def our_names(config: PretrainedConfig) -> list[str]:
+    return list(parameter_shapes(spec_from_config(config_of(config))))
+
+
+def config_of(config: PretrainedConfig) -> dict[str, Any]:
+    architecture = type(config).__name__.replace("Config", "ForCausalLM")
+    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return values | {"architectures": [architecture]}
+
+
+def logits_from_file(folder: Path, config: dict[str, Any], tensors: Tensors) -> torch.Tensor:
+    write(folder / "model.gguf", tensors)
+    prepared = prepare(folder / "prepared", config, gguf_index(folder / "model.gguf"))
+    spec = spec_of(prepared)
+    decoder = load_model(prepared, spec, torch.float32, torch.device("cpu"), lambda fraction: None)
+    attention = DenseAttention(spec.attention_scale)
+    return decoder.logits(decoder.forward(TOKENS, torch.arange(30), attention))
+
+
+def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    assert expected.std() > 0.3, "a difference would not show"
+    assert (logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, *QUANTISED])
+def test_a_llama_of_each_type(kind: str, tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES)
+    with torch.no_grad():
+        model, tensors = tiny(kind, config, permuted=True)
+        expected = model(TOKENS[None]).logits[0]
+    assert_close(logits_from_file(tmp_path, config_of(config), tensors), expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "permuted"),
+    [(LlamaConfig(**SIZES, attention_bias=True), True), (Qwen2Config(**SIZES), False)],
+)
+def test_biases_are_permuted_for_llama_only(
+    config: PretrainedConfig, permuted: bool, tmp_path: Path
+) -> None:
+    with torch.no_grad():
+        model, tensors = tiny("F32", config, permuted)
+        expected = model(TOKENS[None]).logits[0]
+    assert_close(logits_from_file(tmp_path, config_of(config), tensors), expected)
+
+
+def test_rope_factors_of_the_file_scale_the_frequencies(tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES, rope_parameters=LLAMA3)
+    with torch.no_grad():
+        model, tensors = tiny("F32", config, permuted=True)
+        expected = model(TOKENS[None]).logits[0]
+    scaled, _ = inverse_frequencies(Llama3Rope(1000.0, 4.0, 1.0, 4.0, 32), 64)
+    plain, _ = inverse_frequencies(DefaultRope(1000.0), 64)
+    tensors["rope_freqs.weight"] = ("F32", (plain / scaled).numpy())
+    unscaled = config_of(config) | {"rope_parameters": {"rope_theta": 1000.0}}
+    assert_close(logits_from_file(tmp_path, unscaled, tensors), expected)
+    linear = {"rope_theta": 1000.0, "rope_type": "linear", "factor": 2.0}
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight.*LinearRope"):
+        logits_from_file(tmp_path, unscaled | {"rope_parameters": linear}, tensors)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (TensorEntry("t", "Q2_K", (1, 256), 0, 0, 84), "type Q2_K"),
+        (TensorEntry("t", "Q4_0", (2, 48), 0, 0, 54), "blocks of 32"),
+        (TensorEntry("t", "Q4_0", (2, 32), 0, 0, 35), "needs 36 bytes, the file has 35"),
+        (TensorEntry("t", "F16", (3,), 0, 0, 5), "needs 6 bytes, the file has 5"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(entry: TensorEntry, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        GgufFormat().decode(entry, np.zeros(entry.num_bytes, dtype=np.uint8))
