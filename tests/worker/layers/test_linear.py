@@ -1,0 +1,58 @@
+"""Packed products against plain ones."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from worker.layers.linear import DenseLinear, Linear, PackedLinear, can_pack, make_linear
+
+CPU = torch.device("cpu")
+FORMS = [
+    (DenseLinear, torch.float32),
+    (DenseLinear, torch.bfloat16),
+    (PackedLinear, torch.float32),
+    (PackedLinear, torch.bfloat16),
+]
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+
+def operands(rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Input, weight, bias and residual, with odd sizes."""
+    generator = torch.Generator().manual_seed(rows)
+    shapes = ((rows, 97), (51, 97), (51,), (rows, 51))
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def make(form: type, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    if form is PackedLinear and not can_pack(CPU, weight.dtype):
+        pytest.skip(f"this build of torch packs no {weight.dtype} weights")
+    linear: Linear = form(weight, bias)
+    return linear
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 40])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("form", "dtype"), FORMS)
+def test_products_with_and_without_residual(
+    form: type, dtype: torch.dtype, biased: bool, rows: int
+) -> None:
+    x, weight, bias, residual = operands(rows, dtype)
+    linear = make(form, weight.clone(), bias if biased else None)
+    wide = [each.double() for each in (x, weight, bias)]
+    expected = F.linear(wide[0], wide[1], wide[2] if biased else None)
+    for result, exact in (
+        (linear(x), expected),
+        (linear.add_to(residual.clone(), x), expected + residual.double()),
+    ):
+        assert (result.dtype, result.shape) == (dtype, exact.shape)
+        assert result.is_contiguous()
+        torch.testing.assert_close(
+            result.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
+
+
+def test_the_form_follows_the_dtype() -> None:
+    weight = torch.ones(8, 8)
+    assert isinstance(make_linear(weight.half()), DenseLinear)
+    packed = isinstance(make_linear(weight), PackedLinear)
+    assert packed == torch.backends.mkldnn.is_available()

@@ -1,0 +1,44 @@
+"""Norm, activation and embedding against their formulas in float64."""
+
+import pytest
+import torch
+
+from worker.layers.activation import silu_and_mul
+from worker.layers.embedding import Embedding
+from worker.layers.norm import RMSNorm
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)]
+)
+def test_rms_norm(dtype: torch.dtype, tolerance: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(5, 3, 48, generator=generator) * 20).to(dtype)
+    weight = torch.randn(48, generator=generator).to(dtype)
+    wide = x.double()
+    expected = wide / (wide.pow(2).mean(-1, keepdim=True) + 0.1).sqrt() * weight.double()
+    result = RMSNorm(weight, 0.1)(x[:, :2])
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.double(), expected[:, :2], rtol=tolerance, atol=tolerance)
+
+
+def test_silu_and_mul() -> None:
+    gate_up = torch.randn(7, 20, generator=torch.Generator().manual_seed(0))
+    before = gate_up.clone()
+    gate, up = before[:, :10].double(), before[:, 10:].double()
+    result = silu_and_mul(gate_up)
+    assert result.is_contiguous()
+    torch.testing.assert_close(
+        result.double(), gate / (1 + (-gate).exp()) * up, rtol=1e-6, atol=1e-6
+    )
+    torch.testing.assert_close(gate_up, before)
+
+
+def test_embedding_is_a_copy() -> None:
+    table = torch.arange(12.0).view(4, 3)
+    rows = Embedding(table)(torch.tensor([3, 0, 3]))
+    assert rows.tolist() == [[9.0, 10.0, 11.0], [0.0, 1.0, 2.0], [9.0, 10.0, 11.0]]
+    rows.zero_()
+    assert table.sum() == 66
+    with pytest.raises(IndexError):
+        Embedding(table)(torch.tensor([4]))

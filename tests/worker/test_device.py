@@ -1,0 +1,95 @@
+"""The CPU device on made-up machines: files in the place of /proc and /sys."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from proto.config import GIB, CacheConfig, DeviceConfig
+from proto.errors import ConfigError
+from worker.device import CpuDevice, available_memory
+
+
+def machine(
+    root: Path,
+    *,
+    flags: str = "fpu sse2",
+    free: int = 16 * GIB,
+    group: tuple[str, int] | None = None,
+) -> Path:
+    """A tree with these CPU flags, free bytes, and (limit, used) of a control group."""
+    (root / "proc").mkdir(parents=True)
+    cpu = f"processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: {flags}\n\n"
+    (root / "proc/cpuinfo").write_text(cpu + "processor\t: 1\nmodel name\t: Other\n\n")
+    (root / "proc/meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {free // 1024} kB\n")
+    if group is not None:
+        folder = root / "sys/fs/cgroup"
+        folder.mkdir(parents=True)
+        (folder / "memory.max").write_text(f"{group[0]}\n")
+        (folder / "memory.current").write_text(f"{group[1]}\n")
+        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {GIB}\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "name"),
+    [
+        ("avx2 avx512f", torch.float32, "Some CPU (3 threads)"),
+        ("avx512_bf16 avx2", torch.bfloat16, "Some CPU (3 threads, avx512_bf16)"),
+        ("amx_bf16 amx_tile", torch.bfloat16, "Some CPU (3 threads, amx_bf16)"),
+    ],
+)
+def test_auto_takes_bfloat16_where_the_cpu_has_it(
+    flags: str, dtype: torch.dtype, name: str, tmp_path: Path
+) -> None:
+    device = CpuDevice(DeviceConfig(cpu_threads=3), machine(tmp_path, flags=flags))
+    assert device.resolve_dtype("auto") == dtype
+    assert device.resolve_dtype("float16") == torch.float16
+    assert device.name == name
+
+
+def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
+    device = CpuDevice(DeviceConfig(cpu_threads=1), tmp_path)
+    assert device.name == "CPU (1 thread)"
+    assert device.resolve_dtype("auto") == torch.float32
+
+
+def test_two_threads_of_a_core_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 5})
+    for cpu, siblings in ((0, "0,2"), (1, "1,3"), (2, "0,2")):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(siblings + "\n")
+    assert CpuDevice(DeviceConfig(), machine(tmp_path)).num_threads == 3
+
+
+@pytest.mark.parametrize(
+    ("free", "setting", "expected"),
+    [(16 * GIB, None, 4 * GIB), (6 * GIB, None, 3 * GIB), (6 * GIB, 5 * GIB, 5 * GIB)],
+)
+def test_kv_cache_memory(free: int, setting: int | None, expected: int, tmp_path: Path) -> None:
+    device = CpuDevice(DeviceConfig(), machine(tmp_path, free=free))
+    assert device.kv_cache_bytes(CacheConfig(kv_cache_memory=setting)) == expected
+
+
+def test_a_kv_cache_beyond_the_free_memory_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    device = CpuDevice(DeviceConfig(), machine(tmp_path, free=6 * GIB))
+    with pytest.raises(ConfigError, match=rf"{7 * GIB} \(7\.0 GiB\).*{6 * GIB} bytes \(6\.0 GiB\)"):
+        device.kv_cache_bytes(CacheConfig(kv_cache_memory=7 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(str(8 * GIB), 6 * GIB), ("max", 16 * GIB), (str(64 * GIB), 16 * GIB)]
+)
+def test_the_limit_of_the_control_group_counts(limit: str, expected: int, tmp_path: Path) -> None:
+    root = machine(tmp_path, group=(limit, 3 * GIB))
+    assert available_memory(root) == expected
+
+
+def test_threads_are_applied() -> None:
+    before = torch.get_num_threads()
+    try:
+        CpuDevice(DeviceConfig(cpu_threads=before + 1)).apply_threads()
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
