@@ -1,0 +1,54 @@
+# serve, test, lint, bench, clean. Everything is installed into .venv; a stamp says that it is.
+#   make serve ARGS="--port 8001"     flags of tokend serve
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
+
+.DELETE_ON_ERROR:
+.PHONY: serve test lint bench clean
+
+serve: $(VENV)/installed
+	@$(BIN)/tokend serve $(ARGS)
+
+test: lint
+	@echo "tests: the quick ones"
+	@$(BIN)/python -m pytest -q -m "not slow"
+	@echo "tests: the slow ones"
+	@$(BIN)/python -m pytest -q -m slow
+
+lint: $(VENV)/installed-test
+	@echo "lint and types"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(VENV)/installed
+	@$(BIN)/python -m deploy.loadtest $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info worker/csrc/*.so
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first and alone: it is the largest by far, and the rest is resolved around it
+$(VENV)/torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tokend needs Python 3.11 or newer")'
+	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing torch (some 200 MB; once)"
+	@$(PIP) torch
+	@touch $@
+
+KERNELS := worker/build_kernels.py $(wildcard worker/csrc/*.cpp worker/csrc/*.h)
+
+$(VENV)/installed: $(VENV)/torch pyproject.toml setup.py $(KERNELS)
+	@echo "installing tokend and what it needs, building its kernels (once)"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	@echo "installing what the tests need (once)"
+	@$(PIP) --editable '.[test]'
+	@touch $@
