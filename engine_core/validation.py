@@ -27,6 +27,8 @@ def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
         raise InvalidRequestError("the prompt has no tokens", "prompt")
     if not 0 <= message.seed < 1 << 64:
         raise InvalidRequestError("seed must fit 64 bits", "seed")
+    if message.cache_salt is not None and not _is_utf8(message.cache_salt):
+        raise InvalidRequestError("cache_salt is not valid text", "cache_salt")
     params.validate(limits.vocab_size)
     _check_token_ids(message.prompt_token_ids, limits, "prompt")
     _check_token_ids(params.eos_token_ids, limits, "eos_token_ids")
@@ -60,6 +62,15 @@ def _check_resumption(message: EngineCoreRequest, limits: RequestLimits) -> None
             raise InvalidRequestError(
                 f"finished choice {choice} is outside [0, {message.n})", "finished_choices"
             )
+
+
+def _is_utf8(text: str) -> bool:
+    """The salt is hashed while a step is scheduled, where it must not fail."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_token_ids(

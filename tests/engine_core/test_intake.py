@@ -1,0 +1,217 @@
+"""Requests, aborts and calls of front ends, and whatever can be wrong with them."""
+
+import math
+
+import msgspec
+import pytest
+
+from engine_core.intake import Intake
+from engine_core.kv_cache.integrity import check
+from engine_core.validation import RequestLimits
+from proto.engine_io import (
+    MAX_CHOICES,
+    Abort,
+    AdminCall,
+    AdminReply,
+    EngineCoreRequest,
+    FinishReason,
+)
+from proto.sampling_params import SamplingParams
+from tests.fakes.engine_harness import EOS, EngineHarness
+
+LIMITS = RequestLimits(vocab_size=1000, max_model_len=64)
+
+
+class Outbox:
+    """Keeps what would be sent."""
+
+    def __init__(self):
+        self.accepted = []
+        self.outputs = []
+        self.replies = []
+
+    def accept(self, client, request_id):
+        self.accepted.append((client, request_id))
+
+    def add(self, client, output):
+        self.outputs.append((client, output))
+
+    def reply(self, client, reply):
+        self.replies.append((client, reply))
+
+
+class Desk:
+    """An intake with a scheduler behind it."""
+
+    def __init__(self, problems=()):
+        self.engine = EngineHarness(max_model_len=64)
+        self.outbox = Outbox()
+        self.intake = Intake(
+            self.engine.scheduler,
+            self.engine.kv_cache,
+            self.outbox,
+            LIMITS,
+            lambda: check(self.engine.kv_cache) + list(problems),
+        )
+
+    def take(self, message, client=0):
+        self.intake.take(client, message)
+
+
+def request(request_id=1, prompt=(1, 2, 3), max_tokens=4, **changes):
+    params = {
+        name: changes.pop(name)
+        for name in list(changes)
+        if name in SamplingParams.__struct_fields__
+    }
+    return EngineCoreRequest(
+        epoch=1,
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        sampling_params=SamplingParams(max_tokens=max_tokens, eos_token_ids=(EOS,), **params),
+        seed=changes.pop("seed", 0),
+        arrival_time=0.0,
+        **changes,
+    )
+
+
+def test_a_request_is_accepted_and_queued_with_all_its_choices():
+    desk = Desk()
+    desk.take(request(9, n=3), client=2)
+    assert desk.outbox.accepted == [(2, 9)]
+    assert [each.choice for each in desk.engine.scheduler.waiting] == [0, 1, 2]
+    assert len({each.handle for each in desk.engine.scheduler.waiting}) == 3
+    assert {each.client_index for each in desk.engine.scheduler.waiting} == {2}
+
+
+@pytest.mark.parametrize(
+    ("bad", "param", "words"),
+    [
+        (request(prompt=()), "prompt", "no tokens"),
+        (request(prompt=(1, 1000)), "prompt", "1000"),
+        (request(prompt=(-1,)), "prompt", "-1"),
+        (request(prompt=range(61)), "max_tokens", "61 tokens"),
+        (request(max_tokens=62), "max_tokens", "64"),
+        (request(max_tokens=0), "max_tokens", "0"),
+        (request(n=0), "n", "0"),
+        (request(n=MAX_CHOICES + 1), "n", str(MAX_CHOICES)),
+        (request(n=10**9), "n", str(10**9)),
+        (request(seed=-1), "seed", "64 bits"),
+        (request(cache_salt="\ud800"), "cache_salt", "text"),
+        (request(temperature=math.nan), "temperature", "nan"),
+        (request(stop_token_ids=(1000,)), "stop_token_ids", "1000"),
+        (request(output_token_ids=((1,),), n=2), "output_token_ids", "n is 2"),
+        (request(output_token_ids=((1000,),)), "output_token_ids", "1000"),
+        (request(output_token_ids=((1,) * 5,)), "output_token_ids", "max_tokens"),
+        (request(finished_choices=(1,)), "finished_choices", "1"),
+        (
+            msgspec.structs.replace(
+                request(), sampling_params=SamplingParams(max_tokens=1, eos_token_ids=(1000,))
+            ),
+            "eos_token_ids",
+            "1000",
+        ),
+    ],
+)
+def test_a_bad_request_is_refused_by_name_with_one_output(bad, param, words):
+    desk = Desk()
+    desk.take(bad)
+    ((client, output),) = desk.outbox.outputs
+    assert (client, output.request_id) == (0, 1)
+    assert output.finish_reason is FinishReason.ERROR
+    assert (output.error.kind, output.error.param) == ("invalid_request", param)
+    assert words in output.error.message
+    assert desk.outbox.accepted == []
+    desk.engine.assert_at_rest()
+
+
+def test_the_longest_possible_request_is_taken():
+    desk = Desk()
+    desk.take(request(prompt=range(60)))
+    assert desk.outbox.accepted
+
+
+def test_an_unforeseen_error_ends_that_request_only(monkeypatch):
+    desk = Desk()
+    add_request = desk.engine.scheduler.add_request
+
+    def fail_at_choice_1(each):
+        if each.choice == 1:
+            raise RuntimeError("no idea")
+        add_request(each)
+
+    monkeypatch.setattr(desk.engine.scheduler, "add_request", fail_at_choice_1)
+    desk.take(request(1, n=2))
+    ((_, output),) = desk.outbox.outputs
+    assert output.error.kind == "internal"
+    assert "no idea" in output.error.message
+    desk.engine.assert_at_rest()
+    desk.take(request(2))
+    assert desk.outbox.accepted == [(0, 2)]
+
+
+def test_a_request_sent_twice_does_not_disturb_itself():
+    desk = Desk()
+    desk.take(request(1))
+    desk.take(request(1))
+    assert desk.engine.scheduler.num_unfinished == 1
+    assert desk.outbox.accepted == [(0, 1)]
+    assert desk.outbox.outputs == []
+
+
+def test_an_id_can_be_used_again_when_it_is_over():
+    desk = Desk()
+    desk.take(request(1))
+    desk.take(Abort(1, 1, "disconnect"))
+    desk.take(request(1))
+    assert desk.engine.scheduler.num_unfinished == 1
+
+
+def test_a_resumed_request_that_is_complete_ends_at_once():
+    desk = Desk()
+    desk.take(
+        request(
+            n=5,
+            output_token_ids=((1, 2, 3, 4), (7, EOS), (7, 8), (7,), (7, 42)),
+            finished_choices=(3,),
+            stop_token_ids=(42,),
+        )
+    )
+    outputs = {output.choice: output for _, output in desk.outbox.outputs}
+    assert [each.choice for each in desk.engine.scheduler.waiting] == [2]
+    assert outputs.keys() == {0, 1, 4}
+    assert outputs[0].finish_reason is FinishReason.LENGTH
+    assert outputs[1].finish_reason is outputs[4].finish_reason is FinishReason.STOP
+    assert [outputs[each].stop_reason for each in (0, 1, 4)] == [None, None, 42]
+    assert [outputs[each].token_index for each in (0, 1, 4)] == [4, 2, 2]
+    assert all(not each.new_token_ids and each.first is None for each in outputs.values())
+    assert desk.outbox.accepted == [(0, 1)]
+
+
+def test_an_abort_can_name_a_choice():
+    desk = Desk()
+    desk.take(request(1, n=3))
+    desk.take(Abort(1, 1, "stop_string", 1))
+    assert [each.choice for each in desk.engine.scheduler.waiting] == [0, 2]
+    desk.take(Abort(1, 1, "disconnect"))
+    desk.take(Abort(1, 1, "disconnect"))
+    desk.engine.assert_at_rest()
+    assert desk.outbox.outputs == []
+
+
+def test_calls_are_answered():
+    desk = Desk()
+    desk.take(AdminCall(1, 5, "reset_prefix_cache"), client=1)
+    desk.take(AdminCall(1, 6, "check_integrity"))
+    assert desk.outbox.replies == [(1, AdminReply(1, 5, True)), (0, AdminReply(1, 6, True))]
+
+
+def test_calls_that_fail_say_why():
+    desk = Desk(problems=["lost block: 3", "lost block: 4"])
+    desk.take(request())
+    desk.engine.step()
+    desk.take(AdminCall(1, 5, "reset_prefix_cache"))
+    desk.take(AdminCall(1, 6, "check_integrity"))
+    (_, reset), (_, integrity) = desk.outbox.replies
+    assert (reset.ok, reset.detail) == (False, "1 requests are unfinished")
+    assert (integrity.ok, integrity.detail) == (False, "lost block: 3\nlost block: 4")

@@ -1,0 +1,199 @@
+"""The engine's links: front ends that stall, workers that answer wrongly or apart."""
+
+import tempfile
+
+import msgspec
+import pytest
+
+from engine_core.executor.base import WorkerFailedError
+from engine_core.executor.local import LocalExecutor
+from engine_core.intake import Intake
+from engine_core.outbox import Outbox
+from engine_core.service import Service
+from engine_core.transport import FrontEndLinks
+from engine_core.validation import RequestLimits
+from proto import PROTOCOL_VERSION, sockets
+from proto.engine_io import Abort, AdminReply, EngineCoreOutput, EngineCoreOutputs
+from proto.lifecycle import (
+    CacheReady,
+    InitializeCache,
+    KVCacheGeometry,
+    Notice,
+    Shutdown,
+    ToSupervisor,
+    WorkerReady,
+)
+from proto.model_runner_output import ModelRunnerOutput
+from proto.scheduler_output import CachedRequestData, SchedulerOutput
+from proto.sockets import Link, Poller, front_end_path, worker_path
+from tests.fakes.engine_harness import EngineHarness
+
+WAIT_SECONDS = 10.0
+EPOCH = 4
+
+
+@pytest.fixture
+def run_dir():
+    with tempfile.TemporaryDirectory(prefix="t-") as path:
+        yield path
+
+
+@pytest.fixture
+def closing():
+    closed = []
+    yield lambda each: closed.append(each) or each
+    for each in closed:
+        each.close()
+
+
+def receive(link, count=1):
+    messages = []
+    poller = Poller([link])
+    while len(messages) < count:
+        assert poller.wait(WAIT_SECONDS)
+        messages += link.receive()
+    return messages
+
+
+def test_front_ends_are_told_apart_and_other_epochs_dropped(run_dir, closing):
+    links = closing(FrontEndLinks(run_dir, EPOCH, 2))
+    for client in range(2):
+        peer = closing(Link.connect(front_end_path(run_dir, EPOCH, client), AdminReply))
+        peer.send(Abort(EPOCH - 1, 99, "disconnect"))
+        peer.send(Abort(EPOCH, client, "disconnect"))
+    received = []
+    poller = Poller(links.links)
+    while len(received) < 2:
+        assert poller.wait(WAIT_SECONDS)
+        received += links.receive()
+    assert sorted((client, message.request_id) for client, message in received) == [(0, 0), (1, 1)]
+
+
+def test_a_front_end_that_does_not_read_is_given_up_with_its_requests(
+    run_dir, closing, monkeypatch
+):
+    monkeypatch.setattr(sockets, "MAX_PENDING_BYTES", 10_000)
+    monkeypatch.setattr(sockets, "MAX_QUEUED_MESSAGES", 1)
+    engine = EngineHarness()
+    front_ends = closing(FrontEndLinks(run_dir, EPOCH, 2))
+    supervisor = closing(Link.bind(f"{run_dir}/s", Shutdown))
+    peer = closing(Link.connect(f"{run_dir}/s", ToSupervisor))
+    outbox = Outbox(front_ends, engine.scheduler, EPOCH)
+    intake = Intake(engine.scheduler, engine.kv_cache, outbox, RequestLimits(1000, 100), lambda: [])
+    service = Service(supervisor, front_ends, [], engine.scheduler, intake, outbox)
+    good = closing(Link.connect(front_end_path(run_dir, EPOCH, 0), EngineCoreOutputs))
+    closing(Link.connect(front_end_path(run_dir, EPOCH, 1), EngineCoreOutputs))
+    engine.add_one([1], client=0)
+    engine.add_one([2], client=1)
+    engine.step()
+    rounds = 0
+    while len(front_ends.links) == 2:
+        service.publish({1: [EngineCoreOutput(2, 0, 0, list(range(10_000)))]})
+        good.receive()
+        rounds += 1
+        assert rounds < 10_000
+    assert [each.client_index for each in engine.scheduler.running] == [0]
+    # Life goes on for the other one.
+    service.publish({0: [EngineCoreOutput(1, 0, 0, [1])]})
+    notices, received = [], []
+    poller = Poller([good, peer])
+    while not notices or not any(each.outputs for each in received):
+        service.serve(0)
+        poller.wait(0.01)
+        notices += peer.receive()
+        received += good.receive()
+    assert isinstance(notices[0], Notice)
+    assert "front end 1" in notices[0].message
+
+
+def worker_ready(rank, **changes):
+    geometry = KVCacheGeometry(1, 1, 8, "float32", 100)
+    message = WorkerReady(PROTOCOL_VERSION, EPOCH, rank, geometry, 1000, 10, b"", "fake")
+    return msgspec.structs.replace(message, **changes)
+
+
+def step(number):
+    return SchedulerOutput(
+        epoch=EPOCH,
+        step=number,
+        new_requests=[],
+        cached_requests=CachedRequestData(),
+        total_num_scheduled_tokens=0,
+        finished_handles=[],
+        preempted_handles=[],
+    )
+
+
+class Ranks:
+    """An executor with two fake workers."""
+
+    def __init__(self, run_dir, closing):
+        self.executor = closing(LocalExecutor(run_dir, EPOCH, 2))
+        self.poller = Poller(self.executor.links)
+        self.peers = [
+            closing(
+                Link.connect(worker_path(run_dir, EPOCH, rank), InitializeCache | SchedulerOutput)
+            )
+            for rank in range(2)
+        ]
+
+    def receive(self):
+        assert self.poller.wait(WAIT_SECONDS)
+        return self.executor.receive()
+
+
+def test_a_start_waits_for_every_rank(run_dir, closing):
+    ranks = Ranks(run_dir, closing)
+    ranks.peers[1].send(worker_ready(1))
+    ranks.receive()
+    assert ranks.executor.workers == []
+    ranks.peers[0].send(worker_ready(0))
+    ranks.receive()
+    assert [each.rank for each in ranks.executor.workers] == [0, 1]
+    ranks.executor.initialize_cache(10, 16, 100)
+    expected = InitializeCache(PROTOCOL_VERSION, EPOCH, 10, 16, 100)
+    assert [receive(peer) for peer in ranks.peers] == [[expected], [expected]]
+    ranks.peers[0].send(CacheReady(EPOCH, 0))
+    ranks.receive()
+    assert not ranks.executor.cache_ready
+    ranks.peers[1].send(CacheReady(EPOCH, 1))
+    ranks.receive()
+    assert ranks.executor.cache_ready
+
+
+def test_a_step_is_complete_when_every_rank_has_answered(run_dir, closing):
+    ranks = Ranks(run_dir, closing)
+    ranks.executor.submit(step(1))
+    assert [receive(peer) for peer in ranks.peers] == [[step(1)], [step(1)]]
+    ranks.peers[0].send(ModelRunnerOutput(EPOCH - 1, 1, [], []))
+    ranks.peers[0].send(ModelRunnerOutput(EPOCH, 1, [7], [[8]]))
+    ranks.peers[0].send(ModelRunnerOutput(EPOCH, 2, [7], [[9]]))
+    assert ranks.receive() == []
+    ranks.peers[1].send(ModelRunnerOutput(EPOCH, 1, [7], [[8]]))
+    assert [each.step for each in ranks.receive()] == [1]
+    ranks.peers[1].send(ModelRunnerOutput(EPOCH, 2, [7], [[9]]))
+    assert [each.sampled_token_ids for each in ranks.receive()] == [[[9]]]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        worker_ready(1, protocol_version=PROTOCOL_VERSION + 1),
+        worker_ready(0),
+        CacheReady(EPOCH, 0),
+    ],
+)
+def test_a_worker_that_is_not_who_it_should_be_is_named(run_dir, closing, message):
+    ranks = Ranks(run_dir, closing)
+    ranks.peers[1].send(message)
+    with pytest.raises(WorkerFailedError, match="worker 1"):
+        ranks.receive()
+
+
+def test_ranks_that_answer_different_steps_are_refused(run_dir, closing):
+    ranks = Ranks(run_dir, closing)
+    ranks.peers[0].send(ModelRunnerOutput(EPOCH, 1, [], []))
+    assert ranks.receive() == []
+    ranks.peers[1].send(ModelRunnerOutput(EPOCH, 2, [], []))
+    with pytest.raises(WorkerFailedError, match="out of step"):
+        ranks.receive()
