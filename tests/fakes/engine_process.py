@@ -160,6 +160,7 @@ class EngineProcess:
 
     def close(self) -> None:
         """End the engine as a dying supervisor would, and clean up."""
+        self.directory.leave()
         os.close(self._alive)
         try:
             self.process.wait(PATIENCE_SECONDS)
@@ -169,7 +170,6 @@ class EngineProcess:
                 self.process.wait()
             for link in self.inbox:
                 link.close()
-            self.directory.leave()
 
 
 def _model() -> PreparedModel:
