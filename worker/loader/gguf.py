@@ -17,6 +17,10 @@ from worker.loader.plain import as_tensor, check_size
 
 _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _QUANTISED: Final = ("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+_ROW_NUMBERS: Final = 8192
+"""The gguf package takes 16 rows at a time apart, whatever their length: short rows
+cost more for the interpreter than for the numbers, so blocks are shown to it as
+rows of this many numbers."""
 
 
 class GgufFormat:
@@ -49,6 +53,8 @@ class GgufFormat:
                 f"consist of blocks of {block_size}"
             )
         check_size(entry, math.prod(entry.shape) // block_size * block_bytes)
-        rows = data.reshape(-1, entry.shape[-1] // block_size * block_bytes)
+        num_blocks = len(data) // block_bytes
+        blocks_together = math.gcd(num_blocks, _ROW_NUMBERS // block_size)
+        rows = data.reshape(-1, blocks_together * block_bytes)
         numbers: npt.NDArray[np.float32] = self._gguf.quants.dequantize(rows, kind)
         return torch.from_numpy(numbers).view(entry.shape)
