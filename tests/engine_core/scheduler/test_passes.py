@@ -127,8 +127,11 @@ def test_a_next_turn_computes_only_what_is_new():
     turn = prompt(100) + engine.tokens_of(first)
     second = engine.add_one(turn, max_tokens=1)
     # The KV of the last token was never computed, but 299 tokens fill 18 blocks of 16.
-    assert scheduled(engine.step()) == {second.handle: 300 % 16}
+    output = engine.step()
+    assert scheduled(output) == {second.handle: 300 % 16}
+    assert output.new_requests[0].num_computed_tokens == 288
     assert second.num_cached_tokens == 288
+    assert len(engine.tokens_of(second)) == 1
 
 
 def test_choices_share_the_blocks_of_the_prompt():

@@ -38,15 +38,19 @@ def test_the_youngest_gives_way_and_comes_back_first():
 
 
 def test_nothing_is_admitted_in_a_step_that_preempts():
-    engine = EngineHarness(num_blocks=5, enable_prefix_caching=False)
-    engine.add_one(list(range(32)), max_tokens=3)
-    engine.add_one(list(range(100, 130)), max_tokens=3)
+    """With chunks of one block the victim itself would fit again at once."""
+    engine = EngineHarness(
+        num_blocks=5, enable_prefix_caching=False, long_prefill_token_threshold=16
+    )
+    old = engine.add_one(list(range(32)), max_tokens=3)
+    young = engine.add_one(list(range(100, 130)), max_tokens=3)
     engine.step()
-    engine.add_one([5], max_tokens=1)
+    engine.step()
     output = engine.step()
-    assert output.preempted_handles
-    assert output.new_requests == []
-    assert len(engine.scheduler.running) == 1
+    assert output.preempted_handles == [young.handle]
+    assert scheduled(output) == {old.handle: 1}
+    assert engine.scheduler.running == [old]
+    assert scheduled(engine.step()) == {old.handle: 1, young.handle: 16}
 
 
 def test_a_request_that_is_last_in_line_gives_way_itself():
