@@ -267,6 +267,15 @@ def test_lookahead_takes_room_beyond_the_new_tokens(small, num_lookahead, num_bl
 
 
 @pytest.mark.parametrize("small", [10], indirect=True)
+def test_lookahead_of_a_decode_may_need_the_next_block(small):
+    request = small.requests.make("ABCDE")
+    small.requests.schedule(request)
+    request.all_token_ids.append(70)
+    assert small.manager.allocate_slots(request, 1, num_lookahead_tokens=2) is NO_NEW_BLOCKS
+    assert small.manager.allocate_slots(request, 1, num_lookahead_tokens=3) == [[3]]
+
+
+@pytest.mark.parametrize("small", [10], indirect=True)
 def test_only_verified_tokens_are_cached(small):
     request = small.requests.make("ABCDE")
     assert small.manager.allocate_slots(request, 8) == [[1, 2]]

@@ -23,7 +23,7 @@ from tests.fakes.kv_requests import Requests, make_manager
 Content = tuple[str | None, tuple[int, ...]]
 """Salt and every token from the start of the prompt to the end of a block."""
 
-TOKENS = st.integers(min_value=0, max_value=1)
+TOKENS = st.sampled_from([0, 0, 0, 1])
 INDEX = st.integers(min_value=0, max_value=1000)
 
 
@@ -85,8 +85,8 @@ class BruteForce:
 
 class KVCacheMachine(RuleBasedStateMachine):
     @initialize(
-        num_usable=st.integers(min_value=1, max_value=12),
-        block_size=st.sampled_from([1, 2, 4]),
+        num_usable=st.integers(min_value=1, max_value=20),
+        block_size=st.sampled_from([1, 2, 3, 4]),
         caching=st.sampled_from([True, True, True, False]),
     )
     def start(self, num_usable: int, block_size: int, caching: bool) -> None:
@@ -98,11 +98,15 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.caching = caching
 
     @rule(
-        prompt=st.lists(TOKENS, min_size=1, max_size=20),
-        salt=st.sampled_from([None, None, None, "s"]),
+        common=st.sampled_from([0, 4, 8, 12, 16]),
+        tail=st.lists(TOKENS, min_size=1, max_size=8),
+        salt=st.sampled_from([None] * 5 + ["s"]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
     )
-    def add(self, prompt: list[int], salt: str | None, prompt_logprobs: int | None) -> None:
+    def add(
+        self, common: int, tail: list[int], salt: str | None, prompt_logprobs: int | None
+    ) -> None:
+        prompt = [0] * common + tail
         request = self.requests.make(prompt, cache_salt=salt, prompt_logprobs=prompt_logprobs)
         self.waiting.append(request)
 
@@ -136,7 +140,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(
         which=INDEX,
-        num_drafts=st.integers(min_value=1, max_value=4),
+        num_drafts=st.integers(min_value=0, max_value=4),
         accepted=st.lists(TOKENS, max_size=4),
         lookahead=st.integers(min_value=0, max_value=3),
     )
@@ -144,6 +148,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         """Compute drafts after the verified tokens, of which some are accepted."""
         request = self.running[which % len(self.running)]
         num_left = request.num_tokens - request.num_computed_tokens
+        if num_left + num_drafts == 0:
+            return
         if self._allocate(request, num_left + num_drafts, lookahead, []):
             request.all_token_ids += accepted[:num_drafts]
             request.num_computed_tokens = request.num_tokens
