@@ -48,8 +48,6 @@ def error_response(error: RequestError) -> JSONResponse:
         headers["retry-after"] = "1"
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.status == 413:
-        headers["connection"] = "close"  # the rest of the body is not worth reading
     return JSONResponse(error_body(error), error.status, headers)
 
 

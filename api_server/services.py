@@ -41,11 +41,10 @@ class Services:
             shown = name.encode("ascii", "backslashreplace").decode()[:100]
             raise UnknownModelError(f"the model {shown} does not exist", "model")
 
-    def prompt_reader(self) -> PromptReader:
-        """With the limits of the engine; raises NotAvailableError before it is ready."""
-        engine = self.client.engine
-        return PromptReader(self.tokenizer, engine.vocab_size, engine.max_model_len)
+    def prompt_reader(self, field: str) -> PromptReader:
+        """With the limits of the engine; raises NotAvailableError before it is ready.
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self.model.eos_token_ids
+        field: of the request, for errors.
+        """
+        engine = self.client.engine
+        return PromptReader(self.tokenizer, engine.vocab_size, engine.max_model_len, field)

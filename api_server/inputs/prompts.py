@@ -26,24 +26,28 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    """Turns the `prompt` field into prompts. `max_model_len`: prompt and output together."""
+    """Turns a field of a request into prompts.
+
+    max_model_len: tokens of prompt and output together. field: named in errors.
+    """
 
     tokenizer: ModelTokenizer
     vocab_size: int
     max_model_len: int
+    field: str = "prompt"
 
     async def read(self, value: Any, *, add_special_tokens: bool) -> list[Prompt]:
         """`value`: a string, a list of strings, a list of ids or a list of lists of ids."""
         if isinstance(value, str):
             return await self.encode([value], add_special_tokens=add_special_tokens)
         if not isinstance(value, list):
-            raise _wrong("prompt must be a string, a list of strings or lists of token ids")
+            raise self._wrong("prompt must be a string, a list of strings or lists of token ids")
         if not value:
-            raise _wrong("prompt must not be empty")
+            raise self._wrong("prompt must not be empty")
         if _is_ids(value):
             return [self._checked(value)]
         if len(value) > MAX_PROMPTS:
-            raise _wrong(f"at most {MAX_PROMPTS} prompts per request, got {len(value)}")
+            raise self._wrong(f"at most {MAX_PROMPTS} prompts per request, got {len(value)}")
         if all(isinstance(each, str) for each in value):
             return await self.encode(value, add_special_tokens=add_special_tokens)
         return [self._checked(each) for each in value]
@@ -61,41 +65,42 @@ class PromptReader:
 
     def _check_text(self, text: str) -> None:
         if not text:
-            raise _wrong("prompt must not be empty")
+            raise self._wrong("prompt must not be empty")
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise _wrong("prompt holds half of a surrogate pair, which is no text") from None
+            raise self._wrong("prompt holds half of a surrogate pair, which is no text") from None
         most = self.max_model_len * self.tokenizer.longest_token * SHRINK
         if len(text) > most:
-            raise _wrong(
+            raise self._wrong(
                 f"the prompt of {len(text)} characters is longer than the maximum context "
                 f"length of {self.max_model_len} tokens can be"
             )
 
     def _checked(self, ids: Any) -> Prompt:
         if not isinstance(ids, list) or not _is_ids(ids):
-            raise _wrong("a prompt of token ids must be a list of integers")
+            raise self._wrong("a prompt of token ids must be a list of integers")
         self._check_ids(ids)
         return Prompt(ids)
 
     def _check_ids(self, ids: list[int]) -> None:
         if not ids:
-            raise _wrong("prompt must not be empty")
+            raise self._wrong("prompt must not be empty")
         for bound in (min(ids), max(ids)):
             if not 0 <= bound < self.vocab_size:
-                raise _wrong(f"token id {bound} is outside the vocabulary [0, {self.vocab_size})")
+                raise self._wrong(
+                    f"token id {bound} is outside the vocabulary [0, {self.vocab_size})"
+                )
         if len(ids) >= self.max_model_len:
-            raise _wrong(
+            raise self._wrong(
                 f"the prompt has {len(ids)} tokens, the maximum context length is "
                 f"{self.max_model_len} tokens of prompt and output together"
             )
+
+    def _wrong(self, message: str) -> InvalidRequestError:
+        return InvalidRequestError(message, self.field)
 
 
 def _is_ids(value: list[Any]) -> bool:
     """True and False are integers to Python, not to us."""
     return all(type(each) is int for each in value)
-
-
-def _wrong(message: str) -> InvalidRequestError:
-    return InvalidRequestError(message, "prompt")

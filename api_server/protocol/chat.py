@@ -3,9 +3,8 @@
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
 
-from api_server.protocol.common import GenerationRequest, Strict
+from api_server.protocol.common import GenerationRequest, Strict, Text
 from api_server.protocol.fields import LATER, given_fields
 from proto.errors import InvalidRequestError
 
@@ -53,7 +52,7 @@ def _joined(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     if not content:
-        raise PydanticCustomError("empty_content", "must not be an empty list")
+        raise ValueError("must not be an empty list")
     texts = []
     for part in content:
         if isinstance(part, str):
@@ -61,9 +60,7 @@ def _joined(content: Any) -> Any:
             continue
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise PydanticCustomError(
-                "content_part", "takes a string or parts of type text; other parts do not work yet"
-            )
+            raise ValueError("takes a string or parts of type text; no other parts yet")
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -73,18 +70,17 @@ def _message_fields(message: Any) -> Any:
         return message
     role = message.get("role")
     if isinstance(role, str) and role in _LATER_ROLES:
-        raise PydanticCustomError("role", "messages of this role are not available yet")
+        raise ValueError(f"messages of the role {role} are not available yet")
     try:
         return given_fields(message, Message.model_fields, _MESSAGE_LATER)
     except InvalidRequestError as error:
-        text = error.message.replace("{", "(").replace("}", ")")
-        raise PydanticCustomError("message_field", text) from None
+        raise ValueError(error.message) from None
 
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_joined)]
-    name: str | None = None
+    content: Annotated[Text, BeforeValidator(_joined)]
+    name: Text | None = None
 
     def for_template(self) -> dict[str, Any]:
         """What a template sees: only fields that were given."""

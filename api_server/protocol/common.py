@@ -6,10 +6,17 @@ Values are taken strictly: a number in quotes is not a number.
 
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+)
 
-MAX_CHOICES: Final = 128
-"""Most choices of one prompt."""
+from proto.engine_io import MAX_CHOICES
+
 MAX_CHOICES_PER_REQUEST: Final = 1024
 """Most choices of all prompts of a request together."""
 MAX_STOP_STRINGS: Final = 4
@@ -22,7 +29,17 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+def _whole(text: str) -> str:
+    """JSON can spell half of a surrogate pair; no tokenizer and no response can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair, which is no text") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole)]
+StopString = Annotated[Text, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
 class Strict(BaseModel):
@@ -39,7 +56,7 @@ class StreamOptions(Strict):
 class GenerationRequest(Strict):
     """Fields of /v1/completions and /v1/chat/completions alike."""
 
-    model: str | None = None
+    model: Text | None = None
     """Name of a served model; by default the one there is."""
     stream: bool = False
     """Answer with server-sent events."""

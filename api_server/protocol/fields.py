@@ -106,4 +106,5 @@ def _from_validation(error: ValidationError) -> InvalidRequestError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(str(part) for part in first["loc"])
     name = str(first["loc"][0]) if first["loc"] else None
-    return InvalidRequestError(f"{place}: {first['msg']} ({first['type']})", name)
+    text = first["msg"].removeprefix("Value error, ")
+    return InvalidRequestError(f"{place}: {text} ({first['type']})", name)

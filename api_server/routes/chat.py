@@ -19,7 +19,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def create_chat_completion(request: Request) -> Response:
     services = services_of(request)
-    reader = services.prompt_reader()
+    reader = services.prompt_reader("messages")
     asked = parse(ChatCompletionRequest, await read_json(request), CHAT_LATER)
     if asked.top_logprobs and not asked.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs", "top_logprobs")

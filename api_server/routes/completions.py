@@ -26,7 +26,7 @@ router = APIRouter()
 @router.post("/v1/completions")
 async def create_completion(request: Request) -> Response:
     services = services_of(request)
-    reader = services.prompt_reader()
+    reader = services.prompt_reader("prompt")
     asked = parse(CompletionRequest, await read_json(request), COMPLETION_LATER)
     preparation = Preparation(services, asked, "cmpl-")
     prompts = await reader.read(asked.prompt, add_special_tokens=asked.add_special_tokens)
@@ -54,13 +54,21 @@ def _wishes(asked: CompletionRequest, echoes: Sequence[Echo]) -> Wishes:
 def _echo(asked: CompletionRequest, prompt: Prompt, tokenizer: ModelTokenizer) -> Echo:
     if not asked.echo:
         return Echo()
-    decoded, offsets = "", []
+    if asked.logprobs is None:
+        return Echo(_text(prompt, tokenizer))
     detokenizer = tokenizer.detokenizer((), skip_special_tokens=False)
+    offsets, length = [], 0
     for token_id in prompt.token_ids:
-        offsets.append(len(decoded))
-        decoded += detokenizer.feed(token_id)
-    decoded += detokenizer.flush()
+        offsets.append(length)
+        length += len(detokenizer.feed(token_id))
+    length += len(detokenizer.flush())
+    text = _text(prompt, tokenizer)
+    added = length - len(text)  # a first token that the tokenizer put there
+    return Echo(text, [max(0, offset - added) for offset in offsets])
+
+
+def _text(prompt: Prompt, tokenizer: ModelTokenizer) -> str:
+    """What the client sent, or what its token ids say."""
     if prompt.text is None:
-        return Echo(decoded, offsets)
-    added = len(decoded) - len(prompt.text)  # a first token that the tokenizer put there
-    return Echo(prompt.text, [max(0, offset - added) for offset in offsets])
+        return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+    return prompt.text

@@ -55,9 +55,7 @@ class GenerationResponse(Response):
     async def _send_events(self, send: Send) -> None:
         generation, chunk = self._generation, self._answer.chunk
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
-        over = False
-        while not over:
-            await generation.wait()
+        while True:  # look, then wait: what came with the acceptance has rung already
             if generation.disconnected:
                 return
             events = "".join([chunk(delta) for delta in generation.take()])
@@ -65,13 +63,11 @@ class GenerationResponse(Response):
             if over:
                 events += self._closing_events()
             if events:
-                await send(
-                    {
-                        "type": "http.response.body",
-                        "body": events.encode(),
-                        "more_body": not over,
-                    }
-                )
+                body = events.encode()
+                await send({"type": "http.response.body", "body": body, "more_body": not over})
+            if over:
+                return
+            await generation.wait()
 
     def _closing_events(self) -> str:
         error = self._generation.error

@@ -32,7 +32,7 @@ from proto.sockets import Link
 from proto.stats import SchedulerStats
 
 Script = Callable[[EngineCoreRequest, int], Sequence[int]]
-"""(request, choice) → the tokens that the model would draw, cut at max_tokens here."""
+"""(request, choice) → the tokens that the model would draw; their end is the length limit."""
 
 
 def pack_logprobs(
@@ -205,7 +205,8 @@ class FakeEngine:
             outputs = []
             for choice in running:
                 token = texts[choice][step]
-                finish, reason = self._ending(request, token, step)
+                last = step + 1 == min(len(texts[choice]), params.max_tokens)
+                finish, reason = self._ending(request, token, step, last)
                 if finish is not None:
                     texts[choice] = texts[choice][: step + 1]
                 outputs.append(
@@ -216,12 +217,12 @@ class FakeEngine:
 
     @staticmethod
     def _ending(
-        request: EngineCoreRequest, token: int, step: int
+        request: EngineCoreRequest, token: int, step: int, last: bool
     ) -> tuple[FinishReason | None, int | None]:
         params = request.sampling_params
         if token in params.stop_ids and step + 1 >= params.min_tokens:
             is_eos = token in params.eos_token_ids and not params.ignore_eos
             return FinishReason.STOP, None if is_eos else token
-        if step + 1 >= params.max_tokens:
+        if last:
             return FinishReason.LENGTH, None
         return None, None

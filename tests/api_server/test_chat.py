@@ -1,0 +1,167 @@
+"""POST /v1/chat/completions over HTTP, against a scripted engine."""
+
+import pytest
+
+PATH = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hello"}]
+PROMPT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_whole_answer(start, say, tokenizer):
+    async with start(say("Hi 😀")) as front_end:
+        body = (await front_end.chat()).json()
+        choice = body["choices"][0]
+        assert body["object"] == "chat.completion"
+        assert body["id"].startswith("chatcmpl-")
+        assert choice["message"] == {"role": "assistant", "content": "Hi 😀", "refusal": None}
+        assert choice["finish_reason"] == "stop"
+        assert choice["logprobs"] is None
+        request = front_end.engine.requests.get_nowait()
+        assert request.prompt_token_ids == tokenizer.encode(PROMPT).ids
+        assert request.sampling_params.max_tokens == 256 - len(request.prompt_token_ids)
+        assert body["usage"]["prompt_tokens"] == len(request.prompt_token_ids)
+
+
+async def test_stream(start, say):
+    async with start(say("Hi 😀 there")) as front_end:
+        options = {"include_usage": True}
+        events = await front_end.events(PATH, messages=MESSAGES, stream_options=options)
+        assert events[-1] == "[DONE]"
+        assert events[-2]["choices"] == []
+        choices = [event["choices"][0] for event in events[:-2]]
+        assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == "Hi 😀 there"
+        assert [choice["finish_reason"] for choice in choices].count("stop") == 1
+        assert choices[-1]["finish_reason"] == "stop"
+        assert all(event["object"] == "chat.completion.chunk" for event in events[:-1])
+        assert (await front_end.chat()).json()["usage"] == events[-2]["usage"]
+
+
+async def test_every_choice_begins_with_its_role(start, say):
+    async with start(say("Hi there")) as front_end:
+        events = await front_end.events(PATH, messages=MESSAGES, n=2)
+        for index in range(2):
+            deltas = [
+                event["choices"][0]["delta"]
+                for event in events[:-1]
+                if event["choices"][0]["index"] == index
+            ]
+            assert deltas[0]["role"] == "assistant"
+            assert "".join(delta.get("content", "") for delta in deltas) == "Hi there"
+            assert not any("role" in delta for delta in deltas[1:])
+
+
+async def test_text_parts_are_lines(start, say, tokenizer):
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    async with start(say("Hi")) as front_end:
+        await front_end.chat(messages=[{"role": "user", "content": parts}])
+        prompt = front_end.engine.requests.get_nowait().prompt_token_ids
+        assert prompt == tokenizer.encode(PROMPT.replace("hello", "hel\nlo")).ids
+
+
+async def test_max_completion_tokens_wins(start, say):
+    async with start(say("Hi there you")) as front_end:
+        choice = (await front_end.chat(max_tokens=9, max_completion_tokens=1)).json()["choices"][0]
+        assert choice["finish_reason"] == "length"
+        assert front_end.engine.requests.get_nowait().sampling_params.max_tokens == 1
+        await front_end.chat(max_tokens=9)
+        assert front_end.engine.requests.get_nowait().sampling_params.max_tokens == 9
+
+
+async def test_logprobs(start, say, tokenizer):
+    async with start(say("Hi 😀")) as front_end:
+        body = (await front_end.chat(logprobs=True, top_logprobs=2)).json()
+        content = body["choices"][0]["logprobs"]["content"]
+        ids = [*tokenizer.encode("Hi 😀").ids, 2]
+        assert len(content) == len(ids)
+        assert all(len(entry["top_logprobs"]) == 2 for entry in content)
+        assert content[0]["token"] == tokenizer.decode(ids[:1])
+        raw = bytes(byte for entry in content for byte in entry["bytes"])
+        assert raw == b"Hi \xf0\x9f\x98\x80<|im_end|>"
+        plain = (await front_end.chat(logprobs=True)).json()["choices"][0]["logprobs"]["content"]
+        assert all(entry["top_logprobs"] == [] for entry in plain)
+        events = await front_end.events(PATH, messages=MESSAGES, logprobs=True, top_logprobs=2)
+        streamed = [
+            entry
+            for event in events[1:-1]
+            for entry in (event["choices"][0]["logprobs"] or {"content": []})["content"]
+        ]
+        assert streamed == content
+
+
+async def test_prompt_logprobs_and_token_ids(start, say):
+    async with start(say("Hi")) as front_end:
+        body = (await front_end.chat(prompt_logprobs=1, return_token_ids=True)).json()
+        assert body["prompt_token_ids"] == front_end.engine.requests.get_nowait().prompt_token_ids
+        assert len(body["prompt_logprobs"]) == len(body["prompt_token_ids"])
+        assert body["choices"][0]["token_ids"][-1] == 2
+        events = await front_end.events(PATH, messages=MESSAGES, return_token_ids=True)
+        assert events[0]["prompt_token_ids"] == body["prompt_token_ids"]
+        assert not any("prompt_token_ids" in event for event in events[1:-1])
+        streamed = [
+            token for event in events[1:-1] for token in event["choices"][0].get("token_ids", [])
+        ]
+        assert streamed == body["choices"][0]["token_ids"]
+
+
+async def test_continuous_usage(start, say):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with start(say("Hi there you all")) as front_end:
+        events = await front_end.events(PATH, messages=MESSAGES, stream_options=options)
+        counts = [event["usage"]["completion_tokens"] for event in events[:-1]]
+        assert counts[0] == 0
+        assert counts[:-1] == sorted(set(counts[:-1]))
+
+
+async def test_a_base_model_refuses(start, say, tokenizer, tmp_path):
+    from tests.api_server.conftest import prepared
+
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    base = prepared(tmp_path, tokenizer.get_vocab_size(), has_chat_template=False)
+    async with start(say("Hi"), served=base) as front_end:
+        response = await front_end.chat()
+        assert response.status_code == 400
+        assert "chat template" in response.json()["error"]["message"]
+        assert (await front_end.complete()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        (None, "messages"),
+        ("hello", "messages"),
+        ([{}], "messages"),
+        ([{"role": "user"}], "messages"),
+        ([{"role": "user", "content": None}], "messages"),
+        ([{"role": "user", "content": []}], "messages"),
+        ([{"role": "user", "content": "a\ud800"}], "messages"),
+        ([{"role": "king", "content": "x"}], "messages"),
+        ([{"role": "tool", "content": "x", "tool_call_id": "1"}], "messages"),
+        ([{"role": "user", "content": "x", "mood": "good"}], "messages"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages"),
+    ],
+)
+async def test_bad_messages(start, say, messages, param):
+    import json
+
+    async with start(say("Hi")) as front_end:
+        body = json.dumps({"messages": messages}).encode()
+        response = await front_end.http.post(
+            PATH, content=body, headers={"content-type": "application/json"}
+        )
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == param
+        assert front_end.engine.requests.empty()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tool_calls": None}, {"tool_calls": []}, {"refusal": None}, {"name": "ann"}]
+)
+async def test_messages_with_neutral_fields(start, say, fields):
+    async with start(say("Hi")) as front_end:
+        message = {"role": "assistant", "content": "x", **fields}
+        response = await front_end.chat(messages=[message, *MESSAGES])
+        assert response.status_code == 200, response.text

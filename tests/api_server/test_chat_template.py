@@ -1,0 +1,108 @@
+"""Templates render as transformers renders them, and cannot break out."""
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from api_server.inputs.chat_template import JinjaChatTemplate, NoChatTemplate, load_chat_template
+from api_server.inputs.tokenizer import special_token_texts
+from proto.errors import InvalidRequestError, ModelError
+
+SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
+CONVERSATIONS = [
+    [{"role": "user", "content": "Hello"}],
+    [
+        {"role": "system", "content": "  Be brief.  \n"},
+        {"role": "user", "content": 'naïve 你好 😀 <|im_end|> "quoted" & <b>'},
+        {"role": "assistant", "content": "line\nline\n\n"},
+        {"role": "user", "content": ""},
+    ],
+]
+TEMPLATES = {
+    "chatml with a default system message": (
+        "{% for message in messages %}"
+        "{% if loop.first and messages[0]['role'] != 'system' %}"
+        "{{ '<|im_start|>system\nBe kind<|im_end|>\n' }}{% endif %}"
+        "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "blocks on lines of their own": """{{ bos_token }}
+{%- set ns = namespace(count=0) %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}
+        {%- continue %}
+    {%- endif %}
+    {%- set ns.count = ns.count + 1 %}
+[{{ message.role | upper }}] {{ message.content | trim }}
+    {% if message.role == 'assistant' %}
+    {% generation %}
+    {{ message.content }}{{ eos_token }}
+    {% endgeneration %}
+    {% endif %}
+{% endfor %}
+{{ ns.count }} {{ messages | tojson }} {{ messages | tojson(indent=2) }}
+{% if tools is defined and tools is not none %}tools{% endif %}
+{{ unknown_variable }}{{ messages | map(attribute='role') | join(',') }}
+{% for number in range(10) %}{% if number == 3 %}{% break %}{% endif %}{{ number }}{% endfor %}
+""",
+}
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS, ids=["one", "four"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_like_transformers(name: str, messages: list[dict[str, str]]) -> None:
+    (expected,), _ = render_jinja_template(
+        conversations=[messages],
+        chat_template=TEMPLATES[name],
+        add_generation_prompt=True,
+        **SPECIALS,
+    )
+    assert JinjaChatTemplate(TEMPLATES[name], SPECIALS).render(messages) == expected
+
+
+def test_the_date_is_there() -> None:
+    rendered = JinjaChatTemplate("{{ strftime_now('%Y') }}", {}).render([])
+    assert rendered.isdecimal()
+    assert len(rendered) == 4
+
+
+def test_a_template_may_refuse() -> None:
+    template = JinjaChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
+        template.render(CONVERSATIONS[0])
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ messages[0]['role'] + 1 }}",
+        "{{ messages[9]['role'] + 'x' }}",
+    ],
+)
+def test_what_a_template_cannot_do_is_a_refusal(source: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        rendered = JinjaChatTemplate(source, {}).render(CONVERSATIONS[0])
+        assert rendered == "", "nothing of the interpreter may show"
+        raise InvalidRequestError("an undefined value renders as nothing")
+
+
+def test_a_broken_template_stops_the_start() -> None:
+    with pytest.raises(ModelError, match="line 2"):
+        JinjaChatTemplate("\n{% for %}", {})
+
+
+def test_a_base_model_has_none(tmp_path) -> None:
+    template = load_chat_template((str(tmp_path),), "base", {})
+    assert isinstance(template, NoChatTemplate)
+    with pytest.raises(InvalidRequestError, match="base has no chat template"):
+        template.render(CONVERSATIONS[0])
+
+
+def test_special_tokens_as_text_or_object(tmp_path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": null, "x": 1}'
+    )
+    assert special_token_texts(str(tmp_path)) == {"bos_token": "<s>", "eos_token": "</s>"}

@@ -1,0 +1,165 @@
+"""Outputs of the engine, repeated, lost, merged and cut."""
+
+import pytest
+from tokenizers import Tokenizer
+
+from api_server.inputs.tokenizer import ModelTokenizer
+from api_server.metrics import Metrics
+from api_server.outputs.choice import Choice
+from api_server.outputs.request_stream import Bell, RequestStream, Timeline
+from api_server.outputs.stop_strings import stop_matcher
+from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
+from proto.errors import ErrorInfo, InternalRequestError, InvalidRequestError
+from tests.fakes.fake_engine import made_up_logprobs
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics("toy", 256)
+
+
+@pytest.fixture
+def make(tokenizer: Tokenizer, metrics: Metrics):
+    def stream(stop: list[str] | None = None, min_tokens: int = 0, n: int = 1) -> RequestStream:
+        model = ModelTokenizer(tokenizer)
+        choices = [
+            Choice(index, model.detokenizer(()), stop_matcher(stop or []), min_tokens)
+            for index in range(n)
+        ]
+        return RequestStream(7, [5, 6, 7], choices, Bell(), metrics, Timeline(100.0))
+
+    return stream
+
+
+def output(tokens: list[int], index: int, finish: FinishReason | None = None, **fields):
+    fields.setdefault("first", FirstTokenInfo(2, 100.1, 100.2) if index == 0 else None)
+    return EngineCoreOutput(7, fields.pop("choice", 0), index, tokens, finish, **fields)
+
+
+def sample(metrics: Metrics, name: str) -> float:
+    for line in metrics.text().decode().splitlines():
+        if line.startswith(f"vllm:{name}") and not line.startswith("#"):
+            return float(line.rsplit(" ", 1)[1])
+    raise AssertionError(f"no sample {name}")
+
+
+def test_repeats_are_counted_once(make, metrics, tokenizer):
+    ids = tokenizer.encode(" one two three").ids
+    stream = make()
+    stream.feed(output(ids[:2], 0), 101.0)
+    stream.feed(output(ids[:2], 0), 102.0)
+    stream.feed(output(ids[1:4], 1), 103.0)
+    assert stream.choices[0].token_ids == ids[:4]
+    assert stream.choices[0].take().text == tokenizer.decode(ids[:4])
+    assert sample(metrics, "time_to_first_token_seconds_count") == 1
+    assert sample(metrics, "inter_token_latency_seconds_count") == 1
+    assert sample(metrics, "inter_token_latency_seconds_sum") == 2.0
+    assert sample(metrics, "generation_tokens_total") == 4
+    assert sample(metrics, "request_queue_time_seconds_count") == 1
+    assert stream.num_cached_tokens == 2
+
+
+def test_a_repeat_that_ends_the_choice_ends_it(make):
+    stream = make()
+    stream.feed(output([40, 41], 0), 101.0)
+    stream.feed(output([40, 41], 0, FinishReason.LENGTH), 102.0)
+    assert stream.finished
+    assert stream.choices[0].take().finish_reason == "length"
+
+
+def test_a_gap_is_an_error(make):
+    stream = make()
+    stream.feed(output([40], 0), 101.0)
+    with pytest.raises(InternalRequestError, match="lost"):
+        stream.feed(output([42], 2), 102.0)
+
+
+def test_repeated_logprobs_are_dropped_with_their_tokens(make):
+    stream = make()
+    stream.feed(output([40], 0, logprobs=made_up_logprobs([40], 1)), 101.0)
+    stream.feed(output([40, 41], 0, logprobs=made_up_logprobs([40, 41], 1)), 102.0)
+    assert [token.token_id for token in stream.choices[0].take().tokens] == [40, 41]
+
+
+def test_stop_string_cuts_tokens_text_and_logprobs(make, tokenizer, metrics):
+    ids = tokenizer.encode("abcde zz").ids
+    assert len(ids) > 5
+    stream = make(stop=["de"])
+    engine_goes_on = stream.feed(output(ids, 0, logprobs=made_up_logprobs(ids, 0)), 101.0)
+    delta = stream.choices[0].take()
+    assert engine_goes_on
+    assert delta.text == "abc"
+    assert delta.finish_reason == "stop"
+    assert delta.stop_reason == "de"
+    assert tokenizer.decode(delta.token_ids) == "abcde"
+    assert [token.token_id for token in delta.tokens] == delta.token_ids
+    assert sample(metrics, "generation_tokens_total") == len(delta.token_ids)
+    assert not stream.feed(output(ids, len(ids), FinishReason.LENGTH), 102.0)
+    assert not stream.choices[0].has_news
+
+
+def test_stop_string_before_a_stop_token_wins(make, tokenizer):
+    ids = [*tokenizer.encode("abcde").ids, 2]
+    stream = make(stop=["cd"])
+    assert not stream.feed(output(ids, 0, FinishReason.STOP), 101.0), "the engine ended it too"
+    delta = stream.choices[0].take()
+    assert (delta.text, delta.stop_reason) == ("ab", "cd")
+
+
+def test_min_tokens_shield_from_stop_strings(make, tokenizer):
+    ids = tokenizer.encode("e e e e").ids
+    stream = make(stop=["e"], min_tokens=len(ids) - 1)
+    stream.feed(output(ids, 0), 101.0)
+    assert stream.choices[0].take().text == tokenizer.decode(ids)[:-1]
+
+
+def test_a_stop_token_has_no_text_but_counts(make, tokenizer):
+    ids = tokenizer.encode("text!").ids
+    stream = make()
+    stream.feed(output(ids, 0, FinishReason.STOP, stop_reason=ids[-1]), 101.0)
+    delta = stream.choices[0].take()
+    assert delta.text == tokenizer.decode(ids[:-1])
+    assert delta.num_tokens == len(ids)
+    assert delta.stop_reason == ids[-1]
+
+
+def test_held_text_comes_at_the_end(make, tokenizer):
+    ids = tokenizer.encode("to sto").ids
+    stream = make(stop=["stop"])
+    stream.feed(output(ids, 0, FinishReason.LENGTH), 101.0)
+    assert stream.choices[0].take().text == "to sto"
+
+
+def test_slow_readers_get_merged_deltas(make, tokenizer):
+    ids = tokenizer.encode("slow reader").ids
+    stream = make()
+    for index, token_id in enumerate(ids):
+        stream.feed(output([token_id], index), 101.0 + index)
+    delta = stream.choices[0].take()
+    assert delta.text == "slow reader"
+    assert delta.token_ids == ids
+    assert not stream.choices[0].has_news
+
+
+def test_errors_of_the_engine(make):
+    stream = make(n=2)
+    error = ErrorInfo("invalid_request", "too much", "prompt")
+    stream.feed(output([], 0, error=error), 101.0)
+    assert isinstance(stream.error, InvalidRequestError)
+    assert stream.error.param == "prompt"
+    assert stream.finished
+
+
+def test_an_abort_by_the_engine_is_no_success(make):
+    stream = make()
+    stream.feed(output([40], 0, FinishReason.ABORT), 101.0)
+    assert isinstance(stream.error, InternalRequestError)
+
+
+def test_choices_end_one_by_one(make):
+    stream = make(n=2)
+    stream.feed(output([40], 0, FinishReason.LENGTH, choice=1), 101.0)
+    assert not stream.finished
+    stream.feed(output([41], 0, FinishReason.LENGTH), 101.0)
+    assert stream.finished
+    assert stream.num_completion_tokens == 2

@@ -1,0 +1,79 @@
+"""Stop strings against the obvious search over the whole text."""
+
+import random
+
+import pytest
+
+from api_server.outputs.stop_strings import stop_matcher
+
+
+def run(strings: list[str], pieces: list[str]) -> tuple[str, str | None, list[str]]:
+    """(text shown, stop string, what was shown piece by piece)"""
+    matcher = stop_matcher(strings)
+    shown: list[str] = []
+    for piece in pieces:
+        text, stop = matcher.feed(piece, armed=True)
+        shown.append(text)
+        if stop is not None:
+            return "".join(shown), stop, shown
+    shown.append(matcher.flush())
+    return "".join(shown), None, shown
+
+
+def obvious(strings: list[str], text: str) -> tuple[str, str | None]:
+    """The string that is complete first; of several that end there the longest."""
+    for end in range(1, len(text) + 1):
+        found = [string for string in strings if text[:end].endswith(string)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_like_the_obvious_search(seed: int) -> None:
+    source = random.Random(seed)
+    strings = [
+        "".join(source.choices("ab", k=source.randint(1, 5))) for _ in range(source.randint(1, 4))
+    ]
+    text = "".join(source.choices("abc", weights=(5, 5, 1), k=30))
+    pieces, rest = [], text
+    while rest:
+        size = source.randint(1, 6)
+        pieces.append(rest[:size])
+        rest = rest[size:]
+    found, stop, _ = run(strings, pieces)
+    assert (found, stop) == obvious(strings, text)
+
+
+def test_holds_back_no_more_than_a_beginning() -> None:
+    _, _, shown = run(["stop here"], ["we ", "stop", " now"])
+    assert shown == ["we ", "", "stop now", ""]
+
+
+def test_across_pieces_nothing_leaks() -> None:
+    assert run(["group of peo", "short"], ["a gr", "oup of", " people"]) == (
+        "a ",
+        "group of peo",
+        ["a ", "", ""],
+    )
+
+
+def test_inside_a_piece() -> None:
+    assert run(["gani"], ["volunteer organization"])[:2] == ("volunteer or", "gani")
+
+
+def test_unarmed_matches_are_passed_over() -> None:
+    matcher = stop_matcher(["e"])
+    assert matcher.feed(" is Lee,", armed=False) == (" is Lee,", None)
+    assert matcher.feed(" a stude", armed=True) == (" a stud", "e")
+
+
+def test_one_that_began_unarmed_counts() -> None:
+    matcher = stop_matcher(["abcd"])
+    assert matcher.feed("xab", armed=False) == ("x", None)
+    assert matcher.feed("cd", armed=True) == ("", "abcd")
+
+
+def test_without_strings_everything_passes() -> None:
+    assert run([], ["any", "thing"]) == ("anything", None, ["any", "thing", ""])
