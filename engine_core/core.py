@@ -26,7 +26,7 @@ from proto.sockets import Link, Poller
 logger = logging.getLogger("tokend.engine")
 
 IDLE_CHECK_BLOCKS = 1 << 15
-"""Pools up to this size are checked when idle: some 20 ms in which nobody is served."""
+"""Pools up to this size are checked when idle: some 30 ms in which nobody is served."""
 
 
 class IntegrityError(TokendError):

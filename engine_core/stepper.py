@@ -19,8 +19,8 @@ IDLE_SECONDS = 1.0
 class SynchronousStepper:
     """One step at a time: the next is scheduled when the tokens of the last are known.
 
-    check_when_idle: raises when the books of the engine do not add up; called once
-    each time the engine runs out of work.
+    check_when_idle: raises when the books of the engine do not add up; called when
+    a second has gone by without work or messages.
     """
 
     def __init__(

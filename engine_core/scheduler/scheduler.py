@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.queues.base import RequestQueue
 from engine_core.queues.fcfs import FCFSQueue
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_pass import AdmissionPass
@@ -54,7 +55,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._clock = clock
-        self.waiting = FCFSQueue()
+        self.waiting: RequestQueue = FCFSQueue()
         self.running: list[Request] = []
         self._requests: dict[int, Request] = {}
         self._choices: dict[int, dict[int, Request]] = {}
