@@ -1,14 +1,10 @@
 """The packaged model: logits of the real file against transformers on the same file."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
-from tests.e2e.reference import Reference, gguf_path
+from tests.e2e.reference import Reference, packaged_model
 from tests.fakes.dense_attention import DenseAttention
-from tests.fakes.prepared_models import gguf_index, prepare
 from worker.loader.weights import load_model
 from worker.models.registry import spec_of
 
@@ -16,14 +12,10 @@ TOKENS = torch.randint(0, 49152, (300,), generator=torch.Generator().manual_seed
 
 
 @pytest.mark.slow
-def test_logits_equal_transformers(tmp_path: Path) -> None:
-    model = Reference.load().model
+def test_logits_equal_transformers() -> None:
     with torch.inference_mode():
-        expected = model(TOKENS[None]).logits[0]
-    config = json.loads(model.config.to_json_string(use_diff=False))
-    config["architectures"] = ["LlamaForCausalLM"]
-    del config["quantization_config"]  # transformers' note that it has dequantised
-    prepared = prepare(tmp_path, config, gguf_index(gguf_path()))
+        expected = Reference.load().model(TOKENS[None]).logits[0]
+    prepared = packaged_model()
     spec = spec_of(prepared)
     decoder = load_model(prepared, spec, torch.float32, torch.device("cpu"), lambda fraction: None)
     attention = DenseAttention(spec.attention_scale)
