@@ -147,6 +147,7 @@ def start(run_dir: str, model: PreparedModel) -> StartFrontEnd:
     async def running(
         script: Script | None = None,
         *,
+        accepts: bool = False,
         ready: bool = True,
         config: FrontEndConfig | None = None,
         seed: int | None = None,
@@ -156,7 +157,11 @@ def start(run_dir: str, model: PreparedModel) -> StartFrontEnd:
         path = front_end_path(run_dir, 1, 0)
         used = served or model
         engine = FakeEngine(
-            path, vocab_size=used.vocab_size, max_model_len=max_model_len, script=script
+            path,
+            vocab_size=used.vocab_size,
+            max_model_len=max_model_len,
+            script=script,
+            accepts=accepts,
         )
         boot = make_boot(run_dir, used, config or FrontEndConfig(), seed)
         services = make_services(boot, Link.connect(path, FromEngine))

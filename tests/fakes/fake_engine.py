@@ -60,7 +60,10 @@ def made_up_logprobs(token_ids: Sequence[int], number: int, first: int = 0) -> L
 
 
 class FakeEngine:
-    """One end of a link to a front end. `requests`, `aborts`, `calls`: what came, as queues."""
+    """One end of a link to a front end. `requests`, `aborts`: what came, as queues.
+
+    accepts: take every request in at once, with or without a script.
+    """
 
     def __init__(
         self,
@@ -70,12 +73,14 @@ class FakeEngine:
         max_model_len: int = 256,
         epoch: int = 1,
         script: Script | None = None,
+        accepts: bool = False,
     ) -> None:
         self.link = Link.bind(path, ToEngine)
         self.epoch = epoch
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.script = script
+        self.accepts = accepts
         self.requests: asyncio.Queue[EngineCoreRequest] = asyncio.Queue()
         self.aborts: asyncio.Queue[Abort] = asyncio.Queue()
         self.num_cached_tokens = 0
@@ -185,13 +190,14 @@ class FakeEngine:
 
     def _on_request(self, request: EngineCoreRequest) -> None:
         self.requests.put_nowait(request)
+        if self.accepts or self.script is not None:
+            self.accept(request)
         if self.script is not None:
             task = asyncio.create_task(self._play(request, self.script))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _play(self, request: EngineCoreRequest, script: Script) -> None:
-        self.accept(request)
         params = request.sampling_params
         texts = [list(script(request, choice)) for choice in range(request.n)]
         for step in range(params.max_tokens):

@@ -1,0 +1,167 @@
+"""Health, version, models, metrics, the API key, the log line."""
+
+import json
+import logging
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from proto.config import FrontEndConfig
+from proto.stats import SchedulerStats
+from tests.api_server.conftest import MODEL
+
+
+async def test_before_the_engine_is_ready(start):
+    async with start(ready=False) as front_end:
+        for response in (
+            await front_end.http.get("/health"),
+            await front_end.http.get("/ping"),
+            await front_end.http.get("/v1/models"),
+            await front_end.complete(),
+            await front_end.chat(),
+        ):
+            assert response.status_code == 503
+            assert response.json()["error"]["type"] == "ServiceUnavailableError"
+            assert response.headers["retry-after"]
+        assert (await front_end.http.get("/version")).status_code == 200
+        assert (await front_end.http.get("/metrics")).status_code == 200
+        front_end.engine.announce()
+        await front_end.services.client.wait_ready()
+        assert (await front_end.http.get("/health")).status_code == 200
+        assert (await front_end.http.post("/ping")).status_code == 200
+
+
+async def test_models_and_version(start):
+    async with start() as front_end:
+        body = (await front_end.http.get("/v1/models")).json()
+        (card,) = body["data"]
+        assert body["object"] == "list"
+        assert (card["id"], card["object"], card["max_model_len"]) == (MODEL, "model", 256)
+        assert {"created", "owned_by", "root", "parent"} <= set(card)
+        assert (await front_end.http.get(f"/v1/models/{MODEL}")).json() == card
+        assert (await front_end.http.get("/v1/models/other")).status_code == 404
+        assert set((await front_end.http.get("/version")).json()) == {"version"}
+
+
+async def samples(front_end) -> dict[str, float]:
+    response = await front_end.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    found = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            if sample.name.startswith("vllm:"):
+                assert labels.pop("model_name") == MODEL
+                assert labels.pop("engine") == "0"
+            found[sample.name + "".join(f",{value}" for value in labels.values())] = sample.value
+    return found
+
+
+async def test_metrics(start, say, tokenizer):
+    async with start(say(" world")) as front_end:
+        before = await samples(front_end)
+        assert before["vllm:request_success_total,stop"] == 0
+        assert "process_resident_memory_bytes" in before
+        await front_end.complete(n=2)
+        await front_end.complete(max_tokens=1)
+        front_end.engine.send_outputs(
+            stats=SchedulerStats(3, 4, 0.25, 5, 60, 30, num_scheduled_tokens=17)
+        )
+        front_end.engine.send_outputs(stats=SchedulerStats(1, 0, 0.5, 1, 4, 2))
+        await front_end.services.client.admin("check_integrity")
+        found = await samples(front_end)
+        output = len(tokenizer.encode(" world").ids) + 1
+        prompt = len(tokenizer.encode("hello").ids)
+        assert found["vllm:num_requests_running"] == 1
+        assert found["vllm:num_requests_waiting"] == 0
+        assert found["vllm:kv_cache_usage_perc"] == 0.5
+        assert found["vllm:num_preemptions_total"] == 6
+        assert found["vllm:prefix_cache_queries_total"] == 64
+        assert found["vllm:prefix_cache_hits_total"] == 32
+        assert found["vllm:prompt_tokens_total"] == 2 * prompt
+        assert found["vllm:generation_tokens_total"] == 2 * output + 1
+        assert found["vllm:request_success_total,stop"] == 2
+        assert found["vllm:request_success_total,length"] == 1
+        assert found["vllm:time_to_first_token_seconds_count"] == 3
+        assert found["vllm:inter_token_latency_seconds_count"] == 2 * (output - 1)
+        assert found["vllm:e2e_request_latency_seconds_count"] == 2
+        assert found["vllm:request_queue_time_seconds_count"] == 2
+        assert found["vllm:request_prompt_tokens_sum"] == 2 * prompt
+        assert found["vllm:request_generation_tokens_sum"] == 2 * output + 1
+        assert found["vllm:iteration_tokens_total_count"] == 1
+        assert found["vllm:iteration_tokens_total_bucket,16.0"] == 0
+        assert found["vllm:iteration_tokens_total_bucket,32.0"] == 1
+        assert found["vllm:iteration_tokens_total_bucket,+Inf"] == 1
+
+
+async def test_api_key(start, say):
+    config = FrontEndConfig(api_key="sésame")
+    key = "sésame".encode()
+    async with start(say("!"), config=config) as front_end:
+        for path in ("/health", "/ping", "/version"):
+            assert (await front_end.http.get(path)).status_code == 200
+        guarded = ("/v1/models", "/metrics", "/openapi.json", "/nowhere", "//health", "/health/")
+        for path in guarded:
+            assert (await front_end.http.get(path)).status_code == 401, path
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": b"Basic " + key},
+            {"authorization": "Bearer"},
+            {"x-api-key": ""},
+        ):
+            response = await front_end.http.post(
+                "/v1/completions", json={"prompt": "x"}, headers=headers
+            )
+            assert response.status_code == 401
+            assert response.json()["error"]["type"] == "AuthenticationError"
+        for headers in ({"authorization": b"Bearer " + key}, {"x-api-key": key}):
+            response = await front_end.http.post(
+                "/v1/completions", json={"prompt": "x"}, headers=headers
+            )
+            assert response.status_code == 200
+
+
+async def test_the_key_guards_every_other_route(start):
+    async with start(config=FrontEndConfig(api_key="k")) as front_end:
+        document = await front_end.http.get("/openapi.json", headers={"x-api-key": "k"})
+        paths = document.json()["paths"]
+        assert {"/v1/completions", "/v1/chat/completions", "/metrics"} <= set(paths)
+        for path, methods in paths.items():
+            for method in methods:
+                response = await front_end.http.request(method, path)
+                is_open = path in ("/health", "/ping", "/version")
+                assert (response.status_code != 401) == is_open, (method, path)
+
+
+async def test_one_line_per_request(start, say, caplog):
+    caplog.set_level(logging.INFO, logger="tokend.requests")
+    async with start(say("private answer")) as front_end:
+        await front_end.complete(prompt="private question", request_id="r1")
+        await front_end.events("/v1/chat/completions", messages=[{"role": "user", "content": "x"}])
+    lines = [record.getMessage() for record in caplog.records if record.name == "tokend.requests"]
+    assert len(lines) == 2
+    assert "id=cmpl-r1" in lines[0]
+    assert "finish=stop" in lines[0]
+    assert not any("private" in line for line in lines)
+
+
+async def test_no_lines_when_they_are_off(start, say, caplog):
+    caplog.set_level(logging.INFO, logger="tokend.requests")
+    async with start(say("!"), config=FrontEndConfig(disable_log_requests=True)) as front_end:
+        await front_end.complete()
+    assert not [record for record in caplog.records if record.name == "tokend.requests"]
+
+
+async def test_a_bug_is_a_500_without_details(start, monkeypatch, caplog):
+    from api_server.routes import completions
+
+    def broken(*_args, **_fields):
+        raise RuntimeError("/secret/path 0x7f00")
+
+    monkeypatch.setattr(completions, "parse", broken)
+    async with start() as front_end:
+        response = await front_end.complete()
+        assert response.status_code == 500
+        assert json.loads(response.text)["error"]["message"] == "internal error"
+        assert "secret" not in response.text
+        assert "secret" in caplog.text
