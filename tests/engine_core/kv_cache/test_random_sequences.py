@@ -147,9 +147,9 @@ class KVCacheMachine(RuleBasedStateMachine):
     def speculate(self, which: int, num_drafts: int, accepted: list[int], lookahead: int) -> None:
         """Compute drafts after the verified tokens, of which some are accepted."""
         request = self.running[which % len(self.running)]
+        if request.num_computed_tokens == request.num_tokens:
+            request.all_token_ids.append(0)
         num_left = request.num_tokens - request.num_computed_tokens
-        if num_left + num_drafts == 0:
-            return
         if self._allocate(request, num_left + num_drafts, lookahead, []):
             request.all_token_ids += accepted[:num_drafts]
             request.num_computed_tokens = request.num_tokens
