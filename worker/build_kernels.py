@@ -23,10 +23,10 @@ from typing import Final
 SOURCE_DIR: Final = Path(__file__).resolve().parent / "csrc"
 
 _COMPILE_FLAGS: Final = (
-    *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
+    *("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
     # Contracting a * b + c is welcome, reordering sums is not: results are repeatable.
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
-    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized"),
+    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"),
 )
 
 

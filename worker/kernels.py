@@ -75,6 +75,9 @@ class Kernels:
         self.partial_width = library.tokend_partial_width
         self.partial_width.argtypes = [c_int64]
         self.partial_width.restype = c_int64
+        self.draw = library.tokend_draw
+        self.draw.argtypes = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 6]
+        self.draw.restype = None
 
 
 def load_kernels(folder: Path = SOURCE_DIR) -> Kernels:

@@ -14,6 +14,8 @@
 #endif
 
 #define TOKEND_INLINE inline __attribute__((always_inline))
+// All that the function calls becomes part of it, the bodies of each() included.
+#define TOKEND_FLATTEN __attribute__((flatten))
 
 namespace tokend {
 
@@ -57,7 +59,29 @@ TOKEND_INLINE F<N> splat(float value) {
     return value - F<N>{};
 }
 
+// Calls body(0), …, body(COUNT - 1) with indices known at compile time, so that
+// arrays of vectors live in registers.
+template <int COUNT, class Body>
+TOKEND_INLINE void each(Body body) {
+    [&]<int... I>(std::integer_sequence<int, I...>) {
+        (body(std::integral_constant<int, I>()), ...);
+    }(std::make_integer_sequence<int, COUNT>());
+}
+
 // ---- loads: element type -> float ------------------------------------------
+
+// N 16-bit words, zero-extended. GCC 12 splits the generic conversion in two.
+template <int N>
+TOKEND_INLINE typename Vec<N>::U load_words(const void* from) {
+    using U = typename Vec<N>::U;
+#if defined(__AVX512F__)
+    if constexpr (N == 16) return (U)_mm512_cvtepu16_epi32(load_bytes<__m256i>(from));
+#endif
+#if defined(__AVX2__)
+    if constexpr (N == 8) return (U)_mm256_cvtepu16_epi32(load_bytes<__m128i>(from));
+#endif
+    return __builtin_convertvector(load_bytes<typename Vec<N>::H>(from), U);
+}
 
 template <int N>
 TOKEND_INLINE F<N> load(const float* from) {
@@ -66,9 +90,7 @@ TOKEND_INLINE F<N> load(const float* from) {
 
 template <int N>
 TOKEND_INLINE F<N> load(const bfloat16* from) {
-    using U = typename Vec<N>::U;
-    const auto half = load_bytes<typename Vec<N>::H>(from);
-    return bit_cast<F<N>>(U(__builtin_convertvector(half, U) << 16));
+    return bit_cast<F<N>>(typename Vec<N>::U(load_words<N>(from) << 16));
 }
 
 template <int N>
@@ -80,7 +102,7 @@ TOKEND_INLINE F<N> load(const float16* from) {
     if constexpr (N == 8) return (F<N>)_mm256_cvtph_ps(load_bytes<__m128i>(from));
 #endif
     using U = typename Vec<N>::U;
-    const U half = __builtin_convertvector(load_bytes<typename Vec<N>::H>(from), U);
+    const U half = load_words<N>(from);
     // Exponent rebias by a product, which also makes subnormals right.
     const F<N> scaled = bit_cast<F<N>>(U((half & 0x7fffu) << 13)) * splat<N>(0x1p112f);
     const U special = U((half & 0x7c00u) == 0x7c00u) & 0x7f800000u;
@@ -170,58 +192,52 @@ TOKEND_INLINE float min_lanes(F<N> v) {
     return -max_lanes<N>(-v);
 }
 
-// Interleaves pairs of elements of two vectors within 128-bit lanes and adds:
-//   a0 a1 a2 a3, b0 b1 b2 b3  ->  a0+a2 b0+b2 a1+a3 b1+b3
+// low[i] and high[i] name elements of a then b (b from N on); returns a+b shuffled, summed.
+template <int N, class Low, class High>
+TOKEND_INLINE F<N> add_shuffled(F<N> a, F<N> b, Low low, High high) {
+    return [&]<int... L>(std::integer_sequence<int, L...>) {
+        using I = typename Vec<N>::I;
+        return __builtin_shuffle(a, b, I{low(L)...}) + __builtin_shuffle(a, b, I{high(L)...});
+    }(std::make_integer_sequence<int, N>());
+}
+
+// Within each 128-bit lane:  a0 a1 a2 a3, b0 b1 b2 b3  ->  a0+a2 b0+b2 a1+a3 b1+b3
 template <int N>
 TOKEND_INLINE F<N> add_pairs(F<N> a, F<N> b) {
-    using I = typename Vec<N>::I;
-    I low, high;
-    for (int lane = 0; lane < N; lane += 4) {
-        low[lane] = lane, low[lane + 1] = lane + N, low[lane + 2] = lane + 1, low[lane + 3] = lane + 1 + N;
-        high[lane] = lane + 2, high[lane + 1] = lane + 2 + N, high[lane + 2] = lane + 3, high[lane + 3] = lane + 3 + N;
-    }
-    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+    return add_shuffled<N>(
+        a, b, [](int i) constexpr { return i / 4 * 4 + i % 4 / 2 + i % 2 * N; },
+        [](int i) constexpr { return i / 4 * 4 + i % 4 / 2 + 2 + i % 2 * N; });
 }
 
-//   a0 a1 a2 a3, b0 b1 b2 b3  ->  a0+a2 a1+a3 b0+b2 b1+b3
+// Within each 128-bit lane:  a0 a1 a2 a3, b0 b1 b2 b3  ->  a0+a2 a1+a3 b0+b2 b1+b3
 template <int N>
 TOKEND_INLINE F<N> add_halves(F<N> a, F<N> b) {
-    using I = typename Vec<N>::I;
-    I low, high;
-    for (int lane = 0; lane < N; lane += 4) {
-        low[lane] = lane, low[lane + 1] = lane + 1, low[lane + 2] = lane + N, low[lane + 3] = lane + 1 + N;
-        high[lane] = lane + 2, high[lane + 1] = lane + 3, high[lane + 2] = lane + 2 + N, high[lane + 3] = lane + 3 + N;
-    }
-    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+    return add_shuffled<N>(
+        a, b, [](int i) constexpr { return i / 4 * 4 + i % 2 + i % 4 / 2 * N; },
+        [](int i) constexpr { return i / 4 * 4 + i % 2 + 2 + i % 4 / 2 * N; });
 }
 
-// Four sums at once; 128-bit lane j of the result holds the parts of a, b, c, d in lane j.
+// Four sums at once: 128-bit lane j of the result holds the parts of a, b, c, d in lane j.
 template <int N>
 TOKEND_INLINE F<N> sum_four(F<N> a, F<N> b, F<N> c, F<N> d) {
     return add_halves<N>(add_pairs<N>(a, b), add_pairs<N>(c, d));
 }
 
-// Even and odd 128-bit lanes of a then b, added: lane 0+1 of a, lane 2+3 of a, …, of b.
+// Neighbouring 128-bit lanes, added: lane 0+1 of a, lane 2+3 of a, …, then of b.
 template <int N>
-TOKEND_INLINE F<N> add_quarters(F<N> a, F<N> b) {
-    using I = typename Vec<N>::I;
-    I even, odd;
-    for (int lane = 0; lane < N; lane++) {
-        const int source = (lane / 4) * 8 + lane % 4;
-        even[lane] = source;
-        odd[lane] = source + 4;
-    }
-    return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
+TOKEND_INLINE F<N> add_lanes(F<N> a, F<N> b) {
+    return add_shuffled<N>(
+        a, b, [](int i) constexpr { return i / 4 * 8 + i % 4; },
+        [](int i) constexpr { return i / 4 * 8 + i % 4 + 4; });
 }
 
 // parts[j] = sum_four of elements 4j .. 4j+3; returns the N sums in order.
 template <int N>
-TOKEND_INLINE F<N> gather_sums(const F<N>* parts) {
+TOKEND_INLINE F<N> gather_sums(const F<N> (&parts)[N / 4]) {
     if constexpr (N == 4) return parts[0];
-    if constexpr (N == 8) return add_quarters<N>(parts[0], parts[1]);
+    if constexpr (N == 8) return add_lanes<N>(parts[0], parts[1]);
     if constexpr (N == 16)
-        return add_quarters<N>(add_quarters<N>(parts[0], parts[1]),
-                               add_quarters<N>(parts[2], parts[3]));
+        return add_lanes<N>(add_lanes<N>(parts[0], parts[1]), add_lanes<N>(parts[2], parts[3]));
 }
 
 // ---- functions ----------------------------------------------------------------

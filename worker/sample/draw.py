@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from worker.kernels import Kernels
 from worker.sample.philox import gumbel_noise
 
 
@@ -60,3 +61,40 @@ def draw_reference(
         )
         tokens[index] = np.argmax(scores + noise)
     return tokens
+
+
+class KernelDraw:
+    """Draw by the C++ kernel; the tokens are those of draw_reference."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        rows: npt.NDArray[np.int64],
+        temperature: npt.NDArray[np.float32],
+        keys: DrawKeys,
+    ) -> npt.NDArray[np.int64]:
+        assert logits.dtype == torch.float32 and logits.stride(1) == 1
+        token_ids = np.empty(len(rows), dtype=np.int64)
+        # Held in a list until the kernel is done: a converted copy has no other owner.
+        arrays = [
+            np.ascontiguousarray(array, dtype=dtype)
+            for array, dtype in (
+                (rows, np.int64),
+                (temperature, np.float32),
+                (keys.seed, np.uint64),
+                (keys.choice, np.uint32),
+                (keys.position, np.uint32),
+            )
+        ]
+        self._kernels.draw(
+            logits.data_ptr(),
+            logits.stride(0),
+            logits.shape[1],
+            len(rows),
+            *(array.ctypes.data for array in arrays),
+            token_ids.ctypes.data,
+        )
+        return token_ids

@@ -10,16 +10,21 @@ Order of work, and what each stage sees:
     draw           Gumbel-max keyed by (seed, choice, position)
 """
 
+import logging
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from proto.engine_io import LogprobsArrays
 from proto.sampling_params import GREEDY_TEMPERATURE
-from worker.sample.draw import Draw, DrawKeys, draw_reference
+from worker.kernels import KernelsUnavailableError, load_kernels
+from worker.sample.draw import Draw, DrawKeys, KernelDraw, draw_reference
 from worker.sample.filters import apply_filters
 from worker.sample.logprobs import row_logprobs
 from worker.sample.rows import Sampled, SamplingRows
+
+logger = logging.getLogger("tokend.sample")
 
 
 class Sampler:
@@ -59,8 +64,12 @@ class Sampler:
 
 
 def create_sampler() -> Sampler:
-    """The sampler of this machine."""
-    return Sampler(draw=draw_reference)
+    """A sampler that draws with the kernel, or with its reference where there is none."""
+    try:
+        return Sampler(draw=KernelDraw(load_kernels()))
+    except KernelsUnavailableError as reason:
+        logger.warning("tokens are drawn by the slow reference: %s", reason)
+        return Sampler(draw=draw_reference)
 
 
 def _filter(logits: torch.Tensor, random_rows: npt.NDArray[np.int64], rows: SamplingRows) -> None:

@@ -1,0 +1,190 @@
+// Attention of many query rows (a chunk of a prompt): lanes run over the rows.
+//
+// Queries are transposed once, so both products broadcast one element of K or V
+// against vectors of rows, and the softmax never sums across lanes:
+//
+//   scores [token, row]  = K [token, dim] · Q [dim, row]
+//   output [dim, row]   += V [token, dim]ᵀ · weights [token, row]
+#pragma once
+
+#include "attention_piece.h"
+
+namespace tokend {
+
+// Vectors of accumulators: TILE_M x TILE_N; the registers hold them and their operands.
+constexpr int TILE_M = LANES == 16 ? 8 : 4;
+constexpr int TILE_N = 3;
+
+// scores[m][n] for TILE_M tokens and V vectors of rows.
+template <int V>
+TOKEND_FLATTEN void many_scores(const float* const* keys, const float* queries, int64_t head_dim, int64_t width, float* scores) {
+    constexpr int N = LANES;
+    F<N> sums[TILE_M][V];
+    each<TILE_M>([&](auto m) { each<V>([&](auto v) { sums[m][v] = F<N>{}; }); });
+    for (int64_t dim = 0; dim < head_dim; dim++) {
+        F<N> query[V];
+        each<V>([&](auto v) { query[v] = load<N>(queries + dim * width + v * N); });
+        each<TILE_M>([&](auto m) {
+            const F<N> key = splat<N>(keys[m][dim]);
+            each<V>([&](auto v) { sums[m][v] += key * query[v]; });
+        });
+    }
+    each<TILE_M>([&](auto m) {
+        each<V>([&](auto v) { store<N>(scores + m * width + v * N, sums[m][v]); });
+    });
+}
+
+// output[m][n] of TILE_M dims and V vectors of rows, over `count` tokens.
+template <int V>
+TOKEND_FLATTEN void many_values(const float* const* values, int64_t dim, const float* weights, int64_t count, int64_t width,
+                 float* output) {
+    constexpr int N = LANES;
+    F<N> sums[TILE_M][V];
+    each<TILE_M>([&](auto m) {
+        each<V>([&](auto v) { sums[m][v] = load<N>(output + m * width + v * N); });
+    });
+    for (int64_t token = 0; token < count; token++) {
+        const float* value = values[token] + dim;
+        F<N> weight[V];
+        each<V>([&](auto v) { weight[v] = load<N>(weights + token * width + v * N); });
+        each<TILE_M>([&](auto m) {
+            const F<N> one = splat<N>(value[m]);
+            each<V>([&](auto v) { sums[m][v] += one * weight[v]; });
+        });
+    }
+    each<TILE_M>([&](auto m) {
+        each<V>([&](auto v) { store<N>(output + m * width + v * N, sums[m][v]); });
+    });
+}
+
+// Calls body(column, V) with the widest tiles that cover `width` rows.
+template <class Body>
+TOKEND_INLINE void over_columns(int64_t width, Body body) {
+    int64_t column = 0;
+    for (; column + TILE_N * LANES <= width; column += TILE_N * LANES)
+        body(column, std::integral_constant<int, TILE_N>());
+    if (width - column == 2 * LANES) body(column, std::integral_constant<int, 2>());
+    if (width - column == LANES) body(column, std::integral_constant<int, 1>());
+}
+
+// Float rows of `count` tokens: the pages themselves, or a converted copy.
+template <class T>
+void as_floats(const T* const* rows, int64_t count, int64_t head_dim, float* copy, const float** floats) {
+    for (int64_t token = 0; token < count; token++) {
+        if constexpr (std::is_same_v<T, float>) {
+            floats[token] = rows[token];
+        } else {
+            floats[token] = copy + token * head_dim;
+            for (int64_t dim = 0; dim < head_dim; dim += 8)
+                store<8>(copy + token * head_dim + dim, load<8>(rows[token] + dim));
+        }
+    }
+}
+
+// Rows of one tile and what is known of them so far; width = rows in whole vectors.
+template <class T>
+struct ManyRows {
+    int64_t width;
+    float* queries;  // [head_dim, width]
+    float* output;   // [head_dim, width], not normalised
+    float* scores;   // [CHUNK, width]
+    float* best;     // [width], largest raw score
+    float* total;    // [width], sum of weights
+    float* limit;    // [width], KV tokens that a row sees
+    float* keys;     // [CHUNK, head_dim]
+    float* values;   // [CHUNK, head_dim]
+
+    ManyRows(const Piece<T>& piece, Scratch& scratch) : width(round_up(piece.rows, LANES)) {
+        const int64_t square = piece.head_dim * width, chunk = CHUNK * piece.head_dim;
+        float* at = scratch.floats(2 * square + CHUNK * width + 3 * width + 2 * chunk);
+        const auto take = [&at](int64_t size) { return std::exchange(at, at + size); };
+        queries = take(square);
+        output = take(square);
+        scores = take(CHUNK * width);
+        best = take(width);
+        total = take(width);
+        limit = take(width);
+        keys = take(chunk);
+        values = take(chunk);
+        std::fill_n(queries, square, 0.0f);
+        std::fill_n(output, square, 0.0f);
+        std::fill_n(best, width, NO_SCORE);
+        std::fill_n(total, width, 0.0f);
+        std::fill_n(limit, width, 0.0f);
+        for (int64_t row = 0; row < piece.rows; row++) transpose_query(piece, row);
+    }
+
+    void compute(const Piece<T>& piece) {
+        const int64_t head_dim = piece.head_dim;
+        const T *key_rows[CHUNK], *value_rows[CHUNK];
+        const float *float_keys[CHUNK], *float_values[CHUNK];
+        for (int64_t from = piece.begin; from < piece.end; from += CHUNK) {
+            const int64_t count = std::min<int64_t>(CHUNK, piece.end - from);
+            piece.locate(from, from + count, key_rows, value_rows);
+            as_floats(key_rows, count, head_dim, keys, float_keys);
+            as_floats(value_rows, count, head_dim, values, float_values);
+            // Scores come TILE_M tokens at a time: past the end, repeat a row that may be read.
+            for (int64_t token = count; token < round_up(count, TILE_M); token++)
+                float_keys[token] = float_keys[0];
+            over_columns(width, [&](int64_t column, auto vectors) {
+                for (int64_t token = 0; token < count; token += TILE_M)
+                    many_scores<vectors>(float_keys + token, queries + column, head_dim, width,
+                                         scores + token * width + column);
+            });
+            weigh(from, count, from + count <= piece.first_limit, piece.scale, head_dim);
+            over_columns(width, [&](int64_t column, auto vectors) {
+                for (int64_t dim = 0; dim < head_dim; dim += TILE_M)
+                    many_values<vectors>(float_values, dim, scores + column, count, width,
+                                         output + dim * width + column);
+            });
+        }
+    }
+
+  private:
+    void transpose_query(const Piece<T>& piece, int64_t row) {
+        alignas(32) float query[8];
+        const T* from = piece.query(row);
+        limit[row] = float(piece.limit(row));
+        for (int64_t dim = 0; dim < piece.head_dim; dim += 8) {
+            store<8>(query, load<8>(from + dim));
+            for (int i = 0; i < 8; i++) queries[(dim + i) * width + row] = query[i];
+        }
+    }
+
+    // Online softmax of one chunk. `from` is its first token, `all_seen` that every
+    // row sees all of it.
+    void weigh(int64_t from, int64_t count, bool all_seen, float scale, int64_t head_dim) {
+        constexpr int N = LANES;
+        for (int64_t column = 0; column < width; column += N) {
+            float* chunk = scores + column;
+            if (!all_seen) hide(chunk, load<N>(limit + column) - float(from), count);
+            const F<N> before = load<N>(best + column);
+            F<N> largest = before;
+            for (int64_t token = 0; token < count; token++)
+                largest = maximum<N>(largest, load<N>(chunk + token * width));
+            // A row that has seen nothing yet must not compute infinity minus infinity.
+            const F<N> shift = largest == NO_SCORE ? F<N>{} : largest;
+            const F<N> rescale = exp_nonpositive<N>((before - shift) * scale);
+            F<N> sum = load<N>(total + column) * rescale;
+            for (int64_t token = 0; token < count; token++) {
+                const F<N> weight = exp_nonpositive<N>((load<N>(chunk + token * width) - shift) * scale);
+                store<N>(chunk + token * width, weight);
+                sum += weight;
+            }
+            store<N>(best + column, largest);
+            store<N>(total + column, sum);
+            if (min_lanes<N>(rescale) == 1.0f) continue;
+            for (int64_t at = column; at < head_dim * width; at += width)
+                store<N>(output + at, load<N>(output + at) * rescale);
+        }
+    }
+
+    void hide(float* chunk, F<LANES> seen, int64_t count) {
+        for (int64_t token = 0; token < count; token++) {
+            float* at = chunk + token * width;
+            store<LANES>(at, seen > float(token) ? load<LANES>(at) : splat<LANES>(NO_SCORE));
+        }
+    }
+};
+
+}  // namespace tokend
