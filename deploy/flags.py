@@ -133,7 +133,8 @@ def parse(words: Sequence[str]) -> ServeArguments:
                 _set_model(values, value)
             values[by_name[name].field] = value
         else:
-            raise ConfigError(unknown("flag", name, [*by_name, *negations, "--config", "--help"]))
+            known = negations if name.startswith("--no-") else [*by_name, "--config", "--help"]
+            raise ConfigError(unknown("flag", name, known))
     return ServeArguments(values, config_file)
 
 

