@@ -6,10 +6,15 @@ these tokens. All positions agreeing is the same as generating the same tokens.
 A token that differs counts as a tie where the two scores lie within TIE_GAP.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from deploy.prepare.store import prepared_model
+from deploy.surroundings import Surroundings
+from proto.prepared_model import PreparedModel
 
 TIE_GAP = 1e-3
 MAX_TIE_RATE = 1 / 500
@@ -37,7 +42,7 @@ class Reference:
     def load(cls) -> "Reference":
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        source = gguf_path()
+        source = Path(packaged_model().source)
         where = {"gguf_file": source.name}
         model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **where)
         return cls(model.eval(), AutoTokenizer.from_pretrained(source.parent, **where))
@@ -71,10 +76,16 @@ class Reference:
         assert len(ties) <= max(1, tokens * MAX_TIE_RATE)
 
 
-def gguf_path() -> Path:
-    """The packaged model's file, fetched when this machine has never served it."""
-    import os
+class Quiet:
+    """A reporter that nobody reads."""
 
-    from deploy.catalogue import cache_root, resolve_model
+    def progress(self, what: str, fraction: float | None = None, who: str = "tokend") -> None:
+        """Ignored."""
 
-    return Path(resolve_model("smollm2-135m-instruct", cache_root(dict(os.environ))).source)
+    def notice(self, message: str, who: str = "tokend") -> None:
+        """Ignored."""
+
+
+def packaged_model() -> PreparedModel:
+    """The default model, fetched and prepared when this machine has never served it."""
+    return prepared_model("smollm2-135m-instruct", Surroundings.of(os.environ), Quiet())
