@@ -9,6 +9,7 @@ carries one, and a second would fight with it for the cores. They are loaded aft
 torch and use its.
 """
 
+import hashlib
 import os
 import platform
 import shutil
@@ -45,9 +46,10 @@ class Variant:
     flags: tuple[str, ...]
     cpu_flags: frozenset[str]
 
-    @property
-    def file_name(self) -> str:
-        return f"libtokend_{self.name}.so"
+    def library(self, folder: Path) -> Path:
+        """Where its library belongs. The name carries a digest of what it is compiled
+        from, so that one of older sources, with other structs, is never loaded."""
+        return folder / f"libtokend_{self.name}_{source_digest(self.flags)}.so"
 
 
 _AVX2: Final = frozenset({"avx2", "fma", "f16c", "bmi2"})
@@ -71,35 +73,51 @@ def machine_variants() -> tuple[Variant, ...]:
     return X86_VARIANTS if platform.machine() in ("x86_64", "AMD64") else OTHER_VARIANTS
 
 
+def source_digest(flags: tuple[str, ...]) -> str:
+    """Eight hex digits over all sources and the flags."""
+    digest = hashlib.sha256(" ".join((*_COMPILE_FLAGS, *flags)).encode())
+    for path in sorted(SOURCE_DIR.glob("*.cpp")) + sorted(SOURCE_DIR.glob("*.h")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
 def build(output_dir: Path) -> list[Path]:
     """Compile every variant of this machine into output_dir; returns the libraries.
 
-    A variant that the compiler does not know is left out; raises KernelBuildError
-    when none is left.
+    Libraries of the same sources are left alone, those of others removed. A variant
+    that the compiler does not know is left out; raises KernelBuildError when none is
+    left.
     """
-    compiler = shutil.which(os.fspath("g++"))
+    variants = machine_variants()
+    wanted = [each.library(output_dir) for each in variants]
+    for stale in set(output_dir.glob("libtokend_*.so")) - set(wanted):
+        stale.unlink()
+    missing = [each for each in variants if not each.library(output_dir).exists()]
+    if missing:
+        refusals = _build(missing, output_dir)
+        if not any(path.exists() for path in wanted):
+            raise KernelBuildError("; ".join(refusals))
+    return [path for path in wanted if path.exists()]
+
+
+def _build(variants: list[Variant], output_dir: Path) -> list[str]:
+    """Compile these variants side by side; returns what the compiler refused."""
+    compiler = shutil.which("g++")
     if compiler is None:
         raise KernelBuildError("no C++ compiler: g++ is not on the PATH")
     output_dir.mkdir(parents=True, exist_ok=True)
     refusals: list[str] = []
-    built: list[Path] = []
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool, tempfile.TemporaryDirectory() as scratch:
-        variants = machine_variants()
-        objects = [list(_compile_jobs(compiler, each, Path(scratch))) for each in variants]
-        running = [[pool.submit(_run, command) for command, _ in jobs] for jobs in objects]
-        for variant, jobs, results in zip(variants, objects, running, strict=True):
-            target = output_dir / variant.file_name
+        jobs = [list(_compile_jobs(compiler, each, Path(scratch))) for each in variants]
+        running = [[pool.submit(_run, command) for command, _ in each] for each in jobs]
+        for variant, compiled, results in zip(variants, jobs, running, strict=True):
             try:
                 for result in results:
                     result.result()
-                _link(compiler, [path for _, path in jobs], target)
+                _link(compiler, [path for _, path in compiled], variant.library(output_dir))
             except KernelBuildError as refusal:
                 refusals.append(f"{variant.name}: {refusal}")
-            else:
-                built.append(target)
-    if not built:
-        raise KernelBuildError("; ".join(refusals))
-    return built
+    return refusals
 
 
 def _compile_jobs(

@@ -78,15 +78,18 @@ class Kernels:
         self.draw = library.tokend_draw
         self.draw.argtypes = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 6]
         self.draw.restype = None
+        self.filter = library.tokend_filter
+        self.filter.argtypes = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 5]
+        self.filter.restype = None
 
 
 def load_kernels(folder: Path = SOURCE_DIR) -> Kernels:
     """The best library in `folder` that this CPU runs; raises KernelsUnavailableError."""
     runnable = usable_variants(machine_variants(), cpu_flags())
-    built = [each for each in runnable if (folder / each.file_name).exists()]
+    built = [each for each in runnable if each.library(folder).exists()]
     if not built:
         raise KernelsUnavailableError(
-            f"no compiled kernels in {folder}; with g++ installed, "
+            f"no compiled kernels of these sources in {folder}; with g++ installed, "
             "`python -m worker.build_kernels` makes them"
         )
     return load_variant(built[0], folder)
@@ -95,7 +98,7 @@ def load_kernels(folder: Path = SOURCE_DIR) -> Kernels:
 def load_variant(variant: Variant, folder: Path = SOURCE_DIR) -> Kernels:
     """The library of one variant; raises KernelsUnavailableError when it does not load."""
     try:
-        return Kernels(ctypes.CDLL(str(folder / variant.file_name)), variant.name)
+        return Kernels(ctypes.CDLL(str(variant.library(folder))), variant.name)
     except (OSError, AttributeError) as error:
         raise KernelsUnavailableError(f"the kernels do not load: {error}") from error
 

@@ -136,7 +136,7 @@ TOKEND_FLATTEN int64_t draw_row(const float* logits, int64_t vocab_size, float t
 extern "C" void tokend_draw(const float* logits, int64_t row_stride, int64_t vocab_size, int64_t num_rows,
                             const int64_t* rows, const float* temperature, const uint64_t* seed,
                             const uint32_t* choice, const uint32_t* position, int64_t* token_ids) {
-#pragma omp parallel for schedule(dynamic, 1) if (num_rows > 1)
+#pragma omp parallel for schedule(dynamic, 1) if (num_rows * vocab_size > 65536)
     for (int64_t i = 0; i < num_rows; i++)
         token_ids[i] = tokend::draw_row(logits + rows[i] * row_stride, vocab_size, temperature[i], seed[i],
                                         choice[i], position[i]);

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from proto.engine_io import LogprobsArrays
-from worker.sample.order import order_keys, token_ids_of
+from worker.sample.order import best_tokens, token_ranks
 
 CHUNK_BYTES: Final = 64 << 20
 """Most bytes of float32 log-probabilities that are in memory at once."""
@@ -62,15 +62,12 @@ def _columns(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32]]:
     """Token ids and log-probabilities [N, 1 + num_best], ranks [N]."""
     chosen = torch.from_numpy(token_ids)[:, None]
-    logprobs = logits.log_softmax(dim=1)
-    keys = order_keys(logits)
-    ranks = (keys > keys.gather(1, chosen)).sum(dim=1) + 1
-    best = token_ids_of(keys.topk(num_best, dim=1).values)
-    ids = torch.cat((chosen, best), dim=1)
+    ids = torch.cat((chosen, best_tokens(logits, num_best)), dim=1)
+    logprobs = logits.log_softmax(dim=1).gather(1, ids)
     return (
         ids.numpy().astype("<i4"),
-        logprobs.gather(1, ids).numpy().astype("<f4"),
-        ranks.numpy().astype("<i4"),
+        logprobs.numpy().astype("<f4"),
+        token_ranks(logits, chosen).numpy().astype("<i4"),
     )
 
 

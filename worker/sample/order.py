@@ -17,12 +17,39 @@ def order_keys(scores: torch.Tensor) -> torch.Tensor:
 
     | score as an order-preserving int32 | 2^32 - 1 - id |
     """
+    return _pack_keys(scores, torch.arange(scores.shape[1]))
+
+
+def _pack_keys(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     bits = (scores + 0.0).view(torch.int32)
     monotonic = torch.where(bits < 0, bits ^ _VALUE_BITS, bits).long()
-    ids = torch.arange(scores.shape[-1], device=scores.device)
-    return (monotonic << 32) | (_LOW_WORD - ids)
+    return (monotonic << 32) | (_LOW_WORD - token_ids)
 
 
 def token_ids_of(keys: torch.Tensor) -> torch.Tensor:
     """The token ids, int64, in keys made by order_keys."""
     return _LOW_WORD - (keys & _LOW_WORD)
+
+
+def best_tokens(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` best token ids of each row in order, int64 [N, count].
+
+    topk leaves open which of several equal scores it takes and in which order; keys
+    decide, over the whole row only where a tie crosses the edge.
+    """
+    if count == 0:
+        return torch.empty(scores.shape[0], 0, dtype=torch.int64)
+    values, ids = scores.topk(count, dim=1)
+    keys = _pack_keys(values, ids).sort(dim=1, descending=True).values
+    tied = ((scores >= values[:, -1:]).sum(dim=1) > count).nonzero().squeeze(1)
+    if len(tied):
+        keys[tied] = order_keys(scores[tied]).topk(count, dim=1).values
+    return token_ids_of(keys)
+
+
+def token_ranks(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Rank of token_ids int64 [N, 1] in each row, 1 for the best, int64 [N]."""
+    chosen = scores.gather(1, token_ids)
+    ids = torch.arange(scores.shape[1])
+    better = (scores > chosen) | ((scores == chosen) & (ids < token_ids))
+    return better.sum(dim=1) + 1

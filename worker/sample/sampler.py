@@ -19,8 +19,13 @@ import torch
 from proto.engine_io import LogprobsArrays
 from proto.sampling_params import GREEDY_TEMPERATURE
 from worker.kernels import KernelsUnavailableError, load_kernels
-from worker.sample.draw import Draw, DrawKeys, KernelDraw, draw_reference
-from worker.sample.filters import apply_filters
+from worker.sample.backend import (
+    DrawKeys,
+    KernelBackend,
+    ReferenceBackend,
+    RowFilters,
+    SamplingBackend,
+)
 from worker.sample.logprobs import row_logprobs
 from worker.sample.rows import Sampled, SamplingRows
 
@@ -30,11 +35,11 @@ logger = logging.getLogger("tokend.sample")
 class Sampler:
     """Turns logits into tokens.
 
-    draw: how tokens are drawn; see create_sampler.
+    backend: what filters and draws; see create_sampler.
     """
 
-    def __init__(self, *, draw: Draw) -> None:
-        self._draw = draw
+    def __init__(self, backend: SamplingBackend) -> None:
+        self._backend = backend
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> Sampled:
         """One token for each row of logits, float32 [N, V], which is overwritten."""
@@ -50,43 +55,32 @@ class Sampler:
         if not random.any():
             return logits.argmax(dim=1).numpy()
         token_ids = np.empty(logits.shape[0], dtype=np.int64)
-        greedy_rows, random_rows = np.flatnonzero(~random), np.flatnonzero(random)
-        if len(greedy_rows):
-            token_ids[greedy_rows] = logits[torch.from_numpy(greedy_rows)].argmax(dim=1).numpy()
-        _filter(logits, random_rows, rows)
-        keys = DrawKeys(
-            rows.seed[random_rows], rows.choice[random_rows], rows.position[random_rows]
-        )
-        token_ids[random_rows] = self._draw(
-            logits, random_rows, rows.temperature[random_rows], keys
-        )
+        if not random.all():
+            greedy = np.flatnonzero(~random)
+            token_ids[greedy] = logits[torch.from_numpy(greedy)].argmax(dim=1).numpy()
+        drawn = np.flatnonzero(random)
+        self._filter(logits, drawn, rows)
+        keys = DrawKeys(rows.seed[drawn], rows.choice[drawn], rows.position[drawn])
+        token_ids[drawn] = self._backend.draw(logits, drawn, rows.temperature[drawn], keys)
         return token_ids
+
+    def _filter(
+        self, logits: torch.Tensor, drawn: npt.NDArray[np.int64], rows: SamplingRows
+    ) -> None:
+        filtering = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
+        active = drawn[filtering[drawn]]
+        if len(active):
+            filters = RowFilters(rows.top_k[active], rows.top_p[active], rows.min_p[active])
+            self._backend.filter(logits, active, rows.temperature[active], filters)
 
 
 def create_sampler() -> Sampler:
-    """A sampler that draws with the kernel, or with its reference where there is none."""
+    """A sampler on the kernels, or on their reference where there are none."""
     try:
-        return Sampler(draw=KernelDraw(load_kernels()))
+        return Sampler(KernelBackend(load_kernels()))
     except KernelsUnavailableError as reason:
-        logger.warning("tokens are drawn by the slow reference: %s", reason)
-        return Sampler(draw=draw_reference)
-
-
-def _filter(logits: torch.Tensor, random_rows: npt.NDArray[np.int64], rows: SamplingRows) -> None:
-    """Write −inf into logits where a filter of a random row drops a token."""
-    filtering = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
-    active = random_rows[filtering[random_rows]]
-    if not len(active):
-        return
-    index = torch.from_numpy(active)
-    scores = logits[index] / torch.from_numpy(rows.temperature[active])[:, None]
-    apply_filters(
-        scores,
-        torch.from_numpy(rows.top_k[active]).long(),
-        torch.from_numpy(rows.top_p[active]).double(),
-        torch.from_numpy(rows.min_p[active]).double(),
-    )
-    logits[index] = logits[index].masked_fill_(scores == float("-inf"), float("-inf"))
+        logger.warning("sampling runs on the slow reference: %s", reason)
+        return Sampler(ReferenceBackend())
 
 
 def _logprobs(

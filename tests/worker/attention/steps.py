@@ -95,17 +95,27 @@ class Step:
         backend.plan(self.inputs)
         return backend.run(LAYER, self.query, self.key, self.value)
 
+    def only(self, row: int) -> AttentionInputs:
+        """The inputs of one of the sequences by itself."""
+        tokens = slice(*self.inputs.query_start[row : row + 2])
+        return AttentionInputs(
+            query_start=np.array([0, tokens.stop - tokens.start], dtype=np.int32),
+            seq_lens=self.inputs.seq_lens[row : row + 1],
+            block_table=self.inputs.block_table[row : row + 1],
+            slot_mapping=self.inputs.slot_mapping[tokens],
+        )
+
     def expected(self) -> torch.Tensor:
         """The answer in float64, [T, num_heads, head_dim]."""
-        outputs = []
-        group = self.case.shape.group_size
+        answer = torch.empty(self.query.shape, dtype=torch.float64)
+        group = self.case.num_heads // self.case.num_kv_heads
         for row, (before, new) in enumerate(self.case.sequences):
             start = int(self.inputs.query_start[row])
-            for index in range(new):
-                seen = before + index + 1
-                key, value = (part[:seen].double() for part in self.expected_kv[row])
-                query = self.query[start + index].double()
-                for head in range(self.case.num_heads):
-                    scores = key[:, head // group] @ query[head] * self.case.shape.scale
-                    outputs.append(scores.softmax(0) @ value[:, head // group])
-        return torch.stack(outputs).view(-1, self.case.num_heads, self.case.head_dim)
+            hidden = torch.ones(new, before + new).triu(before + 1).bool()
+            key, value = (part.double() for part in self.expected_kv[row])
+            for head in range(self.case.num_heads):
+                query = self.query[start : start + new, head].double()
+                scores = query @ key[:, head // group].T * self.case.shape.scale
+                weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=1)
+                answer[start : start + new, head] = weights @ value[:, head // group]
+        return answer

@@ -1,0 +1,70 @@
+"""Layout and laziness of the KV cache."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from worker.kv_cache import KVCache, kv_cache_geometry
+
+
+def small_cache(dtype: torch.dtype = torch.bfloat16) -> KVCache:
+    return KVCache(kv_cache_geometry(4, 3, 16, dtype), num_blocks=5, block_size=8)
+
+
+def test_geometry_counts_all_slots_and_both_k_and_v() -> None:
+    geometry = kv_cache_geometry(30, 3, 64, torch.bfloat16)
+    assert geometry.bytes_per_token == 30 * 2 * 3 * 64 * 2
+    assert geometry.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_cache_agrees_with_its_geometry(dtype: torch.dtype) -> None:
+    cache = small_cache(dtype)
+    assert cache.dtype == dtype == cache.buffer.dtype
+    assert cache.bytes_per_token == cache.geometry.bytes_per_token
+    assert cache.buffer.nbytes == cache.bytes_per_token * cache.block_size * cache.num_blocks
+    assert not cache.buffer.any()
+
+
+def test_layers_are_strided_views_with_equal_strides() -> None:
+    cache = small_cache()
+    for layer in range(4):
+        key, value = cache.layer_views(layer)
+        assert key.shape == value.shape == (5, 3, 8, 16)
+        assert key.stride() == value.stride()
+        assert key.stride()[2:] == (16, 1)
+        key.fill_(layer + 1)
+        value.fill_(-layer - 1)
+    for layer in range(4):
+        assert (cache.buffer[:, layer, 0] == layer + 1).all()
+        assert (cache.buffer[:, layer, 1] == -layer - 1).all()
+
+
+def test_a_block_is_one_contiguous_range() -> None:
+    cache = small_cache()
+    assert cache.buffer[2].is_contiguous()
+    key, _ = cache.layer_views(3)
+    key[2].fill_(7)
+    assert cache.buffer[2].count_nonzero() == key[2].numel()
+    assert not cache.buffer[[0, 1, 3, 4]].any()
+
+
+def test_buffer_starts_on_a_cache_line() -> None:
+    assert small_cache().buffer.data_ptr() % 64 == 0
+
+
+def test_an_untouched_pool_takes_no_memory() -> None:
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("no /proc on this system")
+
+    def resident() -> int:
+        line = next(each for each in status.read_text().splitlines() if each.startswith("VmRSS"))
+        return int(line.split()[1]) << 10
+
+    before = resident()
+    cache = KVCache(kv_cache_geometry(30, 3, 64, torch.bfloat16), 1 << 11, 16)
+    assert cache.buffer.nbytes > 512 << 20
+    cache.buffer[1000].fill_(1)
+    assert resident() - before < 32 << 20
