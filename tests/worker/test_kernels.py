@@ -1,0 +1,103 @@
+"""Building and loading the kernels."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.worker.kernel_variants import each_variant, load_variant
+from worker import build_kernels
+from worker.build_kernels import KernelBuildError, build, machine_variants
+from worker.kernels import KernelsUnavailableError, load_kernels
+
+FAKE_COMPILER = """#!/bin/sh
+case "$*" in *{refused}*) echo "unknown flag {refused}" >&2; exit 1 ;; esac
+while [ "$1" != "-o" ]; do shift; done
+echo library > "$2"
+"""
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Puts a g++ on an otherwise empty PATH; it refuses flags that contain `refused`."""
+
+    def install(refused: str) -> None:
+        fake = tmp_path / "bin" / "g++"
+        fake.parent.mkdir()
+        fake.write_text(FAKE_COMPILER.format(refused=refused))
+        fake.chmod(0o755)
+        monkeypatch.setenv("PATH", os.pathsep.join([str(fake.parent), "/bin", "/usr/bin"]))
+
+    return install
+
+
+def test_every_variant_is_built_once(tmp_path: Path, compiler) -> None:
+    compiler(refused="nothing-at-all")
+    output = tmp_path / "out"
+    built = build(output)
+    assert built == [each.library(output) for each in machine_variants()]
+    built[0].write_text("kept")
+    assert build(output) == built
+    assert built[0].read_text() == "kept"
+
+
+def test_a_variant_that_the_compiler_refuses_is_left_out(tmp_path: Path, compiler) -> None:
+    compiler(refused=machine_variants()[0].flags[-1] if machine_variants()[0].flags else "none")
+    built = build(tmp_path / "out")
+    assert len(built) == len(machine_variants()) - 1
+    assert not machine_variants()[0].library(tmp_path / "out").exists()
+
+
+def test_libraries_of_other_sources_are_removed(tmp_path: Path, compiler) -> None:
+    compiler(refused="nothing-at-all")
+    output = tmp_path / "out"
+    output.mkdir()
+    stale = output / "libtokend_baseline_00000000.so"
+    stale.write_text("old")
+    build(output)
+    assert not stale.exists()
+
+
+def test_a_compiler_that_refuses_everything_says_why(tmp_path: Path, compiler) -> None:
+    compiler(refused="-fPIC")
+    with pytest.raises(KernelBuildError, match="unknown flag -fPIC"):
+        build(tmp_path / "out")
+
+
+def test_no_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(KernelBuildError, match=r"g\+\+ is not on the PATH"):
+        build(tmp_path / "out")
+
+
+def test_changed_sources_change_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_kernels, "SOURCE_DIR", tmp_path)
+    variant, names = machine_variants()[-1], set()
+    for text in ("int a;", "int b;"):
+        (tmp_path / "one.cpp").write_text(text)
+        names.add(variant.library(tmp_path))
+    assert len(names) == 2
+
+
+def test_a_folder_without_libraries_says_how_to_make_them(tmp_path: Path) -> None:
+    with pytest.raises(KernelsUnavailableError, match=r"python -m worker\.build_kernels"):
+        load_kernels(tmp_path)
+
+
+def test_a_broken_library_is_reported(tmp_path: Path) -> None:
+    for variant in machine_variants():
+        variant.library(tmp_path).write_text("not a library")
+    with pytest.raises(KernelsUnavailableError, match="do not load"):
+        load_kernels(tmp_path)
+
+
+@each_variant
+def test_kernels_share_the_openmp_runtime_of_torch(variant) -> None:
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("no /proc on this system")
+    load_variant(variant)
+    libraries = {line.split()[-1] for line in maps.read_text().splitlines() if "/" in line}
+    runtimes = {each for each in libraries if "gomp" in each or "iomp" in each}
+    assert len(runtimes) == 1
+    assert "torch" in runtimes.pop()
