@@ -10,6 +10,7 @@ from proto.config import DeviceConfig
 from proto.lifecycle import Role
 
 _THREADS: Final = "OMP_NUM_THREADS"
+_WAITING: Final = "OMP_WAIT_POLICY"
 _CPU_QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -20,13 +21,17 @@ def child_environment(
 
     OpenMP reads its thread count when its library loads, so a worker must be born
     with it: --cpu-threads, or else what the user's environment says, or else the
-    cores that this process may use. Elsewhere numpy needs no threads of its own.
+    cores that this process may use. Its idle threads sleep: spinning ones win a few
+    milliseconds a step on an idle machine, and lose tenfold as soon as the other
+    processes, or anybody else, want the same cores. The user's environment may say
+    otherwise. Elsewhere numpy needs no threads of its own.
     """
     if role != "worker":
         return {**variables, _THREADS: "1", "OPENBLAS_NUM_THREADS": "1"}
+    given = {_THREADS: str(usable_cores()), _WAITING: "PASSIVE", **variables}
     if device.cpu_threads is not None:
-        return {**variables, _THREADS: str(device.cpu_threads)}
-    return {_THREADS: str(usable_cores()), **variables}
+        given[_THREADS] = str(device.cpu_threads)
+    return given
 
 
 def usable_cores(quota_file: Path = _CPU_QUOTA) -> int:

@@ -157,6 +157,13 @@ class TestEnvironment:
         assert threads({"OMP_NUM_THREADS": "5"}, DeviceConfig()) == "5"
         assert threads({"OMP_NUM_THREADS": "5"}, DeviceConfig(cpu_threads=3)) == "3"
 
+    def test_idle_threads_sleep_unless_the_user_says_otherwise(self) -> None:
+        def policy(variables: dict[str, str]) -> str:
+            return child_environment(variables, "worker", DeviceConfig())["OMP_WAIT_POLICY"]
+
+        assert policy({}) == "PASSIVE"
+        assert policy({"OMP_WAIT_POLICY": "ACTIVE"}) == "ACTIVE"
+
     @pytest.mark.parametrize("role", ["engine_core", "api_server"])
     def test_others_need_none(self, role: Role) -> None:
         given = child_environment({"PATH": "/bin"}, role, DeviceConfig())
