@@ -10,14 +10,14 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from deploy.prepare.folder import Contents, ProgressCallback
 from proto.errors import ModelError
 from proto.prepared_model import TensorEntry, TensorIndex
 
-if TYPE_CHECKING:
-    from gguf import GGUFReader
+_Reader = Any
+"""A gguf.GGUFReader; the package is imported only where a file is really read."""
 
 _MAGIC: Final = b"GGUF"
 
@@ -72,7 +72,7 @@ def read(path: str, report: ProgressCallback) -> Contents:
     )
 
 
-def _open(path: str) -> "GGUFReader":
+def _open(path: str) -> _Reader:
     try:
         with open(path, "rb") as stream:
             magic = stream.read(len(_MAGIC))
@@ -88,7 +88,7 @@ def _open(path: str) -> "GGUFReader":
         raise ModelError(f"{path} is damaged or cut short: {error}") from None
 
 
-def _metadata(reader: "GGUFReader") -> dict[str, Any]:
+def _metadata(reader: _Reader) -> dict[str, Any]:
     """Scalar and short values by key; the long arrays of the tokenizer stay out."""
     from gguf import GGUFValueType
 
@@ -105,7 +105,7 @@ def _metadata(reader: "GGUFReader") -> dict[str, Any]:
     return values
 
 
-def _tensors(reader: "GGUFReader", path: str) -> TensorIndex:
+def _tensors(reader: _Reader, path: str) -> TensorIndex:
     size = os.path.getsize(path)
     entries = []
     for tensor in reader.tensors:
