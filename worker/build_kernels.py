@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -145,5 +146,7 @@ def _run(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    for library in build(SOURCE_DIR):
-        print(library)
+    try:
+        print(*build(SOURCE_DIR), sep="\n")
+    except KernelBuildError as reason:
+        sys.exit(f"kernels not built: {reason}")

@@ -38,9 +38,9 @@ void compute_piece(const Piece<T>& piece, const TokendPlan* plan, int64_t index,
     if (piece.rows <= FEW_ROWS) {
         FewRows<T> tile(piece, scratch);
         if (head_dim % LANES == 0)
-            tile.template compute<LANES>(piece);
+            tile.template compute<LANES, 4>(piece);
         else
-            tile.template compute<8>(piece);
+            tile.template compute<8, 1>(piece);
         for (int64_t row = 0; row < piece.rows; row++)
             finish_row(piece, plan, index, row, tile.output + row * head_dim, tile.best[row], tile.total[row]);
         return;

@@ -174,6 +174,29 @@ struct FewRows {
         }
     }
 
+    // N divides head_dim; R is the most rows that share a pass over a chunk.
+    template <int N, int R>
+    void compute(const Piece<T>& piece) {
+        Chunk<T> chunks[2];
+        chunks[0].locate(piece, piece.begin);
+        for (int64_t index = 0; chunks[index % 2].count > 0; index++) {
+            const Chunk<T>& now = chunks[index % 2];
+            Chunk<T>& next = chunks[(index + 1) % 2];
+            next.locate(piece, now.from + now.count);
+            attend_from<N, R>(0, piece, now, next);
+        }
+    }
+
+  private:
+    // Rows from `row` on, R at a time, then the rest by smaller numbers.
+    template <int N, int R>
+    void attend_from(int64_t row, const Piece<T>& piece, const Chunk<T>& now, const Chunk<T>& next) {
+        for (; row + R <= piece.rows; row += R) attend<N, R>(row, now, next, piece.head_dim, piece.scale);
+        if constexpr (R > 1) {
+            if (row < piece.rows) attend_from<N, R - 1>(row, piece, now, next);
+        }
+    }
+
     // Takes a chunk into R rows.
     template <int N, int R>
     TOKEND_FLATTEN void attend(int64_t row, const Chunk<T>& now, const Chunk<T>& next, int64_t head_dim, float scale) {
@@ -185,24 +208,6 @@ struct FewRows {
             rescale[r] = weigh_row(scores + r * CHUNK, seen, scale, best + row + r, total + row + r);
         }
         few_values<N, R, T>(scores, rescale, now.values, next.values, now.count, output + row * head_dim, head_dim);
-    }
-
-    template <int N>
-    void compute(const Piece<T>& piece) {
-        Chunk<T> chunks[2];
-        chunks[0].locate(piece, piece.begin);
-        for (int64_t index = 0; chunks[index % 2].count > 0; index++) {
-            const Chunk<T>& now = chunks[index % 2];
-            Chunk<T>& next = chunks[(index + 1) % 2];
-            next.locate(piece, now.from + now.count);
-            int64_t row = 0;
-            for (; row + 4 <= piece.rows; row += 4) attend<N, 4>(row, now, next, piece.head_dim, piece.scale);
-            switch (piece.rows - row) {
-                case 3: attend<N, 3>(row, now, next, piece.head_dim, piece.scale); break;
-                case 2: attend<N, 2>(row, now, next, piece.head_dim, piece.scale); break;
-                case 1: attend<N, 1>(row, now, next, piece.head_dim, piece.scale); break;
-            }
-        }
     }
 };
 
