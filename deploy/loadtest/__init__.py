@@ -1,4 +1,5 @@
-"""Measures a daemon from outside: over HTTP what clients get, in /proc what it costs.
+"""Load against an OpenAI-compatible server on this machine, and what it cost.
 
-`python -m deploy.loadtest` starts a daemon of its own, loads it and prints a table.
+Knows the HTTP interface and /proc, nothing of tokend's insides, so that peers are
+measured by the same code.
 """

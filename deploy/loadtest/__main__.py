@@ -1,82 +1,127 @@
-"""`python -m deploy.loadtest [flags of tokend serve]`: start, measure, print a table."""
+"""`make bench`: start, first token, time per token and throughput, beside a peer.
 
-import asyncio
-import random
+Starts a daemon of its own and loads it in a closed loop. With --peer-url the same
+load goes to another OpenAI-compatible server of this machine in the same run.
+"""
+
+import argparse
 import statistics
-import sys
-import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from deploy.loadtest.client import complete_together
-from deploy.loadtest.daemon import MeasuredDaemon, cpu_seconds, resident_bytes
+from rich.console import Console
+from rich.table import Table
 
-PROMPT_TOKENS = 128
-OUTPUT_TOKENS = 128
-TOGETHER = 16
-REPEATS = 5
-LOWEST_ID, HIGHEST_ID = 100, 1000
-"""Token ids that every vocabulary has, and that are seldom special."""
+from deploy.loadtest.client import Load, LoadResult, run_load
+from deploy.loadtest.daemon import MeasuredDaemon
+from deploy.loadtest.processes import Usage, usage_by_title
+
+CPU_BUDGET_MS = 1.5
+"""What engine and front end together may take of a step at 16 at once."""
 
 
-def main(flags: Sequence[str]) -> None:
-    """Print a Markdown table of figures."""
-    daemon = MeasuredDaemon(flags)
-    try:
-        rows = [("start to ready", f"{daemon.seconds_to_ready:.1f} s")]
-        rows += measure_alone(daemon)
-        rows += measure_together(daemon)
-        rows += [
-            (f"resident memory, {name}", f"{resident_bytes(pid) / 1e6:.0f} MB")
-            for name, pid in daemon.processes().items()
-        ]
-    finally:
-        daemon.stop()
-    print(f"{PROMPT_TOKENS} tokens of random prompt, {OUTPUT_TOKENS} of output, greedy\n")
-    print("| figure | value |\n|---|---|")
-    for name, value in rows:
-        print(f"| {name} | {value} |")
+@dataclass(frozen=True)
+class Figures:
+    """What one server did under both loads."""
+
+    alone: LoadResult
+    together: LoadResult
+
+    @property
+    def first_token_ms(self) -> float:
+        return 1e3 * statistics.median(x.time_to_first_token for x in self.alone.exchanges)
+
+    @property
+    def per_token_ms(self) -> float:
+        return 1e3 * statistics.median(x.time_per_output_token for x in self.alone.exchanges)
 
 
-def measure_alone(daemon: MeasuredDaemon) -> list[tuple[str, str]]:
-    """Medians over requests, one at a time, the first left out."""
-    timings = [
-        asyncio.run(complete_together(daemon.url, [prompt], OUTPUT_TOKENS))[0]
-        for prompt in prompts(REPEATS + 1, seed=1)
-    ][1:]
-    first = statistics.median(timing.first for timing in timings)
-    per_token = statistics.median(timing.per_token for timing in timings)
-    return [
-        ("alone: time to first token", f"{first * 1e3:.0f} ms"),
-        ("alone: time per token", f"{per_token * 1e3:.1f} ms"),
-    ]
+def main() -> None:
+    """Measure and print the tables."""
+    options = _parse()
+    console = Console(width=110)
+    with MeasuredDaemon(options.serve_flags) as daemon:
+        model = options.model
+        _warm_up(daemon.url, model)
+        alone = run_load(daemon.url, model, Load(5, 1, 128, 128, seed=1))
+        before, steps_before = usage_by_title(daemon.pid), daemon.num_steps()
+        together = run_load(daemon.url, model, _together(options))
+        after, num_steps = usage_by_title(daemon.pid), daemon.num_steps() - steps_before
+        console.print(f"start to ready: {daemon.seconds_to_ready:.1f} s")
+    console.print(_processes(options, before, after, num_steps))
+    console.print(_comparison(options, Figures(alone, together)))
 
 
-def measure_together(daemon: MeasuredDaemon) -> list[tuple[str, str]]:
-    """Throughput of many at once, and what engine and front end spend on it."""
-    watched = {name: pid for name, pid in daemon.processes().items() if name != "supervisor"}
-    before = {name: cpu_seconds(pid) for name, pid in watched.items()}
-    started = time.perf_counter()
-    timings = asyncio.run(complete_together(daemon.url, prompts(TOGETHER, seed=2), OUTPUT_TOKENS))
-    seconds = time.perf_counter() - started
-    first = statistics.median(timing.first for timing in timings)
+def _processes(
+    options: argparse.Namespace,
+    before: dict[str, Usage],
+    after: dict[str, Usage],
+    num_steps: float,
+) -> Table:
+    table = Table(title=f"processes, {options.concurrency} at once, {num_steps:.0f} steps")
+    for column in ("process", "CPU ms a step", "of the budget", "resident MiB"):
+        table.add_column(column, justify="left" if column == "process" else "right")
+    serving = 0.0
+    for title in sorted(after):
+        per_step = 1e3 * (after[title].cpu_seconds - before[title].cpu_seconds) / num_steps
+        if "api" in title or "engine" in title:
+            serving += per_step
+        table.add_row(title, f"{per_step:.2f}", "", f"{after[title].resident_mib:.0f}")
+    table.add_row("engine + front end", f"{serving:.2f}", f"{serving / CPU_BUDGET_MS:.2f}", "")
+    return table
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="served model")
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--peer-url", help="an OpenAI-compatible server on this machine")
+    parser.add_argument("--peer-model", help="its name of the same model")
+    parser.add_argument("serve_flags", nargs="*", help="after --: flags of tokend serve")
+    return parser.parse_args()
+
+
+def _together(options: argparse.Namespace) -> Load:
+    return Load(options.requests, options.concurrency, 256, 128, seed=2)
+
+
+def _warm_up(url: str, model: str) -> None:
+    run_load(url, model, Load(4, 4, 64, 16, seed=3))
+
+
+def _comparison(options: argparse.Namespace, ours: Figures) -> Table:
+    table = Table(title="256 tokens in, 128 out together; 128 in, 128 out alone")
+    for column in ("figure", "tokend", "peer", "tokend / peer"):
+        table.add_column(column, justify="left" if column == "figure" else "right")
+    peer = _peer(options)
     rows = [
-        (f"{TOGETHER} at once: output tokens/s", f"{TOGETHER * OUTPUT_TOKENS / seconds:.0f}"),
-        (f"{TOGETHER} at once: median time to first token", f"{first * 1e3:.0f} ms"),
+        ("time to first token alone, ms", lambda x: x.first_token_ms),
+        ("time per token alone, ms", lambda x: x.per_token_ms),
+        (
+            f"output tokens/s, {options.concurrency} at once",
+            lambda x: x.together.output_tokens_per_second,
+        ),
     ]
-    for name, pid in watched.items():
-        # a step makes one token of each request, after a few that read the prompts
-        per_step = (cpu_seconds(pid) - before[name]) / OUTPUT_TOKENS
-        rows.append((f"{TOGETHER} at once: CPU a step, {name}", f"{per_step * 1e3:.2f} ms"))
-    return rows
+    for name, figure in rows:
+        others = [figure(each) for each in peer]
+        ratios = [f"{figure(ours) / other:.2f}" for other in others]
+        table.add_row(name, f"{figure(ours):.1f}", *[f"{other:.1f}" for other in others], *ratios)
+    return table
 
 
-def prompts(number: int, seed: int) -> list[list[int]]:
-    """Prompts that share no prefix."""
-    draw = random.Random(seed)
+def _peer(options: argparse.Namespace) -> list[Figures]:
+    """The peer's figures under the same loads; empty when there is no peer."""
+    if not options.peer_url:
+        return []
+    model = options.peer_model or options.model
+    _warm_up(options.peer_url, model)
     return [
-        [draw.randrange(LOWEST_ID, HIGHEST_ID) for _ in range(PROMPT_TOKENS)] for _ in range(number)
+        Figures(
+            run_load(options.peer_url, model, Load(5, 1, 128, 128, seed=1)),
+            run_load(options.peer_url, model, _together(options)),
+        )
     ]
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
