@@ -31,6 +31,8 @@ from proto.sockets import Poller
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _CHAIN_SECONDS: Final = 0.1
 """Failures this close to the first are taken for one chain with one culprit."""
+_SAME_SIGNAL_SECONDS: Final = 0.05
+"""A signal sent to a process group arrives again when a parent such as make passes it on."""
 _FIRST_EPOCH: Final = 1
 
 
@@ -80,6 +82,7 @@ class Supervisor:
         self._running: list[Child] = []
         self._failed: list[Child] = []
         self._first_failure = 0.0
+        self._stopped_at = 0.0
         self._ending: Ending | NotEnding = NotEnding()
         self._status = 0
         self._readiness = Readiness(1, range(launch.front_ends))
@@ -90,18 +93,18 @@ class Supervisor:
         0 after a stop signal, 128 + n when a second one had to force it, 1 when a
         process failed, 2 when it failed over something that the user must change.
         """
-        directory = RunDirectory.create(self._run_parent)
-        death_pipe = os.pipe()
-        try:
-            with SignalInbox(_STOP_SIGNALS) as signals:
+        with SignalInbox(_STOP_SIGNALS) as signals:
+            directory = RunDirectory.create(self._run_parent)
+            death_pipe = os.pipe()
+            try:
                 self._start(directory.path, death_pipe[0])
                 self._watch(signals)
-        finally:
-            self._kill_rest()
-            self._display.close()
-            for descriptor in death_pipe:
-                os.close(descriptor)
-            directory.leave()
+            finally:
+                self._kill_rest()
+                self._display.close()
+                for descriptor in death_pipe:
+                    os.close(descriptor)
+                directory.leave()
         return self._conclude()
 
     def _start(self, run_dir: str, death_fd: int) -> None:
@@ -183,10 +186,12 @@ class Supervisor:
             self._display.notice(f"{obituary.manner(child)} while it was ending", child.name)
 
     def _stop(self, number: signal.Signals) -> None:
-        if self._ending.begun:
+        now = time.monotonic()
+        if self._ending.begun and now - self._stopped_at > _SAME_SIGNAL_SECONDS:
             self._status = 128 + number
             self._ending.force()
-        else:
+        elif not self._ending.begun:
+            self._stopped_at = now
             self._display.notice("stopping; a second signal ends everything at once")
             self._end(ON_REQUEST)
 

@@ -16,6 +16,8 @@ import pytest
 FAKE_DAEMON = Path(__file__).parents[1] / "fakes" / "fake_daemon.py"
 ROLES = ("worker", "engine_core", "api_server")
 LIMIT_SECONDS = 30.0
+ECHO_SECONDS = 0.1
+"""A signal that follows another sooner than this may be taken for the same one."""
 
 
 class FakeDaemon:
@@ -162,8 +164,22 @@ def test_a_second_signal_kills_at_once(start: Callable[..., FakeDaemon]) -> None
     daemon.process.send_signal(signal.SIGINT)
     assert eventually(lambda: not children["api_server"].is_running())
     assert children["worker"].is_running()
+    time.sleep(ECHO_SECONDS)
     daemon.process.send_signal(signal.SIGINT)
     assert daemon.wait_exit() == 128 + signal.SIGINT
+    assert_nothing_left(daemon, children)
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(start: Callable[..., FakeDaemon]) -> None:
+    """As through make, which passes on what its process group got."""
+    daemon = start()
+    daemon.wait_ready()
+    children = daemon.children()
+    daemon.process.send_signal(signal.SIGSTOP)
+    daemon.process.send_signal(signal.SIGTERM)
+    daemon.process.send_signal(signal.SIGINT)
+    daemon.process.send_signal(signal.SIGCONT)
+    assert daemon.wait_exit() == 0
     assert_nothing_left(daemon, children)
 
 
