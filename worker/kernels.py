@@ -41,7 +41,7 @@ Step = _structure(
 Plan = _structure(
     "Plan",
     {
-        **dict.fromkeys(("num_tiles", "num_tasks", "num_partial_rows"), c_int64),
+        **dict.fromkeys(("num_tiles", "num_tasks", "num_partial_rows", "num_elements"), c_int64),
         **dict.fromkeys(("tiles", "tasks", "partials"), c_void_p),
     },
 )

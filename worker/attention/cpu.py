@@ -28,6 +28,7 @@ class CpuAttention:
     def __init__(self, kernels: Kernels, kv_cache: KVCache, shape: AttentionShape) -> None:
         if shape.head_dim % 8:
             raise ValueError(f"head_dim must be a multiple of 8, got {shape.head_dim}")
+        assert shape.scale > 0, "the kernels look for the largest score before scaling"
         self._kernels = kernels
         self._kv_cache = kv_cache
         self._shape = shape
@@ -75,14 +76,9 @@ class CpuAttention:
     def run(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        for packed, heads in (
-            (query, self._shape.num_heads),
-            (key, self._shape.num_kv_heads),
-            (value, self._shape.num_kv_heads),
-        ):
-            assert packed.dtype == self._kv_cache.dtype, "queries, K and V are of the cache's dtype"
-            assert packed.shape == (self._inputs.num_tokens, heads, self._shape.head_dim)
-            assert packed.stride()[1:] == (self._shape.head_dim, 1), "heads must be contiguous"
+        self._check(query, self._shape.num_heads)
+        self._check(key, self._shape.num_kv_heads)
+        self._check(value, self._shape.num_kv_heads)
         output = torch.empty(query.shape, dtype=query.dtype)
         call = self._layers[layer]
         call.query, call.query_stride = query.data_ptr(), query.stride(0)
@@ -91,3 +87,10 @@ class CpuAttention:
         call.output = output.data_ptr()
         self._kernels.attention_run(self._step, self._plan, call)
         return output
+
+    def _check(self, packed: torch.Tensor, num_heads: int) -> None:
+        """The kernels take addresses: what they assume about a tensor must hold."""
+        assert packed.dtype == self._kv_cache.dtype, "queries, K and V are of the cache's dtype"
+        assert packed.shape == (self._inputs.num_tokens, num_heads, self._shape.head_dim)
+        assert packed.stride(2) == 1, "a head must be contiguous"
+        assert num_heads == 1 or packed.stride(1) == self._shape.head_dim, "heads must be adjacent"

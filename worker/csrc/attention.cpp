@@ -88,9 +88,12 @@ void write_token(const TokendStep* step, const TokendLayer* layer, int64_t token
     }
 }
 
+// Below this, some microseconds of one thread, waking others costs more than it saves.
+constexpr int64_t PARALLEL_ELEMENTS = 1 << 17;
+
 template <class T>
 void run(const TokendStep* step, const TokendPlan* plan, const TokendLayer* layer) {
-#pragma omp parallel
+#pragma omp parallel if (plan->num_elements > PARALLEL_ELEMENTS)
     {
         static thread_local Scratch scratch;
 #pragma omp for schedule(static)

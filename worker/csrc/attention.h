@@ -48,6 +48,7 @@ struct TokendPlan {
     int64_t num_tiles;
     int64_t num_tasks;
     int64_t num_partial_rows;
+    int64_t num_elements;  // of K that the tasks read, times the rows that use them
     TokendTile* tiles;
     TokendTask* tasks;
     float* partials;  // [num_partial_rows, tokend_partial_width(head_dim)]
@@ -72,7 +73,7 @@ struct TokendLayer {
 // Floats of one partial result.
 __attribute__((visibility("default"))) int64_t tokend_partial_width(int64_t head_dim);
 
-// Sets the three counts of plan; fills tiles and tasks when they are not null.
+// Sets the counts of plan; fills tiles and tasks when they are not null.
 __attribute__((visibility("default"))) void tokend_attention_plan(const TokendStep* step, TokendPlan* plan);
 
 // Writes the step's K and V into the pages, then computes output.

@@ -67,7 +67,8 @@ template <int N, int R, class T>
 TOKEND_INLINE void few_scores(const T* const* queries, const T* const* keys, const T* const* next, int64_t count,
                               int64_t head_dim, float* scores) {
     for (int64_t token = 0; token < count; token += N) {
-        each<N>([&](auto i) { prefetch(next[token + i], head_dim); });
+        // A plain loop: a lambda that only prefetches counts as pure and is dropped.
+        for (int i = 0; i < N; i++) prefetch(next[token + i], head_dim);
         F<N> parts[R][N / 4];
         each<N / 4>([&](auto part) {
             F<N> four[R];

@@ -36,7 +36,7 @@ int64_t cost(const TokendTile& tile, int64_t piece) {
 extern "C" void tokend_attention_plan(const TokendStep* step, TokendPlan* plan) {
     const int64_t group = step->num_heads / step->num_kv_heads;
     const int64_t tile_queries = std::max<int64_t>(1, TILE_ROWS / group);
-    plan->num_tiles = plan->num_tasks = plan->num_partial_rows = 0;
+    plan->num_tiles = plan->num_tasks = plan->num_partial_rows = plan->num_elements = 0;
     for (int64_t seq = 0; seq < step->num_seqs; seq++) {
         const int64_t queries = step->query_start[seq + 1] - step->query_start[seq];
         const int64_t before = step->seq_lens[seq] - queries;
@@ -46,6 +46,7 @@ extern "C" void tokend_attention_plan(const TokendStep* step, TokendPlan* plan) 
             const int64_t kv_len = before + begin + count;
             const int64_t piece_len = piece_length(kv_len, rows);
             const int64_t pieces = divide_up(kv_len, piece_len);
+            plan->num_elements += kv_len * rows * step->num_kv_heads * step->head_dim;
             for (int64_t head = 0; head < step->num_kv_heads; head++) {
                 if (plan->tiles != nullptr) {
                     plan->tiles[plan->num_tiles] = {

@@ -101,9 +101,13 @@ class ReferenceBackend:
         tokens = np.empty(len(rows), dtype=np.int64)
         for index, row in enumerate(rows):
             scores = logits[row].numpy().astype(np.float64) / np.float64(temperature[index])
-            key = (keys.seed[index], keys.choice[index], keys.position[index])
-            tokens[index] = np.argmax(scores + gumbel_noise(*map(int, key), len(scores)))
+            tokens[index] = np.argmax(scores + self._noise(keys, index, len(scores)))
         return tokens
+
+    def _noise(self, keys: DrawKeys, index: int, vocab_size: int) -> npt.NDArray[np.float64]:
+        return gumbel_noise(
+            int(keys.seed[index]), int(keys.choice[index]), int(keys.position[index]), vocab_size
+        )
 
 
 class KernelBackend:
@@ -119,9 +123,8 @@ class KernelBackend:
         temperature: npt.NDArray[np.float32],
         filters: RowFilters,
     ) -> None:
-        arrays = [rows, temperature, filters.top_k, filters.top_p, filters.min_p]
-        dtypes = [np.int64, np.float32, np.int32, np.float32, np.float32]
-        self._call(self._kernels.filter, logits, _contiguous(arrays, dtypes))
+        arrays: Arrays = [rows, temperature, filters.top_k, filters.top_p, filters.min_p]
+        self._call(self._kernels.filter, logits, _contiguous(arrays, "i8 f4 i4 f4 f4"))
 
     def draw(
         self,
@@ -130,10 +133,9 @@ class KernelBackend:
         temperature: npt.NDArray[np.float32],
         keys: DrawKeys,
     ) -> npt.NDArray[np.int64]:
-        arrays = [rows, temperature, keys.seed, keys.choice, keys.position]
-        dtypes = [np.int64, np.float32, np.uint64, np.uint32, np.uint32]
+        arrays: Arrays = [rows, temperature, keys.seed, keys.choice, keys.position]
         token_ids = np.empty(len(rows), dtype=np.int64)
-        self._call(self._kernels.draw, logits, [*_contiguous(arrays, dtypes), token_ids])
+        self._call(self._kernels.draw, logits, [*_contiguous(arrays, "i8 f4 u8 u4 u4"), token_ids])
         return token_ids
 
     def _call(self, function: Callable[..., None], logits: torch.Tensor, arrays: Arrays) -> None:
@@ -148,9 +150,9 @@ class KernelBackend:
         )
 
 
-def _contiguous(arrays: Arrays, dtypes: list[type]) -> Arrays:
-    """Arrays as the kernels read them; the caller keeps them alive during the call."""
+def _contiguous(arrays: Arrays, dtypes: str) -> Arrays:
+    """Arrays as the kernels read them, by dtype names; the caller keeps them alive meanwhile."""
     return [
         np.ascontiguousarray(array, dtype=dtype)
-        for array, dtype in zip(arrays, dtypes, strict=True)
+        for array, dtype in zip(arrays, dtypes.split(), strict=True)
     ]
