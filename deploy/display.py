@@ -50,6 +50,7 @@ class TerminalDisplay:
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         self._tasks: dict[str, TaskID] = {}
+        self._what: dict[str, str] = {}
         self._bars = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
@@ -65,13 +66,16 @@ class TerminalDisplay:
         self._bars.stop()
 
     def progress(self, what: str, fraction: float | None = None, who: str = "tokend") -> None:
-        total, completed = (None, 0.0) if fraction is None else (1.0, fraction)
+        description = f"{who}: {what}"
+        total = None if fraction is None else 1.0
         if who not in self._tasks:
             self._bars.start()
-            self._tasks[who] = self._bars.add_task("", total=total)
-        self._bars.update(
-            self._tasks[who], description=f"{who}: {what}", total=total, completed=completed
-        )
+            self._tasks[who] = self._bars.add_task(description, total=total)
+        task = self._tasks[who]
+        if self._what.get(who) != what:
+            self._what[who] = what
+            self._bars.reset(task, total=total, description=description)
+        self._bars.update(task, total=total, completed=fraction or 0.0)
 
     def notice(self, message: str, who: str = "tokend") -> None:
         self._bars.console.print(f"{who}: {message}", markup=False)

@@ -34,6 +34,7 @@ def serve(config: ServeConfig, around: Surroundings) -> int:
             seconds = time.monotonic() - started
             print(ready.render(url, config, model, engine, seconds), flush=True)
 
+        display.progress(f"starting {model.name}")
         launch = Launch(config, model, (listener,), around.variables, module_commands())
         return Supervisor(launch, run_parent, display, announce).run()
     finally:
