@@ -100,7 +100,8 @@ class EngineClient:
         """Ask the engine for an operator's service."""
         _ = self.engine
         self._num_calls += 1
-        reply = self._calls[self._num_calls] = self._loop.create_future()
+        reply: asyncio.Future[AdminReply] = self._loop.create_future()
+        self._calls[self._num_calls] = reply
         self._send(AdminCall(self.epoch, self._num_calls, name))
         return await reply
 

@@ -9,6 +9,7 @@ import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Final
 
 from prometheus_client import (
@@ -63,11 +64,8 @@ class Histogram:
 
     def family(self, name: str, text: str, labels: Sequence[str]) -> HistogramMetricFamily:
         """Prometheus' form: cumulative counts."""
-        buckets = []
-        total = 0
-        for bound, count in zip((*self._bounds, "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((bound if bound == "+Inf" else repr(float(bound)), total))
+        names = [*(repr(float(bound)) for bound in self._bounds), "+Inf"]
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
         family = HistogramMetricFamily(name, text, labels=LABELS)
         family.add_metric(labels, buckets, self._sum)
         return family
@@ -191,7 +189,7 @@ class Metrics(Collector):
 
 def one_two_five(limit: int) -> list[int]:
     """1, 2, 5, 10, 20, 50, … up to `limit`."""
-    values = []
+    values: list[int] = []
     scale = 1
     while True:
         for digit in (1, 2, 5):

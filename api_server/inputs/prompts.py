@@ -41,7 +41,7 @@ class PromptReader:
         if isinstance(value, str):
             return await self.encode([value], add_special_tokens=add_special_tokens)
         if not isinstance(value, list):
-            raise self._wrong("prompt must be a string, a list of strings or lists of token ids")
+            raise self._wrong("prompt must be a string, strings, token ids or lists of token ids")
         if not value:
             raise self._wrong("prompt must not be empty")
         if _is_ids(value):

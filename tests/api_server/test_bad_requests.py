@@ -199,10 +199,9 @@ async def test_neutral_and_ignored_fields(start, say):
         "safety_identifier": "x",
         "prompt_cache_key": "y",
     }
-    nothing = dict.fromkeys(
-        ["stop", "max_tokens", "temperature", "seed", "logprobs", "n", "stream_options", "suffix"]
-        + ["structured_outputs", "cache_salt", "model", "top_k", "bad_words", "timeout_ms"]
-    )
+    names = "stop max_tokens temperature seed logprobs n stream_options suffix model top_k"
+    later = "structured_outputs cache_salt bad_words timeout_ms"
+    nothing = dict.fromkeys(f"{names} {later}".split())
     chat = {
         "tools": [],
         "tool_choice": "none",

@@ -1,6 +1,10 @@
 """POST /v1/chat/completions over HTTP, against a scripted engine."""
 
+import json
+
 import pytest
+
+from tests.api_server.conftest import prepared
 
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -114,8 +118,6 @@ async def test_continuous_usage(start, say):
 
 
 async def test_a_base_model_refuses(start, say, tokenizer, tmp_path):
-    from tests.api_server.conftest import prepared
-
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     base = prepared(tmp_path, tokenizer.get_vocab_size(), has_chat_template=False)
     async with start(say("Hi"), served=base) as front_end:
@@ -145,8 +147,6 @@ async def test_a_base_model_refuses(start, say, tokenizer, tmp_path):
     ],
 )
 async def test_bad_messages(start, say, messages, param):
-    import json
-
     async with start(say("Hi")) as front_end:
         body = json.dumps({"messages": messages}).encode()
         response = await front_end.http.post(

@@ -1,8 +1,11 @@
 """POST /v1/completions over HTTP, against a scripted engine."""
 
+import asyncio
+
 import pytest
 
 from proto.engine_io import FinishReason
+from tests.fakes.fake_engine import pack_logprobs
 
 PATH = "/v1/completions"
 
@@ -210,11 +213,7 @@ async def test_logprobs(start, say, tokenizer, number):
 
 
 async def test_logprobs_of_minus_infinity(start):
-    from tests.fakes.fake_engine import pack_logprobs
-
     async with start() as front_end:
-        import asyncio
-
         answer = asyncio.create_task(front_end.complete(logprobs=1))
         request = await front_end.engine.requests.get()
         front_end.engine.accept(request)
@@ -264,14 +263,10 @@ async def test_echo_with_logprobs(start, say, tokenizer, max_tokens, stream):
 async def test_echo_streams_the_prompt_first(start, say):
     async with start(say(" world")) as front_end:
         events = await front_end.events(PATH, prompt="hello", echo=True, n=2)
-        assert (
-            "".join(
-                event["choices"][0]["text"]
-                for event in events[:-1]
-                if event["choices"][0]["index"] == 1
-            )
-            == "hello world"
-        )
+        choices = [event["choices"][0] for event in events[:-1]]
+        for index in range(2):
+            texts = [choice["text"] for choice in choices if choice["index"] == index]
+            assert "".join(texts) == "hello world"
 
 
 async def test_prompt_logprobs(start, say, tokenizer):

@@ -5,6 +5,8 @@ import asyncio
 import openai
 import pytest
 
+from proto.errors import ErrorInfo
+
 MESSAGES = [{"role": "user", "content": "hello"}]
 TEXT = "Hi 😀 there"
 
@@ -79,8 +81,6 @@ async def test_leaving_a_stream_aborts(start):
 
 
 async def test_an_error_in_a_stream_is_raised(start):
-    from proto.errors import ErrorInfo
-
     async with start(accepts=True) as front_end, async_client(front_end.url) as client:
         stream = await client.completions.create(model="toy", prompt="hello", stream=True)
         request = await front_end.engine.requests.get()

@@ -5,6 +5,7 @@ import logging
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from api_server.routes import completions
 from proto.config import FrontEndConfig
 from proto.stats import SchedulerStats
 from tests.api_server.conftest import MODEL
@@ -153,8 +154,6 @@ async def test_no_lines_when_they_are_off(start, say, caplog):
 
 
 async def test_a_bug_is_a_500_without_details(start, monkeypatch, caplog):
-    from api_server.routes import completions
-
     def broken(*_args, **_fields):
         raise RuntimeError("/secret/path 0x7f00")
 

@@ -92,11 +92,11 @@ class FakeEngine:
         self._loop.add_reader(self.link.fileno(), self._drain)
         self._drain()
 
-    def announce(self) -> None:
+    def announce(self, protocol_version: int = PROTOCOL_VERSION) -> None:
         """Tell the front end that requests are welcome."""
         self._send(
             EngineReady(
-                PROTOCOL_VERSION, self.epoch, self.max_model_len, 64, 16, self.vocab_size, "fake"
+                protocol_version, self.epoch, self.max_model_len, 64, 16, self.vocab_size, "fake"
             )
         )
 

@@ -1,0 +1,151 @@
+"""The real front-end process, with the test in the place of supervisor and engine."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from proto.codec import encode
+from proto.config import FrontEndConfig
+from proto.engine_io import FinishReason
+from proto.lifecycle import Fatal, FrontEndReady, Shutdown, ToSupervisor
+from proto.prepared_model import PreparedModel
+from proto.run_directory import RunDirectory
+from proto.sockets import Link, front_end_path, supervisor_path
+from tests.api_server.conftest import make_boot
+from tests.fakes.fake_engine import FakeEngine
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_SECONDS = 20
+
+
+@dataclass
+class Process:
+    """A running api_server. `alive`: the supervisor's end of the death pipe, while it is open."""
+
+    child: subprocess.Popen[bytes]
+    supervisor: Link
+    engine: FakeEngine
+    http: httpx.AsyncClient
+    alive: list[int]
+
+    async def say(self, kind: type) -> object:
+        """The next message of this kind to the supervisor."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while True:
+                for message in self.supervisor.receive():
+                    if isinstance(message, kind):
+                        return message
+                await asyncio.sleep(0.01)
+
+    def abandon(self) -> None:
+        """The supervisor is gone."""
+        while self.alive:
+            os.close(self.alive.pop())
+
+    async def status(self) -> int:
+        return await asyncio.to_thread(self.child.wait, PATIENCE_SECONDS)
+
+
+@contextlib.asynccontextmanager
+async def running(run_dir: str, model: PreparedModel) -> AsyncIterator[Process]:
+    directory = RunDirectory.create(run_dir)
+    path = directory.path
+    listener = socket.create_server(("127.0.0.1", 0))
+    death, alive = os.pipe()
+    boot = msgspec.structs.replace(
+        make_boot(path, model, FrontEndConfig()), death_fd=death, listen_fds=(listener.fileno(),)
+    )
+    descriptor = os.memfd_create("boot")
+    os.write(descriptor, encode(boot))
+    supervisor = Link.bind(supervisor_path(path, "api_server", 0, 0), ToSupervisor)
+    engine = FakeEngine(front_end_path(path, 1, 0), vocab_size=model.vocab_size, accepts=True)
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-m", "api_server", "--boot-fd", str(descriptor)],
+        pass_fds=(death, descriptor, listener.fileno()),
+        cwd=ROOT,
+    )
+    os.close(death)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as http:
+            process = Process(child, supervisor, engine, http, [alive])
+            yield process
+            process.abandon()
+    finally:
+        child.kill()
+        child.wait()
+        await engine.close()
+        supervisor.close()
+        listener.close()
+        os.close(descriptor)
+        directory.leave()
+
+
+async def test_life(run_dir, model):
+    async with running(run_dir, model) as process:
+        assert (await process.http.get("/health")).status_code == 503
+        process.engine.announce()
+        assert await process.say(FrontEndReady) == FrontEndReady(0)
+        assert (await process.http.get("/health")).status_code == 200
+        body = {"prompt": "hello", "stream": True}
+        async with process.http.stream("POST", "/v1/completions", json=body) as response:
+            request = await process.engine.requests.get()
+            process.engine.emit(request, [40])
+            lines = response.aiter_lines()
+            assert (await anext(lines)).startswith("data: {")
+            process.supervisor.send(Shutdown())
+            rest = [line async for line in lines if line]
+        assert '"code": 503' in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        assert await process.status() == 0
+
+
+async def test_sigterm(run_dir, model):
+    async with running(run_dir, model) as process:
+        process.engine.announce()
+        await process.say(FrontEndReady)
+        answer = asyncio.create_task(process.http.post("/v1/completions", json={"prompt": "x"}))
+        request = await process.engine.requests.get()
+        process.engine.emit(request, [40])
+        process.child.send_signal(signal.SIGTERM)
+        assert (await answer).status_code == 503
+        assert await process.status() == 0
+
+
+async def test_ctrl_c_is_left_to_the_supervisor(run_dir, model):
+    async with running(run_dir, model) as process:
+        process.engine.announce()
+        await process.say(FrontEndReady)
+        process.child.send_signal(signal.SIGINT)
+        answer = asyncio.create_task(process.http.post("/v1/completions", json={"prompt": "x"}))
+        request = await process.engine.requests.get()
+        process.engine.emit(request, [40], finish=FinishReason.LENGTH)
+        assert (await answer).status_code == 200
+        process.abandon()
+        assert await process.status() == 1, "it ends with the supervisor"
+
+
+async def test_a_folder_without_tokenizer_is_fatal(run_dir, model, tmp_path):
+    empty = msgspec.structs.replace(model, folder=str(tmp_path))
+    async with running(run_dir, empty) as process:
+        message = await process.say(Fatal)
+        assert "tokenizer.json" in message.error.message
+        assert await process.status() == 1
+
+
+async def test_an_engine_of_another_version_is_fatal(run_dir, model):
+    async with running(run_dir, model) as process:
+        process.engine.announce(protocol_version=99)
+        message = await process.say(Fatal)
+        assert "protocol 99" in message.error.message
+        assert await process.status() == 1
