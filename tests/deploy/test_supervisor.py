@@ -112,7 +112,7 @@ def test_ready_when_engine_and_front_end_are(start: Callable[..., FakeDaemon]) -
     url = daemon.wait_ready()
     children = daemon.children()
     assert set(children) == set(ROLES)
-    assert "worker 0: loading weights" in daemon.text
+    assert "engine_core 0: loading weights" in daemon.text
     assert "engine_core 0: the pool is small" in daemon.text
     groups = {os.getpgid(child.pid) for child in children.values()}
     assert len(groups) == 3
