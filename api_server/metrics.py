@@ -5,7 +5,6 @@ on the event loop only and turned into Prometheus' text when someone asks: an
 observation costs a bisection, no lock.
 """
 
-import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -92,7 +91,6 @@ class Metrics(Collector):
         self._prompt_lengths = Histogram(tokens)
         self._generation_lengths = Histogram(tokens)
         self._step_tokens = Histogram(STEP_TOKENS)
-        self._started = time.time()
         self._registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
@@ -165,13 +163,13 @@ class Metrics(Collector):
             ("prefix_cache_hits", "Tokens found in the prefix cache.", self._prefix_cache_hits),
         ):
             family = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
-            family.add_metric(self._labels, value, created=self._started)
+            family.add_metric(self._labels, value)
             yield family
         ended = CounterMetricFamily(
             "vllm:request_success", "Choices that ended.", labels=(*LABELS, "finished_reason")
         )
         for reason, count in self._ended.items():
-            ended.add_metric((*self._labels, reason), count, created=self._started)
+            ended.add_metric((*self._labels, reason), count)
         yield ended
 
     def _histograms(self) -> Iterator[Metric]:

@@ -25,7 +25,7 @@ logger = logging.getLogger("tokend.sockets")
 
 MAX_MESSAGE_BYTES: Final = 256 << 20
 MAX_PENDING_BYTES: Final = 64 << 20
-MAX_QUEUED_MESSAGES: Final = 10_000
+MAX_QUEUED_MESSAGES: Final = 1_000
 MAX_IPC_PATH: Final = 107
 """Bytes of a Unix socket path, without the terminating zero."""
 

@@ -81,15 +81,16 @@ def chat_logprobs(tokens: Sequence[TextToken], top: int, names: TokenNames) -> d
 
 
 def prompt_logprobs(
-    rows: Sequence[LogprobRow | None], names: TokenNames
-) -> list[dict[str, dict[str, Any]] | None]:
+    rows: Sequence[LogprobRow | None], top: int, names: TokenNames
+) -> list[dict[str, Any] | None]:
     """vLLM's `prompt_logprobs`: for each prompt token, id → value, rank and text."""
-    return [None if row is None else _by_id(row, names) for row in rows]
+    return [None if row is None else _by_id(row, top, names) for row in rows]
 
 
-def _by_id(row: LogprobRow, names: TokenNames) -> dict[str, dict[str, Any]]:
-    entries: dict[str, dict[str, Any]] = {}
-    for column, (token_id, logprob) in enumerate(zip(row.token_ids, row.logprobs, strict=True)):
+def _by_id(row: LogprobRow, top: int, names: TokenNames) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    columns = zip(row.token_ids[: top + 1], row.logprobs, strict=False)
+    for column, (token_id, logprob) in enumerate(columns):
         rank = column if column else row.rank
         entries.setdefault(
             str(token_id),

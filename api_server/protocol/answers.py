@@ -47,6 +47,7 @@ class Shape:
     """What an answer shows.
 
     top: alternatives per token, None for no log-probabilities.
+    prompt_top: the same for the field `prompt_logprobs`.
     usage: a last chunk with the usage; continuous_usage: in every chunk.
     """
 
@@ -55,6 +56,7 @@ class Shape:
     model: str
     names: TokenNames
     top: int | None
+    prompt_top: int | None
     token_ids: bool
     usage: bool
     continuous_usage: bool
@@ -66,6 +68,12 @@ class Shape:
 
     def envelope(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def prompt_logprobs(self, stream: RequestStream) -> list[dict[str, Any] | None] | None:
+        """The field of that name; None when it was not asked for."""
+        if self.prompt_top is None:
+            return None
+        return prompt_logprobs(stream.prompt_rows, self.prompt_top, self.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +132,8 @@ class CompletionAnswer:
         choices = []
         for delta in deltas:
             choice = self._choice(self._seen(delta))
-            rows = self._streams[delta.index // self._n].prompt_rows
-            choice["prompt_logprobs"] = prompt_logprobs(rows, self._shape.names) if rows else None
+            stream = self._streams[delta.index // self._n]
+            choice["prompt_logprobs"] = self._shape.prompt_logprobs(stream)
             choices.append(choice)
         return self._shape.envelope(self.kind) | {
             "choices": choices,
@@ -212,8 +220,7 @@ class ChatAnswer:
             "choices": choices,
             "usage": usage_object(usage),
         }
-        rows = self._stream.prompt_rows
-        body["prompt_logprobs"] = prompt_logprobs(rows, self._shape.names) if rows else None
+        body["prompt_logprobs"] = self._shape.prompt_logprobs(self._stream)
         if self._shape.token_ids:
             body["prompt_token_ids"] = list(self._stream.prompt_token_ids)
         return body

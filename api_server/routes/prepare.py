@@ -56,6 +56,7 @@ class Preparation:
             model=self._services.model_name,
             names=self._services.tokenizer,
             top=top,
+            prompt_top=request.prompt_logprobs,
             token_ids=request.return_token_ids,
             usage=request.includes_usage,
             continuous_usage=request.includes_continuous_usage,

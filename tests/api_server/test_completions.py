@@ -271,20 +271,19 @@ async def test_echo_streams_the_prompt_first(start, say):
 
 async def test_prompt_logprobs(start, say, tokenizer):
     async with start(say("!")) as front_end:
-        choice = (await front_end.complete(prompt=[40, 41, 42], prompt_logprobs=2)).json()[
-            "choices"
-        ][0]
+        fields = {"prompt": [40, 41, 42], "prompt_logprobs": 1, "echo": True, "logprobs": 2}
+        choice = (await front_end.complete(**fields)).json()["choices"][0]
         rows = choice["prompt_logprobs"]
-        assert rows[0] is None
-        assert rows[1]["41"] == {
-            "logprob": -0.5,
-            "rank": 1,
-            "decoded_token": tokenizer.decode([41]),
-        }
-        assert len(rows) == 3
-        assert (await front_end.complete(prompt=[40])).json()["choices"][0][
-            "prompt_logprobs"
-        ] is None
+        text = tokenizer.decode([41])
+        assert rows == [
+            None,
+            {"41": {"logprob": -0.5, "rank": 1, "decoded_token": text}},
+            {"42": {"logprob": -0.5, "rank": 1, "decoded_token": tokenizer.decode([42])}},
+        ]
+        assert len(choice["logprobs"]["top_logprobs"][1]) == 2
+        for others in ({}, {"echo": True, "logprobs": 1}):
+            choice = (await front_end.complete(prompt=[40], **others)).json()["choices"][0]
+            assert choice["prompt_logprobs"] is None
 
 
 async def test_token_ids(start, say, tokenizer):

@@ -137,6 +137,13 @@ class Ranks:
             for rank in range(2)
         ]
 
+    def greet(self):
+        """Hear from every worker, as a real engine does before the first step."""
+        for rank, peer in enumerate(self.peers):
+            peer.send(worker_ready(rank))
+        while not self.executor.workers:
+            self.receive()
+
     def receive(self):
         assert self.poller.wait(WAIT_SECONDS)
         return self.executor.receive()
@@ -163,6 +170,7 @@ def test_a_start_waits_for_every_rank(run_dir, closing):
 
 def test_a_step_is_complete_when_every_rank_has_answered(run_dir, closing):
     ranks = Ranks(run_dir, closing)
+    ranks.greet()
     ranks.executor.submit(step(1))
     assert [receive(peer) for peer in ranks.peers] == [[step(1)], [step(1)]]
     ranks.peers[0].send(ModelRunnerOutput(EPOCH - 1, 1, [], []))
