@@ -40,6 +40,16 @@ def render() -> str:
     return "\n".join(lines)
 
 
+def markdown_table() -> str:
+    """The same as a table for docs/configuration.md."""
+    helps = field_helps()
+    rows = [
+        f"| `{_usage(flag).replace('|', ' ')}` | {_default_value(flag)} | {helps[flag.field]} |"
+        for flag in all_flags()
+    ]
+    return "\n".join(["| flag | default | meaning |", "|---|---|---|", *rows])
+
+
 def field_helps() -> dict[str, str]:
     """Help by field: the string literal that follows each field of each Struct."""
     helps = {}
@@ -67,10 +77,14 @@ def _usage(flag: Flag) -> str:
 
 
 def _default(flag: Flag) -> str:
+    value = _default_value(flag)
+    return f" (default: {value})" if value else ""
+
+
+def _default_value(flag: Flag) -> str:
     if flag.default is None:
         return ""
-    value = {True: "on", False: "off"}[flag.default] if flag.kind == "bool" else flag.default
-    return f" (default: {value})"
+    return {True: "on", False: "off"}[flag.default] if flag.kind == "bool" else str(flag.default)
 
 
 def _entry(usage: str, text: str) -> list[str]:
