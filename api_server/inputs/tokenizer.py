@@ -27,7 +27,11 @@ INLINE_CHARACTERS: Final = 4096
 
 
 class ModelTokenizer:
-    """tokenizer.json of one folder."""
+    """tokenizer.json of one folder.
+
+    special_ids: tokens without text. longest_token: characters of the longest token, so
+    no text of n tokens is longer than n times that.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         tokenizer.no_truncation()
@@ -39,7 +43,7 @@ class ModelTokenizer:
         self._tokens = TokenBytes(tokenizer, self.special_ids)
         self._all_tokens = TokenBytes(tokenizer, frozenset())
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
-        self._longest_token: int | None = None
+        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     @classmethod
     def load(cls, folder: str) -> "ModelTokenizer":
@@ -51,13 +55,6 @@ class ModelTokenizer:
             return cls(Tokenizer.from_file(str(path)))
         except Exception as error:  # the library raises plain Exception for a bad file
             raise ModelError(f"{path}: {error}") from None
-
-    @property
-    def longest_token(self) -> int:
-        """Characters of the longest token: no text of n tokens is longer than n times that."""
-        if self._longest_token is None:
-            self._longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
-        return self._longest_token
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Ids of each text."""
