@@ -6,6 +6,7 @@ streams get an error event, connections close and the process ends within 2 s.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -88,6 +89,8 @@ async def _serve(boot: ProcessBoot, supervisor: Link) -> None:
     link = Link.connect(front_end_path(boot.run_dir, boot.epoch, boot.index), FromEngine)
     services = make_services(boot, link)
     server = make_server(services)
+    gc.collect()
+    gc.freeze()  # what lives as long as the process need not be walked again and again
     stop = asyncio.Event()
     listen_for_end(supervisor, stop)
     sockets = [socket.socket(fileno=descriptor) for descriptor in boot.listen_fds]
