@@ -10,7 +10,8 @@ from proto.config import DeviceConfig
 from proto.lifecycle import Role
 
 _THREADS: Final = "OMP_NUM_THREADS"
-_WAITING: Final = "OMP_WAIT_POLICY"
+_SPIN: Final = {"GOMP_SPINCOUNT": "1000"}
+"""Some 20 microseconds: the pause between two operations, far less than a scheduler tick."""
 _CPU_QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -21,14 +22,16 @@ def child_environment(
 
     OpenMP reads its thread count when its library loads, so a worker must be born
     with it: --cpu-threads, or else what the user's environment says, or else the
-    cores that this process may use. Its idle threads sleep: spinning ones win a few
-    milliseconds a step on an idle machine, and lose tenfold as soon as the other
-    processes, or anybody else, want the same cores. The user's environment may say
-    otherwise. Elsewhere numpy needs no threads of its own.
+    cores that this process may use. Its idle threads spin for a moment and then
+    sleep: those that spin on win milliseconds a step on an idle machine, and lose
+    tenfold as soon as anybody else wants the same cores; docs/benchmarks.md has the
+    figures. The user's environment goes before that. Elsewhere numpy needs no
+    threads of its own.
     """
     if role != "worker":
         return {**variables, _THREADS: "1", "OPENBLAS_NUM_THREADS": "1"}
-    given = {_THREADS: str(usable_cores()), _WAITING: "PASSIVE", **variables}
+    spin = {} if "OMP_WAIT_POLICY" in variables else _SPIN
+    given = {_THREADS: str(usable_cores()), **spin, **variables}
     if device.cpu_threads is not None:
         given[_THREADS] = str(device.cpu_threads)
     return given

@@ -41,6 +41,16 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     listen_fds: tuple[int, ...] = ()
 
 
+class KVGroup(msgspec.Struct, array_like=True, frozen=True):
+    """Layers with a block table of their own.
+
+    sliding_window: a token sees itself and this many less one before it; None for
+        all. Blocks that every later token is past are given back.
+    """
+
+    sliding_window: int | None = None
+
+
 class KVCacheGeometry(msgspec.Struct, array_like=True, frozen=True):
     """Shape of a worker's KV cache, from which the engine sizes the pool.
 
@@ -51,7 +61,7 @@ class KVCacheGeometry(msgspec.Struct, array_like=True, frozen=True):
     head_dim: elements.
     dtype: "bfloat16", "float32", …
     bytes_per_token: all slots, K and V.
-    num_groups: KV cache groups, each with its own block table.
+    groups: KV cache groups; a block of any group has the same size and one pool holds all.
     """
 
     num_slots: int
@@ -59,7 +69,7 @@ class KVCacheGeometry(msgspec.Struct, array_like=True, frozen=True):
     head_dim: int
     dtype: str
     bytes_per_token: int
-    num_groups: int = 1
+    groups: tuple[KVGroup, ...] = (KVGroup(),)
 
 
 class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):

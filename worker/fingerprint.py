@@ -30,7 +30,7 @@ def kv_fingerprint(
         geometry.num_kv_heads,
         geometry.head_dim,
         geometry.dtype,
-        geometry.num_groups,
+        [group.sliding_window for group in geometry.groups],
         block_size,
         compute_dtype,
     ]

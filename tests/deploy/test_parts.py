@@ -157,12 +157,14 @@ class TestEnvironment:
         assert threads({"OMP_NUM_THREADS": "5"}, DeviceConfig()) == "5"
         assert threads({"OMP_NUM_THREADS": "5"}, DeviceConfig(cpu_threads=3)) == "3"
 
-    def test_idle_threads_sleep_unless_the_user_says_otherwise(self) -> None:
-        def policy(variables: dict[str, str]) -> str:
-            return child_environment(variables, "worker", DeviceConfig())["OMP_WAIT_POLICY"]
+    def test_idle_threads_spin_briefly_unless_the_user_says_otherwise(self) -> None:
+        def openmp(variables: dict[str, str]) -> dict[str, str]:
+            given = child_environment(variables, "worker", DeviceConfig())
+            return {name: value for name, value in given.items() if name != "OMP_NUM_THREADS"}
 
-        assert policy({}) == "PASSIVE"
-        assert policy({"OMP_WAIT_POLICY": "ACTIVE"}) == "ACTIVE"
+        assert openmp({}) == {"GOMP_SPINCOUNT": "1000"}
+        assert openmp({"GOMP_SPINCOUNT": "0"}) == {"GOMP_SPINCOUNT": "0"}
+        assert openmp({"OMP_WAIT_POLICY": "ACTIVE"}) == {"OMP_WAIT_POLICY": "ACTIVE"}
 
     @pytest.mark.parametrize("role", ["engine_core", "api_server"])
     def test_others_need_none(self, role: Role) -> None:

@@ -1,0 +1,83 @@
+"""A model of the user's own: a Hugging Face folder and a GGUF file, through the daemon."""
+
+import shutil
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from tests.e2e.daemon import Daemon
+from tests.e2e.reference import Reference, packaged_model
+
+pytestmark = pytest.mark.slow
+
+PROMPT = list(range(100, 160))
+
+
+def save_qwen3(folder: Path) -> torch.nn.Module:
+    """A tiny random Qwen3 with the packaged model's tokenizer; returns it in float32."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=49152,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        eos_token_id=2,
+        bos_token_id=1,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    shutil.copy(Path(packaged_model().folder) / "tokenizer.json", folder)
+    return model
+
+
+def greedy(daemon: Daemon, prompt: list[int], num_tokens: int) -> list[int]:
+    request = {
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    response = httpx.post(f"{daemon.url}/v1/completions", json=request, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["token_ids"]
+
+
+def test_a_hugging_face_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "my-qwen3"
+    model = save_qwen3(folder)
+    with Daemon(str(folder), "--dtype", "float32") as daemon:
+        (served,) = httpx.get(f"{daemon.url}/v1/models").json()["data"]
+        assert served["id"] == "my-qwen3"
+        assert served["max_model_len"] == 512
+        output = greedy(daemon, PROMPT, 40)
+        messages = [{"role": "user", "content": "hi"}]
+        chat = httpx.post(f"{daemon.url}/v1/chat/completions", json={"messages": messages})
+        assert chat.status_code == 400
+        assert "chat template" in chat.json()["error"]["message"]
+    Reference(model, None).assert_greedy([(PROMPT, output)])
+
+
+def test_a_gguf_file_under_a_name_of_ones_own(tmp_path: Path) -> None:
+    link = tmp_path / "some-model.gguf"
+    link.symlink_to(packaged_model().source)
+    with Daemon(str(link), "--served-model-name", "mine", "--max-model-len", "64") as daemon:
+        (served,) = httpx.get(f"{daemon.url}/v1/models").json()["data"]
+        assert served["id"] == "mine"
+        assert served["max_model_len"] == 64
+        assert len(greedy(daemon, PROMPT[:20], 44)) == 44
+
+
+def test_a_model_that_is_not_there() -> None:
+    daemon = Daemon("/nowhere/model.gguf")
+    assert daemon.wait_exit() == 2
+    assert "/nowhere/model.gguf" in daemon.text
+    assert "Traceback" not in daemon.text
