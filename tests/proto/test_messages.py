@@ -27,6 +27,7 @@ from proto.lifecycle import (
     FrontEndReady,
     InitializeCache,
     KVCacheGeometry,
+    KVGroup,
     Notice,
     ProcessBoot,
     Progress,
@@ -136,7 +137,14 @@ MESSAGES = [
         listen_fds=(7,),
     ),
     WorkerReady(
-        1, 2, 0, KVCacheGeometry(30, 3, 64, "float32", 46080, 1), 1 << 32, 49152, b"f" * 32, "cpu"
+        1,
+        2,
+        0,
+        KVCacheGeometry(30, 3, 64, "float32", 46080, (KVGroup(), KVGroup(512))),
+        1 << 32,
+        49152,
+        b"f" * 32,
+        "cpu",
     ),
     InitializeCache(1, 2, 100, 16, 2048),
     CacheReady(1, 0),
