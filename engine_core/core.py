@@ -5,6 +5,7 @@ KV tensors, front ends and supervisor hear that the engine is ready.
 """
 
 import logging
+from collections.abc import Callable
 
 from engine_core.executor.base import Executor
 from engine_core.executor.local import LocalExecutor
@@ -38,28 +39,21 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
     executor = LocalExecutor(boot.run_dir, boot.epoch, boot.config.parallel.tensor_parallel_size)
     front_ends = FrontEndLinks(boot.run_dir, boot.epoch, boot.config.frontend.api_server_count)
     poller = Poller([supervisor, *executor.links])
-    if not _wait_for_workers(executor, supervisor, poller):
+    if not _wait_until(lambda: bool(executor.workers), executor, supervisor, poller):
         return
     plan = plan_pool(executor.workers, boot.config, boot.model.max_position)
     executor.initialize_cache(plan.num_blocks, plan.block_size, plan.max_model_len)
-    if not _wait_for_caches(executor, supervisor, poller):
+    if not _wait_until(lambda: executor.cache_ready, executor, supervisor, poller):
         return
     _announce(boot, plan, executor, front_ends, supervisor)
     _build(boot, plan, executor, front_ends, supervisor).run()
 
 
-def _wait_for_workers(executor: Executor, supervisor: Link, poller: Poller) -> bool:
-    """False when the supervisor asked for the end first."""
-    while not executor.workers:
-        if supervisor in poller.wait() and is_shutdown(supervisor):
-            return False
-        executor.receive()
-    return True
-
-
-def _wait_for_caches(executor: Executor, supervisor: Link, poller: Poller) -> bool:
-    """False when the supervisor asked for the end first."""
-    while not executor.cache_ready:
+def _wait_until(
+    done: Callable[[], bool], executor: Executor, supervisor: Link, poller: Poller
+) -> bool:
+    """Hear from the workers until `done`; False when the supervisor asked for the end first."""
+    while not done():
         if supervisor in poller.wait() and is_shutdown(supervisor):
             return False
         executor.receive()
