@@ -173,7 +173,7 @@ def start(run_dir: str, model: PreparedModel) -> StartFrontEnd:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            async with httpx.AsyncClient(base_url=url, timeout=60) as http:
                 yield FrontEnd(services, engine, http, url)
         finally:
             services.client.close()
