@@ -27,7 +27,8 @@ class SlidingWindowGroup(FullAttentionGroup):
         assert window >= 1, f"a token sees at least itself, got a window of {window}"
         super().__init__(pool, keys)
         self._window = window
-        self._num_seen_blocks = -(-(window - 1) // keys.block_size)
+        # A window of one token needs no block, but a hit is something that was computed.
+        self._num_seen_blocks = max(1, -(-(window - 1) // keys.block_size))
 
     def find_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
         """Search from the end: the first token after a hit needs the last window - 1 ones.
@@ -40,8 +41,6 @@ class SlidingWindowGroup(FullAttentionGroup):
         wanted = self._num_seen_blocks
         first = self._pool.index.get
         end = min(max_tokens // self.block_size, self._keys.count(block_hashes))
-        if wanted == 0:
-            return [NULL_BLOCK] * end
         run: list[int] = []
         for index in range(end - 1, -1, -1):
             block = first(self._keys.key(block_hashes, index))
