@@ -44,6 +44,10 @@ REQUEST_SECONDS: Final = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
     *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+BLOCK_SECONDS: Final = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
+    *(10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0),
+)
 STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -91,6 +95,9 @@ class Metrics(Collector):
         self._prompt_lengths = Histogram(tokens)
         self._generation_lengths = Histogram(tokens)
         self._step_tokens = Histogram(STEP_TOKENS)
+        self._block_lifetime = Histogram(BLOCK_SECONDS)
+        self._block_idle = Histogram(BLOCK_SECONDS)
+        self._block_reuse_gap = Histogram(BLOCK_SECONDS)
         self._registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
@@ -108,6 +115,11 @@ class Metrics(Collector):
         self._prefix_cache_hits += stats.prefix_cache_hits
         if stats.num_scheduled_tokens:
             self._step_tokens.observe(stats.num_scheduled_tokens)
+        for eviction in stats.kv_evictions:
+            self._block_lifetime.observe(eviction.lifetime)
+            self._block_idle.observe(eviction.idle)
+            for gap in eviction.reuse_gaps:
+                self._block_reuse_gap.observe(gap)
 
     def prompt_accepted(self, num_tokens: int) -> None:
         self._prompt_tokens += num_tokens
@@ -181,6 +193,9 @@ class Metrics(Collector):
             ("request_prompt_tokens", "Prompt tokens of a request.", self._prompt_lengths),
             ("request_generation_tokens", "Tokens of a choice.", self._generation_lengths),
             ("iteration_tokens_total", "Tokens computed in a step.", self._step_tokens),
+            ("kv_block_lifetime_seconds", "KV block written to overwritten.", self._block_lifetime),
+            ("kv_block_idle_before_evict_seconds", "Last use to overwritten.", self._block_idle),
+            ("kv_block_reuse_gap_seconds", "Time between uses.", self._block_reuse_gap),
         ):
             yield histogram.family(f"vllm:{name}", text, self._labels)
 

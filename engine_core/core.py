@@ -12,8 +12,10 @@ from engine_core.executor.local import LocalExecutor
 from engine_core.intake import Intake
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.kv_cache.residency import ResidencyMeter
+from engine_core.kv_events import KVEventSink, make_kv_events
 from engine_core.outbox import Outbox
-from engine_core.pool_plan import PoolPlan, plan_pool
+from engine_core.pool_plan import PoolPlan, longest_chunk, plan_pool
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.service import Service, is_shutdown
 from engine_core.stepper import SynchronousStepper
@@ -45,8 +47,11 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
     executor.initialize_cache(plan.num_blocks, plan.block_size, plan.max_model_len)
     if not _wait_until(lambda: executor.cache_ready, executor, supervisor, poller):
         return
+    kv_events = make_kv_events(boot.config.cache.kv_events_endpoint, boot.run_dir, boot.epoch)
+    if kv_events.endpoint:
+        supervisor.send(Notice(boot.role, boot.index, f"KV events: {kv_events.endpoint}"))
     _announce(boot, plan, executor, front_ends, supervisor)
-    _build(boot, plan, executor, front_ends, supervisor).run()
+    _build(boot, plan, executor, front_ends, supervisor, kv_events).run()
 
 
 def _wait_until(
@@ -95,13 +100,19 @@ def _build(
     executor: Executor,
     front_ends: FrontEndLinks,
     supervisor: Link,
+    kv_events: KVEventSink,
 ) -> SynchronousStepper:
     worker = executor.workers[0]
+    cache = boot.config.cache
     kv_cache = KVCacheManager(
         plan.num_blocks,
         plan.block_size,
-        boot.config.cache.enable_prefix_caching,
+        cache.enable_prefix_caching,
         worker.fingerprint,
+        groups=worker.geometry.groups,
+        longest_chunk=longest_chunk(boot.config.scheduler),
+        observers=kv_events.observers,
+        residency=ResidencyMeter(cache.kv_cache_metrics_one_in),
     )
     scheduler = Scheduler(
         boot.config.scheduler,
@@ -120,7 +131,7 @@ def _build(
         if found:
             raise IntegrityError("; ".join(found))
 
-    outbox = Outbox(front_ends, scheduler, boot.epoch)
+    outbox = Outbox(front_ends, scheduler, boot.epoch, kv_events=kv_events)
     limits = RequestLimits(worker.vocab_size, plan.max_model_len)
     intake = Intake(scheduler, kv_cache, outbox, limits, lambda: check(kv_cache))
     service = Service(supervisor, front_ends, executor.links, scheduler, intake, outbox)

@@ -7,6 +7,7 @@ moment they are sent. One message per front end and flush.
 import time
 from collections.abc import Callable
 
+from engine_core.kv_events import NO_KV_EVENTS, KVEventSink
 from engine_core.scheduler.scheduler import ClientOutputs, Scheduler
 from engine_core.transport import FrontEndLinks
 from proto.engine_io import AdminReply, EngineCoreOutput, EngineCoreOutputs
@@ -24,11 +25,13 @@ class Outbox:
         scheduler: Scheduler,
         epoch: int,
         clock: Callable[[], float] = time.monotonic,
+        kv_events: KVEventSink = NO_KV_EVENTS,
     ) -> None:
         self._front_ends = front_ends
         self._scheduler = scheduler
         self._epoch = epoch
         self._clock = clock
+        self._kv_events = kv_events
         self._accepted: dict[int, list[int]] = {}
         self._outputs: ClientOutputs = {}
 
@@ -51,6 +54,7 @@ class Outbox:
 
     def flush(self) -> None:
         """Send everything. The statistics go out even if there is nothing else to say."""
+        self._kv_events.publish()
         outputs, self._outputs = self._outputs, {}
         accepted, self._accepted = self._accepted, {}
         for client in {STATS_CLIENT, *outputs, *accepted}:

@@ -5,7 +5,8 @@ A pure function of what the workers report and what the operator asked for.
 
 from dataclasses import dataclass
 
-from proto.config import ServeConfig
+from engine_core.kv_cache.sizing import longest_request
+from proto.config import SchedulerConfig, ServeConfig
 from proto.errors import ConfigError
 from proto.lifecycle import WorkerReady
 
@@ -32,27 +33,51 @@ def plan_pool(workers: list[WorkerReady], config: ServeConfig, max_position: int
     """Size the pool so that every rank can hold it.
 
     max_position: most positions that the model was made for.
-    Raises ConfigError when not even one block fits.
+    Raises ConfigError when not even one block of each KV group fits.
     """
     block_size = config.cache.block_size
-    num_blocks = config.cache.num_gpu_blocks_override or min(
+    groups = workers[0].geometry.groups
+    num_blocks = _num_blocks(workers, config)
+    wanted = min(max_position, config.model.max_model_len or max_position)
+    chunk = longest_chunk(config.scheduler)
+    usable = longest_request(groups, num_blocks - 1, block_size, chunk, wanted)
+    notice = ""
+    if usable < wanted:
+        notice = (
+            f"the KV pool of {num_blocks - 1} blocks holds {usable} tokens: "
+            f"requests are limited to {usable} tokens instead of {wanted}"
+        )
+    return PoolPlan(num_blocks, block_size, usable, notice)
+
+
+def longest_chunk(config: SchedulerConfig) -> int:
+    """Most tokens of one request in a step."""
+    budget = config.max_num_batched_tokens
+    return min(config.long_prefill_token_threshold or budget, budget)
+
+
+def _num_blocks(workers: list[WorkerReady], config: ServeConfig) -> int:
+    """Blocks of the pool, the null block among them."""
+    block_size, override = config.cache.block_size, config.cache.num_gpu_blocks_override
+    fewest = 1 + len(workers[0].geometry.groups)
+    if override is not None:
+        if override < fewest:
+            raise ConfigError(
+                f"--num-gpu-blocks-override must be at least {fewest} for this model: "
+                f"block 0 is reserved, and each of its {fewest - 1} KV groups needs a block",
+                "num_gpu_blocks_override",
+            )
+        return override
+    num_blocks = min(
         worker.kv_cache_bytes // (block_size * worker.geometry.bytes_per_token)
         for worker in workers
     )
-    if num_blocks < 2:
-        needed = 2 * block_size * max(worker.geometry.bytes_per_token for worker in workers)
+    if num_blocks < fewest:
+        needed = fewest * block_size * max(worker.geometry.bytes_per_token for worker in workers)
         granted = min(worker.kv_cache_bytes for worker in workers)
         raise ConfigError(
-            f"the KV pool needs at least {needed} bytes for two blocks and has {granted}: "
+            f"the KV pool needs at least {needed} bytes for {fewest} blocks and has {granted}: "
             "raise --kv-cache-memory or lower --block-size",
             "kv_cache_memory",
         )
-    wanted = min(max_position, config.model.max_model_len or max_position)
-    capacity = (num_blocks - 1) * block_size
-    notice = ""
-    if capacity < wanted:
-        notice = (
-            f"the KV pool of {num_blocks - 1} blocks holds {capacity} tokens: "
-            f"requests are limited to {capacity} tokens instead of {wanted}"
-        )
-    return PoolPlan(num_blocks, block_size, min(wanted, capacity), notice)
+    return num_blocks

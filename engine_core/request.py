@@ -7,6 +7,7 @@ of queues, blocks or text.
 import enum
 from collections.abc import Callable, Iterable, Sequence
 
+from engine_core.kv_cache.extra_keys import ExtraKeys
 from engine_core.kv_cache.hashing import Hasher
 from proto.engine_io import EngineCoreRequest, FinishReason
 from proto.sampling_params import SamplingParams
@@ -74,6 +75,7 @@ class Request:
 
     __slots__ = (
         "_block_hashes",
+        "_extra_keys",
         "_hasher",
         "_order",
         "all_token_ids",
@@ -141,6 +143,7 @@ class Request:
         self.all_token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
         self.spec_token_ids: list[int] = []
         self._hasher = hasher
+        self._extra_keys = ExtraKeys(cache_salt)
         self._block_hashes = list(prompt_hashes)
 
         self.num_computed_tokens = 0
@@ -185,7 +188,7 @@ class Request:
         So a token costs nothing to append, and a block is hashed when it is looked
         up or cached.
         """
-        self._hasher.extend(self._block_hashes, self.all_token_ids, self.cache_salt)
+        self._hasher.extend(self._block_hashes, self.all_token_ids, self._extra_keys)
         return self._block_hashes
 
     def __lt__(self, other: "Request") -> bool:
@@ -208,7 +211,7 @@ def choices_of(
     They share the prompt, whose hashes are computed once.
     """
     prompt_hashes: list[bytes] = []
-    hasher.extend(prompt_hashes, message.prompt_token_ids, message.cache_salt)
+    hasher.extend(prompt_hashes, message.prompt_token_ids, ExtraKeys(message.cache_salt))
     outputs = dict(enumerate(message.output_token_ids))
     return [
         Request(

@@ -6,6 +6,7 @@ else in tokend holds a default. Structs are frozen: what a process runs with is
 what it was given.
 """
 
+import re
 from typing import Any, Final, Literal
 
 import msgspec
@@ -44,6 +45,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes for the KV pool (suffixes K, M, G); on a CPU 4 GiB by default."""
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin alike."""
+    kv_events_endpoint: str | None = None
+    """Publish what the prefix cache holds (prompts' token ids): ipc, ipc://PATH or tcp://HOST:PORT."""
+    kv_cache_metrics_one_in: int = 0
+    """Measure how long one KV block in this many keeps its content; 0 measures none."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +152,12 @@ def validate(config: ServeConfig) -> None:
             "--num-gpu-blocks-override and --kv-cache-memory both size the KV pool: give one",
             "num_gpu_blocks_override",
         )
+    _check_kv_events(cache)
+    if cache.kv_cache_metrics_one_in < 0:
+        raise ConfigError(
+            f"--kv-cache-metrics-one-in must be 0 or more, got {cache.kv_cache_metrics_one_in}",
+            "kv_cache_metrics_one_in",
+        )
     if scheduler.long_prefill_token_threshold < 0:
         raise ConfigError(
             "--long-prefill-token-threshold must be 0 or more, "
@@ -180,6 +191,23 @@ def _check_available(config: ServeConfig) -> None:
                     f"works today: {works}",
                     field,
                 )
+
+
+def _check_kv_events(cache: CacheConfig) -> None:
+    endpoint = cache.kv_events_endpoint
+    if endpoint is None:
+        return
+    if not re.fullmatch(r"ipc|ipc:///.+|tcp://[^/\s]+:[0-9]+", endpoint):
+        raise ConfigError(
+            f"--kv-events-endpoint takes ipc, ipc:///PATH or tcp://HOST:PORT, got {endpoint!r}",
+            "kv_events_endpoint",
+        )
+    if not cache.enable_prefix_caching:
+        raise ConfigError(
+            "--kv-events-endpoint publishes what the prefix cache holds, "
+            "and --no-enable-prefix-caching turns it off",
+            "kv_events_endpoint",
+        )
 
 
 def _positive(field: str, value: int | None) -> None:

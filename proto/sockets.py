@@ -44,6 +44,11 @@ def front_end_path(run_dir: str, epoch: int, index: int) -> str:
     return os.path.join(run_dir, f"e{epoch}.a{index}")
 
 
+def kv_events_path(run_dir: str, epoch: int) -> str:
+    """Where the engine of an epoch publishes KV events, unless told otherwise."""
+    return os.path.join(run_dir, f"e{epoch}.kv")
+
+
 def supervisor_path(run_dir: str, role: str, index: int, incarnation: int) -> str:
     """Where the supervisor meets one incarnation of a process."""
     return os.path.join(run_dir, f"s.{role}{index}.{incarnation}")

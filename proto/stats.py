@@ -6,6 +6,18 @@ A total would jump back when the engine restarts; a delta only stops.
 import msgspec
 
 
+class KVEviction(msgspec.Struct, array_like=True, frozen=True):
+    """The life of one sampled block whose content was overwritten, in seconds.
+
+    lifetime: since it was allocated. idle: since a request last started to use it.
+    reuse_gaps: between those starts, the allocation being the first.
+    """
+
+    lifetime: float
+    idle: float
+    reuse_gaps: list[float] = []
+
+
 class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     """The state of the scheduler after a step, and what the step added.
 
@@ -20,3 +32,4 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_scheduled_tokens: int = 0
+    kv_evictions: list[KVEviction] = []

@@ -6,18 +6,31 @@ Sequences are named by their handles; requests are unknown here.
 """
 
 from collections.abc import Sequence
-from itertools import islice
 from typing import Protocol
 
 from engine_core.kv_cache.block import NULL_BLOCK
-from engine_core.kv_cache.pool import BlockPool
+from engine_core.kv_cache.group_keys import GroupKeys, parts
+from engine_core.kv_cache.pool import BlockPool, HashedTokens
 
 
 class KVGroup(Protocol):
-    """Block tables of the layers that need KV for the same positions."""
+    """Block tables of the layers that need KV for the same positions.
+
+    block_size: tokens in a block of this group.
+    has_prefixes: any first part of a hit is a hit as well.
+    """
+
+    block_size: int
+    has_prefixes: bool
 
     def find_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
-        """Blocks of the longest cached prefix of at most `max_tokens` tokens."""
+        """Blocks of the longest cached prefix of at most `max_tokens` tokens.
+
+        Null blocks stand for those that no later token needs.
+        """
+
+    def release_passed(self, handle: int, num_computed: int) -> None:
+        """Give back what tokens from position `num_computed` on do not need."""
 
     def num_blocks_needed(self, handle: int, num_tokens: int, hits: Sequence[int]) -> int:
         """Free blocks that `attach` and `extend` would use up; changes nothing.
@@ -32,12 +45,18 @@ class KVGroup(Protocol):
     def extend(self, handle: int, num_tokens: int) -> list[int]:
         """Append new blocks until the table has room for `num_tokens`; returns them."""
 
-    def settle(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> int:
+    def settle(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
         """Make the blocks filled by the first `num_tokens` tokens findable.
 
-        block_hashes: of at least those blocks, if prefixes are cached at all.
+        content: the sequence's tokens and hashes, if prefixes are cached at all.
         Returns a number of slots: as long as fewer are wanted for this sequence,
-        neither extend nor settle has work.
+        neither release_passed nor extend nor settle has work.
+        """
+
+    def withdraw(self, handle: int, num_tokens: int) -> None:
+        """Take the blocks after the first `num_tokens` tokens out of the prefix index.
+
+        The table keeps them, and settle may offer them again.
         """
 
     def free(self, handle: int) -> None:
@@ -54,13 +73,18 @@ class KVGroup(Protocol):
 
 
 class _Sequence:
-    """blocks: the table. num_cached: how many of its leading blocks are in the index."""
+    """What a group knows of one sequence.
 
-    __slots__ = ("blocks", "num_cached")
+    blocks: the table. num_cached: how many of its leading blocks were offered to
+    the index. num_passed: how many of them are null, because no token needs them.
+    """
+
+    __slots__ = ("blocks", "num_cached", "num_passed")
 
     def __init__(self) -> None:
         self.blocks: list[int] = []
         self.num_cached = 0
+        self.num_passed = 0
 
 
 class FullAttentionGroup:
@@ -70,19 +94,25 @@ class FullAttentionGroup:
     tokens        [0, bs) [bs, 2bs) …
     """
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    has_prefixes = True
+
+    def __init__(self, pool: BlockPool, keys: GroupKeys) -> None:
+        self.block_size = keys.block_size
         self._pool = pool
-        self._block_size = block_size
+        self._keys = keys
         self._sequences: dict[int, _Sequence] = {}
 
     def find_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
-        most = max_tokens // self._block_size
-        return self._pool.index.longest_prefix(islice(block_hashes, most))
+        most = max_tokens // self.block_size
+        return self._pool.index.longest_prefix(self._keys.leading(block_hashes, most))
+
+    def release_passed(self, handle: int, num_computed: int) -> None:
+        """Nothing: every later token needs all blocks."""
 
     def num_blocks_needed(self, handle: int, num_tokens: int, hits: Sequence[int]) -> int:
         sequence = self._sequences.get(handle)
         num_held = len(hits) if sequence is None else len(sequence.blocks)
-        num_new = -(-num_tokens // self._block_size) - num_held
+        num_new = -(-num_tokens // self.block_size) - num_held
         if num_new < 0:
             num_new = 0
         return num_new + self._pool.num_evictable(hits) if hits else num_new
@@ -96,26 +126,34 @@ class FullAttentionGroup:
 
     def extend(self, handle: int, num_tokens: int) -> list[int]:
         blocks = self._sequences[handle].blocks
-        num_new = -(-num_tokens // self._block_size) - len(blocks)
+        num_new = -(-num_tokens // self.block_size) - len(blocks)
         if num_new <= 0:
             return []
         new_blocks = self._pool.get_new_blocks(num_new)
         blocks.extend(new_blocks)
         return new_blocks
 
-    def settle(self, handle: int, block_hashes: Sequence[bytes], num_tokens: int) -> int:
+    def settle(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
         sequence = self._sequences[handle]
-        block_size = self._block_size
+        block_size = self.block_size
         room_ends = len(sequence.blocks) * block_size + 1
         if not self._pool.enable_caching:
             return room_ends
         num_full = num_tokens // block_size
-        for index in range(sequence.num_cached, num_full):
-            self._pool.cache_full_block(sequence.blocks[index], block_hashes[index])
         if num_full > sequence.num_cached:
+            first = max(sequence.num_cached, sequence.num_passed)
+            self._pool.cache_full_blocks(sequence.blocks, first, num_full, self._keys, content)
             sequence.num_cached = num_full
         next_fills = (sequence.num_cached + 1) * block_size
         return room_ends if room_ends < next_fills else next_fills
+
+    def withdraw(self, handle: int, num_tokens: int) -> None:
+        sequence = self._sequences.get(handle)
+        if sequence is None:
+            return
+        num_kept = num_tokens // self.block_size
+        self._pool.uncache(sequence.blocks[num_kept : sequence.num_cached])
+        sequence.num_cached = min(sequence.num_cached, num_kept)
 
     def free(self, handle: int) -> None:
         sequence = self._sequences.pop(handle, None)
@@ -131,15 +169,26 @@ class FullAttentionGroup:
 
     def violations(self) -> list[str]:
         found = []
-        hashes = dict(enumerate(self._pool.hashes))
+        keys = dict(enumerate(self._pool.hashes))
         for handle, sequence in self._sequences.items():
-            if NULL_BLOCK in sequence.blocks:
+            blocks, num_passed = sequence.blocks, sequence.num_passed
+            if NULL_BLOCK in blocks[num_passed:]:
                 found.append(f"null block: it stands in the table of sequence {handle}")
-            hashed = [hashes.get(block) is not None for block in sequence.blocks]
-            expected = [index < sequence.num_cached for index in range(len(hashed))]
-            if hashed != expected or sequence.num_cached > len(hashed):
+            if any(blocks[:num_passed]) or num_passed > len(blocks):
+                found.append(
+                    f"passed blocks: sequence {handle} counts {num_passed}, not all of them null"
+                )
+            # A withdrawn block has no hash although its sequence counts it.
+            early = [block for block in blocks[sequence.num_cached :] if keys.get(block)]
+            if early or sequence.num_cached > len(blocks):
                 found.append(
                     f"cached count: sequence {handle} counts {sequence.num_cached} cached blocks "
-                    f"of {len(hashed)}, but {sum(hashed)} have a hash"
+                    f"of {len(blocks)}, but of the others {len(early)} have a hash"
                 )
+            found += [
+                f"group: block {block} of sequence {handle} is in group {self._keys.number} "
+                f"but cached for group {parts(key)[1]}"
+                for block in blocks
+                if (key := keys.get(block)) and parts(key)[1] != self._keys.number
+            ]
         return found

@@ -1,14 +1,14 @@
 """Block hashes: names for the content of full blocks, the same in every process.
 
-Owns the hash function. Knows token ids and salts, not requests or blocks.
+Owns the hash function. Knows token ids and extra keys, not requests or blocks.
 
     hash of block i = SHA-256(parent ‖ tokens of block i ‖ extra keys of block i)
 
 parent is the hash of block i - 1; for block 0 a fixed constant ‖ the model
 fingerprint. Tokens are little-endian uint32. An extra key is its length as
-little-endian uint32 ‖ its bytes. Nothing in it is drawn per process, so restarts,
-ranks and stores on disk agree; SHA-256 because a collision would show one
-client the KV of another.
+little-endian uint32 ‖ its bytes, which begin with its kind. Nothing in it is
+drawn per process, so restarts, ranks and stores on disk agree; SHA-256 because a
+collision would show one client the KV of another.
 """
 
 import struct
@@ -16,15 +16,19 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Final, Protocol
 
+from engine_core.kv_cache.extra_keys import NO_EXTRA_KEYS, ExtraKeys
+
 ROOT: Final = b"tokend kv block hash, version 1\n"
-_SALT_TAG: Final = b"cache_salt:"
 
 
 class Hasher(Protocol):
     """Extends the hash chain of a request."""
 
     def extend(
-        self, block_hashes: list[bytes], token_ids: Sequence[int], cache_salt: str | None
+        self,
+        block_hashes: list[bytes],
+        token_ids: Sequence[int],
+        extra_keys: ExtraKeys = NO_EXTRA_KEYS,
     ) -> None:
         """Append to `block_hashes` until it covers every full block of `token_ids`."""
 
@@ -38,12 +42,15 @@ class BlockHasher:
         self._pack = struct.Struct(f"<{block_size}I").pack
 
     def extend(
-        self, block_hashes: list[bytes], token_ids: Sequence[int], cache_salt: str | None = None
+        self,
+        block_hashes: list[bytes],
+        token_ids: Sequence[int],
+        extra_keys: ExtraKeys = NO_EXTRA_KEYS,
     ) -> None:
         """Append the hashes of the full blocks that `block_hashes` does not cover yet.
 
         token_ids: [num_tokens], each in [0, 2^32).
-        cache_salt: enters the first block, and through the chain all others.
+        extra_keys: what else the KV depends on; the same for all calls of a request.
         """
         size = self.block_size
         num_hashed = len(block_hashes)
@@ -52,12 +59,16 @@ class BlockHasher:
             return
         pack = self._pack
         if num_hashed == 0:
-            first = self.root + pack(*token_ids[:size]) + extra_keys(cache_salt)
+            first = self.root + pack(*token_ids[:size]) + extra_keys.of_block(0, size)
             block_hashes.append(sha256(first).digest())
             num_hashed = 1
         parent = block_hashes[-1]
+        has_media = bool(extra_keys.media)
         for start in range(num_hashed * size, end, size):
-            parent = sha256(parent + pack(*token_ids[start : start + size])).digest()
+            content = parent + pack(*token_ids[start : start + size])
+            if has_media:
+                content += extra_keys.of_block(start, start + size)
+            parent = sha256(content).digest()
             block_hashes.append(parent)
 
 
@@ -65,17 +76,9 @@ class NoHashing:
     """Stands in where prefixes are not cached: no block ever has a hash."""
 
     def extend(
-        self, block_hashes: list[bytes], token_ids: Sequence[int], cache_salt: str | None = None
+        self,
+        block_hashes: list[bytes],
+        token_ids: Sequence[int],
+        extra_keys: ExtraKeys = NO_EXTRA_KEYS,
     ) -> None:
         """Append nothing."""
-
-
-def extra_keys(cache_salt: str | None) -> bytes:
-    """What the first block's hash depends on besides tokens.
-
-    Tagged with its kind, so that a salt never equals a key of another kind.
-    """
-    if cache_salt is None:
-        return b""
-    key = _SALT_TAG + cache_salt.encode()
-    return struct.pack("<I", len(key)) + key

@@ -5,32 +5,26 @@ only by their counters, token ids and hashes, which it never changes. It does
 not decide who waits or who is preempted.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Final
 
 from engine_core.kv_cache.block import BlockIds
-from engine_core.kv_cache.groups import FullAttentionGroup, KVGroup
+from engine_core.kv_cache.coordinator import NOTHING_COMPUTED, ComputedBlocks, make_coordinator
+from engine_core.kv_cache.groups import KVGroup
 from engine_core.kv_cache.hashing import BlockHasher, Hasher, NoHashing
+from engine_core.kv_cache.observed_pool import ObservedBlockPool
+from engine_core.kv_cache.observers import PoolObserver
 from engine_core.kv_cache.pool import BlockPool
+from engine_core.kv_cache.residency import NO_RESIDENCY, ResidencyMeter
+from engine_core.kv_cache.sizing import blocks_of_request
 from engine_core.request import Request
+from proto.lifecycle import KVGroup as KVGroupSpec
+from proto.stats import KVEviction
+
+__all__ = ["NOTHING_COMPUTED", "NO_NEW_BLOCKS", "ComputedBlocks", "KVCacheManager"]
 
 NO_NEW_BLOCKS: Final[BlockIds] = []
 """Returned, always this very object, where no group needed a block. Never changed."""
-
-
-@dataclass(frozen=True, slots=True)
-class ComputedBlocks:
-    """Cached blocks that a request may start from.
-
-    block_ids: per group, empty for none; num_tokens: what they hold.
-    Valid until the pool changes: pass it to allocate_slots in the same step.
-    """
-
-    block_ids: tuple[list[int], ...]
-    num_tokens: int
-
-
-NOTHING_COMPUTED: Final = ComputedBlocks((), 0)
 
 
 class KVCacheManager:
@@ -38,18 +32,38 @@ class KVCacheManager:
 
     num_blocks counts the null block. fingerprint: covers everything that changes
     KV values; root of the block hashes. Requests are built with `hasher`.
+    groups: of the model's layers. longest_chunk: most tokens of a request in one
+    step, None for all of them. observers: told what happens to blocks.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_caching: bool, fingerprint: bytes
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_caching: bool,
+        fingerprint: bytes,
+        *,
+        groups: Sequence[KVGroupSpec] = (KVGroupSpec(),),
+        longest_chunk: int | None = None,
+        observers: Sequence[PoolObserver] = (),
+        residency: ResidencyMeter = NO_RESIDENCY,
     ) -> None:
         self.block_size = block_size
         self.enable_caching = enable_caching
         self.hasher: Hasher = (
             BlockHasher(block_size, fingerprint) if enable_caching else NoHashing()
         )
-        self.pool = BlockPool(num_blocks, enable_caching)
-        self.groups: tuple[KVGroup, ...] = (FullAttentionGroup(self.pool, block_size),)
+        if residency.one_in:
+            observers = (*observers, residency)
+        self.pool = (
+            ObservedBlockPool(num_blocks, enable_caching, observers)
+            if observers
+            else BlockPool(num_blocks, enable_caching)
+        )
+        self._specs = tuple(groups)
+        self._longest_chunk = longest_chunk
+        self._residency = residency
+        self._coordinator = make_coordinator(self.pool, groups, block_size)
         self._quiet_until: dict[int, int] = {}
         self._num_queried = 0
         self._num_hit = 0
@@ -62,11 +76,7 @@ class KVCacheManager:
         """
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return NOTHING_COMPUTED
-        (group,) = self.groups
-        hits = group.find_hit(request.block_hashes, request.num_tokens - 1)
-        if not hits:
-            return NOTHING_COMPUTED
-        return ComputedBlocks((hits,), len(hits) * self.block_size)
+        return self._coordinator.find_longest_hit(request.block_hashes, request.num_tokens - 1)
 
     def allocate_slots(
         self,
@@ -91,26 +101,33 @@ class KVCacheManager:
         are not verified yet and so never findable.
 
         Returns the new block ids per group (the hits are not among them;
-        `block_ids` has the whole table), NO_NEW_BLOCKS if there are none, or None,
-        with nothing changed, if they do not fit. Hits are referenced before a new
-        block is taken, so none of them is overwritten by it.
+        `block_ids` has the whole table), NO_NEW_BLOCKS if there are none, or None if
+        they do not fit. Then nothing is changed, but for blocks of window groups that
+        no token to come needs: they are given back first, and the null block stands
+        in their place. Hits are referenced before a new block is taken, so none of
+        them is overwritten by it.
         """
         num_slots = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
         # Most calls are a decode inside its last block: one comparison decides.
         if num_slots < self._quiet_until.get(request.handle, 0):
             return NO_NEW_BLOCKS
-        return self._allocate(
-            request,
-            request.num_computed_tokens + computed.num_tokens + num_new_tokens,
-            computed,
-            num_lookahead_tokens,
-        )
+        return self._allocate(request, num_new_tokens, computed, num_lookahead_tokens)
 
     def free(self, request: Request) -> None:
         """Give back all blocks of a request, last one first; nothing if it has none."""
         if self._quiet_until.pop(request.handle, None) is not None:
-            for group in self.groups:
-                group.free(request.handle)
+            self._coordinator.free(request.handle)
+
+    def withdraw(self, request: Request, num_valid_tokens: int) -> None:
+        """Nobody is to find what a request computed after its first tokens.
+
+        For blocks whose content is wrong or will never be computed. The request keeps
+        them, until it is freed or computes them again; so does whoever found them
+        before.
+        """
+        if request.handle in self._quiet_until:
+            self._coordinator.withdraw(request.handle, num_valid_tokens)
+            self._quiet_until[request.handle] = 0
 
     def block_ids(self, handle: int) -> BlockIds:
         """A copy of the block table of a request, per group."""
@@ -122,7 +139,8 @@ class KVCacheManager:
 
     def can_fit(self, num_tokens: int) -> bool:
         """Whether the whole pool, with nobody else in it, has room for this many tokens."""
-        return num_tokens <= self.capacity
+        most = blocks_of_request(self._specs, num_tokens, self.block_size, self._longest_chunk)
+        return most < self.pool.num_blocks
 
     def take_prefix_cache_stats(self) -> tuple[int, int]:
         """(tokens looked up, tokens found) since the last call.
@@ -133,6 +151,10 @@ class KVCacheManager:
         taken = (self._num_queried, self._num_hit)
         self._num_queried = self._num_hit = 0
         return taken
+
+    def take_evictions(self) -> list[KVEviction]:
+        """Residency of the sampled blocks that were overwritten since the last call."""
+        return self._residency.take()
 
     def violations(self) -> list[str]:
         """Where the manager and its groups disagree with themselves, a sentence each.
@@ -147,7 +169,7 @@ class KVCacheManager:
                 odd = sorted(tables.keys() ^ self._quiet_until.keys())
                 found.append(f"sequences: group {number} and the manager disagree on handles {odd}")
             for handle in tables.keys() & self._quiet_until.keys():
-                room = len(tables[handle]) * self.block_size
+                room = len(tables[handle]) * group.block_size
                 if self._quiet_until[handle] > room + 1:
                     found.append(
                         f"room: sequence {handle} has {room} slots in group {number}, but is "
@@ -156,9 +178,9 @@ class KVCacheManager:
         return found
 
     @property
-    def capacity(self) -> int:
-        """Tokens for which a single request can have room."""
-        return (self.pool.num_blocks - 1) // len(self.groups) * self.block_size
+    def groups(self) -> tuple[KVGroup, ...]:
+        """In the order of the block ids per group."""
+        return self._coordinator.groups
 
     @property
     def num_free_blocks(self) -> int:
@@ -171,39 +193,30 @@ class KVCacheManager:
         return self.pool.usage
 
     def _allocate(
-        self, request: Request, num_tokens: int, computed: ComputedBlocks, num_lookahead: int
+        self, request: Request, num_new: int, computed: ComputedBlocks, num_lookahead: int
     ) -> BlockIds | None:
-        """`num_tokens`: those with KV after this step, without the lookahead."""
-        handle = request.handle
+        handle, coordinator = request.handle, self._coordinator
+        num_computed = request.num_computed_tokens + computed.num_tokens
+        num_tokens = num_computed + num_new
         num_slots = num_tokens + num_lookahead
-        num_needed = self._num_blocks_needed(handle, num_slots, computed)
+        coordinator.release_passed(handle, num_computed)
+        num_needed = coordinator.num_blocks_needed(handle, num_slots, computed)
         if num_needed > self.pool.num_free:
             return None
         if handle not in self._quiet_until:
-            self._start(request, computed)
+            coordinator.attach(handle, computed)
+            self._count_lookup(request, computed)
         new_blocks = NO_NEW_BLOCKS
         if num_needed:
-            new_blocks = [group.extend(handle, num_slots) for group in self.groups]
+            new_blocks = coordinator.extend(handle, num_slots)
         # Drafts and lookahead may still be rejected; only verified tokens are findable.
-        self._settle(request, min(num_tokens, request.num_tokens))
+        self._quiet_until[handle] = coordinator.settle(
+            handle, request, min(num_tokens, request.num_tokens)
+        )
         return new_blocks if any(new_blocks) else NO_NEW_BLOCKS
 
-    def _num_blocks_needed(self, handle: int, num_slots: int, computed: ComputedBlocks) -> int:
-        num_needed = 0
-        for number, group in enumerate(self.groups):
-            hits = computed.block_ids[number] if computed.num_tokens else ()
-            num_needed += group.num_blocks_needed(handle, num_slots, hits)
-        return num_needed
-
-    def _start(self, request: Request, computed: ComputedBlocks) -> None:
-        for number, group in enumerate(self.groups):
-            group.attach(request.handle, computed.block_ids[number] if computed.num_tokens else ())
+    def _count_lookup(self, request: Request, computed: ComputedBlocks) -> None:
         looked_up = self.enable_caching and not request.skip_reading_prefix_cache
         if looked_up and request.num_preemptions == 0:
             self._num_queried += request.num_tokens
             self._num_hit += computed.num_tokens
-
-    def _settle(self, request: Request, num_verified: int) -> None:
-        block_hashes = request.block_hashes
-        marks = [group.settle(request.handle, block_hashes, num_verified) for group in self.groups]
-        self._quiet_until[request.handle] = min(marks)

@@ -11,17 +11,32 @@ A block is in one of three states:
 """
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from engine_core.kv_cache.block import NULL_BLOCK
 from engine_core.kv_cache.free_queue import FreeQueue
+from engine_core.kv_cache.group_keys import GroupKeys
 from engine_core.kv_cache.prefix_index import PrefixIndex
+
+
+class HashedTokens(Protocol):
+    """What the blocks of a sequence hold.
+
+    all_token_ids: of the whole sequence. block_hashes: of its full blocks.
+    """
+
+    all_token_ids: list[int]
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        """Brought up to date when read."""
 
 
 class BlockPool:
     """Hands out, shares, caches and takes back blocks 1 … num_blocks - 1.
 
     num_blocks counts the null block. `ref_counts` and `hashes` have one entry
-    per block.
+    per block; a block's hash is its key in the index, which names its group too.
     """
 
     __slots__ = ("enable_caching", "free_queue", "hashes", "index", "num_blocks", "ref_counts")
@@ -96,6 +111,23 @@ class BlockPool:
         assert self.hashes[block] is None, f"block {block} has a hash already"
         self.hashes[block] = block_hash
         self.index.insert(block_hash, block)
+
+    def cache_full_blocks(
+        self, table: list[int], first: int, end: int, keys: GroupKeys, content: HashedTokens
+    ) -> None:
+        """Make the blocks [first, end) of a sequence's table findable."""
+        block_hashes = content.block_hashes
+        for index in range(first, end):
+            self.cache_full_block(table[index], keys.key(block_hashes, index))
+
+    def uncache(self, blocks: Iterable[int]) -> None:
+        """Nobody finds these blocks any more; for blocks whose content turned out wrong.
+
+        They stay with whoever references them. Blocks without a hash are left alone.
+        """
+        for block in blocks:
+            if self.hashes[block] is not None:
+                self._evict(block)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all content; False, changing nothing, while any block is in use."""

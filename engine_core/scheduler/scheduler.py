@@ -186,6 +186,7 @@ class Scheduler:
             prefix_cache_queries=queries,
             prefix_cache_hits=hits,
             num_scheduled_tokens=self._num_scheduled_tokens,
+            kv_evictions=self._kv_cache.take_evictions(),
         )
         self._num_preemptions = self._num_scheduled_tokens = 0
         return stats

@@ -1,14 +1,16 @@
 """A scheduler with a fake worker behind it, without sockets."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.pool_plan import longest_chunk
 from engine_core.request import Request, choices_of
 from engine_core.scheduler.scheduler import Scheduler
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput, EngineCoreRequest, FinishReason
+from proto.lifecycle import KVGroup
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import SchedulerOutput
 from tests.fakes.paged_runner import NextToken, PagedRunner, hashed_token
@@ -28,14 +30,22 @@ class EngineHarness:
         max_model_len: int = 8192,
         enable_prefix_caching: bool = True,
         next_token: NextToken = hashed_token,
+        windows: Sequence[int | None] = (None,),
         **scheduler: int | bool,
     ) -> None:
         config = SchedulerConfig(**{"max_num_batched_tokens": 8192, **scheduler})  # type: ignore[arg-type]
-        self.kv_cache = KVCacheManager(num_blocks, block_size, enable_prefix_caching, b"f" * 32)
+        self.kv_cache = KVCacheManager(
+            num_blocks,
+            block_size,
+            enable_prefix_caching,
+            b"f" * 32,
+            groups=[KVGroup(window) for window in windows],
+            longest_chunk=longest_chunk(config),
+        )
         self.scheduler = Scheduler(
             config, self.kv_cache, epoch=1, max_model_len=max_model_len, vocab_size=VOCAB_SIZE
         )
-        self.runner = PagedRunner(block_size, next_token)
+        self.runner = PagedRunner(block_size, next_token, windows=windows)
         self.mint: Callable[[], int] = itertools.count().__next__
         self.ids = itertools.count(100)
         self.tokens: dict[tuple[int, int], list[int]] = {}

@@ -2,19 +2,28 @@
 
 from collections.abc import Sequence
 from itertools import count
+from typing import Any
 
 from engine_core.kv_cache.manager import NOTHING_COMPUTED, ComputedBlocks, KVCacheManager
 from engine_core.request import Request
+from proto.lifecycle import KVGroup
 from proto.sampling_params import SamplingParams
 
 FINGERPRINT = bytes(range(32))
 
 
 def make_manager(
-    num_blocks: int, block_size: int = 16, enable_caching: bool = True
+    num_blocks: int,
+    block_size: int = 16,
+    enable_caching: bool = True,
+    windows: Sequence[int | None] = (None,),
+    **options: Any,
 ) -> KVCacheManager:
-    """num_blocks counts the null block."""
-    return KVCacheManager(num_blocks, block_size, enable_caching, FINGERPRINT)
+    """num_blocks counts the null block. windows: one per KV group, None for full attention."""
+    groups = [KVGroup(window) for window in windows]
+    return KVCacheManager(
+        num_blocks, block_size, enable_caching, FINGERPRINT, groups=groups, **options
+    )
 
 
 def token_ids(text: str) -> list[int]:
@@ -50,8 +59,17 @@ class Requests:
     def schedule(self, request: Request, num_new_tokens: int | None = None) -> list[int] | None:
         """Give a request room for its next tokens, by default all of them.
 
-        Returns the ids of its new blocks, or None if they do not fit.
+        Returns the ids of its new blocks in the first group, or None if they do not fit.
         """
+        new_blocks = self.schedule_groups(request, num_new_tokens)
+        if new_blocks is None:
+            return None
+        return new_blocks[0] if new_blocks else []
+
+    def schedule_groups(
+        self, request: Request, num_new_tokens: int | None = None
+    ) -> list[list[int]] | None:
+        """The same, with the new blocks of all groups; empty if there are none."""
         computed = self.computed(request)
         num_left = request.num_tokens - request.num_computed_tokens - computed.num_tokens
         num_new = num_left if num_new_tokens is None else num_new_tokens
@@ -59,7 +77,7 @@ class Requests:
         if new_blocks is None:
             return None
         request.num_computed_tokens += computed.num_tokens + num_new
-        return new_blocks[0] if new_blocks else []
+        return new_blocks
 
     def computed(self, request: Request) -> ComputedBlocks:
         """What a request may start from; nothing for one that runs already."""
@@ -73,5 +91,5 @@ class Requests:
         return self.schedule(request)
 
     def table(self, request: Request) -> list[int]:
-        """The request's block table."""
+        """The request's block table in the first group."""
         return self._manager.block_ids(request.handle)[0]

@@ -3,12 +3,13 @@
 Where a real worker writes keys and values, this one writes a digest of the whole
 prefix up to that position, and before each token it reads back every position
 of the sequence through the block table. A block that is shared, evicted or reused
-wrongly is therefore found at once. The next token is a function of the prefix,
-so runs can be compared.
+wrongly is therefore found at once. A KV group with a window is read over the window
+only, as layers with one do. The next token is a function of the prefix, so runs
+can be compared.
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -42,7 +43,7 @@ class Row:
     num_prompt_tokens: int
     choice: int
     prompt_logprobs: bool
-    table: list[int]
+    tables: list[list[int]]
     digests: list[bytes] = field(default_factory=list)
 
     def digest(self, position: int) -> bytes:
@@ -58,11 +59,18 @@ class PagedRunner:
     """Rows and a paged cache; `execute` is one step."""
 
     def __init__(
-        self, block_size: int, next_token: NextToken = hashed_token, *, read_back: bool = True
+        self,
+        block_size: int,
+        next_token: NextToken = hashed_token,
+        *,
+        read_back: bool = True,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
+        """windows: one per KV group, None for full attention."""
         self.block_size = block_size
         self.next_token = next_token
         self.read_back = read_back
+        self.windows = tuple(windows)
         self.rows: dict[int, Row] = {}
         self.slots: dict[tuple[int, int], bytes] = {}
         self.steps: list[SchedulerOutput] = []
@@ -73,7 +81,7 @@ class PagedRunner:
         for handle in output.finished_handles:
             del self.rows[handle]
         for handle in output.preempted_handles:
-            self.rows[handle].table = []
+            self.rows[handle].tables = [[] for _ in self.windows]
         work = [self._begin(new) for new in output.new_requests] + self._continue(output)
         assert output.total_num_scheduled_tokens == sum(scheduled for _, _, scheduled in work)
         # As a real forward pass does, write every row of the step before reading any.
@@ -83,7 +91,7 @@ class PagedRunner:
         for handle, computed, scheduled in work:
             row, end = self.rows[handle], computed + scheduled
             result.handles.append(handle)
-            result.sampled_token_ids.append(self._sample(row, end))
+            result.sampled_token_ids.append(self._sample(row, computed, end))
             if row.prompt_logprobs and computed < row.num_prompt_tokens:
                 arrays = LogprobsArrays(computed + 1, 1, b"", b"", b"")
                 result.prompt_logprobs.append(RowLogprobs(handle, arrays))
@@ -96,8 +104,9 @@ class PagedRunner:
             len(new.prompt_token_ids),
             new.choice,
             new.sampling_params.prompt_logprobs is not None,
-            list(new.block_ids[0]),
+            [list(table) for table in new.block_ids],
         )
+        assert len(new.block_ids) == len(self.windows)
         return new.handle, new.num_computed_tokens, new.num_scheduled_tokens
 
     def _continue(self, output: SchedulerOutput) -> list[tuple[int, int, int]]:
@@ -109,9 +118,10 @@ class PagedRunner:
                 assert blocks is not None
                 row.token_ids[row.num_prompt_tokens :] = resumed[handle]
                 row.digests.clear()
-                row.table = list(blocks[0])
+                row.tables = [list(table) for table in blocks]
             elif blocks is not None:
-                row.table += blocks[0]
+                for table, more in zip(row.tables, blocks, strict=True):
+                    table += more
         return list(
             zip(
                 cached.handles, cached.num_computed_tokens, cached.num_scheduled_tokens, strict=True
@@ -120,22 +130,30 @@ class PagedRunner:
 
     def _write(self, row: Row, start: int, end: int) -> None:
         assert end <= len(row.token_ids), "a position without a token"
-        assert end <= len(row.table) * self.block_size, "a position without a block"
-        for position in range(start, end):
-            self.slots[self._slot(row, position)] = row.digest(position)
+        for group, table in enumerate(row.tables):
+            assert end <= len(table) * self.block_size, "a position without a block"
+            for position in range(start, end):
+                self.slots[self._slot(row, group, position)] = self._kv(row, group, position)
 
-    def _sample(self, row: Row, end: int) -> list[int]:
+    def _sample(self, row: Row, start: int, end: int) -> list[int]:
         if self.read_back:
-            for position in range(end):
-                assert self.slots[self._slot(row, position)] == row.digest(position), (
-                    f"position {position} holds another prefix"
-                )
+            for group, window in enumerate(self.windows):
+                first = 0 if window is None else max(0, start - window + 1)
+                for position in range(first, end):
+                    held = self.slots[self._slot(row, group, position)]
+                    assert held == self._kv(row, group, position), (
+                        f"position {position} of group {group} holds another prefix"
+                    )
         if end < len(row.token_ids):
             return []
         row.token_ids.append(self.next_token(row.token_ids, row.choice))
         return row.token_ids[-1:]
 
-    def _slot(self, row: Row, position: int) -> tuple[int, int]:
-        block = row.table[position // self.block_size]
+    def _kv(self, row: Row, group: int, position: int) -> bytes:
+        """What a group keeps at a position: the layers of each compute something else."""
+        return row.digest(position) + bytes([group])
+
+    def _slot(self, row: Row, group: int, position: int) -> tuple[int, int]:
+        block = row.tables[group][position // self.block_size]
         assert block != 0, "the null block holds nothing"
         return block, position % self.block_size

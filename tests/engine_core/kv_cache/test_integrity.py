@@ -123,8 +123,7 @@ def null_block_in_a_full_attention_table(scene: Scene) -> None:
 
 
 def cached_count_too_high(scene: Scene) -> None:
-    scene.pool.index.remove(scene.first.block_hashes[1], 2)
-    scene.pool.hashes[2] = None
+    scene.manager.groups[0]._sequences[scene.first.handle].num_cached = 4
 
 
 def cached_count_too_low(scene: Scene) -> None:
@@ -162,8 +161,8 @@ def shortened_table(scene: Scene) -> None:
         (null_block_freed, "null block: its reference count is -1"),
         (null_block_hashed, "null block: it carries a hash"),
         (null_block_in_a_full_attention_table, "null block: it stands in the table of sequence 0"),
-        (cached_count_too_high, "cached count: sequence 0 counts 2 cached blocks of 3, but 1 "),
-        (cached_count_too_low, "cached count: sequence 0 counts 2 cached blocks of 3, but 3 "),
+        (cached_count_too_high, "cached count: sequence 0 counts 4 cached blocks of 3"),
+        (cached_count_too_low, "cached count: sequence 0 counts 2 cached blocks of 3, but of "),
         (table_of_a_forgotten_sequence, "sequences: group 0 and the manager disagree on handles"),
         (shortened_table, "room: sequence 1 has 8 slots in group 0"),
     ],

@@ -345,8 +345,7 @@ def test_without_caching_nothing_is_hashed_found_or_counted():
     assert integrity.check(setup.manager) == []
 
 
-def test_capacity_is_that_of_the_usable_blocks(kv):
+def test_what_fits_is_what_the_usable_blocks_hold(kv):
     kv.requests.schedule(kv.requests.make(range(100)))
-    assert kv.manager.capacity == 160
     assert kv.manager.can_fit(160)
     assert not kv.manager.can_fit(161)

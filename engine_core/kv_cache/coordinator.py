@@ -1,0 +1,166 @@
+"""Coordinators: what all KV groups of a request do together.
+
+A coordinator asks every group for blocks and finds the prefix that all of them
+still hold. Which one is wired depends on the model and on the configuration:
+
+    NoCacheCoordinator    prefixes are not cached
+    UnitaryCoordinator    one group: its hit is the hit
+    HybridCoordinator     several groups: the longest hit that all of them accept
+
+The tables are the groups', the blocks are the pool's; requests are unknown here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import Final
+
+from engine_core.kv_cache.block import BlockIds
+from engine_core.kv_cache.group_keys import GroupKeys
+from engine_core.kv_cache.groups import FullAttentionGroup, KVGroup
+from engine_core.kv_cache.pool import BlockPool, HashedTokens
+from engine_core.kv_cache.sliding_window import SlidingWindowGroup
+from proto.lifecycle import KVGroup as KVGroupSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedBlocks:
+    """Cached blocks that a request may start from.
+
+    block_ids: per group, empty for none; num_tokens: what they hold.
+    Valid until the pool changes: pass it to allocate_slots in the same step.
+    """
+
+    block_ids: tuple[list[int], ...]
+    num_tokens: int
+
+
+NOTHING_COMPUTED: Final = ComputedBlocks((), 0)
+
+
+class NoCacheCoordinator:
+    """Groups in the order in which they are given blocks; nothing is ever found."""
+
+    def __init__(self, groups: Sequence[KVGroup]) -> None:
+        self.groups = tuple(groups)
+        self._windows = tuple(group for group in groups if not group.has_prefixes)
+
+    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> ComputedBlocks:
+        """The longest prefix of at most `max_tokens` tokens that every group holds."""
+        return NOTHING_COMPUTED
+
+    def release_passed(self, handle: int, num_computed: int) -> None:
+        """Give back what tokens from position `num_computed` on do not need."""
+        for group in self._windows:
+            group.release_passed(handle, num_computed)
+
+    def num_blocks_needed(self, handle: int, num_slots: int, computed: ComputedBlocks) -> int:
+        """Free blocks that `attach` and `extend` would use up; changes nothing."""
+        num_needed = 0
+        for number, group in enumerate(self.groups):
+            hits = computed.block_ids[number] if computed.num_tokens else ()
+            num_needed += group.num_blocks_needed(handle, num_slots, hits)
+        return num_needed
+
+    def attach(self, handle: int, computed: ComputedBlocks) -> None:
+        """Start the tables of a sequence with its hits, referencing them."""
+        for number, group in enumerate(self.groups):
+            group.attach(handle, computed.block_ids[number] if computed.num_tokens else ())
+
+    def extend(self, handle: int, num_slots: int) -> BlockIds:
+        """Append new blocks until every table has room; returns them per group."""
+        return [group.extend(handle, num_slots) for group in self.groups]
+
+    def settle(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
+        """Make what the first `num_tokens` tokens filled findable.
+
+        Returns a number of slots: as long as fewer are wanted, no group has work.
+        """
+        return min([group.settle(handle, content, num_tokens) for group in self.groups])
+
+    def withdraw(self, handle: int, num_tokens: int) -> None:
+        """Take what comes after the first `num_tokens` tokens out of the prefix index."""
+        for group in self.groups:
+            group.withdraw(handle, num_tokens)
+
+    def free(self, handle: int) -> None:
+        """Give back all blocks of a sequence, group by group, last block first."""
+        for group in self.groups:
+            group.free(handle)
+
+
+class UnitaryCoordinator(NoCacheCoordinator):
+    """One group; what it finds is found."""
+
+    def __init__(self, groups: Sequence[KVGroup]) -> None:
+        super().__init__(groups)
+        (self._only,) = self.groups
+
+    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> ComputedBlocks:
+        hits = self._only.find_hit(block_hashes, max_tokens)
+        if not hits:
+            return NOTHING_COMPUTED
+        return ComputedBlocks((hits,), len(hits) * self._only.block_size)
+
+
+class HybridCoordinator(NoCacheCoordinator):
+    """Several groups, also with blocks of different sizes.
+
+    The end of a hit is the end of a block in every group: a multiple of `_alignment`.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup]) -> None:
+        super().__init__(groups)
+        self._alignment = lcm(*(group.block_size for group in groups))
+
+    def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> ComputedBlocks:
+        """The fixed point: lower the candidate until every group accepts it.
+
+        A group that keeps all its blocks is asked once, since what is left of its
+        hit is a hit. A window group may hold a shorter prefix and not a longer one, so
+        it is asked again whenever another lowered the candidate after it.
+        """
+        found: dict[KVGroup, list[int]] = {}
+        length = self._aligned(max_tokens)
+        for group in self.groups:
+            if group.has_prefixes:
+                found[group] = group.find_hit(block_hashes, length)
+                length = self._aligned(len(found[group]) * group.block_size)
+        num_accepted = turn = 0
+        while num_accepted < len(self._windows) and length > 0:
+            group = self._windows[turn % len(self._windows)]
+            found[group] = group.find_hit(block_hashes, length)
+            held = len(found[group]) * group.block_size
+            lowered = self._aligned(held)
+            # It accepts what it found itself, unless that had to be cut.
+            num_accepted = num_accepted + 1 if held == length else int(held == lowered)
+            length = lowered
+            turn += 1
+        if length == 0:
+            return NOTHING_COMPUTED
+        block_ids = tuple(found[group][: length // group.block_size] for group in self.groups)
+        return ComputedBlocks(block_ids, length)
+
+    def _aligned(self, num_tokens: int) -> int:
+        return num_tokens - num_tokens % self._alignment
+
+
+def make_coordinator(
+    pool: BlockPool, specs: Sequence[KVGroupSpec], block_size: int
+) -> NoCacheCoordinator:
+    """The coordinator of a model whose layers form these groups."""
+    groups = [
+        _make_group(pool, spec, GroupKeys(number, block_size, block_size))
+        for number, spec in enumerate(specs)
+    ]
+    if not pool.enable_caching:
+        return NoCacheCoordinator(groups)
+    if len(groups) == 1:
+        return UnitaryCoordinator(groups)
+    return HybridCoordinator(groups)
+
+
+def _make_group(pool: BlockPool, spec: KVGroupSpec, keys: GroupKeys) -> KVGroup:
+    if spec.sliding_window is None:
+        return FullAttentionGroup(pool, keys)
+    return SlidingWindowGroup(pool, keys, spec.sliding_window)

@@ -1,0 +1,104 @@
+"""Publishing what happens in the prefix cache.
+
+Owns the PUB socket and the numbering of batches. What the events say is decided by
+the log, which watches the block pool; without an endpoint there is neither.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+import zmq
+
+from engine_core.kv_cache.event_log import KVEventLog
+from engine_core.kv_cache.observers import PoolObserver
+from proto.codec import encode
+from proto.errors import ConfigError
+from proto.kv_events import KVEventBatch
+from proto.sockets import MAX_IPC_PATH, kv_events_path
+
+MAX_QUEUED_BATCHES: Final = 10_000
+"""For a subscriber that reads slowly; what is more is lost to it."""
+
+
+class KVEventSink(Protocol):
+    """observers: to be told by the block pool. endpoint: where to subscribe, or ""."""
+
+    @property
+    def observers(self) -> Sequence[PoolObserver]:
+        """Of the block pool."""
+
+    @property
+    def endpoint(self) -> str:
+        """In ZMQ's form, with the port that was taken."""
+
+    def publish(self) -> None:
+        """Send what has happened since the last call; nothing if nothing has."""
+
+
+class NoKVEvents:
+    """Nobody asked for events: no socket, no observer."""
+
+    observers: Sequence[PoolObserver] = ()
+    endpoint = ""
+
+    def publish(self) -> None:
+        """Nothing."""
+
+
+NO_KV_EVENTS: Final = NoKVEvents()
+
+
+class KVEventPublisher:
+    """One epoch's events on a PUB socket; never blocks."""
+
+    def __init__(
+        self, endpoint: str, epoch: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Raises ConfigError for an endpoint that cannot be bound."""
+        self._log = KVEventLog()
+        self.observers: Sequence[PoolObserver] = (self._log,)
+        self._epoch = epoch
+        self._clock = clock
+        self._sequence = 0
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_BATCHES)
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise ConfigError(
+                f"--kv-events-endpoint {endpoint}: {error}", "kv_events_endpoint"
+            ) from None
+        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def publish(self) -> None:
+        events = self._log.take()
+        if events:
+            batch = KVEventBatch(self._epoch, self._sequence, self._clock(), events)
+            self._socket.send(encode(batch), zmq.NOBLOCK)
+            self._sequence += 1
+
+    def close(self) -> None:
+        """Close at once."""
+        self._socket.close()
+
+
+def make_kv_events(endpoint: str | None, run_dir: str, epoch: int) -> KVEventSink:
+    """The sink for --kv-events-endpoint; `ipc` is a socket in the run directory.
+
+    Raises ConfigError for an endpoint that cannot be bound.
+    """
+    if endpoint is None:
+        return NO_KV_EVENTS
+    if endpoint == "ipc":
+        endpoint = f"ipc://{kv_events_path(run_dir, epoch)}"
+    path = endpoint.removeprefix("ipc://")
+    if path != endpoint and len(os.fsencode(path)) > MAX_IPC_PATH:
+        raise ConfigError(
+            f"--kv-events-endpoint: the path is longer than {MAX_IPC_PATH} bytes: {path}",
+            "kv_events_endpoint",
+        )
+    return KVEventPublisher(endpoint, epoch)
