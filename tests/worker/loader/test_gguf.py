@@ -91,7 +91,7 @@ def logits_from_file(folder: Path, config: dict[str, Any], tensors: Tensors) -> 
     prepared = prepare(folder / "prepared", config, gguf_index(folder / "model.gguf"))
     spec = spec_of(prepared)
     decoder = load_model(prepared, spec, torch.float32, torch.device("cpu"), lambda fraction: None)
-    attention = DenseAttention(spec.attention_scale)
+    attention = DenseAttention(spec)
     return decoder.logits(decoder.forward(TOKENS, torch.arange(30), attention))
 
 

@@ -18,7 +18,7 @@ def test_logits_equal_transformers() -> None:
     prepared = packaged_model()
     spec = spec_of(prepared)
     decoder = load_model(prepared, spec, torch.float32, torch.device("cpu"), lambda fraction: None)
-    attention = DenseAttention(spec.attention_scale)
+    attention = DenseAttention(spec)
     logits = decoder.logits(decoder.forward(TOKENS, torch.arange(len(TOKENS)), attention))
     # scores reach 30 here, so float32 itself is good for about 1e-4
     assert (logits - expected).abs().max() < 1e-3

@@ -45,7 +45,7 @@ def test_a_llama_configuration_in_full() -> None:
     spec = spec_from_config(LLAMA)
     assert spec.architecture == "LlamaForCausalLM"
     assert (spec.head_dim, spec.query_size, spec.kv_size) == (16, 64, 32)
-    assert spec.rope == DefaultRope(10_000.0)
+    assert spec.ropes == (DefaultRope(10_000.0),) * 2
     assert spec.windows == (None, None)
     assert not any((spec.qkv_bias, spec.output_bias, spec.qk_norm, spec.tied_embeddings))
 
@@ -83,13 +83,13 @@ def test_families_differ_where_they_should() -> None:
 def test_both_spellings_of_rope(scaling: dict[str, Any], expected: Any) -> None:
     older = LLAMA | {"rope_theta": 5000.0, "rope_scaling": scaling}
     newer = LLAMA | {"rope_parameters": scaling | {"rope_theta": 5000.0}}
-    assert spec_from_config(older).rope == expected
-    assert spec_from_config(newer).rope == expected
+    assert spec_from_config(older).ropes == (expected,) * 2
+    assert spec_from_config(newer).ropes == (expected,) * 2
 
 
 def test_a_null_rope_scaling_is_none() -> None:
     config = LLAMA | {"rope_theta": 5000.0, "rope_scaling": None}
-    assert spec_from_config(config).rope == DefaultRope(5000.0)
+    assert spec_from_config(config).ropes == (DefaultRope(5000.0),) * 2
 
 
 @pytest.mark.parametrize(

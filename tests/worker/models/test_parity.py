@@ -23,7 +23,7 @@ def load(checkpoint: Path, dtype: torch.dtype) -> Decoder:
 
 def logits_in_chunks(decoder: Decoder, *sizes: int) -> torch.Tensor:
     """Logits of all tokens, computed this many at a time."""
-    attention = DenseAttention(decoder.spec.attention_scale)
+    attention = DenseAttention(decoder.spec)
     chunks = zip(TOKENS.split(sizes), torch.arange(len(TOKENS)).split(sizes), strict=True)
     hidden = [decoder.forward(tokens, positions, attention) for tokens, positions in chunks]
     return decoder.logits(torch.cat(hidden))
