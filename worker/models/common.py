@@ -56,21 +56,29 @@ def llama_like(config: ConfigReader, **differences: Any) -> ModelSpec:
     if "ropes" not in differences:
         fields["ropes"] = (rope_from_config(config, max_position),) * num_layers
     if "windows" not in differences:
-        kinds = layer_kinds(config, lambda layer: FULL)
+        kinds = layer_kinds(config, (FULL,), lambda layer: FULL)
         fields["windows"] = layer_windows(config, kinds, {FULL: None})
     spec = ModelSpec(**(fields | differences))
     config.refuse_leftovers()
     return spec
 
 
-def layer_kinds(config: ConfigReader, default: Callable[[int], str]) -> tuple[str, ...]:
-    """The kind of each layer: as `layer_types` says, or the family's own pattern."""
+def layer_kinds(
+    config: ConfigReader, supported: tuple[str, ...], default: Callable[[int], str]
+) -> tuple[str, ...]:
+    """The kind of each layer: as `layer_types` says, or the family's own pattern.
+
+    Raises ModelError for a kind that is not supported.
+    """
     num_layers = config.integer("num_hidden_layers")
     kinds = config.get("layer_types")
     if kinds is None:
         return tuple(default(layer) for layer in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise config.refusal("layer_types", kinds, f"{num_layers} names are needed")
+    for kind in kinds:
+        if kind not in supported:
+            raise config.refusal("layer_types", kind, f"supported: {', '.join(supported)}")
     return tuple(kinds)
 
 
@@ -79,12 +87,8 @@ def layer_windows(
 ) -> tuple[int | None, ...]:
     """The window of each layer by its kind.
 
-    A window that hides no position the model is made for is none. Raises ModelError
-    for a kind that is not in `windows`.
+    One that hides no position the model is made for is none.
     """
-    for kind in kinds:
-        if kind not in windows:
-            raise config.refusal("layer_types", kind, f"supported: {', '.join(windows)}")
     max_position = config.integer("max_position_embeddings")
     narrow = {
         kind: window if window is not None and window < max_position else None
@@ -103,5 +107,8 @@ def windows_of_upper_layers(config: ConfigReader) -> tuple[int | None, ...]:
     window = window_from_config(config)
     used = config.flag("use_sliding_window", False) and window is not None
     first = config.integer("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS, least=0)
-    kinds = layer_kinds(config, lambda layer: WINDOWED if used and layer >= first else FULL)
-    return layer_windows(config, kinds, {FULL: None, WINDOWED: window} if used else {FULL: None})
+    supported = (FULL, WINDOWED) if used else (FULL,)
+    kinds = layer_kinds(
+        config, supported, lambda layer: WINDOWED if used and layer >= first else FULL
+    )
+    return layer_windows(config, kinds, {FULL: None, WINDOWED: window})

@@ -24,7 +24,11 @@ def spec(config: ConfigReader) -> ModelSpec:
     hidden_size = config.integer("hidden_size")
     pattern = config.integer("_sliding_window_pattern", _DEFAULT_PATTERN)
     pattern = config.integer("sliding_window_pattern", pattern)
-    kinds = layer_kinds(config, lambda layer: WINDOWED if (layer + 1) % pattern else FULL)
+    kinds = layer_kinds(
+        config,
+        (FULL, WINDOWED),
+        lambda layer: WINDOWED if (layer + 1) % pattern else FULL,
+    )
     windows = {FULL: None, WINDOWED: config.integer("sliding_window")}
     ropes = ropes_by_kind(config, _ROPES, config.integer("max_position_embeddings"))
     bias = config.flag("attention_bias", False)

@@ -21,6 +21,8 @@ def spec(config: ConfigReader) -> ModelSpec:
     return llama_like(
         config,
         architecture="MistralForCausalLM",
-        windows=layer_windows(config, layer_kinds(config, lambda layer: kind), {kind: window}),
+        windows=layer_windows(
+            config, layer_kinds(config, (kind,), lambda layer: kind), {kind: window}
+        ),
         gguf_permutes_qk=True,
     )

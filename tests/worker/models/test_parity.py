@@ -43,7 +43,7 @@ def test_logits_equal_transformers_in_float32(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama-biases", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "gemma3"])
 def test_half_precision_stays_near(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = save_tiny(name, tmp_path)
     with torch.no_grad():
