@@ -31,7 +31,7 @@ Step = _structure(
             ("num_seqs", "num_tokens", "num_heads", "num_kv_heads", "head_dim", "block_size"),
             c_int64,
         ),
-        "max_blocks": c_int64,
+        **dict.fromkeys(("max_blocks", "window"), c_int64),
         **dict.fromkeys(("query_start", "seq_lens", "block_table", "slot_mapping"), c_void_p),
         "scale": c_double,
     },

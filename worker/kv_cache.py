@@ -4,7 +4,7 @@ Knows nothing of requests, of which block is whose, or of attention. One buffer
 
     [block, slot, K/V, kv_head, token, dim]
 
-where a slot is a layer of the group, so that
+where a slot belongs to one layer of each KV cache group (see kv_layout.py), so that
 
     block 5  =  slot 0: K h0 t0..tB | K h1 … | V h0 … | V h1 …   slot 1: …
 
@@ -17,22 +17,24 @@ from typing import Final
 import numpy as np
 import torch
 
-from proto.lifecycle import KVCacheGeometry
+from proto.lifecycle import KVCacheGeometry, KVGroup
+from worker.kv_layout import KVLayout
 
 _ALIGNMENT: Final = 64
 """Bytes of a cache line; rows of a page start on one when head_dim allows."""
 
 
 def kv_cache_geometry(
-    num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    layout: KVLayout, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> KVCacheGeometry:
-    """The geometry that a worker reports for `num_slots` layers of one KV group."""
+    """The geometry that a worker reports for layers laid out like this."""
     return KVCacheGeometry(
-        num_slots=num_slots,
+        num_slots=layout.num_slots,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=str(dtype).removeprefix("torch."),
-        bytes_per_token=num_slots * 2 * num_kv_heads * head_dim * dtype.itemsize,
+        bytes_per_token=layout.num_slots * 2 * num_kv_heads * head_dim * dtype.itemsize,
+        groups=tuple(KVGroup(window) for window in layout.windows),
     )
 
 
@@ -45,8 +47,11 @@ class KVCache:
     was written to it.
     """
 
-    def __init__(self, geometry: KVCacheGeometry, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, geometry: KVCacheGeometry, layout: KVLayout, num_blocks: int, block_size: int
+    ) -> None:
         self.geometry = geometry
+        self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype: torch.dtype = getattr(torch, geometry.dtype)
@@ -68,9 +73,10 @@ class KVCache:
     def layer_views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer, each [num_blocks, num_kv_heads, block_size, head_dim].
 
-        Views, not copies; the strides of the two are equal and the last is 1.
+        Views, not copies; the strides of the two are equal and the last is 1. The
+        blocks of other groups hold other layers in the same place.
         """
-        pages = self.buffer[:, layer]
+        pages = self.buffer[:, self.layout.places[layer].slot]
         return pages[:, 0], pages[:, 1]
 
 

@@ -70,14 +70,13 @@ class ModelRunner:
         Its KV goes to block 0, the null block, which nobody reads.
         """
         token = torch.zeros(1, dtype=torch.int64)
-        self._attention.plan(
-            AttentionInputs(
-                query_start=np.array([0, 1], dtype=np.int32),
-                seq_lens=np.ones(1, dtype=np.int32),
-                block_table=np.zeros((1, 1), dtype=np.int32),
-                slot_mapping=np.zeros(1, dtype=np.int64),
-            )
+        inputs = AttentionInputs(
+            query_start=np.array([0, 1], dtype=np.int32),
+            seq_lens=np.ones(1, dtype=np.int32),
+            block_table=np.zeros((1, 1), dtype=np.int32),
+            slot_mapping=np.zeros(1, dtype=np.int64),
         )
+        self._attention.plan([inputs] * self._rows.block_table.num_groups)
         self._model.logits(self._model.forward(token, token, self._attention))
 
     def _sample(
@@ -132,12 +131,10 @@ class ModelRunner:
                 continue
             row = inputs.rows[sequence]
             first = int(inputs.num_computed[sequence]) + 1
-            end = min(
-                int(inputs.attention.seq_lens[sequence]) + 1, int(self._rows.num_prompt_tokens[row])
-            )
+            end = min(int(inputs.seq_lens[sequence]) + 1, int(self._rows.num_prompt_tokens[row]))
             if first >= end:
                 continue
-            start = int(inputs.attention.query_start[sequence])
+            start = int(inputs.query_start[sequence])
             arrays = self._prompt_arrays(
                 hidden[start : start + end - first],
                 self._rows.token_ids[row, first:end].astype(np.int64),

@@ -31,6 +31,7 @@ from worker.batch.rows import Rows
 from worker.device import CpuDevice
 from worker.fingerprint import kv_fingerprint
 from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_layout import kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
@@ -58,6 +59,7 @@ class Service:
         self._device = CpuDevice(boot.config.device)
         self._dtype = self._device.resolve_dtype(boot.config.model.dtype)
         self._model = self._load()
+        self._layout = kv_layout(self._model.spec.windows)
         self._geometry = self._cache_geometry()
 
     def run(self) -> None:
@@ -108,7 +110,7 @@ class Service:
 
     def _cache_geometry(self) -> KVCacheGeometry:
         spec = self._model.spec
-        return kv_cache_geometry(spec.num_layers, spec.num_kv_heads, spec.head_dim, self._dtype)
+        return kv_cache_geometry(self._layout, spec.num_kv_heads, spec.head_dim, self._dtype)
 
     def _ready(self) -> WorkerReady:
         config = self._boot.config
@@ -135,13 +137,16 @@ class Service:
                 f"engine speaks protocol {message.protocol_version}, worker {PROTOCOL_VERSION}"
             )
         spec = self._model.spec
-        cache = KVCache(self._geometry, message.num_blocks, message.block_size)
+        cache = KVCache(self._geometry, self._layout, message.num_blocks, message.block_size)
         shape = AttentionShape(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
         )
         attention = create_backend(self._boot.config.device.attention_backend, cache, shape)
         rows = Rows(
-            self._boot.config.scheduler.max_num_seqs, message.max_model_len, message.block_size
+            self._boot.config.scheduler.max_num_seqs,
+            message.max_model_len,
+            message.block_size,
+            self._layout.num_groups,
         )
         runner = ModelRunner(self._model, attention, create_sampler(), rows)
         runner.warm_up()

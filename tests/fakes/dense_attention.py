@@ -2,12 +2,15 @@
 
 import torch
 
+from worker.models.spec import ModelSpec
+
 
 class DenseAttention:
     """Causal attention over everything that `run` has been given since construction."""
 
-    def __init__(self, scale: float) -> None:
-        self._scale = scale
+    def __init__(self, spec: ModelSpec) -> None:
+        self._scale = spec.attention_scale
+        self._windows = spec.windows
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
 
@@ -24,6 +27,9 @@ class DenseAttention:
         scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * self._scale
         new, total = query.shape[0], key.shape[0]
         visible = torch.ones(new, total).tril(total - new).bool()
+        window = self._windows[layer]
+        if window is not None:
+            visible = visible.triu(total - new - window + 1)
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         result = torch.einsum("hqk,khd->qhd", weights, value.float())
         return result.to(query.dtype).contiguous()

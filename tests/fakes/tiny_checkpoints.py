@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -41,7 +42,29 @@ _YARN = {
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
 
+_WINDOW = {"sliding_window": 7}
+_GEMMA3: dict[str, Any] = _SIZES | {
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    **_WINDOW,
+}
+
 CONFIGS: dict[str, PretrainedConfig] = {
+    "gemma3": Gemma3TextConfig(**_GEMMA3),
+    "gemma3-pattern-untied": Gemma3TextConfig(
+        **_GEMMA3 | {"layer_types": None, "sliding_window_pattern": 2},
+        attention_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "gemma3-linear": Gemma3TextConfig(
+        **_GEMMA3,
+        rope_parameters={
+            "full_attention": _LINEAR,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
     "llama": LlamaConfig(**_SIZES),
     "llama-tied": LlamaConfig(**_SIZES, tie_word_embeddings=True),
     "llama-biases": LlamaConfig(**_SIZES, attention_bias=True),
@@ -50,7 +73,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama-one-kv-head": LlamaConfig(**_SIZES | {"num_key_value_heads": 1}),
     "mistral": MistralConfig(**_SIZES, sliding_window=None),
     "mistral-wide-heads": MistralConfig(**_SIZES, sliding_window=None, head_dim=24),
+    "mistral-window": MistralConfig(**_SIZES, **_WINDOW),
     "qwen2": Qwen2Config(**_SIZES),
+    "qwen2-window": Qwen2Config(**_SIZES, **_WINDOW, use_sliding_window=True, max_window_layers=1),
     "qwen2-tied-yarn": Qwen2Config(**_SIZES, tie_word_embeddings=True, rope_parameters=_YARN),
     "qwen2-yarn-mscale": Qwen2Config(
         **_SIZES,
@@ -61,6 +86,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **_SIZES, rope_parameters=_YARN | {"truncate": False, "attention_factor": 0.8}
     ),
     "qwen3": Qwen3Config(**_SIZES, head_dim=32),
+    "qwen3-window": Qwen3Config(
+        **_SIZES, **_WINDOW, head_dim=32, use_sliding_window=True, max_window_layers=0
+    ),
     "qwen3-biases-tied": Qwen3Config(
         **_SIZES, head_dim=48, attention_bias=True, tie_word_embeddings=True
     ),

@@ -5,17 +5,39 @@ from pathlib import Path
 import pytest
 import torch
 
+from proto.lifecycle import KVGroup
 from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_layout import kv_layout
+
+LAYOUT = kv_layout([None] * 4)
 
 
 def small_cache(dtype: torch.dtype = torch.bfloat16) -> KVCache:
-    return KVCache(kv_cache_geometry(4, 3, 16, dtype), num_blocks=5, block_size=8)
+    return KVCache(kv_cache_geometry(LAYOUT, 3, 16, dtype), LAYOUT, num_blocks=5, block_size=8)
 
 
 def test_geometry_counts_all_slots_and_both_k_and_v() -> None:
-    geometry = kv_cache_geometry(30, 3, 64, torch.bfloat16)
+    geometry = kv_cache_geometry(kv_layout([None] * 30), 3, 64, torch.bfloat16)
     assert geometry.bytes_per_token == 30 * 2 * 3 * 64 * 2
     assert geometry.dtype == "bfloat16"
+    assert geometry.groups == (KVGroup(None),)
+
+
+def test_geometry_of_groups_counts_the_layers_of_one() -> None:
+    layout = kv_layout([512, None, 512])
+    geometry = kv_cache_geometry(layout, 1, 256, torch.float32)
+    assert geometry.num_slots == 1
+    assert geometry.bytes_per_token == 2 * 256 * 4
+    assert geometry.groups == (KVGroup(None), KVGroup(512), KVGroup(512))
+
+
+def test_layers_of_several_groups_share_slots() -> None:
+    layout = kv_layout([8, None, 8, 8, None, 8])
+    geometry = kv_cache_geometry(layout, 1, 8, torch.float32)
+    cache = KVCache(geometry, layout, num_blocks=4, block_size=2)
+    addresses = [cache.layer_views(layer)[0].data_ptr() for layer in range(6)]
+    assert addresses[1] == addresses[0] == addresses[2]
+    assert addresses[4] == addresses[3] == addresses[5] != addresses[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -64,7 +86,8 @@ def test_an_untouched_pool_takes_no_memory() -> None:
         return int(line.split()[1]) << 10
 
     before = resident()
-    cache = KVCache(kv_cache_geometry(30, 3, 64, torch.bfloat16), 1 << 11, 16)
+    layout = kv_layout([None] * 30)
+    cache = KVCache(kv_cache_geometry(layout, 3, 64, torch.bfloat16), layout, 1 << 11, 16)
     assert cache.buffer.nbytes > 512 << 20
     cache.buffer[1000].fill_(1)
     assert resident() - before < 32 << 20

@@ -7,9 +7,11 @@ A step brings T query tokens of S sequences, packed one sequence after another:
     seq_lens      [ 3,       17,  25 ]          KV tokens once this step is written
 
 Sequence c computes five tokens of a longer prompt: its queries stand at positions
-20..24 and each sees the keys 0..its own position.
+20..24 and each sees the keys 0..its own position. In a layer with a window of 4, the
+query at 22 sees the keys 19..22, and pages before its window may belong to others.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,12 +22,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """Where the tokens of one step stand; numpy, C-contiguous.
+    """Where the tokens of one step stand in one KV cache group; numpy, C-contiguous.
 
     query_start: int32 [S + 1], offsets into the packed tokens, from 0 to T.
     seq_lens: int32 [S], KV tokens of each sequence including this step's.
     block_table: int32 [S, max_blocks], page p of a sequence is block_table[s, p];
-        entries beyond its last page are never read.
+        entries beyond its last page, and pages before its window, are never read.
     slot_mapping: int64 [T], block * block_size + offset at which each token's K
         and V are written.
     """
@@ -64,10 +66,13 @@ class AttentionShape:
 
 
 class AttentionBackend(Protocol):
-    """Causal attention over the pages of one KV cache."""
+    """Causal attention over the pages of one KV cache.
 
-    def plan(self, inputs: AttentionInputs) -> None:
-        """Take in the step; called once, before its layers run."""
+    Its layout says which layer belongs to which group, and what a group's window is.
+    """
+
+    def plan(self, inputs: Sequence[AttentionInputs]) -> None:
+        """Take in the step, one entry a KV cache group; called once, before its layers run."""
         ...
 
     def run(

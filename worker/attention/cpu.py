@@ -1,10 +1,12 @@
 """Attention by the C++ kernels: one call a layer for the whole batch.
 
-Owns the plan of the current step and the addresses that the kernels are given;
-csrc/attention.cpp does the work.
+Owns the plans of the current step and the addresses that the kernels are given;
+csrc/attention.cpp does the work. Groups with the same window share a plan, which
+depends on lengths alone; each has pages of its own.
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -13,10 +15,34 @@ import torch
 from worker.attention.base import AttentionInputs, AttentionShape
 from worker.kernels import Kernels, Layer, Plan, Step
 from worker.kv_cache import KVCache
+from worker.kv_layout import Window
 
 _DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_TILE_FIELDS: Final = 8
+_TILE_FIELDS: Final = 9
 _TASK_FIELDS: Final = 2
+_UNBOUNDED: Final = 1 << 40
+"""As a window: more tokens than any sequence has."""
+
+
+class StepPlan:
+    """How the kernels cut the current step into tasks, for one window."""
+
+    def __init__(self, kernels: Kernels, shape: AttentionShape) -> None:
+        self.structure = Plan()
+        self._kernels = kernels
+        self._partial_width = int(kernels.partial_width(shape.head_dim))
+
+    def make(self, step: ctypes.Structure) -> None:
+        """Plan `step`; its block table and slots play no part."""
+        plan = self.structure
+        plan.tiles = plan.tasks = None
+        self._kernels.attention_plan(step, plan)
+        self._tiles = np.empty((plan.num_tiles, _TILE_FIELDS), dtype=np.int32)
+        self._tasks = np.empty((plan.num_tasks, _TASK_FIELDS), dtype=np.int32)
+        self._partials = np.empty((plan.num_partial_rows, self._partial_width), dtype=np.float32)
+        plan.tiles, plan.tasks = self._tiles.ctypes.data, self._tasks.ctypes.data
+        plan.partials = self._partials.ctypes.data
+        self._kernels.attention_plan(step, plan)
 
 
 class CpuAttention:
@@ -32,46 +58,25 @@ class CpuAttention:
         self._kernels = kernels
         self._kv_cache = kv_cache
         self._shape = shape
-        self._step = Step(
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            block_size=kv_cache.block_size,
-            scale=shape.scale,
-        )
-        self._plan = Plan()
-        self._partial_width = int(kernels.partial_width(shape.head_dim))
-        self._layers = [self._layer(slot) for slot in range(kv_cache.geometry.num_slots)]
+        self._plans = {window: StepPlan(kernels, shape) for window in kv_cache.layout.windows}
+        self._groups = [self._step(window) for window in kv_cache.layout.windows]
+        self._layers = [self._layer(layer) for layer in range(len(kv_cache.layout.places))]
 
-    def _layer(self, slot: int) -> ctypes.Structure:
-        """What stays the same about a layer: its pages."""
-        key_pages, value_pages = self._kv_cache.layer_views(slot)
-        return Layer(
-            dtype=_DTYPE_CODES[self._kv_cache.dtype],
-            key_pages=key_pages.data_ptr(),
-            value_pages=value_pages.data_ptr(),
-            block_stride=key_pages.stride(0),
-            head_stride=key_pages.stride(1),
-        )
-
-    def plan(self, inputs: AttentionInputs) -> None:
+    def plan(self, inputs: Sequence[AttentionInputs]) -> None:
         # The kernels read these arrays until the next plan.
-        self._inputs = inputs
-        step, plan = self._step, self._plan
-        step.num_seqs, step.num_tokens = inputs.num_seqs, inputs.num_tokens
-        step.max_blocks = inputs.block_table.shape[1]
-        step.query_start = inputs.query_start.ctypes.data
-        step.seq_lens = inputs.seq_lens.ctypes.data
-        step.block_table = inputs.block_table.ctypes.data
-        step.slot_mapping = inputs.slot_mapping.ctypes.data
-        plan.tiles = plan.tasks = None
-        self._kernels.attention_plan(step, plan)
-        self._tiles = np.empty((plan.num_tiles, _TILE_FIELDS), dtype=np.int32)
-        self._tasks = np.empty((plan.num_tasks, _TASK_FIELDS), dtype=np.int32)
-        self._partials = np.empty((plan.num_partial_rows, self._partial_width), dtype=np.float32)
-        plan.tiles, plan.tasks = self._tiles.ctypes.data, self._tasks.ctypes.data
-        plan.partials = self._partials.ctypes.data
-        self._kernels.attention_plan(step, plan)
+        self._inputs = tuple(inputs)
+        planned = set()
+        windows = self._kv_cache.layout.windows
+        for window, step, group in zip(windows, self._groups, self._inputs, strict=True):
+            step.num_seqs, step.num_tokens = group.num_seqs, group.num_tokens
+            step.max_blocks = group.block_table.shape[1]
+            step.query_start = group.query_start.ctypes.data
+            step.seq_lens = group.seq_lens.ctypes.data
+            step.block_table = group.block_table.ctypes.data
+            step.slot_mapping = group.slot_mapping.ctypes.data
+            if window not in planned:
+                planned.add(window)
+                self._plans[window].make(step)
 
     def run(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -80,17 +85,42 @@ class CpuAttention:
         self._check(key, self._shape.num_kv_heads)
         self._check(value, self._shape.num_kv_heads)
         output = torch.empty(query.shape, dtype=query.dtype)
+        layout = self._kv_cache.layout
+        group = layout.places[layer].group
         call = self._layers[layer]
         call.query, call.query_stride = query.data_ptr(), query.stride(0)
         call.key, call.key_stride = key.data_ptr(), key.stride(0)
         call.value, call.value_stride = value.data_ptr(), value.stride(0)
         call.output = output.data_ptr()
-        self._kernels.attention_run(self._step, self._plan, call)
+        plan = self._plans[layout.windows[group]].structure
+        self._kernels.attention_run(self._groups[group], plan, call)
         return output
+
+    def _step(self, window: Window) -> ctypes.Structure:
+        """What stays the same about the steps of a group."""
+        return Step(
+            num_heads=self._shape.num_heads,
+            num_kv_heads=self._shape.num_kv_heads,
+            head_dim=self._shape.head_dim,
+            block_size=self._kv_cache.block_size,
+            window=_UNBOUNDED if window is None else window,
+            scale=self._shape.scale,
+        )
+
+    def _layer(self, layer: int) -> ctypes.Structure:
+        """What stays the same about a layer: its pages."""
+        key_pages, value_pages = self._kv_cache.layer_views(layer)
+        return Layer(
+            dtype=_DTYPE_CODES[self._kv_cache.dtype],
+            key_pages=key_pages.data_ptr(),
+            value_pages=value_pages.data_ptr(),
+            block_stride=key_pages.stride(0),
+            head_stride=key_pages.stride(1),
+        )
 
     def _check(self, packed: torch.Tensor, num_heads: int) -> None:
         """The kernels take addresses: what they assume about a tensor must hold."""
         assert packed.dtype == self._kv_cache.dtype, "queries, K and V are of the cache's dtype"
-        assert packed.shape == (self._inputs.num_tokens, num_heads, self._shape.head_dim)
+        assert packed.shape == (self._inputs[0].num_tokens, num_heads, self._shape.head_dim)
         assert packed.stride(2) == 1, "a head must be contiguous"
         assert num_heads == 1 or packed.stride(1) == self._shape.head_dim, "heads must be adjacent"

@@ -1,4 +1,4 @@
-"""Block tables of all rows, as one array that a step gathers from."""
+"""Block tables of all rows in all KV cache groups, as one array that a step gathers from."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,26 +7,30 @@ from proto.scheduler_output import BlockIds
 
 
 class BlockTable:
-    """`ids[row, i]` is the block that holds tokens [i * block_size, (i + 1) * block_size).
+    """`ids[group, row, i]` is the block that holds tokens [i * block_size, (i + 1) * block_size).
 
-    ids: int32 [num_rows, max_blocks]; entries past `length[row]` are meaningless.
+    ids: int32 [num_groups, num_rows, max_blocks]; entries past the end of a row are
+        meaningless, and so are those of blocks that a group's window has passed.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self, num_rows: int, max_model_len: int, block_size: int, num_groups: int = 1
+    ) -> None:
         self.block_size = block_size
+        self.num_groups = num_groups
         self.ids: NDArray[np.int32] = np.zeros(
-            (num_rows, -(-max_model_len // block_size)), dtype=np.int32
+            (num_groups, num_rows, -(-max_model_len // block_size)), dtype=np.int32
         )
-        self._length = [0] * num_rows
+        self._length = [[0] * num_groups for _ in range(num_rows)]
 
     def replace(self, row: int, block_ids: BlockIds) -> None:
-        """Give a row its whole table."""
-        self._length[row] = 0
+        """Give a row its whole table in each group."""
+        self._length[row] = [0] * self.num_groups
         self.append(row, block_ids)
 
     def append(self, row: int, block_ids: BlockIds) -> None:
-        """Add blocks at the end of a row."""
-        (added,) = block_ids
-        start = self._length[row]
-        self.ids[row, start : start + len(added)] = added
-        self._length[row] = start + len(added)
+        """Add blocks at the end of a row; one list, perhaps empty, for each group."""
+        length = self._length[row]
+        for group, (start, added) in enumerate(zip(length, block_ids, strict=True)):
+            self.ids[group, row, start : start + len(added)] = added
+            length[group] = start + len(added)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from proto.scheduler_output import SchedulerOutput
 from worker.attention.base import AttentionInputs
+from worker.batch.block_table import BlockTable
 from worker.batch.rows import Rows
 
 
@@ -22,18 +23,23 @@ class StepInputs:
 
     token_ids, positions: int64 [T].
     rows: int64 [S], rows of the sequences.
+    query_start: int32 [S + 1], where each sequence's tokens begin.
+    seq_lens: int32 [S], tokens of each sequence once the step is computed.
     num_computed: int32 [S], tokens computed before the step.
     samples: bool [S], the sequences whose last known token is in this step.
     last_token: int64 [N], index on the token axis of the last token of those.
+    attention: of each KV cache group; they differ in their block tables and slots.
     """
 
     token_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     rows: NDArray[np.int64]
+    query_start: NDArray[np.int32]
+    seq_lens: NDArray[np.int32]
     num_computed: NDArray[np.int32]
     samples: NDArray[np.bool_]
     last_token: NDArray[np.int64]
-    attention: AttentionInputs
+    attention: tuple[AttentionInputs, ...]
 
 
 def build_inputs(step: SchedulerOutput, step_rows: NDArray[np.int64], rows: Rows) -> StepInputs:
@@ -52,22 +58,36 @@ def build_inputs(step: SchedulerOutput, step_rows: NDArray[np.int64], rows: Rows
     positions = np.arange(query_start[-1], dtype=np.int64)
     positions += np.repeat(num_computed - query_start[:-1], num_scheduled)
     token_rows = np.repeat(step_rows, num_scheduled)
-    table = rows.block_table
-    block_index, offset = np.divmod(positions, table.block_size)
     samples = seq_lens >= rows.num_tokens[step_rows]
-    max_blocks = -(-int(seq_lens.max()) // table.block_size)
     return StepInputs(
         token_ids=rows.token_ids[token_rows, positions].astype(np.int64),
         positions=positions,
         rows=step_rows,
+        query_start=query_start,
+        seq_lens=seq_lens,
         num_computed=num_computed,
         samples=samples,
         last_token=(query_start[1:][samples] - 1).astype(np.int64),
-        attention=AttentionInputs(
-            query_start=query_start,
-            seq_lens=seq_lens,
-            block_table=np.ascontiguousarray(table.ids[step_rows, :max_blocks]),
-            slot_mapping=table.ids[token_rows, block_index].astype(np.int64) * table.block_size
-            + offset,
+        attention=_attention_inputs(
+            rows.block_table, step_rows, token_rows, positions, query_start, seq_lens
         ),
+    )
+
+
+def _attention_inputs(
+    table: BlockTable,
+    step_rows: NDArray[np.int64],
+    token_rows: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    query_start: NDArray[np.int32],
+    seq_lens: NDArray[np.int32],
+) -> tuple[AttentionInputs, ...]:
+    """Block tables of the step's rows and slots of its tokens, group by group."""
+    block_index, offset = np.divmod(positions, table.block_size)
+    max_blocks = -(-int(seq_lens.max()) // table.block_size)
+    tables = np.ascontiguousarray(table.ids[:, step_rows, :max_blocks])
+    slots = table.ids[:, token_rows, block_index].astype(np.int64) * table.block_size + offset
+    return tuple(
+        AttentionInputs(query_start, seq_lens, block_table, slot_mapping)
+        for block_table, slot_mapping in zip(tables, np.ascontiguousarray(slots), strict=True)
     )

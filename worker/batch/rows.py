@@ -36,8 +36,10 @@ class Rows:
     temperature, top_p, min_p: float32; top_k, num_logprobs: int32; seed: uint64; choice: uint32.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
-        self.block_table = BlockTable(num_rows, max_model_len, block_size)
+    def __init__(
+        self, num_rows: int, max_model_len: int, block_size: int, num_groups: int = 1
+    ) -> None:
+        self.block_table = BlockTable(num_rows, max_model_len, block_size, num_groups)
         self.token_ids = np.zeros((num_rows, max_model_len + 1), dtype=np.int32)
         self.num_tokens = np.zeros(num_rows, dtype=np.int32)
         self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int32)

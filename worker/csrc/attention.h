@@ -16,6 +16,7 @@ struct TokendStep {
     int64_t head_dim;
     int64_t block_size;
     int64_t max_blocks;
+    int64_t window;  // tokens that a query sees at most, its own included
     const int32_t* query_start;
     const int32_t* seq_lens;
     const int32_t* block_table;
@@ -25,15 +26,16 @@ struct TokendStep {
 
 // Neighbouring queries of one sequence under one KV head.
 //   rows:     query_count * group_size, row = query * group_size + head in group
-//   kv_len:   tokens that the last of the queries sees
-//   pieces:   the KV range is cut into this many pieces of piece_len tokens
+//   kv_begin, kv_end: tokens that one or the other of the queries sees
+//   pieces:   this range is cut into this many pieces of piece_len tokens
 //   partial_row: where its pieces leave their results when there are several
 struct TokendTile {
     int32_t seq;
     int32_t kv_head;
     int32_t query_begin;
     int32_t query_count;
-    int32_t kv_len;
+    int32_t kv_begin;
+    int32_t kv_end;
     int32_t pieces;
     int32_t piece_len;
     int32_t partial_row;

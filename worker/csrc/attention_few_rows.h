@@ -112,14 +112,15 @@ TOKEND_INLINE void few_values(const float* weights, const float* rescale, const 
         few_values_slice<N, R, 1, T>(weights, rescale, values, next, count, dim, output, head_dim);
 }
 
-// Turns scores[0, seen) of one row into weights, the rest of the chunk into zeros.
+// Turns scores[first, seen) of one row into weights, the rest of the chunk into zeros.
 // Returns by how much what was summed before must be scaled.
-TOKEND_INLINE float weigh_row(float* scores, int64_t seen, float scale, float* best, float* total) {
+TOKEND_INLINE float weigh_row(float* scores, int64_t first, int64_t seen, float scale, float* best, float* total) {
     constexpr int N = LANES;
-    if (seen <= 0) {
+    if (seen <= first) {
         std::fill_n(scores, CHUNK, 0.0f);
         return 1.0f;
     }
+    for (int64_t token = 0; token < first; token++) scores[token] = NO_SCORE;
     for (int64_t token = seen; token < CHUNK; token++) scores[token] = NO_SCORE;
     F<N> largest = load<N>(scores);
     each<CHUNK / N>([&](auto i) { largest = maximum<N>(largest, load<N>(scores + i * N)); });
@@ -161,11 +162,13 @@ template <class T>
 struct FewRows {
     const T* queries[FEW_ROWS];
     int64_t limits[FEW_ROWS];
+    int64_t window;
     float best[FEW_ROWS];
     float total[FEW_ROWS];
     float* output;  // [rows, head_dim]
 
-    FewRows(const Piece<T>& piece, Scratch& scratch) : output(scratch.floats(piece.rows * piece.head_dim)) {
+    FewRows(const Piece<T>& piece, Scratch& scratch)
+        : window(piece.window), output(scratch.floats(piece.rows * piece.head_dim)) {
         std::fill_n(output, piece.rows * piece.head_dim, 0.0f);
         for (int64_t row = 0; row < piece.rows; row++) {
             queries[row] = piece.query(row);
@@ -206,7 +209,8 @@ struct FewRows {
         few_scores<N, R, T>(queries + row, now.keys, next.keys, round_up(now.count, N), head_dim, scores);
         for (int r = 0; r < R; r++) {
             const int64_t seen = std::min(now.count, limits[row + r] - now.from);
-            rescale[r] = weigh_row(scores + r * CHUNK, seen, scale, best + row + r, total + row + r);
+            const int64_t first = std::max<int64_t>(0, limits[row + r] - window - now.from);
+            rescale[r] = weigh_row(scores + r * CHUNK, first, seen, scale, best + row + r, total + row + r);
         }
         few_values<N, R, T>(scores, rescale, now.values, next.values, now.count, output + row * head_dim, head_dim);
     }

@@ -90,11 +90,12 @@ struct ManyRows {
     float* scores;   // [CHUNK, width]
     float* best;     // [width], largest raw score
     float* total;    // [width], sum of weights
-    float* limit;    // [width], KV tokens that a row sees
+    float* limit;    // [width], position after the last KV token that a row sees
+    float window;    // tokens that a row sees at most
     float* keys;     // [CHUNK, head_dim]
     float* values;   // [CHUNK, head_dim]
 
-    ManyRows(const Piece<T>& piece, Scratch& scratch) : width(round_up(piece.rows, LANES)) {
+    ManyRows(const Piece<T>& piece, Scratch& scratch) : width(round_up(piece.rows, LANES)), window(float(piece.window)) {
         const int64_t square = piece.head_dim * width, chunk = CHUNK * piece.head_dim;
         float* at = scratch.floats(2 * square + CHUNK * width + 3 * width + 2 * chunk);
         const auto take = [&at](int64_t size) { return std::exchange(at, at + size); };
@@ -131,7 +132,7 @@ struct ManyRows {
                     many_scores<vectors>(float_keys + token, queries + column, head_dim, width,
                                          scores + token * width + column);
             });
-            weigh(from, count, from + count <= piece.first_limit, piece.scale, head_dim);
+            weigh(from, count, piece.all_see(from, from + count), piece.scale, head_dim);
             over_columns(width, [&](int64_t column, auto vectors) {
                 for (int64_t dim = 0; dim < head_dim; dim += TILE_M)
                     many_values<vectors>(float_values, dim, scores + column, count, width,
@@ -179,10 +180,13 @@ struct ManyRows {
         }
     }
 
+    // A row sees tokens [seen - window, seen) of the chunk.
     void hide(float* chunk, F<LANES> seen, int64_t count) {
+        const F<LANES> first = seen - window;
         for (int64_t token = 0; token < count; token++) {
             float* at = chunk + token * width;
-            store<LANES>(at, seen > float(token) ? load<LANES>(at) : splat<LANES>(NO_SCORE));
+            const F<LANES> none = splat<LANES>(NO_SCORE), score = first > float(token) ? none : load<LANES>(at);
+            store<LANES>(at, seen > float(token) ? score : none);
         }
     }
 };

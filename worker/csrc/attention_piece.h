@@ -35,7 +35,8 @@ struct Piece {
     int64_t rows;
     int64_t head_dim;
     int64_t begin, end;   // KV tokens
-    int64_t first_limit;  // tokens that the tile's first query sees
+    int64_t first_limit;  // position after the tile's first query
+    int64_t window;       // tokens that a query sees at most
     float scale;
 
     Piece(const TokendStep* s, const TokendLayer* l, const TokendTile* t, int64_t index)
@@ -43,14 +44,18 @@ struct Piece {
         group = s->num_heads / s->num_kv_heads;
         rows = t->query_count * group;
         head_dim = s->head_dim;
-        begin = index * t->piece_len;
-        end = std::min<int64_t>(begin + t->piece_len, t->kv_len);
-        first_limit = t->kv_len - t->query_count + 1;
+        begin = t->kv_begin + index * t->piece_len;
+        end = std::min<int64_t>(begin + t->piece_len, t->kv_end);
+        first_limit = t->kv_end - t->query_count + 1;
+        window = s->window;
         scale = float(s->scale);
     }
 
-    // KV tokens that a row sees.
+    // A row sees KV tokens [limit - window, limit).
     int64_t limit(int64_t row) const { return first_limit + row / group; }
+
+    // Whether every row sees all of [from, to).
+    bool all_see(int64_t from, int64_t to) const { return to <= first_limit && from >= limit(rows - 1) - window; }
 
     const T* query(int64_t row) const {
         return static_cast<const T*>(layer->query) + token(row) * layer->query_stride + head(row) * head_dim;

@@ -20,15 +20,15 @@ constexpr int64_t PIECE_GRANULE = 64;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int64_t piece_length(int64_t kv_len, int64_t rows) {
+int64_t piece_length(int64_t tokens, int64_t rows) {
     const int64_t target = rows <= FEW_ROWS ? PIECE_FEW_ROWS : PIECE_MANY_ROWS;
-    const int64_t even = divide_up(kv_len, divide_up(kv_len, target));
+    const int64_t even = divide_up(tokens, divide_up(tokens, target));
     return divide_up(even, PIECE_GRANULE) * PIECE_GRANULE;
 }
 
 int64_t cost(const TokendTile& tile, int64_t piece) {
-    const int64_t begin = piece * tile.piece_len;
-    return std::min<int64_t>(tile.piece_len, tile.kv_len - begin) * tile.query_count;
+    const int64_t begin = tile.kv_begin + piece * tile.piece_len;
+    return std::min<int64_t>(tile.piece_len, tile.kv_end - begin) * tile.query_count;
 }
 
 }  // namespace
@@ -43,15 +43,19 @@ extern "C" void tokend_attention_plan(const TokendStep* step, TokendPlan* plan) 
         for (int64_t begin = 0; begin < queries; begin += tile_queries) {
             const int64_t count = std::min(tile_queries, queries - begin);
             const int64_t rows = count * group;
-            const int64_t kv_len = before + begin + count;
-            const int64_t piece_len = piece_length(kv_len, rows);
-            const int64_t pieces = divide_up(kv_len, piece_len);
-            plan->num_elements += kv_len * rows * step->num_kv_heads * step->head_dim;
+            const int64_t kv_end = before + begin + count;
+            // What the first of the queries sees: the others see no earlier token.
+            const int64_t kv_begin = std::max<int64_t>(0, before + begin + 1 - step->window);
+            const int64_t tokens = kv_end - kv_begin;
+            const int64_t piece_len = piece_length(tokens, rows);
+            const int64_t pieces = divide_up(tokens, piece_len);
+            plan->num_elements += tokens * rows * step->num_kv_heads * step->head_dim;
             for (int64_t head = 0; head < step->num_kv_heads; head++) {
                 if (plan->tiles != nullptr) {
                     plan->tiles[plan->num_tiles] = {
-                        int32_t(seq),    int32_t(head),   int32_t(begin),     int32_t(count),
-                        int32_t(kv_len), int32_t(pieces), int32_t(piece_len), int32_t(plan->num_partial_rows)};
+                        int32_t(seq),    int32_t(head),      int32_t(begin),
+                        int32_t(count),  int32_t(kv_begin),  int32_t(kv_end),
+                        int32_t(pieces), int32_t(piece_len), int32_t(plan->num_partial_rows)};
                     for (int64_t piece = 0; piece < pieces; piece++)
                         plan->tasks[plan->num_tasks + piece] = {int32_t(plan->num_tiles), int32_t(piece)};
                 }

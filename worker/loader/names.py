@@ -24,6 +24,12 @@ _HUGGING_FACE: Final = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+_WITH_POST_NORMS: Final = _HUGGING_FACE | {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+"""Where both blocks have a norm after them, the one before the MLP is called differently."""
 _GGUF: Final = {
     "embedding": "token_embd",
     "norm": "output_norm",
@@ -35,23 +41,26 @@ _GGUF: Final = {
     "o": "attn_output",
     "q_norm": "attn_q_norm",
     "k_norm": "attn_k_norm",
+    "attention_post_norm": "post_attention_norm",
     "mlp_norm": "ffn_norm",
+    "mlp_post_norm": "post_ffw_norm",
     "gate": "ffn_gate",
     "up": "ffn_up",
     "down": "ffn_down",
 }
-_TABLES: Final = {
-    "safetensors": (_HUGGING_FACE, "model.layers"),
-    "gguf": (_GGUF, "blk"),
-}
-
 ROPE_FACTORS: Final = "rope_freqs.weight"
 """In a GGUF file: divisors of the rotary frequencies, float32 [head_dim / 2]."""
 
 
-def name_in_file(format: str, name: str) -> str:
-    """The name that a file of this format gives to tokend's `name`."""
-    table, layers = _TABLES[format]
+def name_in_file(format: str, name: str, post_norms: bool = False) -> str:
+    """The name that a file of this format gives to tokend's `name`.
+
+    post_norms: the model has norms after attention and MLP.
+    """
+    if format == "gguf":
+        table, layers = _GGUF, "blk"
+    else:
+        table, layers = _WITH_POST_NORMS if post_norms else _HUGGING_FACE, "model.layers"
     *layer, part, kind = name.split(".")
     if layer:
         return f"{layers}.{layer[1]}.{table[part]}.{kind}"

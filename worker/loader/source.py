@@ -1,7 +1,7 @@
 """The weights of one model by tokend's names, wherever and however they are stored.
 
 Owns the matching of files against a ModelSpec: names, shapes, completeness, and
-what GGUF files do to query and key rows. Knows nothing of layers or fusion.
+what GGUF files do to query and key rows and to norms. Knows nothing of layers or fusion.
 """
 
 import torch
@@ -36,16 +36,18 @@ class WeightSource:
         self._device = device
         self._files = TensorFiles(index)
         self._shapes = parameter_shapes(spec)
-        self._permuted = index.format == "gguf" and spec.gguf_permutes_qk
+        is_gguf = index.format == "gguf"
+        self._permuted = is_gguf and spec.gguf_permutes_qk
+        self._one_is_missing = spec.norms_add_one and not is_gguf
         in_file = {
             name: entry
             for name, entry in entries_by_name(index).items()
             if not carries_no_weight(index.format, name)
         }
-        rope_factors = in_file.pop(ROPE_FACTORS, None) if index.format == "gguf" else None
-        self.rope = spec.rope if rope_factors is None else self._rope_with(rope_factors)
+        rope_factors = in_file.pop(ROPE_FACTORS, None) if is_gguf else None
+        self.ropes = spec.ropes if rope_factors is None else self._ropes_with(rope_factors)
         self._entries = {
-            name: _take(in_file, name_in_file(index.format, name), shape)
+            name: _take(in_file, name_in_file(index.format, name, spec.post_norms), shape)
             for name, shape in self._shapes.items()
         }
         if spec.tied_embeddings:
@@ -65,6 +67,17 @@ class WeightSource:
             self._read_into(name, part)
         return result
 
+    def read_norm(self, name: str) -> torch.Tensor:
+        """What a norm multiplies by, as a new tensor.
+
+        In float32 where 1 is part of it: in 16 bits little would be left of the rest.
+        """
+        if not self._spec.norms_add_one:
+            return self.read(name)
+        stored = self._files.read(self._entries[name])
+        weight = stored.to(self._device, torch.float32, copy=True)
+        return weight.add_(1.0) if self._one_is_missing else weight
+
     def _read_into(self, name: str, destination: torch.Tensor) -> None:
         stored = self._files.read(self._entries[name])
         heads = {"q": self._spec.num_heads, "k": self._spec.num_kv_heads}.get(name.split(".")[-2])
@@ -76,16 +89,19 @@ class WeightSource:
             destination = destination.view(heads, 2, half, -1)
         destination.copy_(stored)
 
-    def _rope_with(self, entry: TensorEntry) -> Rope:
+    def _ropes_with(self, entry: TensorEntry) -> tuple[Rope, ...]:
         """The rotary embedding whose scaling the file gives as divisors of the frequencies."""
-        rope = self._spec.rope
+        rope, *others = dict.fromkeys(self._spec.ropes)
+        if others:
+            raise ModelError(f"tensor {entry.name} does not say which of the layers it is for")
         if not isinstance(rope, DefaultRope | Llama3Rope):
             raise ModelError(
                 f"tensor {entry.name} and the configuration's {type(rope).__name__} "
                 "both scale the rotary frequencies"
             )
         _check_shape(entry, (self._spec.head_dim // 2,))
-        return FactorsRope(rope.theta, tuple(self._files.read(entry).tolist()))
+        scaled = FactorsRope(rope.theta, tuple(self._files.read(entry).tolist()))
+        return (scaled,) * self._spec.num_layers
 
     def _drop_copy_of_embedding(self, in_file: dict[str, TensorEntry], name: str) -> None:
         """A tied head may be stored too, if it is the same: then the embedding serves as both."""

@@ -17,6 +17,7 @@ from proto.prepared_model import PreparedModel
 from worker.layers.embedding import Embedding
 from worker.layers.linear import Linear, make_linear
 from worker.layers.norm import RMSNorm
+from worker.layers.residual import Addition, NormedAddition
 from worker.layers.rotary import RotaryEmbedding
 from worker.loader.index import read_index
 from worker.loader.source import WeightSource
@@ -45,19 +46,22 @@ def load_model(
     missing, unknown, of another shape or of a type that cannot be read.
     """
     source = WeightSource(read_index(prepared), spec, dtype, device)
+    rotaries = {
+        rope: RotaryEmbedding(rope, spec.head_dim, spec.max_position, dtype, device)
+        for rope in dict.fromkeys(source.ropes)
+    }
     steps = spec.num_layers + 1
     layers: list[LayerWeights] = []
     with _readers() as pool:
         ends = pool.submit(_read_ends, source, spec)
         for tensors in _layers_in_order(pool, source, spec):
-            layers.append(_layer(tensors, spec))
+            layers.append(_layer(tensors, spec, rotaries[source.ropes[len(layers)]]))
             progress(len(layers) / steps)
         top = ends.result()
     embedding = top["embedding.weight"]
     decoder = Decoder(
         spec,
-        Embedding(embedding),
-        RotaryEmbedding(source.rope, spec.head_dim, spec.max_position, dtype, device),
+        Embedding(embedding, spec.embedding_scale),
         layers,
         RMSNorm(top["norm.weight"], spec.norm_eps),
         make_linear(top.get("head.weight", embedding)),
@@ -97,10 +101,9 @@ def _layers_in_order(
 
 
 def _read_ends(source: WeightSource, spec: ModelSpec) -> Tensors:
-    names = ["embedding.weight", "norm.weight"]
-    if not spec.tied_embeddings:
-        names.append("head.weight")
-    return {name: source.read(name) for name in names}
+    names = ["embedding.weight"] if spec.tied_embeddings else ["embedding.weight", "head.weight"]
+    ends = {name: source.read(name) for name in names}
+    return ends | {"norm.weight": source.read_norm("norm.weight")}
 
 
 def _read_layer(source: WeightSource, spec: ModelSpec, layer: int) -> Tensors:
@@ -109,22 +112,30 @@ def _read_layer(source: WeightSource, spec: ModelSpec, layer: int) -> Tensors:
     for name in layer_parameter_shapes(spec):
         part, kind = name.split(".")
         groups.setdefault(f"{_FUSED.get(part, part)}.{kind}", []).append(f"layers.{layer}.{name}")
-    return {group: source.read(*names) for group, names in groups.items()}
+    return {
+        group: source.read_norm(*names) if group.endswith("norm.weight") else source.read(*names)
+        for group, names in groups.items()
+    }
 
 
-def _layer(tensors: Tensors, spec: ModelSpec) -> LayerWeights:
+def _layer(tensors: Tensors, spec: ModelSpec, rotary: RotaryEmbedding) -> LayerWeights:
     def linear(part: str) -> Linear:
         return make_linear(tensors[f"{part}.weight"], tensors.get(f"{part}.bias"))
 
     def norm(part: str) -> RMSNorm:
         return RMSNorm(tensors[f"{part}.weight"], spec.norm_eps)
 
+    def end(part: str, block: str) -> Addition:
+        product = linear(part)
+        return NormedAddition(product, norm(f"{block}_post_norm")) if spec.post_norms else product
+
     return LayerWeights(
         attention_norm=norm("attention_norm"),
         qkv=linear("qkv"),
         head_norms=(norm("q_norm"), norm("k_norm")) if spec.qk_norm else (),
-        output=linear("o"),
+        rotary=rotary,
+        output=end("o", "attention"),
         mlp_norm=norm("mlp_norm"),
         gate_up=linear("gate_up"),
-        down=linear("down"),
+        down=end("down", "mlp"),
     )

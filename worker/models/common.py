@@ -3,24 +3,33 @@
 A family file calls `llama_like` with its own differences and adds nothing else.
 """
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from worker.models.config_reader import ConfigReader
 from worker.models.rope_config import rope_from_config
 from worker.models.spec import ModelSpec
 
+FULL: Final = "full_attention"
+WINDOWED: Final = "sliding_attention"
+"""Kinds of layers, as configurations call them."""
+_DEFAULT_MAX_WINDOW_LAYERS: Final = 28
+
 
 def llama_like(config: ConfigReader, **differences: Any) -> ModelSpec:
-    """The spec of a decoder with pre-norms, rotary attention and a gated SiLU MLP.
+    """The spec of a decoder with pre-norms, rotary attention and a gated MLP.
 
-    `differences` are the fields of ModelSpec that the family sets itself. Raises
-    ModelError naming key and value for what is missing or not supported.
+    `differences` are the fields of ModelSpec that the family sets itself; the keys
+    behind ropes, windows and activation are then its own business. Raises ModelError
+    naming key and value for what is missing or not supported.
     """
     hidden_size = config.integer("hidden_size")
     num_layers = config.integer("num_hidden_layers")
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
-    head_dim = config.integer("head_dim", max(1, hidden_size // num_heads))
+    head_dim = differences.get("head_dim") or config.integer(
+        "head_dim", max(1, hidden_size // num_heads)
+    )
     max_position = config.integer("max_position_embeddings")
     if num_heads % num_kv_heads:
         raise config.refusal(
@@ -28,9 +37,9 @@ def llama_like(config: ConfigReader, **differences: Any) -> ModelSpec:
         )
     if head_dim % 2:
         raise config.refusal("head_dim", head_dim, "the rotary embedding needs an even number")
-    config.must_be("hidden_act", "silu", "swish")
     config.must_be("mlp_bias", False)
-    _full_attention_only(config, num_layers)
+    if "activation" not in differences:
+        config.must_be("hidden_act", "silu", "swish")
     fields: dict[str, Any] = {
         "vocab_size": config.integer("vocab_size"),
         "hidden_size": hidden_size,
@@ -41,27 +50,65 @@ def llama_like(config: ConfigReader, **differences: Any) -> ModelSpec:
         "head_dim": head_dim,
         "max_position": max_position,
         "norm_eps": config.number("rms_norm_eps", 1e-6),
-        "rope": rope_from_config(config, max_position),
-        "windows": (None,) * num_layers,
+        "attention_scale": head_dim**-0.5,
         "tied_embeddings": config.flag("tie_word_embeddings", False),
     }
+    if "ropes" not in differences:
+        fields["ropes"] = (rope_from_config(config, max_position),) * num_layers
+    if "windows" not in differences:
+        kinds = layer_kinds(config, (FULL,), lambda layer: FULL)
+        fields["windows"] = layer_windows(config, kinds, {FULL: None})
     spec = ModelSpec(**(fields | differences))
     config.refuse_leftovers()
     return spec
 
 
-def refuse_sliding_window(config: ConfigReader) -> None:
-    """Raise ModelError for a window that would hide a position the model is made for."""
-    window = config.get("sliding_window")
-    if window is None:
-        return
-    if config.integer("sliding_window") < config.integer("max_position_embeddings"):
-        raise config.refusal("sliding_window", window, "sliding-window attention is not supported")
+def layer_kinds(
+    config: ConfigReader, supported: tuple[str, ...], default: Callable[[int], str]
+) -> tuple[str, ...]:
+    """The kind of each layer: as `layer_types` says, or the family's own pattern.
 
-
-def _full_attention_only(config: ConfigReader, num_layers: int) -> None:
+    Raises ModelError for a kind that is not supported.
+    """
+    num_layers = config.integer("num_hidden_layers")
     kinds = config.get("layer_types")
     if kinds is None:
-        return
-    if len(kinds) != num_layers or set(kinds) != {"full_attention"}:
-        raise config.refusal("layer_types", kinds, "supported: full_attention in every layer")
+        return tuple(default(layer) for layer in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise config.refusal("layer_types", kinds, f"{num_layers} names are needed")
+    for kind in kinds:
+        if kind not in supported:
+            raise config.refusal("layer_types", kind, f"supported: {', '.join(supported)}")
+    return tuple(kinds)
+
+
+def layer_windows(
+    config: ConfigReader, kinds: tuple[str, ...], windows: Mapping[str, int | None]
+) -> tuple[int | None, ...]:
+    """The window of each layer by its kind.
+
+    One that hides no position the model is made for is none.
+    """
+    max_position = config.integer("max_position_embeddings")
+    narrow = {
+        kind: window if window is not None and window < max_position else None
+        for kind, window in windows.items()
+    }
+    return tuple(narrow[kind] for kind in kinds)
+
+
+def window_from_config(config: ConfigReader) -> int | None:
+    """The value of `sliding_window`."""
+    return None if config.get("sliding_window") is None else config.integer("sliding_window")
+
+
+def windows_of_upper_layers(config: ConfigReader) -> tuple[int | None, ...]:
+    """Qwen's way: with `use_sliding_window`, layers from `max_window_layers` on have it."""
+    window = window_from_config(config)
+    used = config.flag("use_sliding_window", False) and window is not None
+    first = config.integer("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS, least=0)
+    supported = (FULL, WINDOWED) if used else (FULL,)
+    kinds = layer_kinds(
+        config, supported, lambda layer: WINDOWED if used and layer >= first else FULL
+    )
+    return layer_windows(config, kinds, {FULL: None, WINDOWED: window})

@@ -26,7 +26,6 @@ _HARMLESS: Final = frozenset(
         "attn_implementation",
         "is_llama_config",
         "layerdrop",
-        "max_window_layers",
         "pretraining_tp",
         "use_sliding_window",
     }
@@ -57,13 +56,13 @@ class ConfigReader:
         self._read.add(key)
         return self._config.get(key)
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number of at least `least`."""
         value = self.get(key)
         if value is None:
             value = default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.refusal(key, value, "a whole number of at least 1 is needed")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.refusal(key, value, f"a whole number of at least {least} is needed")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

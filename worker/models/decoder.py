@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from worker.attention.base import AttentionBackend
-from worker.layers.activation import silu_and_mul
+from worker.layers.activation import ACTIVATIONS
 from worker.layers.embedding import Embedding
 from worker.layers.linear import Linear
 from worker.layers.norm import RMSNorm
+from worker.layers.residual import Addition
 from worker.layers.rotary import RotaryEmbedding, Rotation
 from worker.models.spec import ModelSpec
 
@@ -24,16 +25,19 @@ class LayerWeights:
 
     qkv: hidden to query ‖ key ‖ value heads.
     head_norms: per-head norms of query and key, empty for most families.
+    rotary: turns its queries and keys; many layers share one.
+    output, down: end attention and MLP; a family may norm what they add.
     gate_up: hidden to gate ‖ up.
     """
 
     attention_norm: RMSNorm
     qkv: Linear
     head_norms: tuple[RMSNorm, RMSNorm] | tuple[()]
-    output: Linear
+    rotary: RotaryEmbedding
+    output: Addition
     mlp_norm: RMSNorm
     gate_up: Linear
-    down: Linear
+    down: Addition
 
 
 class Decoder:
@@ -43,15 +47,15 @@ class Decoder:
         self,
         spec: ModelSpec,
         embedding: Embedding,
-        rotary: RotaryEmbedding,
         layers: list[LayerWeights],
         norm: RMSNorm,
         head: Linear,
     ) -> None:
         self.spec = spec
         self._embedding = embedding
-        self._rotary = rotary
         self._layers = layers
+        self._rotaries = {layer.rotary for layer in layers}
+        self._activation = ACTIVATIONS[spec.activation]
         self._norm = norm
         self._head = head
 
@@ -65,11 +69,11 @@ class Decoder:
         key and value and attends for the whole batch.
         """
         hidden = self._embedding(token_ids)
-        rotation = self._rotary.at(positions)
+        rotations = {rotary: rotary.at(positions) for rotary in self._rotaries}
         for index, layer in enumerate(self._layers):
-            attended = self._attend(index, layer, hidden, rotation, attention)
+            attended = self._attend(index, layer, hidden, rotations[layer.rotary], attention)
             hidden = layer.output.add_to(hidden, attended)
-            inner = silu_and_mul(layer.gate_up(layer.mlp_norm(hidden)))
+            inner = self._activation(layer.gate_up(layer.mlp_norm(hidden)))
             hidden = layer.down.add_to(hidden, inner)
         return hidden
 
@@ -102,7 +106,7 @@ class Decoder:
                 ),
                 dim=1,
             )
-        query_key = self._rotary.apply(query_key, rotation)
+        query_key = layer.rotary.apply(query_key, rotation)
         result = attention.run(
             index,
             query_key[:, : spec.num_heads],

@@ -1,6 +1,13 @@
-"""Mistral without a sliding window (7B from v0.2 on, Nemo, Small)."""
+"""Mistral: every layer with a sliding window (the first 7B) or none (later ones, Nemo, Small)."""
 
-from worker.models.common import llama_like, refuse_sliding_window
+from worker.models.common import (
+    FULL,
+    WINDOWED,
+    layer_kinds,
+    layer_windows,
+    llama_like,
+    window_from_config,
+)
 from worker.models.config_reader import ConfigReader
 from worker.models.spec import ModelSpec
 
@@ -9,5 +16,13 @@ MODEL_TYPE = "mistral"
 
 def spec(config: ConfigReader) -> ModelSpec:
     """No biases; a GGUF file of a Mistral calls itself "llama" and permutes like one."""
-    refuse_sliding_window(config)
-    return llama_like(config, architecture="MistralForCausalLM", gguf_permutes_qk=True)
+    window = window_from_config(config)
+    kind = FULL if window is None else WINDOWED
+    return llama_like(
+        config,
+        architecture="MistralForCausalLM",
+        windows=layer_windows(
+            config, layer_kinds(config, (kind,), lambda layer: kind), {kind: window}
+        ),
+        gguf_permutes_qk=True,
+    )

@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5: biases on query, key and value, none on the output projection."""
 
-from worker.models.common import llama_like, refuse_sliding_window
+from worker.models.common import llama_like, windows_of_upper_layers
 from worker.models.config_reader import ConfigReader
 from worker.models.spec import ModelSpec
 
@@ -9,7 +9,9 @@ MODEL_TYPE = "qwen2"
 
 def spec(config: ConfigReader) -> ModelSpec:
     """`sliding_window` counts only where `use_sliding_window` is set."""
-    if config.flag("use_sliding_window", False):
-        refuse_sliding_window(config)
-    config.get("sliding_window")
-    return llama_like(config, architecture="Qwen2ForCausalLM", qkv_bias=True)
+    return llama_like(
+        config,
+        architecture="Qwen2ForCausalLM",
+        windows=windows_of_upper_layers(config),
+        qkv_bias=True,
+    )

@@ -1,6 +1,6 @@
 """Qwen3: an RMSNorm over every query and key head, and heads of 128 whatever the width."""
 
-from worker.models.common import llama_like, refuse_sliding_window
+from worker.models.common import llama_like, windows_of_upper_layers
 from worker.models.config_reader import ConfigReader
 from worker.models.spec import ModelSpec
 
@@ -10,14 +10,12 @@ _DEFAULT_HEAD_DIM = 128
 
 def spec(config: ConfigReader) -> ModelSpec:
     """`sliding_window` counts only where `use_sliding_window` is set."""
-    if config.flag("use_sliding_window", False):
-        refuse_sliding_window(config)
-    config.get("sliding_window")
     bias = config.flag("attention_bias", False)
     return llama_like(
         config,
         architecture="Qwen3ForCausalLM",
         head_dim=config.integer("head_dim", _DEFAULT_HEAD_DIM),
+        windows=windows_of_upper_layers(config),
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=True,

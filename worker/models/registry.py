@@ -12,11 +12,12 @@ from typing import Any, Final
 
 from proto.errors import ModelError
 from proto.prepared_model import PreparedModel
-from worker.models import llama, mistral, qwen2, qwen3
+from worker.models import gemma3, llama, mistral, qwen2, qwen3
 from worker.models.config_reader import ConfigReader
 from worker.models.spec import ModelSpec
 
 _FAMILIES: Final[Mapping[str, ModuleType]] = {
+    "Gemma3ForCausalLM": gemma3,
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2,

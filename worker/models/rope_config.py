@@ -1,16 +1,33 @@
 """The rotary embedding of a configuration, in either of the spellings in use.
 
 Older files have `rope_theta` beside `rope_scaling`; newer ones have both in
-`rope_parameters`. Knows no family and computes no frequency.
+`rope_parameters`. Families whose layers turn differently by kind have a theta for
+each kind, or a `rope_parameters` for each. Knows no family and computes no frequency.
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from worker.models.config_reader import ConfigReader
 from worker.models.spec import DefaultRope, LinearRope, Llama3Rope, Rope, YarnRope
 
 _DEFAULT_THETA = 10_000.0
+
+
+@dataclass(frozen=True)
+class KindOfRope:
+    """The rotary embedding of the layers of one kind.
+
+    kind: as in `layer_types`. theta_key: the older spelling of its theta, for which
+    `theta` stands where it is missing. scaled: whether `rope_scaling` is about it.
+    """
+
+    kind: str
+    theta_key: str
+    theta: float
+    scaled: bool
 
 
 def rope_from_config(config: ConfigReader, max_position: int) -> Rope:
@@ -22,7 +39,30 @@ def rope_from_config(config: ConfigReader, max_position: int) -> Rope:
     values: dict[str, Any] = dict(older or newer)
     if original is not None:
         values["original_max_position_embeddings"] = original
-    rope = ConfigReader(values, where=key)
+    return _rope_from_values(values, key, theta, max_position)
+
+
+def ropes_by_kind(
+    config: ConfigReader, kinds: tuple[KindOfRope, ...], max_position: int
+) -> dict[str, Rope]:
+    """The rotary embedding of each kind of layer; raises ModelError like `rope_from_config`."""
+    older = config.mapping("rope_scaling")
+    newer = ConfigReader(config.mapping("rope_parameters"), where="rope_parameters")
+    ropes = {}
+    for each in kinds:
+        theta = config.number(each.theta_key, each.theta)
+        values, where = newer.mapping(each.kind), f"rope_parameters: {each.kind}"
+        if older and each.scaled:
+            values, where = older, "rope_scaling"
+        ropes[each.kind] = _rope_from_values(values, where, theta, max_position)
+    newer.refuse_unread()
+    return ropes
+
+
+def _rope_from_values(
+    values: Mapping[str, Any], where: str, theta: float, max_position: int
+) -> Rope:
+    rope = ConfigReader(values, where)
     theta = rope.number("rope_theta", theta)
     kind = rope.get("type")
     kind = rope.get("rope_type") or kind or "default"

@@ -4,11 +4,10 @@ A family turns a configuration into a ModelSpec; the decoder and the loader read
 nothing else. Knows nothing of configuration files or of tensors in files.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["silu"]
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,12 @@ class ModelSpec:
     head_dim: need not be hidden_size / num_heads.
     qkv_bias, output_bias: biases of the attention's projections.
     qk_norm: RMSNorm over each query and key head before the rotary embedding.
+    post_norms: RMSNorm over what attention and MLP add to the residual.
+    norms_add_one: norms multiply by 1 + weight; a GGUF file has the sum.
+    ropes: of each layer.
     windows: per layer the sliding window in tokens, None for full attention.
+    attention_scale: factor of query times key before the softmax.
+    embedding_scale: factor of the embedding, not of a tied head.
     gguf_permutes_qk: a GGUF file of this family interleaves the rows of query and
         key heads (pairs 2i, 2i+1 rotate together) and the loader undoes it.
     """
@@ -90,19 +94,18 @@ class ModelSpec:
     head_dim: int
     max_position: int
     norm_eps: float
-    rope: Rope
+    ropes: tuple[Rope, ...]
     windows: tuple[int | None, ...]
+    attention_scale: float
+    embedding_scale: float = 1.0
     activation: Activation = "silu"
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    post_norms: bool = False
+    norms_add_one: bool = False
     tied_embeddings: bool = False
     gguf_permutes_qk: bool = False
-
-    @property
-    def attention_scale(self) -> float:
-        """Factor of query times key before the softmax."""
-        return 1.0 / math.sqrt(self.head_dim)
 
     @property
     def query_size(self) -> int:
@@ -142,6 +145,9 @@ def layer_parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     shapes["o.weight"] = (hidden, spec.query_size)
     if spec.output_bias:
         shapes["o.bias"] = (hidden,)
+    if spec.post_norms:
+        shapes["attention_post_norm.weight"] = (hidden,)
+        shapes["mlp_post_norm.weight"] = (hidden,)
     shapes["mlp_norm.weight"] = (hidden,)
     shapes["gate.weight"] = (inner, hidden)
     shapes["up.weight"] = (inner, hidden)

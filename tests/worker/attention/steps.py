@@ -1,20 +1,22 @@
 """Random steps for attention tests, and the float64 answer to compare with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from worker.attention.base import AttentionBackend, AttentionInputs, AttentionShape
 from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_layout import kv_layout
 
-NUM_LAYERS = 2
 LAYER = 1
+"""The layer that runs, the second of two; with a window it is in a group of its own."""
+NO_BLOCK = 1 << 30
 
 
 @dataclass(frozen=True)
 class Case:
-    """sequences: (KV tokens before the step, query tokens) of each."""
+    """sequences: (KV tokens before the step, query tokens) of each. window: of the layer."""
 
     sequences: tuple[tuple[int, int], ...]
     num_heads: int = 9
@@ -23,6 +25,7 @@ class Case:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    window: int | None = None
 
     @property
     def shape(self) -> AttentionShape:
@@ -43,15 +46,17 @@ class Step:
         lens = [before + new for before, new in case.sequences]
         pages = [-(-length // case.block_size) for length in lens]
         num_blocks = sum(pages) + 3
+        layout = kv_layout([None, case.window])
         self.kv_cache = KVCache(
-            kv_cache_geometry(NUM_LAYERS, case.num_kv_heads, case.head_dim, case.dtype),
+            kv_cache_geometry(layout, case.num_kv_heads, case.head_dim, case.dtype),
+            layout,
             num_blocks,
             case.block_size,
         )
         self.kv_cache.buffer.fill_(float("nan"))
         free = rng.permutation(np.arange(1, num_blocks))
-        # Entries past the last page point at blocks that do not exist.
-        table = np.full((len(lens), max(pages) + 2), 1 << 30, dtype=np.int32)
+        # Entries past the last page, or before the window, point at blocks that do not exist.
+        table = np.full((len(lens), max(pages) + 2), NO_BLOCK, dtype=np.int32)
         self.expected_kv, slots = [], []
         heads = case.num_heads + 2 * case.num_kv_heads
         total = sum(new for _, new in case.sequences)
@@ -77,9 +82,11 @@ class Step:
             old = torch.randn(2, before, case.num_kv_heads, case.head_dim, generator=generator).to(
                 case.dtype
             )
+            seen = slice(0 if case.window is None else max(0, before + 1 - case.window), before)
             for view, tokens in zip(self.kv_cache.layer_views(LAYER), old, strict=True):
-                blocks = torch.from_numpy(slot[:before] // case.block_size)
-                view[blocks, :, torch.from_numpy(slot[:before] % case.block_size)] = tokens
+                blocks = torch.from_numpy(slot[seen] // case.block_size)
+                view[blocks, :, torch.from_numpy(slot[seen] % case.block_size)] = tokens[seen]
+            table[row, : seen.start // case.block_size] = NO_BLOCK
             step = slice(start, start + new)
             self.expected_kv.append((torch.cat((old[0], k[step])), torch.cat((old[1], v[step]))))
             slots.append(slot[before:])
@@ -92,8 +99,14 @@ class Step:
         )
 
     def run(self, backend: AttentionBackend) -> torch.Tensor:
-        backend.plan(self.inputs)
+        backend.plan(self.of_all_groups(self.inputs))
         return backend.run(LAYER, self.query, self.key, self.value)
+
+    def of_all_groups(self, inputs: AttentionInputs) -> list[AttentionInputs]:
+        """What `plan` takes: the other group, whose layer does not run, gets no blocks."""
+        nothing = replace(inputs, block_table=np.full_like(inputs.block_table, NO_BLOCK))
+        *others, _ = self.kv_cache.layout.windows
+        return [nothing] * len(others) + [inputs]
 
     def only(self, row: int) -> AttentionInputs:
         """The inputs of one of the sequences by itself."""
@@ -112,6 +125,8 @@ class Step:
         for row, (before, new) in enumerate(self.case.sequences):
             start = int(self.inputs.query_start[row])
             hidden = torch.ones(new, before + new).triu(before + 1).bool()
+            if self.case.window is not None:
+                hidden |= torch.ones(new, before + new).tril(before - self.case.window).bool()
             key, value = (part.double() for part in self.expected_kv[row])
             for head in range(self.case.num_heads):
                 query = self.query[start : start + new, head].double()

@@ -9,10 +9,11 @@ import torch
 
 from tests.worker.attention.steps import LAYER, Case, Step
 from tests.worker.kernel_variants import each_variant, load_variant
-from worker.attention.base import AttentionBackend
+from worker.attention.base import AttentionBackend, AttentionInputs, AttentionShape
 from worker.attention.cpu import CpuAttention
 from worker.attention.reference import ReferenceAttention
 from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_layout import kv_layout
 
 # Largest error beside the largest value: float32 keeps 1e-5, the 16-bit types are
 # compared after rounding the output to 8 or 11 bits.
@@ -30,6 +31,15 @@ CASES = {
     "one kv head, wide": Case(((90, 1), (3, 20)), num_heads=4, num_kv_heads=1, head_dim=256),
     "sixteen heads a group": Case(((300, 1), (0, 9)), num_heads=16, num_kv_heads=1),
     "no grouping": Case(((70, 1), (5, 30)), num_heads=3, num_kv_heads=3),
+    "window, one decode": Case(((900, 1), (3, 1), (511, 1), (512, 1)), window=512),
+    "window of one token": Case(((40, 1), (0, 30)), window=1),
+    "window, prompt": Case(((0, 200),), window=33),
+    "window, chunk after a long prefix": Case(((1500, 40),), window=100),
+    "window over pieces of many rows": Case(((2500, 60),), window=2400),
+    "window, few rows across chunks": Case(((300, 2), (63, 7)), window=65, num_heads=3),
+    "window, one kv head, wide": Case(
+        ((2100, 1), (700, 50)), num_heads=4, num_kv_heads=1, head_dim=256, window=512
+    ),
     "head_dim 24, block 1": Case(((9, 1), (3, 20)), head_dim=24, block_size=1),
     "head_dim 8, block 4": Case(((50, 3), (0, 17)), head_dim=8, block_size=4),
     "head_dim 80, block 32": Case(((130, 1), (33, 66)), head_dim=80, block_size=32),
@@ -63,7 +73,7 @@ def test_kernels_match_float64(name: str, dtype: torch.dtype, variant) -> None:
 @each_variant
 def test_kernels_match_float64_on_random_steps(variant) -> None:
     rng = random.Random(7)
-    for seed in range(25):
+    for seed in range(40):
         kv_heads = rng.choice([1, 2, 3, 5])
         case = Case(
             sequences=tuple(
@@ -76,6 +86,7 @@ def test_kernels_match_float64_on_random_steps(variant) -> None:
             block_size=rng.choice([1, 2, 8, 16, 64]),
             dtype=rng.choice(DTYPES),
             seed=seed,
+            window=rng.choice([None, 1, rng.randrange(2, 100), rng.randrange(2, 500)]),
         )
         step = Step(case)
         backend = CpuAttention(load_variant(variant), step.kv_cache, case.shape)
@@ -83,16 +94,16 @@ def test_kernels_match_float64_on_random_steps(variant) -> None:
 
 
 @each_variant
-def test_a_row_does_not_depend_on_its_batch(variant) -> None:
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_row_does_not_depend_on_its_batch(variant, window: int | None) -> None:
     """The same sequence alone and among others gives the same bits."""
     sequences = ((600, 1), (3, 1), (0, 50), (1200, 1), (20, 30))
-    together = Step(Case(sequences))
+    together = Step(Case(sequences, window=window))
     kernels = load_variant(variant)
     batch = together.run(CpuAttention(kernels, together.kv_cache, together.case.shape))
     for row in range(len(sequences)):
         backend = CpuAttention(kernels, together.kv_cache, together.case.shape)
-        alone = together.only(row)
-        backend.plan(alone)
+        backend.plan(together.of_all_groups(together.only(row)))
         tokens = slice(*together.inputs.query_start[row : row + 2])
         output = backend.run(
             LAYER, together.query[tokens], together.key[tokens], together.value[tokens]
@@ -141,7 +152,8 @@ def test_infinite_scores_in_float16_stay_apart(variant) -> None:
 
 
 def test_head_dim_must_be_a_multiple_of_eight() -> None:
-    cache = KVCache(kv_cache_geometry(1, 1, 12, torch.float32), 2, 16)
+    layout = kv_layout([None])
+    cache = KVCache(kv_cache_geometry(layout, 1, 12, torch.float32), layout, 2, 16)
     with pytest.raises(ValueError, match="multiple of 8"):
         CpuAttention(None, cache, Case(((0, 1),), head_dim=12).shape)  # type: ignore[arg-type]
 
@@ -151,3 +163,35 @@ def test_inputs_count_tokens_and_sequences() -> None:
     assert (inputs.num_tokens, inputs.num_seqs) == (6, 2)
     assert inputs.block_table.flags.c_contiguous
     assert inputs.slot_mapping.dtype == np.int64
+
+
+@each_variant
+def test_layers_of_several_groups_read_their_own_blocks(variant) -> None:
+    """Full, window, window: each layer with the block table of its group, planned at once."""
+    layout = kv_layout([None, 6, 6])
+    cache = KVCache(kv_cache_geometry(layout, 1, 8, torch.float32), layout, 16, 4)
+    shape = AttentionShape(2, 1, 8, 0.3)
+    rng = torch.Generator().manual_seed(0)
+    tables = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]], dtype=np.int32)
+    inputs = [
+        AttentionInputs(
+            query_start=np.array([0, 10], dtype=np.int32),
+            seq_lens=np.array([10], dtype=np.int32),
+            block_table=table[None],
+            slot_mapping=np.repeat(table, 4)[:10].astype(np.int64) * 4 + np.arange(10) % 4,
+        )
+        for table in tables
+    ]
+    backends = [
+        CpuAttention(load_variant(variant), cache, shape),
+        ReferenceAttention(cache, shape),
+    ]
+    query = torch.randn(3, 10, 2, 8, generator=rng)
+    key, value = torch.randn(2, 3, 10, 1, 8, generator=rng)
+    results = []
+    for backend in backends:
+        cache.buffer.fill_(float("nan"))
+        backend.plan(inputs)
+        results.append([backend.run(i, query[i], key[i], value[i]) for i in range(3)])
+    for kernel, reference in zip(*results, strict=True):
+        torch.testing.assert_close(kernel, reference, rtol=1e-5, atol=1e-5)

@@ -14,13 +14,15 @@ from worker.attention.reference import ReferenceAttention
 from worker.build_kernels import X86_VARIANTS
 from worker.kernels import KernelsUnavailableError, load_kernels, usable_variants
 from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_layout import kv_layout
 
 SHAPE = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0)
 
 
 @pytest.fixture
 def kv_cache() -> KVCache:
-    return KVCache(kv_cache_geometry(1, 1, 8, torch.float32), 2, 4)
+    layout = kv_layout([None])
+    return KVCache(kv_cache_geometry(layout, 1, 8, torch.float32), layout, 2, 4)
 
 
 @pytest.fixture

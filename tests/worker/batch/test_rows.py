@@ -58,7 +58,7 @@ def test_a_new_sequence_gets_its_tokens_and_settings(rows: Rows) -> None:
     assert rows.seed[row] == 2**64 - 1
     assert rows.choice[row] == 3
     assert rows.num_logprobs[row] == 2
-    assert rows.block_table.ids[row, :2].tolist() == [3, 4]
+    assert rows.block_table.ids[0, row, :2].tolist() == [3, 4]
 
 
 def test_inputs_of_a_mixed_step(rows: Rows) -> None:
@@ -71,10 +71,10 @@ def test_inputs_of_a_mixed_step(rows: Rows) -> None:
     inputs = build_inputs(mixed, rows.apply(mixed), rows)
     assert inputs.token_ids.tolist() == [20, 21, 22, 23, 24, 13]
     assert inputs.positions.tolist() == [0, 1, 2, 3, 4, 3]
-    assert inputs.attention.query_start.tolist() == [0, 5, 6]
-    assert inputs.attention.seq_lens.tolist() == [5, 4]
-    assert inputs.attention.slot_mapping.tolist() == [20, 21, 22, 23, 24, 11]
-    assert inputs.attention.block_table.tolist() == [[5, 6], [2, 0]]
+    assert inputs.query_start.tolist() == [0, 5, 6]
+    assert inputs.seq_lens.tolist() == [5, 4]
+    assert inputs.attention[0].slot_mapping.tolist() == [20, 21, 22, 23, 24, 11]
+    assert inputs.attention[0].block_table.tolist() == [[5, 6], [2, 0]]
     assert inputs.samples.tolist() == [False, True]
     assert inputs.last_token.tolist() == [5]
 
@@ -88,7 +88,7 @@ def test_a_preempted_sequence_resumes_with_its_outputs(rows: Rows) -> None:
     step_rows = rows.apply(resumed)
     inputs = build_inputs(resumed, step_rows, rows)
     assert inputs.token_ids.tolist() == [1, 2, 3, 4, 5]
-    assert inputs.attention.block_table.tolist() == [[8, 9]]
+    assert inputs.attention[0].block_table.tolist() == [[8, 9]]
     assert inputs.samples.tolist() == [True]
     assert rows.num_tokens[step_rows[0]] == 5
     assert rows.num_prompt_tokens[step_rows[0]] == 3
@@ -189,7 +189,7 @@ def test_a_long_random_life_agrees_with_plain_lists() -> None:
                 block = blocks[handle][position // BLOCK]
                 expected_slots.append(block * BLOCK + position % BLOCK)
         assert inputs.token_ids.tolist() == expected_tokens
-        assert inputs.attention.slot_mapping.tolist() == expected_slots
+        assert inputs.attention[0].slot_mapping.tolist() == expected_slots
         assert inputs.samples.all()
         sampled = np.array([rng.randrange(1000) for _ in order])
         rows.append_sampled(step_rows, sampled)

@@ -8,7 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+)
 
 from proto.errors import ModelError
 from proto.prepared_model import TensorEntry
@@ -60,19 +66,21 @@ def tiny(kind: str, config: PretrainedConfig, permuted: bool) -> tuple[Any, Tens
     model = AutoModelForCausalLM.from_config(config).eval()
     tensors: Tensors = {}
     state = model.state_dict()
-    ours = {name_in_file("safetensors", name): name for name in our_names(config)}
+    is_gemma = isinstance(config, Gemma3TextConfig)
+    ours = {name_in_file("safetensors", name, is_gemma): name for name in our_names(config)}
     for seed, (name, weight) in enumerate(state.items()):
         if name not in ours:
             continue
         stored_as = "F32" if weight.dim() == 1 else kind
         rows = random_rows(stored_as, *torch.atleast_2d(weight).shape, seed=seed)
         values = numbers(stored_as, rows).reshape(weight.shape)
-        weight.copy_(torch.from_numpy(values) + (1.0 if "norm" in name else 0.0))
-        data: npt.NDArray[np.generic] = weight.numpy().copy() if weight.dim() == 1 else rows
+        values += 1.0 if "norm" in name else 0.0
+        weight.copy_(torch.from_numpy(values) - (1.0 if "norm" in name and is_gemma else 0.0))
+        data: npt.NDArray[np.generic] = values if weight.dim() == 1 else rows
         if permuted and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             data = permute_heads(data, heads)
-        tensors[name_in_file("gguf", ours[name])] = (stored_as, data)
+        tensors[name_in_file("gguf", ours[name], is_gemma)] = (stored_as, data)
     return model, tensors
 
 
@@ -81,7 +89,8 @@ def our_names(config: PretrainedConfig) -> list[str]:
 
 
 def config_of(config: PretrainedConfig) -> dict[str, Any]:
-    architecture = type(config).__name__.replace("Config", "ForCausalLM")
+    name = type(config).__name__.removesuffix("Config").removesuffix("Text")
+    architecture = f"{name}ForCausalLM"
     values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return values | {"architectures": [architecture]}
 
@@ -91,7 +100,7 @@ def logits_from_file(folder: Path, config: dict[str, Any], tensors: Tensors) -> 
     prepared = prepare(folder / "prepared", config, gguf_index(folder / "model.gguf"))
     spec = spec_of(prepared)
     decoder = load_model(prepared, spec, torch.float32, torch.device("cpu"), lambda fraction: None)
-    attention = DenseAttention(spec.attention_scale)
+    attention = DenseAttention(spec)
     return decoder.logits(decoder.forward(TOKENS, torch.arange(30), attention))
 
 
@@ -120,6 +129,23 @@ def test_biases_are_permuted_for_llama_only(
         model, tensors = tiny("F32", config, permuted)
         expected = model(TOKENS[None]).logits[0]
     assert_close(logits_from_file(tmp_path, config_of(config), tensors), expected)
+
+
+def test_a_gemma3_whose_norms_have_the_one_in_them(tmp_path: Path) -> None:
+    config = Gemma3TextConfig(**SIZES, head_dim=64, sliding_window=9, sliding_window_pattern=2)
+    with torch.no_grad():
+        model, tensors = tiny("F32", config, permuted=False)
+        expected = model(TOKENS[None]).logits[0]
+    assert_close(logits_from_file(tmp_path, config_of(config), tensors), expected)
+
+
+def test_rope_factors_for_one_of_two_ropes(tmp_path: Path) -> None:
+    config = Gemma3TextConfig(**SIZES, head_dim=64, sliding_window=9, sliding_window_pattern=2)
+    with torch.no_grad():
+        _, tensors = tiny("F32", config, permuted=False)
+    tensors["rope_freqs.weight"] = ("F32", np.ones(32, dtype=np.float32))
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight does not say which"):
+        logits_from_file(tmp_path, config_of(config), tensors)
 
 
 def test_rope_factors_of_the_file_scale_the_frequencies(tmp_path: Path) -> None:

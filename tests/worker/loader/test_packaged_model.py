@@ -1,4 +1,4 @@
-"""The packaged model: logits of the real file against transformers on the same file."""
+"""The packaged models: logits of the real files against transformers on the same files."""
 
 import pytest
 import torch
@@ -8,17 +8,26 @@ from tests.fakes.dense_attention import DenseAttention
 from worker.loader.weights import load_model
 from worker.models.registry import spec_of
 
-TOKENS = torch.randint(0, 49152, (300,), generator=torch.Generator().manual_seed(5))
-
 
 @pytest.mark.slow
-def test_logits_equal_transformers() -> None:
-    with torch.inference_mode():
-        expected = Reference.load().model(TOKENS[None]).logits[0]
-    prepared = packaged_model()
+@pytest.mark.parametrize(
+    ("name", "num_tokens"),
+    # Gemma's window is 512 tokens.
+    [("smollm2-135m-instruct", 300), ("gemma3-270m", 700)],
+)
+def test_logits_equal_transformers(name: str, num_tokens: int) -> None:
+    prepared = packaged_model(name)
     spec = spec_of(prepared)
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, min(spec.vocab_size, 200_000), (num_tokens,), generator=generator)
     decoder = load_model(prepared, spec, torch.float32, torch.device("cpu"), lambda fraction: None)
-    attention = DenseAttention(spec.attention_scale)
-    logits = decoder.logits(decoder.forward(TOKENS, torch.arange(len(TOKENS)), attention))
-    # scores reach 30 here, so float32 itself is good for about 1e-4
-    assert (logits - expected).abs().max() < 1e-3
+    hidden = decoder.forward(tokens, torch.arange(num_tokens), DenseAttention(spec))
+    reference = Reference.load(name).model
+    with torch.inference_mode():
+        expected_hidden = reference.model(tokens[None]).last_hidden_state[0]
+    # Not of all tokens at once: Gemma has 262,144 logits a token.
+    for rows in torch.arange(num_tokens).split(100):
+        with torch.inference_mode():
+            expected = reference.lm_head(expected_hidden[rows])
+        # scores reach 30 here, so float32 itself is good for about 1e-4
+        assert (decoder.logits(hidden[rows]) - expected).abs().max() < 1e-3

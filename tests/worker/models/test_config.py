@@ -45,7 +45,7 @@ def test_a_llama_configuration_in_full() -> None:
     spec = spec_from_config(LLAMA)
     assert spec.architecture == "LlamaForCausalLM"
     assert (spec.head_dim, spec.query_size, spec.kv_size) == (16, 64, 32)
-    assert spec.rope == DefaultRope(10_000.0)
+    assert spec.ropes == (DefaultRope(10_000.0),) * 2
     assert spec.windows == (None, None)
     assert not any((spec.qkv_bias, spec.output_bias, spec.qk_norm, spec.tied_embeddings))
 
@@ -83,13 +83,13 @@ def test_families_differ_where_they_should() -> None:
 def test_both_spellings_of_rope(scaling: dict[str, Any], expected: Any) -> None:
     older = LLAMA | {"rope_theta": 5000.0, "rope_scaling": scaling}
     newer = LLAMA | {"rope_parameters": scaling | {"rope_theta": 5000.0}}
-    assert spec_from_config(older).rope == expected
-    assert spec_from_config(newer).rope == expected
+    assert spec_from_config(older).ropes == (expected,) * 2
+    assert spec_from_config(newer).ropes == (expected,) * 2
 
 
 def test_a_null_rope_scaling_is_none() -> None:
     config = LLAMA | {"rope_theta": 5000.0, "rope_scaling": None}
-    assert spec_from_config(config).rope == DefaultRope(5000.0)
+    assert spec_from_config(config).ropes == (DefaultRope(5000.0),) * 2
 
 
 @pytest.mark.parametrize(
@@ -137,22 +137,83 @@ def test_what_is_not_supported_is_refused_by_name(keys: dict[str, Any], named: s
     assert named in str(caught.value)
 
 
+UPPER = {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 1}
+ALTERNATING = ["sliding_attention", "full_attention"]
+
+
 @pytest.mark.parametrize(
-    "config",
+    ("config", "windows"),
     [
-        family("MistralForCausalLM", sliding_window=100),
-        family("Qwen2ForCausalLM", sliding_window=100, use_sliding_window=True),
-        family("Qwen3ForCausalLM", sliding_window=100, use_sliding_window=True),
+        (family("MistralForCausalLM", sliding_window=100), (100, 100)),
+        (family("MistralForCausalLM", sliding_window=128), (None, None)),
+        (family("Qwen2ForCausalLM", **UPPER), (None, 100)),
+        (family("Qwen2ForCausalLM", **UPPER | {"max_window_layers": 0}), (100, 100)),
+        (family("Qwen2ForCausalLM", **UPPER | {"max_window_layers": None}), (None, None)),
+        (family("Qwen2ForCausalLM", **UPPER | {"use_sliding_window": False}), (None, None)),
+        (family("Qwen3ForCausalLM", **UPPER, layer_types=ALTERNATING), (100, None)),
     ],
 )
-def test_a_window_in_use_is_refused(config: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match="sliding_window = 100"):
-        spec_from_config(config)
+def test_windows(config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert spec_from_config(config).windows == windows
 
 
-def test_a_window_that_hides_nothing_is_none() -> None:
-    spec = spec_from_config(family("MistralForCausalLM", sliding_window=128))
-    assert spec.windows == (None, None)
+GEMMA3 = LLAMA | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_act": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_hidden_layers": 7,
+    "sliding_window": 16,
+}
+
+
+def test_gemma3_supplies_what_its_file_leaves_out() -> None:
+    spec = spec_from_config(GEMMA3)
+    assert spec.windows == (16,) * 5 + (None, 16)
+    local, everywhere = DefaultRope(10_000.0), DefaultRope(1_000_000.0)
+    assert spec.ropes == (local,) * 5 + (everywhere, local)
+    assert (spec.head_dim, spec.attention_scale, spec.embedding_scale) == (256, 1 / 16, 8.0)
+    assert spec.tied_embeddings
+
+
+def test_a_window_as_long_as_the_model_leaves_a_layer_its_own_rope() -> None:
+    spec = spec_from_config(GEMMA3 | {"sliding_window": 128})
+    assert set(spec.windows) == {None}
+    assert len(set(spec.ropes)) == 2
+
+
+def test_both_spellings_of_two_ropes() -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    older = {"rope_theta": 5.0, "rope_local_base_freq": 7.0, "rope_scaling": linear}
+    newer = {
+        "rope_parameters": {
+            "full_attention": linear | {"rope_theta": 5.0},
+            "sliding_attention": {"rope_theta": 7.0},
+        }
+    }
+    ropes = (DefaultRope(7.0),) * 5 + (LinearRope(5.0, 8.0), DefaultRope(7.0))
+    assert spec_from_config(GEMMA3 | older).ropes == ropes
+    assert spec_from_config(GEMMA3 | newer).ropes == ropes
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"hidden_activation": "silu"}, "hidden_activation = 'silu'"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ({"sliding_window": None}, "sliding_window = None"),
+        ({"layer_types": ["full_attention"]}, "7 names are needed"),
+        ({"layer_types": ["chunked_attention"] * 7}, "layer_types = 'chunked_attention'"),
+        ({"rope_parameters": {"linear_attention": {}}}, "linear_attention"),
+        ({"rope_parameters": {"rope_theta": 1e6}}, "rope_theta = 1000000.0"),
+    ],
+)
+def test_gemma3_refuses_what_it_does_not_do(keys: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        spec_from_config(GEMMA3 | keys)
+    assert named in str(caught.value)
 
 
 def test_harmless_keys_pass() -> None:

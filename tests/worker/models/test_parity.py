@@ -23,7 +23,7 @@ def load(checkpoint: Path, dtype: torch.dtype) -> Decoder:
 
 def logits_in_chunks(decoder: Decoder, *sizes: int) -> torch.Tensor:
     """Logits of all tokens, computed this many at a time."""
-    attention = DenseAttention(decoder.spec.attention_scale)
+    attention = DenseAttention(decoder.spec)
     chunks = zip(TOKENS.split(sizes), torch.arange(len(TOKENS)).split(sizes), strict=True)
     hidden = [decoder.forward(tokens, positions, attention) for tokens, positions in chunks]
     return decoder.logits(torch.cat(hidden))
@@ -43,7 +43,7 @@ def test_logits_equal_transformers_in_float32(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama-biases", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "gemma3"])
 def test_half_precision_stays_near(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = save_tiny(name, tmp_path)
     with torch.no_grad():
