@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from api_server.routes import completions
 from proto.config import FrontEndConfig
-from proto.stats import SchedulerStats
+from proto.stats import KVEviction, SchedulerStats
 from tests.api_server.conftest import MODEL
 
 
@@ -67,7 +67,10 @@ async def test_metrics(start, say, tokenizer):
         front_end.engine.send_outputs(
             stats=SchedulerStats(3, 4, 0.25, 5, 60, 30, num_scheduled_tokens=17)
         )
-        front_end.engine.send_outputs(stats=SchedulerStats(1, 0, 0.5, 1, 4, 2))
+        evictions = [KVEviction(12.0, 7.0, [2.0, 3.0]), KVEviction(0.25, 0.25)]
+        front_end.engine.send_outputs(
+            stats=SchedulerStats(1, 0, 0.5, 1, 4, 2, kv_evictions=evictions)
+        )
         await front_end.services.client.admin("check_integrity")
         found = await samples(front_end)
         output = len(tokenizer.encode(" world").ids) + 1
@@ -92,6 +95,12 @@ async def test_metrics(start, say, tokenizer):
         assert found["vllm:iteration_tokens_total_bucket,16.0"] == 0
         assert found["vllm:iteration_tokens_total_bucket,32.0"] == 1
         assert found["vllm:iteration_tokens_total_bucket,+Inf"] == 1
+        assert found["vllm:kv_block_lifetime_seconds_count"] == 2
+        assert found["vllm:kv_block_lifetime_seconds_sum"] == 12.25
+        assert found["vllm:kv_block_lifetime_seconds_bucket,0.5"] == 1
+        assert found["vllm:kv_block_idle_before_evict_seconds_sum"] == 7.25
+        assert found["vllm:kv_block_reuse_gap_seconds_count"] == 2
+        assert found["vllm:kv_block_reuse_gap_seconds_sum"] == 5
 
 
 async def test_api_key(start, say):

@@ -2,20 +2,26 @@
 
 import pytest
 
-from engine_core.pool_plan import plan_pool
+from engine_core.kv_cache.sizing import blocks_of_request, longest_request
+from engine_core.pool_plan import longest_chunk, plan_pool
 from proto import PROTOCOL_VERSION
-from proto.config import CacheConfig, ModelConfig, ServeConfig
+from proto.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
 from proto.errors import ConfigError
-from proto.lifecycle import KVCacheGeometry, WorkerReady
+from proto.lifecycle import KVCacheGeometry, KVGroup, WorkerReady
 
 
-def worker(kv_cache_bytes, bytes_per_token=100):
-    geometry = KVCacheGeometry(1, 1, 8, "float32", bytes_per_token)
+def worker(kv_cache_bytes, bytes_per_token=100, windows=(None,)):
+    groups = tuple(KVGroup(window) for window in windows)
+    geometry = KVCacheGeometry(1, 1, 8, "float32", bytes_per_token, groups)
     return WorkerReady(PROTOCOL_VERSION, 1, 0, geometry, kv_cache_bytes, 1000, b"", "fake")
 
 
-def plan(workers, max_position=4096, max_model_len=None, **cache):
-    config = ServeConfig(cache=CacheConfig(**cache), model=ModelConfig(max_model_len=max_model_len))
+def plan(workers, max_position=4096, max_model_len=None, budget=512, **cache):
+    config = ServeConfig(
+        cache=CacheConfig(**cache),
+        model=ModelConfig(max_model_len=max_model_len),
+        scheduler=SchedulerConfig(max_num_batched_tokens=budget),
+    )
     return plan_pool(workers, config, max_position)
 
 
@@ -53,3 +59,54 @@ def test_a_pool_without_one_usable_block_is_refused_with_both_numbers():
     with pytest.raises(ConfigError, match=r"3200 bytes.* has 3199") as caught:
         plan([worker(3199)])
     assert caught.value.parameter == "kv_cache_memory"
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_blocks"),
+    [((None,), 1024), ((1024,), 129), ((None, 1024), 1024 + 129), ((1024, 1024, None), 1282)],
+)
+def test_blocks_of_a_request(windows, num_blocks):
+    """HY-20: 16,384 tokens, at most 1,024 of them in a step."""
+    groups = [KVGroup(window) for window in windows]
+    assert blocks_of_request(groups, 16384, 16, 1024) == num_blocks
+    # One that is shorter than the window needs no more than full attention would.
+    assert blocks_of_request(groups, 100, 16, 1024) == 7 * len(windows)
+    assert blocks_of_request(groups, 16384, 16, None) == 1024 * len(windows)
+
+
+def test_the_longest_request_is_the_last_one_that_fits():
+    groups = [KVGroup(None), KVGroup(512), KVGroup(512)]
+    for num_usable in range(3, 400):
+        longest = longest_request(groups, num_usable, 16, 256, 10_000)
+        assert blocks_of_request(groups, longest, 16, 256) <= num_usable
+        assert blocks_of_request(groups, longest + 1, 16, 256) > num_usable
+    assert longest_request(groups, 100_000, 16, 256, 10_000) == 10_000
+    assert longest_request([KVGroup(512)], 49, 16, 256, 1_000_000) == 1_000_000
+
+
+def test_windows_make_the_same_pool_hold_longer_requests():
+    """One full group and five windows of 512: Gemma 3's 3 and 15 layers, three to a group."""
+    gemma = (None, 512, 512, 512, 512, 512)
+    mixed = plan([worker(1_600 * 400, windows=gemma)], 32768, budget=256)
+    # Five windows hold ceil(767 / 16) + 1 = 49 blocks each; the rest is for full attention.
+    assert mixed.max_model_len == (399 - 5 * 49) * 16
+    assert "requests are limited to 2464 tokens instead of 32768" in mixed.notice
+    full = plan([worker(1_600 * 400, windows=(None,) * 6)], 32768, budget=256)
+    assert full.max_model_len == 399 // 6 * 16
+
+
+def test_every_group_needs_a_block():
+    with pytest.raises(ConfigError, match=r"4800 bytes for 3 blocks.* has 4799") as caught:
+        plan([worker(4799, windows=(None, 8))])
+    assert caught.value.parameter == "kv_cache_memory"
+    with pytest.raises(ConfigError, match="at least 3 for this model") as caught:
+        plan([worker(160_000, windows=(None, 8))], num_gpu_blocks_override=2)
+    assert caught.value.parameter == "num_gpu_blocks_override"
+    assert plan([worker(160_000, windows=(None, 8))], num_gpu_blocks_override=3).max_model_len == 16
+
+
+def test_the_longest_chunk_is_bounded_by_threshold_and_budget():
+    assert longest_chunk(SchedulerConfig(max_num_batched_tokens=64)) == 64
+    for threshold in (16, 640):
+        config = SchedulerConfig(max_num_batched_tokens=64, long_prefill_token_threshold=threshold)
+        assert longest_chunk(config) == min(threshold, 64)

@@ -19,6 +19,7 @@ from proto.engine_io import (
     ToEngine,
 )
 from proto.errors import ErrorInfo, ProtocolError
+from proto.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from proto.lifecycle import (
     CacheReady,
     EngineReady,
@@ -39,7 +40,7 @@ from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
-from proto.stats import SchedulerStats
+from proto.stats import KVEviction, SchedulerStats
 
 PARAMS = SamplingParams(
     max_tokens=16,
@@ -110,7 +111,7 @@ MESSAGES = [
             EngineCoreOutput(8, 0, 0, [], FinishReason.ERROR, error=ERROR),
         ],
         [7],
-        SchedulerStats(1, 2, 0.5, 3, 4, 5, 6),
+        SchedulerStats(1, 2, 0.5, 3, 4, 5, 6, [KVEviction(2.5, 1.5, [0.5])]),
     ),
     SchedulerOutput(
         epoch=1,
@@ -154,6 +155,17 @@ MESSAGES = [
     Notice("engine_core", 0, "careful"),
     Fatal("worker", 1, ERROR),
     Shutdown(),
+    KVEventBatch(
+        1,
+        2,
+        3.5,
+        [
+            BlockStored([b"h" * 32], None, [1, 2], 2),
+            BlockStored([b"i" * 32], b"h" * 32, [3, 4], 2, 1),
+            BlockRemoved(b"h" * 32, 1),
+            AllBlocksCleared(),
+        ],
+    ),
 ]
 
 

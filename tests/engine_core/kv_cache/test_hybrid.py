@@ -281,8 +281,10 @@ def test_blocks_of_different_sizes_end_a_hit_together():
     for max_tokens in (112, 96):
         computed = coordinator.find_longest_hit(hashes, max_tokens)
         assert (computed.block_ids, computed.num_tokens) == (([1, 2, 3], [0, 0, 0, 0, 9, 10]), 96)
-    # The window's last two blocks of 96 tokens; what ends at 80 does not end a block of 32.
-    pool.uncache([9, 10])
+    # Then the window could end at 80 tokens, where no block of 32 does.
+    pool.uncache([10])
+    assert coordinator.find_longest_hit(hashes, 112).block_ids == ([1, 2], [0, 0, 7, 8])
+    pool.uncache([9])
     computed = coordinator.find_longest_hit(hashes, 112)
     assert (computed.block_ids, computed.num_tokens) == (([1, 2], [0, 0, 7, 8]), 64)
     pool.uncache([7])

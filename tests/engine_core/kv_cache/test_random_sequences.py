@@ -1,8 +1,8 @@
 """Long random sequences against a brute-force model that shares no code with the pool.
 
-The model keeps free blocks in a plain list and knows content by the tokens
-themselves instead of hashes. After every step hits, new ids, free order and
-content agree, and the integrity check finds nothing.
+The model keeps free blocks in a plain list, knows content by the tokens
+themselves instead of hashes, and finds a hit by trying every length. After every step
+hits, new ids, free order and content agree, and the integrity check finds nothing.
 """
 
 from hypothesis import settings
@@ -16,12 +16,17 @@ from hypothesis.stateful import (
 )
 
 from engine_core.kv_cache import integrity
+from engine_core.kv_cache.event_log import KVEventLog
 from engine_core.kv_cache.manager import NO_NEW_BLOCKS, NOTHING_COMPUTED
 from engine_core.request import Request
+from tests.fakes.kv_events import CachedHashes, indexed
 from tests.fakes.kv_requests import Requests, make_manager
 
-Content = tuple[str | None, tuple[int, ...]]
-"""Salt and every token from the start of the prompt to the end of a block."""
+Content = tuple[int, str | None, tuple[int, ...]]
+"""Group, salt and every token from the start of the prompt to the end of a block."""
+
+Tables = list[list[int]]
+"""Block ids per group."""
 
 TOKENS = st.sampled_from([0, 0, 0, 1])
 INDEX = st.integers(min_value=0, max_value=1000)
@@ -30,75 +35,160 @@ INDEX = st.integers(min_value=0, max_value=1000)
 class BruteForce:
     """What the manager should do, by lists and searches."""
 
-    def __init__(self, num_blocks: int, block_size: int, caching: bool) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, caching: bool, windows: list[int | None]
+    ) -> None:
         self.size = block_size
         self.caching = caching
+        self.windows = windows
         self.free = list(range(1, num_blocks))
-        self.tables: dict[int, list[int]] = {}
+        self.tables: dict[int, Tables] = {}
+        self.offered: dict[int, list[int]] = {}
         self.found: list[tuple[Content, int]] = []  # cached blocks, first cached first
 
-    def hits(self, salt: str | None, tokens: list[int]) -> list[int]:
-        blocks = []
-        for end in range(self.size, len(tokens), self.size):
-            content = (salt, tuple(tokens[:end]))
+    def hits(self, salt: str | None, tokens: list[int]) -> Tables:
+        """The longest prefix of which each group holds what it still needs."""
+        for count in range((len(tokens) - 1) // self.size, 0, -1):
+            tables = [self._hits_of(group, salt, tokens, count) for group in range(self.groups)]
+            if all(tables):
+                return tables
+        return []
+
+    @property
+    def groups(self) -> int:
+        return len(self.windows)
+
+    def _hits_of(self, group: int, salt: str | None, tokens: list[int], count: int) -> list[int]:
+        window = self.windows[group]
+        seen = count * self.size if window is None else max(1, window - 1)
+        table = []
+        for number in range(count):
+            end = (number + 1) * self.size
+            if end <= count * self.size - seen:
+                table.append(0)
+                continue
+            content = (group, salt, tuple(tokens[:end]))
             same = [block for known, block in self.found if known == content]
             if not same:
-                break
-            blocks.append(same[0])
-        return blocks
+                return []
+            table.append(same[0])
+        return table
+
+    def release_passed(self, handle: int, num_computed: int) -> None:
+        for table, window in zip(self.tables.get(handle, []), self.windows, strict=False):
+            if window is None:
+                continue
+            first_seen = num_computed - window + 1
+            passed = [
+                number
+                for number, block in enumerate(table)
+                if block and (number + 1) * self.size <= first_seen
+            ]
+            for number in reversed(passed):
+                block, table[number] = table[number], 0
+                self._drop(block)
 
     def allocate(
         self,
         handle: int,
         salt: str | None,
         tokens: list[int],
-        num_after: int,
+        num_computed: int,
+        num_new: int,
         lookahead: int,
-        hits: list[int],
-    ) -> list[int] | None:
-        """Room for `num_after` tokens and the lookahead; the new ids, or None."""
-        table = self.tables.get(handle, hits)
-        num_new = max(0, -(-(num_after + lookahead) // self.size) - len(table))
-        free = [block for block in self.free if block not in hits]
-        if num_new > len(free):
+        hits: Tables,
+    ) -> Tables | None:
+        """Room for the new tokens and the lookahead; the new ids per group, or None."""
+        self.release_passed(handle, num_computed)
+        tables = self.tables.get(handle) or hits or [[] for _ in self.windows]
+        num_blocks = -(-(num_computed + num_new + lookahead) // self.size)
+        wanted = [max(0, num_blocks - len(table)) for table in tables]
+        found = {block for table in hits for block in table}
+        free = [block for block in self.free if block not in found]
+        if sum(wanted) > len(free):
             return None
-        new, self.free = free[:num_new], free[num_new:]
-        self.found = [entry for entry in self.found if entry[1] not in new]
-        self.tables[handle] = table + new
-        self._remember(handle, salt, tokens[:num_after])
+        new = []
+        for count in wanted:
+            new.append(free[:count])
+            free = free[count:]
+        self.free = free
+        taken = {block for blocks in new for block in blocks}
+        self.found = [entry for entry in self.found if entry[1] not in taken]
+        if handle not in self.tables:
+            self.offered[handle] = [len(table) for table in tables]
+        self.tables[handle] = [table + blocks for table, blocks in zip(tables, new, strict=True)]
+        self._remember(handle, salt, tokens[: num_computed + num_new])
         return new
 
     def _remember(self, handle: int, salt: str | None, verified: list[int]) -> None:
         if not self.caching:
             return
-        cached = {block for _, block in self.found}
-        for number, block in enumerate(self.tables[handle]):
-            end = (number + 1) * self.size
-            if end <= len(verified) and block not in cached:
-                self.found.append(((salt, tuple(verified[:end])), block))
+        num_full = len(verified) // self.size
+        for group, table in enumerate(self.tables[handle]):
+            for number in range(self.offered[handle][group], num_full):
+                if table[number]:
+                    content = (group, salt, tuple(verified[: (number + 1) * self.size]))
+                    self.found.append((content, table[number]))
+            self.offered[handle][group] = max(self.offered[handle][group], num_full)
+
+    def withdraw(self, handle: int, num_valid: int) -> None:
+        for group, table in enumerate(self.tables[handle]):
+            kept = num_valid // self.size
+            gone = table[kept : self.offered[handle][group]]
+            self.found = [entry for entry in self.found if entry[1] not in gone]
+            self.offered[handle][group] = min(self.offered[handle][group], kept)
 
     def release(self, handle: int) -> None:
-        for block in reversed(self.tables.pop(handle, [])):
-            if not any(block in table for table in self.tables.values()):
-                self.free.append(block)
+        for table in self.tables.pop(handle, []):
+            for number in reversed(range(len(table))):
+                block, table[number] = table[number], 0
+                self._drop(block, table)
+
+    def _drop(self, block: int, *others: list[int]) -> None:
+        tables = [table for each in self.tables.values() for table in each]
+        if block and not any(block in table for table in [*tables, *others]):
+            self.free.append(block)
+
+
+WINDOWS = st.sampled_from(
+    [
+        [None],
+        [None],
+        [4],
+        [None, 2],
+        [None, 4, 4],
+        [3, None, 8],
+        [2, 5],
+        [1, None],
+        [None, None, 3, 6],
+    ]
+)
 
 
 class KVCacheMachine(RuleBasedStateMachine):
     @initialize(
-        num_usable=st.integers(min_value=1, max_value=20),
+        num_usable=st.sampled_from([1, 2, 4, 8, 12, 16, 20]),
         block_size=st.sampled_from([1, 2, 3, 4]),
         caching=st.sampled_from([True, True, True, False]),
+        windows=WINDOWS,
     )
-    def start(self, num_usable: int, block_size: int, caching: bool) -> None:
-        self.manager = make_manager(num_usable + 1, block_size, caching)
-        self.model = BruteForce(num_usable + 1, block_size, caching)
+    def start(
+        self, num_usable: int, block_size: int, caching: bool, windows: list[int | None]
+    ) -> None:
+        num_blocks = num_usable * len(windows) + 1
+        self.log = KVEventLog()
+        self.manager = make_manager(
+            num_blocks, block_size, caching, windows=windows, observers=[self.log]
+        )
+        self.known = CachedHashes()
+        self.model = BruteForce(num_blocks, block_size, caching, windows)
         self.requests = Requests(self.manager)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.caching = caching
 
     @rule(
-        common=st.sampled_from([0, 4, 8, 12, 16]),
+        common=st.sampled_from([0, 8, 12, 16, 20]),
         tail=st.lists(TOKENS, min_size=1, max_size=8),
         salt=st.sampled_from([None] * 5 + ["s"]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
@@ -115,11 +205,11 @@ class KVCacheMachine(RuleBasedStateMachine):
     def admit(self, which: int, chunk: int) -> None:
         request = self.waiting[which % len(self.waiting)]
         computed = self.manager.get_computed_blocks(request)
-        hits: list[int] = []
+        hits: Tables = []
         if self.caching and not request.skip_reading_prefix_cache:
             hits = self.model.hits(request.cache_salt, request.all_token_ids)
-        assert computed.num_tokens == len(hits) * self.model.size
-        assert list(computed.block_ids) == ([hits] if hits else [])
+        assert list(computed.block_ids) == hits
+        assert computed.num_tokens == (len(hits[0]) * self.model.size if hits else 0)
         num_new = min(chunk, request.num_tokens - computed.num_tokens)
         if self._allocate(request, num_new, 0, hits):
             request.num_computed_tokens = computed.num_tokens + num_new
@@ -164,6 +254,35 @@ class KVCacheMachine(RuleBasedStateMachine):
     def abort(self, which: int) -> None:
         self._release(self.waiting.pop(which % len(self.waiting)))
 
+    @precondition(lambda self: self.model.found)
+    @rule(which=INDEX)
+    def lose(self, which: int) -> None:
+        """One block is not found any more; prefixes get holes."""
+        if which % 3 == 0:
+            _, block = self.model.found.pop(which % len(self.model.found))
+            self.manager.pool.uncache([block])
+
+    @precondition(lambda self: self.running)
+    @rule(which=INDEX, num_valid=st.integers(min_value=0, max_value=40))
+    def fail(self, which: int, num_valid: int) -> None:
+        """What a request computed from some token on is wrong; it computes that again."""
+        request = self.running[which % len(self.running)]
+        num_valid = min(num_valid, request.num_computed_tokens)
+        earliest = max(
+            (
+                sum(1 for block in table if not block) * self.model.size + window - 1
+                for table, window in zip(
+                    self.model.tables[request.handle], self.model.windows, strict=True
+                )
+                if window is not None and 0 in table
+            ),
+            default=0,
+        )
+        self.manager.withdraw(request, num_valid)
+        self.model.withdraw(request.handle, num_valid)
+        if num_valid >= earliest and num_valid < request.num_computed_tokens:
+            request.num_computed_tokens = num_valid
+
     @precondition(lambda self: self.running)
     @rule()
     def preempt(self) -> None:
@@ -180,23 +299,25 @@ class KVCacheMachine(RuleBasedStateMachine):
         if idle:
             self.model.found.clear()
 
-    def _allocate(self, request: Request, num_new: int, lookahead: int, hits: list[int]) -> bool:
+    def _allocate(self, request: Request, num_new: int, lookahead: int, hits: Tables) -> bool:
         computed = NOTHING_COMPUTED
         if hits:
             computed = self.manager.get_computed_blocks(request)
+        num_hit = len(hits[0]) * self.model.size if hits else 0
         expected = self.model.allocate(
             request.handle,
             request.cache_salt,
             request.all_token_ids,
-            request.num_computed_tokens + len(hits) * self.model.size + num_new,
+            request.num_computed_tokens + num_hit,
+            num_new,
             lookahead,
             hits,
         )
         new_blocks = self.manager.allocate_slots(request, num_new, computed, lookahead)
-        if expected == []:
+        if expected is not None and not any(expected):
             assert new_blocks is NO_NEW_BLOCKS
         else:
-            assert new_blocks == (None if expected is None else [expected])
+            assert new_blocks == expected
         return expected is not None
 
     def _release(self, request: Request) -> None:
@@ -212,7 +333,13 @@ class KVCacheMachine(RuleBasedStateMachine):
         cached = {block for _, block in self.model.found}
         assert {block for block, held in enumerate(pool.hashes) if held} == cached
         for request in self.running:
-            assert self.manager.block_ids(request.handle) == [self.model.tables[request.handle]]
+            assert self.manager.block_ids(request.handle) == self.model.tables[request.handle]
+
+    @invariant()
+    def events_tell_what_is_cached(self) -> None:
+        for event in self.log.take():
+            self.known.apply(event)
+        assert self.known.held == indexed(self.manager.pool.index)
 
     @invariant()
     def is_sound(self) -> None:
@@ -221,5 +348,5 @@ class KVCacheMachine(RuleBasedStateMachine):
 
 TestRandomSequences = KVCacheMachine.TestCase
 TestRandomSequences.settings = settings(
-    max_examples=100, stateful_step_count=60, deadline=None, derandomize=True
+    max_examples=400, stateful_step_count=60, deadline=None, derandomize=True
 )

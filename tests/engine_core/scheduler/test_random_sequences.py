@@ -1,5 +1,6 @@
 """Random lives of requests: whatever happens, everyone ends, with the same tokens."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,7 @@ settings_of_engine = st.fixed_dictionaries(
         "max_num_batched_tokens": st.integers(1, 64),
         "enable_prefix_caching": st.booleans(),
         "enable_chunked_prefill": st.booleans(),
+        "windows": st.sampled_from([(None,), (None,), (None, 6), (9,), (5, None, 14)]),
     }
 )
 
@@ -46,6 +48,8 @@ class Life:
     """One random run, with what must come out of it."""
 
     def __init__(self, **config) -> None:
+        # A pool in which the longest request has room, however many groups there are.
+        config["num_blocks"] *= len(config.get("windows", (None,)))
         self.engine = EngineHarness(block_size=BLOCK_SIZE, max_model_len=52, **config)
         self.requests = []
         self.aborted = set()
@@ -101,9 +105,11 @@ def test_whatever_arrives_everyone_ends_with_the_tokens_of_an_undisturbed_run(co
     life.end()
 
 
-def test_the_same_under_heavy_preemption():
+@pytest.mark.parametrize("windows", [(None,), (None, 8), (8, 4)])
+def test_the_same_under_heavy_preemption(windows):
     life = Life(
-        num_blocks=16,
+        num_blocks=16 if None in windows else 7,
+        windows=windows,
         max_num_seqs=8,
         max_num_batched_tokens=64,
         enable_prefix_caching=True,

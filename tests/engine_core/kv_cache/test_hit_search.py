@@ -1,0 +1,72 @@
+"""The hybrid hit search against trying every length, over random holes in what is cached."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_core.kv_cache.coordinator import HybridCoordinator
+from engine_core.kv_cache.group_keys import GroupKeys
+from engine_core.kv_cache.groups import FullAttentionGroup
+from engine_core.kv_cache.pool import BlockPool
+from engine_core.kv_cache.sliding_window import SlidingWindowGroup
+
+NUM_HASHES = 16
+HASH_BLOCK_SIZE = 2
+HASHES = [bytes([number]) * 32 for number in range(NUM_HASHES)]
+
+# Per group: window, hashes to a block, and how many of 16 blocks in a row are not cached.
+groups_of_model = st.lists(
+    st.tuples(
+        st.sampled_from([None, 1, 2, 3, 4, 6, 7, 12]),
+        st.sampled_from([1, 1, 1, 2, 4]),
+        st.sets(st.integers(0, NUM_HASHES - 1), max_size=5),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def is_hit(window: int | None, size: int, missing: set[int], length: int) -> bool:
+    """Whether a group holds what the token after the first `length` sees."""
+    if length % size:
+        return False
+    first_seen = 0 if window is None else length - max(1, window - 1)
+    blocks = range(length // size)
+    return all(block not in missing for block in blocks if (block + 1) * size > first_seen)
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(model=groups_of_model, max_tokens=st.integers(0, NUM_HASHES * HASH_BLOCK_SIZE))
+def test_the_longest_length_that_all_groups_accept_is_found(model, max_tokens):
+    pool = BlockPool(200, enable_caching=True)
+    groups, tables = [], []
+    for number, (window, stride, missing) in enumerate(model):
+        keys = GroupKeys(number, stride * HASH_BLOCK_SIZE, HASH_BLOCK_SIZE)
+        groups.append(
+            FullAttentionGroup(pool, keys)
+            if window is None
+            else SlidingWindowGroup(pool, keys, window)
+        )
+        tables.append(pool.get_new_blocks(NUM_HASHES // stride))
+        for index, block in enumerate(tables[-1]):
+            if index not in missing:
+                pool.cache_full_block(block, keys.key(HASHES, index))
+    lengths = [
+        length
+        for length in range(max_tokens + 1)
+        if all(
+            is_hit(window, stride * HASH_BLOCK_SIZE, missing, length)
+            for window, stride, missing in model
+        )
+    ]
+    computed = HybridCoordinator(groups).find_longest_hit(HASHES, max_tokens)
+    assert computed.num_tokens == max(lengths)
+    for (window, stride, missing), table, hits in zip(
+        model, tables, computed.block_ids, strict=False
+    ):
+        size = stride * HASH_BLOCK_SIZE
+        assert len(hits) * size == computed.num_tokens
+        for index, block in enumerate(hits):
+            assert block in (0, table[index])
+            assert block == 0 or index not in missing
+            passed = window is not None and (index + 1) * size <= len(hits) * size - window + 1
+            assert block != 0 or passed

@@ -1,0 +1,102 @@
+"""What the block pool tells its observers, and what follows from it."""
+
+import pytest
+
+from engine_core.kv_cache.event_log import KVEventLog
+from engine_core.kv_cache.pool import BlockPool
+from proto.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from tests.fakes.kv_events import CachedHashes, indexed
+from tests.fakes.kv_requests import Requests, make_manager
+
+
+class Setup:
+    def __init__(self, num_blocks: int, *windows: int | None) -> None:
+        self.log = KVEventLog()
+        self.manager = make_manager(num_blocks, windows=windows or (None,), observers=[self.log])
+        self.requests = Requests(self.manager)
+
+    def run(self, tokens):
+        request = self.requests.make(tokens)
+        assert self.requests.schedule_groups(request) is not None
+        return request
+
+
+@pytest.mark.parametrize("num_blocks", [2, 3, 10])
+def test_stored_removed_cleared(num_blocks):
+    """BP-07."""
+    kv = Setup(num_blocks + 1)
+    first = kv.run(range(num_blocks * 16))
+    assert kv.log.take() == [
+        BlockStored(first.block_hashes, None, list(range(num_blocks * 16)), 16)
+    ]
+    assert kv.log.take() == []
+    kv.manager.free(first)
+    assert kv.log.take() == []
+    second = kv.run(range(1000, 1000 + num_blocks * 16))
+    assert kv.log.take() == [
+        *(BlockRemoved(block_hash) for block_hash in reversed(first.block_hashes)),
+        BlockStored(second.block_hashes, None, second.prompt_token_ids, 16),
+    ]
+    kv.manager.free(second)
+    assert kv.manager.reset_prefix_cache()
+    assert kv.log.take() == [AllBlocksCleared()]
+
+
+def test_a_later_block_names_its_parent():
+    kv = Setup(11)
+    request = kv.run(range(20))
+    kv.log.take()
+    for token in range(20, 32):
+        kv.requests.decode(request, token)
+    assert kv.log.take() == [
+        BlockStored(request.block_hashes[1:], request.block_hashes[0], list(range(16, 32)), 16)
+    ]
+
+
+def test_content_is_gone_with_its_last_block():
+    kv = Setup(5)
+    twins = [kv.run(range(16)) for _ in range(2)]
+    assert [type(event) for event in kv.log.take()] == [BlockStored] * 2
+    for request in twins:
+        kv.manager.free(request)
+    kv.run(range(100, 148))
+    assert BlockRemoved(twins[0].block_hashes[0]) not in kv.log.take()
+    kv.run(range(200, 210))
+    assert kv.log.take() == [BlockRemoved(twins[0].block_hashes[0])]
+
+
+def test_groups_are_told_apart():
+    kv = Setup(21, None, 32)
+    request = kv.run(range(40))
+    stored = kv.log.take()
+    assert [(event.group, event.block_hashes) for event in stored] == [
+        (0, request.block_hashes),
+        (1, request.block_hashes),
+    ]
+    kv.manager.pool.uncache(kv.manager.block_ids(request.handle)[1][:1])
+    assert kv.log.take() == [BlockRemoved(request.block_hashes[0], 1)]
+
+
+def test_withdrawn_blocks_are_removed():
+    kv = Setup(21)
+    request = kv.run(range(40))
+    kv.log.take()
+    kv.manager.withdraw(request, 16)
+    assert kv.log.take() == [BlockRemoved(request.block_hashes[1])]
+
+
+def test_a_subscriber_ends_with_what_the_index_holds():
+    kv = Setup(31, None, 32)
+    known = CachedHashes()
+    for number in range(40):
+        request = kv.run([*range(32), *([number] * (number % 50))])
+        kv.requests.decode(request, number)
+        kv.manager.free(request)
+        for event in kv.log.take():
+            known.apply(event)
+        assert known.held == indexed(kv.manager.pool.index)
+    assert known.held
+
+
+def test_a_pool_that_nobody_watches_is_the_plain_one():
+    assert type(make_manager(5).pool) is BlockPool
