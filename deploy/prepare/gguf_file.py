@@ -49,6 +49,8 @@ _UNDERSTOOD: Final = frozenset(
 _WINDOWED: Final = frozenset({"gemma3"})
 """Architectures whose attention.sliding_window transformers' conversion takes over."""
 
+_LAYERS_OF_GEMMA3_27B: Final = 62
+
 _END_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -134,6 +136,7 @@ def _config(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
             raise ModelError(f"the GGUF file sets {prefix}{key}, which is not supported")
     config = _converted_config(path, architecture)
     _add_head_dim(config, own, prefix)
+    _add_query_scale(config, own)
     _add_rope_scaling(config, own, prefix)
     return config
 
@@ -168,6 +171,19 @@ def _add_head_dim(config: dict[str, Any], own: Mapping[str, Any], prefix: str) -
     config["head_dim"] = length
 
 
+def _add_query_scale(config: dict[str, Any], own: Mapping[str, Any]) -> None:
+    """Gemma 3 scales its queries by the size of a head, but for the 27B.
+
+    No file says so; llama.cpp too knows that model by its number of layers.
+    """
+    if config["model_type"] != "gemma3_text":
+        return
+    if own["block_count"] == _LAYERS_OF_GEMMA3_27B:
+        config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
+    else:
+        config["query_pre_attn_scalar"] = config["head_dim"]
+
+
 def _add_rope_scaling(config: dict[str, Any], own: Mapping[str, Any], prefix: str) -> None:
     """The conversion drops rope scaling for most families; the keys have HF names here."""
     kind = own.get("rope.scaling.type", "none")
@@ -175,7 +191,10 @@ def _add_rope_scaling(config: dict[str, Any], own: Mapping[str, Any], prefix: st
         return
     if kind not in ("linear", "yarn"):
         raise ModelError(f"{prefix}rope.scaling.type {kind!r} is not supported")
-    rope: dict[str, Any] = {**config.get("rope_parameters", {}), "rope_type": kind}
+    parameters = config.get("rope_parameters", {})
+    # Gemma 3 turns its two kinds of layers differently; the scaling is for those without a window.
+    by_kind = "full_attention" in parameters
+    rope = {**(parameters["full_attention"] if by_kind else parameters), "rope_type": kind}
     names = {
         "factor": "factor",
         "original_context_length": "original_max_position_embeddings",
@@ -186,7 +205,7 @@ def _add_rope_scaling(config: dict[str, Any], own: Mapping[str, Any], prefix: st
     for key, hf_key in names.items():
         if f"rope.scaling.{key}" in own:
             rope[hf_key] = own[f"rope.scaling.{key}"]
-    config["rope_parameters"] = rope
+    config["rope_parameters"] = {**parameters, "full_attention": rope} if by_kind else rope
 
 
 def _tokenizer(path: str) -> tuple[bytes, dict[str, Any], str | None]:

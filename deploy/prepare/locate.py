@@ -16,7 +16,7 @@ from deploy.surroundings import Surroundings
 from proto.errors import ModelError
 from proto.prepared_model import MANIFEST_VERSION
 
-PREPARE_VERSION: Final = 1
+PREPARE_VERSION: Final = 2
 """Raised whenever preparing the same source would write something else."""
 
 _FOLDER_SUFFIXES: Final = (".safetensors", ".json", ".model", ".jinja", ".txt", ".tiktoken")

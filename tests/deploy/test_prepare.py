@@ -91,6 +91,35 @@ def test_a_gguf_file(tmp_path: Path, around: Surroundings) -> None:
         np.testing.assert_array_equal(stored(index, name, np.float32), weight)
 
 
+@pytest.mark.parametrize(("layers", "query_scalar"), [(18, 16), (62, 8)])
+def test_a_gguf_file_of_gemma3(tmp_path: Path, layers: int, query_scalar: int) -> None:
+    """What the file leaves out is in the configuration; scaling is for full attention."""
+    write_gguf(
+        tmp_path / "tiny.gguf",
+        architecture="gemma3",
+        layers=layers,
+        head_dim=16,
+        extra={
+            "gemma3.attention.key_length": 16,
+            "gemma3.attention.sliding_window": 16,
+            "gemma3.rope.scaling.type": "linear",
+            "gemma3.rope.scaling.factor": 8.0,
+        },
+    )
+    config = gguf_file.read(str(tmp_path / "tiny.gguf"), silent).config
+    assert config["architectures"] == ["Gemma3ForCausalLM"]
+    assert config["layer_types"][4:7] == [
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+    ]
+    assert (config["sliding_window"], config["query_pre_attn_scalar"]) == (16, query_scalar)
+    assert config["rope_parameters"] == {
+        "full_attention": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 8.0},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    }
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_hugging_face_folder(tmp_path: Path, around: Surroundings, shards: int) -> None:
     write_folder(tmp_path / "mine", shards=shards)

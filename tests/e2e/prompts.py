@@ -12,9 +12,13 @@ NUM_OUTPUT_TOKENS = 64
 def prompts(encode: object) -> list[list[int]]:
     """Token ids; odd ones start in the middle of the text, so that few share a prefix."""
     assert callable(encode)
-    text = inspect.getsource(argparse) + inspect.getsource(textwrap)
-    token_ids = list(encode(text))
+    token_ids = list(encode(source_text()))
     assert len(token_ids) > 8000
     return [
         token_ids[(i % 2) * 97 * i : (i % 2) * 97 * i + length] for i, length in enumerate(LENGTHS)
     ]
+
+
+def source_text() -> str:
+    """More than 8,000 tokens of English and code."""
+    return inspect.getsource(argparse) + inspect.getsource(textwrap)

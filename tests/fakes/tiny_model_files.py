@@ -34,20 +34,29 @@ def tensors() -> dict[str, np.ndarray]:
 
 
 def write_gguf(
-    path: Path, *, extra: dict[str, Any] | None = None, tokenizer: bool = True
+    path: Path,
+    *,
+    extra: dict[str, Any] | None = None,
+    tokenizer: bool = True,
+    architecture: str = "llama",
+    layers: int = SIZES["layers"],
+    head_dim: int = 8,
 ) -> dict[str, np.ndarray]:
-    """A llama model of one layer; `extra` is more metadata, by key. Returns its tensors."""
+    """A model of one layer; `extra` is more metadata, by key. Returns its tensors.
+
+    layers, head_dim: what the metadata promises.
+    """
     from gguf import GGUFWriter
 
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, architecture)
     writer.add_name("tiny")
     writer.add_context_length(SIZES["length"])
     writer.add_embedding_length(SIZES["hidden"])
-    writer.add_block_count(SIZES["layers"])
+    writer.add_block_count(layers)
     writer.add_feed_forward_length(SIZES["feed_forward"])
     writer.add_head_count(SIZES["heads"])
     writer.add_head_count_kv(SIZES["kv_heads"])
-    writer.add_rope_dimension_count(8)
+    writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(len(TOKENS))
@@ -58,6 +67,7 @@ def write_gguf(
     if tokenizer:
         writer.add_tokenizer_model("gpt2")
         writer.add_token_list(TOKENS)
+        writer.add_token_scores([0.0] * len(TOKENS))
         writer.add_token_types([1] * (len(TOKENS) - 1) + [3])
         writer.add_token_merges(["Ġ a"])
         writer.add_eos_token_id(END)

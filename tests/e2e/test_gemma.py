@@ -1,0 +1,141 @@
+"""The packaged hybrid model: windows of 512 tokens in 15 of 18 layers, through the daemon.
+
+Its prompts are longer than the window. Greedy tokens equal transformers' on the same
+file, in float32, cold, over prefix hits and preempted; and a long request holds fewer
+blocks than full attention in every layer would.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.e2e.daemon import Daemon, eventually
+from tests.e2e.prompts import source_text
+from tests.e2e.reference import Reference
+
+pytestmark = pytest.mark.slow
+
+MODEL = "gemma3-270m"
+BLOCK = 16
+WINDOW = 512
+NUM_GROUPS = 6
+LENGTHS = [600, 900, 1300, 1800, 2400, 3000]
+NUM_OUTPUT_TOKENS = 48
+
+Prompts = list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def gemma() -> Reference:
+    return Reference.load(MODEL)
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon(MODEL, "--dtype", "float32") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def token_prompts(gemma: Reference) -> Prompts:
+    """Of different places in a text, so that none begins like another."""
+    token_ids = gemma.tokenizer.encode(source_text())
+    return [token_ids[331 * i : 331 * i + length] for i, length in enumerate(LENGTHS)]
+
+
+def body(prompt: list[int], **changes: object) -> dict[str, object]:
+    request = {
+        "prompt": prompt,
+        "max_tokens": NUM_OUTPUT_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    return request | changes
+
+
+async def complete(client: httpx.AsyncClient, prompt: list[int]) -> list[int]:
+    response = await client.post("/v1/completions", json=body(prompt))
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    return choice["token_ids"]
+
+
+async def all_at_once(daemon: Daemon, prompts: Prompts) -> Prompts:
+    async with httpx.AsyncClient(base_url=daemon.url, timeout=600) as client:
+        return await asyncio.gather(*(complete(client, prompt) for prompt in prompts))
+
+
+def check(gemma: Reference, prompts: Prompts, outputs: Prompts) -> None:
+    assert [len(output) for output in outputs] == [NUM_OUTPUT_TOKENS] * len(prompts)
+    gemma.assert_greedy(list(zip(prompts, outputs, strict=True)))
+
+
+async def test_cold_then_over_prefix_hits(
+    daemon: Daemon, gemma: Reference, token_prompts: Prompts
+) -> None:
+    """The second time only what follows the last full block of a prompt is computed."""
+    async with httpx.AsyncClient(base_url=daemon.url, timeout=600) as client:
+        cold = [await complete(client, prompt) for prompt in token_prompts]
+    assert daemon.metric("vllm:prefix_cache_hits_total") == 0
+    warm = await all_at_once(daemon, token_prompts)
+    hits = daemon.metric("vllm:prefix_cache_hits_total")
+    assert hits == sum((length - 1) // BLOCK * BLOCK for length in LENGTHS)
+    check(gemma, token_prompts, cold)
+    check(gemma, token_prompts, warm)
+
+
+async def test_a_longer_prompt_over_the_prefix_of_another(
+    daemon: Daemon, gemma: Reference, token_prompts: Prompts
+) -> None:
+    """What follows the hit is a window and more, computed in steps of a few hundred tokens."""
+    shared, other = token_prompts[3], token_prompts[1]
+    await all_at_once(daemon, [shared])
+    hits = daemon.metric("vllm:prefix_cache_hits_total")
+    outputs = await all_at_once(daemon, [shared + other])
+    found = daemon.metric("vllm:prefix_cache_hits_total") - hits
+    assert found == len(shared) // BLOCK * BLOCK
+    check(gemma, [shared + other], outputs)
+
+
+def test_chat_needs_a_template(daemon: Daemon) -> None:
+    request = {"messages": [{"role": "user", "content": "hi"}]}
+    response = httpx.post(f"{daemon.url}/v1/chat/completions", json=request)
+    assert response.status_code == 400
+    assert "chat template" in response.json()["error"]["message"]
+
+
+async def test_a_long_request_in_a_pool_too_small_for_full_attention(
+    gemma: Reference, token_prompts: Prompts
+) -> None:
+    """All at once preempt each other; alone, the longest leaves most of its windows' blocks."""
+    num_blocks = 600
+    longest = token_prompts[-1]
+    full_attention = NUM_GROUPS * len(longest) // BLOCK
+    assert full_attention > num_blocks
+    # A window, what a decode adds, and a block that both only touch.
+    hybrid = len(longest) // BLOCK + 1 + (NUM_GROUPS - 1) * (WINDOW // BLOCK + 2)
+    with Daemon(MODEL, "--dtype", "float32", "--num-gpu-blocks-override", str(num_blocks)) as small:
+        used = [usage * (num_blocks - 1) for usage in usages_of_a_decode(small, longest)]
+        print(f"{used[-1]:.0f} of {full_attention} blocks, at most {max(used):.0f}")
+        assert max(used) < full_attention / 2, "while the prompt is computed"
+        assert len(longest) // BLOCK < used[-1] <= hybrid
+        assert eventually(lambda: small.metric("vllm:kv_cache_usage_perc") == 0)
+        outputs = await all_at_once(small, token_prompts)
+        preemptions = small.metric("vllm:num_preemptions_total")
+    assert preemptions > 0
+    check(gemma, token_prompts, outputs)
+
+
+def usages_of_a_decode(daemon: Daemon, prompt: list[int]) -> list[float]:
+    """The part of the pool in use after each token of a prompt's continuation."""
+    request = body(prompt, stream=True, max_tokens=10)
+    usages = []
+    with httpx.stream("POST", f"{daemon.url}/v1/completions", json=request, timeout=600) as lines:
+        for line in lines.iter_lines():
+            if line.startswith("data: {") and json.loads(line[6:])["choices"]:
+                usages.append(daemon.metric("vllm:kv_cache_usage_perc"))
+    return usages
