@@ -5,6 +5,7 @@ KV tensors, front ends and supervisor hear that the engine is ready.
 """
 
 import logging
+from dataclasses import dataclass
 
 from engine_core.executor.base import Executor
 from engine_core.executor.local import LocalExecutor
@@ -19,8 +20,9 @@ from engine_core.stepper import SynchronousStepper
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits
 from proto import PROTOCOL_VERSION
+from proto.config import ServeConfig
 from proto.errors import TokendError
-from proto.lifecycle import EngineReady, Notice, ProcessBoot
+from proto.lifecycle import EngineReady, Notice, ProcessBoot, WorkerReady
 from proto.sockets import Link, Poller
 
 logger = logging.getLogger("tokend.engine")
@@ -95,6 +97,43 @@ def _announce(
     )
 
 
+@dataclass(frozen=True)
+class EngineParts:
+    """The engine without its processes: from requests and results to messages."""
+
+    scheduler: Scheduler
+    kv_cache: KVCacheManager
+    intake: Intake
+    outbox: Outbox
+
+
+def build_parts(
+    config: ServeConfig,
+    plan: PoolPlan,
+    worker: WorkerReady,
+    front_ends: FrontEndLinks,
+    epoch: int,
+) -> EngineParts:
+    """What the daemon runs, and the benchmark measures."""
+    kv_cache = KVCacheManager(
+        plan.num_blocks,
+        plan.block_size,
+        config.cache.enable_prefix_caching,
+        worker.fingerprint,
+    )
+    scheduler = Scheduler(
+        config.scheduler,
+        kv_cache,
+        epoch=epoch,
+        max_model_len=plan.max_model_len,
+        vocab_size=worker.vocab_size,
+    )
+    outbox = Outbox(front_ends, scheduler, epoch)
+    limits = RequestLimits(worker.vocab_size, plan.max_model_len)
+    intake = Intake(scheduler, kv_cache, outbox, limits, lambda: check(kv_cache))
+    return EngineParts(scheduler, kv_cache, intake, outbox)
+
+
 def _build(
     boot: ProcessBoot,
     plan: PoolPlan,
@@ -102,20 +141,8 @@ def _build(
     front_ends: FrontEndLinks,
     supervisor: Link,
 ) -> SynchronousStepper:
-    worker = executor.workers[0]
-    kv_cache = KVCacheManager(
-        plan.num_blocks,
-        plan.block_size,
-        boot.config.cache.enable_prefix_caching,
-        worker.fingerprint,
-    )
-    scheduler = Scheduler(
-        boot.config.scheduler,
-        kv_cache,
-        epoch=boot.epoch,
-        max_model_len=plan.max_model_len,
-        vocab_size=worker.vocab_size,
-    )
+    parts = build_parts(boot.config, plan, executor.workers[0], front_ends, boot.epoch)
+    kv_cache = parts.kv_cache
 
     def check_when_idle() -> None:
         if plan.num_blocks > IDLE_CHECK_BLOCKS:
@@ -126,8 +153,7 @@ def _build(
         if found:
             raise IntegrityError("; ".join(found))
 
-    outbox = Outbox(front_ends, scheduler, boot.epoch)
-    limits = RequestLimits(worker.vocab_size, plan.max_model_len)
-    intake = Intake(scheduler, kv_cache, outbox, limits, lambda: check(kv_cache))
-    service = Service(supervisor, front_ends, executor.links, scheduler, intake, outbox)
-    return SynchronousStepper(scheduler, executor, service, check_when_idle)
+    service = Service(
+        supervisor, front_ends, executor.links, parts.scheduler, parts.intake, parts.outbox
+    )
+    return SynchronousStepper(parts.scheduler, executor, service, check_when_idle)
