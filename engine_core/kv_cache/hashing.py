@@ -35,7 +35,7 @@ class BlockHasher:
     def __init__(self, block_size: int, fingerprint: bytes) -> None:
         self.block_size = block_size
         self.root = ROOT + fingerprint
-        self._pack = struct.Struct(f"<{block_size}I").pack
+        self._blocks = struct.Struct(f"{4 * block_size}s").iter_unpack
 
     def extend(
         self, block_hashes: list[bytes], token_ids: Sequence[int], cache_salt: str | None = None
@@ -46,18 +46,18 @@ class BlockHasher:
         cache_salt: enters the first block, and through the chain all others.
         """
         size = self.block_size
-        num_hashed = len(block_hashes)
-        end = len(token_ids) - size + 1
-        if num_hashed * size >= end:
+        start = len(block_hashes) * size
+        end = len(token_ids) // size * size
+        if start >= end:
             return
-        pack = self._pack
-        if num_hashed == 0:
-            first = self.root + pack(*token_ids[:size]) + extra_keys(cache_salt)
+        blocks = self._blocks(struct.pack(f"<{end - start}I", *token_ids[start:end]))
+        if start == 0:
+            (tokens,) = next(blocks)
+            first = self.root + tokens + extra_keys(cache_salt)
             block_hashes.append(sha256(first).digest())
-            num_hashed = 1
         parent = block_hashes[-1]
-        for start in range(num_hashed * size, end, size):
-            parent = sha256(parent + pack(*token_ids[start : start + size])).digest()
+        for (tokens,) in blocks:
+            parent = sha256(parent + tokens).digest()
             block_hashes.append(parent)
 
 

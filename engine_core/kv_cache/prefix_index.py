@@ -5,6 +5,11 @@ reference counts.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Final
+
+_AT_ONCE: Final = 32
+"""Hashes looked up before the first miss is searched for: fast for long hits, cheap for misses."""
 
 
 class PrefixIndex:
@@ -37,13 +42,13 @@ class PrefixIndex:
 
         A hash covers everything before it, so the first miss ends the search.
         """
-        first = self._first.get
-        blocks = []
-        for block_hash in block_hashes:
-            block = first(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
+        blocks: list[int] = []
+        hashes = iter(block_hashes)
+        while found := list(map(self._first.get, islice(hashes, _AT_ONCE))):
+            if None in found:
+                found = found[: found.index(None)]
+                hashes = iter(())
+            blocks += found
         return blocks
 
     def remove(self, block_hash: bytes, block: int) -> None:
