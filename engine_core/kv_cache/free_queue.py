@@ -3,7 +3,7 @@
 Owns the links. Knows nothing of reference counts or hashes.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from engine_core.kv_cache.block import NULL_BLOCK
 
@@ -69,12 +69,11 @@ class FreeQueue:
         """Put a block at the end."""
         self.append_n((block,))
 
-    def append_n(self, blocks: Iterable[int]) -> None:
+    def append_n(self, blocks: Sequence[int]) -> None:
         """Put blocks at the end, the first of them nearest to the front."""
         next_of, prev_of = self.next_of, self.prev_of
         last = prev_of[NULL_BLOCK]
-        count = 0
-        for count, block in enumerate(blocks, 1):
+        for block in blocks:
             assert next_of[block] == block != NULL_BLOCK, (
                 f"block {block} is free already, or the null block"
             )
@@ -84,7 +83,7 @@ class FreeQueue:
             next_of[block] = NULL_BLOCK
             last = block
         prev_of[NULL_BLOCK] = last
-        self.num_free += count
+        self.num_free += len(blocks)
 
     def remove(self, block: int) -> None:
         """Unlink a block, wherever it stands."""

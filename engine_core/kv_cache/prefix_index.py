@@ -5,8 +5,10 @@ reference counts.
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import islice, repeat
 from typing import Final
+
+from engine_core.kv_cache.block import NULL_BLOCK
 
 _AT_ONCE: Final = 32
 """Hashes looked up before the first miss is searched for: fast for long hits, cheap for misses."""
@@ -44,10 +46,10 @@ class PrefixIndex:
         """
         blocks: list[int] = []
         hashes = iter(block_hashes)
-        while found := list(map(self._first.get, islice(hashes, _AT_ONCE))):
-            if None in found:
-                found = found[: found.index(None)]
-                hashes = iter(())
+        misses = repeat(NULL_BLOCK)  # which has no content, so it is never in the index
+        while found := list(map(self._first.get, islice(hashes, _AT_ONCE), misses)):
+            if NULL_BLOCK in found:
+                return blocks + found[: found.index(NULL_BLOCK)]
             blocks += found
         return blocks
 
