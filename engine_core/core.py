@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from engine_core.executor.base import Executor
 from engine_core.executor.local import LocalExecutor
+from engine_core.heap import settle_heap
 from engine_core.intake import Intake
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
@@ -46,8 +47,10 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
     executor.initialize_cache(plan.num_blocks, plan.block_size, plan.max_model_len)
     if not _wait_for_caches(executor, supervisor, poller):
         return
+    stepper = _build(boot, plan, executor, front_ends, supervisor)
+    settle_heap()
     _announce(boot, plan, executor, front_ends, supervisor)
-    _build(boot, plan, executor, front_ends, supervisor).run()
+    stepper.run()
 
 
 def _wait_for_workers(executor: Executor, supervisor: Link, poller: Poller) -> bool:

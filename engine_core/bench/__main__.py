@@ -23,6 +23,7 @@ def main() -> None:
     """Play until nothing more is asked."""
     for line in sys.stdin.buffer:
         timings = play(from_json(line, SchedulerWorkload))
+        gc.unfreeze()
         gc.collect()  # the engine is gone; the next one pays for itself alone
         sys.stdout.buffer.write(to_json_line(timings))
         sys.stdout.buffer.flush()

@@ -5,6 +5,7 @@ import msgspec
 from engine_core.bench.fake_worker import NUM_TOKEN_IDS
 from engine_core.bench.recipes import EPOCH, requests_of
 from engine_core.core import build_parts
+from engine_core.heap import settle_heap
 from engine_core.pool_plan import plan_pool
 from engine_core.transport import FrontEndLinks
 from proto import PROTOCOL_VERSION
@@ -58,6 +59,7 @@ class BenchEngine:
         plan = plan_pool([worker], config, workload.max_model_len)
         self.sent = KeptMessages()
         self.parts = build_parts(config, plan, worker, self.sent, EPOCH)
+        settle_heap()
         self._requests = requests_of(workload)
         self._concurrency = workload.concurrency
 
