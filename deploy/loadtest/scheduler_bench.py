@@ -10,8 +10,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +19,7 @@ from deploy.loadtest.players import Player, our_command, peer_command
 from deploy.loadtest.workloads import select
 from proto.benchmark import SchedulerFigures, SchedulerRow, SchedulerTimings, SchedulerWorkload
 from proto.codec import to_json_line
+from proto.errors import ConfigError
 
 _TIMES: Final = ("schedule", "update", "encode", "decode", "hash")
 _BEST_ROUNDS: Final = ("schedule", "update", "hash")
@@ -29,12 +29,15 @@ def main(words: Sequence[str]) -> None:
     """Measure, print the tables, and write the rows where --json says so."""
     options = _parse(words)
     console = Console(width=120)
-    rows = measure(select(options.workload), options.rounds, options.peer_python)
+    with ExitStack() as stack:
+        # Opened first: a name that is no good must not cost the measurement.
+        files = [stack.enter_context(_create(name)) for name in options.json]
+        rows = measure(select(options.workload), options.rounds, options.peer_python)
+        for file in files:
+            file.write(_document(rows))
     console.print(_table(rows))
     if options.peer_python:
         console.print(_comparison(rows))
-    if options.json:
-        Path(options.json).write_text(_document(rows))
 
 
 def measure(
@@ -152,17 +155,36 @@ def _document(rows: Sequence[SchedulerRow]) -> str:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="tokend bench scheduler",
         description="Measure the scheduler without a model: every step is answered at once.",
         epilog="Pin it to one core: taskset -c 1 tokend bench scheduler",
     )
     parser.add_argument("workload", nargs="*", help="rows to measure; all by default")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there, too")
+    parser.add_argument(
+        "--json", metavar="FILE", action="append", default=[], help="write the rows there, too"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="how often each is played (3)")
     parser.add_argument(
         "--peer-python",
         metavar="PATH",
         help="interpreter of an environment that has vLLM; its scheduler is measured in turn",
     )
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    if options.rounds < 1:
+        raise ConfigError(f"--rounds must be at least 1, got {options.rounds}", "rounds")
+    return options
+
+
+def _create(name: str) -> TextIO:
+    try:
+        return open(name, "w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {name}: {error.strerror}", "json") from None
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong as the rest of the command line does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}")
