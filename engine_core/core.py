@@ -6,9 +6,11 @@ KV tensors, front ends and supervisor hear that the engine is ready.
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from engine_core.executor.base import Executor
 from engine_core.executor.local import LocalExecutor
+from engine_core.heap import settle_heap
 from engine_core.intake import Intake
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
@@ -22,8 +24,9 @@ from engine_core.stepper import SynchronousStepper
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits
 from proto import PROTOCOL_VERSION
+from proto.config import ServeConfig
 from proto.errors import TokendError
-from proto.lifecycle import EngineReady, Notice, ProcessBoot
+from proto.lifecycle import EngineReady, Notice, ProcessBoot, WorkerReady
 from proto.sockets import Link, Poller
 
 logger = logging.getLogger("tokend.engine")
@@ -50,8 +53,10 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
     kv_events = make_kv_events(boot.config.cache.kv_events_endpoint, boot.run_dir, boot.epoch)
     if kv_events.endpoint:
         supervisor.send(Notice(boot.role, boot.index, f"KV events: {kv_events.endpoint}"))
+    stepper = _build(boot, plan, executor, front_ends, supervisor, kv_events)
+    settle_heap()
     _announce(boot, plan, executor, front_ends, supervisor)
-    _build(boot, plan, executor, front_ends, supervisor, kv_events).run()
+    stepper.run()
 
 
 def _wait_until(
@@ -94,6 +99,48 @@ def _announce(
     )
 
 
+@dataclass(frozen=True)
+class EngineParts:
+    """The engine without its processes: from requests and results to messages."""
+
+    scheduler: Scheduler
+    kv_cache: KVCacheManager
+    intake: Intake
+    outbox: Outbox
+
+
+def build_parts(
+    config: ServeConfig,
+    plan: PoolPlan,
+    worker: WorkerReady,
+    front_ends: FrontEndLinks,
+    epoch: int,
+    kv_events: KVEventSink,
+) -> EngineParts:
+    """What the daemon runs, and the benchmark measures."""
+    kv_cache = KVCacheManager(
+        plan.num_blocks,
+        plan.block_size,
+        config.cache.enable_prefix_caching,
+        worker.fingerprint,
+        groups=worker.geometry.groups,
+        longest_chunk=longest_chunk(config.scheduler),
+        observers=kv_events.observers,
+        residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
+    )
+    scheduler = Scheduler(
+        config.scheduler,
+        kv_cache,
+        epoch=epoch,
+        max_model_len=plan.max_model_len,
+        vocab_size=worker.vocab_size,
+    )
+    outbox = Outbox(front_ends, scheduler, epoch, kv_events=kv_events)
+    limits = RequestLimits(worker.vocab_size, plan.max_model_len)
+    intake = Intake(scheduler, kv_cache, outbox, limits, lambda: check(kv_cache))
+    return EngineParts(scheduler, kv_cache, intake, outbox)
+
+
 def _build(
     boot: ProcessBoot,
     plan: PoolPlan,
@@ -102,25 +149,8 @@ def _build(
     supervisor: Link,
     kv_events: KVEventSink,
 ) -> SynchronousStepper:
-    worker = executor.workers[0]
-    cache = boot.config.cache
-    kv_cache = KVCacheManager(
-        plan.num_blocks,
-        plan.block_size,
-        cache.enable_prefix_caching,
-        worker.fingerprint,
-        groups=worker.geometry.groups,
-        longest_chunk=longest_chunk(boot.config.scheduler),
-        observers=kv_events.observers,
-        residency=ResidencyMeter(cache.kv_cache_metrics_one_in),
-    )
-    scheduler = Scheduler(
-        boot.config.scheduler,
-        kv_cache,
-        epoch=boot.epoch,
-        max_model_len=plan.max_model_len,
-        vocab_size=worker.vocab_size,
-    )
+    parts = build_parts(boot.config, plan, executor.workers[0], front_ends, boot.epoch, kv_events)
+    kv_cache = parts.kv_cache
 
     def check_when_idle() -> None:
         if plan.num_blocks > IDLE_CHECK_BLOCKS:
@@ -131,8 +161,7 @@ def _build(
         if found:
             raise IntegrityError("; ".join(found))
 
-    outbox = Outbox(front_ends, scheduler, boot.epoch, kv_events=kv_events)
-    limits = RequestLimits(worker.vocab_size, plan.max_model_len)
-    intake = Intake(scheduler, kv_cache, outbox, limits, lambda: check(kv_cache))
-    service = Service(supervisor, front_ends, executor.links, scheduler, intake, outbox)
-    return SynchronousStepper(scheduler, executor, service, check_when_idle)
+    service = Service(
+        supervisor, front_ends, executor.links, parts.scheduler, parts.intake, parts.outbox
+    )
+    return SynchronousStepper(parts.scheduler, executor, service, check_when_idle)

@@ -39,6 +39,11 @@ def to_json(message: msgspec.Struct) -> bytes:
     return msgspec.json.format(msgspec.json.encode(message), indent=2)
 
 
+def to_json_line(message: msgspec.Struct) -> bytes:
+    """A Struct as JSON on a line of its own, for pipes."""
+    return msgspec.json.encode(message) + b"\n"
+
+
 def from_json(data: bytes, message_type: type[T]) -> T:
     """The Struct in a JSON document; raises ProtocolError naming what is wrong."""
     try:

@@ -121,7 +121,7 @@ class FirstTokenInfo(msgspec.Struct, array_like=True, frozen=True):
     scheduled_at: float
 
 
-class EngineCoreOutput(msgspec.Struct, array_like=True, frozen=True):
+class EngineCoreOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What one choice got in one step.
 
     token_index: index, among the choice's output tokens, of new_token_ids[0].

@@ -3,7 +3,7 @@
 Owns the links. Knows nothing of reference counts or hashes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from engine_core.kv_cache.block import NULL_BLOCK
 
@@ -69,29 +69,45 @@ class FreeQueue:
         """Put a block at the end."""
         self.append_n((block,))
 
-    def append_n(self, blocks: Iterable[int]) -> None:
+    def append_n(self, blocks: Sequence[int]) -> None:
         """Put blocks at the end, the first of them nearest to the front."""
         next_of, prev_of = self.next_of, self.prev_of
         last = prev_of[NULL_BLOCK]
         for block in blocks:
-            assert block != NULL_BLOCK, "the null block is never free"
-            assert next_of[block] == block, f"block {block} is free already"
+            assert next_of[block] == block != NULL_BLOCK, (
+                f"block {block} is free already, or the null block"
+            )
             next_of[last] = block
             prev_of[block] = last
             # Closed at once, so that a block given twice is caught above.
             next_of[block] = NULL_BLOCK
-            self.num_free += 1
             last = block
         prev_of[NULL_BLOCK] = last
+        self.num_free += len(blocks)
 
     def remove(self, block: int) -> None:
         """Unlink a block, wherever it stands."""
-        assert block in self, f"block {block} is not free"
-        before, after = self.prev_of[block], self.next_of[block]
-        self.next_of[before] = after
-        self.prev_of[after] = before
-        self.next_of[block] = self.prev_of[block] = block
-        self.num_free -= 1
+        self.remove_n((block,))
+
+    def remove_n(self, blocks: Sequence[int]) -> None:
+        """Unlink blocks, wherever they stand.
+
+        The blocks of a prefix were freed together, last one first, so that from the end
+        of `blocks` on they stand in a row. A row is cut out at its two ends:
+
+            before → [last block → … → block → block] → after
+        """
+        next_of, prev_of = self.next_of, self.prev_of
+        before, after = prev_of[NULL_BLOCK], NULL_BLOCK
+        for block in reversed(blocks):
+            if block != after:
+                next_of[before], prev_of[after] = after, before
+                before = prev_of[block]
+            after = next_of[block]
+            assert after != block != NULL_BLOCK, f"block {block} is not free"
+            next_of[block] = prev_of[block] = block
+        next_of[before], prev_of[after] = after, before
+        self.num_free -= len(blocks)
 
     def __contains__(self, block: int) -> bool:
         return self.next_of[block] != block and block != NULL_BLOCK

@@ -39,7 +39,7 @@ class BlockHasher:
     def __init__(self, block_size: int, fingerprint: bytes) -> None:
         self.block_size = block_size
         self.root = ROOT + fingerprint
-        self._pack = struct.Struct(f"<{block_size}I").pack
+        self._blocks = struct.Struct(f"{4 * block_size}s").iter_unpack
 
     def extend(
         self,
@@ -53,21 +53,22 @@ class BlockHasher:
         extra_keys: what else the KV depends on; the same for all calls of a request.
         """
         size = self.block_size
-        num_hashed = len(block_hashes)
-        end = len(token_ids) - size + 1
-        if num_hashed * size >= end:
+        start = len(block_hashes) * size
+        end = len(token_ids) // size * size
+        if start >= end:
             return
-        pack = self._pack
-        if num_hashed == 0:
-            first = self.root + pack(*token_ids[:size]) + extra_keys.of_block(0, size)
+        blocks = self._blocks(struct.pack(f"<{end - start}I", *token_ids[start:end]))
+        if start == 0:
+            (tokens,) = next(blocks)
+            first = self.root + tokens + extra_keys.of_block(0, size)
             block_hashes.append(sha256(first).digest())
-            num_hashed = 1
         parent = block_hashes[-1]
         has_media = bool(extra_keys.media)
-        for start in range(num_hashed * size, end, size):
-            content = parent + pack(*token_ids[start : start + size])
+        for (tokens,) in blocks:
+            content = parent + tokens
             if has_media:
-                content += extra_keys.of_block(start, start + size)
+                at = len(block_hashes) * size
+                content += extra_keys.of_block(at, at + size)
             parent = sha256(content).digest()
             block_hashes.append(parent)
 

@@ -10,7 +10,7 @@ A block is in one of three states:
     free        reference count 0, in the free queue, no hash
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from engine_core.kv_cache.block import NULL_BLOCK
@@ -77,33 +77,33 @@ class BlockPool:
             ref_counts[block] = 1
         return blocks
 
-    def touch(self, blocks: Iterable[int]) -> None:
+    def touch(self, blocks: Sequence[int]) -> None:
         """Reference blocks once more; those that were free stop being so."""
         ref_counts = self.ref_counts
+        free = [block for block in blocks if not ref_counts[block] and block != NULL_BLOCK]
+        self.free_queue.remove_n(free)
         for block in blocks:
-            if block == NULL_BLOCK:
-                continue
-            if ref_counts[block] == 0:
-                self.free_queue.remove(block)
             ref_counts[block] += 1
+        ref_counts[NULL_BLOCK] = 0  # whatever was counted: nobody holds it
 
     def free_blocks(self, blocks: Iterable[int]) -> None:
         """Drop one reference of each; those without any become free in this order."""
         ref_counts = self.ref_counts
         released = []
         for block in blocks:
-            if block == NULL_BLOCK:
-                continue
-            assert ref_counts[block] > 0, f"block {block} is freed but not referenced"
-            ref_counts[block] -= 1
-            if ref_counts[block] == 0:
+            count = ref_counts[block]
+            if count == 1:
+                ref_counts[block] = 0
                 released.append(block)
+            elif block != NULL_BLOCK:
+                assert count > 0, f"block {block} is freed but not referenced"
+                ref_counts[block] = count - 1
         self.free_queue.append_n(released)
 
     def num_evictable(self, blocks: Iterable[int]) -> int:
         """How many of these blocks are in the free queue now."""
         ref_counts = self.ref_counts
-        return sum(1 for block in blocks if ref_counts[block] == 0 and block != NULL_BLOCK)
+        return len([block for block in blocks if not ref_counts[block] and block != NULL_BLOCK])
 
     def cache_full_block(self, block: int, block_hash: bytes) -> None:
         """Make a full block, which has no hash yet, findable under this one."""

@@ -204,6 +204,16 @@ class Scheduler:
 
     def _append(self, request: Request, token_ids: list[int]) -> list[int]:
         """Append tokens up to the one that ends the request; returns those appended."""
+        tokens = request.all_token_ids
+        # Nearly every call is about one token that ends nothing.
+        if (
+            len(token_ids) == 1
+            and token_ids[0] not in request.stop_ids
+            and len(tokens) + 1 < self._max_model_len
+            and len(tokens) + 1 - request.num_prompt_tokens < request.max_tokens
+        ):
+            tokens.append(token_ids[0])
+            return token_ids
         for count, token_id in enumerate(token_ids, 1):
             request.all_token_ids.append(token_id)
             status = completion(request, self._max_model_len)

@@ -1,0 +1,74 @@
+"""The engine of a workload: wired as in the daemon, its messages kept instead of sent."""
+
+import msgspec
+
+from engine_core.bench.fake_worker import NUM_TOKEN_IDS
+from engine_core.bench.recipes import EPOCH, requests_of
+from engine_core.core import build_parts
+from engine_core.heap import settle_heap
+from engine_core.kv_events import NoKVEvents
+from engine_core.pool_plan import plan_pool
+from engine_core.transport import FrontEndLinks
+from proto import PROTOCOL_VERSION
+from proto.benchmark import SchedulerWorkload
+from proto.config import CacheConfig, SchedulerConfig, ServeConfig, validate
+from proto.engine_io import EngineCoreOutputs
+from proto.lifecycle import KVCacheGeometry, WorkerReady
+
+_GEOMETRY = KVCacheGeometry(
+    num_slots=30, num_kv_heads=3, head_dim=64, dtype="bfloat16", bytes_per_token=23_040
+)
+"""SmolLM2's. Nothing that is measured depends on it."""
+_FINGERPRINT = bytes(32)
+_CLIENT = 0
+
+
+class KeptMessages(FrontEndLinks):
+    """Stands where the links to the front ends do; `last` is what was sent last."""
+
+    def __init__(self) -> None:
+        super().__init__("", EPOCH, 0)
+        self.last = EngineCoreOutputs(EPOCH, 0, 0.0)
+
+    def send(self, client: int, message: msgspec.Struct) -> None:
+        assert isinstance(message, EngineCoreOutputs)
+        self.last = message
+
+
+class BenchEngine:
+    """The parts of an engine and the requests of a workload.
+
+    Every setting that the workload does not name has its default.
+    """
+
+    def __init__(self, workload: SchedulerWorkload) -> None:
+        """Raises ConfigError for a workload whose settings are impossible or not available."""
+        config = ServeConfig(
+            cache=CacheConfig(
+                block_size=workload.block_size, num_gpu_blocks_override=workload.num_blocks
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=workload.max_num_seqs,
+                max_num_batched_tokens=workload.max_num_batched_tokens,
+                scheduling_policy=workload.scheduling_policy,
+            ),
+        )
+        validate(config)
+        worker = WorkerReady(
+            PROTOCOL_VERSION, EPOCH, 0, _GEOMETRY, 0, NUM_TOKEN_IDS, _FINGERPRINT, "none"
+        )
+        plan = plan_pool([worker], config, workload.max_model_len)
+        self.sent = KeptMessages()
+        self.parts = build_parts(config, plan, worker, self.sent, EPOCH, NoKVEvents())
+        settle_heap()
+        self._requests = requests_of(workload)
+        self._concurrency = workload.concurrency
+
+    def offer(self) -> None:
+        """Take requests in until as many are unfinished as the workload asks for."""
+        scheduler, intake = self.parts.scheduler, self.parts.intake
+        while scheduler.num_unfinished < self._concurrency:
+            before = scheduler.num_unfinished
+            intake.take(_CLIENT, next(self._requests))
+            assert scheduler.num_unfinished > before, "the engine refused a request"
+        self.parts.outbox.flush()

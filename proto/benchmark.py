@@ -1,0 +1,119 @@
+"""What a scheduler is measured with, and what came out.
+
+Spoken between `tokend bench scheduler` and the programs that play a workload: one
+JSON document a line, so that a program of another environment can play it too.
+
+A workload is a recipe, not a recording: both sides make the same token ids from it.
+"""
+
+from typing import Literal
+
+import msgspec
+
+
+class RequestRecipe(msgspec.Struct, frozen=True):
+    """A request to make.
+
+    segments: the prompt, as (seed, number of tokens) each; the tokens of a segment
+        are `random.Random(seed).choices(range(1000, 30000), k=number)`, so segments
+        of one seed begin alike.
+    max_tokens: it ends after so many outputs; no token stops it sooner.
+    priority: lower goes first, where the policy asks.
+    """
+
+    segments: tuple[tuple[int, int], ...]
+    max_tokens: int
+    priority: int = 0
+
+
+class SchedulerWorkload(msgspec.Struct, frozen=True, kw_only=True):
+    """A load in a closed loop: `concurrency` requests are always unfinished.
+
+    requests: offered in this order, and from the start again when they run out.
+    concurrency: a new request is offered, outside the measured time, for each that ends.
+    warm_up_steps, measured_steps: in this order.
+    measure: which of the measured steps count; "hashing" runs no steps, and times
+        the hashing of the first request's prompt instead.
+    num_blocks: of the KV pool, the null block included.
+    The rest are settings of the scheduler, as in proto/config.py.
+    """
+
+    name: str
+    requests: tuple[RequestRecipe, ...]
+    concurrency: int
+    warm_up_steps: int
+    measured_steps: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    measure: Literal["every step", "preempting steps", "hashing"] = "every step"
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """Microseconds (or bytes, or a number) a step."""
+
+    median: float
+    p99: float
+
+
+class SchedulerTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """One workload played once; None for what does not occur in it.
+
+    num_steps: that were counted. num_scheduled, num_preempted: requests a step, mean.
+    schedule, update: the two halves of a step, up to the finished message.
+    encode, decode: of the step's three messages, on whichever side that happens.
+    wire_bytes: of the three together.
+    hash: of the first request's prompt.
+    """
+
+    workload: str
+    num_steps: int
+    num_scheduled: float = 0.0
+    num_preempted: float = 0.0
+    schedule: Timing | None = None
+    update: Timing | None = None
+    encode: Timing | None = None
+    decode: Timing | None = None
+    wire_bytes: Timing | None = None
+    hash: Timing | None = None
+
+
+class SchedulerFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One workload over all rounds: medians of the rounds' figures, in microseconds and bytes.
+
+    *_min: the figure of the best round, which other load on the machine disturbed least.
+    """
+
+    num_scheduled: float
+    num_preempted: float
+    schedule_us_median: float | None = None
+    schedule_us_min: float | None = None
+    schedule_us_p99: float | None = None
+    update_us_median: float | None = None
+    update_us_min: float | None = None
+    update_us_p99: float | None = None
+    encode_us_median: float | None = None
+    encode_us_p99: float | None = None
+    decode_us_median: float | None = None
+    decode_us_p99: float | None = None
+    wire_bytes_median: float | None = None
+    hash_us_median: float | None = None
+    hash_us_min: float | None = None
+    hash_us_p99: float | None = None
+
+
+class SchedulerRow(SchedulerFigures, frozen=True, kw_only=True):
+    """A row of the table: ours, and beside it the peer's where there is one.
+
+    ratio, ratio_min: ours to the peer's of schedule + update (or of the hashing),
+        of the medians and of the best rounds.
+    """
+
+    workload: str
+    rounds: int
+    peer: SchedulerFigures | None = None
+    ratio: float | None = None
+    ratio_min: float | None = None
