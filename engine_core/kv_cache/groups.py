@@ -56,7 +56,7 @@ class KVGroup(Protocol):
     def withdraw(self, handle: int, num_tokens: int) -> None:
         """Take the blocks after the first `num_tokens` tokens out of the prefix index.
 
-        The table keeps them, and settle may offer them again.
+        The table keeps them, and settle does not offer them again.
         """
 
     def free(self, handle: int) -> None:
@@ -149,11 +149,9 @@ class FullAttentionGroup:
 
     def withdraw(self, handle: int, num_tokens: int) -> None:
         sequence = self._sequences.get(handle)
-        if sequence is None:
-            return
-        num_kept = num_tokens // self.block_size
-        self._pool.uncache(sequence.blocks[num_kept : sequence.num_cached])
-        sequence.num_cached = min(sequence.num_cached, num_kept)
+        if sequence is not None:
+            num_kept = num_tokens // self.block_size
+            self._pool.uncache(sequence.blocks[num_kept : sequence.num_cached])
 
     def free(self, handle: int) -> None:
         sequence = self._sequences.pop(handle, None)

@@ -122,12 +122,10 @@ class KVCacheManager:
         """Nobody is to find what a request computed after its first tokens.
 
         For blocks whose content is wrong or will never be computed. The request keeps
-        them, until it is freed or computes them again; so does whoever found them
-        before.
+        them until it is freed, and so does whoever found them before; none of them
+        offers them again.
         """
-        if request.handle in self._quiet_until:
-            self._coordinator.withdraw(request.handle, num_valid_tokens)
-            self._quiet_until[request.handle] = 0
+        self._coordinator.withdraw(request.handle, num_valid_tokens)
 
     def block_ids(self, handle: int) -> BlockIds:
         """A copy of the block table of a request, per group."""
