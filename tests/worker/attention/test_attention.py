@@ -10,8 +10,9 @@ import torch
 from tests.worker.attention.steps import LAYER, Case, Step
 from tests.worker.kernel_variants import each_variant, load_variant
 from worker.attention.base import AttentionBackend, AttentionInputs, AttentionShape
-from worker.attention.cpu import CpuAttention
+from worker.attention.cpu import CpuAttention, StepPlan
 from worker.attention.reference import ReferenceAttention
+from worker.kernels import Step as StepStructure
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 
@@ -124,6 +125,30 @@ def test_number_of_threads_does_not_change_a_bit(variant) -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*outputs)
+
+
+@each_variant
+def test_one_decode_over_a_window_is_work_for_two_threads(variant) -> None:
+    """One KV head and 512 tokens in sight, whatever the length of the sequence."""
+    lengths = {}
+    for seq_len in (600, 30_000):
+        query_start, seq_lens = np.array([0, 1], np.int32), np.array([seq_len], np.int32)
+        plan = StepPlan(load_variant(variant), AttentionShape(4, 1, 256, 1.0))
+        plan.make(
+            StepStructure(
+                num_seqs=1,
+                num_tokens=1,
+                num_heads=4,
+                num_kv_heads=1,
+                head_dim=256,
+                block_size=16,
+                window=512,
+                query_start=query_start.ctypes.data,
+                seq_lens=seq_lens.ctypes.data,
+            )
+        )
+        lengths[seq_len] = plan.structure.num_tasks
+    assert lengths == {600: 2, 30_000: 2}
 
 
 @each_variant

@@ -79,6 +79,29 @@ def test_inputs_of_a_mixed_step(rows: Rows) -> None:
     assert inputs.last_token.tolist() == [5]
 
 
+def test_each_group_has_its_own_blocks() -> None:
+    """Both tables grow, and a resumption replaces them."""
+    rows = Rows(num_rows=2, max_model_len=32, block_size=BLOCK, num_groups=2)
+    begin = step([new(1, [10, 11, 12, 13, 14], [], block_ids=[[2, 3], [4, 5]])])
+    inputs = build_inputs(begin, rows.apply(begin), rows)
+    assert [each.slot_mapping.tolist() for each in inputs.attention] == [
+        [8, 9, 10, 11, 12],
+        [16, 17, 18, 19, 20],
+    ]
+    (row,) = inputs.rows
+    rows.append_sampled(np.array([row]), np.array([15]))
+    grown = step(cached=CachedRequestData([1], [5], [4], [[[6], [7]]], [], []))
+    inputs = build_inputs(grown, rows.apply(grown), rows)
+    assert [each.block_table.tolist() for each in inputs.attention] == [[[2, 3, 6]], [[4, 5, 7]]]
+    assert all(each.block_table.flags.c_contiguous for each in inputs.attention)
+    rows.apply(step(preempted=[1]))
+    tables = [[8, 9, 10], [0, 9, 2]]
+    resumed = step(cached=CachedRequestData([1], [4], [2], [tables], [1], [[15]]))
+    inputs = build_inputs(resumed, rows.apply(resumed), rows)
+    assert [each.slot_mapping.tolist() for each in inputs.attention] == [[36, 37], [36, 37]]
+    assert [each.block_table.tolist() for each in inputs.attention] == [[[8, 9]], [[0, 9]]]
+
+
 def test_a_preempted_sequence_resumes_with_its_outputs(rows: Rows) -> None:
     (row,) = rows.apply(step([new(1, [1, 2, 3], [2])]))
     rows.append_sampled(np.array([row]), np.array([4]))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from worker.layers.activation import silu_and_mul
+from worker.layers.activation import gelu_tanh_and_mul, silu_and_mul
 from worker.layers.embedding import Embedding
 from worker.layers.norm import RMSNorm
 
@@ -20,6 +20,22 @@ def test_rms_norm(dtype: torch.dtype, tolerance: float) -> None:
     result = RMSNorm(weight, 0.1)(x[:, :2])
     assert result.dtype == dtype
     torch.testing.assert_close(result.double(), expected[:, :2], rtol=tolerance, atol=tolerance)
+
+
+def test_rms_norm_with_a_weight_wider_than_its_input() -> None:
+    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = 1 + torch.arange(48) * 1e-5
+    result = RMSNorm(weight, 1e-6)(x)
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result, RMSNorm(weight, 1e-6)(x.float()).bfloat16())
+
+
+def test_gelu_tanh_and_mul() -> None:
+    gate_up = torch.randn(7, 20, generator=torch.Generator().manual_seed(0))
+    gate, up = gate_up[:, :10].double(), gate_up[:, 10:].double()
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    expected = 0.5 * gate * (1 + inner.tanh()) * up
+    torch.testing.assert_close(gelu_tanh_and_mul(gate_up).double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_silu_and_mul() -> None:
@@ -42,3 +58,13 @@ def test_embedding_is_a_copy() -> None:
     assert table.sum() == 66
     with pytest.raises(IndexError):
         Embedding(table)(torch.tensor([4]))
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 55.4256), (torch.bfloat16, 55.5)])
+def test_the_scale_of_an_embedding_is_rounded_to_its_dtype(
+    dtype: torch.dtype, scale: float
+) -> None:
+    table = torch.ones(2, 3, dtype=dtype)
+    rows = Embedding(table, 3072**0.5)(torch.tensor([1]))
+    assert rows[0].tolist() == pytest.approx([scale] * 3, rel=1e-6)
+    assert table.sum() == 6
