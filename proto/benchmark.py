@@ -109,7 +109,7 @@ class SchedulerRow(SchedulerFigures, frozen=True, kw_only=True):
     """A row of the table: ours, and beside it the peer's where there is one.
 
     ratio, ratio_min: ours to the peer's of schedule + update (or of the hashing),
-        of the medians and of the best rounds.
+        of the medians and of the best rounds; None where one had no step that counts.
     """
 
     workload: str

@@ -64,9 +64,15 @@ def _row(name: str, played: list[list[SchedulerTimings]]) -> SchedulerRow:
     return SchedulerRow(
         **row,
         peer=SchedulerFigures(**theirs),
-        ratio=_cost(ours, "median") / _cost(theirs, "median"),
-        ratio_min=_cost(ours, "min") / _cost(theirs, "min"),
+        ratio=_ratio(ours, theirs, "median"),
+        ratio_min=_ratio(ours, theirs, "min"),
     )
+
+
+def _ratio(ours: dict[str, float], theirs: dict[str, float], which: str) -> float | None:
+    """None where one of them had no step that counts."""
+    cost, peer_cost = _cost(ours, which), _cost(theirs, which)
+    return cost / peer_cost if cost and peer_cost else None
 
 
 def _figures(rounds: list[SchedulerTimings]) -> dict[str, float]:
