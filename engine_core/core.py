@@ -121,13 +121,15 @@ def _build(
         if plan.num_blocks > IDLE_CHECK_BLOCKS:
             return
         found = check(kv_cache)
-        if kv_cache.usage > 0:
+        if kv_cache.usage > 0 and not scheduler.num_unfinished:
             found.append(f"leak: {kv_cache.usage:.1%} of the blocks are in use by nobody")
         if found:
             raise IntegrityError("; ".join(found))
 
     outbox = Outbox(front_ends, scheduler, boot.epoch)
-    limits = RequestLimits(worker.vocab_size, plan.max_model_len)
+    limits = RequestLimits(
+        worker.vocab_size, plan.max_model_len, boot.config.scheduler.scheduling_policy == "priority"
+    )
     intake = Intake(scheduler, kv_cache, outbox, limits, lambda: check(kv_cache))
     service = Service(supervisor, front_ends, executor.links, scheduler, intake, outbox)
     return SynchronousStepper(scheduler, executor, service, check_when_idle)

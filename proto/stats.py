@@ -9,7 +9,8 @@ import msgspec
 class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     """The state of the scheduler after a step, and what the step added.
 
-    Gauges: num_running, num_waiting, kv_cache_usage (0 to 1).
+    Gauges: num_running, num_waiting, kv_cache_usage (0 to 1), num_deferred (those of
+    num_waiting that wait for something else than room).
     Deltas since the last message: the rest. Prefix cache figures are in tokens.
     """
 
@@ -20,3 +21,4 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_scheduled_tokens: int = 0
+    num_deferred: int = 0

@@ -106,6 +106,22 @@ class KVCacheManager:
             num_lookahead_tokens,
         )
 
+    def num_blocks_needed(
+        self, request: Request, num_new_tokens: int, computed: ComputedBlocks = NOTHING_COMPUTED
+    ) -> int:
+        """Free blocks that allocate_slots would use up for the same; changes nothing."""
+        num_slots = request.num_computed_tokens + computed.num_tokens + num_new_tokens
+        return self._num_blocks_needed(request.handle, num_slots, computed)
+
+    def retract(self, request: Request) -> None:
+        """Undo that blocks became findable which only the step being planned would fill.
+
+        To be called before `free` for a request that is taken out of a plan again,
+        while num_computed_tokens does not count that step.
+        """
+        for group in self.groups:
+            group.unsettle(request.handle, request.num_computed_tokens)
+
     def free(self, request: Request) -> None:
         """Give back all blocks of a request, last one first; nothing if it has none."""
         if self._quiet_until.pop(request.handle, None) is not None:
@@ -159,6 +175,11 @@ class KVCacheManager:
     def capacity(self) -> int:
         """Tokens for which a single request can have room."""
         return (self.pool.num_blocks - 1) // len(self.groups) * self.block_size
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """All blocks but the null block."""
+        return self.pool.num_blocks - 1
 
     @property
     def num_free_blocks(self) -> int:

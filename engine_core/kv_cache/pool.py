@@ -58,7 +58,7 @@ class BlockPool:
         for block in blocks:
             assert ref_counts[block] == 0, f"block {block} was free and referenced"
             if hashes[block] is not None:
-                self._evict(block)
+                self.uncache(block)
             ref_counts[block] = 1
         return blocks
 
@@ -97,6 +97,13 @@ class BlockPool:
         self.hashes[block] = block_hash
         self.index.insert(block_hash, block)
 
+    def uncache(self, block: int) -> None:
+        """Forget the content of a block that has a hash; who references it does not matter."""
+        block_hash = self.hashes[block]
+        assert block_hash is not None
+        self.index.remove(block_hash, block)
+        self.hashes[block] = None
+
     def reset_prefix_cache(self) -> bool:
         """Forget all content; False, changing nothing, while any block is in use."""
         if self.num_free != self.num_blocks - 1:
@@ -104,9 +111,3 @@ class BlockPool:
         self.index.clear()
         self.hashes = [None] * self.num_blocks
         return True
-
-    def _evict(self, block: int) -> None:
-        block_hash = self.hashes[block]
-        assert block_hash is not None
-        self.index.remove(block_hash, block)
-        self.hashes[block] = None

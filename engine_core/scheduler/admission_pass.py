@@ -1,14 +1,36 @@
 """The second half of a step: requests that wait.
 
-Owns nothing; moves requests from the head of the queue to the end of the running
-list. The first one that does not fit ends the pass, so that nobody overtakes.
+Owns the memory of the last refusal; moves requests from the head of the queue to
+the end of the running list. The first one without room ends the pass, so that
+nobody overtakes it; one that a gate holds is set aside, and the next one's turn
+has come.
 """
 
-from engine_core.kv_cache.manager import KVCacheManager
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine_core.kv_cache.manager import ComputedBlocks, KVCacheManager
 from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.admission_rules import AdmissionRule
 from engine_core.scheduler.chunking import ChunkRule
+from engine_core.scheduler.gates import Candidate, Gate
 from engine_core.scheduler.step_plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """The head of the line found no room: who, how many tokens, and the free blocks then.
+
+    Until the pool is freer, or fewer tokens are wanted, looking again is in vain: a
+    longer cached prefix helps only with blocks that someone else holds, and those
+    were free before.
+    """
+
+    request: Request
+    num_missing: int
+    num_new: int
+    num_free: int
 
 
 class AdmissionPass:
@@ -21,31 +43,61 @@ class AdmissionPass:
         kv_cache: KVCacheManager,
         chunks: ChunkRule,
         max_num_seqs: int,
+        rules: Sequence[AdmissionRule],
+        gates: Sequence[Gate],
     ) -> None:
         self._waiting = waiting
         self._running = running
         self._kv_cache = kv_cache
         self._chunks = chunks
         self._max_num_seqs = max_num_seqs
+        self._rules = rules
+        self._gates = gates
+        self._refusal: _Refusal | None = None
 
     def run(self, plan: StepPlan) -> None:
-        while plan.budget > 0 and self._waiting and len(self._running) < self._max_num_seqs:
-            if not self._admit(self._waiting.peek(), plan):
+        for gate in self._gates:
+            gate.begin(plan)
+        waiting, running = self._waiting, self._running
+        while plan.budget > 0 and waiting.num_ready and len(running) < self._max_num_seqs:
+            request = waiting.peek()
+            if self._refusal is not None and self._is_refused(request, self._refusal, plan):
+                return
+            candidate = Candidate(request, self._kv_cache)
+            if not self._is_held(candidate) and not self._admit(candidate, plan):
                 return
 
-    def _admit(self, request: Request, plan: StepPlan) -> bool:
+    def _is_refused(self, request: Request, refusal: _Refusal, plan: StepPlan) -> bool:
+        return (
+            refusal.request is request
+            and bool(self._running)
+            and self._kv_cache.num_free_blocks <= refusal.num_free
+            and self._chunks.first_chunk(refusal.num_missing, plan.budget) >= refusal.num_new
+        )
+
+    def _is_held(self, candidate: Candidate) -> bool:
+        for gate in self._gates:
+            if gate.holds(candidate):
+                candidate.request.status = gate.status
+                self._waiting.set_aside(candidate.request)
+                return True
+        return False
+
+    def _admit(self, candidate: Candidate, plan: StepPlan) -> bool:
         """Take in the head of the queue; False, with nothing changed, if it has to wait.
 
         0               found                    num_tokens
         |---in cache----|--num_new--|---later steps---|
         """
-        computed = self._kv_cache.get_computed_blocks(request)
+        request, computed = candidate.request, candidate.computed
         num_missing = request.num_tokens - computed.num_tokens
         num_new = self._chunks.first_chunk(num_missing, plan.budget)
         if num_new == 0:
             return False
-        if self._kv_cache.allocate_slots(request, num_new, computed) is None:
+        if not self._has_room(request, num_new, computed):
+            self._refusal = _Refusal(request, num_missing, num_new, self._kv_cache.num_free_blocks)
             return False
+        self._refusal = None
         self._waiting.pop()
         self._running.append(request)
         request.status = RequestStatus.RUNNING
@@ -56,4 +108,14 @@ class AdmissionPass:
         plan.admitted.append(request)
         plan.admitted_tokens.append(num_new)
         plan.budget -= num_new
+        for gate in self._gates:
+            gate.admitted(request, num_new)
         return True
+
+    def _has_room(self, request: Request, num_new: int, computed: ComputedBlocks) -> bool:
+        """Allocates if the rules allow it and there are blocks."""
+        if self._running:
+            for rule in self._rules:
+                if not rule.admits(request, num_new, computed):
+                    return False
+        return self._kv_cache.allocate_slots(request, num_new, computed) is not None

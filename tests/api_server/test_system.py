@@ -67,13 +67,15 @@ async def test_metrics(start, say, tokenizer):
         front_end.engine.send_outputs(
             stats=SchedulerStats(3, 4, 0.25, 5, 60, 30, num_scheduled_tokens=17)
         )
-        front_end.engine.send_outputs(stats=SchedulerStats(1, 0, 0.5, 1, 4, 2))
+        front_end.engine.send_outputs(stats=SchedulerStats(1, 5, 0.5, 1, 4, 2, num_deferred=2))
         await front_end.services.client.admin("check_integrity")
         found = await samples(front_end)
         output = len(tokenizer.encode(" world").ids) + 1
         prompt = len(tokenizer.encode("hello").ids)
         assert found["vllm:num_requests_running"] == 1
-        assert found["vllm:num_requests_waiting"] == 0
+        assert found["vllm:num_requests_waiting"] == 5
+        assert found["vllm:num_requests_waiting_by_reason,capacity"] == 3
+        assert found["vllm:num_requests_waiting_by_reason,deferred"] == 2
         assert found["vllm:kv_cache_usage_perc"] == 0.5
         assert found["vllm:num_preemptions_total"] == 6
         assert found["vllm:prefix_cache_queries_total"] == 64
