@@ -9,6 +9,7 @@ has come.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine_core.kv_cache.block import NULL_BLOCK
 from engine_core.kv_cache.manager import ComputedBlocks, KVCacheManager
 from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
@@ -20,17 +21,23 @@ from engine_core.scheduler.step_plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """The head of the line found no room: who, how many tokens, and the free blocks then.
+    """The head of the line found no room; how things stood then.
 
-    Until the pool is freer, or fewer tokens are wanted, looking again is in vain: a
-    longer cached prefix helps only with blocks that someone else holds, and those
-    were free before.
+    num_missing, num_new: tokens without KV, and those of them it wanted to begin with.
+    last_hit, hit_hash: the last block of its cached prefix and the content of that;
+    the null block for none.
+
+    Until the pool is freer, or fewer tokens are wanted, or that prefix is gone (a chunk
+    that begins earlier needs fewer blocks), looking again is in vain: a longer cached
+    prefix helps only with blocks that someone else holds, and those were free before.
     """
 
     request: Request
     num_missing: int
     num_new: int
     num_free: int
+    last_hit: int
+    hit_hash: object
 
 
 class AdmissionPass:
@@ -73,6 +80,19 @@ class AdmissionPass:
             and bool(self._running)
             and self._kv_cache.num_free_blocks <= refusal.num_free
             and self._chunks.first_chunk(refusal.num_missing, plan.budget) >= refusal.num_new
+            and self._kv_cache.pool.hashes[refusal.last_hit] == refusal.hit_hash
+        )
+
+    def _refuse(self, candidate: Candidate, num_new: int) -> None:
+        request, computed, pool = candidate.request, candidate.computed, self._kv_cache.pool
+        last_hit = computed.block_ids[0][-1] if computed.num_tokens else NULL_BLOCK
+        self._refusal = _Refusal(
+            request,
+            num_missing=request.num_tokens - computed.num_tokens,
+            num_new=num_new,
+            num_free=pool.num_free,
+            last_hit=last_hit,
+            hit_hash=pool.hashes[last_hit],
         )
 
     def _is_held(self, candidate: Candidate) -> bool:
@@ -95,7 +115,7 @@ class AdmissionPass:
         if num_new == 0:
             return False
         if not self._has_room(request, num_new, computed):
-            self._refusal = _Refusal(request, num_missing, num_new, self._kv_cache.num_free_blocks)
+            self._refuse(candidate, num_new)
             return False
         self._refusal = None
         self._waiting.pop()
