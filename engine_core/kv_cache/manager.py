@@ -136,6 +136,10 @@ class KVCacheManager:
         """Forget all cached prefixes; False, changing nothing, while any block is in use."""
         return self.pool.reset_prefix_cache()
 
+    def is_cached(self, block_hash: bytes) -> bool:
+        """Whether a block with this content can be found now."""
+        return self.pool.index.get(block_hash) is not None
+
     def can_fit(self, num_tokens: int) -> bool:
         """Whether the whole pool, with nobody else in it, has room for this many tokens."""
         return num_tokens <= self.capacity

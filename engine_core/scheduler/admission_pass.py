@@ -9,7 +9,6 @@ has come.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine_core.kv_cache.block import NULL_BLOCK
 from engine_core.kv_cache.manager import ComputedBlocks, KVCacheManager
 from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
@@ -24,20 +23,19 @@ class _Refusal:
     """The head of the line found no room; how things stood then.
 
     num_missing, num_new: tokens without KV, and those of them it wanted to begin with.
-    last_hit, hit_hash: the last block of its cached prefix and the content of that;
-    the null block for none.
+    found, next_one: hash of the last block of its cached prefix, and of the block after
+    it; empty where there is none.
 
-    Until the pool is freer, or fewer tokens are wanted, or that prefix is gone (a chunk
-    that begins earlier needs fewer blocks), looking again is in vain: a longer cached
-    prefix helps only with blocks that someone else holds, and those were free before.
+    Until the pool is freer, or fewer tokens are wanted, or that prefix is shorter (a
+    chunk that begins earlier needs fewer blocks) or longer, looking again is in vain.
     """
 
     request: Request
     num_missing: int
     num_new: int
     num_free: int
-    last_hit: int
-    hit_hash: object
+    found: Sequence[bytes]
+    next_one: Sequence[bytes]
 
 
 class AdmissionPass:
@@ -75,24 +73,26 @@ class AdmissionPass:
                 return
 
     def _is_refused(self, request: Request, refusal: _Refusal, plan: StepPlan) -> bool:
+        kv_cache = self._kv_cache
         return (
             refusal.request is request
             and bool(self._running)
-            and self._kv_cache.num_free_blocks <= refusal.num_free
+            and kv_cache.num_free_blocks <= refusal.num_free
             and self._chunks.first_chunk(refusal.num_missing, plan.budget) >= refusal.num_new
-            and self._kv_cache.pool.hashes[refusal.last_hit] == refusal.hit_hash
+            and all(map(kv_cache.is_cached, refusal.found))
+            and not any(map(kv_cache.is_cached, refusal.next_one))
         )
 
     def _refuse(self, candidate: Candidate, num_new: int) -> None:
-        request, computed, pool = candidate.request, candidate.computed, self._kv_cache.pool
-        last_hit = computed.block_ids[0][-1] if computed.num_tokens else NULL_BLOCK
+        request, num_found = candidate.request, candidate.computed.num_tokens
+        num_blocks = num_found // self._kv_cache.block_size
         self._refusal = _Refusal(
             request,
-            num_missing=request.num_tokens - computed.num_tokens,
+            num_missing=request.num_tokens - num_found,
             num_new=num_new,
-            num_free=pool.num_free,
-            last_hit=last_hit,
-            hit_hash=pool.hashes[last_hit],
+            num_free=self._kv_cache.num_free_blocks,
+            found=request.block_hashes[max(num_blocks - 1, 0) : num_blocks],
+            next_one=request.block_hashes[num_blocks : num_blocks + 1],
         )
 
     def _is_held(self, candidate: Candidate) -> bool:

@@ -1,4 +1,4 @@
-"""Thousands of random steps: hits, victims, token counts and free blocks are the model's."""
+"""Thousands of random steps: hits, victims, token counts and blocks are the model's."""
 
 import random
 
@@ -10,7 +10,6 @@ from tests.fakes.scheduler_model import SchedulerModel, Sequence
 
 STEPS = 500
 RUNS = 24
-BLOCK_SIZE = 4
 LONGEST = 40
 """Tokens that a request may have; every pool has room for one such request."""
 
@@ -22,17 +21,19 @@ class SideBySide:
         self.rng = rng
         settings = {
             "budget": rng.choice([3, 8, 16, 40, 64]),
-            "longest": rng.choice([0, 0, 4, 6, 8]),
+            "longest": rng.choice([0, 0, 4, 6, 8, 12]),
             "chunked": rng.random() < 0.8,
             "seats": rng.choice([1, 3, 8, 16]),
-            "by_priority": rng.random() < 0.6,
+            "by_priority": rng.random() < 0.7,
             "caching": rng.random() < 0.8,
-            "num_blocks": rng.choice([11, 13, 20, 40, 80]),
+            "block_size": rng.choice([1, 2, 4]),
         }
-        self.model = SchedulerModel(block_size=BLOCK_SIZE, **settings)
+        num_tokens = rng.choice([LONGEST, LONGEST + 8, 2 * LONGEST, 4 * LONGEST])
+        settings["num_blocks"] = 1 + num_tokens // settings["block_size"]
+        self.model = SchedulerModel(**settings)
         self.engine = EngineHarness(
             num_blocks=settings["num_blocks"],
-            block_size=BLOCK_SIZE,
+            block_size=settings["block_size"],
             max_model_len=LONGEST,
             enable_prefix_caching=settings["caching"],
             max_num_batched_tokens=settings["budget"],
@@ -46,7 +47,7 @@ class SideBySide:
     def add(self) -> None:
         """Prompts of a few families, so that many begin alike and some are equal."""
         rng = self.rng
-        length = rng.choice([1, 4, 5, 9, 12, 13, 20, 25, 30])
+        length = rng.choice([1, 4, 5, 9, 12, 13, 20, 25, 30, 38])
         family = rng.randrange(3)
         prompt = [family * 100 + position for position in range(length)]
         if rng.random() < 0.5:
@@ -87,7 +88,9 @@ class SideBySide:
         starts = dict(zip(cached.handles, cached.num_computed_tokens, strict=True))
         computed |= {handle: starts[handle] for handle in cached.resumed_handles}
         assert computed == decision.hits
-        assert list(self.engine.kv_cache.pool.free_queue) == self.model.free
+        pool = self.engine.kv_cache.pool
+        assert list(pool.free_queue) == self.model.free
+        assert {block for _, block in pool.index.items()} == {b for _, b in self.model.known}
         line = [each.handle for each in self.engine.scheduler.waiting]
         assert line == [each.handle for each in self.model.waiting]
         return len(decision.victims), sum(decision.hits.values()), len(self.model.held)
