@@ -9,7 +9,8 @@ from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.scheduler_model import SchedulerModel, Sequence
 
 STEPS = 500
-RUNS = 24
+SEEDS = (*range(21), 118, 130, 285)
+"""In the last three, chunks of several blocks are taken out of a plan again, which is rare."""
 LONGEST = 40
 """Tokens that a request may have; every pool has room for one such request."""
 
@@ -100,8 +101,8 @@ class SideBySide:
 def test_every_step_is_that_of_the_model(group):
     """12,000 steps in all."""
     totals = [0, 0, 0]
-    for run in range(group * RUNS // 3, (group + 1) * RUNS // 3):
-        both = SideBySide(random.Random(run))
+    for seed in SEEDS[group::3]:
+        both = SideBySide(random.Random(seed))
         for _ in range(STEPS):
             totals = [a + b for a, b in zip(totals, both.step(), strict=True)]
         assert check(both.engine.kv_cache) == []
