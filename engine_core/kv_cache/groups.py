@@ -40,7 +40,7 @@ class KVGroup(Protocol):
         neither extend nor settle has work.
         """
 
-    def unsettle(self, handle: int, num_tokens: int) -> None:
+    def withdraw(self, handle: int, num_tokens: int) -> None:
         """Make blocks of the sequence that reach beyond `num_tokens` tokens unfindable again."""
 
     def free(self, handle: int) -> None:
@@ -120,11 +120,10 @@ class FullAttentionGroup:
         next_fills = (sequence.num_cached + 1) * block_size
         return room_ends if room_ends < next_fills else next_fills
 
-    def unsettle(self, handle: int, num_tokens: int) -> None:
+    def withdraw(self, handle: int, num_tokens: int) -> None:
         sequence = self._sequences[handle]
         num_kept = num_tokens // self._block_size
-        for block in sequence.blocks[num_kept : sequence.num_cached]:
-            self._pool.uncache(block)
+        self._pool.uncache(sequence.blocks[num_kept : sequence.num_cached])
         sequence.num_cached = min(sequence.num_cached, num_kept)
 
     def free(self, handle: int) -> None:

@@ -113,14 +113,14 @@ class KVCacheManager:
         num_slots = request.num_computed_tokens + computed.num_tokens + num_new_tokens
         return self._num_blocks_needed(request.handle, num_slots, computed)
 
-    def retract(self, request: Request) -> None:
-        """Undo that blocks became findable which only the step being planned would fill.
+    def withdraw(self, request: Request, num_valid_tokens: int) -> None:
+        """Nobody is to find what a request was to compute after its first tokens.
 
-        To be called before `free` for a request that is taken out of a plan again,
-        while num_computed_tokens does not count that step.
+        For blocks whose content will never be computed. The request keeps them until
+        it is freed.
         """
         for group in self.groups:
-            group.unsettle(request.handle, request.num_computed_tokens)
+            group.withdraw(request.handle, num_valid_tokens)
 
     def free(self, request: Request) -> None:
         """Give back all blocks of a request, last one first; nothing if it has none."""

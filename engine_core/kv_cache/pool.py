@@ -58,7 +58,7 @@ class BlockPool:
         for block in blocks:
             assert ref_counts[block] == 0, f"block {block} was free and referenced"
             if hashes[block] is not None:
-                self.uncache(block)
+                self._evict(block)
             ref_counts[block] = 1
         return blocks
 
@@ -97,12 +97,10 @@ class BlockPool:
         self.hashes[block] = block_hash
         self.index.insert(block_hash, block)
 
-    def uncache(self, block: int) -> None:
-        """Forget the content of a block that has a hash; who references it does not matter."""
-        block_hash = self.hashes[block]
-        assert block_hash is not None
-        self.index.remove(block_hash, block)
-        self.hashes[block] = None
+    def uncache(self, blocks: Iterable[int]) -> None:
+        """Forget the content of blocks that have a hash; who references them does not matter."""
+        for block in blocks:
+            self._evict(block)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all content; False, changing nothing, while any block is in use."""
@@ -111,3 +109,9 @@ class BlockPool:
         self.index.clear()
         self.hashes = [None] * self.num_blocks
         return True
+
+    def _evict(self, block: int) -> None:
+        block_hash = self.hashes[block]
+        assert block_hash is not None
+        self.index.remove(block_hash, block)
+        self.hashes[block] = None

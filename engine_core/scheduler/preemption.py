@@ -46,7 +46,7 @@ class Preemption:
         index = self._policy.victim(self._running)
         victim = self._running.pop(index)
         if index < num_visited and plan.withdraw(victim):
-            self._kv_cache.retract(victim)
+            self._kv_cache.withdraw(victim, victim.num_computed_tokens)
         self._kv_cache.free(victim)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
