@@ -16,6 +16,7 @@ from proto import PROTOCOL_VERSION
 from proto.engine_io import (
     Abort,
     AdminCall,
+    AdminName,
     AdminReply,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -96,13 +97,18 @@ class EngineClient:
         if self._open.pop(stream.request_id, None) is not None:
             self._abort(stream.request_id, "disconnect", None)
 
-    async def admin(self, name: Literal["reset_prefix_cache", "check_integrity"]) -> AdminReply:
-        """Ask the engine for an operator's service."""
+    async def admin(
+        self,
+        name: AdminName,
+        *,
+        pause_mode: Literal["finish_running", "freeze"] = "finish_running",
+    ) -> AdminReply:
+        """Ask the engine for an operator's service. `pause_mode` is read by "pause" only."""
         _ = self.engine
         self._num_calls += 1
         reply: asyncio.Future[AdminReply] = self._loop.create_future()
         self._calls[self._num_calls] = reply
-        self._send(AdminCall(self.epoch, self._num_calls, name))
+        self._send(AdminCall(self.epoch, self._num_calls, name, pause_mode))
         return await reply
 
     def close(self) -> None:

@@ -161,6 +161,15 @@ class Metrics(Collector):
             family = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
             family.add_metric(self._labels, value)
             yield family
+        deferred = self._stats.num_deferred
+        waiting = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests waiting to run: for room, or for something else.",
+            labels=(*LABELS, "reason"),
+        )
+        waiting.add_metric((*self._labels, "capacity"), self._stats.num_waiting - deferred)
+        waiting.add_metric((*self._labels, "deferred"), deferred)
+        yield waiting
 
     def _counters(self) -> Iterator[Metric]:
         for name, text, value in (

@@ -20,7 +20,13 @@ BYTE_FIELDS: Final = frozenset({"kv_cache_memory"})
 """Numbers of bytes, which take a suffix."""
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_NUMBERS: Final = {
+    "int": "a whole number",
+    "bytes": "a whole number",
+    "float": "a number such as 0.9",
+}
 _WHOLE: Final = re.compile(r"[+-]?[0-9]+")
+_FRACTION: Final = re.compile(r"[0-9]+(\.[0-9]*)?|\.[0-9]+")
 _BYTES: Final = re.compile(r"([0-9]+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
 
@@ -34,7 +40,7 @@ class Flag:
 
     section: str
     field: str
-    kind: Literal["bool", "int", "bytes", "choice", "str"]
+    kind: Literal["bool", "int", "float", "bytes", "choice", "str"]
     choices: tuple[str, ...]
     optional: bool
     default: Any
@@ -54,6 +60,10 @@ class Flag:
             if not _WHOLE.fullmatch(text):
                 raise self._wrong("a whole number", text)
             return int(text)
+        if self.kind == "float":
+            if not _FRACTION.fullmatch(text):
+                raise self._wrong("a number such as 0.9", text)
+            return float(text)
         if self.kind == "bytes":
             match = _BYTES.fullmatch(text)
             if match is None:
@@ -73,11 +83,12 @@ class Flag:
             return value
         if self.kind in ("int", "bytes") and type(value) is int:
             return value
-        if self.kind in ("int", "bytes") or not isinstance(value, str):
+        if self.kind == "float" and type(value) in (int, float):
+            return self.from_text(str(value))
+        if self.kind in _NUMBERS or not isinstance(value, str):
             if isinstance(value, str):
                 return self.from_text(value)
-            wanted = "a whole number" if self.kind in ("int", "bytes") else "text, in quotes"
-            raise self._wrong(wanted, value)
+            raise self._wrong(_NUMBERS.get(self.kind, "text, in quotes"), value)
         return self.from_text(value)
 
     def _wrong(self, wanted: str, got: Any) -> ConfigError:
@@ -206,11 +217,13 @@ def _flag(section: str, field: str, hint: Any, default: Any) -> Flag:
         (hint,) = (each for each in typing.get_args(hint) if each is not type(None))
         optional = True
     choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-    kind: Literal["bool", "int", "bytes", "choice", "str"]
+    kind: Literal["bool", "int", "float", "bytes", "choice", "str"]
     if choices:
         kind = "choice"
     elif hint is bool:
         kind = "bool"
+    elif hint is float:
+        kind = "float"
     elif hint is int:
         kind = "bytes" if field in BYTE_FIELDS else "int"
     else:

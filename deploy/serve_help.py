@@ -15,7 +15,7 @@ from proto.config import ServeConfig
 _LEFT = 2
 _INDENT = 30
 _WIDTH = 100
-_METAVARS = {"int": "N", "bytes": "BYTES", "str": "TEXT"}
+_METAVARS = {"int": "N", "float": "X", "bytes": "BYTES", "str": "TEXT"}
 
 
 def render() -> str:

@@ -101,9 +101,18 @@ class Intake:
         )
 
     def _call(self, message: AdminCall) -> AdminReply:
-        if message.name == "check_integrity":
-            problems = self._check_integrity()
-            return AdminReply(message.epoch, message.call_id, not problems, "\n".join(problems))
-        done = self._kv_cache.reset_prefix_cache()
-        detail = "" if done else f"{self._scheduler.num_unfinished} requests are unfinished"
-        return AdminReply(message.epoch, message.call_id, done, detail)
+        ok, detail, value = True, "", 0
+        match message.name:
+            case "check_integrity":
+                detail = "\n".join(self._check_integrity())
+                ok = not detail
+            case "reset_prefix_cache":
+                ok = self._kv_cache.reset_prefix_cache()
+                detail = "" if ok else f"{self._scheduler.num_unfinished} requests are unfinished"
+            case "pause":
+                self._scheduler.pause(message.pause_mode)
+            case "resume":
+                self._scheduler.resume()
+            case "get_num_unfinished":
+                value = self._scheduler.num_unfinished
+        return AdminReply(message.epoch, message.call_id, ok, detail, value)

@@ -16,14 +16,21 @@ from proto.sampling_params import SamplingParams
 class RequestStatus(enum.IntEnum):
     """Where a request is in its life. Numbers grow from waiting to finished.
 
-    WAITING: in the queue, holds no blocks. Numbers up to RUNNING are kept for
-        requests that wait for something else than room.
+    WAITING: in the queue, holds no blocks.
+    WAITING_FOR_*: in the queue but set aside, until something else than room is there:
+        a grammar, KV from elsewhere, more input, a prefix that another request is
+        computing, the end of a pause.
     RUNNING: holds blocks and is scheduled.
     PREEMPTED: back in the queue; its KV is gone, its tokens are kept.
     FINISHED_*: over; the number decides the finish reason.
     """
 
     WAITING = 0
+    WAITING_FOR_GRAMMAR = 1
+    WAITING_FOR_REMOTE_KVS = 2
+    WAITING_FOR_STREAMING_REQ = 3
+    WAITING_FOR_PREFIX = 4
+    WAITING_FOR_RESUME = 5
     RUNNING = 10
     PREEMPTED = 11
     FINISHED_STOPPED = 20
@@ -34,6 +41,11 @@ class RequestStatus(enum.IntEnum):
     @property
     def is_finished(self) -> bool:
         return self >= RequestStatus.FINISHED_STOPPED
+
+    @property
+    def is_blocked(self) -> bool:
+        """It waits for something else than room."""
+        return RequestStatus.WAITING < self < RequestStatus.RUNNING
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -57,6 +69,8 @@ class Request:
         request_id, choice: name it towards the front end `client_index`.
         prompt_token_ids: [num_prompt_tokens], shared by all choices, never changed.
         stop_ids: token ids that end it. seed, choice: key of its draws.
+        order: (priority, arrival, request id, choice); the lower goes first, where
+            the policy asks.
         skip_reading_prefix_cache: every prompt position must be computed, because
             prompt logprobs are asked for.
     Tokens:
@@ -77,7 +91,6 @@ class Request:
         "_block_hashes",
         "_extra_keys",
         "_hasher",
-        "_order",
         "all_token_ids",
         "arrival_time",
         "cache_salt",
@@ -91,6 +104,7 @@ class Request:
         "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
+        "order",
         "preempted_at",
         "priority",
         "prompt_token_ids",
@@ -138,7 +152,7 @@ class Request:
         self.arrival_time = arrival_time
         self.cache_salt = cache_salt
         self.skip_reading_prefix_cache = sampling_params.prompt_logprobs is not None
-        self._order = (priority, arrival_time, request_id, choice)
+        self.order = (priority, arrival_time, request_id, choice)
 
         self.all_token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
         self.spec_token_ids: list[int] = []
@@ -193,7 +207,7 @@ class Request:
 
     def __lt__(self, other: "Request") -> bool:
         """Whether it goes first: by priority (lower), arrival, request id, choice."""
-        return self._order < other._order
+        return self.order < other.order
 
     def __repr__(self) -> str:
         return (

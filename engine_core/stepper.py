@@ -51,7 +51,7 @@ class SynchronousStepper:
         output = self._scheduler.schedule()
         self._executor.submit(output)
         if output.total_num_scheduled_tokens == 0:
-            assert not self._scheduler.num_unfinished, "no request can progress"
+            assert not self._scheduler.has_work, "no request can progress"
             return
         result = self._result_of(output)
         if result is None:

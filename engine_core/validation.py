@@ -12,10 +12,14 @@ from proto.errors import InvalidRequestError
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """vocab_size: token ids are below it. max_model_len: most tokens of prompt and output."""
+    """vocab_size: token ids are below it. max_model_len: most tokens of prompt and output.
+
+    priorities: whether the scheduling policy heeds them.
+    """
 
     vocab_size: int
     max_model_len: int
+    priorities: bool = False
 
 
 def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
@@ -25,6 +29,11 @@ def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
         raise InvalidRequestError(f"n must be between 1 and {MAX_CHOICES}, got {message.n}", "n")
     if not message.prompt_token_ids:
         raise InvalidRequestError("the prompt has no tokens", "prompt")
+    if message.priority and not limits.priorities:
+        raise InvalidRequestError(
+            "priority needs a server that was started with --scheduling-policy priority",
+            "priority",
+        )
     if not 0 <= message.seed < 1 << 64:
         raise InvalidRequestError("seed must fit 64 bits", "seed")
     if message.cache_salt is not None and not _is_utf8(message.cache_salt):

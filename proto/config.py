@@ -66,6 +66,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Order of waiting requests."""
     async_scheduling: bool = False
     """Schedule the next step while the current one computes."""
+    scheduler_reserve_full_isl: bool = False
+    """Admit a request only when its whole prompt has room, not just the first chunk."""
+    watermark: float = 0.0
+    """Part of the KV blocks (0 to 1) left free when a request is admitted, for those that run."""
+    stop_admission_above: float = 1.0
+    """Admit nobody once more than this part of the KV blocks is in use."""
+    resume_admission_below: float | None = None
+    """After that, admit again below this part; by default the same."""
+    preempt_above: float = 1.0
+    """Preempt, leaving one, while more than this part of the KV blocks is in use."""
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +123,6 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NOT_AVAILABLE_YET: Final[dict[str, tuple[Any, ...]]] = {
-    "scheduling_policy": ("fcfs",),
     "async_scheduling": (False,),
     "tensor_parallel_size": (1,),
     "device": ("auto", "cpu"),
@@ -170,12 +179,37 @@ def validate(config: ServeConfig) -> None:
             "and --no-enable-chunked-prefill turns it off",
             "long_prefill_token_threshold",
         )
+    _check_pressure(scheduler)
     if not 0 <= frontend.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {frontend.port}", "port")
     if frontend.api_key is not None and not frontend.api_key.strip():
         raise ConfigError("--api-key must not be empty", "api_key")
     if config.model.seed is not None and not 0 <= config.model.seed < 1 << 63:
         raise ConfigError(f"--seed must be in [0, 2^63), got {config.model.seed}", "seed")
+
+
+def _check_pressure(scheduler: SchedulerConfig) -> None:
+    """Doors that close above one occupancy open below a lower one, or they would flap."""
+    if not 0.0 <= scheduler.watermark < 1.0:
+        raise ConfigError(f"--watermark must be in [0, 1), got {scheduler.watermark}", "watermark")
+    stop, preempt = scheduler.stop_admission_above, scheduler.preempt_above
+    resume = scheduler.resume_admission_below
+    for field in ("stop_admission_above", "resume_admission_below", "preempt_above"):
+        value = getattr(scheduler, field)
+        if value is not None and not 0.0 < value <= 1.0:
+            raise ConfigError(f"{flag_name(field)} must be in (0, 1], got {value}", field)
+    if resume is not None and resume > stop:
+        raise ConfigError(
+            f"--resume-admission-below ({resume}) must not be more than "
+            f"--stop-admission-above ({stop})",
+            "resume_admission_below",
+        )
+    if preempt < stop:
+        raise ConfigError(
+            f"--preempt-above ({preempt}) must not be less than --stop-admission-above ({stop}): "
+            "requests would be admitted to be preempted",
+            "preempt_above",
+        )
 
 
 def _check_available(config: ServeConfig) -> None:

@@ -75,21 +75,35 @@ class Abort(msgspec.Struct, array_like=True, tag=2, frozen=True):
     choice: int | None = None
 
 
+AdminName = Literal[
+    "reset_prefix_cache", "check_integrity", "pause", "resume", "get_num_unfinished"
+]
+
+
 class AdminCall(msgspec.Struct, array_like=True, tag=3, frozen=True):
-    """An operator's call; exactly one AdminReply with the same call_id follows."""
+    """An operator's call; exactly one AdminReply with the same call_id follows.
+
+    pause_mode: of "pause". finish_running: no request begins, those that have begun go on;
+    freeze: nothing is computed. The reply does not wait for anyone to finish.
+    """
 
     epoch: int
     call_id: int
-    name: Literal["reset_prefix_cache", "check_integrity"]
+    name: AdminName
+    pause_mode: Literal["finish_running", "freeze"] = "finish_running"
 
 
 class AdminReply(msgspec.Struct, array_like=True, tag=4, frozen=True):
-    """`ok` tells whether the call did what it is named for; `detail` says why not."""
+    """`ok` tells whether the call did what it is named for; `detail` says why not.
+
+    value: the number that "get_num_unfinished" asks for, in choices.
+    """
 
     epoch: int
     call_id: int
     ok: bool
     detail: str = ""
+    value: int = 0
 
 
 class LogprobsArrays(msgspec.Struct, array_like=True, frozen=True):

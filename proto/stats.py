@@ -21,7 +21,8 @@ class KVEviction(msgspec.Struct, array_like=True, frozen=True):
 class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     """The state of the scheduler after a step, and what the step added.
 
-    Gauges: num_running, num_waiting, kv_cache_usage (0 to 1).
+    Gauges: num_running, num_waiting, kv_cache_usage (0 to 1), num_deferred (those of
+    num_waiting that wait for something else than room).
     Deltas since the last message: the rest. Prefix cache figures are in tokens.
     """
 
@@ -33,3 +34,4 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     prefix_cache_hits: int = 0
     num_scheduled_tokens: int = 0
     kv_evictions: list[KVEviction] = []
+    num_deferred: int = 0

@@ -66,6 +66,8 @@ class GenerationRequest(Strict):
     """Choices for each prompt; more than one needs a temperature above 0."""
     seed: int | None = Field(default=None, ge=INT64_MIN, le=INT64_MAX)
     """Makes the draws repeatable."""
+    priority: int = Field(default=0, ge=INT64_MIN, le=INT64_MAX)
+    """The lower goes first; only with --scheduling-policy priority."""
     stop: Annotated[
         list[StopString], BeforeValidator(_one_or_many), Field(max_length=MAX_STOP_STRINGS)
     ] = []

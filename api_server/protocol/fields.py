@@ -38,7 +38,6 @@ LATER: Final[dict[str, tuple[Any, ...]]] = {
     "logit_bias": ({},),
     "logprob_token_ids": (),
     "presence_penalty": (0,),
-    "priority": (0,),
     "repetition_detection": (),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),

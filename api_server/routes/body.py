@@ -1,6 +1,7 @@
-"""Reading the body of a request: size, content type, JSON."""
+"""Reading the body of a request: size, content type, JSON, and the header that adds to it."""
 
 import json
+import re
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -9,10 +10,12 @@ from api_server.errors import BodyTooLargeError
 from proto.errors import InvalidRequestError, UnsupportedMediaError
 
 MAX_BODY_BYTES: Final = 32 << 20
+PRIORITY_HEADER: Final = "x-vllm-priority"
+_WHOLE: Final = re.compile(r"[+-]?[0-9]{1,19}")
 
 
-async def read_json(request: Request) -> Any:
-    """The decoded body.
+async def read_fields(request: Request) -> Any:
+    """The decoded body; a priority in the header counts where the body has none.
 
     Raises UnsupportedMediaError (415), BodyTooLargeError (413) or InvalidRequestError.
     """
@@ -21,11 +24,17 @@ async def read_json(request: Request) -> Any:
         raise UnsupportedMediaError("the content type must be application/json")
     body = await _read(request)
     try:
-        return json.loads(body)
+        fields = json.loads(body)
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply") from None
     except ValueError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    priority = request.headers.get(PRIORITY_HEADER)
+    if priority is None or not isinstance(fields, dict) or fields.get("priority") is not None:
+        return fields
+    if not _WHOLE.fullmatch(priority):
+        raise InvalidRequestError(f"{PRIORITY_HEADER} must be a whole number", "priority")
+    return {**fields, "priority": int(priority)}
 
 
 async def _read(request: Request) -> bytes:

@@ -8,7 +8,7 @@ from api_server.protocol.answers import ChatAnswer
 from api_server.protocol.chat import CHAT_LATER, ChatCompletionRequest
 from api_server.protocol.fields import parse
 from api_server.routes.access import services_of
-from api_server.routes.body import read_json
+from api_server.routes.body import read_fields
 from api_server.routes.prepare import Preparation, Wishes
 from api_server.routes.respond import GenerationResponse
 from proto.errors import InvalidRequestError
@@ -20,7 +20,7 @@ router = APIRouter()
 async def create_chat_completion(request: Request) -> Response:
     services = services_of(request)
     reader = services.prompt_reader("messages")
-    asked = parse(ChatCompletionRequest, await read_json(request), CHAT_LATER)
+    asked = parse(ChatCompletionRequest, await read_fields(request), CHAT_LATER)
     if asked.top_logprobs and not asked.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs", "top_logprobs")
     preparation = Preparation(services, asked, "chatcmpl-")

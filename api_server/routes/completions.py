@@ -16,7 +16,7 @@ from api_server.protocol.completion import (
 )
 from api_server.protocol.fields import parse
 from api_server.routes.access import services_of
-from api_server.routes.body import read_json
+from api_server.routes.body import read_fields
 from api_server.routes.prepare import Preparation, Wishes
 from api_server.routes.respond import GenerationResponse
 
@@ -27,7 +27,7 @@ router = APIRouter()
 async def create_completion(request: Request) -> Response:
     services = services_of(request)
     reader = services.prompt_reader("prompt")
-    asked = parse(CompletionRequest, await read_json(request), COMPLETION_LATER)
+    asked = parse(CompletionRequest, await read_fields(request), COMPLETION_LATER)
     preparation = Preparation(services, asked, "cmpl-")
     prompts = await reader.read(asked.prompt, add_special_tokens=asked.add_special_tokens)
     echoes = [_echo(asked, prompt, services.tokenizer) for prompt in prompts]

@@ -107,6 +107,7 @@ class Preparation:
             seed=seed,
             arrival_time=self._arrival,
             n=self._request.n,
+            priority=self._request.priority,
         )
 
     def _stream(

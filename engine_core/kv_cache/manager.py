@@ -113,6 +113,13 @@ class KVCacheManager:
             return NO_NEW_BLOCKS
         return self._allocate(request, num_new_tokens, computed, num_lookahead_tokens)
 
+    def num_blocks_needed(
+        self, request: Request, num_new_tokens: int, computed: ComputedBlocks = NOTHING_COMPUTED
+    ) -> int:
+        """Free blocks that allocate_slots would use up for the same; changes nothing."""
+        num_slots = request.num_computed_tokens + computed.num_tokens + num_new_tokens
+        return self._coordinator.num_blocks_needed(request.handle, num_slots, computed)
+
     def free(self, request: Request) -> None:
         """Give back all blocks of a request, last one first; nothing if it has none."""
         if self._quiet_until.pop(request.handle, None) is not None:
@@ -134,6 +141,10 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, changing nothing, while any block is in use."""
         return self.pool.reset_prefix_cache()
+
+    def is_cached(self, block_hash: bytes) -> bool:
+        """Whether a block with this content can be found now."""
+        return self.pool.index.get(block_hash) is not None
 
     def can_fit(self, num_tokens: int) -> bool:
         """Whether the whole pool, with nobody else in it, has room for this many tokens."""
@@ -179,6 +190,11 @@ class KVCacheManager:
     def groups(self) -> tuple[KVGroup, ...]:
         """In the order of the block ids per group."""
         return self._coordinator.groups
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """All blocks but the null block."""
+        return self.pool.num_blocks - 1
 
     @property
     def num_free_blocks(self) -> int:

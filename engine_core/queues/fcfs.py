@@ -1,42 +1,25 @@
 """First come, first served."""
 
-from collections import OrderedDict
-from collections.abc import Iterator
-
+from engine_core.queues.ordered import OrderedQueue
 from engine_core.request import Request
 
 
-class FCFSQueue:
+class FCFSQueue(OrderedQueue):
     """Requests in order of arrival; a preempted one goes back to the head.
 
     Preemption takes the youngest running request first, so several victims put
     back one after the other stand in their old order again.
-
-    An OrderedDict by handle, because all of head, tail and middle are O(1) in it:
-    clients that give up abort waiting requests by the thousand.
     """
 
     def __init__(self) -> None:
-        self._requests: OrderedDict[int, Request] = OrderedDict()
+        super().__init__()
+        self._last = 0
+        self._first = 0
 
     def add(self, request: Request) -> None:
-        self._requests[request.handle] = request
+        self._last += 1
+        self.put(request, self._last)
 
     def restore(self, request: Request) -> None:
-        self._requests[request.handle] = request
-        self._requests.move_to_end(request.handle, last=False)
-
-    def peek(self) -> Request:
-        return next(iter(self._requests.values()))
-
-    def pop(self) -> Request:
-        return self._requests.popitem(last=False)[1]
-
-    def remove(self, request: Request) -> None:
-        del self._requests[request.handle]
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+        self._first -= 1
+        self.put(request, self._first)

@@ -1,14 +1,41 @@
 """The second half of a step: requests that wait.
 
-Owns nothing; moves requests from the head of the queue to the end of the running
-list. The first one that does not fit ends the pass, so that nobody overtakes.
+Owns the memory of the last refusal; moves requests from the head of the queue to
+the end of the running list. The first one without room ends the pass, so that
+nobody overtakes it; one that a gate holds is set aside, and the next one's turn
+has come.
 """
 
-from engine_core.kv_cache.manager import KVCacheManager
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine_core.kv_cache.manager import ComputedBlocks, KVCacheManager
 from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.admission_rules import AdmissionRule
 from engine_core.scheduler.chunking import ChunkRule
+from engine_core.scheduler.gates import Candidate, Gate
 from engine_core.scheduler.step_plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """The head of the line found no room; how things stood then.
+
+    num_missing, num_new: tokens without KV, and those of them it wanted to begin with.
+    found, next_one: hash of the last block of its cached prefix, and of the block after
+    it; empty where there is none.
+
+    Until the pool is freer, or fewer tokens are wanted, or that prefix is shorter (a
+    chunk that begins earlier needs fewer blocks) or longer, looking again is in vain.
+    """
+
+    request: Request
+    num_missing: int
+    num_new: int
+    num_free: int
+    found: Sequence[bytes]
+    next_one: Sequence[bytes]
 
 
 class AdmissionPass:
@@ -21,31 +48,76 @@ class AdmissionPass:
         kv_cache: KVCacheManager,
         chunks: ChunkRule,
         max_num_seqs: int,
+        rules: Sequence[AdmissionRule],
+        gates: Sequence[Gate],
     ) -> None:
         self._waiting = waiting
         self._running = running
         self._kv_cache = kv_cache
         self._chunks = chunks
         self._max_num_seqs = max_num_seqs
+        self._rules = rules
+        self._gates = gates
+        self._refusal: _Refusal | None = None
 
     def run(self, plan: StepPlan) -> None:
-        while plan.budget > 0 and self._waiting and len(self._running) < self._max_num_seqs:
-            if not self._admit(self._waiting.peek(), plan):
+        for gate in self._gates:
+            gate.begin(plan)
+        waiting, running = self._waiting, self._running
+        while plan.budget > 0 and waiting.num_ready and len(running) < self._max_num_seqs:
+            request = waiting.peek()
+            if self._refusal is not None and self._is_refused(request, self._refusal, plan):
+                return
+            candidate = Candidate(request, self._kv_cache)
+            if not self._is_held(candidate) and not self._admit(candidate, plan):
                 return
 
-    def _admit(self, request: Request, plan: StepPlan) -> bool:
+    def _is_refused(self, request: Request, refusal: _Refusal, plan: StepPlan) -> bool:
+        kv_cache = self._kv_cache
+        return (
+            refusal.request is request
+            and bool(self._running)
+            and kv_cache.num_free_blocks <= refusal.num_free
+            and self._chunks.first_chunk(refusal.num_missing, plan.budget) >= refusal.num_new
+            and all(map(kv_cache.is_cached, refusal.found))
+            and not any(map(kv_cache.is_cached, refusal.next_one))
+        )
+
+    def _refuse(self, candidate: Candidate, num_new: int) -> None:
+        request, num_found = candidate.request, candidate.computed.num_tokens
+        num_blocks = num_found // self._kv_cache.block_size
+        self._refusal = _Refusal(
+            request,
+            num_missing=request.num_tokens - num_found,
+            num_new=num_new,
+            num_free=self._kv_cache.num_free_blocks,
+            found=request.block_hashes[max(num_blocks - 1, 0) : num_blocks],
+            next_one=request.block_hashes[num_blocks : num_blocks + 1],
+        )
+
+    def _is_held(self, candidate: Candidate) -> bool:
+        for gate in self._gates:
+            if gate.holds(candidate):
+                candidate.request.status = gate.status
+                self._waiting.set_aside(candidate.request)
+                return True
+        return False
+
+    def _admit(self, candidate: Candidate, plan: StepPlan) -> bool:
         """Take in the head of the queue; False, with nothing changed, if it has to wait.
 
         0               found                    num_tokens
         |---in cache----|--num_new--|---later steps---|
         """
-        computed = self._kv_cache.get_computed_blocks(request)
+        request, computed = candidate.request, candidate.computed
         num_missing = request.num_tokens - computed.num_tokens
         num_new = self._chunks.first_chunk(num_missing, plan.budget)
         if num_new == 0:
             return False
-        if self._kv_cache.allocate_slots(request, num_new, computed) is None:
+        if not self._has_room(request, num_new, computed):
+            self._refuse(candidate, num_new)
             return False
+        self._refusal = None
         self._waiting.pop()
         self._running.append(request)
         request.status = RequestStatus.RUNNING
@@ -56,4 +128,14 @@ class AdmissionPass:
         plan.admitted.append(request)
         plan.admitted_tokens.append(num_new)
         plan.budget -= num_new
+        for gate in self._gates:
+            gate.admitted(request, num_new)
         return True
+
+    def _has_room(self, request: Request, num_new: int, computed: ComputedBlocks) -> bool:
+        """Allocates if the rules allow it and there are blocks."""
+        if self._running:
+            for rule in self._rules:
+                if not rule.admits(request, num_new, computed):
+                    return False
+        return self._kv_cache.allocate_slots(request, num_new, computed) is not None

@@ -1,33 +1,52 @@
 """Taking the blocks of a running request away, to compute it again later.
 
-Owns the choice of the victim. Nothing is copied out: tokens and counters stay in
-the Request, and what the prefix cache still holds when it comes back is not
-computed twice.
+Owns the way back into the queue; the policy picks the victim. Nothing is copied
+out: tokens and counters stay in the Request, and what the prefix cache still
+holds when it comes back is not computed twice.
 """
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.policies import SchedulingPolicy
+from engine_core.scheduler.pressure import Pressure
 from engine_core.scheduler.step_plan import StepPlan
 
 
 class Preemption:
-    """First come, first served: the request admitted last is the first to go.
-
-    In one step victims stand behind the request that needs room, or are that
-    request itself; none of them has been planned yet.
-    """
+    """Makes room, one running request at a time."""
 
     def __init__(
-        self, waiting: RequestQueue, running: list[Request], kv_cache: KVCacheManager
+        self,
+        policy: SchedulingPolicy,
+        waiting: RequestQueue,
+        running: list[Request],
+        kv_cache: KVCacheManager,
+        pressure: Pressure,
     ) -> None:
+        self._policy = policy
         self._waiting = waiting
         self._running = running
         self._kv_cache = kv_cache
+        self._pressure = pressure
 
-    def evict_one(self, plan: StepPlan) -> Request:
-        """Preempt one running request and return it."""
-        victim = self._running.pop()
+    def relieve(self, plan: StepPlan) -> None:
+        """Before anyone is planned: preempt while the pool is too full, but never the last."""
+        while len(self._running) > 1 and self._pressure.too_high():
+            self.evict_one(plan, 0)
+
+    def evict_one(self, plan: StepPlan, num_visited: int) -> int:
+        """Preempt one running request; returns the index at which it stood.
+
+        num_visited: running requests that the plan may have served, from the first on.
+        A victim that the plan has already served is taken out of it: its tokens go
+        back to the budget, and blocks that only this step would have filled are no
+        longer findable.
+        """
+        index = self._policy.victim(self._running)
+        victim = self._running.pop(index)
+        if index < num_visited and plan.withdraw(victim):
+            self._kv_cache.withdraw(victim, victim.num_computed_tokens)
         self._kv_cache.free(victim)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
@@ -35,4 +54,4 @@ class Preemption:
         victim.preempted_at.append(plan.now)
         self._waiting.restore(victim)
         plan.preempted.append(victim)
-        return victim
+        return index

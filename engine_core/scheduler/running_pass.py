@@ -10,7 +10,7 @@ fewer requests than --max-num-seqs run when the token budget is smaller.
 """
 
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.request import Request
+from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.preemption import Preemption
 from engine_core.scheduler.step_plan import StepPlan
@@ -32,9 +32,9 @@ class RunningPass:
         self._preemption = preemption
 
     def run(self, plan: StepPlan) -> None:
-        """Plan the running requests until the budget, the list or the blocks end.
+        """Plan the running requests until the budget or the list ends.
 
-        The list may lose its tail meanwhile, never what lies before the position.
+        The list may lose requests meanwhile, in front of the position and behind it.
         """
         running, longest_chunk = self._running, self._longest_chunk
         position = 0
@@ -51,10 +51,13 @@ class RunningPass:
             num_new = min(num_missing, longest_chunk, plan.budget)
             blocks = self._kv_cache.allocate_slots(request, num_new)
             while blocks is None:
-                if self._preemption.evict_one(plan) is request:
-                    return
+                if self._preemption.evict_one(plan, position - 1) < position:
+                    position -= 1
+                if request.status is not RequestStatus.RUNNING:
+                    break  # it gave way itself
                 blocks = self._kv_cache.allocate_slots(request, num_new)
-            plan.continued.append(request)
-            plan.continued_tokens.append(num_new)
-            plan.continued_blocks.append(blocks)
-            plan.budget -= num_new
+            else:
+                plan.continued.append(request)
+                plan.continued_tokens.append(num_new)
+                plan.continued_blocks.append(blocks)
+                plan.budget -= num_new

@@ -9,17 +9,21 @@ first, within one token budget.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.queues.base import RequestQueue
-from engine_core.queues.fcfs import FCFSQueue
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_pass import AdmissionPass
+from engine_core.scheduler.admission_rules import pressure_of, rules_of
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.completion import completion, stop_token
+from engine_core.scheduler.gates import Gate
 from engine_core.scheduler.output_builder import OutputBuilder
+from engine_core.scheduler.pause import Pause, PauseMode
+from engine_core.scheduler.policies import policy_of
 from engine_core.scheduler.preemption import Preemption
+from engine_core.scheduler.prefix_wait import PrefixWait
 from engine_core.scheduler.running_pass import RunningPass
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.scheduler.step_results import check_result, ends_of_rows
@@ -39,6 +43,7 @@ class Scheduler:
 
     max_model_len: usable length, in tokens, of prompt and output together.
     vocab_size: sampled token ids are below it.
+    gates: hold requests back for reasons of their own, beside those that are always there.
     """
 
     def __init__(
@@ -49,22 +54,35 @@ class Scheduler:
         epoch: int,
         max_model_len: int,
         vocab_size: int,
+        gates: Sequence[Gate] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._kv_cache = kv_cache
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._clock = clock
-        self.waiting: RequestQueue = FCFSQueue()
+        policy = policy_of(config.scheduling_policy)
+        self.waiting: RequestQueue = policy.make_queue()
         self.running: list[Request] = []
         self._requests: dict[int, Request] = {}
         self._choices: dict[int, dict[int, Request]] = {}
         chunks = ChunkRule.from_config(config)
         self._step_budget = chunks.step_budget
-        preemption = Preemption(self.waiting, self.running, kv_cache)
-        self._running_pass = RunningPass(self.running, kv_cache, chunks, preemption)
+        pressure = pressure_of(config, kv_cache)
+        self._preemption = Preemption(policy, self.waiting, self.running, kv_cache, pressure)
+        self._running_pass = RunningPass(self.running, kv_cache, chunks, self._preemption)
+        self._pause = Pause()
+        self._gates = (self._pause, *gates, PrefixWait(kv_cache.block_size))
+        for gate in self._gates:
+            gate.attach(self._wake)
         self._admission_pass = AdmissionPass(
-            self.waiting, self.running, kv_cache, chunks, config.max_num_seqs
+            self.waiting,
+            self.running,
+            kv_cache,
+            chunks,
+            config.max_num_seqs,
+            rules_of(config, kv_cache, self.running, pressure),
+            self._gates,
         )
         self._output_builder = OutputBuilder(kv_cache, epoch)
         self._num_preemptions = 0
@@ -109,21 +127,33 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """A step would compute something or tell the workers what they can forget."""
-        return bool(self._requests) or self._output_builder.has_finished_handles
+        if self._output_builder.has_finished_handles:
+            return True
+        return bool(self.running or self.waiting.num_ready) and not self._pause.frozen
 
     @property
     def step(self) -> int:
         """Number of the last step scheduled."""
         return self._output_builder.step
 
+    def pause(self, mode: PauseMode) -> None:
+        """Start no new request, or schedule nothing at all, until `resume`."""
+        self._pause.begin_pause(mode)
+
+    def resume(self) -> None:
+        """End a pause; nothing happens without one."""
+        self._pause.end_pause()
+
     # A step
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step. Nothing is admitted in a step that had to preempt."""
         plan = StepPlan(self._step_budget, self._clock())
-        self._running_pass.run(plan)
-        if not plan.preempted:
-            self._admission_pass.run(plan)
+        if not self._pause.frozen:
+            self._preemption.relieve(plan)
+            self._running_pass.run(plan)
+            if not plan.preempted:
+                self._admission_pass.run(plan)
         output = self._output_builder.build(plan)
         self._advance(plan)
         return output
@@ -187,11 +217,19 @@ class Scheduler:
             prefix_cache_hits=hits,
             num_scheduled_tokens=self._num_scheduled_tokens,
             kv_evictions=self._kv_cache.take_evictions(),
+            num_deferred=len(self.waiting) - self.waiting.num_ready,
         )
         self._num_preemptions = self._num_scheduled_tokens = 0
         return stats
 
     # Parts of the above
+
+    def _wake(self, request: Request) -> None:
+        """A gate lets go of a request."""
+        if request.status.is_blocked:
+            preempted = request.num_preemptions > 0
+            request.status = RequestStatus.PREEMPTED if preempted else RequestStatus.WAITING
+            self.waiting.bring_back(request)
 
     def _advance(self, plan: StepPlan) -> None:
         """Count the tokens of the plan as computed: by the time anyone relies on it they are."""
@@ -242,6 +280,8 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self._kv_cache.free(request)
         self._output_builder.forget(request.handle)
+        for gate in self._gates:
+            gate.forget(request)
         del self._requests[request.handle]
         choices = self._choices[request.request_id]
         del choices[request.choice]

@@ -35,3 +35,18 @@ class StepPlan:
         self.admitted: list[Request] = []
         self.admitted_tokens: list[int] = []
         self.preempted: list[Request] = []
+
+    def num_new_tokens(self, request: Request) -> int:
+        """Tokens planned for a request that was running before this step; 0 for any other."""
+        if request not in self.continued:
+            return 0
+        return self.continued_tokens[self.continued.index(request)]
+
+    def withdraw(self, request: Request) -> bool:
+        """Take a running request out again and its tokens back; False if it was not planned."""
+        if request not in self.continued:
+            return False
+        index = self.continued.index(request)
+        del self.continued[index], self.continued_blocks[index]
+        self.budget += self.continued_tokens.pop(index)
+        return True

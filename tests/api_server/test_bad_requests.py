@@ -81,7 +81,10 @@ BAD_FIELDS = [
     ({"logit_bias": {"5": 1}}, "logit_bias", "not available yet"),
     ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "not available yet"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not available yet"),
-    ({"priority": True}, "priority", "not available yet"),
+    ({"priority": True}, "priority", ""),
+    ({"priority": 1.5}, "priority", ""),
+    ({"priority": "1"}, "priority", ""),
+    ({"priority": 1 << 63}, "priority", ""),
 ]
 
 

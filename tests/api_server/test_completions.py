@@ -73,6 +73,36 @@ async def test_every_form_of_prompt(start, say, tokenizer):
                 assert front_end.engine.requests.get_nowait().prompt_token_ids == ids
 
 
+async def test_a_priority_comes_from_the_body_or_from_the_header(start, say):
+    header = {"x-vllm-priority": "-3"}
+    async with start(say("!")) as front_end:
+        for fields, headers, expected in (
+            ({}, {}, 0),
+            ({"priority": 7}, {}, 7),
+            ({"priority": -(1 << 63)}, {}, -(1 << 63)),
+            ({}, header, -3),
+            ({"priority": None}, header, -3),
+            ({"priority": 7}, header, 7),
+        ):
+            for path, body in (
+                (PATH, {"prompt": "hello"}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+            ):
+                response = await front_end.http.post(path, json=body | fields, headers=headers)
+                assert response.status_code == 200, response.text
+                assert front_end.engine.requests.get_nowait().priority == expected
+
+
+@pytest.mark.parametrize("text", ["", "high", "1.5", "9" * 20, str(1 << 63)])
+async def test_a_priority_in_the_header_must_be_a_whole_number(start, text):
+    async with start() as front_end:
+        response = await front_end.http.post(
+            PATH, json={"prompt": "hello"}, headers={"x-vllm-priority": text}
+        )
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "priority"
+
+
 async def test_choices_are_ordered_by_prompt(start, tokenizer):
     def script(request, choice):
         return [*tokenizer.encode(f"{request.prompt_token_ids[0]}.{choice}").ids, 2]

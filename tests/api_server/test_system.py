@@ -69,14 +69,16 @@ async def test_metrics(start, say, tokenizer):
         )
         evictions = [KVEviction(12.0, 7.0, [2.0, 3.0]), KVEviction(0.25, 0.25)]
         front_end.engine.send_outputs(
-            stats=SchedulerStats(1, 0, 0.5, 1, 4, 2, kv_evictions=evictions)
+            stats=SchedulerStats(1, 5, 0.5, 1, 4, 2, kv_evictions=evictions, num_deferred=2)
         )
         await front_end.services.client.admin("check_integrity")
         found = await samples(front_end)
         output = len(tokenizer.encode(" world").ids) + 1
         prompt = len(tokenizer.encode("hello").ids)
         assert found["vllm:num_requests_running"] == 1
-        assert found["vllm:num_requests_waiting"] == 0
+        assert found["vllm:num_requests_waiting"] == 5
+        assert found["vllm:num_requests_waiting_by_reason,capacity"] == 3
+        assert found["vllm:num_requests_waiting_by_reason,deferred"] == 2
         assert found["vllm:kv_cache_usage_perc"] == 0.5
         assert found["vllm:num_preemptions_total"] == 6
         assert found["vllm:prefix_cache_queries_total"] == 64

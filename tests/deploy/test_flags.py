@@ -45,6 +45,8 @@ def test_the_promised_names_exist() -> None:
         --max-num-seqs --max-num-batched-tokens --long-prefill-token-threshold
         --enable-chunked-prefill --scheduling-policy --async-scheduling --tensor-parallel-size
         --device --attention-backend --api-server-count --disable-log-requests
+        --scheduler-reserve-full-isl --watermark --stop-admission-above
+        --resume-admission-below --preempt-above
     """
     assert set(promised.split()) <= {flag.name for flag in flags.all_flags()}
 
@@ -84,6 +86,11 @@ def test_bytes(text: str, number: int) -> None:
     assert built("--kv-cache-memory", text).cache.kv_cache_memory == number
 
 
+@pytest.mark.parametrize(("text", "number"), [("0", 0.0), ("0.25", 0.25), (".5", 0.5), ("0.", 0.0)])
+def test_fractions(text: str, number: float) -> None:
+    assert built("--watermark", text).scheduler.watermark == number
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -97,6 +104,9 @@ def test_bytes(text: str, number: int) -> None:
         (["--max-num-seqs", "-1"], "--max-num-seqs must be at least 1"),
         (["--kv-cache-memory", "4Q"], "--kv-cache-memory takes a number of bytes"),
         (["--dtype", "int3"], "--dtype takes one of auto, float32"),
+        (["--watermark", "nan"], "--watermark takes a number such as 0.9, not 'nan'"),
+        (["--watermark", "-0.1"], "--watermark takes a number such as 0.9, not '-0.1'"),
+        (["--watermark", "1"], "--watermark must be in [0, 1)"),
         (["--async-scheduling=yes"], "--no-async-scheduling is its opposite"),
         (["--no-async-scheduling=yes"], "--async-scheduling is its opposite"),
         (["--block-size", "12"], "--block-size must be a power of two"),
@@ -140,13 +150,16 @@ def test_a_file_gives_flags_and_the_command_line_beats_it(tmp_path: Path) -> Non
     path = write(
         tmp_path,
         "model: from-file\nmax-num-seqs: 9\nport: 1234\nkv-cache-memory: 2G\n"
-        "enable-prefix-caching: false\nseed: null\ndtype: float32\n",
+        "enable-prefix-caching: false\nseed: null\ndtype: float32\nwatermark: 0.01\n"
+        "preempt-above: 1\n",
     )
     given = built("--config", path, "--port", "4321")
     assert given.frontend.port == 4321
     assert given.model.model == "from-file"
     assert given.scheduler.max_num_seqs == 9
     assert given.cache.kv_cache_memory == 2 << 30
+    assert given.scheduler.watermark == 0.01
+    assert given.scheduler.preempt_above == 1.0
     assert given.cache.enable_prefix_caching is False
     assert given.model.dtype == "float32"
 
@@ -166,6 +179,8 @@ def test_an_empty_file_gives_nothing(tmp_path: Path) -> None:
         ("enable-prefix-caching: 1\n", "--enable-prefix-caching takes true or false, not 1"),
         ("api-key: 12345\n", "--api-key takes text, in quotes, not 12345"),
         ("dtype: int3\n", "--dtype takes one of"),
+        ("watermark: true\n", "--watermark takes a number such as 0.9, not True"),
+        ("watermark: .nan\n", "--watermark takes a number such as 0.9, not 'nan'"),
         ("- port\n", "needs lines of the form"),
         ("port: [\n", "--config"),
     ],

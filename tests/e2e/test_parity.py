@@ -2,7 +2,7 @@
 
 One set of 24 prompts goes through the daemon alone, all at once, with a budget of
 64 tokens a step, over prefix hits, with so few blocks that requests are preempted,
-and while half of them are aborted.
+also by priority, and while half of them are aborted.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ def body(prompt: list[int], **changes: object) -> dict[str, object]:
     return request | changes
 
 
-async def complete(client: httpx.AsyncClient, prompt: list[int]) -> list[int]:
-    response = await client.post("/v1/completions", json=body(prompt))
+async def complete(client: httpx.AsyncClient, prompt: list[int], **changes: object) -> list[int]:
+    response = await client.post("/v1/completions", json=body(prompt, **changes))
     assert response.status_code == 200, response.text
     (choice,) = response.json()["choices"]
     assert len(choice["token_ids"]) == NUM_OUTPUT_TOKENS
@@ -119,6 +119,21 @@ async def test_preempted_for_want_of_blocks(
     with Daemon("--dtype", "float32", "--num-gpu-blocks-override", "180") as daemon:
         outputs = await all_at_once(daemon, token_prompts)
         preemptions = daemon.metric("vllm:num_preemptions_total")
+    assert preemptions > 0
+    print(f"{preemptions:.0f} preemptions")
+    check(reference, token_prompts, outputs)
+
+
+async def test_preempted_by_priority(reference: Reference, token_prompts: list[list[int]]) -> None:
+    """Those that come first matter least, so that victims stand anywhere among the running."""
+    flags = ("--scheduling-policy", "priority", "--num-gpu-blocks-override", "180")
+    with Daemon("--dtype", "float32", *flags) as daemon:
+        async with client_of(daemon) as client:
+            outputs = await asyncio.gather(
+                *(complete(client, each, priority=-i % 7) for i, each in enumerate(token_prompts))
+            )
+        preemptions = daemon.metric("vllm:num_preemptions_total")
+        assert daemon.metric("vllm:kv_cache_usage_perc") == 0
     assert preemptions > 0
     print(f"{preemptions:.0f} preemptions")
     check(reference, token_prompts, outputs)

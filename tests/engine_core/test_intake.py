@@ -206,6 +206,50 @@ def test_calls_are_answered():
     assert desk.outbox.replies == [(1, AdminReply(1, 5, True)), (0, AdminReply(1, 6, True))]
 
 
+def test_pause_and_resume_by_call():
+    desk = Desk()
+    desk.take(request(1))
+    desk.engine.step()
+    desk.take(AdminCall(1, 5, "pause", "freeze"))
+    assert not desk.engine.scheduler.has_work
+    desk.take(AdminCall(1, 6, "pause"))
+    assert desk.engine.scheduler.has_work
+    desk.take(request(2))
+    desk.engine.step()
+    assert len(desk.engine.scheduler.running) == 1
+    desk.take(AdminCall(1, 7, "resume"))
+    desk.engine.step()
+    assert len(desk.engine.scheduler.running) == 2
+    assert desk.outbox.replies == [(0, AdminReply(1, each, True)) for each in (5, 6, 7)]
+
+
+def test_the_number_of_unfinished_choices_by_call():
+    desk = Desk()
+    desk.take(request(1, n=3))
+    desk.take(request(2))
+    desk.engine.step()
+    desk.take(Abort(1, 1, "stop_string", 0))
+    desk.take(AdminCall(1, 5, "get_num_unfinished"))
+    assert desk.outbox.replies == [(0, AdminReply(1, 5, True, value=3))]
+
+
+def test_priorities_are_refused_where_nothing_heeds_them():
+    desk = Desk()
+    desk.take(request(1, priority=-1))
+    ((_, output),) = desk.outbox.outputs
+    assert output.error.param == "priority"
+    assert "--scheduling-policy priority" in output.error.message
+    desk.intake = Intake(
+        desk.engine.scheduler,
+        desk.engine.kv_cache,
+        desk.outbox,
+        RequestLimits(vocab_size=1000, max_model_len=64, priorities=True),
+        list,
+    )
+    desk.take(request(1, priority=-1))
+    assert desk.outbox.accepted == [(0, 1)]
+
+
 def test_calls_that_fail_say_why():
     desk = Desk(problems=["lost block: 3", "lost block: 4"])
     desk.take(request())

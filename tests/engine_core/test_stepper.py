@@ -74,6 +74,24 @@ def test_it_steps_until_nothing_is_left_and_checks_its_books_once():
     loop.engine.assert_at_rest()
 
 
+def test_it_rests_while_all_that_is_left_is_held_and_goes_on_when_it_is_let_go():
+    def pause(service):
+        loop.engine.scheduler.pause("finish_running")
+
+    def resume(service):
+        assert loop.engine.scheduler.num_unfinished == 1
+        assert not loop.engine.scheduler.has_work
+        assert service.waits[-1] is not None, "it waits for messages"
+        loop.engine.scheduler.resume()
+
+    loop = Loop([pause, lambda _: None, resume])
+    loop.engine.add_one([1, 2], max_tokens=2)
+    loop.stepper.run()
+    tokens = [token for each in loop.service.published for token in each.new_token_ids]
+    assert tokens == undisturbed([1, 2], 2)
+    loop.engine.assert_at_rest()
+
+
 def test_books_that_do_not_add_up_end_the_engine():
     def check():
         raise RuntimeError("lost block")

@@ -7,6 +7,7 @@ from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.pool_plan import longest_chunk
 from engine_core.request import Request, choices_of
+from engine_core.scheduler.gates import Gate
 from engine_core.scheduler.scheduler import Scheduler
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -31,7 +32,8 @@ class EngineHarness:
         enable_prefix_caching: bool = True,
         next_token: NextToken = hashed_token,
         windows: Sequence[int | None] = (None,),
-        **scheduler: int | bool,
+        gates: Sequence[Gate] = (),
+        **scheduler: int | bool | float | str | None,
     ) -> None:
         config = SchedulerConfig(**{"max_num_batched_tokens": 8192, **scheduler})  # type: ignore[arg-type]
         self.kv_cache = KVCacheManager(
@@ -43,7 +45,12 @@ class EngineHarness:
             longest_chunk=longest_chunk(config),
         )
         self.scheduler = Scheduler(
-            config, self.kv_cache, epoch=1, max_model_len=max_model_len, vocab_size=VOCAB_SIZE
+            config,
+            self.kv_cache,
+            epoch=1,
+            max_model_len=max_model_len,
+            vocab_size=VOCAB_SIZE,
+            gates=gates,
         )
         self.runner = PagedRunner(block_size, next_token, windows=windows)
         self.mint: Callable[[], int] = itertools.count().__next__
@@ -62,11 +69,8 @@ class EngineHarness:
         **params: object,
     ) -> list[Request]:
         """A request with its choices; returns them."""
-        resumed = {
-            name: params.pop(name)
-            for name in ("output_token_ids", "finished_choices", "cache_salt")
-            if name in params
-        }
+        fields = EngineCoreRequest.__struct_fields__
+        given = {name: params.pop(name) for name in fields if name in params}
         message = EngineCoreRequest(
             epoch=1,
             request_id=next(self.ids),
@@ -74,10 +78,8 @@ class EngineHarness:
             sampling_params=SamplingParams(
                 **{"max_tokens": max_tokens, "eos_token_ids": (EOS,), **params}  # type: ignore[arg-type]
             ),
-            seed=0,
-            arrival_time=0.0,
             n=n,
-            **resumed,  # type: ignore[arg-type]
+            **{"seed": 0, "arrival_time": 0.0, **given},  # type: ignore[arg-type]
         )
         requests = choices_of(message, self.mint, client, self.kv_cache.hasher)
         for request in requests:

@@ -98,8 +98,8 @@ MESSAGES = [
         crash_count=1,
     ),
     Abort(1, 2, "stop_string", 0),
-    AdminCall(1, 2, "check_integrity"),
-    AdminReply(1, 2, False, "because"),
+    AdminCall(1, 2, "pause", "freeze"),
+    AdminReply(1, 2, False, "because", 3),
     EngineCoreOutputs(
         1,
         2,
@@ -111,7 +111,7 @@ MESSAGES = [
             EngineCoreOutput(8, 0, 0, [], FinishReason.ERROR, error=ERROR),
         ],
         [7],
-        SchedulerStats(1, 2, 0.5, 3, 4, 5, 6, [KVEviction(2.5, 1.5, [0.5])]),
+        SchedulerStats(1, 2, 0.5, 3, 4, 5, 6, [KVEviction(2.5, 1.5, [0.5])], 7),
     ),
     SchedulerOutput(
         epoch=1,

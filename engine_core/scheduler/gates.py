@@ -1,0 +1,67 @@
+"""Gates: why a waiting request cannot start yet, apart from room.
+
+A gate holds a request back for the sake of something outside the scheduler's
+books: a grammar that is being compiled, KV that is on its way, a prefix that
+another request is computing. A request that is held is set aside: it keeps its
+place, those behind it pass, and nobody looks at it again until its gate wakes it.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from engine_core.kv_cache.manager import ComputedBlocks, KVCacheManager
+from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.step_plan import StepPlan
+
+Wake = Callable[[Request], None]
+"""Puts a request that is held back into the line; does nothing for any other."""
+
+
+class Candidate:
+    """The request at the head of the line. Its cached prefix is looked up on demand, once."""
+
+    __slots__ = ("_computed", "_kv_cache", "request")
+
+    def __init__(self, request: Request, kv_cache: KVCacheManager) -> None:
+        self.request = request
+        self._kv_cache = kv_cache
+        self._computed: ComputedBlocks | None = None
+
+    @property
+    def computed(self) -> ComputedBlocks:
+        """Valid until blocks are allocated."""
+        if self._computed is None:
+            self._computed = self._kv_cache.get_computed_blocks(self.request)
+        return self._computed
+
+
+class Gate(Protocol):
+    """One reason for holding requests back.
+
+    status: of a request that is held.
+    """
+
+    status: RequestStatus
+
+    def attach(self, wake: Wake) -> None:
+        """Called once, before everything else, with the way to wake a request."""
+        ...
+
+    def begin(self, plan: StepPlan) -> None:
+        """An admission pass begins; running requests have been planned."""
+        ...
+
+    def holds(self, candidate: Candidate) -> bool:
+        """Whether the head of the line is to be set aside.
+
+        After a True the gate owes the request a wake, unless it is forgotten first.
+        """
+        ...
+
+    def admitted(self, request: Request, num_new_tokens: int) -> None:
+        """A request was given blocks; it computes so many tokens in this step."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """A request is over, whatever state it was in."""
+        ...

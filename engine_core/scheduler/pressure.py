@@ -1,0 +1,69 @@
+"""How full the pool may get: when to stop admitting, when to go on, when to preempt.
+
+Owns one bit, whether the doors are open. Two thresholds with a gap between them
+keep the scheduler from admitting and preempting the same request in turns.
+
+    in use   0 ───── resume ────── stop ────── preempt ── all
+                open   |  as it was  |  closed    |  closed, and someone gives way
+"""
+
+from typing import Protocol
+
+from engine_core.kv_cache.manager import ComputedBlocks, KVCacheManager
+from engine_core.request import Request
+
+
+class Pressure(Protocol):
+    """What the occupancy of the pool asks for."""
+
+    def too_high(self) -> bool:
+        """Whether a running request should give way; asked in every step."""
+        ...
+
+    def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
+        """Whether anyone may come in; the arguments do not matter."""
+        ...
+
+
+class NoPressure:
+    """Only the end of the pool counts."""
+
+    def too_high(self) -> bool:
+        return False
+
+    def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
+        return True
+
+
+class Thresholds:
+    """Fractions of the usable blocks, 0 < resume_below <= stop_above <= preempt_above <= 1."""
+
+    def __init__(
+        self,
+        kv_cache: KVCacheManager,
+        resume_below: float,
+        stop_above: float,
+        preempt_above: float,
+    ) -> None:
+        self._kv_cache = kv_cache
+        self._num_usable = kv_cache.num_usable_blocks
+        self._resume_below = resume_below * self._num_usable
+        self._stop_above = stop_above * self._num_usable
+        self._preempt_above = preempt_above * self._num_usable
+        self._open = True
+
+    def too_high(self) -> bool:
+        return self._observe() > self._preempt_above
+
+    def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
+        self._observe()
+        return self._open
+
+    def _observe(self) -> int:
+        """Blocks in use; moves the doors."""
+        in_use = self._num_usable - self._kv_cache.num_free_blocks
+        if in_use > self._stop_above:
+            self._open = False
+        elif in_use < self._resume_below:
+            self._open = True
+        return in_use

@@ -1,0 +1,126 @@
+"""Requests that wait for something else than room: set aside, woken, in order."""
+
+import pytest
+
+from engine_core.request import RequestStatus
+from tests.fakes.engine_harness import EngineHarness, scheduled
+from tests.fakes.gates import FakeGate
+from tests.fakes.paged_runner import undisturbed
+
+GRAMMAR = RequestStatus.WAITING_FOR_GRAMMAR
+
+
+def test_who_is_held_does_not_hold_up_the_others():
+    gate = FakeGate()
+    engine = EngineHarness(max_num_seqs=1, gates=[gate])
+    requests = [engine.add_one([each], max_tokens=2) for each in range(4)]
+    gate.closed_for = set(requests[:2])
+    assert scheduled(engine.step()) == {requests[2].handle: 1}
+    assert list(engine.scheduler.waiting) == [requests[0], requests[1], requests[3]]
+    assert [each.status for each in requests[:2]] == [gate.status] * 2
+    stats = engine.scheduler.take_stats()
+    assert (stats.num_waiting, stats.num_deferred) == (3, 2)
+
+
+def test_blocked_requests_are_not_asked_about_again():
+    gate = FakeGate()
+    engine = EngineHarness(gates=[gate])
+    held, other = engine.add_one([1]), engine.add_one([2], max_tokens=9)
+    gate.closed_for = {held}
+    for _ in range(5):
+        engine.step()
+    assert gate.asked == [held, other]
+    gate.open_for(held)
+    assert held.status is RequestStatus.WAITING
+    assert held.handle in scheduled(engine.step())
+    engine.run()
+    assert gate.admitted_tokens == {held: 1, other: 1}
+    assert set(gate.forgotten) == {held, other}
+    engine.assert_at_rest()
+
+
+def test_whatever_held_them_and_however_they_wake_the_order_of_arrival_counts():
+    grammar, remote = FakeGate(GRAMMAR), FakeGate()
+    engine = EngineHarness(max_num_seqs=1, gates=[grammar, remote])
+    requests = [engine.add_one([each], max_tokens=1) for each in range(4)]
+    grammar.closed_for, remote.closed_for = set(requests[:2]), {requests[2]}
+    assert scheduled(engine.step()) == {requests[3].handle: 1}
+    tail = engine.add_one([9], max_tokens=1)
+    remote.open_for(requests[2])
+    grammar.open_for(requests[1], requests[0])
+    assert scheduled(engine.step()) == {requests[0].handle: 1}
+    assert list(engine.scheduler.waiting) == [requests[1], requests[2], tail]
+
+
+def test_by_priority_a_woken_request_stands_where_its_priority_puts_it():
+    gate = FakeGate()
+    engine = EngineHarness(scheduling_policy="priority", max_num_seqs=1, gates=[gate])
+    low, high, middle = (engine.add_one([each], 1, priority=each) for each in (2, 0, 1))
+    gate.closed_for = {high, middle}
+    assert scheduled(engine.step()) == {low.handle: 1}
+    last = engine.add_one([5], priority=1)
+    gate.open_for(middle, high)
+    assert list(engine.scheduler.waiting) == [high, middle, last]
+
+
+def test_nothing_is_to_be_done_while_everyone_is_blocked():
+    gate = FakeGate()
+    engine = EngineHarness(gates=[gate])
+    request = engine.add_one([1], max_tokens=1)
+    gate.closed_for = {request}
+    assert engine.scheduler.has_work
+    assert engine.step().total_num_scheduled_tokens == 0
+    assert not engine.scheduler.has_work
+    assert engine.scheduler.num_unfinished == 1
+    gate.open_for(request)
+    assert engine.scheduler.has_work
+    engine.run()
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("wake_first", [False, True])
+def test_a_blocked_request_can_be_aborted(wake_first):
+    gate = FakeGate()
+    engine = EngineHarness(gates=[gate])
+    request = engine.add_one([1])
+    gate.closed_for = {request}
+    engine.step()
+    if wake_first:
+        gate.open_for(request)
+    engine.scheduler.abort(request.request_id)
+    gate.open_for(request)  # too late, and harmless
+    assert request.status is RequestStatus.FINISHED_ABORTED
+    assert gate.forgotten == [request]
+    engine.assert_at_rest()
+
+
+def test_waking_who_is_not_held_does_nothing():
+    gate = FakeGate()
+    engine = EngineHarness(max_num_seqs=1, gates=[gate])
+    running, waiting = engine.add_one([1]), engine.add_one([2])
+    engine.step()
+    gate.open_for(running, waiting)
+    assert running.status is RequestStatus.RUNNING
+    assert waiting.status is RequestStatus.WAITING
+    assert list(engine.scheduler.waiting) == [waiting]
+
+
+def test_a_preempted_request_that_is_held_and_woken_is_still_preempted():
+    gate = FakeGate()
+    engine = EngineHarness(num_blocks=5, enable_prefix_caching=False, gates=[gate])
+    old = engine.add_one(list(range(32)), max_tokens=4)
+    young = engine.add_one(list(range(100, 130)), max_tokens=4)
+    engine.step()
+    gate.closed_for = {young}
+    assert engine.step().preempted_handles == [young.handle]
+    engine.step()
+    engine.step()
+    engine.step()
+    assert young.status is gate.status
+    assert not engine.scheduler.running
+    gate.open_for(young)
+    assert young.status is RequestStatus.PREEMPTED
+    engine.run()
+    for each in (old, young):
+        assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 4)
+    engine.assert_at_rest()

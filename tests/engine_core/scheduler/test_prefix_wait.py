@@ -1,0 +1,146 @@
+"""Equal prompts that arrive together compute what they share once, also in chunks."""
+
+import pytest
+
+from engine_core.request import RequestStatus
+from engine_core.scheduler import prefix_wait
+from tests.fakes.engine_harness import EngineHarness, scheduled
+from tests.fakes.paged_runner import undisturbed
+
+WAITS = RequestStatus.WAITING_FOR_PREFIX
+
+
+def chunked(**settings):
+    """Chunks of 8 tokens, so that there is budget for others beside a long prompt."""
+    return EngineHarness(
+        **{
+            "block_size": 4,
+            "max_num_batched_tokens": 64,
+            "long_prefill_token_threshold": 8,
+            **settings,
+        }
+    )
+
+
+def test_the_second_of_two_equal_prompts_waits_and_computes_only_its_end():
+    engine = chunked()
+    prompt = list(range(30))
+    first, second = (engine.add_one(prompt, max_tokens=3) for _ in range(2))
+    assert scheduled(engine.step()) == {first.handle: 8}
+    assert second.status is WAITS
+    assert scheduled(engine.step()) == {first.handle: 8}
+    assert scheduled(engine.step()) == {first.handle: 8}
+    # The first fills the seventh block in this step; the end of the prompt fills none.
+    assert scheduled(engine.step()) == {first.handle: 6, second.handle: 2}
+    assert second.num_cached_tokens == 28
+    engine.run()
+    computed = sum(step.total_num_scheduled_tokens for step in engine.runner.steps)
+    assert computed == 30 + 2 + 2 * 2
+    for each in (first, second):
+        assert engine.tokens_of(each) == undisturbed(prompt, 3)
+    engine.assert_at_rest()
+
+
+def test_choices_compute_a_long_prompt_once():
+    engine = chunked()
+    prompt = list(range(40))
+    requests = engine.add(prompt, max_tokens=1, n=4)
+    engine.run()
+    computed = sum(step.total_num_scheduled_tokens for step in engine.runner.steps)
+    assert computed == 40 + 3 * 4
+    for each in requests:
+        assert engine.tokens_of(each) == undisturbed(prompt, 1, each.choice)
+    engine.assert_at_rest()
+
+
+def test_it_waits_only_for_what_is_shared():
+    engine = chunked()
+    common = list(range(16))
+    first = engine.add_one(common + [100] * 30, max_tokens=1)
+    second = engine.add_one(common + [200] * 30, max_tokens=1)
+    assert scheduled(engine.step()) == {first.handle: 8}
+    assert scheduled(engine.step()) == {first.handle: 8, second.handle: 8}
+    assert second.num_cached_tokens == 16
+
+
+def test_others_pass_meanwhile():
+    engine = chunked()
+    first, second = (engine.add_one(list(range(30))) for _ in range(2))
+    other = engine.add_one([500, 501])
+    assert scheduled(engine.step()) == {first.handle: 8, other.handle: 2}
+    assert list(engine.scheduler.waiting) == [second]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"prompt": list(range(1, 31))},
+        {"prompt": list(range(30)), "cache_salt": "other"},
+        {"prompt": list(range(30)), "prompt_logprobs": 0},
+        {"prompt": [0, 1, 2, 3]},
+    ],
+)
+def test_nobody_waits_for_blocks_that_would_not_be_used(second):
+    engine = chunked()
+    first = engine.add_one(list(range(30)))
+    other = engine.add_one(**second)
+    assert scheduled(engine.step()).keys() == {first.handle, other.handle}
+
+
+def test_nobody_waits_without_a_prefix_cache():
+    engine = chunked(enable_prefix_caching=False)
+    first, second = (engine.add_one(list(range(30))) for _ in range(2))
+    assert scheduled(engine.step()).keys() == {first.handle, second.handle}
+
+
+def test_when_the_leader_is_aborted_the_next_one_leads():
+    engine = chunked()
+    prompt = list(range(30))
+    first, second, third = (engine.add_one(prompt, max_tokens=2) for _ in range(3))
+    engine.step()
+    assert {second.status, third.status} == {WAITS}
+    engine.scheduler.abort(first.request_id)
+    assert engine.scheduler.has_work
+    assert scheduled(engine.step()) == {second.handle: 8}
+    assert second.num_cached_tokens == 8
+    assert third.status is WAITS
+    engine.run()
+    assert engine.tokens_of(third) == undisturbed(prompt, 2)
+    engine.assert_at_rest()
+
+
+def test_when_the_leader_is_preempted_nobody_waits_for_ever():
+    engine = chunked(num_blocks=12)
+    old = engine.add_one(list(range(500, 516)), max_tokens=12)
+    engine.step()
+    engine.step()
+    prompt = list(range(26))
+    first, second = (engine.add_one(prompt, max_tokens=5) for _ in range(2))
+    engine.run()
+    assert first.num_preemptions > 0
+    for each in (first, second):
+        assert engine.tokens_of(each) == undisturbed(prompt, 5)
+    assert engine.tokens_of(old) == undisturbed(list(range(500, 516)), 12)
+    engine.assert_at_rest()
+
+
+def test_a_waiting_request_can_be_aborted():
+    engine = chunked()
+    first, second = (engine.add_one(list(range(30)), max_tokens=1) for _ in range(2))
+    engine.step()
+    engine.scheduler.abort(second.request_id)
+    engine.run()
+    assert engine.tokens_of(first) == undisturbed(list(range(30)), 1)
+    engine.assert_at_rest()
+
+
+def test_the_wait_is_bounded(monkeypatch):
+    monkeypatch.setattr(prefix_wait, "LONGEST_WAIT", 3)
+    engine = chunked()
+    first, second = (engine.add_one(list(range(80)), max_tokens=1) for _ in range(2))
+    for _ in range(3):
+        assert scheduled(engine.step()) == {first.handle: 8}
+    assert scheduled(engine.step()) == {first.handle: 8, second.handle: 8}
+    assert second.num_cached_tokens == 32
+    engine.run()
+    engine.assert_at_rest()

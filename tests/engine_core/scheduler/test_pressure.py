@@ -1,0 +1,153 @@
+"""When the pool is nearly full: reserves, whole prompts, thresholds, and what is not repeated."""
+
+import pytest
+
+from tests.fakes.engine_harness import EngineHarness, scheduled
+from tests.fakes.paged_runner import undisturbed
+
+
+def small_pool(**settings):
+    """Ten usable blocks of four tokens."""
+    return EngineHarness(**{"num_blocks": 11, "block_size": 4, **settings})
+
+
+def prompt(length, first):
+    return [first * 50 + each for each in range(length)]
+
+
+def blocks_in_use(engine):
+    return 10 - engine.kv_cache.num_free_blocks
+
+
+def test_the_watermark_stays_free_at_admission():
+    engine = small_pool(watermark=0.2)
+    first = engine.add_one(prompt(20, 0), max_tokens=6)
+    second = engine.add_one(prompt(16, 1), max_tokens=2)
+    third = engine.add_one(prompt(12, 2), max_tokens=2)
+    assert scheduled(engine.step()).keys() == {first.handle}, "5 and 4 leave less than 2"
+    assert list(engine.scheduler.waiting) == [second, third], "nobody overtakes"
+    engine.run()
+    assert engine.scheduler.take_stats().num_preemptions == 0
+    engine.assert_at_rest()
+
+
+def test_those_that_run_may_use_the_watermark():
+    engine = small_pool(watermark=0.2)
+    request = engine.add_one(prompt(32, 0), max_tokens=9)
+    engine.run()
+    assert len(engine.tokens_of(request)) == 9
+    engine.assert_at_rest()
+
+
+def test_a_request_that_is_alone_is_admitted_below_the_watermark():
+    engine = small_pool(watermark=0.5)
+    request = engine.add_one(prompt(36, 0), max_tokens=2)
+    assert scheduled(engine.step()) == {request.handle: 36}
+
+
+def test_a_prompt_needs_room_for_all_of_it_if_asked_for():
+    settings = {"long_prefill_token_threshold": 4, "enable_prefix_caching": False}
+    engine = small_pool(**settings)
+    first, second = (engine.add_one(prompt(24, each), max_tokens=1) for each in range(2))
+    assert scheduled(engine.step()).keys() == {first.handle, second.handle}
+    engine = small_pool(scheduler_reserve_full_isl=True, **settings)
+    first = engine.add_one(prompt(24, 0), max_tokens=1)
+    second = engine.add_one(prompt(36, 1), max_tokens=1)
+    assert scheduled(engine.step()).keys() == {first.handle}
+    engine.run()
+    assert engine.scheduler.take_stats().num_preemptions == 0
+    assert engine.tokens_of(second) == undisturbed(prompt(36, 1), 1)
+    engine.assert_at_rest()
+
+
+def test_a_cached_prefix_in_use_counts_as_room():
+    engine = small_pool(scheduler_reserve_full_isl=True)
+    first = engine.add_one(prompt(24, 0), max_tokens=3)
+    engine.step()
+    second = engine.add_one(prompt(24, 0) + prompt(9, 1), max_tokens=1)
+    assert scheduled(engine.step()) == {first.handle: 1, second.handle: 9}
+
+
+def test_admission_stops_above_one_occupancy_and_resumes_below_another():
+    engine = small_pool(stop_admission_above=0.7, resume_admission_below=0.4)
+    lengths = (11, 12, 8)  # 3 + 3 + 2 blocks: eight of ten are more than 0.7
+    first = [engine.add_one(prompt(length, each), 2) for each, length in enumerate(lengths)]
+    late = engine.add_one(prompt(4, 7), max_tokens=1)
+    assert scheduled(engine.step()).keys() == {each.handle for each in first}
+    assert blocks_in_use(engine) == 8
+    for request in first[1:]:
+        engine.scheduler.abort(request.request_id)
+    assert blocks_in_use(engine) == 3
+    grows = engine.step()
+    assert scheduled(grows) == {first[0].handle: 1, late.handle: 4}, "below 0.4 it goes on"
+
+
+def test_between_the_thresholds_the_doors_stay_as_they_were():
+    engine = small_pool(stop_admission_above=0.7, resume_admission_below=0.4)
+    first = [engine.add_one(prompt(12, each), max_tokens=20) for each in range(2)]
+    engine.add_one(prompt(8, 2), max_tokens=1)
+    late = engine.add_one(prompt(4, 7), max_tokens=1)
+    assert len(scheduled(engine.step())) == 3
+    assert blocks_in_use(engine) == 6
+    assert scheduled(engine.step()).keys() == {each.handle for each in first}
+    assert list(engine.scheduler.waiting) == [late]
+    engine.scheduler.abort(first[1].request_id)
+    engine.scheduler.abort(first[0].request_id)
+    assert scheduled(engine.step()) == {late.handle: 4}
+
+
+def test_above_the_highest_threshold_the_youngest_gives_way():
+    engine = small_pool(
+        resume_admission_below=0.5, stop_admission_above=0.6, preempt_above=0.8, max_num_seqs=3
+    )
+    old = engine.add_one(prompt(20, 0), max_tokens=12)
+    young = engine.add_one(prompt(12, 1), max_tokens=12)
+    engine.step()
+    engine.step()
+    assert blocks_in_use(engine) == 10
+    output = engine.step()
+    assert output.preempted_handles == [young.handle]
+    assert scheduled(output) == {old.handle: 1}
+    assert young not in engine.scheduler.running
+    assert scheduled(engine.step()).keys() == {old.handle}, "six of ten are not below 0.5"
+    engine.run()
+    for each in (old, young):
+        assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 12)
+    engine.assert_at_rest()
+
+
+def test_the_last_one_is_never_preempted_for_pressure():
+    engine = small_pool(stop_admission_above=0.1, preempt_above=0.1)
+    request = engine.add_one(prompt(30, 0), max_tokens=5)
+    engine.run()
+    assert request.num_preemptions == 0
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_request_without_room_is_looked_up_once(policy, monkeypatch):
+    engine = small_pool(scheduling_policy=policy)
+    first = engine.add_one(prompt(32, 0), max_tokens=8)
+    engine.step()
+    second = engine.add_one(prompt(32, 1), max_tokens=1)
+    lookups = []
+    lookup = engine.kv_cache.get_computed_blocks
+
+    def counting(request):
+        lookups.append(request)
+        return lookup(request)
+
+    monkeypatch.setattr(engine.kv_cache, "get_computed_blocks", counting)
+    for _ in range(6):
+        assert scheduled(engine.step()) == {first.handle: 1}
+    assert lookups == [second]
+    engine.scheduler.abort(first.request_id)
+    assert scheduled(engine.step()) == {second.handle: 32}
+
+
+def test_a_smaller_chunk_may_fit_where_a_larger_one_did_not():
+    engine = small_pool(max_num_batched_tokens=16)
+    first = engine.add_one(prompt(28, 0), max_tokens=2)
+    second = engine.add_one(prompt(20, 1), max_tokens=1)
+    assert scheduled(engine.step()) == {first.handle: 16}
+    assert scheduled(engine.step()) == {first.handle: 12, second.handle: 4}

@@ -1,0 +1,36 @@
+"""A gate that holds what a test names."""
+
+from engine_core.request import RequestStatus
+
+
+class FakeGate:
+    """Holds the requests in `closed_for`; counts how often it was asked about each."""
+
+    def __init__(self, status=RequestStatus.WAITING_FOR_REMOTE_KVS):
+        self.status = status
+        self.closed_for = set()
+        self.asked = []
+        self.admitted_tokens = {}
+        self.forgotten = []
+
+    def attach(self, wake):
+        self._wake = wake
+
+    def begin(self, plan):
+        pass
+
+    def holds(self, candidate):
+        self.asked.append(candidate.request)
+        return candidate.request in self.closed_for
+
+    def admitted(self, request, num_new_tokens):
+        self.admitted_tokens[request] = num_new_tokens
+
+    def forget(self, request):
+        self.forgotten.append(request)
+
+    def open_for(self, *requests):
+        """What they waited for is there."""
+        for each in requests:
+            self.closed_for.discard(each)
+            self._wake(each)

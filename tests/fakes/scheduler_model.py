@@ -1,0 +1,217 @@
+"""A second scheduler, written for being obvious: lists, searches, no hashes, no memory.
+
+It shares no code with engine_core. What it decides in a step must be what the real
+one decides, down to the order of the free blocks.
+"""
+
+from dataclasses import dataclass, field
+
+from tests.fakes.paged_runner import hashed_token
+
+LONGEST_WAIT = 64
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One choice; `order` decides under PRIORITY."""
+
+    handle: int
+    tokens: list[int]
+    max_tokens: int
+    order: tuple[int, ...]
+    choice: int = 0
+    computed: int = 0
+    table: list[int] = field(default_factory=list)
+    waited: int = 0
+    described: bool = False
+
+    def __post_init__(self) -> None:
+        self.end = len(self.tokens) + self.max_tokens
+
+
+@dataclass
+class Decision:
+    """A step: handles of victims in order; tokens by handle, hits by handle of the admitted."""
+
+    victims: list[int] = field(default_factory=list)
+    tokens: dict[int, int] = field(default_factory=dict)
+    hits: dict[int, int] = field(default_factory=dict)
+
+
+class SchedulerModel:
+    """Pool, queue and both passes."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        caching: bool,
+        budget: int,
+        longest: int,
+        chunked: bool,
+        seats: int,
+        by_priority: bool,
+    ) -> None:
+        self.size = block_size
+        self.caching = caching
+        self.step_budget = budget
+        self.longest = min(longest or budget, budget)
+        self.chunked = chunked
+        self.seats = seats
+        self.by_priority = by_priority
+        self.free = list(range(1, num_blocks))
+        self.known: list[tuple[tuple[int, ...], int]] = []
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.held: dict[Sequence, tuple[Sequence, int]] = {}
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+        self._sort()
+
+    def remove(self, handle: int) -> None:
+        """A sequence is over or aborted."""
+        for sequence in self.waiting + self.running:
+            if sequence.handle == handle:
+                (self.waiting if sequence in self.waiting else self.running).remove(sequence)
+                self._release(sequence)
+                self.held.pop(sequence, None)
+                self.held = {who: why for who, why in self.held.items() if why[0] is not sequence}
+
+    def step(self) -> Decision:
+        decision = Decision()
+        planned: dict[Sequence, int] = {}
+        budget = self._run_running(decision, planned, self.step_budget)
+        if not decision.victims:
+            self._run_waiting(decision, planned, budget)
+        decision.tokens = {each.handle: number for each, number in planned.items()}
+        for sequence, number in planned.items():
+            sequence.computed += number
+            if sequence.computed == len(sequence.tokens):
+                sequence.tokens.append(hashed_token(sequence.tokens, sequence.choice))
+        # A result names the sequences that are new to the worker first.
+        for sequence in sorted(planned, key=lambda each: each.described):
+            sequence.described = True
+            if len(sequence.tokens) == sequence.end:
+                self.remove(sequence.handle)
+        return decision
+
+    def _run_running(self, decision: Decision, planned: dict[Sequence, int], budget: int) -> int:
+        for sequence in list(self.running):
+            if budget == 0:
+                break
+            if sequence not in self.running:
+                continue
+            missing = len(sequence.tokens) - sequence.computed
+            number = min(missing, self.longest, budget)
+            while not self._take(sequence, sequence.computed + number, []):
+                victim = self.running[-1]
+                if self.by_priority:
+                    victim = max(self.running, key=lambda each: each.order)
+                if victim in planned:
+                    budget += planned.pop(victim)
+                    never_filled = victim.table[victim.computed // self.size :]
+                    self.known = [each for each in self.known if each[1] not in never_filled]
+                self._preempt(victim)
+                decision.victims.append(victim.handle)
+                if victim is sequence:
+                    break
+            else:
+                planned[sequence] = number
+                budget -= number
+        return budget
+
+    def _run_waiting(self, decision: Decision, planned: dict[Sequence, int], budget: int) -> None:
+        self._let_go(planned)
+        for sequence in list(self.waiting):
+            if sequence in self.held:
+                continue
+            if budget == 0 or len(self.running) == self.seats:
+                return
+            hits = self._hits(sequence)
+            found = len(hits) * self.size
+            if self._waits(sequence, len(hits), planned):
+                continue
+            missing = len(sequence.tokens) - found
+            if not self.chunked and budget < missing <= self.step_budget:
+                return
+            number = min(missing, self.longest, budget)
+            if not self._take(sequence, found + number, hits):
+                return
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            sequence.computed = found
+            sequence.waited = 0
+            planned[sequence] = number
+            decision.hits[sequence.handle] = found
+            budget -= number
+
+    def _let_go(self, planned: dict[Sequence, int]) -> None:
+        for sequence, (leader, number) in list(self.held.items()):
+            sequence.waited += 1
+            reached = leader.computed + planned.get(leader, 0)
+            if leader not in self.running or reached >= number or sequence.waited >= LONGEST_WAIT:
+                del self.held[sequence]
+
+    def _waits(self, sequence: Sequence, found: int, planned: dict[Sequence, int]) -> bool:
+        most = (len(sequence.tokens) - 1) // self.size
+        if not self.caching or found >= most or sequence.waited >= LONGEST_WAIT:
+            return False
+        for leader in self.running:
+            if leader.computed + planned.get(leader, 0) >= len(leader.tokens):
+                continue
+            shared = 0
+            while shared < most and self._same_block(sequence, leader, shared):
+                shared += 1
+            if shared > found:
+                self.held[sequence] = (leader, shared * self.size)
+                return True
+        return False
+
+    def _same_block(self, one: Sequence, other: Sequence, number: int) -> bool:
+        end = (number + 1) * self.size
+        return end <= len(other.tokens) and one.tokens[:end] == other.tokens[:end]
+
+    def _hits(self, sequence: Sequence) -> list[int]:
+        blocks: list[int] = []
+        for end in range(self.size, len(sequence.tokens), self.size):
+            content = tuple(sequence.tokens[:end])
+            same = [block for known, block in self.known if known == content]
+            if not same:
+                break
+            blocks.append(same[0])
+        return blocks
+
+    def _take(self, sequence: Sequence, num_tokens: int, hits: list[int]) -> bool:
+        table = sequence.table or hits
+        num_new = max(0, -(-num_tokens // self.size) - len(table))
+        free = [block for block in self.free if block not in hits]
+        if num_new > len(free):
+            return False
+        new, self.free = free[:num_new], free[num_new:]
+        self.known = [entry for entry in self.known if entry[1] not in new]
+        sequence.table = table + new
+        cached = {block for _, block in self.known}
+        for number, block in enumerate(sequence.table):
+            end = (number + 1) * self.size
+            if self.caching and end <= num_tokens and block not in cached:
+                self.known.append((tuple(sequence.tokens[:end]), block))
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        self.running.remove(victim)
+        self._release(victim)
+        victim.computed = 0
+        self.waiting.insert(0, victim)
+        self._sort()
+
+    def _release(self, sequence: Sequence) -> None:
+        table, sequence.table = sequence.table, []
+        for block in reversed(table):
+            if not any(block in each.table for each in self.running):
+                self.free.append(block)
+
+    def _sort(self) -> None:
+        if self.by_priority:
+            self.waiting.sort(key=lambda each: each.order)
