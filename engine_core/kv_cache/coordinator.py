@@ -78,11 +78,6 @@ class NoCacheCoordinator:
         """
         return min([group.settle(handle, content, num_tokens) for group in self.groups])
 
-    def withdraw(self, handle: int, num_tokens: int) -> None:
-        """Take what comes after the first `num_tokens` tokens out of the prefix index."""
-        for group in self.groups:
-            group.withdraw(handle, num_tokens)
-
     def free(self, handle: int) -> None:
         """Give back all blocks of a sequence, group by group, last block first."""
         for group in self.groups:

@@ -118,12 +118,7 @@ class KVCacheManager:
     ) -> int:
         """Free blocks that allocate_slots would use up for the same; changes nothing."""
         num_slots = request.num_computed_tokens + computed.num_tokens + num_new_tokens
-        return self._coordinator.num_blocks_needed(request.handle, num_slots, computed)
-
-    def free(self, request: Request) -> None:
-        """Give back all blocks of a request, last one first; nothing if it has none."""
-        if self._quiet_until.pop(request.handle, None) is not None:
-            self._coordinator.free(request.handle)
+        return self._num_blocks_needed(request.handle, num_slots, computed)
 
     def withdraw(self, request: Request, num_valid_tokens: int) -> None:
         """Nobody is to find what a request computed after its first tokens.
@@ -132,7 +127,13 @@ class KVCacheManager:
         them until it is freed, and so does whoever found them before; none of them
         offers them again.
         """
-        self._coordinator.withdraw(request.handle, num_valid_tokens)
+        for group in self.groups:
+            group.withdraw(request.handle, num_valid_tokens)
+
+    def free(self, request: Request) -> None:
+        """Give back all blocks of a request, last one first; nothing if it has none."""
+        if self._quiet_until.pop(request.handle, None) is not None:
+            self._coordinator.free(request.handle)
 
     def block_ids(self, handle: int) -> BlockIds:
         """A copy of the block table of a request, per group."""
@@ -148,8 +149,14 @@ class KVCacheManager:
 
     def can_fit(self, num_tokens: int) -> bool:
         """Whether the whole pool, with nobody else in it, has room for this many tokens."""
-        most = blocks_of_request(self._specs, num_tokens, self.block_size, self._longest_chunk)
-        return most < self.pool.num_blocks
+        return self.most_blocks(num_tokens) < self.pool.num_blocks
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """Most blocks that a request holds at once until it has this many tokens.
+
+        Less than num_blocks_needed says where a window passes blocks on the way.
+        """
+        return blocks_of_request(self._specs, num_tokens, self.block_size, self._longest_chunk)
 
     def take_prefix_cache_stats(self) -> tuple[int, int]:
         """(tokens looked up, tokens found) since the last call.
@@ -214,7 +221,7 @@ class KVCacheManager:
         num_tokens = num_computed + num_new
         num_slots = num_tokens + num_lookahead
         coordinator.release_passed(handle, num_computed)
-        num_needed = coordinator.num_blocks_needed(handle, num_slots, computed)
+        num_needed = self._num_blocks_needed(handle, num_slots, computed)
         if num_needed > self.pool.num_free:
             return None
         if handle not in self._quiet_until:
@@ -224,10 +231,15 @@ class KVCacheManager:
         if num_needed:
             new_blocks = coordinator.extend(handle, num_slots)
         # Drafts and lookahead may still be rejected; only verified tokens are findable.
-        self._quiet_until[handle] = coordinator.settle(
-            handle, request, min(num_tokens, request.num_tokens)
-        )
+        self._settle(request, min(num_tokens, request.num_tokens))
         return new_blocks if any(new_blocks) else NO_NEW_BLOCKS
+
+    def _num_blocks_needed(self, handle: int, num_slots: int, computed: ComputedBlocks) -> int:
+        return self._coordinator.num_blocks_needed(handle, num_slots, computed)
+
+    def _settle(self, request: Request, num_verified: int) -> None:
+        handle = request.handle
+        self._quiet_until[handle] = self._coordinator.settle(handle, request, num_verified)
 
     def _count_lookup(self, request: Request, computed: ComputedBlocks) -> None:
         looked_up = self.enable_caching and not request.skip_reading_prefix_cache

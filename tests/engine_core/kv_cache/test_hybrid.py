@@ -180,6 +180,7 @@ def test_a_refused_allocation_gives_back_only_what_is_passed(setup):
     request = kv.run(range(6))
     request.all_token_ids += range(9)
     before = kv.manager.block_ids(request.handle)
+    assert kv.manager.num_blocks_needed(request, 9) == 5 + 5
     assert kv.manager.allocate_slots(request, 9) is None
     assert kv.manager.block_ids(request.handle) == [before[0], [0, *before[1][1:]]]
     assert kv.manager.num_free_blocks == 2
@@ -360,3 +361,11 @@ def test_what_a_failed_request_computed_is_not_found(setup):
     assert kv.hit([*COMMON, 7]) == ()
     kv.manager.free(first)
     kv.manager.withdraw(first, 0)
+
+
+def test_the_most_blocks_of_a_request_are_not_those_of_all_its_tokens():
+    manager = make_manager(100, 2, windows=(None, 4), longest_chunk=4)
+    request = Requests(manager).make(range(40))
+    assert manager.num_blocks_needed(request, 40) == 40
+    assert manager.most_blocks(40) == 20 + 5
+    assert manager.can_fit(40)
