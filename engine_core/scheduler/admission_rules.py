@@ -7,7 +7,7 @@ room. No rule is asked while nothing runs, so that there is always progress.
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine_core.kv_cache.manager import ComputedBlocks, KVCacheManager
+from engine_core.kv_cache.manager import NOTHING_COMPUTED, ComputedBlocks, KVCacheManager
 from engine_core.request import Request
 from engine_core.scheduler.pressure import NoPressure, Pressure, Thresholds
 from proto.config import SchedulerConfig
@@ -48,12 +48,20 @@ class WholeSequence:
 
     def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
         num_missing = request.num_tokens - computed.num_tokens
-        needed = self._kv_cache.num_blocks_needed(request, num_missing, computed)
+        needed = self._needed(request, num_missing, computed)
         for each in self._running:
             num_missing = each.num_tokens - each.num_computed_tokens
             if num_missing > 1:
-                needed += self._kv_cache.num_blocks_needed(each, num_missing)
+                needed += self._needed(each, num_missing, NOTHING_COMPUTED)
         return needed <= self._kv_cache.num_free_blocks
+
+    def _needed(self, request: Request, num_missing: int, computed: ComputedBlocks) -> int:
+        """Blocks that the missing tokens take; a window gives some back on the way."""
+        kv_cache = self._kv_cache
+        return min(
+            kv_cache.num_blocks_needed(request, num_missing, computed),
+            kv_cache.most_blocks(request.num_tokens),
+        )
 
 
 def pressure_of(config: SchedulerConfig, kv_cache: KVCacheManager) -> Pressure:
