@@ -1,23 +1,28 @@
-"""Reading the body of a request: size, content type, JSON, and the header that adds to it."""
+"""Reading the body of a request: size, time, content type, JSON, and the header that adds to it."""
 
+import asyncio
 import json
 import re
 from typing import Any, Final
 
 from starlette.requests import Request
 
-from api_server.errors import BodyTooLargeError
+from api_server.errors import BodyTooLargeError, SlowUploadError
 from proto.errors import InvalidRequestError, UnsupportedMediaError
 
 MAX_BODY_BYTES: Final = 32 << 20
 PRIORITY_HEADER: Final = "x-vllm-priority"
 _WHOLE: Final = re.compile(r"[+-]?[0-9]{1,19}")
+MIB: Final = 1 << 20
+SECONDS_PER_MIB: Final = 60.0
+"""A body has so long to arrive, and so long again for each whole MiB that has arrived."""
 
 
 async def read_fields(request: Request) -> Any:
     """The decoded body; a priority in the header counts where the body has none.
 
-    Raises UnsupportedMediaError (415), BodyTooLargeError (413) or InvalidRequestError.
+    Raises UnsupportedMediaError (415), BodyTooLargeError (413), SlowUploadError (408) or
+    InvalidRequestError; starlette's ClientDisconnect when the client leaves.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -43,8 +48,14 @@ async def _read(request: Request) -> bytes:
     if announced.isdecimal() and int(announced[:20]) > MAX_BODY_BYTES:
         raise too_large
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_BODY_BYTES:
-            raise too_large
+    start = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout(SECONDS_PER_MIB) as limit:
+            async for piece in request.stream():
+                body += piece
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_large
+                limit.reschedule(start + SECONDS_PER_MIB * (1 + len(body) // MIB))
+    except TimeoutError:
+        raise SlowUploadError(f"only {len(body)} bytes of the body came in time") from None
     return bytes(body)
