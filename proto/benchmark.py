@@ -60,7 +60,7 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class SchedulerTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """One workload played once; None for what does not occur in it.
+    """One workload played once, in CPU time; None for what does not occur in it.
 
     num_steps: that were counted. num_scheduled, num_preempted: requests a step, mean.
     schedule, update: the two halves of a step, up to the finished message.
