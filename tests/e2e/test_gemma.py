@@ -24,6 +24,8 @@ WINDOW = 512
 NUM_GROUPS = 6
 LENGTHS = [600, 900, 1300, 1800, 2400, 3000]
 NUM_OUTPUT_TOKENS = 48
+MOST_TOKENS_OF_A_DECODE = 500
+"""Of a request that its client leaves early."""
 
 Prompts = list[list[int]]
 
@@ -116,8 +118,9 @@ async def test_a_long_request_in_a_pool_too_small_for_full_attention(
     longest = token_prompts[-1]
     full_attention = NUM_GROUPS * len(longest) // BLOCK
     assert full_attention > num_blocks
-    # A window, what a decode adds, and a block that both only touch.
-    hybrid = len(longest) // BLOCK + 1 + (NUM_GROUPS - 1) * (WINDOW // BLOCK + 2)
+    # In each group with a window: the window, and a block at each end that it only touches.
+    num_tokens = len(longest) + MOST_TOKENS_OF_A_DECODE
+    hybrid = num_tokens // BLOCK + 1 + (NUM_GROUPS - 1) * (WINDOW // BLOCK + 2)
     with Daemon(MODEL, "--dtype", "float32", "--num-gpu-blocks-override", str(num_blocks)) as small:
         used = [usage * (num_blocks - 1) for usage in usages_of_a_decode(small, longest)]
         print(f"{used[-1]:.0f} of {full_attention} blocks, at most {max(used):.0f}")
@@ -131,11 +134,13 @@ async def test_a_long_request_in_a_pool_too_small_for_full_attention(
 
 
 def usages_of_a_decode(daemon: Daemon, prompt: list[int]) -> list[float]:
-    """The part of the pool in use after each token of a prompt's continuation."""
-    request = body(prompt, stream=True, max_tokens=10)
-    usages = []
+    """The part of the pool in use after the first tokens of a prompt's continuation."""
+    request = body(prompt, stream=True, max_tokens=MOST_TOKENS_OF_A_DECODE)
+    usages: list[float] = []
     with httpx.stream("POST", f"{daemon.url}/v1/completions", json=request, timeout=600) as lines:
         for line in lines.iter_lines():
             if line.startswith("data: {") and json.loads(line[6:])["choices"]:
                 usages.append(daemon.metric("vllm:kv_cache_usage_perc"))
+            if len(usages) == 10:
+                break
     return usages
