@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from proto.errors import OverloadedError, RequestError
@@ -21,6 +21,18 @@ logger = logging.getLogger("tokend.api")
 class BodyTooLargeError(RequestError):
     status = 413
     type = "RequestTooLargeError"
+
+
+class SlowUploadError(RequestError):
+    """The body did not come in time; the rest of it is not waited for."""
+
+    status = 408
+    type = "RequestTimeoutError"
+
+
+class HeadersTooLargeError(RequestError):
+    status = 431
+    type = "RequestHeadersTooLargeError"
 
 
 class NotAvailableError(OverloadedError):
@@ -48,6 +60,8 @@ def error_response(error: RequestError) -> JSONResponse:
         headers["retry-after"] = "1"
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
+    if error.status in (408, 431):
+        headers["connection"] = "close"
     return JSONResponse(error_body(error), error.status, headers)
 
 
@@ -55,6 +69,7 @@ def install(app: FastAPI) -> None:
     """Answer every exception of a route."""
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_bug)
 
 
@@ -69,6 +84,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}"
     body = {"message": message, "type": kind, "param": None, "code": error.status_code}
     return JSONResponse({"error": body}, error.status_code, error.headers)
+
+
+async def _on_disconnect(_request: Request, _error: Exception) -> Response:
+    """The client left during its upload: nobody reads this answer."""
+    return Response(status_code=400)
 
 
 async def _on_bug(_request: Request, error: Exception) -> Response:

@@ -17,6 +17,7 @@ import uvloop
 
 from api_server.app import create_app
 from api_server.engine_client import EngineClient, FromEngine
+from api_server.http_protocol import LimitedHttpProtocol
 from api_server.inputs.chat_template import load_chat_template
 from api_server.inputs.sampling import seeds
 from api_server.inputs.tokenizer import ModelTokenizer, special_token_texts
@@ -52,7 +53,7 @@ def make_server(services: Services) -> Server:
     return Server(
         uvicorn.Config(
             create_app(services),
-            http="httptools",
+            http=LimitedHttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from proto.codec import encode
 from proto.errors import ErrorInfo
-from proto.lifecycle import Fatal, ProcessBoot, Role, Shutdown, ToSupervisor
+from proto.lifecycle import Fatal, ProcessBoot, Role, Shutdown, ToSupervisor, process_name
 from proto.sockets import Link, Poller, supervisor_path
 
 _LAST_WORDS_SECONDS: Final = 0.5
@@ -46,7 +46,7 @@ class Child:
 
     @property
     def name(self) -> str:
-        return f"{self.role} {self.index}"
+        return process_name(self.role, self.index)
 
     @property
     def exit_status(self) -> int | None:

@@ -67,13 +67,15 @@ def _serve(words: list[str]) -> int:
 
         print(serve_help.render())
         return 0
-    config = flags.build(arguments)
-
-    from deploy.serve import serve
     from deploy.surroundings import Surroundings
 
+    around = Surroundings.of(os.environ)
+    config = flags.build(arguments, around.settings)
+
+    from deploy.serve import serve
+
     try:
-        return serve(config, Surroundings.of(os.environ))
+        return serve(config, around)
     except KeyboardInterrupt:
         print("tokend: stopped before it was ready", file=sys.stderr)
         return 0

@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from proto.config import ServeConfig, flag_name, validate
@@ -65,8 +66,12 @@ class Flag:
 
     def from_yaml(self, value: Any) -> Any:
         """The value of a YAML scalar; raises ConfigError."""
-        if value is None and self.optional:
-            return None
+        if value is None:
+            if self.optional:
+                return None
+            raise ConfigError(
+                f"{self.name} must not be null; leave the key out to take the default", self.field
+            )
         if self.kind == "bool":
             if not isinstance(value, bool):
                 raise self._wrong("true or false", value)
@@ -159,14 +164,23 @@ def read_file(path: str) -> dict[str, Any]:
         flag = by_key.get(str(key).replace("_", "-"))
         if flag is None:
             raise ConfigError(f"--config {path}: {unknown('key', str(key), by_key)}")
-        values[flag.field] = flag.from_yaml(value)
+        try:
+            values[flag.field] = flag.from_yaml(value)
+        except ConfigError as error:
+            raise ConfigError(f"--config {path}: {error}", flag.field) from None
     return values
 
 
-def build(arguments: ServeArguments) -> ServeConfig:
-    """The configuration: command line before file before default. Raises ConfigError."""
-    values = read_file(arguments.config_file) if arguments.config_file is not None else {}
-    values.update(arguments.values)
+def build(
+    arguments: ServeArguments, environment: Mapping[str, Any] = MappingProxyType({})
+) -> ServeConfig:
+    """The configuration: command line before file before environment before default.
+
+    environment: values by field. Raises ConfigError.
+    """
+    path = arguments.config_file
+    from_file = read_file(path) if path is not None else {}
+    values = {**environment, **from_file, **arguments.values}
     sections = {
         section: struct(
             **{name: values[name] for name in struct.__struct_fields__ if name in values}
@@ -174,7 +188,12 @@ def build(arguments: ServeArguments) -> ServeConfig:
         for section, struct in typing.get_type_hints(ServeConfig).items()
     }
     config = ServeConfig(**sections)
-    validate(config)
+    try:
+        validate(config)
+    except ConfigError as error:
+        if error.parameter in from_file and error.parameter not in arguments.values:
+            raise ConfigError(f"--config {path}: {error}", error.parameter) from None
+        raise
     return config
 
 

@@ -6,24 +6,35 @@ looks at environment variables.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from proto.run_directory import default_parent
+
+API_KEY_VARIABLE: Final = "TOKEND_API_KEY"
+"""Holds the API key for those who do not want it on a command line that others can see."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """cache: tokend's own cache folder. variables: what child processes inherit."""
+    """cache: tokend's own cache folder. variables: what child processes inherit.
+
+    settings: config fields that the environment sets; flags and file go before them.
+    """
 
     cache: str
     variables: Mapping[str, str]
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> "Surroundings":
         """From environment variables, by the XDG rules for where things go."""
         home = os.path.expanduser("~")
         base = variables.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
-        return cls(os.path.join(os.path.abspath(base), "tokend"), dict(variables))
+        inherited = dict(variables)
+        key = inherited.pop(API_KEY_VARIABLE, None)
+        settings = {} if key is None else {"api_key": key}
+        return cls(os.path.join(os.path.abspath(base), "tokend"), inherited, settings)
 
     def run_parent(self) -> str:
         """Where run directories go; raises TokendError when there is no place."""

@@ -162,7 +162,7 @@ def validate(config: ServeConfig) -> None:
     if not 0 <= frontend.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {frontend.port}", "port")
     if frontend.api_key is not None and not frontend.api_key.strip():
-        raise ConfigError("--api-key must not be empty", "api_key")
+        raise ConfigError("--api-key (or TOKEND_API_KEY) must not be empty", "api_key")
     if config.model.seed is not None and not 0 <= config.model.seed < 1 << 63:
         raise ConfigError(f"--seed must be in [0, 2^63), got {config.model.seed}", "seed")
 

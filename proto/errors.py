@@ -16,11 +16,19 @@
 An error crosses a process as `ErrorInfo`.
 """
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 ErrorKind = Literal["invalid_request", "overloaded", "internal", "engine_dead"]
+
+MAX_SHOWN: Final = 100
+
+
+def shown(value: object) -> str:
+    """A client's value as a message shows it: at most `MAX_SHOWN` characters."""
+    text = str(value)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
 
 
 class TokendError(Exception):

@@ -7,7 +7,7 @@ front end ──FrontEndReady──▶ supervisor
 any process ──Progress, Fatal──▶ supervisor ──Shutdown──▶ any process
 """
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -16,6 +16,17 @@ from proto.errors import ErrorInfo
 from proto.prepared_model import PreparedModel
 
 Role = Literal["api_server", "engine_core", "worker"]
+
+_TITLES: Final[dict[Role, str]] = {
+    "api_server": "api",
+    "engine_core": "engine",
+    "worker": "worker",
+}
+
+
+def process_name(role: Role, index: int) -> str:
+    """What users see of a process: its title, its log lines, its obituary."""
+    return f"{_TITLES[role]} {index}"
 
 
 class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,13 +19,12 @@ import zmq
 from proto import PROTOCOL_VERSION
 from proto.codec import MessageDecoder
 from proto.errors import ErrorInfo, ProtocolError
-from proto.lifecycle import Fatal, FromSupervisor, ProcessBoot, Role
+from proto.lifecycle import Fatal, FromSupervisor, ProcessBoot, process_name
 from proto.run_directory import RunDirectory
 from proto.sockets import Link, supervisor_path
 
 logger = logging.getLogger("tokend.process")
 
-_TITLES: dict[Role, str] = {"api_server": "api", "engine_core": "engine", "worker": "worker"}
 _LAST_WORDS_SECONDS = 1.0
 _ORPHAN_PATIENCE_SECONDS = 1.0
 
@@ -81,7 +80,7 @@ def _read_boot() -> ProcessBoot:
 
 def _enter(boot: ProcessBoot, directory: RunDirectory) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    name = f"{_TITLES[boot.role]} {boot.index}"
+    name = process_name(boot.role, boot.index)
     logging.basicConfig(
         level=logging.INFO,
         format=f"%(asctime)s %(levelname)s {name}: %(message)s",

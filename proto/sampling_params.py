@@ -10,10 +10,12 @@ from typing import Final
 
 import msgspec
 
-from proto.errors import InvalidRequestError
+from proto.errors import InvalidRequestError, shown
 
 MAX_STOP_TOKEN_IDS: Final = 128
 MAX_LOGPROBS: Final = 20
+MAX_TEMPERATURE: Final = 1e4
+"""Far beyond it every token is as likely as any other."""
 GREEDY_TEMPERATURE: Final = 1e-5
 """Below this temperature a row is greedy."""
 
@@ -57,18 +59,20 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequestError naming the first parameter out of range."""
-        _require(self.max_tokens >= 1, "max_tokens", f"must be at least 1, got {self.max_tokens}")
+        _require(
+            self.max_tokens >= 1, "max_tokens", f"must be at least 1, got {shown(self.max_tokens)}"
+        )
         _require(
             0 <= self.min_tokens <= self.max_tokens,
             "min_tokens",
-            f"must be between 0 and max_tokens ({self.max_tokens}), got {self.min_tokens}",
+            f"must be between 0 and max_tokens ({self.max_tokens}), got {shown(self.min_tokens)}",
         )
         _require(
-            math.isfinite(self.temperature) and 0.0 <= self.temperature <= 1e4,
+            math.isfinite(self.temperature) and 0.0 <= self.temperature <= MAX_TEMPERATURE,
             "temperature",
-            f"must be a finite number of at least 0, got {self.temperature}",
+            f"must be between 0 and {MAX_TEMPERATURE:g}, got {self.temperature}",
         )
-        _require(self.top_k >= 0, "top_k", f"must be 0 (all) or more, got {self.top_k}")
+        _require(self.top_k >= 0, "top_k", f"must be 0 (all) or more, got {shown(self.top_k)}")
         _require(0.0 < self.top_p <= 1.0, "top_p", f"must be in (0, 1], got {self.top_p}")
         _require(0.0 <= self.min_p <= 1.0, "min_p", f"must be in [0, 1], got {self.min_p}")
         _require(
@@ -80,14 +84,14 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
             _require(
                 0 <= token_id < vocab_size,
                 "stop_token_ids",
-                f"token id {token_id} is outside the vocabulary [0, {vocab_size})",
+                f"token id {shown(token_id)} is outside the vocabulary [0, {vocab_size})",
             )
         counts = (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))
         for name, number in counts:
             _require(
                 number is None or 0 <= number <= MAX_LOGPROBS,
                 name,
-                f"must be between 0 and {MAX_LOGPROBS}, got {number}",
+                f"must be between 0 and {MAX_LOGPROBS}, got {shown(number)}",
             )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from api_server.inputs.tokenizer import ModelTokenizer
-from proto.errors import InvalidRequestError
+from proto.errors import InvalidRequestError, shown
 
 MAX_PROMPTS: Final = 1024
 SHRINK: Final = 4
@@ -44,7 +44,7 @@ class PromptReader:
             raise self._wrong("prompt must be a string, strings, token ids or lists of token ids")
         if not value:
             raise self._wrong("prompt must not be empty")
-        if _is_ids(value):
+        if not isinstance(value[0], str | list):
             return [self._checked(value)]
         if len(value) > MAX_PROMPTS:
             raise self._wrong(f"at most {MAX_PROMPTS} prompts per request, got {len(value)}")
@@ -59,38 +59,49 @@ class PromptReader:
         encoded = await self.tokenizer.encode(texts, add_special_tokens=add_special_tokens)
         prompts = []
         for text, ids in zip(texts, encoded, strict=True):
-            self._check_ids(ids)
+            self._check_length(ids)
+            self._check_range(ids)
             prompts.append(Prompt(ids, text))
         return prompts
 
     def _check_text(self, text: str) -> None:
         if not text:
             raise self._wrong("prompt must not be empty")
+        self.check_characters(len(text))
         try:
             text.encode()
         except UnicodeEncodeError:
             raise self._wrong("prompt holds half of a surrogate pair, which is no text") from None
+
+    def check_characters(self, number: int) -> None:
+        """Raise InvalidRequestError when no tokens that fit can say so many characters."""
         most = self.max_model_len * self.tokenizer.longest_token * SHRINK
-        if len(text) > most:
+        if number > most:
             raise self._wrong(
-                f"the prompt of {len(text)} characters is longer than the maximum context "
+                f"the prompt of {number} characters is longer than the maximum context "
                 f"length of {self.max_model_len} tokens can be"
             )
 
     def _checked(self, ids: Any) -> Prompt:
-        if not isinstance(ids, list) or not _is_ids(ids):
+        """Looks at the ids only when there are not too many."""
+        if not isinstance(ids, list):
             raise self._wrong("a prompt of token ids must be a list of integers")
-        self._check_ids(ids)
+        self._check_length(ids)
+        if not all(type(each) is int for each in ids):  # True and False are integers to Python
+            raise self._wrong("a prompt of token ids must be a list of integers")
+        self._check_range(ids)
         return Prompt(ids)
 
-    def _check_ids(self, ids: list[int]) -> None:
-        if not ids:
-            raise self._wrong("prompt must not be empty")
+    def _check_range(self, ids: list[int]) -> None:
         for bound in (min(ids), max(ids)):
             if not 0 <= bound < self.vocab_size:
                 raise self._wrong(
-                    f"token id {bound} is outside the vocabulary [0, {self.vocab_size})"
+                    f"token id {shown(bound)} is outside the vocabulary [0, {self.vocab_size})"
                 )
+
+    def _check_length(self, ids: list[Any]) -> None:
+        if not ids:
+            raise self._wrong("prompt must not be empty")
         if len(ids) >= self.max_model_len:
             raise self._wrong(
                 f"the prompt has {len(ids)} tokens, the maximum context length is "
@@ -101,6 +112,7 @@ class PromptReader:
         return InvalidRequestError(message, self.field)
 
 
-def _is_ids(value: list[Any]) -> bool:
-    """True and False are integers to Python, not to us."""
-    return all(type(each) is int for each in value)
+def num_prompts(value: Any) -> int:
+    """How many prompts a field of a request holds, if it is none of the wrong ones."""
+    several = isinstance(value, list) and value and isinstance(value[0], str | list)
+    return len(value) if several else 1

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from api_server.protocol.common import GenerationRequest
-from proto.errors import InvalidRequestError
+from proto.errors import InvalidRequestError, shown
 from proto.sampling_params import SamplingParams
 
 SEED_BITS: Final = 64
@@ -37,21 +37,28 @@ def sampling_params(
     max_model_len: int,
     vocab_size: int,
     eos_token_ids: tuple[int, ...],
+    max_tokens_field: str = "max_tokens",
 ) -> SamplingParams:
     """The validated parameters of one prompt.
 
     max_tokens: as the client gave it; None takes `default_max_tokens` or, when that is
-    None too, all that the context leaves. Raises InvalidRequestError naming the field.
+    None too, all that the context leaves.
+    max_tokens_field: what the client calls it. Raises InvalidRequestError naming the field.
     """
     room = max_model_len - num_prompt_tokens
     wanted = max_tokens
     if wanted is None:
         wanted = room if default_max_tokens is None else min(default_max_tokens, room)
+    elif wanted < 1:
+        raise InvalidRequestError(
+            f"{max_tokens_field} must be at least 1, got {shown(wanted)}", max_tokens_field
+        )
     elif wanted > room:
         raise InvalidRequestError(
-            f"{num_prompt_tokens} prompt tokens and max_tokens {wanted} make "
-            f"{num_prompt_tokens + wanted}; the maximum context length is {max_model_len} tokens",
-            "max_tokens",
+            f"{num_prompt_tokens} prompt tokens and {max_tokens_field} {shown(wanted)} make "
+            f"{shown(num_prompt_tokens + wanted)}; the maximum context length is "
+            f"{max_model_len} tokens",
+            max_tokens_field,
         )
     params = SamplingParams(
         max_tokens=wanted,

@@ -6,10 +6,11 @@ loop goes on.
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -22,8 +23,11 @@ from api_server.outputs.detokenizer import (
 )
 from proto.errors import ModelError
 
-INLINE_CHARACTERS: Final = 4096
-"""Texts up to this length are encoded at once: a thread would cost more."""
+INLINE_SIZE: Final = 4096
+"""Work on up to so many characters or tokens is done at once: a thread would cost more."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class ModelTokenizer:
@@ -58,10 +62,14 @@ class ModelTokenizer:
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Ids of each text."""
-        if sum(map(len, texts)) <= INLINE_CHARACTERS:
-            return self._encode(texts, add_special_tokens)
+        return await self.apart(sum(map(len, texts)), self._encode, texts, add_special_tokens)
+
+    async def apart(self, size: int, work: Callable[P, R], *args: P.args, **fields: P.kwargs) -> R:
+        """Do `work` on so many characters or tokens, on the thread when they are many."""
+        if size <= INLINE_SIZE:
+            return work(*args, **fields)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._encode, texts, add_special_tokens)
+        return await loop.run_in_executor(self._threads, partial(work, *args, **fields))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)

@@ -113,7 +113,8 @@ class Generation:
         if stream.accepted:
             for choice in running:
                 self.metrics.choice_ended(reason, len(choice.token_ids))
-            self.metrics.request_ended(now - stream.timeline.arrival)
+            if stream.error is None and not running:
+                self.metrics.request_ended(now - stream.timeline.arrival)
 
     def _log(self, now: float) -> None:
         usage = self.usage()

@@ -2,11 +2,14 @@
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, FailFast, Field
 
 from api_server.protocol.common import GenerationRequest, Strict, Text
 from api_server.protocol.fields import LATER, given_fields
 from proto.errors import InvalidRequestError
+from proto.sampling_params import MAX_LOGPROBS
+
+MAX_MESSAGES: Final = 4096
 
 CHAT_LATER: Final[dict[str, tuple[Any, ...]]] = {
     **LATER,
@@ -65,12 +68,21 @@ def _joined(content: Any) -> Any:
     return "\n".join(texts)
 
 
+def _not_too_many(messages: Any) -> Any:
+    """Before any of them is looked at."""
+    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
+        raise ValueError(f"at most {MAX_MESSAGES} messages, got {len(messages)}")
+    return messages
+
+
 def _message_fields(message: Any) -> Any:
     if not isinstance(message, dict):
         return message
     role = message.get("role")
     if isinstance(role, str) and role in _LATER_ROLES:
         raise ValueError(f"messages of the role {role} are not available yet")
+    if "content" in message and message["content"] is None:
+        raise ValueError("content must not be null")
     try:
         return given_fields(message, Message.model_fields, _MESSAGE_LATER)
     except InvalidRequestError as error:
@@ -89,15 +101,19 @@ class Message(Strict):
 
 class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[
-        list[Annotated[Message, BeforeValidator(_message_fields)]], Field(min_length=1)
+        list[Annotated[Message, BeforeValidator(_message_fields)]],
+        FailFast(),
+        Field(min_length=1),
+        BeforeValidator(_not_too_many),
     ]
+    """The conversation, at most 4096 messages."""
     max_tokens: int | None = None
     """Most output tokens; by default all that the context leaves."""
     max_completion_tokens: int | None = None
     """The newer name of max_tokens; wins over it."""
     logprobs: bool = False
     """Log-probabilities of the chosen tokens."""
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """Alternatives for each token (0 to 20); only with logprobs."""
 
     @property
@@ -105,6 +121,11 @@ class ChatCompletionRequest(GenerationRequest):
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
+
+    @property
+    def max_tokens_field(self) -> str:
+        """The name by which the client gave `wanted_max_tokens`."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def num_logprobs(self) -> int | None:

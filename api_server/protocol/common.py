@@ -11,14 +11,18 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     StringConstraints,
 )
 
 from proto.engine_io import MAX_CHOICES
+from proto.sampling_params import MAX_STOP_TOKEN_IDS
 
 MAX_CHOICES_PER_REQUEST: Final = 1024
 """Most choices of all prompts of a request together."""
+MAX_LOGPROB_ENTRIES: Final = 1 << 20
+"""Most log-probabilities in an answer: choices times tokens times (alternatives and the token)."""
 MAX_STOP_STRINGS: Final = 4
 MAX_STOP_CHARACTERS: Final = 1024
 INT64_MIN: Final = -(1 << 63)
@@ -67,10 +71,13 @@ class GenerationRequest(Strict):
     seed: int | None = Field(default=None, ge=INT64_MIN, le=INT64_MAX)
     """Makes the draws repeatable."""
     stop: Annotated[
-        list[StopString], BeforeValidator(_one_or_many), Field(max_length=MAX_STOP_STRINGS)
+        list[StopString],
+        FailFast(),
+        BeforeValidator(_one_or_many),
+        Field(max_length=MAX_STOP_STRINGS),
     ] = []
     """Up to 4 strings at which a choice ends; they are not part of its text."""
-    stop_token_ids: list[int] = []
+    stop_token_ids: Annotated[list[int], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] = []
     """Tokens at which a choice ends."""
     temperature: float = 1.0
     """0 takes the likeliest token."""

@@ -107,4 +107,4 @@ def _from_validation(error: ValidationError) -> InvalidRequestError:
     place = ".".join(str(part) for part in first["loc"])
     name = str(first["loc"][0]) if first["loc"] else None
     text = first["msg"].removeprefix("Value error, ")
-    return InvalidRequestError(f"{place}: {text} ({first['type']})", name)
+    return InvalidRequestError(f"{place}: {text}", name)

@@ -1,20 +1,25 @@
-"""Reading the body of a request: size, content type, JSON."""
+"""Reading the body of a request: size, time, content type, JSON."""
 
+import asyncio
 import json
 from typing import Any, Final
 
 from starlette.requests import Request
 
-from api_server.errors import BodyTooLargeError
+from api_server.errors import BodyTooLargeError, SlowUploadError
 from proto.errors import InvalidRequestError, UnsupportedMediaError
 
 MAX_BODY_BYTES: Final = 32 << 20
+MIB: Final = 1 << 20
+SECONDS_PER_MIB: Final = 60.0
+"""A body has so long to arrive, and so long again for each whole MiB that has arrived."""
 
 
 async def read_json(request: Request) -> Any:
     """The decoded body.
 
-    Raises UnsupportedMediaError (415), BodyTooLargeError (413) or InvalidRequestError.
+    Raises UnsupportedMediaError (415), BodyTooLargeError (413), SlowUploadError (408) or
+    InvalidRequestError; starlette's ClientDisconnect when the client leaves.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -34,8 +39,14 @@ async def _read(request: Request) -> bytes:
     if announced.isdecimal() and int(announced[:20]) > MAX_BODY_BYTES:
         raise too_large
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_BODY_BYTES:
-            raise too_large
+    start = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout(SECONDS_PER_MIB) as limit:
+            async for piece in request.stream():
+                body += piece
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_large
+                limit.reschedule(start + SECONDS_PER_MIB * (1 + len(body) // MIB))
+    except TimeoutError:
+        raise SlowUploadError(f"only {len(body)} bytes of the body came in time") from None
     return bytes(body)

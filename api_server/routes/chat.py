@@ -1,5 +1,7 @@
 """POST /v1/chat/completions."""
 
+from typing import Final
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +17,9 @@ from proto.errors import InvalidRequestError
 
 router = APIRouter()
 
+CHARACTERS_OF_A_MESSAGE: Final = 64
+"""What a template does around each message counts as so many characters of work."""
+
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(request: Request) -> Response:
@@ -24,15 +29,20 @@ async def create_chat_completion(request: Request) -> Response:
     if asked.top_logprobs and not asked.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs", "top_logprobs")
     preparation = Preparation(services, asked, "chatcmpl-")
-    text = services.chat_template.render([each.for_template() for each in asked.messages])
+    size = sum(len(message.content) for message in asked.messages)
+    reader.check_characters(size)
+    messages = [message.for_template() for message in asked.messages]
+    text = await services.tokenizer.apart(
+        size + CHARACTERS_OF_A_MESSAGE * len(messages), services.chat_template.render, messages
+    )
     prompts = await reader.encode([text], add_special_tokens=False)
     wishes = Wishes(
         max_tokens=asked.wanted_max_tokens,
         default_max_tokens=None,
         logprobs=asked.num_logprobs,
         prompt_logprobs=asked.prompt_logprobs,
-        text_starts=[0],
+        max_tokens_field=asked.max_tokens_field,
     )
-    generation = preparation.generation(prompts, wishes)
+    generation = preparation.generation(preparation.requests(prompts, wishes), [0])
     answer = ChatAnswer(preparation.shape(asked.num_logprobs), generation.streams[0])
     return GenerationResponse(generation, answer, stream=asked.stream)

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api_server.inputs.prompts import Prompt
+from api_server.inputs.prompts import Prompt, num_prompts
 from api_server.inputs.tokenizer import ModelTokenizer
 from api_server.protocol.answers import CompletionAnswer, Echo
 from api_server.protocol.completion import (
@@ -29,16 +29,19 @@ async def create_completion(request: Request) -> Response:
     reader = services.prompt_reader("prompt")
     asked = parse(CompletionRequest, await read_json(request), COMPLETION_LATER)
     preparation = Preparation(services, asked, "cmpl-")
+    preparation.check_choices(num_prompts(asked.prompt))
     prompts = await reader.read(asked.prompt, add_special_tokens=asked.add_special_tokens)
-    echoes = [_echo(asked, prompt, services.tokenizer) for prompt in prompts]
-    generation = preparation.generation(prompts, _wishes(asked, echoes))
+    echoed = sum(len(prompt.token_ids) for prompt in prompts) if asked.echo else 0
+    requests = preparation.requests(prompts, _wishes(asked))
+    echoes = await services.tokenizer.apart(echoed, _echoes, asked, prompts, services.tokenizer)
+    generation = preparation.generation(requests, [len(echo.text) for echo in echoes])
     answer = CompletionAnswer(
         preparation.shape(asked.logprobs), generation.streams, echoes, asked.only_echoes
     )
     return GenerationResponse(generation, answer, stream=asked.stream)
 
 
-def _wishes(asked: CompletionRequest, echoes: Sequence[Echo]) -> Wishes:
+def _wishes(asked: CompletionRequest) -> Wishes:
     """The engine always draws a token: an echo alone asks for one and drops it."""
     prompt_logprobs = [asked.prompt_logprobs, asked.logprobs if asked.echo else None]
     given = [number for number in prompt_logprobs if number is not None]
@@ -47,8 +50,13 @@ def _wishes(asked: CompletionRequest, echoes: Sequence[Echo]) -> Wishes:
         default_max_tokens=DEFAULT_MAX_TOKENS,
         logprobs=asked.logprobs,
         prompt_logprobs=max(given) if given else None,
-        text_starts=[len(echo.text) for echo in echoes],
     )
+
+
+def _echoes(
+    asked: CompletionRequest, prompts: Sequence[Prompt], tokenizer: ModelTokenizer
+) -> list[Echo]:
+    return [_echo(asked, prompt, tokenizer) for prompt in prompts]
 
 
 def _echo(asked: CompletionRequest, prompt: Prompt, tokenizer: ModelTokenizer) -> Echo:

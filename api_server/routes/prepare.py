@@ -15,7 +15,11 @@ from api_server.outputs.generation import Generation
 from api_server.outputs.request_stream import Bell, RequestStream, Timeline
 from api_server.outputs.stop_strings import stop_matcher
 from api_server.protocol.answers import Shape
-from api_server.protocol.common import MAX_CHOICES_PER_REQUEST, GenerationRequest
+from api_server.protocol.common import (
+    MAX_CHOICES_PER_REQUEST,
+    MAX_LOGPROB_ENTRIES,
+    GenerationRequest,
+)
 from api_server.services import Services
 from proto.engine_io import EngineCoreRequest
 from proto.errors import InvalidRequestError
@@ -26,14 +30,14 @@ class Wishes:
     """What the endpoints ask for in different words.
 
     max_tokens: None when not given. logprobs: alternatives, None for none at all.
-    text_starts: characters before the first output, for each prompt.
+    max_tokens_field: what the client calls max_tokens.
     """
 
     max_tokens: int | None
     default_max_tokens: int | None
     logprobs: int | None
     prompt_logprobs: int | None
-    text_starts: Sequence[int]
+    max_tokens_field: str = "max_tokens"
 
 
 class Preparation:
@@ -62,19 +66,40 @@ class Preparation:
             continuous_usage=request.includes_continuous_usage,
         )
 
-    def generation(self, prompts: Sequence[Prompt], wishes: Wishes) -> Generation:
-        """The engine requests and streams; nothing is sent yet."""
-        total = len(prompts) * self._request.n
-        if total > MAX_CHOICES_PER_REQUEST:
+    def check_choices(self, num_prompts: int) -> None:
+        """Raise InvalidRequestError for too many; worth asking before any work on prompts."""
+        n = self._request.n
+        if num_prompts * n > MAX_CHOICES_PER_REQUEST:
             raise InvalidRequestError(
-                f"n times the number of prompts is at most {MAX_CHOICES_PER_REQUEST}, got {total}",
-                "n",
+                f"n times the number of prompts is at most {MAX_CHOICES_PER_REQUEST}, "
+                f"got {num_prompts * n}",
+                "n" if n > 1 else "prompt",
             )
-        bell = Bell()
+
+    def requests(self, prompts: Sequence[Prompt], wishes: Wishes) -> list[EngineCoreRequest]:
+        """What the engine is asked, one for each prompt."""
         seed = self._seed()
         requests = [self._engine_request(prompt, wishes, seed) for prompt in prompts]
+        entries = sum(map(_num_logprob_entries, requests))
+        if entries > MAX_LOGPROB_ENTRIES:
+            raise InvalidRequestError(
+                f"the answer could hold {entries} log-probabilities, at most "
+                f"{MAX_LOGPROB_ENTRIES} are given: ask for fewer tokens, choices or alternatives",
+                "logprobs" if wishes.logprobs is not None else "prompt_logprobs",
+            )
+        return requests
+
+    def generation(
+        self, requests: Sequence[EngineCoreRequest], text_starts: Sequence[int]
+    ) -> Generation:
+        """The streams of these requests; nothing is sent yet.
+
+        text_starts: characters before the first output, for each request.
+        """
+        bell = Bell()
         streams = [
-            self._stream(request, bell, place, wishes) for place, request in enumerate(requests)
+            self._stream(request, bell, place, text_starts[place])
+            for place, request in enumerate(requests)
         ]
         services = self._services
         log = not services.config.disable_log_requests
@@ -98,6 +123,7 @@ class Preparation:
             max_model_len=engine.max_model_len,
             vocab_size=engine.vocab_size,
             eos_token_ids=services.model.eos_token_ids,
+            max_tokens_field=wishes.max_tokens_field,
         )
         return EngineCoreRequest(
             epoch=services.client.epoch,
@@ -110,7 +136,7 @@ class Preparation:
         )
 
     def _stream(
-        self, request: EngineCoreRequest, bell: Bell, place: int, wishes: Wishes
+        self, request: EngineCoreRequest, bell: Bell, place: int, text_start: int
     ) -> RequestStream:
         services = self._services
         ids = request.prompt_token_ids
@@ -120,11 +146,11 @@ class Preparation:
                 detokenizer=services.tokenizer.detokenizer(ids),
                 stops=stop_matcher(self._request.stop),
                 min_tokens=self._request.min_tokens,
-                text_start=wishes.text_starts[place],
+                text_start=text_start,
             )
             for number in range(request.n)
         ]
-        has_rows = wishes.prompt_logprobs is not None
+        has_rows = request.sampling_params.prompt_logprobs is not None
         return RequestStream(
             request.request_id,
             ids,
@@ -134,6 +160,17 @@ class Preparation:
             Timeline(self._arrival),
             prompt_rows=[None] * len(ids) if has_rows else [],
         )
+
+
+def _num_logprob_entries(request: EngineCoreRequest) -> int:
+    """The most log-probabilities that the answer can hold; a prompt's may be in every choice."""
+    params = request.sampling_params
+    entries = 0
+    if params.logprobs is not None:
+        entries += params.max_tokens * (params.logprobs + 1)
+    if params.prompt_logprobs is not None:
+        entries += len(request.prompt_token_ids) * (params.prompt_logprobs + 1)
+    return entries * request.n
 
 
 def check_request(request: GenerationRequest) -> None:

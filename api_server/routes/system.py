@@ -12,7 +12,9 @@ router = APIRouter()
 
 
 @router.get("/health")
+@router.head("/health", include_in_schema=False)
 @router.get("/ping")
+@router.head("/ping", include_in_schema=False)
 @router.post("/ping")
 async def health(request: Request) -> Response:
     """200 while requests are taken, 503 before and after."""

@@ -1,11 +1,20 @@
 """Every wrong request is answered in OpenAI's error shape and never reaches the engine."""
 
+import asyncio
 import json
 
+import httpx
 import pytest
+
+from api_server.routes import body, completions
 
 JSON = {"content-type": "application/json"}
 PATH = "/v1/completions"
+UPLOAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"content-length: 100\r\n\r\n{"
+)
+"""The beginning of one."""
 
 BAD_FIELDS = [
     ({"prompt": ""}, "prompt", ""),
@@ -38,19 +47,27 @@ BAD_FIELDS = [
     ({"temperature": -1}, "temperature", "temperature"),
     ({"temperature": float("nan")}, "temperature", "temperature"),
     ({"temperature": float("inf")}, "temperature", "temperature"),
+    ({"temperature": 10001}, "temperature", "between 0 and 10000"),
+    ({"n": 128, "prompt": ["x"] * 1024}, "n", "131072"),
+    ({"prompt": [10**4000]}, "prompt", "…"),
+    ({"prompt": ["x"] * (10**5)}, "prompt", "1024"),
+    ({"stop_token_ids": [10**4000]}, "stop_token_ids", "…"),
+    ({"stop_token_ids": ["x"] * 10**5}, "stop_token_ids", ""),
+    ({"max_tokens": 10**4000}, "max_tokens", "…"),
+    ({"n": 128, "prompt": [[5]] * 8, "max_tokens": 100, "logprobs": 20}, "logprobs", "1048576"),
     ({"temperature": "1"}, "temperature", "temperature"),
     ({"temperature": 10**400}, "temperature", "temperature"),
     ({"top_p": 0}, "top_p", "top_p"),
     ({"top_p": 1.1}, "top_p", "top_p"),
     ({"top_k": -2}, "top_k", "top_k"),
     ({"min_p": 2}, "min_p", "min_p"),
-    ({"n": 10**6}, "n", "less_than_equal"),
+    ({"n": 10**6}, "n", "less than or equal"),
     ({"n": 0}, "n", "n"),
     ({"n": True}, "n", "n"),
     ({"n": 128, "prompt": [[5]] * 9}, "n", "1024"),
     ({"n": 2, "temperature": 0}, "n", "temperature"),
-    ({"seed": 2**63}, "seed", "less_than_equal"),
-    ({"seed": -(2**63) - 1}, "seed", "greater_than_equal"),
+    ({"seed": 2**63}, "seed", "less than or equal"),
+    ({"seed": -(2**63) - 1}, "seed", "greater than or equal"),
     ({"stop": ""}, "stop", "stop"),
     ({"stop": [""]}, "stop", "stop"),
     ({"stop": ["a"] * 5}, "stop", "stop"),
@@ -85,8 +102,8 @@ BAD_FIELDS = [
 ]
 
 
-async def expect_error(front_end, path: str, body: bytes, status: int) -> dict:
-    response = await front_end.http.post(path, content=body, headers=JSON)
+async def expect_error(front_end, path: str, content: bytes, status: int) -> dict:
+    response = await front_end.http.post(path, content=content, headers=JSON)
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -98,17 +115,19 @@ async def expect_error(front_end, path: str, body: bytes, status: int) -> dict:
 async def test_bad_fields(start, say):
     async with start(say("!")) as front_end:
         for fields, param, words in BAD_FIELDS:
-            body = json.dumps({"prompt": "hello", **fields}).encode()
-            error = await expect_error(front_end, PATH, body, 400)
+            content = json.dumps({"prompt": "hello", **fields}).encode()
+            error = await expect_error(front_end, PATH, content, 400)
             assert error["param"] == param, (fields, error)
             assert words in error["message"], (fields, error)
+            assert len(error["message"]) < 400, fields
+            assert not error["message"].endswith(")") or "[0, " in error["message"], error
             assert error["type"] == "BadRequestError"
         assert front_end.engine.requests.empty()
         assert (await front_end.complete()).json()["choices"][0]["text"] == "!"
 
 
 @pytest.mark.parametrize(
-    "body",
+    "content",
     [
         b"",
         b"[1, 2]",
@@ -120,25 +139,25 @@ async def test_bad_fields(start, say):
         b'{"prompt": ' + b"9" * 5000 + b"}",
         b'{"prompt": "x", "temperature": NaN}',
     ],
-    ids=lambda body: repr(body[:12]),
+    ids=lambda content: repr(content[:12]),
 )
-async def test_bad_bodies(start, say, body):
+async def test_bad_bodies(start, say, content):
     async with start(say("!")) as front_end:
-        await expect_error(front_end, PATH, body, 400)
+        await expect_error(front_end, PATH, content, 400)
         assert front_end.engine.requests.empty()
 
 
 async def test_content_types(start, say):
     async with start(say("!")) as front_end:
-        body = b'{"prompt": "x"}'
+        content = b'{"prompt": "x"}'
         for content_type in ("text/plain", "application/x-www-form-urlencoded", ""):
             response = await front_end.http.post(
-                PATH, content=body, headers={"content-type": content_type}
+                PATH, content=content, headers={"content-type": content_type}
             )
             assert response.status_code == 415
             assert response.json()["error"]["type"] == "UnsupportedMediaTypeError"
         response = await front_end.http.post(
-            PATH, content=body, headers={"content-type": "Application/JSON; charset=utf-8"}
+            PATH, content=content, headers={"content-type": "Application/JSON; charset=utf-8"}
         )
         assert response.status_code == 200
 
@@ -164,6 +183,65 @@ async def test_large_bodies(start, say):
         response = await front_end.http.post(PATH, content=endless(), headers=JSON)
         assert response.status_code == 413
         assert (await front_end.complete()).status_code == 200
+
+
+async def test_a_slow_upload(start, say, monkeypatch):
+    monkeypatch.setattr(body, "SECONDS_PER_MIB", 0.05)
+    async with start(say("!")) as front_end:
+        answer = await raw_exchange(front_end, UPLOAD)
+        head, _, content = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        assert b"connection: close" in head
+        assert json.loads(content)["error"]["type"] == "RequestTimeoutError"
+
+
+async def raw_exchange(front_end, *pieces: bytes) -> bytes:
+    """What comes back for these bytes until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(front_end.url).port)
+    for piece in pieces:
+        writer.write(piece)
+        await writer.drain()
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def test_large_headers(start, say):
+    async with start(say("!")) as front_end:
+        fine = await front_end.http.get("/health", headers={"x-long": "y" * 60_000})
+        assert fine.status_code == 200
+        begin = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+        lines = b"".join(b"x-%d: %s\r\n" % (number, b"y" * 1000) for number in range(70))
+        endless = [b"y" * 50_000] * 3
+        for pieces in (
+            [begin + lines + b"\r\n"],
+            [begin, b"x-long: ", *endless],
+            [b"GET /", *endless],
+        ):
+            answer = await raw_exchange(front_end, *pieces)
+            assert answer.startswith(b"HTTP/1.1 431 "), answer[:100]
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == 431
+        assert (await front_end.complete()).status_code == 200
+
+
+async def test_a_client_that_leaves_during_its_upload_is_no_error(start, say, caplog, monkeypatch):
+    async with start(say("!")) as front_end:
+        left = asyncio.Event()
+        read = completions.read_json
+
+        async def watched(request):
+            try:
+                return await read(request)
+            finally:
+                left.set()
+
+        monkeypatch.setattr(completions, "read_json", watched)
+        _, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(front_end.url).port)
+        writer.write(UPLOAD)
+        await writer.drain()
+        writer.close()
+        await left.wait()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_unknown_paths_and_methods(start, say):

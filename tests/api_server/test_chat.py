@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from api_server.inputs.chat_template import JinjaChatTemplate
 from tests.api_server.conftest import prepared
 
 PATH = "/v1/chat/completions"
@@ -70,6 +71,34 @@ async def test_max_completion_tokens_wins(start, say):
         assert front_end.engine.requests.get_nowait().sampling_params.max_tokens == 1
         await front_end.chat(max_tokens=9)
         assert front_end.engine.requests.get_nowait().sampling_params.max_tokens == 9
+
+
+async def test_errors_name_the_length_as_the_client_did(start, say):
+    async with start(say("Hi")) as front_end:
+        for name in ("max_tokens", "max_completion_tokens"):
+            for value in (0, 10**6):
+                error = (await front_end.chat(**{name: value})).json()["error"]
+                assert error["param"] == name
+                assert f"{name} {value}" in error["message"] or f"{name} must" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "messages", [MESSAGES * 4097, [{"role": "user", "content": "x" * 20_000}] * 10]
+)
+async def test_what_cannot_fit_is_never_rendered(start, say, messages, monkeypatch):
+    async with start(say("Hi")) as front_end:
+        rendered = []
+        monkeypatch.setattr(JinjaChatTemplate, "render", lambda _, given: rendered.append(given))
+        response = await front_end.chat(messages=messages)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "messages"
+        assert rendered == []
+
+
+async def test_null_content_is_told_apart(start, say):
+    async with start(say("Hi")) as front_end:
+        response = await front_end.chat(messages=[{"role": "user", "content": None}])
+        assert response.json()["error"]["message"] == "messages.0: content must not be null"
 
 
 async def test_logprobs(start, say, tokenizer):

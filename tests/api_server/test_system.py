@@ -1,5 +1,6 @@
 """Health, version, models, metrics, the API key, the log line."""
 
+import asyncio
 import json
 import logging
 
@@ -7,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from api_server.routes import completions
 from proto.config import FrontEndConfig
+from proto.errors import ErrorInfo
 from proto.stats import SchedulerStats
 from tests.api_server.conftest import MODEL
 
@@ -25,9 +27,12 @@ async def test_before_the_engine_is_ready(start):
             assert response.headers["retry-after"]
         assert (await front_end.http.get("/version")).status_code == 200
         assert (await front_end.http.get("/metrics")).status_code == 200
+        assert (await front_end.http.head("/health")).status_code == 503
         front_end.engine.announce()
         await front_end.services.client.wait_ready()
         assert (await front_end.http.get("/health")).status_code == 200
+        head = await front_end.http.head("/health")
+        assert (head.status_code, head.content) == (200, b"")
         assert (await front_end.http.post("/ping")).status_code == 200
 
 
@@ -92,6 +97,15 @@ async def test_metrics(start, say, tokenizer):
         assert found["vllm:iteration_tokens_total_bucket,16.0"] == 0
         assert found["vllm:iteration_tokens_total_bucket,32.0"] == 1
         assert found["vllm:iteration_tokens_total_bucket,+Inf"] == 1
+
+
+async def test_only_whole_answers_have_a_latency(start):
+    async with start(accepts=True) as front_end:
+        waiting = asyncio.create_task(front_end.complete())
+        request = await front_end.engine.requests.get()
+        front_end.engine.refuse(request, ErrorInfo("internal", "broken"))
+        assert (await waiting).status_code >= 400
+        assert (await samples(front_end))["vllm:e2e_request_latency_seconds_count"] == 0
 
 
 async def test_api_key(start, say):

@@ -126,6 +126,17 @@ def test_a_later_feature_takes_only_the_value_that_works(field: str) -> None:
         assert "not available yet" in refusal(flag.name, value)
 
 
+def test_help_tells_what_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = {"device": ("auto", "cpu"), "async_scheduling": (False,), "port": (8000,)}
+    monkeypatch.setattr(config, "NOT_AVAILABLE_YET", later)
+    text = " ".join(serve_help.render().split())
+    assert "(not available yet: cuda)" in text
+    assert "(not available yet: on)" in text
+    assert "(not available yet: anything but 8000)" in text
+    monkeypatch.setattr(config, "NOT_AVAILABLE_YET", {})
+    assert "not available yet" not in serve_help.render()
+
+
 def test_help_is_asked_for_anywhere() -> None:
     assert flags.parse(["model", "--port", "1", "--help"]).help
 
@@ -162,7 +173,8 @@ def test_an_empty_file_gives_nothing(tmp_path: Path) -> None:
         ("port: http\n", "--port takes a whole number, not 'http'"),
         ("port: 1.5\n", "--port takes a whole number, not 1.5"),
         ("port: true\n", "--port takes a whole number, not True"),
-        ("port: null\n", "--port takes a whole number, not None"),
+        ("port: null\n", "--port must not be null; leave the key out"),
+        ("model: null\n", "--model must not be null; leave the key out"),
         ("enable-prefix-caching: 1\n", "--enable-prefix-caching takes true or false, not 1"),
         ("api-key: 12345\n", "--api-key takes text, in quotes, not 12345"),
         ("dtype: int3\n", "--dtype takes one of"),
@@ -171,7 +183,30 @@ def test_an_empty_file_gives_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, text: str, expected: str) -> None:
-    assert expected in refusal("--config", write(tmp_path, text))
+    path = write(tmp_path, text)
+    message = refusal("--config", path)
+    assert expected in message
+    assert message.startswith(f"--config {path}: ")
+
+
+def test_an_impossible_value_is_named_with_where_it_came_from(tmp_path: Path) -> None:
+    path = write(tmp_path, "max-num-seqs: 0\n")
+    assert refusal("--config", path).startswith(f"--config {path}: --max-num-seqs must be")
+    assert refusal("--config", path, "--max-num-seqs", "-1").startswith("--max-num-seqs must be")
+
+
+def test_flag_and_file_beat_the_environment(tmp_path: Path) -> None:
+    environment = {"api_key": "around"}
+
+    def key(*words: str) -> str | None:
+        return flags.build(flags.parse(words), environment).frontend.api_key
+
+    path = write(tmp_path, "api-key: filed\n")
+    assert key() == "around"
+    assert key("--config", path) == "filed"
+    assert key("--config", path, "--api-key", "said") == "said"
+    with pytest.raises(ConfigError, match="TOKEND_API_KEY"):
+        flags.build(flags.parse([]), {"api_key": ""})
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

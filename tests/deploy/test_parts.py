@@ -18,7 +18,7 @@ from deploy.signals import SignalInbox
 from deploy.surroundings import Surroundings
 from proto.config import DeviceConfig, FrontEndConfig, ModelConfig, ServeConfig
 from proto.errors import ConfigError, ErrorInfo, ModelError
-from proto.lifecycle import EngineReady, FrontEndReady, Role
+from proto.lifecycle import EngineReady, FrontEndReady, Role, process_name
 from proto.prepared_model import PreparedModel
 from proto.process import describe
 
@@ -35,7 +35,7 @@ class FakeChild:
 
     @property
     def name(self) -> str:
-        return f"{self.role} 0"
+        return process_name(self.role, 0)
 
     def ask_to_end(self) -> None:
         self.got.append("asked")
@@ -95,7 +95,7 @@ class TestObituary:
 
     def test_names_role_process_and_signal(self) -> None:
         text = obituary.render(FakeChild("engine_core", exit_status=-11), "while serving")
-        assert "engine_core 0 (pid 77) was killed by SIGSEGV while serving" in text
+        assert "engine 0 (pid 77) was killed by SIGSEGV while serving" in text
 
     def test_shows_the_traceback(self) -> None:
         info = ErrorInfo("internal", "ValueError: x", traceback="Traceback:\n  line\n")
@@ -144,7 +144,7 @@ class TestReady:
         )
         text = ready.render("http://127.0.0.1:81", config, model, ENGINE_READY, 3.21)
         assert "is ready: it's mine on some cpu at http://127.0.0.1:81 (length 8,192" in text
-        assert "Bearer $API_KEY" in text
+        assert "Bearer $TOKEND_API_KEY" in text
         assert "hush" not in text
 
 
@@ -186,6 +186,12 @@ class TestEnvironment:
     def test_the_cache_follows_xdg(self) -> None:
         assert Surroundings.of({"XDG_CACHE_HOME": "/c"}).cache == "/c/tokend"
         assert Surroundings.of({}).cache.endswith("/.cache/tokend")
+
+    def test_the_key_is_taken_and_not_inherited(self) -> None:
+        around = Surroundings.of({"TOKEND_API_KEY": "hush", "PATH": "/bin"})
+        assert around.settings == {"api_key": "hush"}
+        assert around.variables == {"PATH": "/bin"}
+        assert Surroundings.of({}).settings == {}
 
 
 class TestListening:

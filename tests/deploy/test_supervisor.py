@@ -15,6 +15,7 @@ import pytest
 
 FAKE_DAEMON = Path(__file__).parents[1] / "fakes" / "fake_daemon.py"
 ROLES = ("worker", "engine_core", "api_server")
+TITLES = {"worker": "worker 0", "engine_core": "engine 0", "api_server": "api 0"}
 LIMIT_SECONDS = 30.0
 ECHO_SECONDS = 0.1
 """A signal that follows another sooner than this may be taken for the same one."""
@@ -112,8 +113,8 @@ def test_ready_when_engine_and_front_end_are(start: Callable[..., FakeDaemon]) -
     url = daemon.wait_ready()
     children = daemon.children()
     assert set(children) == set(ROLES)
-    assert "engine_core 0: loading weights" in daemon.text
-    assert "engine_core 0: the pool is small" in daemon.text
+    assert "engine 0: loading weights" in daemon.text
+    assert "engine 0: the pool is small" in daemon.text
     groups = {os.getpgid(child.pid) for child in children.values()}
     assert len(groups) == 3
     assert os.getpgid(daemon.process.pid) not in groups
@@ -194,7 +195,8 @@ def test_who_is_killed_is_named(
     pid = children[role].pid
     os.kill(pid, number)
     assert daemon.wait_exit() == 1
-    assert f"tokend: {role} 0 (pid {pid}) was killed by {number.name} while serving" in daemon.text
+    killed = f"tokend: {TITLES[role]} (pid {pid}) was killed by {number.name} while serving"
+    assert killed in daemon.text
     assert_nothing_left(daemon, children)
 
 
@@ -204,7 +206,8 @@ def test_who_raises_is_named_with_its_traceback(
 ) -> None:
     daemon = start(f"{role}=raises")
     assert daemon.wait_exit() == 1
-    assert re.search(rf"{role} 0 \(pid \d+\) failed with RuntimeError: the core", daemon.text)
+    failed = rf"tokend: {TITLES[role]} \(pid \d+\) failed with RuntimeError: the core"
+    assert re.search(failed, daemon.text)
     assert 'raise RuntimeError("the core is cracked")' in daemon.text
     assert daemon.text.count("Traceback") == 1
     assert list(daemon.run_parent.iterdir()) == []
