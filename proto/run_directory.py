@@ -11,6 +11,7 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -27,6 +28,7 @@ class RunDirectory:
     def __init__(self, path: str, lock_fd: int) -> None:
         self.path = path
         self._lock_fd = lock_fd
+        self._leaving = threading.Lock()
 
     @classmethod
     def create(cls, parent: str) -> "RunDirectory":
@@ -55,11 +57,15 @@ class RunDirectory:
 
         Waits up to `patience_seconds` for the others to leave. That is for orphans:
         the lock of a supervisor that was killed may outlast its death pipe a little,
-        and then each of the others would leave the removal to it.
+        and then each of the others would leave the removal to it. A second call waits
+        for the first one: a process may end in two threads at once.
         """
-        if self._lock_fd < 0:
-            return
-        descriptor, self._lock_fd = self._lock_fd, -1
+        with self._leaving:
+            if self._lock_fd >= 0:
+                descriptor, self._lock_fd = self._lock_fd, -1
+                self._leave(descriptor, patience_seconds)
+
+    def _leave(self, descriptor: int, patience_seconds: float) -> None:
         deadline = time.monotonic() + patience_seconds
         try:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
