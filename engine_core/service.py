@@ -40,9 +40,10 @@ class Service:
         self.stopped = False
 
     def serve(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until anything arrives on any link; False when the time is over first.
+        """Wait until anything arrives on any link; False when nothing did.
 
-        Handles everything that has arrived from supervisor and front ends.
+        Handles everything that has arrived from supervisor and front ends, also what
+        came after the wait was over.
         """
         ready = self._poller.wait(timeout_seconds)
         if self._supervisor in ready and is_shutdown(self._supervisor):
@@ -53,7 +54,7 @@ class Service:
         if received:
             self._outbox.flush()
         self._bury_stalled()
-        return bool(ready)
+        return bool(ready or received)
 
     def publish(self, outputs: ClientOutputs) -> None:
         """Tell the front ends what a step brought."""

@@ -177,6 +177,8 @@ class FakeEngine:
         self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
+        if not self.link.flush():  # before receiving: a send may swallow the wake-up
+            self._loop.call_later(0.01, self._drain)
         for message in self.link.receive():
             if isinstance(message, EngineCoreRequest):
                 self._on_request(message)
@@ -185,8 +187,6 @@ class FakeEngine:
                 self.aborts.put_nowait(message)
             elif isinstance(message, AdminCall):
                 self._send(AdminReply(message.epoch, message.call_id, True, message.name))
-        if not self.link.flush():
-            self._loop.call_later(0.01, self._drain)
 
     def _on_request(self, request: EngineCoreRequest) -> None:
         self.requests.put_nowait(request)
