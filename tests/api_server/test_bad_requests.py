@@ -238,7 +238,7 @@ async def test_a_client_that_leaves_during_its_upload_is_no_error(start, say, ca
             finally:
                 left.set()
 
-        monkeypatch.setattr(completions, "read_json", watched)
+        monkeypatch.setattr(completions, "read_fields", watched)
         _, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(front_end.url).port)
         writer.write(UPLOAD)
         await writer.drain()
