@@ -230,7 +230,7 @@ async def test_large_headers(start, say):
 async def test_a_client_that_leaves_during_its_upload_is_no_error(start, say, caplog, monkeypatch):
     async with start(say("!")) as front_end:
         left = asyncio.Event()
-        read = completions.read_json
+        read = completions.read_fields
 
         async def watched(request):
             try:
