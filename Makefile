@@ -1,4 +1,5 @@
-# serve, test, lint, bench, clean. Everything is installed into .venv; a stamp says that it is.
+# serve, test, test-long, lint, bench, clean. Everything is installed into .venv; a stamp says
+# that it is.
 #   make serve ARGS="--port 8001"     flags of tokend serve
 
 PYTHON ?= python3
@@ -8,16 +9,20 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test lint bench clean
+.PHONY: serve test test-long lint bench clean
 
 serve: $(VENV)/installed
 	@$(BIN)/tokend serve $(ARGS)
 
 test: lint
 	@echo "tests: the quick ones"
-	@$(BIN)/python -m pytest -q -m "not slow"
+	@$(BIN)/python -m pytest -q -m "not slow and not long" -n logical --maxprocesses 8
 	@echo "tests: the slow ones"
-	@$(BIN)/python -m pytest -q -m slow
+	@$(BIN)/python -m pytest -q -m "slow and not long"
+
+test-long: $(VENV)/installed-test
+	@echo "tests: the long ones"
+	@$(BIN)/python -m pytest -q -m long
 
 lint: $(VENV)/installed-test
 	@echo "lint and types"

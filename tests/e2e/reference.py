@@ -6,6 +6,7 @@ these tokens. All positions agreeing is the same as generating the same tokens.
 A token that differs counts as a tie where the two scores lie within TIE_GAP.
 """
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,9 @@ class Reference:
         self._checked: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Difference]] = {}
 
     @classmethod
+    @functools.cache
     def load(cls, name: str = DEFAULT_MODEL) -> "Reference":
+        """Once per run: transformers takes half a minute to read a GGUF file."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         source = Path(packaged_model(name).source)

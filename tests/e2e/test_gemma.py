@@ -16,7 +16,7 @@ from tests.e2e.daemon import Daemon, eventually
 from tests.e2e.prompts import source_text
 from tests.e2e.reference import Reference
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 MODEL = "gemma3-270m"
 BLOCK = 16

@@ -124,6 +124,7 @@ async def test_preempted_for_want_of_blocks(
     check(reference, token_prompts, outputs)
 
 
+@pytest.mark.long
 async def test_preempted_by_priority(reference: Reference, token_prompts: list[list[int]]) -> None:
     """Those that come first matter least, so that victims stand anywhere among the running."""
     flags = ("--scheduling-policy", "priority", "--num-gpu-blocks-override", "180")

@@ -9,11 +9,13 @@ from worker.loader.weights import load_model
 from worker.models.registry import spec_of
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_tokens"),
-    # Gemma's window is 512 tokens.
-    [("smollm2-135m-instruct", 300), ("gemma3-270m", 700)],
+    [
+        pytest.param("smollm2-135m-instruct", 300, marks=pytest.mark.slow),
+        # Its window is 512 tokens.
+        pytest.param("gemma3-270m", 700, marks=pytest.mark.long),
+    ],
 )
 def test_logits_equal_transformers(name: str, num_tokens: int) -> None:
     prepared = packaged_model(name)
