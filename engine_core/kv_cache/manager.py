@@ -131,8 +131,14 @@ class KVCacheManager:
             group.withdraw(request.handle, num_valid_tokens)
 
     def free(self, request: Request) -> None:
-        """Give back all blocks of a request, last one first; nothing if it has none."""
+        """Give back all blocks of a request, last one first; nothing if it has none.
+
+        First they become findable as far as they are computed and their tokens are
+        known: a block may have filled before the id of its last token was.
+        """
         if self._quiet_until.pop(request.handle, None) is not None:
+            num_verified = min(request.num_computed_tokens, request.num_tokens)
+            self._coordinator.settle(request.handle, request, num_verified)
             self._coordinator.free(request.handle)
 
     def block_ids(self, handle: int) -> BlockIds:

@@ -21,6 +21,7 @@ from engine_core.scheduler.completion import completion, stop_token
 from engine_core.scheduler.gates import Gate
 from engine_core.scheduler.output_builder import OutputBuilder
 from engine_core.scheduler.pause import Pause, PauseMode
+from engine_core.scheduler.placeholders import NoPlaceholders, OutputPlaceholders, Placeholders
 from engine_core.scheduler.policies import policy_of
 from engine_core.scheduler.preemption import Preemption
 from engine_core.scheduler.prefix_wait import PrefixWait
@@ -85,6 +86,9 @@ class Scheduler:
             self._gates,
         )
         self._output_builder = OutputBuilder(kv_cache, epoch)
+        self._placeholders: Placeholders = (
+            OutputPlaceholders() if config.async_scheduling else NoPlaceholders()
+        )
         self._num_preemptions = 0
         self._num_scheduled_tokens = 0
 
@@ -96,6 +100,9 @@ class Scheduler:
         assert request.choice not in choices, f"{request!r} is here already"
         choices[request.choice] = request
         self._requests[request.handle] = request
+        request.max_tokens = min(
+            request.max_tokens, self._max_model_len - request.num_prompt_tokens
+        )
         request.queued_at = self._clock()
         self.waiting.add(request)
 
@@ -156,6 +163,7 @@ class Scheduler:
                 self._admission_pass.run(plan)
         output = self._output_builder.build(plan)
         self._advance(plan)
+        self._placeholders.reserve(plan)
         return output
 
     def update_from_output(
@@ -163,9 +171,10 @@ class Scheduler:
     ) -> ClientOutputs:
         """Append the tokens of a step, finish what is over, and say what to tell whom.
 
-        Tokens of a request that was aborted meanwhile are dropped; those of one
-        that was preempted meanwhile are kept. Raises ProtocolError for a result
-        that does not answer this step.
+        Results are taken in in the order of their steps. Tokens of a request that was
+        aborted or that stopped meanwhile are dropped; those of one that was preempted
+        meanwhile are kept. Raises ProtocolError for a result that does not answer this
+        step.
         """
         check_result(output, result, self._vocab_size)
         logprobs = {row.handle: row.arrays for row in result.logprobs}
@@ -203,6 +212,7 @@ class Scheduler:
             )
         if len(self._requests) < num_unfinished:
             self._clear_running()
+        self._placeholders.fill(self._requests, result)
         return outputs
 
     def take_stats(self) -> SchedulerStats:
