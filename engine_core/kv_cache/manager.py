@@ -130,6 +130,15 @@ class KVCacheManager:
         for group in self.groups:
             group.withdraw(request.handle, num_valid_tokens)
 
+    def forget(self, request: Request) -> None:
+        """Nobody is to find any block with the content of this request, whoever filled it.
+
+        Also those that a window has passed or that were freed. Whoever references
+        such a block keeps it.
+        """
+        for group in self.groups:
+            group.forget(request.block_hashes)
+
     def free(self, request: Request) -> None:
         """Give back all blocks of a request, last one first; nothing if it has none.
 

@@ -18,6 +18,7 @@ from engine_core.scheduler.admission_pass import AdmissionPass
 from engine_core.scheduler.admission_rules import pressure_of, rules_of
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.completion import completion, stop_token
+from engine_core.scheduler.corruption import corrupted_output
 from engine_core.scheduler.gates import Gate
 from engine_core.scheduler.output_builder import OutputBuilder
 from engine_core.scheduler.pause import Pause, PauseMode
@@ -91,6 +92,7 @@ class Scheduler:
         )
         self._num_preemptions = 0
         self._num_scheduled_tokens = 0
+        self._num_corrupted = 0
 
     # Requests
 
@@ -181,6 +183,7 @@ class Scheduler:
         prompt_logprobs = {row.handle: row.arrays for row in result.prompt_logprobs}
         outputs: ClientOutputs = {}
         num_unfinished = len(self._requests)
+        self._fail(result.failed_handles, outputs)
         for handle, token_ids, end in zip(
             result.handles, result.sampled_token_ids, ends_of_rows(output), strict=True
         ):
@@ -228,8 +231,9 @@ class Scheduler:
             num_scheduled_tokens=self._num_scheduled_tokens,
             kv_evictions=self._kv_cache.take_evictions(),
             num_deferred=len(self.waiting) - self.waiting.num_ready,
+            num_corrupted=self._num_corrupted,
         )
-        self._num_preemptions = self._num_scheduled_tokens = 0
+        self._num_preemptions = self._num_scheduled_tokens = self._num_corrupted = 0
         return stats
 
     # Parts of the above
@@ -249,6 +253,15 @@ class Scheduler:
             request.num_computed_tokens += num_tokens
         self._num_preemptions += len(plan.preempted)
         self._num_scheduled_tokens += self._step_budget - plan.budget
+
+    def _fail(self, handles: Sequence[int], outputs: ClientOutputs) -> None:
+        """End requests whose scores are no numbers; nobody is to build on their KV."""
+        for request in filter(None, map(self._requests.get, handles)):
+            self._kv_cache.forget(request)
+            request.num_computed_tokens = 0
+            self._finish(request, RequestStatus.FINISHED_ERROR)
+            self._num_corrupted += 1
+            outputs.setdefault(request.client_index, []).append(corrupted_output(request))
 
     def _append(self, request: Request, token_ids: list[int]) -> list[int]:
         """Append tokens up to the one that ends the request; returns those appended."""

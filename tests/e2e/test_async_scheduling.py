@@ -48,6 +48,7 @@ async def test_half_of_them_aborted(
     outputs = await half_of_them(overlapped, token_prompts)
     assert eventually(lambda: overlapped.metric("vllm:num_requests_running") == 0)
     assert overlapped.metric("vllm:kv_cache_usage_perc") == 0
+    assert overlapped.metric("vllm:corrupted_requests_total") == 0
     check(reference, token_prompts[::2], outputs)
 
 

@@ -155,6 +155,29 @@ def test_overlapped_an_abort_counts_before_two_steps_in_flight(start):
     assert output.new_token_ids == undisturbed([4], 1)
 
 
+def test_a_request_with_odd_scores_gets_an_error_and_the_others_their_tokens(start):
+    engine = start()
+    engine.start()
+    (front_end,) = engine.front_ends
+    front_end.send(engine.request(1, [1, 2], 3))
+    engine.answer_step()
+    step = engine.expect(engine.worker, SchedulerOutput)
+    result = engine.runner.execute(step)
+    engine.worker.send(
+        msgspec.structs.replace(result, sampled_token_ids=[[]], failed_handles=result.handles)
+    )
+    message = engine.expect(
+        front_end, EngineCoreOutputs, lambda each: each.outputs and each.outputs[0].error
+    )
+    (output,) = message.outputs
+    assert (output.request_id, output.token_index) == (1, 1)
+    assert (output.finish_reason, output.error.kind) == (FinishReason.ERROR, "internal")
+    assert message.stats.num_corrupted == 1
+    front_end.send(engine.request(2, [4], 2))
+    outputs = outputs_of(engine, 2)
+    assert [token for each in outputs for token in each.new_token_ids] == undisturbed([4], 2)
+
+
 def test_each_front_end_gets_its_own(start):
     engine = start(frontend=FrontEndConfig(api_server_count=2))
     engine.start()
