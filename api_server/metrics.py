@@ -84,6 +84,7 @@ class Metrics(Collector):
         self._num_preemptions = 0
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
+        self._corrupted_requests = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._ended: defaultdict[str, int] = defaultdict(int)
@@ -113,6 +114,7 @@ class Metrics(Collector):
         self._num_preemptions += stats.num_preemptions
         self._prefix_cache_queries += stats.prefix_cache_queries
         self._prefix_cache_hits += stats.prefix_cache_hits
+        self._corrupted_requests += stats.num_corrupted
         if stats.num_scheduled_tokens:
             self._step_tokens.observe(stats.num_scheduled_tokens)
         for eviction in stats.kv_evictions:
@@ -182,6 +184,7 @@ class Metrics(Collector):
                 self._prefix_cache_queries,
             ),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", self._prefix_cache_hits),
+            ("corrupted_requests", "Requests with scores not finite.", self._corrupted_requests),
         ):
             family = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
             family.add_metric(self._labels, value)

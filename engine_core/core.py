@@ -20,7 +20,7 @@ from engine_core.outbox import Outbox
 from engine_core.pool_plan import PoolPlan, longest_chunk, plan_pool
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.service import Service, is_shutdown
-from engine_core.stepper import SynchronousStepper
+from engine_core.stepper import OVERLAPPED, SYNCHRONOUS, Stepper
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits
 from proto import PROTOCOL_VERSION
@@ -150,7 +150,7 @@ def _build(
     front_ends: FrontEndLinks,
     supervisor: Link,
     kv_events: KVEventSink,
-) -> SynchronousStepper:
+) -> Stepper:
     parts = build_parts(boot.config, plan, executor.workers[0], front_ends, boot.epoch, kv_events)
     kv_cache = parts.kv_cache
 
@@ -166,4 +166,5 @@ def _build(
     service = Service(
         supervisor, front_ends, executor.links, parts.scheduler, parts.intake, parts.outbox
     )
-    return SynchronousStepper(parts.scheduler, executor, service, check_when_idle)
+    max_in_flight = OVERLAPPED if boot.config.scheduler.async_scheduling else SYNCHRONOUS
+    return Stepper(parts.scheduler, executor, service, check_when_idle, max_in_flight)

@@ -78,7 +78,8 @@ class Request:
         spec_token_ids: drafts not verified yet.
     Counters, in tokens:
         num_computed_tokens: positions [0, n) whose KV is valid or being computed.
-        num_output_placeholders: outputs being computed whose ids are not known yet.
+        num_output_placeholders: outputs being computed whose ids are not known yet; 0
+            where every step waits for the one before.
         num_cached_tokens: prompt tokens found in the prefix cache when first scheduled.
     Life cycle:
         status, stop_reason (the stop token that ended it, unless it is an EOS),
@@ -181,6 +182,19 @@ class Request:
     def num_tokens_with_spec(self) -> int:
         """Prompt, verified outputs and drafts."""
         return len(self.all_token_ids) + len(self.spec_token_ids)
+
+    @property
+    def num_tokens_ahead(self) -> int:
+        """Tokens that the next step may compute up to: also those that are being sampled.
+
+        Not the last one that the request can have, because nothing follows it.
+        """
+        num_tokens = len(self.all_token_ids) + len(self.spec_token_ids)
+        if not self.num_output_placeholders:
+            return num_tokens
+        return min(
+            num_tokens + self.num_output_placeholders, self.num_prompt_tokens + self.max_tokens - 1
+        )
 
     @property
     def num_output_tokens(self) -> int:

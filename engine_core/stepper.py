@@ -1,9 +1,15 @@
 """The loop of the engine: schedule, send, wait, update, answer.
 
-Owns the order of these; everything else is a call.
+Owns the order of these, and the steps that the workers have not answered yet.
+
+    one in flight     schedule 1 ─▶ compute 1 ─▶ update 1, schedule 2 ─▶ compute 2 ─▶ …
+    two in flight     schedule 1, 2 ─▶ compute 1 ─▶ compute 2 ─▶ compute 3 ─▶ …
+                                              └ update 1, schedule 3 ┘
 """
 
+from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 from engine_core.executor.base import Executor, WorkerFailedError
 from engine_core.scheduler.scheduler import Scheduler
@@ -12,13 +18,20 @@ from proto.errors import ProtocolError
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
 
-IDLE_SECONDS = 1.0
+IDLE_SECONDS: Final = 1.0
 """Without any message for so long, the engine has time for its integrity check."""
 
+SYNCHRONOUS: Final = 1
+"""Steps in flight: the next is scheduled when the tokens of the last are known."""
+OVERLAPPED: Final = 2
+"""Steps in flight: the next is scheduled, and waits at the workers, while one computes."""
 
-class SynchronousStepper:
-    """One step at a time: the next is scheduled when the tokens of the last are known.
 
+class Stepper:
+    """Keeps up to `max_in_flight` steps with the workers.
+
+    More than one needs a scheduler that counts placeholders; without them it has
+    nothing to add to what is in flight.
     check_when_idle: raises when the books of the engine do not add up; called when
     a second has gone by without work or messages.
     """
@@ -29,61 +42,66 @@ class SynchronousStepper:
         executor: Executor,
         service: Service,
         check_when_idle: Callable[[], None],
+        max_in_flight: int = SYNCHRONOUS,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._service = service
         self._check_when_idle = check_when_idle
+        self._max_in_flight = max_in_flight
+        self._in_flight: deque[SchedulerOutput] = deque()
 
     def run(self) -> None:
-        """Step while there is work, sleep while there is none, until told to stop."""
+        """Step while there is work, sleep while there is none, until told to stop.
+
+        Front ends are served before results are taken in, so aborts count before
+        the tokens that arrive with them.
+        """
+        may_have_work = True
         while True:
-            if self._scheduler.has_work:
-                self._service.serve(0)
-            else:
-                self._idle()
+            self._listen(may_have_work)
             if self._service.stopped:
                 return
-            if self._scheduler.has_work:
-                self._step()
+            for result in self._executor.receive():
+                self._take(result)
+            may_have_work = self._send()
 
-    def _step(self) -> None:
+    def _listen(self, may_have_work: bool) -> None:
+        """Serve what has arrived, or wait for something if there is nothing else to do."""
+        if may_have_work:
+            self._service.serve(0)
+        elif self._in_flight:
+            self._service.serve()
+        elif not self._service.serve(IDLE_SECONDS):
+            self._check_when_idle()
+            self._service.serve()
+
+    def _send(self) -> bool:
+        """Schedule one more step; False when nothing was sent, before something arrives."""
+        if not self._scheduler.has_work or len(self._in_flight) == self._max_in_flight:
+            return False
         output = self._scheduler.schedule()
+        if output.total_num_scheduled_tokens:
+            self._in_flight.append(output)
+        elif not (output.finished_handles or output.preempted_handles):
+            assert self._in_flight or not self._scheduler.has_work, "no request can progress"
+            return False
         self._executor.submit(output)
-        if output.total_num_scheduled_tokens == 0:
-            assert not self._scheduler.has_work, "no request can progress"
-            return
-        result = self._result_of(output)
-        if result is None:
+        return True
+
+    def _take(self, result: ModelRunnerOutput) -> None:
+        """Update from the answer to the oldest step in flight."""
+        if not self._in_flight or result.step != self._in_flight[0].step:
+            _check_empty(result)
             return
         try:
-            outputs = self._scheduler.update_from_output(output, result)
+            outputs = self._scheduler.update_from_output(self._in_flight.popleft(), result)
         except ProtocolError as error:
             raise WorkerFailedError(f"worker 0 sent an impossible result: {error}") from error
         self._service.publish(outputs)
 
-    def _result_of(self, output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """The answer to a step; None when the engine has to stop before it comes.
 
-        Front ends are served meanwhile, so aborts count before the tokens do.
-        """
-        while True:
-            self._service.serve()
-            if self._service.stopped:
-                return None
-            for result in self._executor.receive():
-                if result.step == output.step:
-                    return result
-                self._ignore_empty(result)
-
-    def _idle(self) -> None:
-        if not self._service.serve(IDLE_SECONDS):
-            self._check_when_idle()
-            self._service.serve()
-        for result in self._executor.receive():
-            self._ignore_empty(result)
-
-    def _ignore_empty(self, result: ModelRunnerOutput) -> None:
-        """Answers to steps that only carried finished handles say nothing."""
-        if result.handles:
-            raise WorkerFailedError(f"worker 0 answered step {result.step} unasked")
+def _check_empty(result: ModelRunnerOutput) -> None:
+    """Steps that only carried finished or preempted handles are answered by nothing."""
+    if result.handles:
+        raise WorkerFailedError(f"worker 0 answered step {result.step} unasked")

@@ -123,7 +123,6 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NOT_AVAILABLE_YET: Final[dict[str, tuple[Any, ...]]] = {
-    "async_scheduling": (False,),
     "tensor_parallel_size": (1,),
     "device": ("auto", "cpu"),
     "attention_backend": ("auto", "cpu", "reference"),

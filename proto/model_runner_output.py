@@ -23,6 +23,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
         position p (from 1) is the log-probability of prompt token p.
     compute_seconds: time from the message to the sampled tokens.
     error: the step failed; the epoch is over.
+    failed_handles: sequences whose hidden states or logits are not finite. They have no
+        sampled tokens, whether or not their prompts are complete.
     """
 
     epoch: int
@@ -33,3 +35,4 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
     prompt_logprobs: list[RowLogprobs] = []
     compute_seconds: float = 0.0
     error: ErrorInfo | None = None
+    failed_handles: list[int] = []

@@ -23,7 +23,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
 
     Gauges: num_running, num_waiting, kv_cache_usage (0 to 1), num_deferred (those of
     num_waiting that wait for something else than room).
-    Deltas since the last message: the rest. Prefix cache figures are in tokens.
+    Deltas since the last message: the rest. Prefix cache figures are in tokens;
+    num_corrupted are requests that ended because their scores were not numbers.
     """
 
     num_running: int
@@ -35,3 +36,4 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     num_scheduled_tokens: int = 0
     kv_evictions: list[KVEviction] = []
     num_deferred: int = 0
+    num_corrupted: int = 0

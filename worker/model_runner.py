@@ -16,6 +16,7 @@ from proto.scheduler_output import SchedulerOutput
 from worker.attention.base import AttentionBackend, AttentionInputs
 from worker.batch.inputs import StepInputs, build_inputs
 from worker.batch.rows import Rows
+from worker.finite import broken_rows, broken_sequences
 from worker.models.decoder import Decoder
 from worker.sample.logprobs import prompt_logprobs
 from worker.sample.rows import SamplingRows
@@ -52,15 +53,17 @@ class ModelRunner:
         hidden = self._model.forward(
             torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions), self._attention
         )
-        sampled, logprobs = self._sample(inputs, hidden, handles)
+        broken = broken_sequences(hidden, inputs.query_start)
+        sampled, logprobs = self._sample(inputs, hidden, handles, broken)
         return ModelRunnerOutput(
             step.epoch,
             step.step,
             handles,
             sampled,
             logprobs,
-            self._prompt_logprobs(inputs, hidden, handles),
+            self._prompt_logprobs(inputs, hidden, handles, broken),
             time.monotonic() - started,
+            failed_handles=[handles[i] for i in np.flatnonzero(broken)],
         )
 
     @torch.inference_mode()
@@ -80,24 +83,36 @@ class ModelRunner:
         self._model.logits(self._model.forward(token, token, self._attention))
 
     def _sample(
-        self, inputs: StepInputs, hidden: torch.Tensor, handles: list[int]
+        self,
+        inputs: StepInputs,
+        hidden: torch.Tensor,
+        handles: list[int],
+        broken: NDArray[np.bool_],
     ) -> tuple[list[list[int]], list[RowLogprobs]]:
-        """Draw a token for each sequence that is complete; append it to its row."""
+        """Draw a token for each sequence that is complete; append it to its row.
+
+        broken: bool [S], marked further where logits are odd. Such a sequence samples
+        nothing, but its row gets a token all the same: a step may be waiting for it.
+        """
         tokens: list[list[int]] = [[] for _ in handles]
         if len(inputs.last_token) == 0:
             return tokens, []
         sequences = np.flatnonzero(inputs.samples)
         sampling_rows = inputs.rows[sequences]
         logits = self._model.logits(hidden[torch.from_numpy(inputs.last_token)])
+        broken[sequences] |= broken_rows(logits)
+        if broken.any():
+            logits[torch.from_numpy(broken[sequences])] = 0.0
         request = self._sampling_rows(sampling_rows, [handles[i] for i in sequences])
         result = self._sampler.sample(logits, request)
         self._rows.append_sampled(sampling_rows, result.token_ids)
         for sequence, token_id in zip(sequences, result.token_ids.tolist(), strict=True):
-            tokens[sequence].append(token_id)
+            if not broken[sequence]:
+                tokens[sequence].append(token_id)
         logprobs = [
             RowLogprobs(handles[sequence], arrays)
             for sequence, arrays in zip(sequences, result.logprobs, strict=True)
-            if arrays is not None
+            if arrays is not None and not broken[sequence]
         ]
         return tokens, logprobs
 
@@ -121,13 +136,17 @@ class ModelRunner:
         )
 
     def _prompt_logprobs(
-        self, inputs: StepInputs, hidden: torch.Tensor, handles: list[int]
+        self,
+        inputs: StepInputs,
+        hidden: torch.Tensor,
+        handles: list[int],
+        broken: NDArray[np.bool_],
     ) -> list[RowLogprobs]:
         """Position p's hidden state gives the log-probability of prompt token p + 1."""
         found: list[RowLogprobs] = []
         for sequence, handle in enumerate(handles):
             wanted = self._rows.params(handle).prompt_logprobs
-            if wanted is None:
+            if wanted is None or broken[sequence]:
                 continue
             row = inputs.rows[sequence]
             first = int(inputs.num_computed[sequence]) + 1

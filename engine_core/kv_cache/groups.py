@@ -59,6 +59,9 @@ class KVGroup(Protocol):
         The table keeps them, and settle does not offer them again.
         """
 
+    def forget(self, block_hashes: Sequence[bytes]) -> None:
+        """Take every block with one of these hashes out of the prefix index."""
+
     def free(self, handle: int) -> None:
         """Give back a sequence's blocks, last one first; nothing if it has none."""
 
@@ -152,6 +155,11 @@ class FullAttentionGroup:
         if sequence is not None:
             num_kept = num_tokens // self.block_size
             self._pool.uncache(sequence.blocks[num_kept : sequence.num_cached])
+
+    def forget(self, block_hashes: Sequence[bytes]) -> None:
+        most = self._keys.count(block_hashes)
+        for key in self._keys.leading(block_hashes, most):
+            self._pool.forget(key)
 
     def free(self, handle: int) -> None:
         sequence = self._sequences.pop(handle, None)

@@ -130,9 +130,24 @@ class KVCacheManager:
         for group in self.groups:
             group.withdraw(request.handle, num_valid_tokens)
 
+    def forget(self, request: Request) -> None:
+        """Nobody is to find any block with the content of this request, whoever filled it.
+
+        Also those that a window has passed or that were freed. Whoever references
+        such a block keeps it.
+        """
+        for group in self.groups:
+            group.forget(request.block_hashes)
+
     def free(self, request: Request) -> None:
-        """Give back all blocks of a request, last one first; nothing if it has none."""
+        """Give back all blocks of a request, last one first; nothing if it has none.
+
+        First they become findable as far as they are computed and their tokens are
+        known: a block may have filled before the id of its last token was.
+        """
         if self._quiet_until.pop(request.handle, None) is not None:
+            num_verified = min(request.num_computed_tokens, request.num_tokens)
+            self._coordinator.settle(request.handle, request, num_verified)
             self._coordinator.free(request.handle)
 
     def block_ids(self, handle: int) -> BlockIds:

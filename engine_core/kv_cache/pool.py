@@ -129,6 +129,11 @@ class BlockPool:
             if self.hashes[block] is not None:
                 self._evict(block)
 
+    def forget(self, block_hash: bytes) -> None:
+        """Uncache every block with this content."""
+        while (block := self.index.get(block_hash)) is not None:
+            self.uncache([block])
+
     def reset_prefix_cache(self) -> bool:
         """Forget all content; False, changing nothing, while any block is in use."""
         if self.num_free != self.num_blocks - 1:

@@ -110,6 +110,8 @@ class AdmissionPass:
         |---in cache----|--num_new--|---later steps---|
         """
         request, computed = candidate.request, candidate.computed
+        if request.num_output_placeholders:
+            return False  # preempted; until its late token is here, nobody knows what to compute
         num_missing = request.num_tokens - computed.num_tokens
         num_new = self._chunks.first_chunk(num_missing, plan.budget)
         if num_new == 0:

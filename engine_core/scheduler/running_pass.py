@@ -40,11 +40,7 @@ class RunningPass:
         position = 0
         while position < len(running) and plan.budget > 0:
             request = running[position]
-            num_missing = (
-                request.num_tokens_with_spec
-                + request.num_output_placeholders
-                - request.num_computed_tokens
-            )
+            num_missing = request.num_tokens_ahead - request.num_computed_tokens
             position += 1
             if num_missing <= 0:
                 continue

@@ -18,9 +18,11 @@ from engine_core.scheduler.admission_pass import AdmissionPass
 from engine_core.scheduler.admission_rules import pressure_of, rules_of
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.completion import completion, stop_token
+from engine_core.scheduler.corruption import corrupted_output
 from engine_core.scheduler.gates import Gate
 from engine_core.scheduler.output_builder import OutputBuilder
 from engine_core.scheduler.pause import Pause, PauseMode
+from engine_core.scheduler.placeholders import NoPlaceholders, OutputPlaceholders, Placeholders
 from engine_core.scheduler.policies import policy_of
 from engine_core.scheduler.preemption import Preemption
 from engine_core.scheduler.prefix_wait import PrefixWait
@@ -85,8 +87,12 @@ class Scheduler:
             self._gates,
         )
         self._output_builder = OutputBuilder(kv_cache, epoch)
+        self._placeholders: Placeholders = (
+            OutputPlaceholders() if config.async_scheduling else NoPlaceholders()
+        )
         self._num_preemptions = 0
         self._num_scheduled_tokens = 0
+        self._num_corrupted = 0
 
     # Requests
 
@@ -96,6 +102,9 @@ class Scheduler:
         assert request.choice not in choices, f"{request!r} is here already"
         choices[request.choice] = request
         self._requests[request.handle] = request
+        request.max_tokens = min(
+            request.max_tokens, self._max_model_len - request.num_prompt_tokens
+        )
         request.queued_at = self._clock()
         self.waiting.add(request)
 
@@ -156,6 +165,7 @@ class Scheduler:
                 self._admission_pass.run(plan)
         output = self._output_builder.build(plan)
         self._advance(plan)
+        self._placeholders.reserve(plan)
         return output
 
     def update_from_output(
@@ -163,15 +173,17 @@ class Scheduler:
     ) -> ClientOutputs:
         """Append the tokens of a step, finish what is over, and say what to tell whom.
 
-        Tokens of a request that was aborted meanwhile are dropped; those of one
-        that was preempted meanwhile are kept. Raises ProtocolError for a result
-        that does not answer this step.
+        Results are taken in in the order of their steps. Tokens of a request that was
+        aborted or that stopped meanwhile are dropped; those of one that was preempted
+        meanwhile are kept. Raises ProtocolError for a result that does not answer this
+        step.
         """
         check_result(output, result, self._vocab_size)
         logprobs = {row.handle: row.arrays for row in result.logprobs}
         prompt_logprobs = {row.handle: row.arrays for row in result.prompt_logprobs}
         outputs: ClientOutputs = {}
         num_unfinished = len(self._requests)
+        self._fail(result.failed_handles, outputs)
         for handle, token_ids, end in zip(
             result.handles, result.sampled_token_ids, ends_of_rows(output), strict=True
         ):
@@ -203,6 +215,7 @@ class Scheduler:
             )
         if len(self._requests) < num_unfinished:
             self._clear_running()
+        self._placeholders.fill(self._requests, result)
         return outputs
 
     def take_stats(self) -> SchedulerStats:
@@ -218,8 +231,9 @@ class Scheduler:
             num_scheduled_tokens=self._num_scheduled_tokens,
             kv_evictions=self._kv_cache.take_evictions(),
             num_deferred=len(self.waiting) - self.waiting.num_ready,
+            num_corrupted=self._num_corrupted,
         )
-        self._num_preemptions = self._num_scheduled_tokens = 0
+        self._num_preemptions = self._num_scheduled_tokens = self._num_corrupted = 0
         return stats
 
     # Parts of the above
@@ -239,6 +253,15 @@ class Scheduler:
             request.num_computed_tokens += num_tokens
         self._num_preemptions += len(plan.preempted)
         self._num_scheduled_tokens += self._step_budget - plan.budget
+
+    def _fail(self, handles: Sequence[int], outputs: ClientOutputs) -> None:
+        """End requests whose scores are no numbers; nobody is to build on their KV."""
+        for request in filter(None, map(self._requests.get, handles)):
+            self._kv_cache.forget(request)
+            request.num_computed_tokens = 0
+            self._finish(request, RequestStatus.FINISHED_ERROR)
+            self._num_corrupted += 1
+            outputs.setdefault(request.client_index, []).append(corrupted_output(request))
 
     def _append(self, request: Request, token_ids: list[int]) -> list[int]:
         """Append tokens up to the one that ends the request; returns those appended."""

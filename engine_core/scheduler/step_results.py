@@ -18,6 +18,11 @@ def check_result(output: SchedulerOutput, result: ModelRunnerOutput, vocab_size:
             f"step {output.step} has sequences {_shown(expected)}, the answer has "
             f"{_shown(result.handles)} and {len(result.sampled_token_ids)} rows of tokens"
         )
+    if result.failed_handles and not set(result.failed_handles) <= set(expected):
+        raise ProtocolError(
+            f"step {output.step} failed sequences that it does not have: "
+            f"{_shown(result.failed_handles)}"
+        )
     sampled = list(chain.from_iterable(result.sampled_token_ids))
     if sampled and not (min(sampled) >= 0 and max(sampled) < vocab_size):
         raise ProtocolError(

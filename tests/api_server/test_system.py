@@ -66,11 +66,12 @@ async def test_metrics(start, say, tokenizer):
     async with start(say(" world")) as front_end:
         before = await samples(front_end)
         assert before["vllm:request_success_total,stop"] == 0
+        assert before["vllm:corrupted_requests_total"] == 0
         assert "process_resident_memory_bytes" in before
         await front_end.complete(n=2)
         await front_end.complete(max_tokens=1)
         front_end.engine.send_outputs(
-            stats=SchedulerStats(3, 4, 0.25, 5, 60, 30, num_scheduled_tokens=17)
+            stats=SchedulerStats(3, 4, 0.25, 5, 60, 30, num_scheduled_tokens=17, num_corrupted=2)
         )
         evictions = [KVEviction(12.0, 7.0, [2.0, 3.0]), KVEviction(0.25, 0.25)]
         front_end.engine.send_outputs(
@@ -86,6 +87,7 @@ async def test_metrics(start, say, tokenizer):
         assert found["vllm:num_requests_waiting_by_reason,deferred"] == 2
         assert found["vllm:kv_cache_usage_perc"] == 0.5
         assert found["vllm:num_preemptions_total"] == 6
+        assert found["vllm:corrupted_requests_total"] == 2
         assert found["vllm:prefix_cache_queries_total"] == 64
         assert found["vllm:prefix_cache_hits_total"] == 32
         assert found["vllm:prompt_tokens_total"] == 2 * prompt

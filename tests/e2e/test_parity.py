@@ -53,6 +53,26 @@ async def all_at_once(daemon: Daemon, token_prompts: list[list[int]]) -> Outputs
         return await asyncio.gather(*(complete(client, prompt) for prompt in token_prompts))
 
 
+async def half_of_them(daemon: Daemon, token_prompts: list[list[int]]) -> Outputs:
+    """Every second client goes away after its first tokens; the others should not notice."""
+
+    async def leave_early(client: httpx.AsyncClient, prompt: list[int]) -> None:
+        request = body(prompt, stream=True, max_tokens=5000 if len(prompt) < 1000 else 64)
+        async with client.stream("POST", "/v1/completions", json=request) as response:
+            seen = 0
+            async for line in response.aiter_lines():
+                seen += line.startswith("data: {")
+                if seen == 3:
+                    return
+
+    async with client_of(daemon) as client:
+        pending = [
+            leave_early(client, prompt) if i % 2 else complete(client, prompt)
+            for i, prompt in enumerate(token_prompts)
+        ]
+        return (await asyncio.gather(*pending))[::2]
+
+
 def check(reference: Reference, token_prompts: list[list[int]], outputs: Outputs) -> None:
     reference.assert_greedy(list(zip(token_prompts, outputs, strict=True)))
 
@@ -78,26 +98,10 @@ async def test_all_at_once_over_prefix_hits(
 async def test_half_of_them_aborted(
     daemon: Daemon, reference: Reference, token_prompts: list[list[int]]
 ) -> None:
-    """Every second client goes away after its first tokens; the others do not notice."""
-
-    async def leave_early(client: httpx.AsyncClient, prompt: list[int]) -> None:
-        request = body(prompt, stream=True, max_tokens=5000 if len(prompt) < 1000 else 64)
-        async with client.stream("POST", "/v1/completions", json=request) as response:
-            seen = 0
-            async for line in response.aiter_lines():
-                seen += line.startswith("data: {")
-                if seen == 3:
-                    return
-
-    async with client_of(daemon) as client:
-        pending = [
-            leave_early(client, prompt) if i % 2 else complete(client, prompt)
-            for i, prompt in enumerate(token_prompts)
-        ]
-        results = await asyncio.gather(*pending)
+    outputs = await half_of_them(daemon, token_prompts)
     assert eventually(lambda: daemon.metric("vllm:num_requests_running") == 0)
     assert daemon.metric("vllm:kv_cache_usage_perc") == 0
-    check(reference, token_prompts[::2], results[::2])
+    check(reference, token_prompts[::2], outputs)
 
 
 async def test_all_at_once_cold(reference: Reference, token_prompts: list[list[int]]) -> None:

@@ -115,6 +115,69 @@ def test_an_abort_counts_before_the_tokens_that_were_in_flight(start):
     assert output.new_token_ids == undisturbed([4], 1)
 
 
+def test_overlapped_the_next_step_comes_before_the_tokens_of_the_last(start):
+    engine = start(scheduler=SchedulerConfig(async_scheduling=True))
+    engine.start()
+    (front_end,) = engine.front_ends
+    front_end.send(engine.request(1, [1, 2], 12))
+    found = []
+    step = engine.expect(engine.worker, SchedulerOutput)
+    for _ in range(11):
+        following = engine.expect(engine.worker, SchedulerOutput)
+        assert following.cached_requests.num_scheduled_tokens == [1]
+        engine.worker.send(engine.runner.execute(step))
+        message = engine.expect(front_end, EngineCoreOutputs, lambda each: each.outputs)
+        found += message.outputs[0].new_token_ids
+        step = following
+    engine.worker.send(engine.runner.execute(step))
+    (last,) = engine.expect(front_end, EngineCoreOutputs, lambda each: each.outputs).outputs
+    assert [*found, *last.new_token_ids] == undisturbed([1, 2], 12)
+    assert last.finish_reason is FinishReason.LENGTH
+    assert engine.expect(engine.worker, SchedulerOutput).total_num_scheduled_tokens == 0
+    assert engine.shutdown() == 0
+
+
+def test_overlapped_an_abort_counts_before_two_steps_in_flight(start):
+    engine = start(scheduler=SchedulerConfig(async_scheduling=True))
+    engine.start()
+    (front_end,) = engine.front_ends
+    front_end.send(engine.request(1, [1, 2], 50))
+    steps = [engine.expect(engine.worker, SchedulerOutput) for _ in range(2)]
+    front_end.send(Abort(EPOCH, 1, "disconnect"))
+    assert engine.expect(front_end, EngineCoreOutputs, is_idle).outputs == []
+    for step in steps:
+        engine.worker.send(engine.runner.execute(step))
+    finished = engine.expect(engine.worker, SchedulerOutput)
+    assert finished.finished_handles == [steps[0].new_requests[0].handle]
+    engine.worker.send(engine.runner.execute(finished))
+    front_end.send(engine.request(2, [4], 1))
+    (output,) = outputs_of(engine, 2)
+    assert output.new_token_ids == undisturbed([4], 1)
+
+
+def test_a_request_with_odd_scores_gets_an_error_and_the_others_their_tokens(start):
+    engine = start()
+    engine.start()
+    (front_end,) = engine.front_ends
+    front_end.send(engine.request(1, [1, 2], 3))
+    engine.answer_step()
+    step = engine.expect(engine.worker, SchedulerOutput)
+    result = engine.runner.execute(step)
+    engine.worker.send(
+        msgspec.structs.replace(result, sampled_token_ids=[[]], failed_handles=result.handles)
+    )
+    message = engine.expect(
+        front_end, EngineCoreOutputs, lambda each: each.outputs and each.outputs[0].error
+    )
+    (output,) = message.outputs
+    assert (output.request_id, output.token_index) == (1, 1)
+    assert (output.finish_reason, output.error.kind) == (FinishReason.ERROR, "internal")
+    assert message.stats.num_corrupted == 1
+    front_end.send(engine.request(2, [4], 2))
+    outputs = outputs_of(engine, 2)
+    assert [token for each in outputs for token in each.new_token_ids] == undisturbed([4], 2)
+
+
 def test_each_front_end_gets_its_own(start):
     engine = start(frontend=FrontEndConfig(api_server_count=2))
     engine.start()

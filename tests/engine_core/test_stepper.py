@@ -1,27 +1,44 @@
 """The loop itself, with an executor and a service that are scripts."""
 
 from collections import deque
+from itertools import pairwise
 
 import pytest
 
 from engine_core.executor.base import WorkerFailedError
-from engine_core.stepper import SynchronousStepper
+from engine_core.stepper import OVERLAPPED, SYNCHRONOUS, Stepper
 from proto.model_runner_output import ModelRunnerOutput
-from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.paged_runner import undisturbed
+from tests.fakes.engine_harness import EOS, EngineHarness
+from tests.fakes.paged_runner import hashed_token, undisturbed
 
 
-class InlineExecutor:
-    """Computes a step when it is submitted."""
+class LazyExecutor:
+    """Computes the oldest step when nobody has anything else to do.
+
+    log: ("sent", step) and ("answered", step), of steps with tokens.
+    """
 
     def __init__(self, runner):
         self.runner = runner
+        self.queue = deque()
         self.results = deque()
         self.submitted = []
+        self.log = []
 
     def submit(self, output):
         self.submitted.append(output)
-        self.results.append(self.runner.execute(output))
+        self.queue.append(output)
+        if output.total_num_scheduled_tokens:
+            self.log.append(("sent", output.step))
+
+    def compute(self):
+        """One step with tokens, and those without before it."""
+        while self.queue:
+            output = self.queue.popleft()
+            self.results.append(self.runner.execute(output))
+            if output.total_num_scheduled_tokens:
+                self.log.append(("answered", output.step))
+                return
 
     def receive(self):
         results = list(self.results)
@@ -43,6 +60,8 @@ class ScriptedService:
         if self.actions:
             self.actions.popleft()(self)
             return True
+        if timeout_seconds != 0:
+            self.executor.compute()
         if self.executor.results:
             return True
         if timeout_seconds is None:
@@ -54,41 +73,49 @@ class ScriptedService:
 
 
 class Loop:
-    def __init__(self, actions=(), check=lambda: None):
-        self.engine = EngineHarness()
-        self.executor = InlineExecutor(self.engine.runner)
+    def __init__(self, actions=(), check=lambda: None, depth=SYNCHRONOUS, **settings):
+        self.engine = EngineHarness(async_scheduling=depth == OVERLAPPED, **settings)
+        self.executor = LazyExecutor(self.engine.runner)
         self.service = ScriptedService(actions)
         self.service.executor = self.executor
-        self.stepper = SynchronousStepper(self.engine.scheduler, self.executor, self.service, check)
+        self.stepper = Stepper(self.engine.scheduler, self.executor, self.service, check, depth)
+
+    def tokens_of(self, request):
+        return [
+            token
+            for each in self.service.published
+            if (each.request_id, each.choice) == (request.request_id, request.choice)
+            for token in each.new_token_ids
+        ]
 
 
-def test_it_steps_until_nothing_is_left_and_checks_its_books_once():
+@pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
+def test_it_steps_until_nothing_is_left_and_checks_its_books_once(depth):
     checks = []
-    loop = Loop(check=lambda: checks.append(1))
-    loop.engine.add_one([1, 2], max_tokens=3)
+    loop = Loop(check=lambda: checks.append(1), depth=depth)
+    request = loop.engine.add_one([1, 2], max_tokens=3)
     loop.stepper.run()
-    tokens = [token for each in loop.service.published for token in each.new_token_ids]
-    assert tokens == undisturbed([1, 2], 3)
+    assert loop.tokens_of(request) == undisturbed([1, 2], 3)
     assert checks == [1]
     assert loop.executor.submitted[-1].finished_handles
     loop.engine.assert_at_rest()
 
 
-def test_it_rests_while_all_that_is_left_is_held_and_goes_on_when_it_is_let_go():
+@pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
+def test_it_rests_while_all_that_is_left_is_held_and_goes_on_when_it_is_let_go(depth):
     def pause(service):
         loop.engine.scheduler.pause("finish_running")
 
     def resume(service):
         assert loop.engine.scheduler.num_unfinished == 1
         assert not loop.engine.scheduler.has_work
-        assert service.waits[-1] is not None, "it waits for messages"
+        assert service.waits[-1], "it waits for messages"
         loop.engine.scheduler.resume()
 
-    loop = Loop([pause, lambda _: None, resume])
-    loop.engine.add_one([1, 2], max_tokens=2)
+    loop = Loop([pause, lambda _: None, resume], depth=depth)
+    request = loop.engine.add_one([1, 2], max_tokens=2)
     loop.stepper.run()
-    tokens = [token for each in loop.service.published for token in each.new_token_ids]
-    assert tokens == undisturbed([1, 2], 2)
+    assert loop.tokens_of(request) == undisturbed([1, 2], 2)
     loop.engine.assert_at_rest()
 
 
@@ -111,19 +138,98 @@ def test_it_stops_between_steps_without_starting_another():
     assert loop.executor.submitted == []
 
 
-def test_it_stops_in_the_middle_of_a_step():
+@pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
+def test_it_stops_in_the_middle_of_a_step(depth):
     def stop(service):
         service.stopped = True
 
-    loop = Loop([lambda _: None, stop])
+    loop = Loop([lambda _: None] * depth + [stop], depth=depth)
     loop.engine.add_one([1], max_tokens=3)
     loop.stepper.run()
-    assert len(loop.executor.submitted) == 1
+    assert len(loop.executor.submitted) == depth
     assert loop.service.published == []
 
 
-def test_an_answer_nobody_asked_for_names_the_worker():
-    loop = Loop()
+@pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
+def test_an_answer_nobody_asked_for_names_the_worker(depth):
+    loop = Loop(depth=depth)
+    loop.engine.add_one([1], max_tokens=3)
     loop.executor.results.append(ModelRunnerOutput(1, 99, [5], [[1]]))
     with pytest.raises(WorkerFailedError, match="worker 0"):
         loop.stepper.run()
+
+
+def test_one_at_a_time_a_step_is_sent_after_the_answer_to_the_last():
+    loop = Loop()
+    loop.engine.add_one([1, 2], max_tokens=4)
+    loop.stepper.run()
+    assert [what for what, _ in loop.executor.log] == ["sent", "answered"] * 4
+
+
+def test_overlapped_a_step_is_sent_before_the_answer_to_the_last():
+    loop = Loop(depth=OVERLAPPED)
+    loop.engine.add_one([1, 2], max_tokens=4)
+    loop.stepper.run()
+    assert loop.executor.log == [
+        *(("sent", 1), ("sent", 2), ("answered", 1)),
+        *(("sent", 3), ("answered", 2), ("sent", 4), ("answered", 3), ("answered", 4)),
+    ]
+
+
+def test_a_request_that_comes_while_the_last_tokens_of_others_compute_is_sent_at_once():
+    def arrive(service):
+        loop.late = loop.engine.add_one([9], max_tokens=2)
+
+    loop = Loop([lambda _: None, lambda _: None, arrive], depth=OVERLAPPED)
+    first = loop.engine.add_one([1, 2], max_tokens=1)
+    loop.stepper.run()
+    assert [what for what, _ in loop.executor.log[:2]] == ["sent", "sent"]
+    assert loop.tokens_of(first) == undisturbed([1, 2], 1)
+    assert loop.tokens_of(loop.late) == undisturbed([9], 2)
+    loop.engine.assert_at_rest()
+
+
+def stops_now_and_then(token_ids, choice):
+    token = hashed_token(token_ids, choice)
+    return EOS if token % 23 == 0 else token
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_workers_nearly_always_have_the_next_step_before_they_answer_the_last(policy):
+    """While requests come, stop, end at their lengths, are aborted and preempted."""
+
+    def disturb(number):
+        def act(service):
+            scheduler = loop.engine.scheduler
+            if number % 3 == 0 and number < 1200:
+                prompt = [(number * 7 + each) % 900 for each in range(20 + number % 30)]
+                loop.requests.append(loop.engine.add_one(prompt, 40, priority=number % 5))
+            if number % 31 == 0 and scheduler.running:
+                scheduler.abort(scheduler.running[number % len(scheduler.running)].request_id)
+            if service.waits[-1] != 0:
+                service.executor.compute()
+
+        return act
+
+    loop = Loop(
+        [disturb(number) for number in range(1500)],
+        depth=OVERLAPPED,
+        num_blocks=30,
+        max_num_batched_tokens=128,
+        scheduling_policy=policy,
+        next_token=stops_now_and_then,
+    )
+    loop.requests = []
+    loop.stepper.run()
+    reasons = {each.finish_reason for each in loop.service.published} - {None}
+    assert len(reasons) == 2, "some stop, some end at their length"
+    assert sum(each.num_preemptions for each in loop.requests) > 50
+    aborted = [each for each in loop.requests if each.status.name == "FINISHED_ABORTED"]
+    assert len(aborted) > 20
+    log = loop.executor.log
+    steps = [step for what, step in log if what == "sent"]
+    place = {event: index for index, event in enumerate(log)}
+    early = [place["sent", after] < place["answered", before] for before, after in pairwise(steps)]
+    assert len(early) > 500
+    assert sum(early) >= 0.95 * len(early)
+    loop.engine.assert_at_rest()

@@ -1,6 +1,7 @@
 """A scheduler with a fake worker behind it, without sockets."""
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from engine_core.kv_cache.integrity import check
@@ -9,6 +10,7 @@ from engine_core.pool_plan import longest_chunk
 from engine_core.request import Request, choices_of
 from engine_core.scheduler.gates import Gate
 from engine_core.scheduler.scheduler import Scheduler
+from engine_core.stepper import OVERLAPPED, SYNCHRONOUS
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput, EngineCoreRequest, FinishReason
 from proto.lifecycle import KVGroup
@@ -21,7 +23,11 @@ EOS = 999
 
 
 class EngineHarness:
-    """Adds requests, runs steps, collects what front ends would get."""
+    """Adds requests, runs steps, collects what front ends would get.
+
+    in_flight: steps that were sent and whose results have not been taken in; with
+    async_scheduling one stays there while the next is scheduled.
+    """
 
     def __init__(
         self,
@@ -52,6 +58,8 @@ class EngineHarness:
             vocab_size=VOCAB_SIZE,
             gates=gates,
         )
+        self.max_in_flight = OVERLAPPED if config.async_scheduling else SYNCHRONOUS
+        self.in_flight: deque[SchedulerOutput] = deque()
         self.runner = PagedRunner(block_size, next_token, windows=windows)
         self.mint: Callable[[], int] = itertools.count().__next__
         self.ids = itertools.count(100)
@@ -91,10 +99,24 @@ class EngineHarness:
         return request
 
     def step(self) -> SchedulerOutput:
-        """Schedule, compute, update."""
-        output = self.scheduler.schedule()
-        self.collect(output)
+        """Schedule, compute, update; overlapped, the update is that of the step before."""
+        output = self.send()
+        self.receive()
         return output
+
+    def send(self) -> SchedulerOutput:
+        """Schedule a step."""
+        output = self.scheduler.schedule()
+        self.in_flight.append(output)
+        return output
+
+    def receive(self) -> None:
+        """Take results in until another step may be sent; all, if the last has no tokens."""
+        num_left = self.max_in_flight - 1
+        if self.in_flight and not self.in_flight[-1].total_num_scheduled_tokens:
+            num_left = 0
+        while len(self.in_flight) > num_left:
+            self.collect(self.in_flight.popleft())
 
     def collect(self, output: SchedulerOutput) -> dict[int, list[EngineCoreOutput]]:
         """Compute a scheduled step, update, and check what comes out of it."""
@@ -117,10 +139,17 @@ class EngineHarness:
         while self.scheduler.num_unfinished:
             steps += 1
             assert steps <= max_steps
-            assert self.step().total_num_scheduled_tokens > 0, "a step without progress"
-        if self.scheduler.has_work:
+            self.step_on()
+        if self.scheduler.has_work or self.in_flight:
             self.step()
         return steps
+
+    def step_on(self) -> SchedulerOutput:
+        """A step that has tokens, unless the requests need those that are in flight first."""
+        waits = bool(self.in_flight)
+        output = self.step()
+        assert output.total_num_scheduled_tokens or waits, "a step without progress"
+        return output
 
     def tokens_of(self, request: Request) -> list[int]:
         return self.tokens.get((request.request_id, request.choice), [])
@@ -132,6 +161,7 @@ class EngineHarness:
         """Nothing is left anywhere: requests, blocks, rows of the worker."""
         assert self.scheduler.num_unfinished == 0
         assert not self.scheduler.has_work
+        assert not self.in_flight
         assert not self.scheduler.running
         assert not self.scheduler.waiting
         assert self.kv_cache.usage == 0

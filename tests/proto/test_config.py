@@ -29,6 +29,7 @@ def test_the_defaults_are_valid():
         ("scheduler", {"max_num_batched_tokens": 16, "max_num_seqs": 256}),
         ("scheduler", {"enable_chunked_prefill": False}),
         ("scheduler", {"scheduling_policy": "priority"}),
+        ("scheduler", {"async_scheduling": True}),
         ("scheduler", {"watermark": 0.5, "scheduler_reserve_full_isl": True}),
         ("scheduler", {"stop_admission_above": 0.9}),
         ("scheduler", {"resume_admission_below": 0.8}),

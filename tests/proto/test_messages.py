@@ -111,7 +111,7 @@ MESSAGES = [
             EngineCoreOutput(8, 0, 0, [], FinishReason.ERROR, error=ERROR),
         ],
         [7],
-        SchedulerStats(1, 2, 0.5, 3, 4, 5, 6, [KVEviction(2.5, 1.5, [0.5])], 7),
+        SchedulerStats(1, 2, 0.5, 3, 4, 5, 6, [KVEviction(2.5, 1.5, [0.5])], 7, 8),
     ),
     SchedulerOutput(
         epoch=1,
@@ -123,7 +123,15 @@ MESSAGES = [
         preempted_handles=[6],
     ),
     ModelRunnerOutput(
-        1, 2, [1, 2], [[3], []], [RowLogprobs(1, ARRAYS)], [RowLogprobs(2, ARRAYS)], 0.25, ERROR
+        1,
+        2,
+        [1, 2],
+        [[3], []],
+        [RowLogprobs(1, ARRAYS)],
+        [RowLogprobs(2, ARRAYS)],
+        0.25,
+        ERROR,
+        [2],
     ),
     ProcessBoot(
         protocol_version=1,

@@ -140,7 +140,9 @@ class BruteForce:
             gone = table[kept : self.offered[handle][group]]
             self.found = [entry for entry in self.found if entry[1] not in gone]
 
-    def release(self, handle: int) -> None:
+    def release(self, handle: int, salt: str | None, verified: list[int]) -> None:
+        if handle in self.tables:
+            self._remember(handle, salt, verified)
         for table in self.tables.pop(handle, []):
             for number in reversed(range(len(table))):
                 block, table[number] = table[number], 0
@@ -254,6 +256,16 @@ class KVCacheMachine(RuleBasedStateMachine):
             request.num_computed_tokens = request.num_tokens
 
     @precondition(lambda self: self.running)
+    @rule(which=INDEX, token=TOKENS)
+    def run_ahead(self, which: int, token: int) -> None:
+        """Compute a token before its id is known."""
+        request = self.running[which % len(self.running)]
+        num_new = request.num_tokens + 1 - request.num_computed_tokens
+        if self._allocate(request, num_new, 0, []):
+            request.num_computed_tokens += num_new
+            request.all_token_ids.append(token)
+
+    @precondition(lambda self: self.running)
     @rule(which=INDEX)
     def finish(self, which: int) -> None:
         self._release(self.running.pop(which % len(self.running)))
@@ -321,7 +333,8 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     def _release(self, request: Request) -> None:
         self.manager.free(request)
-        self.model.release(request.handle)
+        verified = request.all_token_ids[: request.num_computed_tokens]
+        self.model.release(request.handle, request.cache_salt, verified)
 
     @invariant()
     def agrees_with_the_model(self) -> None:
@@ -357,6 +370,7 @@ WEIGHTS = {
     "admit": 25,
     "advance": 40,
     "speculate": 6,
+    "run_ahead": 6,
     "finish": 9,
     "abort": 1,
     "preempt": 2,
@@ -388,6 +402,7 @@ def busy_life(machine: KVCacheMachine, draw: random.Random, num_steps: int) -> N
             "accepted": draw.choices([0, 0, 0, 1], k=draw.randint(0, 4)),
             "lookahead": draw.randint(0, 3),
         },
+        "run_ahead": lambda: {"which": draw.randrange(1000), "token": draw.choice([0, 0, 0, 1])},
         "fail": lambda: {"which": draw.randrange(1000), "num_valid": draw.randint(0, 60)},
         "lose": lambda: {"which": 3 * draw.randrange(300)},
         "preempt": dict,

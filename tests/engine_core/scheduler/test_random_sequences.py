@@ -49,6 +49,7 @@ settings_of_engine = st.fixed_dictionaries(
         "windows": st.sampled_from([(None,), (None,), (None, 6), (9,), (5, None, 14)]),
         "long_prefill_token_threshold": st.sampled_from([0, 0, 3, 8, 16]),
         "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
+        "async_scheduling": st.booleans(),
         "scheduler_reserve_full_isl": st.booleans(),
         "watermark": st.sampled_from([0.0, 0.0, 0.1, 0.5]),
     }
@@ -94,8 +95,9 @@ class Life:
         self.requests += self.engine.add(prompt, max_tokens, n=n, priority=priority)
 
     def step(self) -> None:
+        waits = bool(self.engine.in_flight)
         output = self.engine.step()
-        if output.total_num_scheduled_tokens == 0:
+        if output.total_num_scheduled_tokens == 0 and not waits:
             assert not self.engine.scheduler.has_work, "somebody could have progressed"
 
     def pause(self, mode) -> None:
@@ -121,9 +123,9 @@ class Life:
             }
 
     def abort_in_flight(self, index) -> None:
-        output = self.engine.scheduler.schedule()
+        self.engine.send()
         self.abort(index, None)
-        self.engine.collect(output)
+        self.engine.receive()
 
     def end(self) -> None:
         self.resume()
@@ -154,11 +156,13 @@ def test_whatever_arrives_everyone_ends_with_the_tokens_of_an_undisturbed_run(
     life.end()
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("windows", [(None,), (None, 8), (8, 4)])
-def test_the_same_under_heavy_preemption(policy, windows):
+def test_the_same_under_heavy_preemption(policy, windows, overlapped):
     life = Life(
         scheduling_policy=policy,
+        async_scheduling=overlapped,
         num_blocks=16 if None in windows else 7,
         windows=windows,
         max_num_seqs=8,

@@ -1,0 +1,141 @@
+"""A request whose scores are no numbers ends with an error, alone, and its KV is forgotten."""
+
+import msgspec
+import pytest
+
+from engine_core.kv_cache.integrity import check
+from engine_core.request import RequestStatus
+from proto.engine_io import FinishReason
+from proto.errors import InternalRequestError, ProtocolError
+from tests.fakes.engine_harness import EngineHarness, scheduled
+from tests.fakes.paged_runner import undisturbed
+
+
+def prompt(length: int, first: int = 0) -> list[int]:
+    return [(first * 37 + position) % 900 for position in range(length)]
+
+
+def answer(engine, output, *failed):
+    """A step in which these requests fail; what front ends get."""
+    result = engine.runner.execute(output)
+    handles = [each.handle for each in failed]
+    tokens = [
+        [] if handle in handles else row
+        for handle, row in zip(result.handles, result.sampled_token_ids, strict=True)
+    ]
+    result = msgspec.structs.replace(result, failed_handles=handles, sampled_token_ids=tokens)
+    return engine.scheduler.update_from_output(output, result)
+
+
+def test_it_ends_with_one_error_output_and_the_others_go_on():
+    engine = EngineHarness()
+    bad, good = engine.add_one(prompt(20), 8, client=1), engine.add_one(prompt(20, 5), 8)
+    engine.step()
+    outputs = answer(engine, engine.scheduler.schedule(), bad)
+    (error,) = outputs[1]
+    assert (error.request_id, error.token_index, error.new_token_ids) == (bad.request_id, 1, [])
+    assert error.finish_reason is FinishReason.ERROR
+    assert isinstance(error.error.to_exception(), InternalRequestError)
+    assert "not numbers" in error.error.message
+    assert bad.status is RequestStatus.FINISHED_ERROR
+    assert [each.new_token_ids for each in outputs[0]] == [undisturbed(prompt(20, 5), 2)[1:]]
+    assert engine.scheduler.running == [good]
+    assert engine.step().finished_handles == [bad.handle]
+    while engine.scheduler.num_unfinished:
+        engine.step()
+    assert good.output_token_ids == undisturbed(prompt(20, 5), 8)
+    assert engine.scheduler.take_stats().num_corrupted == 1
+    assert engine.scheduler.take_stats().num_corrupted == 0
+
+
+@pytest.mark.parametrize("windows", [(None,), (8,), (None, 8)])
+def test_nobody_finds_its_blocks_not_even_those_that_a_window_has_passed(windows):
+    engine = EngineHarness(block_size=4, windows=windows)
+    first = engine.add_one(prompt(20), max_tokens=1)
+    engine.run()
+    bad = engine.add_one(prompt(40), max_tokens=30, eos_token_ids=())
+    other = engine.add_one(prompt(20, 9), max_tokens=1)
+    for _ in range(10):
+        engine.step()
+    assert bad.num_cached_tokens == 20
+    answer(engine, engine.scheduler.schedule(), bad)
+    num_blocks_of_other = 5 * len(windows)
+    assert len(engine.kv_cache.pool.index) == num_blocks_of_other
+    for again, found in ((first, 0), (other, 16)):
+        repeated = engine.add_one([*again.prompt_token_ids], max_tokens=1)
+        engine.step()
+        assert repeated.num_cached_tokens == found
+        assert check(engine.kv_cache) == []
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_a_chunk_can_fail_before_its_prompt_is_complete():
+    engine = EngineHarness(max_num_batched_tokens=16)
+    bad = engine.add_one(prompt(40))
+    follower = engine.add_one([*prompt(40), 7], max_tokens=3)
+    assert scheduled(engine.step()) == {bad.handle: 16}
+    assert follower.status is not RequestStatus.RUNNING, "it waits for the prefix"
+    ((error,),) = answer(engine, engine.scheduler.schedule(), bad).values()
+    assert error.finish_reason is FinishReason.ERROR
+    engine.run()
+    assert follower.num_cached_tokens == 0
+    assert engine.tokens_of(follower) == undisturbed([*prompt(40), 7], 3)
+    engine.assert_at_rest()
+
+
+def test_its_next_step_is_under_way_already():
+    engine = EngineHarness(async_scheduling=True)
+    bad, good = engine.add_one(prompt(20), 8), engine.add_one(prompt(20, 5), 8)
+    step_0, step_1 = engine.send(), engine.send()
+    engine.in_flight.clear()
+    (outputs,) = answer(engine, step_0, bad).values()
+    assert [each.finish_reason for each in outputs] == [FinishReason.ERROR, None]
+    late = answer(engine, step_1, bad)
+    assert [each.request_id for each in late[0]] == [good.request_id]
+    assert good.num_output_placeholders == 0
+    assert engine.scheduler.take_stats().num_corrupted == 1
+    while engine.scheduler.num_unfinished:
+        engine.step()
+    engine.step()
+    assert good.output_token_ids == undisturbed(prompt(20, 5), 8)
+    engine.assert_at_rest()
+
+
+def test_a_block_that_it_filled_last_does_not_become_findable_by_its_end():
+    engine = EngineHarness(async_scheduling=True)
+    bad = engine.add_one(prompt(14), max_tokens=3)
+    steps = [engine.scheduler.schedule(), engine.scheduler.schedule()]
+    engine.collect(steps[0])
+    steps.append(engine.scheduler.schedule())
+    engine.collect(steps[1])
+    assert (bad.num_computed_tokens, bad.num_tokens) == (16, 16)
+    answer(engine, steps[2], bad)
+    assert len(engine.kv_cache.pool.index) == 0
+    engine.step()
+    engine.assert_at_rest()
+
+
+def test_it_was_preempted_meanwhile():
+    """Its blocks are free already, and full of what must not be found."""
+    engine = EngineHarness(async_scheduling=True, num_blocks=11)
+    engine.add_one(prompt(80), max_tokens=3)
+    bad = engine.add_one(prompt(80, 9), max_tokens=3)
+    step_0, step_1 = engine.send(), engine.send()
+    assert step_1.preempted_handles == [bad.handle]
+    engine.in_flight.clear()
+    answer(engine, step_0, bad)
+    assert list(engine.scheduler.waiting) == []
+    engine.collect(step_1)
+    assert not any(map(engine.kv_cache.is_cached, bad.block_hashes))
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_what_a_step_does_not_have_cannot_fail():
+    engine = EngineHarness()
+    engine.add_one([1])
+    output = engine.scheduler.schedule()
+    result = msgspec.structs.replace(engine.runner.execute(output), failed_handles=[5])
+    with pytest.raises(ProtocolError, match=r"\[5\]"):
+        engine.scheduler.update_from_output(output, result)

@@ -1,0 +1,143 @@
+"""The model runner when a sequence reads a NaN: it is named, and the others do not notice."""
+
+import pytest
+import torch
+
+from proto.model_runner_output import ModelRunnerOutput
+from proto.sampling_params import SamplingParams
+from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.tiny_checkpoints import save_tiny
+from worker.attention.base import AttentionShape
+from worker.attention.registry import create_backend
+from worker.batch.rows import Rows
+from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_layout import kv_layout
+from worker.loader.weights import load_model
+from worker.model_runner import ModelRunner
+from worker.models.decoder import Decoder
+from worker.models.registry import spec_of
+from worker.sample.sampler import create_sampler
+
+BLOCK = 4
+PROMPTS = {1: [5, 6, 7, 8, 9], 2: [10, 11, 12]}
+TABLES = {1: [1, 2], 2: [3, 4]}
+
+
+class Runner:
+    """A tiny model over a cache that can be written to; makes steps by hand."""
+
+    def __init__(self, decoder: Decoder, backend: str, params: SamplingParams) -> None:
+        spec, layout = decoder.spec, kv_layout(decoder.spec.windows)
+        geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, torch.float32)
+        self.cache = KVCache(geometry, layout, 10, BLOCK)
+        shape = AttentionShape(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
+        )
+        attention = create_backend(backend, self.cache, shape)
+        rows = Rows(2, spec.max_position, BLOCK, layout.num_groups)
+        self._runner = ModelRunner(decoder, attention, create_sampler(), rows)
+        self._params = params
+        self._step = 0
+
+    def start(self, num_scheduled: dict[int, int]) -> ModelRunnerOutput:
+        """The first step; of each prompt so many tokens."""
+        return self._execute(
+            [
+                NewRequestData(
+                    handle=handle,
+                    prompt_token_ids=prompt,
+                    output_token_ids=[],
+                    sampling_params=self._params,
+                    seed=3,
+                    choice=0,
+                    block_ids=[TABLES[handle]],
+                    num_computed_tokens=0,
+                    num_scheduled_tokens=num_scheduled[handle],
+                )
+                for handle, prompt in PROMPTS.items()
+            ],
+            CachedRequestData(),
+        )
+
+    def decode(self, num_computed: dict[int, int]) -> ModelRunnerOutput:
+        handles = list(num_computed)
+        counts = list(num_computed.values())
+        cached = CachedRequestData(handles, counts, [1] * len(handles), [None] * len(handles))
+        return self._execute([], cached)
+
+    def _execute(self, new: list[NewRequestData], cached: CachedRequestData) -> ModelRunnerOutput:
+        self._step += 1
+        return self._runner.execute(
+            SchedulerOutput(
+                epoch=1,
+                step=self._step,
+                new_requests=new,
+                cached_requests=cached,
+                total_num_scheduled_tokens=1,
+                finished_handles=[],
+                preempted_handles=[],
+            )
+        )
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder = tmp_path_factory.mktemp("llama")
+    save_tiny("llama", folder)
+    prepared = prepare_checkpoint(folder, folder / "prepared")
+    return load_model(
+        prepared, spec_of(prepared), torch.float32, torch.device("cpu"), lambda fraction: None
+    )
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=8, temperature=0.0),
+        SamplingParams(max_tokens=8, temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, logprobs=2),
+    ],
+    ids=["greedy", "sampled"],
+)
+def test_it_samples_nothing_and_the_next_step_may_be_under_way(
+    decoder: Decoder, backend: str, params: SamplingParams
+) -> None:
+    whole, spoilt = (Runner(decoder, backend, params) for _ in range(2))
+    lengths = {handle: len(prompt) for handle, prompt in PROMPTS.items()}
+    for runner in (whole, spoilt):
+        assert runner.start(lengths).failed_handles == []
+    spoilt.cache.buffer[TABLES[1][0]] = float("nan")
+    for _ in range(2):
+        expected, found = whole.decode(lengths), spoilt.decode(lengths)
+        assert (expected.failed_handles, found.failed_handles) == ([], [1])
+        assert found.sampled_token_ids == [[], expected.sampled_token_ids[1]]
+        assert found.logprobs == [each for each in expected.logprobs if each.handle == 2]
+        lengths = {handle: length + 1 for handle, length in lengths.items()}
+
+
+def test_it_is_named_before_its_prompt_is_complete(decoder: Decoder) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0.0, prompt_logprobs=1)
+    runner = Runner(decoder, "auto", params)
+    assert runner.start({1: 2, 2: 3}).failed_handles == []
+    runner.cache.buffer[TABLES[1][0]] = float("nan")
+    found = runner.decode({1: 2, 2: 3})
+    assert found.failed_handles == [1]
+    assert found.prompt_logprobs == []
+
+
+def test_odd_logits_of_finite_hidden_states_count_too(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(decoder, "auto", SamplingParams(max_tokens=8, temperature=0.0))
+    logits_of = decoder.logits
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        found = logits_of(hidden)
+        found[1, 7] = float("nan")
+        return found
+
+    monkeypatch.setattr(decoder, "logits", logits)
+    found = runner.start({1: 5, 2: 3})
+    assert found.failed_handles == [2]
+    assert [len(tokens) for tokens in found.sampled_token_ids] == [1, 0]
