@@ -19,7 +19,7 @@ class RequestStatus(enum.IntEnum):
     WAITING: in the queue, holds no blocks.
     WAITING_FOR_*: in the queue but set aside, until something else than room is there:
         a grammar, KV from elsewhere, more input, a prefix that another request is
-        computing, the end of a pause.
+        computing, the end of a pause, the prompt's KV from another choice.
     RUNNING: holds blocks and is scheduled.
     PREEMPTED: back in the queue; its KV is gone, its tokens are kept.
     FINISHED_*: over; the number decides the finish reason.
@@ -31,6 +31,7 @@ class RequestStatus(enum.IntEnum):
     WAITING_FOR_STREAMING_REQ = 3
     WAITING_FOR_PREFIX = 4
     WAITING_FOR_RESUME = 5
+    WAITING_FOR_FORK = 6
     RUNNING = 10
     PREEMPTED = 11
     FINISHED_STOPPED = 20

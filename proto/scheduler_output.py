@@ -62,6 +62,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_on
     total_num_scheduled_tokens: sum over both; 0 only carries finished handles.
     finished_handles: forget these; their block ids may be in use again in this step.
     preempted_handles: their KV is gone; keep tokens and parameters, free the row.
+    block_copies: source, copy, source, copy …; whole blocks, of any group, to be copied
+        before anything is computed. No copy is the source of another.
     """
 
     epoch: int
@@ -71,3 +73,4 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_on
     total_num_scheduled_tokens: int
     finished_handles: list[int]
     preempted_handles: list[int]
+    block_copies: list[int] = []

@@ -70,6 +70,11 @@ class KVCache:
         """Bytes of one token in all slots, K and V."""
         return self.buffer[0].nbytes // self.block_size
 
+    def copy_blocks(self, pairs: list[int]) -> None:
+        """Copy whole blocks; `pairs`: source, copy, source, copy …, no copy being a source."""
+        blocks = torch.tensor(pairs, dtype=torch.int64, device=self.buffer.device).view(-1, 2)
+        self.buffer.index_copy_(0, blocks[:, 1], self.buffer.index_select(0, blocks[:, 0]))
+
     def layer_views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer, each [num_blocks, num_kv_heads, block_size, head_dim].
 

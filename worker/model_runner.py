@@ -1,4 +1,4 @@
-"""One step on one device: rows, attention plan, forward, logits, sample.
+"""One step on one device: rows, block copies, attention plan, forward, logits, sample.
 
 Owns the rows; the model and the KV cache are given to it. Knows nothing of sockets.
 """
@@ -17,6 +17,7 @@ from worker.attention.base import AttentionBackend, AttentionInputs
 from worker.batch.inputs import StepInputs, build_inputs
 from worker.batch.rows import Rows
 from worker.finite import broken_rows, broken_sequences
+from worker.kv_cache import KVCache
 from worker.models.decoder import Decoder
 from worker.sample.logprobs import prompt_logprobs
 from worker.sample.rows import SamplingRows
@@ -30,12 +31,18 @@ class ModelRunner:
     """Executes the steps of one epoch in order."""
 
     def __init__(
-        self, model: Decoder, attention: AttentionBackend, sampler: Sampler, rows: Rows
+        self,
+        model: Decoder,
+        attention: AttentionBackend,
+        sampler: Sampler,
+        rows: Rows,
+        kv_cache: KVCache,
     ) -> None:
         self._model = model
         self._attention = attention
         self._sampler = sampler
         self._rows = rows
+        self._kv_cache = kv_cache
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
@@ -45,6 +52,8 @@ class ModelRunner:
         """
         started = time.monotonic()
         step_rows = self._rows.apply(step)
+        if step.block_copies:
+            self._kv_cache.copy_blocks(step.block_copies)
         if len(step_rows) == 0:
             return ModelRunnerOutput(step.epoch, step.step, [], [])
         inputs = build_inputs(step, step_rows, self._rows)

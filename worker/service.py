@@ -148,7 +148,7 @@ class Service:
             message.block_size,
             self._layout.num_groups,
         )
-        runner = ModelRunner(self._model, attention, create_sampler(), rows)
+        runner = ModelRunner(self._model, attention, create_sampler(), rows, cache)
         runner.warm_up()
         return runner
 

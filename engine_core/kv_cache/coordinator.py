@@ -25,14 +25,17 @@ from proto.lifecycle import KVGroup as KVGroupSpec
 
 @dataclass(frozen=True, slots=True)
 class ComputedBlocks:
-    """Cached blocks that a request may start from.
+    """Blocks with the KV of a prefix that a request may start from: cached, or another's.
 
-    block_ids: per group, empty for none; num_tokens: what they hold.
+    block_ids: per group, empty for none; num_tokens: what the request need not compute.
+    tails: of a fork, per group the block in which these tokens end, which is to be
+        copied; the null block where they end with a block. Empty for cached blocks.
     Valid until the pool changes: pass it to allocate_slots in the same step.
     """
 
     block_ids: tuple[list[int], ...]
     num_tokens: int
+    tails: tuple[int, ...] = ()
 
 
 NOTHING_COMPUTED: Final = ComputedBlocks((), 0)
@@ -63,7 +66,7 @@ class NoCacheCoordinator:
         return num_needed
 
     def attach(self, handle: int, computed: ComputedBlocks) -> None:
-        """Start the tables of a sequence with its hits, referencing them."""
+        """Start the tables of a sequence with blocks that hold its prefix, referencing them."""
         for number, group in enumerate(self.groups):
             group.attach(handle, computed.block_ids[number] if computed.num_tokens else ())
 

@@ -29,6 +29,13 @@ class KVGroup(Protocol):
         Null blocks stand for those that no later token needs.
         """
 
+    def find_fork(self, handle: int, num_tokens: int) -> list[int]:
+        """The blocks of a sequence that hold its first tokens, the last one perhaps in part.
+
+        Null blocks stand for those that no later token needs. Empty when the
+        sequence has given back one that a later token does need.
+        """
+
     def release_passed(self, handle: int, num_computed: int) -> None:
         """Give back what tokens from position `num_computed` on do not need."""
 
@@ -108,6 +115,9 @@ class FullAttentionGroup:
     def find_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
         most = max_tokens // self.block_size
         return self._pool.index.longest_prefix(self._keys.leading(block_hashes, most))
+
+    def find_fork(self, handle: int, num_tokens: int) -> list[int]:
+        return self._sequences[handle].blocks[: -(-num_tokens // self.block_size)]
 
     def release_passed(self, handle: int, num_computed: int) -> None:
         """Nothing: every later token needs all blocks."""

@@ -10,6 +10,7 @@ from typing import Final
 
 from engine_core.kv_cache.block import BlockIds
 from engine_core.kv_cache.coordinator import NOTHING_COMPUTED, ComputedBlocks, make_coordinator
+from engine_core.kv_cache.fork import BlockCopies, fork_of
 from engine_core.kv_cache.groups import KVGroup
 from engine_core.kv_cache.hashing import BlockHasher, Hasher, NoHashing
 from engine_core.kv_cache.observed_pool import ObservedBlockPool
@@ -64,6 +65,7 @@ class KVCacheManager:
         self._longest_chunk = longest_chunk
         self._residency = residency
         self._coordinator = make_coordinator(self.pool, groups, block_size)
+        self._copies = BlockCopies()
         self._quiet_until: dict[int, int] = {}
         self._num_queried = 0
         self._num_hit = 0
@@ -77,6 +79,22 @@ class KVCacheManager:
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return NOTHING_COMPUTED
         return self._coordinator.find_longest_hit(request.block_hashes, request.num_tokens - 1)
+
+    def fork(self, source: Request, num_tokens: int) -> ComputedBlocks:
+        """The first tokens of a request that holds blocks, for another one to start from.
+
+        num_tokens: computed in an earlier step, or copied or found in this one. Nothing
+        where a window of the source has passed what the next token sees. Changes nothing.
+        """
+        return fork_of(self.groups, source.handle, num_tokens)
+
+    def take_block_copies(self) -> list[int]:
+        """Source, copy, source, copy …: what forks since the last call need done by the worker.
+
+        They are to be made before the step is computed whose tokens the forks were
+        given blocks for.
+        """
+        return self._copies.take()
 
     def allocate_slots(
         self,
@@ -95,8 +113,9 @@ class KVCacheManager:
             |<---- made findable, up to ---->|
                    request.num_tokens
 
-        comp: request.num_computed_tokens, without the hits. hit: `computed`, only
-        with the first allocation since the request was added or preempted. new:
+        comp: request.num_computed_tokens, without the hits. hit: `computed`, cached or
+        forked (then its end, if it is part of a block, is copied into the first new
+        one), only with the first allocation since the request was added or preempted. new:
         `num_new_tokens`, computed in this step. lookahead: room for tokens that
         are not verified yet and so never findable.
 
@@ -245,6 +264,7 @@ class KVCacheManager:
         new_blocks = NO_NEW_BLOCKS
         if num_needed:
             new_blocks = coordinator.extend(handle, num_slots)
+        self._copies.promise(computed, new_blocks)
         # Drafts and lookahead may still be rejected; only verified tokens are findable.
         self._settle(request, min(num_tokens, request.num_tokens))
         return new_blocks if any(new_blocks) else NO_NEW_BLOCKS
@@ -257,7 +277,8 @@ class KVCacheManager:
         self._quiet_until[handle] = self._coordinator.settle(handle, request, num_verified)
 
     def _count_lookup(self, request: Request, computed: ComputedBlocks) -> None:
+        """Forks were not looked up, or in vain: their siblings count for them."""
         looked_up = self.enable_caching and not request.skip_reading_prefix_cache
-        if looked_up and request.num_preemptions == 0:
+        if looked_up and not computed.tails and request.num_preemptions == 0:
             self._num_queried += request.num_tokens
             self._num_hit += computed.num_tokens

@@ -52,6 +52,16 @@ class SlidingWindowGroup(FullAttentionGroup):
                 return [NULL_BLOCK] * index + run[::-1]
         return run[::-1]
 
+    def find_fork(self, handle: int, num_tokens: int) -> list[int]:
+        """As for full attention, with null blocks for what is out of sight.
+
+        sequence   |0 | 0 | 9 | 12 | 4 |
+        fork       |0 | 0 | 0 | 12 |          ends in block 12 and sees nothing of block 9
+        """
+        num_passed = max(0, num_tokens - self._window + 1) // self.block_size
+        seen = super().find_fork(handle, num_tokens)[num_passed:]
+        return [] if NULL_BLOCK in seen else [NULL_BLOCK] * num_passed + seen
+
     def attach(self, handle: int, hits: Sequence[int]) -> None:
         super().attach(handle, hits)
         self._sequences[handle].num_passed = sum(1 for block in hits if block == NULL_BLOCK)

@@ -18,7 +18,10 @@ Wake = Callable[[Request], None]
 
 
 class Candidate:
-    """The request at the head of the line. Its cached prefix is looked up on demand, once."""
+    """The request at the head of the line, and what it can start from.
+
+    Its cached prefix is looked up on demand, once. A gate may offer something longer.
+    """
 
     __slots__ = ("_computed", "_kv_cache", "request")
 
@@ -33,6 +36,11 @@ class Candidate:
         if self._computed is None:
             self._computed = self._kv_cache.get_computed_blocks(self.request)
         return self._computed
+
+    def offer(self, blocks: ComputedBlocks) -> None:
+        """Start from these instead, unless more is cached; valid as long as `computed` is."""
+        if blocks.num_tokens >= self.computed.num_tokens:
+            self._computed = blocks
 
 
 class Gate(Protocol):

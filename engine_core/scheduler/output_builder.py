@@ -53,6 +53,7 @@ class OutputBuilder:
             total_num_scheduled_tokens=sum(plan.continued_tokens) + sum(plan.admitted_tokens),
             finished_handles=finished,
             preempted_handles=[request.handle for request in plan.preempted],
+            block_copies=self._kv_cache.take_block_copies(),
         )
 
     def _describe(self, request: Request, num_tokens: int) -> NewRequestData:

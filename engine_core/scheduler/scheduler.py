@@ -27,6 +27,7 @@ from engine_core.scheduler.policies import policy_of
 from engine_core.scheduler.preemption import Preemption
 from engine_core.scheduler.prefix_wait import PrefixWait
 from engine_core.scheduler.running_pass import RunningPass
+from engine_core.scheduler.sibling_forks import SiblingForks
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.scheduler.step_results import check_result, ends_of_rows
 from proto.config import SchedulerConfig
@@ -74,7 +75,8 @@ class Scheduler:
         self._preemption = Preemption(policy, self.waiting, self.running, kv_cache, pressure)
         self._running_pass = RunningPass(self.running, kv_cache, chunks, self._preemption)
         self._pause = Pause()
-        self._gates = (self._pause, *gates, PrefixWait(kv_cache.block_size))
+        forks = SiblingForks(kv_cache, self._choices)
+        self._gates = (self._pause, *gates, forks, PrefixWait(kv_cache.block_size))
         for gate in self._gates:
             gate.attach(self._wake)
         self._admission_pass = AdmissionPass(

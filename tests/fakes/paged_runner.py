@@ -83,6 +83,7 @@ class PagedRunner:
         for handle in output.preempted_handles:
             self.rows[handle].tables = [[] for _ in self.windows]
         work = [self._begin(new) for new in output.new_requests] + self._continue(output)
+        self._copy_blocks(output.block_copies)
         assert output.total_num_scheduled_tokens == sum(scheduled for _, _, scheduled in work)
         # As a real forward pass does, write every row of the step before reading any.
         for handle, computed, scheduled in work:
@@ -127,6 +128,16 @@ class PagedRunner:
                 cached.handles, cached.num_computed_tokens, cached.num_scheduled_tokens, strict=True
             )
         )
+
+    def _copy_blocks(self, pairs: list[int]) -> None:
+        sources, copies = pairs[::2], pairs[1::2]
+        assert not set(sources) & set(copies), "a copy of a copy"
+        assert len(set(copies)) == len(copies), "a block is copied over another copy"
+        for source, copy in zip(sources, copies, strict=True):
+            for offset in range(self.block_size):
+                self.slots.pop((copy, offset), None)
+                if (source, offset) in self.slots:
+                    self.slots[copy, offset] = self.slots[source, offset]
 
     def _write(self, row: Row, start: int, end: int) -> None:
         assert end <= len(row.token_ids), "a position without a token"

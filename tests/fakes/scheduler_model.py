@@ -13,13 +13,14 @@ LONGEST_WAIT = 64
 
 @dataclass(eq=False)
 class Sequence:
-    """One choice; `order` decides under PRIORITY."""
+    """One choice of a family; `order` decides under PRIORITY."""
 
     handle: int
     tokens: list[int]
     max_tokens: int
     order: tuple[int, ...]
     choice: int = 0
+    family: int = 0
     computed: int = 0
     table: list[int] = field(default_factory=list)
     waited: int = 0
@@ -27,15 +28,20 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.end = len(self.tokens) + self.max_tokens
+        self.shared = len(self.tokens) - 1
 
 
 @dataclass
 class Decision:
-    """A step: handles of victims in order; tokens by handle, hits by handle of the admitted."""
+    """A step: handles of victims in order; tokens by handle, what the admitted did not compute.
+
+    copies: source and copy of each block that the end of a shared prompt is in.
+    """
 
     victims: list[int] = field(default_factory=list)
     tokens: dict[int, int] = field(default_factory=dict)
     hits: dict[int, int] = field(default_factory=dict)
+    copies: list[int] = field(default_factory=list)
 
 
 class SchedulerModel:
@@ -124,6 +130,7 @@ class SchedulerModel:
 
     def _run_waiting(self, decision: Decision, planned: dict[Sequence, int], budget: int) -> None:
         self._let_go(planned)
+        already_running = list(self.running)
         for sequence in list(self.waiting):
             if sequence in self.held:
                 continue
@@ -131,7 +138,15 @@ class SchedulerModel:
                 return
             hits = self._hits(sequence)
             found = len(hits) * self.size
-            if self._waits(sequence, len(hits), planned):
+            source = self._prompt_holder(sequence, already_running)
+            if source is None and self._prompt_is_coming(sequence):
+                continue
+            tail = 0
+            if source is not None and sequence.shared >= found:
+                found = sequence.shared
+                hits = source.table[: found // self.size]
+                tail = source.table[found // self.size] if found % self.size else 0
+            if self._waits(sequence, found // self.size, planned):
                 continue
             missing = len(sequence.tokens) - found
             if not self.chunked and budget < missing <= self.step_budget:
@@ -145,7 +160,25 @@ class SchedulerModel:
             sequence.waited = 0
             planned[sequence] = number
             decision.hits[sequence.handle] = found
+            if tail:
+                decision.copies += [tail, sequence.table[len(hits)]]
             budget -= number
+
+    def _siblings(self, sequence: Sequence) -> list[Sequence]:
+        """Running choices of the same request, the first choice first."""
+        family = [each for each in self.running if each.family == sequence.family]
+        return sorted(family, key=lambda each: each.choice)
+
+    def _prompt_holder(
+        self, sequence: Sequence, already_running: list[Sequence]
+    ) -> Sequence | None:
+        for each in self._siblings(sequence):
+            if sequence.shared and each in already_running and each.computed >= each.shared:
+                return each
+        return None
+
+    def _prompt_is_coming(self, sequence: Sequence) -> bool:
+        return sequence.shared > 0 and bool(self._siblings(sequence))
 
     def _let_go(self, planned: dict[Sequence, int]) -> None:
         for sequence, (leader, number) in list(self.held.items()):

@@ -121,6 +121,7 @@ MESSAGES = [
         total_num_scheduled_tokens=9,
         finished_handles=[5],
         preempted_handles=[6],
+        block_copies=[3, 4, 5, 6],
     ),
     ModelRunnerOutput(
         1,

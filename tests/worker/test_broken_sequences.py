@@ -36,7 +36,7 @@ class Runner:
         )
         attention = create_backend(backend, self.cache, shape)
         rows = Rows(2, spec.max_position, BLOCK, layout.num_groups)
-        self._runner = ModelRunner(decoder, attention, create_sampler(), rows)
+        self._runner = ModelRunner(decoder, attention, create_sampler(), rows, self.cache)
         self._params = params
         self._step = 0
 

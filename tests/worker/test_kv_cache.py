@@ -72,6 +72,15 @@ def test_a_block_is_one_contiguous_range() -> None:
     assert not cache.buffer[[0, 1, 3, 4]].any()
 
 
+def test_blocks_are_copied_with_all_layers() -> None:
+    cache = small_cache()
+    for block in range(5):
+        cache.buffer[block] = block
+    cache.copy_blocks([1, 3, 2, 4, 1, 0])
+    copied = [cache.buffer[block].unique().tolist() for block in range(5)]
+    assert copied == [[1], [1], [2], [1], [2]]
+
+
 def test_buffer_starts_on_a_cache_line() -> None:
     assert small_cache().buffer.data_ptr() % 64 == 0
 

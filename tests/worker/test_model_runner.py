@@ -153,7 +153,7 @@ def runner_of(decoder: Decoder, layout: KVLayout, backend: str) -> tuple[ModelRu
     shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
     rows = Rows(len(CHUNKS), spec.max_position, BLOCK, layout.num_groups)
     attention = create_backend(backend, cache, shape)
-    runner = ModelRunner(decoder, attention, create_sampler(), rows)
+    runner = ModelRunner(decoder, attention, create_sampler(), rows, cache)
     runner.warm_up()
     return runner, cache
 

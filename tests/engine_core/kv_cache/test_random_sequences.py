@@ -91,6 +91,30 @@ class BruteForce:
                 block, table[number] = table[number], 0
                 self._drop(block)
 
+    def fork(self, handle: int, num_tokens: int) -> tuple[Tables, list[int]]:
+        """Per group the full blocks to share, and the block in which the tokens end, or 0.
+
+        Nothing at all when a group has given back what the next token sees.
+        """
+        shared, tails = [], []
+        for table, window in zip(self.tables[handle], self.windows, strict=True):
+            first_seen = 0 if window is None else num_tokens - window + 1
+            blocks = [
+                block if (number + 1) * self.size > first_seen else 0
+                for number, block in enumerate(table)
+                if number * self.size < num_tokens
+            ]
+            needed = [number for number, _ in enumerate(blocks) if self._end(number) > first_seen]
+            if num_tokens == 0 or not all(blocks[number] for number in needed):
+                return [], []
+            num_full = num_tokens // self.size
+            shared.append(blocks[:num_full])
+            tails.append(blocks[num_full] if num_full < len(blocks) else 0)
+        return shared, tails
+
+    def _end(self, number: int) -> int:
+        return (number + 1) * self.size
+
     def allocate(
         self,
         handle: int,
@@ -266,6 +290,40 @@ class KVCacheMachine(RuleBasedStateMachine):
             request.all_token_ids.append(token)
 
     @precondition(lambda self: self.running)
+    @rule(
+        which=INDEX,
+        back=st.sampled_from([0, 1, 1, 2, 5]),
+        tail=st.lists(TOKENS, min_size=1, max_size=4),
+        chunk=st.sampled_from([20, 1]),
+    )
+    def fork(self, which: int, back: int, tail: list[int], chunk: int) -> None:
+        """A new request that begins with what a running one has computed, but for the end."""
+        source = self.running[which % len(self.running)]
+        num_shared = max(0, source.num_computed_tokens - back)
+        shared, tails = self.model.fork(source.handle, num_shared)
+        computed = self.manager.fork(source, num_shared)
+        assert list(computed.block_ids) == shared
+        assert list(computed.tails) == tails
+        if not computed.num_tokens:
+            return
+        tokens = source.all_token_ids[:num_shared] + tail
+        request = self.requests.make(tokens, cache_salt=source.cache_salt)
+        expected = self.model.allocate(
+            *(request.handle, source.cache_salt, tokens),
+            *(num_shared, min(chunk, len(tail)), 0, shared),
+        )
+        new_blocks = self.manager.allocate_slots(request, min(chunk, len(tail)), computed)
+        copies = self.manager.take_block_copies()
+        if expected is None:
+            assert new_blocks is None
+            assert copies == []
+            return
+        pairs = [(tail, new[0]) for tail, new in zip(tails, expected, strict=True) if tail]
+        assert copies == [block for pair in pairs for block in pair]
+        request.num_computed_tokens = num_shared + min(chunk, len(tail))
+        self.running.append(request)
+
+    @precondition(lambda self: self.running)
     @rule(which=INDEX)
     def finish(self, which: int) -> None:
         self._release(self.running.pop(which % len(self.running)))
@@ -371,6 +429,7 @@ WEIGHTS = {
     "advance": 40,
     "speculate": 6,
     "run_ahead": 6,
+    "fork": 6,
     "finish": 9,
     "abort": 1,
     "preempt": 2,
@@ -403,6 +462,12 @@ def busy_life(machine: KVCacheMachine, draw: random.Random, num_steps: int) -> N
             "lookahead": draw.randint(0, 3),
         },
         "run_ahead": lambda: {"which": draw.randrange(1000), "token": draw.choice([0, 0, 0, 1])},
+        "fork": lambda: {
+            "which": draw.randrange(1000),
+            "back": draw.choice([0, 1, 1, 2, 5]),
+            "tail": draw.choices([0, 0, 0, 1], k=draw.randint(1, 4)),
+            "chunk": draw.choice([20, 1]),
+        },
         "fail": lambda: {"which": draw.randrange(1000), "num_valid": draw.randint(0, 60)},
         "lose": lambda: {"which": 3 * draw.randrange(300)},
         "preempt": dict,

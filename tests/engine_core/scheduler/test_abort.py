@@ -69,6 +69,7 @@ def test_one_choice_can_be_aborted_alone():
     engine = EngineHarness()
     choices = engine.add([1, 2, 3], max_tokens=3, n=3)
     engine.step()
+    engine.step()
     assert engine.scheduler.abort(choices[0].request_id, 1) == 1
     engine.run()
     assert [len(engine.tokens_of(each)) for each in choices] == [3, 1, 3]

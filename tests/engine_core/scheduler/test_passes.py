@@ -134,20 +134,6 @@ def test_a_next_turn_computes_only_what_is_new():
     assert len(engine.tokens_of(second)) == 1
 
 
-def test_choices_share_the_blocks_of_the_prompt():
-    engine = EngineHarness(block_size=4)
-    requests = engine.add(prompt(19), max_tokens=5, n=3)
-    output = engine.step()
-    assert list(scheduled(output).values()) == [19, 3, 3]
-    tables = [new.block_ids[0] for new in output.new_requests]
-    assert tables[0][:4] == tables[1][:4] == tables[2][:4]
-    assert len({table[4] for table in tables}) == 3
-    engine.run()
-    for each in requests:
-        assert engine.tokens_of(each) == undisturbed(prompt(19), 5, each.choice)
-    engine.assert_at_rest()
-
-
 def test_a_continuing_decode_sends_blocks_only_when_it_needs_one():
     engine = EngineHarness(block_size=4)
     engine.add_one(prompt(3), max_tokens=9)

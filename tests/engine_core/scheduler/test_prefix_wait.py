@@ -41,18 +41,6 @@ def test_the_second_of_two_equal_prompts_waits_and_computes_only_its_end():
     engine.assert_at_rest()
 
 
-def test_choices_compute_a_long_prompt_once():
-    engine = chunked()
-    prompt = list(range(40))
-    requests = engine.add(prompt, max_tokens=1, n=4)
-    engine.run()
-    computed = sum(step.total_num_scheduled_tokens for step in engine.runner.steps)
-    assert computed == 40 + 3 * 4
-    for each in requests:
-        assert engine.tokens_of(each) == undisturbed(prompt, 1, each.choice)
-    engine.assert_at_rest()
-
-
 def test_it_waits_only_for_what_is_shared():
     engine = chunked()
     common = list(range(16))

@@ -1,0 +1,55 @@
+"""Forks: a sequence that begins with the KV of another one.
+
+    source   | 7 | 3 | 9 | 5 |      its first tokens end within block 9
+    fork     | 7 | 3 | 12 |         7 and 3 are shared, 9 is copied to 12
+
+Blocks that the tokens fill are referenced once more, as a prefix hit is. The one
+they end in will hold other tokens in each sequence, so the fork takes a block of its
+own and the worker copies what is in it, before it computes anything of the step.
+
+Owns the copies that the next step has to make. Knows tables, not requests.
+"""
+
+from collections.abc import Sequence
+
+from engine_core.kv_cache.block import NULL_BLOCK, BlockIds
+from engine_core.kv_cache.coordinator import NOTHING_COMPUTED, ComputedBlocks
+from engine_core.kv_cache.groups import KVGroup
+
+
+def fork_of(groups: Sequence[KVGroup], handle: int, num_tokens: int) -> ComputedBlocks:
+    """What a new sequence can start from that shares its first tokens with sequence `handle`.
+
+    NOTHING_COMPUTED where a window of the source has passed what the next token sees.
+    """
+    shared, tails = [], []
+    for group in groups:
+        blocks = group.find_fork(handle, num_tokens)
+        if not blocks:
+            return NOTHING_COMPUTED
+        num_full = num_tokens // group.block_size
+        shared.append(blocks[:num_full])
+        tails.append(blocks[num_full] if len(blocks) > num_full else NULL_BLOCK)
+    return ComputedBlocks(tuple(shared), num_tokens, tuple(tails))
+
+
+class BlockCopies:
+    """Block copies that were promised since the last step left."""
+
+    def __init__(self) -> None:
+        self._pairs: list[int] = []
+
+    def promise(self, computed: ComputedBlocks, new_blocks: BlockIds) -> None:
+        """A fork was given its first new blocks: each group's tail goes into the first of them.
+
+        The source is referenced by its own sequence, so that nobody takes it for the
+        step of the copy, and the copy is new, so that it is nobody's source.
+        """
+        for tail, blocks in zip(computed.tails, new_blocks, strict=False):
+            if tail != NULL_BLOCK:
+                self._pairs += (tail, blocks[0])
+
+    def take(self) -> list[int]:
+        """Source, copy, source, copy …, since the last call."""
+        taken, self._pairs = self._pairs, []
+        return taken

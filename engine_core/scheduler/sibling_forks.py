@@ -1,0 +1,117 @@
+"""Choices of one request share the KV of their prompt.
+
+One choice computes the prompt. The others wait for it and begin as its forks; only
+the last token of the prompt is computed by each, for its logits:
+
+    first choice    |------------- prompt ------------|-- its outputs --
+    another one     |- shared, the end copied -|-last-|-- its outputs --
+
+Owns the choices that wait. Nobody is appointed: a running choice without the prompt
+is waited for, one with the prompt is forked, and where there is neither (the first
+was preempted, or aborted) the next in line computes the prompt itself. Where the first
+is over with its first token, what it left in the prefix cache has to do for all the
+others, and none of them waits again: else each would end before the next begins.
+"""
+
+from collections.abc import Mapping
+
+from engine_core.kv_cache.manager import NOTHING_COMPUTED, ComputedBlocks, KVCacheManager
+from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.gates import Candidate, Wake
+from engine_core.scheduler.step_plan import StepPlan
+
+
+class SiblingForks:
+    """Holds a choice while another one computes their prompt, then offers it the fork.
+
+    choices: unfinished choices by number, by request id; read only.
+    """
+
+    status = RequestStatus.WAITING_FOR_FORK
+
+    def __init__(
+        self, kv_cache: KVCacheManager, choices: Mapping[int, Mapping[int, Request]]
+    ) -> None:
+        self._kv_cache = kv_cache
+        self._choices = choices
+        self._waiters: dict[int, list[Request]] = {}
+        self._just_admitted: set[Request] = set()
+        self._over: set[int] = set()  # ids of requests with a choice that has come to its end
+
+    def attach(self, wake: Wake) -> None:
+        self._wake = wake
+
+    def begin(self, plan: StepPlan) -> None:
+        self._just_admitted.clear()
+        for request_id, waiters in list(self._waiters.items()):
+            if not self._is_coming(waiters[0]) or self._fork(waiters[0]).num_tokens:
+                self._release(request_id)
+
+    def holds(self, candidate: Candidate) -> bool:
+        request = candidate.request
+        if len(self._choices[request.request_id]) == 1:
+            return False
+        fork = self._fork(request)
+        if fork.num_tokens:
+            candidate.offer(fork)
+            return False
+        if self._is_coming(request):
+            self._waiters.setdefault(request.request_id, []).append(request)
+            return True
+        return False
+
+    def admitted(self, request: Request, num_new_tokens: int) -> None:
+        siblings = self._choices[request.request_id]
+        if len(siblings) == 1:
+            return
+        self._just_admitted.add(request)
+        # What one of them computed is shared, but it was not cached.
+        request.num_cached_tokens = min(
+            each.num_cached_tokens for each in siblings.values() if each.scheduled_at is not None
+        )
+
+    def forget(self, request: Request) -> None:
+        if len(self._choices[request.request_id]) == 1:
+            self._over.discard(request.request_id)
+        elif request.status is not RequestStatus.FINISHED_ABORTED:
+            self._over.add(request.request_id)
+        waiters = self._waiters.get(request.request_id)
+        if waiters is None:
+            return
+        if request in waiters:
+            waiters.remove(request)
+        self._release(request.request_id)
+
+    def _fork(self, request: Request) -> ComputedBlocks:
+        """The prompt but for its last token, from a running choice that still has it.
+
+        Blocks that are copied in this very step are in no choice's place to be copied again.
+        """
+        num_shared = request.num_prompt_tokens - 1
+        for source in self._choices[request.request_id].values():
+            if self._has_prompt(source):
+                fork = self._kv_cache.fork(source, num_shared)
+                if fork.num_tokens:
+                    return fork
+        return NOTHING_COMPUTED
+
+    def _is_coming(self, request: Request) -> bool:
+        """A running choice has not computed the prompt yet, so there is something to wait for."""
+        if request.num_prompt_tokens == 1 or request.request_id in self._over:
+            return False
+        return any(
+            each.status is RequestStatus.RUNNING and not self._has_prompt(each)
+            for each in self._choices[request.request_id].values()
+        )
+
+    def _has_prompt(self, source: Request) -> bool:
+        """It was computed in earlier steps, so that whatever is copied is there."""
+        return (
+            source.status is RequestStatus.RUNNING
+            and source.num_computed_tokens >= source.num_prompt_tokens - 1
+            and source not in self._just_admitted
+        )
+
+    def _release(self, request_id: int) -> None:
+        for request in self._waiters.pop(request_id):
+            self._wake(request)

@@ -1,0 +1,185 @@
+"""A sequence that begins with the KV of another: what is shared, what is copied, what is not."""
+
+import pytest
+
+from engine_core.kv_cache import integrity
+from engine_core.kv_cache.manager import NOTHING_COMPUTED, KVCacheManager
+from engine_core.request import Request
+from tests.fakes.kv_requests import Requests, make_manager
+
+
+class Setup:
+    def __init__(self, manager: KVCacheManager) -> None:
+        self.manager = manager
+        self.pool = manager.pool
+        self.requests = Requests(manager)
+
+    def run(self, tokens: list[int]) -> Request:
+        """A request that is computed in one step."""
+        request = self.requests.make(tokens)
+        assert self.requests.schedule_groups(request) is not None
+        return request
+
+    def fork(self, source: Request, num_tokens: int, tokens: list[int]) -> Request:
+        """A request that begins as a fork and computes the rest."""
+        request = self.requests.make(tokens)
+        computed = self.manager.fork(source, num_tokens)
+        assert computed.num_tokens == num_tokens
+        num_new = request.num_tokens - num_tokens
+        assert self.manager.allocate_slots(request, num_new, computed) is not None
+        request.num_computed_tokens = request.num_tokens
+        return request
+
+    def tables(self, request: Request) -> list[list[int]]:
+        return self.manager.block_ids(request.handle)
+
+
+@pytest.fixture
+def setup():
+    """Makes managers and checks their integrity after the test."""
+    made = []
+
+    def make(num_blocks: int = 20, *windows: int | None, caching: bool = True) -> Setup:
+        manager = make_manager(num_blocks, 4, caching, windows=windows or (None,))
+        made.append(Setup(manager))
+        return made[-1]
+
+    yield make
+    for each in made:
+        assert integrity.check(each.manager) == []
+
+
+TEN = list(range(10))
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_full_blocks_are_shared_and_the_last_one_is_copied(setup, caching):
+    kv = setup(caching=caching)
+    source = kv.run(TEN)
+    fork = kv.fork(source, 9, TEN)
+    assert kv.tables(source) == [[1, 2, 3]]
+    assert kv.tables(fork) == [[1, 2, 4]]
+    assert kv.pool.ref_counts[1:5] == [2, 2, 1, 1]
+    assert kv.manager.take_block_copies() == [3, 4]
+    assert kv.manager.take_block_copies() == []
+
+
+def test_tokens_that_end_with_a_block_need_no_copy(setup):
+    kv = setup()
+    source = kv.run(TEN)
+    assert kv.tables(kv.fork(source, 8, TEN)) == [[1, 2, 4]]
+    assert kv.manager.take_block_copies() == []
+
+
+def test_a_fork_may_begin_far_behind_its_source(setup):
+    kv = setup()
+    source = kv.run(list(range(19)))
+    assert kv.tables(kv.fork(source, 6, [0, 1, 2, 3, 4, 5, 90])) == [[1, 6]]
+    assert kv.manager.take_block_copies() == [2, 6]
+
+
+def test_each_of_many_forks_copies_from_the_source(setup):
+    kv = setup()
+    source = kv.run(TEN)
+    for _ in range(3):
+        kv.fork(source, 9, TEN)
+    assert kv.manager.take_block_copies() == [3, 4, 3, 5, 3, 6]
+    assert kv.pool.ref_counts[1:7] == [4, 4, 1, 1, 1, 1]
+    assert kv.manager.num_usable_blocks - kv.manager.num_free_blocks == 2 + 4
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_shared_blocks_are_free_when_the_last_one_has_gone(setup, order):
+    kv = setup()
+    source = kv.run(TEN)
+    family = [source, kv.fork(source, 9, TEN), kv.fork(source, 9, TEN)]
+    for number, each in enumerate(order, 1):
+        assert kv.pool.ref_counts[1] == 4 - number
+        kv.manager.free(family[each])
+    assert kv.manager.num_free_blocks == kv.manager.num_usable_blocks
+
+
+def test_a_copy_is_found_only_when_it_is_filled(setup):
+    kv = setup()
+    source = kv.run(TEN)
+    kv.fork(source, 9, TEN)
+    assert kv.pool.hashes[3] is None
+    assert kv.pool.hashes[4] is None
+    kv.requests.decode(source, 10)
+    kv.requests.decode(source, 11)
+    found = kv.manager.get_computed_blocks(kv.requests.make(list(range(20))))
+    assert found.block_ids == ([1, 2, 3],)
+
+
+def test_a_fork_that_fills_its_copy_can_be_found_when_the_source_is_gone(setup):
+    kv = setup()
+    source = kv.run(TEN)
+    fork = kv.fork(source, 9, [*TEN, 10, 11])
+    kv.manager.free(source)
+    assert kv.tables(fork) == [[1, 2, 4]]
+    found = kv.manager.get_computed_blocks(kv.requests.make(list(range(20))))
+    assert found.block_ids == ([1, 2, 4],)
+
+
+def test_without_room_for_the_copy_nothing_changes(setup):
+    kv = setup(4)
+    source = kv.run(TEN)
+    computed = kv.manager.fork(source, 9)
+    request = kv.requests.make(TEN)
+    assert kv.manager.num_blocks_needed(request, 1, computed) == 1
+    assert kv.manager.allocate_slots(request, 1, computed) is None
+    assert kv.manager.take_block_copies() == []
+    assert kv.pool.ref_counts == [0, 1, 1, 1]
+
+
+def test_a_fork_is_neither_looked_up_nor_a_hit(setup):
+    kv = setup()
+    source = kv.run(TEN)
+    kv.fork(source, 8, TEN)
+    kv.fork(source, 9, TEN)
+    assert kv.manager.take_prefix_cache_stats() == (10, 0)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_every_group_shares_and_copies_blocks_of_its_own(setup, caching):
+    kv = setup(40, None, 9, caching=caching)
+    source = kv.run(TEN)
+    fork = kv.fork(source, 9, TEN)
+    assert kv.tables(source) == [[1, 2, 3], [4, 5, 6]]
+    assert kv.tables(fork) == [[1, 2, 7], [4, 5, 8]]
+    assert kv.manager.take_block_copies() == [3, 7, 6, 8]
+
+
+def test_a_fork_does_not_hold_what_its_window_has_passed(setup):
+    """Token 9 sees tokens 6 to 9 of which block 1 (4 to 7) holds some and block 0 none."""
+    kv = setup(40, 4)
+    source = kv.run(TEN)
+    fork = kv.fork(source, 9, TEN)
+    assert kv.tables(source) == [[1, 2, 3]]
+    assert kv.tables(fork) == [[0, 2, 4]]
+    assert kv.manager.take_block_copies() == [3, 4]
+
+
+def test_what_the_window_of_the_source_has_passed_cannot_be_forked(setup):
+    """With 11 tokens computed the window begins at token 8: block 1 is gone."""
+    kv = setup(40, None, 4)
+    source = kv.run(TEN)
+    for token in (10, 11):
+        kv.requests.decode(source, token)
+        assert kv.manager.fork(source, 9).num_tokens == (9 if token == 10 else 0)
+    assert kv.tables(source)[1] == [0, 0, 6]
+    assert kv.manager.fork(source, 9) is NOTHING_COMPUTED
+    fork = kv.fork(source, 11, [*TEN, 10, 99])
+    assert kv.tables(fork) == [[1, 2, 7], [0, 0, 8]]
+    assert kv.manager.take_block_copies() == [3, 7, 6, 8]
+
+
+def test_a_window_of_one_token_shares_nothing(setup):
+    kv = setup(40, 1)
+    fork = kv.fork(kv.run(TEN), 9, TEN)
+    assert kv.tables(fork) == [[0, 0, 4]]
+
+
+def test_nothing_is_shared_of_no_tokens(setup):
+    kv = setup()
+    assert kv.manager.fork(kv.run(TEN), 0) is NOTHING_COMPUTED

@@ -1,0 +1,292 @@
+"""Choices of one request compute their prompt once and share its blocks."""
+
+import pytest
+
+from engine_core.request import Request, RequestStatus
+from tests.fakes.engine_harness import EngineHarness, scheduled
+from tests.fakes.gates import FakeGate
+from tests.fakes.paged_runner import undisturbed
+
+WAITS = RequestStatus.WAITING_FOR_FORK
+PROMPT = list(range(19))
+CACHING = pytest.mark.parametrize("caching", [True, False])
+
+
+def engine_of(caching: bool = True, **settings) -> EngineHarness:
+    return EngineHarness(block_size=4, enable_prefix_caching=caching, **settings)
+
+
+def blocks_in_use(engine: EngineHarness) -> int:
+    return engine.kv_cache.num_usable_blocks - engine.kv_cache.num_free_blocks
+
+
+def num_computed(engine: EngineHarness) -> int:
+    return sum(step.total_num_scheduled_tokens for step in engine.runner.steps)
+
+
+def assert_right(engine: EngineHarness, requests: list[Request], num_tokens: int) -> None:
+    for each in requests:
+        wanted = undisturbed(each.prompt_token_ids, num_tokens, each.choice)
+        assert engine.tokens_of(each) == wanted
+    engine.assert_at_rest()
+
+
+@CACHING
+def test_the_prompt_is_computed_once_and_its_last_token_by_each(caching):
+    engine = engine_of(caching)
+    requests = engine.add(PROMPT, max_tokens=5, n=3)
+    assert scheduled(engine.step()) == {requests[0].handle: 19}
+    assert [each.status for each in requests[1:]] == [WAITS, WAITS]
+    output = engine.step()
+    assert scheduled(output) == dict.fromkeys([each.handle for each in requests], 1)
+    assert [new.num_computed_tokens for new in output.new_requests] == [18, 18]
+    engine.run()
+    assert num_computed(engine) == 18 + 3 + 3 * 4
+    assert_right(engine, requests, 5)
+
+
+@CACHING
+def test_they_hold_the_full_blocks_together_and_an_end_each(caching):
+    engine = engine_of(caching)
+    requests = engine.add(PROMPT, max_tokens=5, n=3)
+    engine.step()
+    output = engine.step()
+    tables = [engine.kv_cache.block_ids(each.handle)[0] for each in requests]
+    assert tables[0][:4] == tables[1][:4] == tables[2][:4]
+    assert output.block_copies == [tables[0][4], tables[1][4], tables[0][4], tables[2][4]]
+    assert blocks_in_use(engine) == 4 + 3
+    counts = engine.kv_cache.pool.ref_counts
+    assert [counts[block] for block in tables[1]] == [3, 3, 3, 3, 1]
+
+
+def test_nothing_is_copied_where_the_shared_tokens_end_with_a_block():
+    engine = engine_of()
+    requests = engine.add(list(range(17)), max_tokens=3, n=2)
+    engine.step()
+    assert engine.step().block_copies == []
+    assert blocks_in_use(engine) == 4 + 2
+    engine.run()
+    assert_right(engine, requests, 3)
+
+
+@CACHING
+def test_a_prompt_in_chunks_is_waited_for(caching):
+    engine = engine_of(caching, max_num_batched_tokens=8)
+    requests = engine.add(PROMPT, max_tokens=2, n=2)
+    other = engine.add_one([500, 501], max_tokens=2)
+    first, second = (each.handle for each in requests)
+    assert scheduled(engine.step()) == {first: 8}
+    assert scheduled(engine.step()) == {first: 8}
+    assert second not in engine.runner.rows
+    assert scheduled(engine.step()) == {first: 3, other.handle: 2}
+    assert scheduled(engine.step()) == {first: 1, other.handle: 1, second: 1}
+    engine.run()
+    assert_right(engine, requests, 2)
+    assert engine.tokens_of(other) == undisturbed([500, 501], 2)
+
+
+def test_a_prompt_without_its_last_token_is_enough():
+    """The first choice computes that token together with the others."""
+    engine = engine_of(False, max_num_batched_tokens=9)
+    requests = engine.add(PROMPT, max_tokens=2, n=3)
+    engine.step()
+    engine.step()
+    assert scheduled(engine.step()) == dict.fromkeys([each.handle for each in requests], 1)
+    engine.run()
+    assert_right(engine, requests, 2)
+
+
+def test_one_token_cannot_be_shared():
+    engine = engine_of()
+    requests = engine.add([7], max_tokens=3, n=3)
+    assert scheduled(engine.step()) == dict.fromkeys([each.handle for each in requests], 1)
+    engine.run()
+    assert_right(engine, requests, 3)
+
+
+@CACHING
+def test_when_the_first_is_aborted_the_next_computes_the_prompt(caching):
+    engine = engine_of(caching, long_prefill_token_threshold=8)
+    requests = engine.add(PROMPT, max_tokens=2, n=3)
+    engine.step()
+    engine.scheduler.abort(requests[0].request_id, 0)
+    assert engine.scheduler.has_work
+    assert scheduled(engine.step()) == {requests[1].handle: 8}
+    assert requests[2].status is WAITS
+    engine.run()
+    assert_right(engine, requests[1:], 2)
+
+
+@CACHING
+def test_when_the_first_is_over_at_once_the_others_come_together(caching):
+    engine = engine_of(caching)
+    requests = engine.add(PROMPT, max_tokens=1, n=4)
+    assert scheduled(engine.step()) == {requests[0].handle: 19}
+    num_missing = 3 if caching else 19
+    assert scheduled(engine.step()) == dict.fromkeys(
+        [each.handle for each in requests[1:]], num_missing
+    )
+    engine.run()
+    assert_right(engine, requests, 1)
+
+
+def test_the_whole_request_can_be_aborted_while_some_wait():
+    engine = engine_of(max_num_batched_tokens=8)
+    requests = engine.add(PROMPT, n=3)
+    engine.step()
+    assert engine.scheduler.abort(requests[0].request_id) == 3
+    engine.step()
+    engine.assert_at_rest()
+
+
+def test_one_that_waits_can_be_aborted():
+    engine = engine_of(max_num_batched_tokens=8)
+    requests = engine.add(PROMPT, max_tokens=2, n=3)
+    engine.step()
+    engine.scheduler.abort(requests[0].request_id, 1)
+    engine.run()
+    assert_right(engine, [requests[0], requests[2]], 2)
+
+
+@CACHING
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_when_the_first_is_preempted_nobody_waits_for_ever(policy, caching):
+    engine = engine_of(caching, num_blocks=12, max_num_batched_tokens=8, scheduling_policy=policy)
+    old = engine.add_one(list(range(500, 514)), max_tokens=14)
+    engine.step()
+    engine.step()
+    requests = engine.add(list(range(22)), max_tokens=5, n=3)
+    engine.run()
+    assert requests[0].num_preemptions > 0
+    assert engine.tokens_of(old) == undisturbed(list(range(500, 514)), 14)
+    assert_right(engine, requests, 5)
+
+
+@CACHING
+def test_with_one_seat_they_come_one_after_another(caching):
+    engine = engine_of(caching, max_num_seqs=1)
+    requests = engine.add(PROMPT, max_tokens=3, n=3)
+    engine.run()
+    assert_right(engine, requests, 3)
+    prompts = (19 + 3 + 3) if caching else 3 * 19
+    assert num_computed(engine) == prompts + 3 * 2
+
+
+def test_a_choice_without_room_forks_when_there_is_some():
+    engine = engine_of(num_blocks=9)
+    other = engine.add_one([500, 501, 502], max_tokens=2)
+    requests = engine.add(list(range(22)), max_tokens=3, n=3)
+    engine.step()
+    engine.step()
+    assert [each.status for each in requests] == [
+        RequestStatus.RUNNING,
+        RequestStatus.RUNNING,
+        RequestStatus.WAITING,
+    ]
+    engine.run()
+    assert num_computed(engine) == 3 + 1 + 21 + 3 + 3 * 2
+    assert engine.tokens_of(other) == undisturbed([500, 501, 502], 2)
+    assert_right(engine, requests, 3)
+
+
+def test_one_that_comes_late_forks_from_one_that_is_far_ahead():
+    engine = engine_of(False, max_num_seqs=2)
+    long = engine.add_one([500], max_tokens=9)
+    requests = engine.add(PROMPT, max_tokens=12, n=2)
+    engine.run()
+    assert num_computed(engine) == 9 + 18 + 2 + 2 * 11
+    assert engine.tokens_of(long) == undisturbed([500], 9)
+    assert_right(engine, requests, 12)
+
+
+@pytest.mark.parametrize("length", range(9, 18))
+@pytest.mark.parametrize("windows", [(6,), (None, 6), (9, None, 5)])
+def test_groups_with_windows_give_the_same_tokens(windows, length):
+    engine = engine_of(windows=windows)
+    requests = engine.add(list(range(length)), max_tokens=8, n=3)
+    engine.run()
+    assert_right(engine, requests, 8)
+
+
+def test_prompt_logprobs_come_from_the_choice_that_computes_the_prompt():
+    engine = engine_of(max_num_batched_tokens=8)
+    requests = engine.add(PROMPT, max_tokens=2, n=3, prompt_logprobs=1)
+    engine.run()
+    told = {
+        key: [each.prompt_logprobs.first_position for each in outputs if each.prompt_logprobs]
+        for key, outputs in engine.outputs.items()
+    }
+    request_id = requests[0].request_id
+    assert told[request_id, 0] == [1, 9, 17]
+    assert num_computed(engine) == 18 + 3 + 3
+    assert_right(engine, requests, 2)
+
+
+def test_choices_taken_up_again_share_the_prompt_and_compute_their_outputs():
+    engine = engine_of(False)
+    outputs = [undisturbed(PROMPT, 3, 0), undisturbed(PROMPT, 5, 1), undisturbed(PROMPT, 1, 2)]
+    requests = engine.add(
+        PROMPT,
+        max_tokens=8,
+        n=3,
+        output_token_ids=tuple(map(tuple, outputs)),
+        finished_choices=(0,),
+    )
+    assert scheduled(engine.step()) == {requests[0].handle: 24}
+    assert scheduled(engine.step()) == {requests[0].handle: 1, requests[1].handle: 2}
+    engine.run()
+    assert engine.tokens_of(requests[0]) == undisturbed(PROMPT, 8, 1)[5:]
+    assert engine.tokens_of(requests[1]) == undisturbed(PROMPT, 8, 2)[1:]
+    engine.assert_at_rest()
+
+
+def test_cached_tokens_are_those_of_the_first():
+    engine = engine_of()
+    engine.add_one(PROMPT[:9], max_tokens=1)
+    engine.run()
+    engine.kv_cache.take_prefix_cache_stats()
+    requests = engine.add(PROMPT, max_tokens=2, n=3)
+    engine.run()
+    assert [each.num_cached_tokens for each in requests] == [8, 8, 8]
+    assert engine.kv_cache.take_prefix_cache_stats() == (19, 8)
+
+
+def test_a_preempted_choice_comes_back_as_a_fork():
+    """It gives way to another request, which is over soon."""
+    engine = engine_of(False, num_blocks=15)
+    other = engine.add_one([500, 501, 502, 503], max_tokens=12)
+    requests = engine.add(list(range(22)), max_tokens=18, n=2)
+    engine.run()
+    (resumed,) = (step for step in engine.runner.steps if step.cached_requests.resumed_handles)
+    assert resumed.cached_requests.resumed_handles == [requests[1].handle]
+    assert resumed.cached_requests.num_computed_tokens[-1] == 21
+    assert len(resumed.block_copies) == 2
+    assert engine.tokens_of(other) == undisturbed([500, 501, 502, 503], 12)
+    assert_right(engine, requests, 18)
+
+
+def test_a_pause_holds_choices_that_have_not_begun():
+    engine = engine_of(max_num_batched_tokens=8)
+    requests = engine.add(PROMPT, max_tokens=2, n=2)
+    engine.step()
+    engine.scheduler.pause("finish_running")
+    while engine.scheduler.has_work:
+        engine.step()
+    assert requests[0].is_finished
+    assert requests[1].status is RequestStatus.WAITING_FOR_RESUME
+    engine.scheduler.resume()
+    engine.run()
+    assert_right(engine, requests, 2)
+
+
+def test_a_gate_before_it_may_hold_any_of_them():
+    gate = FakeGate()
+    engine = engine_of(gates=[gate])
+    requests = engine.add(PROMPT, max_tokens=4, n=3)
+    gate.closed_for = {requests[0]}
+    assert scheduled(engine.step()) == {requests[1].handle: 19}
+    assert scheduled(engine.step()) == {requests[1].handle: 1, requests[2].handle: 1}
+    gate.open_for(requests[0])
+    assert scheduled(engine.step())[requests[0].handle] == 1
+    engine.run()
+    assert_right(engine, requests, 4)
