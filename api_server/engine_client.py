@@ -102,13 +102,14 @@ class EngineClient:
         name: AdminName,
         *,
         pause_mode: Literal["finish_running", "freeze"] = "finish_running",
+        reset_running_requests: bool = False,
     ) -> AdminReply:
-        """Ask the engine for an operator's service. `pause_mode` is read by "pause" only."""
+        """Ask the engine for an operator's service; the parameters are those of `AdminCall`."""
         _ = self.engine
         self._num_calls += 1
         reply: asyncio.Future[AdminReply] = self._loop.create_future()
         self._calls[self._num_calls] = reply
-        self._send(AdminCall(self.epoch, self._num_calls, name, pause_mode))
+        self._send(AdminCall(self.epoch, self._num_calls, name, pause_mode, reset_running_requests))
         return await reply
 
     def close(self) -> None:

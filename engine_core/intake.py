@@ -107,7 +107,7 @@ class Intake:
                 detail = "\n".join(self._check_integrity())
                 ok = not detail
             case "reset_prefix_cache":
-                ok = self._kv_cache.reset_prefix_cache()
+                ok = self._scheduler.reset_prefix_cache(preempting=message.reset_running_requests)
                 detail = "" if ok else f"{self._scheduler.num_unfinished} requests are unfinished"
             case "pause":
                 self._scheduler.pause(message.pause_mode)

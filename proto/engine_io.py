@@ -85,12 +85,15 @@ class AdminCall(msgspec.Struct, array_like=True, tag=3, frozen=True):
 
     pause_mode: of "pause". finish_running: no request begins, those that have begun go on;
     freeze: nothing is computed. The reply does not wait for anyone to finish.
+    reset_running_requests: of "reset_prefix_cache". Requests that hold blocks lose them
+    and are computed again; without it the call fails while there are any.
     """
 
     epoch: int
     call_id: int
     name: AdminName
     pause_mode: Literal["finish_running", "freeze"] = "finish_running"
+    reset_running_requests: bool = False
 
 
 class AdminReply(msgspec.Struct, array_like=True, tag=4, frozen=True):

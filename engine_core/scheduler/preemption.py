@@ -47,11 +47,22 @@ class Preemption:
         victim = self._running.pop(index)
         if index < num_visited and plan.withdraw(victim):
             self._kv_cache.withdraw(victim, victim.num_computed_tokens)
+        self._send_back(victim, plan.now)
+        plan.preempted.append(victim)
+        return index
+
+    def evict_all(self, now: float) -> list[Request]:
+        """Between two steps: nobody keeps a block. Returns those that ran, the last one first."""
+        victims = self._running[::-1]
+        self._running.clear()
+        for victim in victims:
+            self._send_back(victim, now)
+        return victims
+
+    def _send_back(self, victim: Request, now: float) -> None:
         self._kv_cache.free(victim)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
         victim.num_preemptions += 1
-        victim.preempted_at.append(plan.now)
+        victim.preempted_at.append(now)
         self._waiting.restore(victim)
-        plan.preempted.append(victim)
-        return index

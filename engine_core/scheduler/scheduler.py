@@ -144,6 +144,19 @@ class Scheduler:
         """End a pause; nothing happens without one."""
         self._pause.end_pause()
 
+    def reset_prefix_cache(self, *, preempting: bool = False) -> bool:
+        """Forget all cached prefixes; False, changing nothing, while any block is in use.
+
+        preempting: take the blocks of everyone who has some first. Who ran stands in the
+        queue again, in the order of admission, and to the workers is a new sequence.
+        """
+        if preempting:
+            victims = self._preemption.evict_all(self._clock())
+            for victim in victims:
+                self._output_builder.forget(victim.handle)
+            self._num_preemptions += len(victims)
+        return self._kv_cache.reset_prefix_cache()
+
     # A step
 
     def schedule(self) -> SchedulerOutput:

@@ -259,3 +259,13 @@ def test_calls_that_fail_say_why():
     (_, reset), (_, integrity) = desk.outbox.replies
     assert (reset.ok, reset.detail) == (False, "1 requests are unfinished")
     assert (integrity.ok, integrity.detail) == (False, "lost block: 3\nlost block: 4")
+
+
+def test_resetting_at_the_cost_of_running_requests_by_call():
+    desk = Desk()
+    desk.take(request())
+    desk.engine.step()
+    desk.take(AdminCall(1, 5, "reset_prefix_cache", reset_running_requests=True))
+    assert desk.outbox.replies == [(0, AdminReply(1, 5, True))]
+    assert desk.engine.scheduler.running == []
+    assert desk.engine.scheduler.num_unfinished == 1

@@ -98,7 +98,7 @@ MESSAGES = [
         crash_count=1,
     ),
     Abort(1, 2, "stop_string", 0),
-    AdminCall(1, 2, "pause", "freeze"),
+    AdminCall(1, 2, "pause", "freeze", True),
     AdminReply(1, 2, False, "because", 3),
     EngineCoreOutputs(
         1,
