@@ -59,6 +59,9 @@ class KVGroup(Protocol):
         The table keeps them, and settle does not offer them again.
         """
 
+    def rename(self, handle: int, new_handle: int) -> None:
+        """The sequence, which has a table, goes by another handle from now on."""
+
     def free(self, handle: int) -> None:
         """Give back a sequence's blocks, last one first; nothing if it has none."""
 
@@ -152,6 +155,10 @@ class FullAttentionGroup:
         if sequence is not None:
             num_kept = num_tokens // self.block_size
             self._pool.uncache(sequence.blocks[num_kept : sequence.num_cached])
+
+    def rename(self, handle: int, new_handle: int) -> None:
+        assert new_handle not in self._sequences, f"sequence {new_handle} has a table already"
+        self._sequences[new_handle] = self._sequences.pop(handle)
 
     def free(self, handle: int) -> None:
         sequence = self._sequences.pop(handle, None)

@@ -34,6 +34,11 @@ class Candidate:
             self._computed = self._kv_cache.get_computed_blocks(self.request)
         return self._computed
 
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that it need not compute: those in its own blocks, or in the cached ones."""
+        return self.request.num_computed_tokens + self.computed.num_tokens
+
 
 class Gate(Protocol):
     """One reason for holding requests back.
