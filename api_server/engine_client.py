@@ -7,19 +7,20 @@ its descriptor wakes the loop. Knows nothing of HTTP.
 import asyncio
 import logging
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from api_server.errors import NotAvailableError
 from api_server.metrics import Metrics
-from api_server.outputs.request_stream import RequestStream
 from proto import PROTOCOL_VERSION
 from proto.engine_io import (
     Abort,
     AdminCall,
     AdminName,
     AdminReply,
+    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    SessionInput,
 )
 from proto.errors import InternalRequestError, OverloadedError, ProtocolError, RequestError
 from proto.lifecycle import EngineReady
@@ -30,6 +31,44 @@ logger = logging.getLogger("tokend.api")
 FromEngine = EngineReady | EngineCoreOutputs | AdminReply
 FLUSH_SECONDS = 0.01
 """How soon to try again when the engine does not take what is sent."""
+
+
+class OutputStream(Protocol):
+    """Where the outputs of one engine request go."""
+
+    @property
+    def request_id(self) -> int:
+        """The internal id."""
+        ...
+
+    @property
+    def num_choices(self) -> int: ...
+
+    @property
+    def finished(self) -> bool:
+        """Nothing more will come."""
+        ...
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it failed, if it did."""
+        ...
+
+    def accept(self) -> None:
+        """The engine took the request in."""
+        ...
+
+    def fail(self, error: RequestError) -> None:
+        """End what has not ended."""
+        ...
+
+    def feed(self, output: EngineCoreOutput, timestamp: float) -> bool:
+        """Take in one output; True when this ended a choice that the engine goes on with.
+
+        timestamp: monotonic seconds at which the tokens left the engine.
+        Raises a RequestError when the output is not one that can follow.
+        """
+        ...
 
 
 class EngineClient:
@@ -45,7 +84,7 @@ class EngineClient:
         self.epoch = epoch
         self._request_ids = request_ids
         self._metrics = metrics
-        self._open: dict[int, RequestStream] = {}
+        self._open: dict[int, OutputStream] = {}
         self._calls: dict[int, asyncio.Future[AdminReply]] = {}
         self._num_calls = 0
         self._engine: EngineReady | None = None
@@ -80,19 +119,23 @@ class EngineClient:
     def next_request_id(self) -> int:
         return next(self._request_ids)
 
-    def submit(self, request: EngineCoreRequest, stream: RequestStream) -> None:
+    def submit(self, request: EngineCoreRequest, stream: OutputStream) -> None:
         """Send a request; `stream` gets all that comes of it.
 
         Raises OverloadedError when the engine does not keep up.
         """
-        _ = self.engine
-        try:
-            self._send(request)
-        except PeerStalledError:
-            raise OverloadedError("the engine does not keep up") from None
+        self._ask(request)
         self._open[request.request_id] = stream
 
-    def abandon(self, stream: RequestStream) -> None:
+    def send_input(self, message: SessionInput) -> None:
+        """Send the next part of a session's input; nothing for a session that is over.
+
+        Raises OverloadedError when the engine does not keep up.
+        """
+        if message.request_id in self._open:
+            self._ask(message)
+
+    def abandon(self, stream: OutputStream) -> None:
         """Nobody waits for this request any more: forget it and tell the engine."""
         if self._open.pop(stream.request_id, None) is not None:
             self._abort(stream.request_id, "disconnect", None)
@@ -102,13 +145,14 @@ class EngineClient:
         name: AdminName,
         *,
         pause_mode: Literal["finish_running", "freeze"] = "finish_running",
+        reset_running_requests: bool = False,
     ) -> AdminReply:
-        """Ask the engine for an operator's service. `pause_mode` is read by "pause" only."""
+        """Ask the engine for an operator's service; the parameters are those of `AdminCall`."""
         _ = self.engine
         self._num_calls += 1
         reply: asyncio.Future[AdminReply] = self._loop.create_future()
         self._calls[self._num_calls] = reply
-        self._send(AdminCall(self.epoch, self._num_calls, name, pause_mode))
+        self._send(AdminCall(self.epoch, self._num_calls, name, pause_mode, reset_running_requests))
         return await reply
 
     def close(self) -> None:
@@ -125,6 +169,13 @@ class EngineClient:
         self._open.clear()
         self._link.close()
 
+    def _ask(self, message: EngineCoreRequest | SessionInput) -> None:
+        _ = self.engine
+        try:
+            self._send(message)
+        except PeerStalledError:
+            raise OverloadedError("the engine does not keep up") from None
+
     def _abort(
         self, request_id: int, reason: Literal["disconnect", "stop_string"], choice: int | None
     ) -> None:
@@ -135,7 +186,7 @@ class EngineClient:
         except PeerStalledError as error:
             logger.warning("an abort waits: %s", error)
 
-    def _send(self, message: EngineCoreRequest | Abort | AdminCall) -> None:
+    def _send(self, message: EngineCoreRequest | SessionInput | Abort | AdminCall) -> None:
         try:
             self._link.send(message)
         finally:
@@ -193,7 +244,7 @@ class EngineClient:
             if stream is not None:
                 self._feed(stream, output, message.timestamp)
 
-    def _feed(self, stream: RequestStream, output: Any, timestamp: float) -> None:
+    def _feed(self, stream: OutputStream, output: EngineCoreOutput, timestamp: float) -> None:
         """Whatever goes wrong here is the fault of one request and ends only that one."""
         try:
             engine_goes_on = stream.feed(output, timestamp)
@@ -204,13 +255,13 @@ class EngineClient:
             logger.exception("request %d failed", stream.request_id)
             self._fail(stream, InternalRequestError("internal error"))
             return
-        if stream.error is not None and len(stream.choices) > 1:
+        if stream.error is not None and stream.num_choices > 1:
             self._abort(stream.request_id, "disconnect", None)  # the choices that still run
         elif engine_goes_on:
             self._abort(stream.request_id, "stop_string", output.choice)
         if stream.finished:
             self._open.pop(stream.request_id, None)
 
-    def _fail(self, stream: RequestStream, error: RequestError) -> None:
+    def _fail(self, stream: OutputStream, error: RequestError) -> None:
         stream.fail(error)
         self.abandon(stream)

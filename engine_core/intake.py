@@ -4,7 +4,6 @@ Owns the minting of handles. Whatever is wrong with one request ends as one outp
 of that request and harms nothing else. Knows no sockets.
 """
 
-import itertools
 import logging
 from collections.abc import Callable
 
@@ -13,7 +12,7 @@ from engine_core.outbox import Outbox
 from engine_core.request import Request, choices_of
 from engine_core.scheduler.completion import completion, stop_token
 from engine_core.scheduler.scheduler import Scheduler
-from engine_core.validation import RequestLimits, validate_request
+from engine_core.validation import RequestLimits, validate_input, validate_request
 from proto.engine_io import (
     Abort,
     AdminCall,
@@ -21,6 +20,7 @@ from proto.engine_io import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
+    SessionInput,
     ToEngine,
 )
 from proto.errors import ErrorInfo, InvalidRequestError
@@ -45,12 +45,13 @@ class Intake:
         self._outbox = outbox
         self._limits = limits
         self._check_integrity = check_integrity
-        self._mint_handle: Callable[[], int] = itertools.count().__next__
 
     def take(self, client: int, message: ToEngine) -> None:
         """Do what a message asks; never raises for what is in it."""
         if isinstance(message, EngineCoreRequest):
             self._take_request(client, message)
+        elif isinstance(message, SessionInput):
+            self._take_input(client, message)
         elif isinstance(message, Abort):
             self._scheduler.abort(message.request_id, message.choice)
         else:
@@ -63,10 +64,13 @@ class Intake:
             return
         try:
             validate_request(message, self._limits)
-            for request in choices_of(message, self._mint_handle, client, self._kv_cache.hasher):
+            mint_handle = self._scheduler.mint_handle
+            for request in choices_of(message, mint_handle, client, self._kv_cache.hasher):
+                if message.resumable:
+                    self._scheduler.sessions.open(request)
                 self._add(request)
         except InvalidRequestError as error:
-            self._refuse(client, message, ErrorInfo("invalid_request", error.message, error.param))
+            self._refuse(client, message, _told(error))
         except Exception as error:  # one bad request must not end the engine
             logger.exception("request %d could not be added", message.request_id)
             self._scheduler.abort(message.request_id)
@@ -81,17 +85,35 @@ class Intake:
             self._scheduler.add_request(request)
             return
         request.status = status
-        self._outbox.add(
-            request.client_index,
-            EngineCoreOutput(
-                request.request_id,
-                request.choice,
-                request.num_output_tokens,
-                [],
-                status.finish_reason,
-                stop_token(request) if status.finish_reason is FinishReason.STOP else None,
-            ),
+        output = EngineCoreOutput(
+            request.request_id,
+            request.choice,
+            request.num_output_tokens,
+            [],
+            status.finish_reason,
+            stop_token(request) if status.finish_reason is FinishReason.STOP else None,
         )
+        outputs = {request.client_index: [output]}
+        self._scheduler.sessions.end_turn(request)
+        self._scheduler.sessions.begin_turns(outputs)
+        self._outbox.add_step(outputs)
+
+    def _take_input(self, client: int, message: SessionInput) -> None:
+        """Begin or queue a turn. Input that is wrong ends its session, whatever that is doing."""
+        sessions, request_id = self._scheduler.sessions, message.request_id
+        if not sessions.takes_input(client, request_id):
+            logger.warning("front end %d: request %d takes no input", client, request_id)
+            return
+        try:
+            validate_input(message, self._limits)
+            outputs = sessions.take(message)
+        except InvalidRequestError as error:
+            outputs = [sessions.fail(request_id, _told(error))]
+        except Exception as error:  # one bad input must not end the engine
+            logger.exception("request %d could not take its input", request_id)
+            outputs = [sessions.fail(request_id, describe(error))]
+        for output in outputs:
+            self._outbox.add(client, output)
 
     def _refuse(self, client: int, message: EngineCoreRequest, error: ErrorInfo) -> None:
         """One output stands for all choices of a request that was never taken in."""
@@ -107,7 +129,7 @@ class Intake:
                 detail = "\n".join(self._check_integrity())
                 ok = not detail
             case "reset_prefix_cache":
-                ok = self._kv_cache.reset_prefix_cache()
+                ok = self._scheduler.reset_prefix_cache(preempting=message.reset_running_requests)
                 detail = "" if ok else f"{self._scheduler.num_unfinished} requests are unfinished"
             case "pause":
                 self._scheduler.pause(message.pause_mode)
@@ -116,3 +138,7 @@ class Intake:
             case "get_num_unfinished":
                 value = self._scheduler.num_unfinished
         return AdminReply(message.epoch, message.call_id, ok, detail, value)
+
+
+def _told(error: InvalidRequestError) -> ErrorInfo:
+    return ErrorInfo("invalid_request", error.message, error.param)

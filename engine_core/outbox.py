@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 
 from engine_core.kv_events import NO_KV_EVENTS, KVEventSink
-from engine_core.scheduler.scheduler import ClientOutputs, Scheduler
+from engine_core.scheduler.client_outputs import ClientOutputs
+from engine_core.scheduler.scheduler import Scheduler
 from engine_core.transport import FrontEndLinks
 from proto.engine_io import AdminReply, EngineCoreOutput, EngineCoreOutputs
 

@@ -16,7 +16,7 @@ from proto.sampling_params import SamplingParams
 class RequestStatus(enum.IntEnum):
     """Where a request is in its life. Numbers grow from waiting to finished.
 
-    WAITING: in the queue, holds no blocks.
+    WAITING: in the queue, holds no blocks (but a session's next turn has those of the last).
     WAITING_FOR_*: in the queue but set aside, until something else than room is there:
         a grammar, KV from elsewhere, more input, a prefix that another request is
         computing, the end of a pause, the prompt's KV from another choice.
@@ -68,7 +68,8 @@ class Request:
     Identity, fixed:
         handle: names it towards the worker, never used twice in an epoch.
         request_id, choice: name it towards the front end `client_index`.
-        prompt_token_ids: [num_prompt_tokens], shared by all choices, never changed.
+        prompt_token_ids: [num_prompt_tokens], shared by all choices, never changed (the
+            next turn of a session gets another list with its input).
         stop_ids: token ids that end it. seed, choice: key of its draws.
         order: (priority, arrival, request id, choice); the lower goes first, where
             the policy asks.
@@ -81,7 +82,8 @@ class Request:
         num_computed_tokens: positions [0, n) whose KV is valid or being computed.
         num_output_placeholders: outputs being computed whose ids are not known yet; 0
             where every step waits for the one before.
-        num_cached_tokens: prompt tokens found in the prefix cache when first scheduled.
+        num_cached_tokens: prompt tokens that were in the prefix cache, or kept from the
+            turn before, when first scheduled.
     Life cycle:
         status, stop_reason (the stop token that ended it, unless it is an EOS),
         num_preemptions; queued_at, scheduled_at (first time), preempted_at (every
@@ -144,16 +146,11 @@ class Request:
         self.request_id = request_id
         self.choice = choice
         self.client_index = client_index
-        self.prompt_token_ids = prompt_token_ids
-        self.num_prompt_tokens = len(prompt_token_ids)
-        self.sampling_params: SamplingParams = sampling_params
-        self.max_tokens = sampling_params.max_tokens
-        self.stop_ids = sampling_params.stop_ids
+        self._ask(prompt_token_ids, sampling_params)
         self.seed = seed
         self.priority = priority
         self.arrival_time = arrival_time
         self.cache_salt = cache_salt
-        self.skip_reading_prefix_cache = sampling_params.prompt_logprobs is not None
         self.order = (priority, arrival_time, request_id, choice)
 
         self.all_token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
@@ -173,6 +170,44 @@ class Request:
         self.scheduled_at: float | None = None
         self.preempted_at: list[float] = []
         self.first_info_sent = False
+
+    def _ask(self, prompt_token_ids: list[int], sampling_params: SamplingParams) -> None:
+        """What is wanted: everything that follows from prompt and parameters."""
+        self.prompt_token_ids = prompt_token_ids
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.sampling_params = sampling_params
+        self.max_tokens = sampling_params.max_tokens
+        self.stop_ids = sampling_params.stop_ids
+        self.skip_reading_prefix_cache = sampling_params.prompt_logprobs is not None
+
+    def next_turn(self, handle: int) -> "Request":
+        """The request that goes on where this one, a finished turn of a session, ended.
+
+            this one    |------- prompt -------|---- outputs ----|x|
+            next turn   |---------------- prompt ----------------|-- input to come --
+
+        The last output (x) was drawn and never computed: it is dropped. Its KV is not
+        handed over here.
+        """
+        assert self.num_output_tokens > 0, f"{self!r} is not over"
+        return Request(
+            handle=handle,
+            request_id=self.request_id,
+            prompt_token_ids=self.all_token_ids[:-1],
+            sampling_params=self.sampling_params,
+            hasher=self._hasher,
+            choice=self.choice,
+            client_index=self.client_index,
+            seed=self.seed,
+            priority=self.priority,
+            arrival_time=self.arrival_time,
+            cache_salt=self.cache_salt,
+        )
+
+    def take_input(self, token_ids: list[int], sampling_params: SamplingParams) -> None:
+        """The input of a turn that has not begun; the prompt becomes a new list."""
+        self._ask([*self.prompt_token_ids, *token_ids], sampling_params)
+        self.all_token_ids += token_ids
 
     @property
     def num_tokens(self) -> int:

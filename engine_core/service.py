@@ -8,7 +8,8 @@ import logging
 
 from engine_core.intake import Intake
 from engine_core.outbox import Outbox
-from engine_core.scheduler.scheduler import ClientOutputs, Scheduler
+from engine_core.scheduler.client_outputs import ClientOutputs
+from engine_core.scheduler.scheduler import Scheduler
 from engine_core.transport import FrontEndLinks
 from proto.lifecycle import Notice, Shutdown
 from proto.sockets import Link, Poller
@@ -43,7 +44,7 @@ class Service:
         """Wait until anything arrives on any link; False when nothing did.
 
         Handles everything that has arrived from supervisor and front ends, also what
-        came after the wait was over.
+        came after the wait was over, and ends the sessions that were at rest for too long.
         """
         ready = self._poller.wait(timeout_seconds)
         if self._supervisor in ready and is_shutdown(self._supervisor):
@@ -51,10 +52,12 @@ class Service:
         received = self._front_ends.receive()
         for client, message in received:
             self._intake.take(client, message)
-        if received:
+        overdue = self._scheduler.sessions.end_overdue()
+        self._outbox.add_step(overdue)
+        if received or overdue:
             self._outbox.flush()
         self._bury_stalled()
-        return bool(ready or received)
+        return bool(ready or received or overdue)
 
     def publish(self, outputs: ClientOutputs) -> None:
         """Tell the front ends what a step brought."""

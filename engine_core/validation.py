@@ -6,8 +6,9 @@ nothing may get through that could harm the engine, a worker or another request.
 
 from dataclasses import dataclass
 
-from proto.engine_io import MAX_CHOICES, EngineCoreRequest
+from proto.engine_io import MAX_CHOICES, EngineCoreRequest, SessionInput
 from proto.errors import InvalidRequestError
+from proto.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,45 @@ def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
     params.validate(limits.vocab_size)
     _check_token_ids(message.prompt_token_ids, limits, "prompt")
     _check_token_ids(params.eos_token_ids, limits, "eos_token_ids")
-    total = len(message.prompt_token_ids) + params.max_tokens
-    if total > limits.max_model_len:
+    check_length(len(message.prompt_token_ids), params.max_tokens, limits.max_model_len)
+    _check_resumption(message, limits)
+    if message.resumable:
+        _check_session(message.n, params)
+
+
+def validate_input(message: SessionInput, limits: RequestLimits) -> None:
+    """Raise InvalidRequestError for the first thing that is out of range.
+
+    Whether it fits is for the session to say.
+    """
+    if not message.prompt_token_ids and not message.last:
+        raise InvalidRequestError("the input has no tokens", "prompt")
+    _check_token_ids(message.prompt_token_ids, limits, "prompt")
+    if message.sampling_params is not None:
+        message.sampling_params.validate(limits.vocab_size)
+        _check_token_ids(message.sampling_params.eos_token_ids, limits, "eos_token_ids")
+        _check_session(1, message.sampling_params)
+
+
+def check_length(num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
+    """Raise InvalidRequestError, with the numbers, for more than a request may have."""
+    total = num_prompt_tokens + max_tokens
+    if total > max_model_len:
         raise InvalidRequestError(
-            f"prompt ({len(message.prompt_token_ids)} tokens) and max_tokens "
-            f"({params.max_tokens}) make {total} tokens, more than the {limits.max_model_len} "
-            "that a request may have",
+            f"prompt ({num_prompt_tokens} tokens) and max_tokens ({max_tokens}) make "
+            f"{total} tokens, more than the {max_model_len} that a request may have",
             "max_tokens",
         )
-    _check_resumption(message, limits)
+
+
+def _check_session(n: int, params: SamplingParams) -> None:
+    if n != 1:
+        raise InvalidRequestError(f"a session has one choice, got n = {n}", "n")
+    if params.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "a session gives no prompt_logprobs: it keeps the KV of earlier turns",
+            "prompt_logprobs",
+        )
 
 
 def _check_resumption(message: EngineCoreRequest, limits: RequestLimits) -> None:

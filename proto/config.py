@@ -76,6 +76,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """After that, admit again below this part; by default the same."""
     preempt_above: float = 1.0
     """Preempt, leaving one, while more than this part of the KV blocks is in use."""
+    session_timeout: float = 600.0
+    """Seconds that a session (a request with input in parts) waits for input before it ends."""
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,6 +181,11 @@ def validate(config: ServeConfig) -> None:
             "long_prefill_token_threshold",
         )
     _check_pressure(scheduler)
+    if not scheduler.session_timeout > 0.0:
+        raise ConfigError(
+            f"--session-timeout must be more than 0, got {scheduler.session_timeout}",
+            "session_timeout",
+        )
     if not 0 <= frontend.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {frontend.port}", "port")
     if frontend.api_key is not None and not frontend.api_key.strip():

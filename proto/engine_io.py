@@ -1,10 +1,18 @@
 """Messages between the front ends and the engine.
 
-Front end → engine: EngineCoreRequest, Abort, AdminCall.
+Front end → engine: EngineCoreRequest, SessionInput, Abort, AdminCall.
 Engine → front end: EngineReady (lifecycle.py), EngineCoreOutputs, AdminReply.
 
 Every message carries the epoch; one of another epoch is dropped. Each output
 names the index of its first token, so a repeat after a restart is recognised.
+
+A session is a request whose input comes in parts. Each part is a turn, which ends as
+a request does; the next turn's prompt is what there is, but for the last output (it
+was drawn and never computed), and the new part:
+
+    EngineCoreRequest(resumable)  [1 2 3]  →  10 11, stop, goes_on
+    SessionInput                  [4 5]    →  prompt 1 2 3 10 4 5; computed are 4 and 5
+    SessionInput                  [], last →  the end, if no turn is under way
 """
 
 import enum
@@ -45,6 +53,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     priority: lower goes first, where the policy asks.
     cache_salt: separates prefix caches; enters the hash of the first block.
     crash_count: how many engine deaths this request has lived through.
+    resumable: opens a session, which the `last` SessionInput closes.
     """
 
     epoch: int
@@ -59,6 +68,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     output_token_ids: tuple[tuple[int, ...], ...] = ()
     finished_choices: tuple[int, ...] = ()
     crash_count: int = 0
+    resumable: bool = False
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2, frozen=True):
@@ -85,12 +95,15 @@ class AdminCall(msgspec.Struct, array_like=True, tag=3, frozen=True):
 
     pause_mode: of "pause". finish_running: no request begins, those that have begun go on;
     freeze: nothing is computed. The reply does not wait for anyone to finish.
+    reset_running_requests: of "reset_prefix_cache". Requests that hold blocks lose them
+    and are computed again; without it the call fails while there are any.
     """
 
     epoch: int
     call_id: int
     name: AdminName
     pause_mode: Literal["finish_running", "freeze"] = "finish_running"
+    reset_running_requests: bool = False
 
 
 class AdminReply(msgspec.Struct, array_like=True, tag=4, frozen=True):
@@ -104,6 +117,23 @@ class AdminReply(msgspec.Struct, array_like=True, tag=4, frozen=True):
     ok: bool
     detail: str = ""
     value: int = 0
+
+
+class SessionInput(msgspec.Struct, array_like=True, tag=6, frozen=True):
+    """The next part of a session's input. It waits for the end of the turn under way.
+
+    prompt_token_ids: [num_new_tokens]; empty only with `last`.
+    sampling_params: of the turn that it begins; None keeps those of the turn before.
+    max_tokens and the indices of outputs and draws count from the start of the turn.
+    last: no more input follows; the session ends with the turn, or, where there are
+    no tokens, with the turn before.
+    """
+
+    epoch: int
+    request_id: int
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams | None = None
+    last: bool = False
 
 
 class LogprobsArrays(msgspec.Struct, array_like=True, frozen=True):
@@ -138,10 +168,13 @@ class FirstTokenInfo(msgspec.Struct, array_like=True, frozen=True):
 class EngineCoreOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What one choice got in one step.
 
-    token_index: index, among the choice's output tokens, of new_token_ids[0].
+    token_index: index, among the choice's output tokens (a session's: the turn's), of
+        new_token_ids[0].
     stop_reason: the stop token id when a stop token other than EOS ended the choice.
-    A choice gets exactly one output with a finish_reason, unless the front end
-    aborted it.
+    goes_on: a turn of a session is over, for the finish_reason that is given, but not
+        the session.
+    A choice gets exactly one output with a finish_reason and without goes_on, unless
+    the front end aborted it.
     """
 
     request_id: int
@@ -154,6 +187,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     logprobs: LogprobsArrays | None = None
     prompt_logprobs: LogprobsArrays | None = None
     error: ErrorInfo | None = None
+    goes_on: bool = False
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=5, frozen=True):
@@ -173,4 +207,4 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=5, frozen=True):
     stats: SchedulerStats | None = None
 
 
-ToEngine = EngineCoreRequest | Abort | AdminCall
+ToEngine = EngineCoreRequest | SessionInput | Abort | AdminCall

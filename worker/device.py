@@ -41,7 +41,10 @@ class Device(Protocol):
         ...
 
     def kv_cache_bytes(self, config: CacheConfig) -> int:
-        """Memory for the KV pool, asked once the weights are loaded."""
+        """Memory for the KV pool beside what is taken now.
+
+        Raises ConfigError for a setting that has no room.
+        """
         ...
 
     def apply_threads(self) -> None:

@@ -57,6 +57,8 @@ class Service:
         self._engine = engine
         self._supervisor = supervisor
         self._device = CpuDevice(boot.config.device)
+        # Loading takes a while, and what has no room now has none beside the weights.
+        self._device.kv_cache_bytes(boot.config.cache)
         self._dtype = self._device.resolve_dtype(boot.config.model.dtype)
         self._model = self._load()
         self._layout = kv_layout(self._model.spec.windows)

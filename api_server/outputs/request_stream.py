@@ -79,6 +79,10 @@ class RequestStream:
         return self.error is not None or all(choice.finished for choice in self.choices)
 
     @property
+    def num_choices(self) -> int:
+        return len(self.choices)
+
+    @property
     def num_completion_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
 

@@ -81,6 +81,11 @@ class NoCacheCoordinator:
         """
         return min([group.settle(handle, content, num_tokens) for group in self.groups])
 
+    def rename(self, handle: int, new_handle: int) -> None:
+        """The sequence, which has tables, goes by another handle from now on."""
+        for group in self.groups:
+            group.rename(handle, new_handle)
+
     def free(self, handle: int) -> None:
         """Give back all blocks of a sequence, group by group, last block first."""
         for group in self.groups:

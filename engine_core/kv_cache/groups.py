@@ -69,6 +69,9 @@ class KVGroup(Protocol):
     def forget(self, block_hashes: Sequence[bytes]) -> None:
         """Take every block with one of these hashes out of the prefix index."""
 
+    def rename(self, handle: int, new_handle: int) -> None:
+        """The sequence, which has a table, goes by another handle from now on."""
+
     def free(self, handle: int) -> None:
         """Give back a sequence's blocks, last one first; nothing if it has none."""
 
@@ -170,6 +173,10 @@ class FullAttentionGroup:
         most = self._keys.count(block_hashes)
         for key in self._keys.leading(block_hashes, most):
             self._pool.forget(key)
+
+    def rename(self, handle: int, new_handle: int) -> None:
+        assert new_handle not in self._sequences, f"sequence {new_handle} has a table already"
+        self._sequences[new_handle] = self._sequences.pop(handle)
 
     def free(self, handle: int) -> None:
         sequence = self._sequences.pop(handle, None)

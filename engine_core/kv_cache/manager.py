@@ -71,12 +71,14 @@ class KVCacheManager:
         self._num_hit = 0
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
-        """The longest cached prefix of a request that holds no blocks yet.
+        """The longest cached prefix of a request; nothing for one that holds blocks already.
 
         At most num_tokens - 1 tokens, rounded down to blocks: the last token is
         always computed, for its logits. Changes nothing.
         """
         if not self.enable_caching or request.skip_reading_prefix_cache:
+            return NOTHING_COMPUTED
+        if request.handle in self._quiet_until:
             return NOTHING_COMPUTED
         return self._coordinator.find_longest_hit(request.block_hashes, request.num_tokens - 1)
 
@@ -157,6 +159,18 @@ class KVCacheManager:
         """
         for group in self.groups:
             group.forget(request.block_hashes)
+
+    def hand_over(self, request: Request, heir: Request, num_shared_tokens: int) -> None:
+        """Give the blocks of a request to one that begins with the same tokens.
+
+        What the blocks hold after these tokens will be overwritten, so nobody is to
+        find it. Nothing happens where the request has no blocks.
+        """
+        quiet_until = self._quiet_until.pop(request.handle, None)
+        if quiet_until is not None:
+            self.withdraw(request, num_shared_tokens)
+            self._coordinator.rename(request.handle, heir.handle)
+            self._quiet_until[heir.handle] = quiet_until
 
     def free(self, request: Request) -> None:
         """Give back all blocks of a request, last one first; nothing if it has none.

@@ -15,6 +15,7 @@ from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_rules import AdmissionRule
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.gates import Candidate, Gate
+from engine_core.scheduler.idle_blocks import IdleBlocks
 from engine_core.scheduler.step_plan import StepPlan
 
 
@@ -23,11 +24,12 @@ class _Refusal:
     """The head of the line found no room; how things stood then.
 
     num_missing, num_new: tokens without KV, and those of them it wanted to begin with.
-    found, next_one: hash of the last block of its cached prefix, and of the block after
+    found, next_one: hash of the last block of its computed prefix, and of the block after
     it; empty where there is none.
 
-    Until the pool is freer, or fewer tokens are wanted, or that prefix is shorter (a
-    chunk that begins earlier needs fewer blocks) or longer, looking again is in vain.
+    Until the pool is freer, or a request at rest holds blocks, or fewer tokens are wanted,
+    or that prefix is shorter (a chunk that begins earlier needs fewer blocks) or longer,
+    looking again is in vain.
     """
 
     request: Request
@@ -50,6 +52,7 @@ class AdmissionPass:
         max_num_seqs: int,
         rules: Sequence[AdmissionRule],
         gates: Sequence[Gate],
+        idle_blocks: IdleBlocks,
     ) -> None:
         self._waiting = waiting
         self._running = running
@@ -58,6 +61,7 @@ class AdmissionPass:
         self._max_num_seqs = max_num_seqs
         self._rules = rules
         self._gates = gates
+        self._idle_blocks = idle_blocks
         self._refusal: _Refusal | None = None
 
     def run(self, plan: StepPlan) -> None:
@@ -77,6 +81,7 @@ class AdmissionPass:
         return (
             refusal.request is request
             and bool(self._running)
+            and not self._idle_blocks.any_at_rest
             and kv_cache.num_free_blocks <= refusal.num_free
             and self._chunks.first_chunk(refusal.num_missing, plan.budget) >= refusal.num_new
             and all(map(kv_cache.is_cached, refusal.found))
@@ -84,11 +89,11 @@ class AdmissionPass:
         )
 
     def _refuse(self, candidate: Candidate, num_new: int) -> None:
-        request, num_found = candidate.request, candidate.computed.num_tokens
-        num_blocks = num_found // self._kv_cache.block_size
+        request, num_computed = candidate.request, candidate.num_computed_tokens
+        num_blocks = num_computed // self._kv_cache.block_size
         self._refusal = _Refusal(
             request,
-            num_missing=request.num_tokens - num_found,
+            num_missing=request.num_tokens - num_computed,
             num_new=num_new,
             num_free=self._kv_cache.num_free_blocks,
             found=request.block_hashes[max(num_blocks - 1, 0) : num_blocks],
@@ -106,27 +111,28 @@ class AdmissionPass:
     def _admit(self, candidate: Candidate, plan: StepPlan) -> bool:
         """Take in the head of the queue; False, with nothing changed, if it has to wait.
 
-        0               found                    num_tokens
+        0          num_computed                  num_tokens
+        |---its own-or--|           |                 |
         |---in cache----|--num_new--|---later steps---|
         """
-        request, computed = candidate.request, candidate.computed
+        request, num_computed = candidate.request, candidate.num_computed_tokens
         if request.num_output_placeholders:
             return False  # preempted; until its late token is here, nobody knows what to compute
-        num_missing = request.num_tokens - computed.num_tokens
+        num_missing = request.num_tokens - num_computed
         num_new = self._chunks.first_chunk(num_missing, plan.budget)
         if num_new == 0:
             return False
-        if not self._has_room(request, num_new, computed):
+        if not self._has_room(request, num_new, candidate.computed):
             self._refuse(candidate, num_new)
             return False
         self._refusal = None
         self._waiting.pop()
         self._running.append(request)
         request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = computed.num_tokens
+        request.num_computed_tokens = num_computed
         if request.scheduled_at is None:
             request.scheduled_at = plan.now
-            request.num_cached_tokens = computed.num_tokens
+            request.num_cached_tokens = num_computed
         plan.admitted.append(request)
         plan.admitted_tokens.append(num_new)
         plan.budget -= num_new
@@ -135,7 +141,16 @@ class AdmissionPass:
         return True
 
     def _has_room(self, request: Request, num_new: int, computed: ComputedBlocks) -> bool:
-        """Allocates if the rules allow it and there are blocks."""
+        """Allocates if the rules allow it and there are blocks, those that nobody uses included."""
+        idle_blocks = self._idle_blocks
+        while not self._fits(request, num_new, computed):
+            if idle_blocks.take_from_rest():
+                continue
+            if self._running or not idle_blocks.take_from_line(request):
+                return False
+        return True
+
+    def _fits(self, request: Request, num_new: int, computed: ComputedBlocks) -> bool:
         if self._running:
             for rule in self._rules:
                 if not rule.admits(request, num_new, computed):

@@ -47,7 +47,7 @@ class WholeSequence:
         self._running = running
 
     def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
-        num_missing = request.num_tokens - computed.num_tokens
+        num_missing = request.num_tokens - request.num_computed_tokens - computed.num_tokens
         needed = self._needed(request, num_missing, computed)
         for each in self._running:
             num_missing = each.num_tokens - each.num_computed_tokens

@@ -42,6 +42,11 @@ class Candidate:
         if blocks.num_tokens >= self.computed.num_tokens:
             self._computed = blocks
 
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that it need not compute: those in its own blocks, or in the cached ones."""
+        return self.request.num_computed_tokens + self.computed.num_tokens
+
 
 class Gate(Protocol):
     """One reason for holding requests back.

@@ -8,13 +8,14 @@ holds when it comes back is not computed twice.
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.idle_blocks import IdleBlocks
 from engine_core.scheduler.policies import SchedulingPolicy
 from engine_core.scheduler.pressure import Pressure
 from engine_core.scheduler.step_plan import StepPlan
 
 
 class Preemption:
-    """Makes room, one running request at a time."""
+    """Makes room: first with blocks that nobody uses now, then one running request at a time."""
 
     def __init__(
         self,
@@ -23,35 +24,55 @@ class Preemption:
         running: list[Request],
         kv_cache: KVCacheManager,
         pressure: Pressure,
+        idle_blocks: IdleBlocks,
     ) -> None:
         self._policy = policy
         self._waiting = waiting
         self._running = running
         self._kv_cache = kv_cache
         self._pressure = pressure
+        self._idle_blocks = idle_blocks
 
     def relieve(self, plan: StepPlan) -> None:
-        """Before anyone is planned: preempt while the pool is too full, but never the last."""
-        while len(self._running) > 1 and self._pressure.too_high():
+        """Before anyone is planned: make room while the pool is too full, but keep the last."""
+        idle_blocks = self._idle_blocks
+        while (len(self._running) > 1 or idle_blocks.any_at_rest) and self._pressure.too_high():
             self.evict_one(plan, 0)
 
     def evict_one(self, plan: StepPlan, num_visited: int) -> int:
         """Preempt one running request; returns the index at which it stood.
+
+        Where a request at rest holds blocks it loses them, and all that run stay: then
+        the index is that behind the last.
 
         num_visited: running requests that the plan may have served, from the first on.
         A victim that the plan has already served is taken out of it: its tokens go
         back to the budget, and blocks that only this step would have filled are no
         longer findable.
         """
+        if self._idle_blocks.take_from_rest():
+            return len(self._running)
         index = self._policy.victim(self._running)
         victim = self._running.pop(index)
         if index < num_visited and plan.withdraw(victim):
             self._kv_cache.withdraw(victim, victim.num_computed_tokens)
+        self._send_back(victim, plan.now)
+        plan.preempted.append(victim)
+        return index
+
+    def evict_all(self, now: float) -> list[Request]:
+        """Between two steps: nobody keeps a block. Returns those that ran, the last one first."""
+        self._idle_blocks.take_all()
+        victims = self._running[::-1]
+        self._running.clear()
+        for victim in victims:
+            self._send_back(victim, now)
+        return victims
+
+    def _send_back(self, victim: Request, now: float) -> None:
         self._kv_cache.free(victim)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
         victim.num_preemptions += 1
-        victim.preempted_at.append(plan.now)
+        victim.preempted_at.append(now)
         self._waiting.restore(victim)
-        plan.preempted.append(victim)
-        return index

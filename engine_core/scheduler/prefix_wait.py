@@ -59,8 +59,8 @@ class PrefixWait:
 
     def holds(self, candidate: Candidate) -> bool:
         request = candidate.request
-        if not self._leaders or request.skip_reading_prefix_cache:
-            return False
+        if not self._leaders or request.skip_reading_prefix_cache or request.num_computed_tokens:
+            return False  # who holds blocks already looks for none
         found = candidate.computed.num_tokens // self._block_size
         most = (request.num_tokens - 1) // self._block_size
         if found >= most or self._num_waited.get(request.handle, 0) >= LONGEST_WAIT:

@@ -8,6 +8,7 @@ and tokens that are computed, and a step lets the second number catch up with th
 first, within one token budget.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,9 +18,11 @@ from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_pass import AdmissionPass
 from engine_core.scheduler.admission_rules import pressure_of, rules_of
 from engine_core.scheduler.chunking import ChunkRule
+from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.completion import completion, stop_token
 from engine_core.scheduler.corruption import corrupted_output
 from engine_core.scheduler.gates import Gate
+from engine_core.scheduler.idle_blocks import IdleBlocks
 from engine_core.scheduler.output_builder import OutputBuilder
 from engine_core.scheduler.pause import Pause, PauseMode
 from engine_core.scheduler.placeholders import NoPlaceholders, OutputPlaceholders, Placeholders
@@ -27,6 +30,7 @@ from engine_core.scheduler.policies import policy_of
 from engine_core.scheduler.preemption import Preemption
 from engine_core.scheduler.prefix_wait import PrefixWait
 from engine_core.scheduler.running_pass import RunningPass
+from engine_core.scheduler.sessions import Sessions
 from engine_core.scheduler.sibling_forks import SiblingForks
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.scheduler.step_results import check_result, ends_of_rows
@@ -37,12 +41,12 @@ from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
 from proto.stats import SchedulerStats
 
-ClientOutputs = dict[int, list[EngineCoreOutput]]
-"""Outputs by client index."""
-
 
 class Scheduler:
     """Requests in, steps out, tokens back in.
+
+    mint_handle: names for new requests, never the same twice. sessions: more input for
+    requests that were opened with it.
 
     max_model_len: usable length, in tokens, of prompt and output together.
     vocab_size: sampled token ids are below it.
@@ -65,6 +69,7 @@ class Scheduler:
         self._vocab_size = vocab_size
         self._clock = clock
         policy = policy_of(config.scheduling_policy)
+        self.mint_handle: Callable[[], int] = itertools.count().__next__
         self.waiting: RequestQueue = policy.make_queue()
         self.running: list[Request] = []
         self._requests: dict[int, Request] = {}
@@ -72,11 +77,28 @@ class Scheduler:
         chunks = ChunkRule.from_config(config)
         self._step_budget = chunks.step_budget
         pressure = pressure_of(config, kv_cache)
-        self._preemption = Preemption(policy, self.waiting, self.running, kv_cache, pressure)
+        idle_blocks = IdleBlocks(kv_cache)
+        self._preemption = Preemption(
+            policy, self.waiting, self.running, kv_cache, pressure, idle_blocks
+        )
         self._running_pass = RunningPass(self.running, kv_cache, chunks, self._preemption)
         self._pause = Pause()
-        forks = SiblingForks(kv_cache, self._choices)
-        self._gates = (self._pause, *gates, forks, PrefixWait(kv_cache.block_size))
+        self.sessions = Sessions(
+            self,
+            self.waiting,
+            kv_cache,
+            idle_blocks,
+            max_model_len=max_model_len,
+            timeout=config.session_timeout,
+            clock=clock,
+        )
+        self._gates: tuple[Gate, ...] = (
+            self._pause,
+            self.sessions,
+            *gates,
+            SiblingForks(kv_cache, self._choices),
+            PrefixWait(kv_cache.block_size),
+        )
         for gate in self._gates:
             gate.attach(self._wake)
         self._admission_pass = AdmissionPass(
@@ -87,6 +109,7 @@ class Scheduler:
             config.max_num_seqs,
             rules_of(config, kv_cache, self.running, pressure),
             self._gates,
+            idle_blocks,
         )
         self._output_builder = OutputBuilder(kv_cache, epoch)
         self._placeholders: Placeholders = (
@@ -155,6 +178,19 @@ class Scheduler:
         """End a pause; nothing happens without one."""
         self._pause.end_pause()
 
+    def reset_prefix_cache(self, *, preempting: bool = False) -> bool:
+        """Forget all cached prefixes; False, changing nothing, while any block is in use.
+
+        preempting: take the blocks of everyone who has some first. Who ran stands in the
+        queue again, in the order of admission, and to the workers is a new sequence.
+        """
+        if preempting:
+            victims = self._preemption.evict_all(self._clock())
+            for victim in victims:
+                self._output_builder.forget(victim.handle)
+            self._num_preemptions += len(victims)
+        return self._kv_cache.reset_prefix_cache()
+
     # A step
 
     def schedule(self) -> SchedulerOutput:
@@ -217,6 +253,7 @@ class Scheduler:
             )
         if len(self._requests) < num_unfinished:
             self._clear_running()
+            self.sessions.begin_turns(outputs)
         self._placeholders.fill(self._requests, result)
         return outputs
 
@@ -292,6 +329,7 @@ class Scheduler:
         if status is RequestStatus.FINISHED_STOPPED:
             request.stop_reason = stop_token(request)
         request.status = status
+        self.sessions.end_turn(request)
         self._release(request)
 
     def _abort_all(self, requests: list[Request]) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from api_server.routes import completions
@@ -191,3 +192,15 @@ async def test_a_bug_is_a_500_without_details(start, monkeypatch, caplog):
         assert json.loads(response.text)["error"]["message"] == "internal error"
         assert "secret" not in response.text
         assert "secret" in caplog.text
+
+
+@pytest.mark.parametrize(("key", "status"), [(None, 405), ("secret", 401)])
+async def test_browsers_of_other_origins_are_not_let_in(start, key, status):
+    headers = {"Origin": "http://elsewhere", "Access-Control-Request-Method": "POST"}
+    async with start(config=FrontEndConfig(api_key=key)) as front_end:
+        preflight = await front_end.http.options("/v1/completions", headers=headers)
+        health = await front_end.http.get("/health", headers=headers)
+    assert preflight.status_code == status
+    assert health.status_code == 200
+    for response in (preflight, health):
+        assert not [name for name in response.headers if name.startswith("access-control")]

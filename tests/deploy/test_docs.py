@@ -3,8 +3,22 @@
 import re
 from pathlib import Path
 
+import pytest
+
+from api_server.http_protocol import MAX_HEADER_BYTES
+from api_server.inputs.prompts import MAX_PROMPTS
+from api_server.protocol.chat import MAX_MESSAGES
+from api_server.protocol.common import (
+    MAX_CHOICES_PER_REQUEST,
+    MAX_LOGPROB_ENTRIES,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+)
+from api_server.routes.body import MAX_BODY_BYTES, SECONDS_PER_MIB
 from deploy.flags import all_flags
 from deploy.serve_help import field_helps, markdown_table
+from proto.engine_io import MAX_CHOICES
+from proto.sampling_params import MAX_STOP_TOKEN_IDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,3 +35,33 @@ def test_the_readme_names_flags_that_exist_and_says_what_they_say() -> None:
     assert len(rows) >= 10
     for name, meaning in rows:
         assert meaning == helps[name]
+
+
+@pytest.mark.parametrize(
+    ("what", "limit"),
+    [
+        ("URL and headers together", f"{MAX_HEADER_BYTES >> 10} KiB"),
+        ("body", f"{MAX_BODY_BYTES >> 20} MiB"),
+        (
+            "time for the body to arrive",
+            f"{SECONDS_PER_MIB:g} s, and {SECONDS_PER_MIB:g} s more for each MiB that has arrived",
+        ),
+        ("prompts of a completion request", f"{MAX_PROMPTS:,}"),
+        (
+            "choices of a prompt; of all prompts of a request",
+            f"{MAX_CHOICES}; {MAX_CHOICES_PER_REQUEST:,}",
+        ),
+        ("messages of a chat", f"{MAX_MESSAGES:,}"),
+        (
+            "log-probabilities in an answer: choices × tokens × (alternatives + 1)",
+            f"{MAX_LOGPROB_ENTRIES:,}",
+        ),
+        (
+            "stop strings; characters of one; stop token ids",
+            f"{MAX_STOP_STRINGS}; {MAX_STOP_CHARACTERS:,}; {MAX_STOP_TOKEN_IDS}",
+        ),
+    ],
+)
+def test_the_limits_are_those_of_the_code(what: str, limit: str) -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    assert f"| {what} | {limit} | 4" in text

@@ -17,6 +17,7 @@ from proto.engine_io import (
     AdminReply,
     EngineCoreOutputs,
     FinishReason,
+    SessionInput,
 )
 from proto.errors import ErrorInfo
 from proto.kv_events import AllBlocksCleared, KVEventBatch
@@ -49,7 +50,7 @@ def start(tmp_path_factory):
 
 
 def outputs_of(engine: EngineProcess, request_id: int, front_end: int = 0):
-    """Serve steps until the request has its final output; all its outputs."""
+    """Serve steps until the request, or a turn of it, is over; all its outputs."""
     link = engine.front_ends[front_end]
     found = []
     while not found or found[-1].finish_reason is None:
@@ -272,11 +273,55 @@ def test_a_pool_without_room_for_a_block_is_refused_by_name(start):
     assert "--kv-cache-memory" in fatal.error.message
 
 
-def test_idle_costs_nothing(start):
-    """A whole second of waiting, counted in processor time: a spinning loop would use all of it."""
+def test_a_session_goes_on_turn_by_turn(start):
+    engine = start()
+    engine.start()
+    (front_end,) = engine.front_ends
+    front_end.send(engine.request(1, [1, 2, 3], 2, resumable=True))
+    first = outputs_of(engine, 1)
+    assert first[-1].goes_on
+    tokens = [token for each in first for token in each.new_token_ids]
+    assert tokens == undisturbed([1, 2, 3], 2)
+    front_end.send(SessionInput(EPOCH, 1, [4, 5]))
+    second = outputs_of(engine, 1)
+    tokens = [token for each in second for token in each.new_token_ids]
+    assert tokens == undisturbed([1, 2, 3, *undisturbed([1, 2, 3], 1), 4, 5], 2)
+    assert second[0].first.num_cached_tokens == 4
+    front_end.send(SessionInput(EPOCH, 1, [], last=True))
+    (final,) = engine.expect(front_end, EngineCoreOutputs, lambda each: each.outputs).outputs
+    assert (final.finish_reason, final.goes_on) == (FinishReason.LENGTH, False)
+    front_end.send(AdminCall(EPOCH, 1, "get_num_unfinished"))
+    assert engine.expect(front_end, AdminReply).value == 0
+    front_end.send(AdminCall(EPOCH, 2, "reset_prefix_cache"))
+    assert engine.expect(front_end, AdminReply).ok
+    assert engine.shutdown() == 0
+
+
+def test_a_session_that_hears_nothing_ends_though_nothing_else_happens(start):
+    engine = start(scheduler=SchedulerConfig(session_timeout=0.1))
+    engine.start()
+    (front_end,) = engine.front_ends
+    front_end.send(engine.request(1, [1, 2, 3], 1, resumable=True))
+    assert outputs_of(engine, 1)[-1].goes_on
+    (final,) = engine.expect(front_end, EngineCoreOutputs, lambda each: each.outputs).outputs
+    assert final.finish_reason is FinishReason.ERROR
+    assert "--session-timeout" in final.error.message
+    front_end.send(SessionInput(EPOCH, 1, [4, 5]))
+    front_end.send(engine.request(2, [4], 1))
+    (output,) = outputs_of(engine, 2)
+    assert output.new_token_ids == undisturbed([4], 1)
+    assert engine.shutdown() == 0
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+def test_idle_costs_nothing(start, resumable):
+    """A whole second of waiting, counted in processor time: a spinning loop would use all of it.
+
+    A session at rest is no reason to spin, either.
+    """
     engine = start(scheduler=SchedulerConfig(max_num_seqs=4))
     engine.start()
-    engine.front_ends[0].send(engine.request(1, [1], 1))
+    engine.front_ends[0].send(engine.request(1, [1], 1, resumable=resumable))
     outputs_of(engine, 1)
     before = engine.cpu_seconds()
     with pytest.raises(subprocess.TimeoutExpired):

@@ -144,3 +144,41 @@ def test_stop_ids_and_limits_come_from_the_sampling_parameters():
     request = make_request(sampling_params=params)
     assert request.max_tokens == 5
     assert request.stop_ids == {2, 3}
+
+
+def test_input_makes_the_prompt_longer_and_replaces_the_parameters():
+    """STR-02, STR-03: max_tokens is that of the turn, not a sum."""
+    request = make_request(3, sampling_params=SamplingParams(max_tokens=2))
+    before = request.prompt_token_ids
+    request.take_input([3, 4, 5], SamplingParams(max_tokens=10, stop_token_ids=(7,)))
+    assert request.prompt_token_ids == request.all_token_ids == [0, 1, 2, 3, 4, 5]
+    assert (request.num_prompt_tokens, request.num_output_tokens) == (6, 0)
+    assert (request.max_tokens, request.stop_ids) == (10, {7})
+    assert before == [0, 1, 2]
+    request.take_input([6], SamplingParams(max_tokens=4))
+    assert request.max_tokens == 4
+
+
+def test_the_next_turn_keeps_all_outputs_but_the_last():
+    """STR-07: what was drawn and never computed is dropped."""
+    request = make_request(3, priority=2, seed=9, client_index=1, cache_salt="s")
+    request.all_token_ids += [10, 11]
+    following = request.next_turn(50)
+    following.take_input([4, 5], SamplingParams(max_tokens=3))
+    assert following.all_token_ids == [0, 1, 2, 10, 4, 5]
+    assert following.output_token_ids == []
+    assert following.handle == 50
+    for name in ("request_id", "choice", "client_index", "seed", "order", "cache_salt"):
+        assert getattr(following, name) == getattr(request, name)
+    assert request.all_token_ids == [0, 1, 2, 10, 11]
+
+
+def test_the_hashes_of_a_turn_are_those_of_a_request_with_the_same_prompt():
+    """The block in which the dropped token stood is hashed with what took its place."""
+    request = make_request(30)
+    request.all_token_ids += [100, 101]
+    assert len(request.block_hashes) == 2
+    following = request.next_turn(2)
+    following.take_input([7] * 20, SamplingParams(max_tokens=1))
+    alone = make_request(prompt_token_ids=[*range(30), 100, *[7] * 20])
+    assert following.block_hashes == alone.block_hashes

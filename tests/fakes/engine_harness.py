@@ -1,6 +1,7 @@
 """A scheduler with a fake worker behind it, without sockets."""
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -8,11 +9,12 @@ from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.pool_plan import longest_chunk
 from engine_core.request import Request, choices_of
+from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.gates import Gate
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS
 from proto.config import SchedulerConfig
-from proto.engine_io import EngineCoreOutput, EngineCoreRequest, FinishReason
+from proto.engine_io import EngineCoreOutput, EngineCoreRequest, FinishReason, SessionInput
 from proto.lifecycle import KVGroup
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import SchedulerOutput
@@ -39,6 +41,7 @@ class EngineHarness:
         next_token: NextToken = hashed_token,
         windows: Sequence[int | None] = (None,),
         gates: Sequence[Gate] = (),
+        clock: Callable[[], float] = time.monotonic,
         **scheduler: int | bool | float | str | None,
     ) -> None:
         config = SchedulerConfig(**{"max_num_batched_tokens": 8192, **scheduler})  # type: ignore[arg-type]
@@ -57,13 +60,14 @@ class EngineHarness:
             max_model_len=max_model_len,
             vocab_size=VOCAB_SIZE,
             gates=gates,
+            clock=clock,
         )
         self.max_in_flight = OVERLAPPED if config.async_scheduling else SYNCHRONOUS
         self.in_flight: deque[SchedulerOutput] = deque()
         self.runner = PagedRunner(block_size, next_token, windows=windows)
-        self.mint: Callable[[], int] = itertools.count().__next__
         self.ids = itertools.count(100)
         self.tokens: dict[tuple[int, int], list[int]] = {}
+        self.turn_starts: dict[tuple[int, int], int] = {}
         self.outputs: dict[tuple[int, int], list[EngineCoreOutput]] = {}
         self.final: dict[tuple[int, int], FinishReason] = {}
 
@@ -89,14 +93,27 @@ class EngineHarness:
             n=n,
             **{"seed": 0, "arrival_time": 0.0, **given},  # type: ignore[arg-type]
         )
-        requests = choices_of(message, self.mint, client, self.kv_cache.hasher)
+        requests = choices_of(message, self.scheduler.mint_handle, client, self.kv_cache.hasher)
         for request in requests:
+            if message.resumable:
+                self.scheduler.sessions.open(request)
             self.scheduler.add_request(request)
         return requests
 
     def add_one(self, prompt: list[int], max_tokens: int = 16, **params: object) -> Request:
         (request,) = self.add(prompt, max_tokens, **params)  # type: ignore[arg-type]
         return request
+
+    def give(
+        self, request: Request, tokens: list[int], max_tokens: int = 16, *, last: bool = False
+    ) -> list[EngineCoreOutput]:
+        """More input for the session that a request opened; what comes of it at once."""
+        params = SamplingParams(max_tokens=max_tokens, eos_token_ids=(EOS,))
+        outputs = self.scheduler.sessions.take(
+            SessionInput(1, request.request_id, tokens, params if tokens else None, last)
+        )
+        self.note({request.client_index: outputs})
+        return outputs
 
     def step(self) -> SchedulerOutput:
         """Schedule, compute, update; overlapped, the update is that of the step before."""
@@ -122,16 +139,24 @@ class EngineHarness:
         """Compute a scheduled step, update, and check what comes out of it."""
         result = self.runner.execute(output)
         by_client = self.scheduler.update_from_output(output, result)
+        self.note(by_client)
+        return by_client
+
+    def note(self, by_client: ClientOutputs) -> None:
+        """Keep what goes to front ends. The tokens of a session are those of all its turns."""
         for each in itertools.chain.from_iterable(by_client.values()):
             key = (each.request_id, each.choice)
             assert key not in self.final, "nothing follows the final output"
             tokens = self.tokens.setdefault(key, [])
-            assert each.token_index >= len(tokens), "a token came twice"
+            if each.new_token_ids:
+                start = self.turn_starts.get(key, 0)
+                assert each.token_index >= len(tokens) - start, "a token came twice"
             tokens += each.new_token_ids
             self.outputs.setdefault(key, []).append(each)
-            if each.finish_reason is not None:
+            if each.goes_on:
+                self.turn_starts[key] = len(tokens)
+            elif each.finish_reason is not None:
                 self.final[key] = each.finish_reason
-        return by_client
 
     def run(self, max_steps: int = 10_000) -> int:
         """Step until nothing is left; returns the number of steps. Every step progresses."""
@@ -151,6 +176,13 @@ class EngineHarness:
         assert output.total_num_scheduled_tokens or waits, "a step without progress"
         return output
 
+    def run_until_over(self, request: Request, max_steps: int = 10_000) -> None:
+        """Step until a request has had its final output."""
+        while self.reason_of(request) is None:
+            max_steps -= 1
+            assert max_steps > 0
+            self.step()
+
     def tokens_of(self, request: Request) -> list[int]:
         return self.tokens.get((request.request_id, request.choice), [])
 
@@ -165,6 +197,7 @@ class EngineHarness:
         assert not self.scheduler.running
         assert not self.scheduler.waiting
         assert self.kv_cache.usage == 0
+        assert len(self.scheduler.sessions.idle_blocks) == 0
         assert check(self.kv_cache) == []
         assert self.runner.rows == {}
 

@@ -24,6 +24,7 @@ from proto.engine_io import (
     FinishReason,
     FirstTokenInfo,
     LogprobsArrays,
+    SessionInput,
     ToEngine,
 )
 from proto.errors import ErrorInfo
@@ -60,7 +61,9 @@ def made_up_logprobs(token_ids: Sequence[int], number: int, first: int = 0) -> L
 
 
 class FakeEngine:
-    """One end of a link to a front end. `requests`, `aborts`: what came, as queues.
+    """One end of a link to a front end. `requests`, `inputs`, `aborts`: what came, as queues.
+
+    calls: what was asked of an operator's services.
 
     accepts: take every request in at once, with or without a script.
     """
@@ -82,7 +85,9 @@ class FakeEngine:
         self.script = script
         self.accepts = accepts
         self.requests: asyncio.Queue[EngineCoreRequest] = asyncio.Queue()
+        self.inputs: asyncio.Queue[SessionInput] = asyncio.Queue()
         self.aborts: asyncio.Queue[Abort] = asyncio.Queue()
+        self.calls: list[AdminCall] = []
         self.num_cached_tokens = 0
         self._aborted: set[tuple[int, int | None]] = set()
         self._sent: defaultdict[tuple[int, int], int] = defaultdict(int)
@@ -130,7 +135,7 @@ class FakeEngine:
     ) -> EngineCoreOutput:
         key = (request.request_id, choice)
         index = self._sent[key]
-        self._sent[key] += len(token_ids)
+        self._sent[key] = 0 if fields.get("goes_on") else index + len(token_ids)
         params = request.sampling_params
         if index == 0:
             now = time.monotonic()
@@ -182,10 +187,13 @@ class FakeEngine:
         for message in self.link.receive():
             if isinstance(message, EngineCoreRequest):
                 self._on_request(message)
+            elif isinstance(message, SessionInput):
+                self.inputs.put_nowait(message)
             elif isinstance(message, Abort):
                 self._aborted.add((message.request_id, message.choice))
                 self.aborts.put_nowait(message)
             elif isinstance(message, AdminCall):
+                self.calls.append(message)
                 self._send(AdminReply(message.epoch, message.call_id, True, message.name))
 
     def _on_request(self, request: EngineCoreRequest) -> None:

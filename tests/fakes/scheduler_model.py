@@ -71,6 +71,7 @@ class SchedulerModel:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.held: dict[Sequence, tuple[Sequence, int]] = {}
+        self.over: set[int] = set()  # families of which one has come to its end
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -100,6 +101,7 @@ class SchedulerModel:
         for sequence in sorted(planned, key=lambda each: each.described):
             sequence.described = True
             if len(sequence.tokens) == sequence.end:
+                self.over.add(sequence.family)
                 self.remove(sequence.handle)
         return decision
 
@@ -178,7 +180,9 @@ class SchedulerModel:
         return None
 
     def _prompt_is_coming(self, sequence: Sequence) -> bool:
-        return sequence.shared > 0 and bool(self._siblings(sequence))
+        if not sequence.shared or sequence.family in self.over:
+            return False
+        return bool(self._siblings(sequence))
 
     def _let_go(self, planned: dict[Sequence, int]) -> None:
         for sequence, (leader, number) in list(self.held.items()):

@@ -16,6 +16,7 @@ from proto.engine_io import (
     FinishReason,
     FirstTokenInfo,
     LogprobsArrays,
+    SessionInput,
     ToEngine,
 )
 from proto.errors import ErrorInfo, ProtocolError
@@ -96,9 +97,11 @@ MESSAGES = [
         output_token_ids=((1,), ()),
         finished_choices=(1,),
         crash_count=1,
+        resumable=True,
     ),
+    SessionInput(1, 2, [3, 4], PARAMS, True),
     Abort(1, 2, "stop_string", 0),
-    AdminCall(1, 2, "pause", "freeze"),
+    AdminCall(1, 2, "pause", "freeze", True),
     AdminReply(1, 2, False, "because", 3),
     EngineCoreOutputs(
         1,
@@ -109,6 +112,7 @@ MESSAGES = [
                 7, 1, 3, [4, 5], FinishReason.STOP, 5, FirstTokenInfo(16, 1.0, 2.0), ARRAYS, ARRAYS
             ),
             EngineCoreOutput(8, 0, 0, [], FinishReason.ERROR, error=ERROR),
+            EngineCoreOutput(9, 0, 2, [6], FinishReason.LENGTH, goes_on=True),
         ],
         [7],
         SchedulerStats(1, 2, 0.5, 3, 4, 5, 6, [KVEviction(2.5, 1.5, [0.5])], 7, 8),

@@ -6,6 +6,7 @@ hits, new ids, free order and content agree, and the integrity check finds nothi
 """
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -163,6 +164,10 @@ class BruteForce:
             kept = num_valid // self.size
             gone = table[kept : self.offered[handle][group]]
             self.found = [entry for entry in self.found if entry[1] not in gone]
+
+    def rename(self, handle: int, new_handle: int) -> None:
+        self.tables[new_handle] = self.tables.pop(handle)
+        self.offered[new_handle] = self.offered.pop(handle)
 
     def release(self, handle: int, salt: str | None, verified: list[int]) -> None:
         if handle in self.tables:
@@ -324,6 +329,22 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.running.append(request)
 
     @precondition(lambda self: self.running)
+    @rule(which=INDEX, input_tokens=st.lists(TOKENS, min_size=1, max_size=8))
+    def hand_over(self, which: int, input_tokens: list[int]) -> None:
+        """A turn ends, after a token that is never computed, and the next one goes on."""
+        place = which % len(self.running)
+        request = self.running[place]
+        if request.num_computed_tokens < request.num_tokens:
+            return
+        heir = self.requests.make(
+            request.all_token_ids + input_tokens, cache_salt=request.cache_salt
+        )
+        heir.num_computed_tokens = request.num_tokens
+        self.manager.hand_over(request, heir, request.num_tokens)
+        self.model.rename(request.handle, heir.handle)
+        self.running[place] = heir
+
+    @precondition(lambda self: self.running)
     @rule(which=INDEX)
     def finish(self, which: int) -> None:
         self._release(self.running.pop(which % len(self.running)))
@@ -430,6 +451,7 @@ WEIGHTS = {
     "speculate": 6,
     "run_ahead": 6,
     "fork": 6,
+    "hand_over": 4,
     "finish": 9,
     "abort": 1,
     "preempt": 2,
@@ -439,8 +461,11 @@ WEIGHTS = {
 }
 
 
-def busy_life(machine: KVCacheMachine, draw: random.Random, num_steps: int) -> None:
-    """Drive the machine by hand, so that the pool is mostly full and prefixes are shared."""
+def busy_life(machine: KVCacheMachine, draw: random.Random, num_steps: int) -> Counter[str]:
+    """Drive the machine by hand, so that the pool is mostly full and prefixes are shared.
+
+    Every step is compared with the model; returns how many there were of each kind.
+    """
     details = {
         "add": lambda: {
             "common": draw.choice([8, 16, 24, 40]),
@@ -468,6 +493,10 @@ def busy_life(machine: KVCacheMachine, draw: random.Random, num_steps: int) -> N
             "tail": draw.choices([0, 0, 0, 1], k=draw.randint(1, 4)),
             "chunk": draw.choice([20, 1]),
         },
+        "hand_over": lambda: {
+            "which": draw.randrange(1000),
+            "input_tokens": draw.choices([0, 0, 0, 1], k=draw.randint(1, 12)),
+        },
         "fail": lambda: {"which": draw.randrange(1000), "num_valid": draw.randint(0, 60)},
         "lose": lambda: {"which": 3 * draw.randrange(300)},
         "preempt": dict,
@@ -475,7 +504,8 @@ def busy_life(machine: KVCacheMachine, draw: random.Random, num_steps: int) -> N
     }
     names, weights = list(WEIGHTS), list(WEIGHTS.values())
     needs = {"admit": "waiting", "abort": "waiting", "add": None, "reset": None, "lose": None}
-    for _ in range(num_steps):
+    done: Counter[str] = Counter()
+    while done.total() < num_steps:
         (name,) = draw.choices(names, weights)
         needed = needs.get(name, "running")
         possible = machine.model.found if name in ("lose", "reset") else True
@@ -486,24 +516,32 @@ def busy_life(machine: KVCacheMachine, draw: random.Random, num_steps: int) -> N
         machine.agrees_with_the_model()
         machine.events_tell_what_is_cached()
         machine.is_sound()
+        done[name] += 1
+    return done
 
 
-@pytest.mark.parametrize(
-    ("windows", "block_size", "num_usable"),
-    [
-        ([None], 4, 40),
-        ([None], 1, 60),
-        ([6], 2, 24),
-        ([None, 6], 2, 30),
-        ([None, 8, 8], 4, 16),
-        ([9, None, 4], 3, 20),
-        ([3, 12], 2, 20),
-        ([None, None, 5, 10], 4, 14),
-    ],
-)
+ONE_GROUP = [([None], 4, 40), ([None], 1, 60), ([6], 2, 24)]
+SEVERAL_GROUPS = [
+    ([None, 6], 2, 30),
+    ([None, 8, 8], 4, 16),
+    ([9, None, 4], 3, 20),
+    ([3, 12], 2, 20),
+    ([None, None, 5, 10], 4, 14),
+]
+STEPS_EACH = 4000
+
+
+@pytest.mark.parametrize(("windows", "block_size", "num_usable"), ONE_GROUP + SEVERAL_GROUPS)
 def test_a_busy_life(windows, block_size, num_usable):
     machine = KVCacheMachine()
     machine.start(num_usable=num_usable, block_size=block_size, caching=True, windows=windows)
-    busy_life(machine, random.Random(len(windows) * block_size), 1500)
+    done = busy_life(machine, random.Random(len(windows) * block_size), STEPS_EACH)
     _, num_hit = machine.manager.take_prefix_cache_stats()
+    print(f"{done.total()} steps, {num_hit} tokens found: {dict(done)}")
+    assert done.keys() == WEIGHTS.keys()
     assert num_hit > 500
+
+
+@pytest.mark.parametrize("lives", [ONE_GROUP, SEVERAL_GROUPS])
+def test_the_pool_and_the_hybrid_coordinator_are_each_compared_over_10_000_steps(lives):
+    assert len(lives) * STEPS_EACH >= 10_000

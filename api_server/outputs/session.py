@@ -1,0 +1,143 @@
+"""A session with the engine: input goes in part by part, tokens come out turn by turn.
+
+Owns the state of one session as its front end sees it. Token ids only: text, stop
+strings and metrics belong to an endpoint, and there is none yet.
+
+    inputs    [1 2 3] ───────────────▶ [4 5] ───────────────────▶ (no more)
+    outputs            10 · 11 stop ·          20 · 21 stop ·            finished
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from api_server.engine_client import EngineClient
+from proto.engine_io import EngineCoreOutput, EngineCoreRequest, FinishReason, SessionInput
+from proto.errors import InternalRequestError
+from proto.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TurnInput:
+    """token_ids: [num_new_tokens], at least one. sampling_params: of the turn that follows."""
+
+    token_ids: list[int]
+    sampling_params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TurnOutput:
+    """What a step brought.
+
+    finish_reason: the turn is over. finished: so is the session.
+    num_cached_tokens: of a turn's prompt, told with its first token; else 0.
+    """
+
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    finished: bool
+    num_cached_tokens: int = 0
+
+
+class SessionStream:
+    """Outputs of one session on their way from the engine client to whoever reads them."""
+
+    num_choices = 1
+
+    def __init__(self, request_id: int) -> None:
+        self.request_id = request_id
+        self.finished = False
+        self.error: Exception | None = None
+        self._news: asyncio.Queue[TurnOutput | Exception] = asyncio.Queue()
+        self._num_tokens = 0
+
+    def accept(self) -> None:
+        """The first output says as much."""
+
+    def fail(self, error: Exception) -> None:
+        """End the session, unless it is over; whoever reads it gets the error."""
+        if not self.finished:
+            self.finished, self.error = True, error
+            self._news.put_nowait(error)
+
+    def feed(self, output: EngineCoreOutput, timestamp: float) -> bool:
+        """Take in one output; never True. Raises InternalRequestError when outputs were lost."""
+        if output.error is not None:
+            self.fail(output.error.to_exception())
+        elif output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            self.fail(InternalRequestError("the session was ended by the server"))
+        elif not self.finished:
+            self._take(output)
+        return False
+
+    async def next(self) -> TurnOutput:
+        """The next output; raises what the session failed with."""
+        news = await self._news.get()
+        if isinstance(news, Exception):
+            raise news
+        return news
+
+    def _take(self, output: EngineCoreOutput) -> None:
+        if output.new_token_ids:
+            if output.token_index != self._num_tokens:
+                raise InternalRequestError("outputs of the engine were lost")
+            self._num_tokens += len(output.new_token_ids)
+        if output.finish_reason is not None:
+            self._num_tokens = 0
+            self.finished = not output.goes_on
+        first = output.first
+        self._news.put_nowait(
+            TurnOutput(
+                output.new_token_ids,
+                output.finish_reason,
+                self.finished,
+                0 if first is None else first.num_cached_tokens,
+            )
+        )
+
+
+async def generate(
+    client: EngineClient, inputs: AsyncIterator[TurnInput], *, seed: int = 0
+) -> AsyncIterator[TurnOutput]:
+    """Run a session: each input is sent when `inputs` gives it, also while a turn goes on.
+
+    The session ends when `inputs` has ended and the last turn is over; leaving the
+    iteration early, or an exception of `inputs` (which is raised here), aborts it. Raises
+    RequestError for what the engine refuses.
+    """
+    first = await anext(inputs)
+    request = EngineCoreRequest(
+        epoch=client.epoch,
+        request_id=client.next_request_id(),
+        prompt_token_ids=first.token_ids,
+        sampling_params=first.sampling_params,
+        seed=seed,
+        arrival_time=time.monotonic(),
+        resumable=True,
+    )
+    stream = SessionStream(request.request_id)
+    client.submit(request, stream)
+    sending = asyncio.create_task(_send(client, stream, inputs))
+    try:
+        finished = False
+        while not finished:
+            output = await stream.next()
+            finished = output.finished
+            yield output
+    finally:
+        sending.cancel()
+        client.abandon(stream)
+
+
+async def _send(
+    client: EngineClient, stream: SessionStream, inputs: AsyncIterator[TurnInput]
+) -> None:
+    epoch, request_id = client.epoch, stream.request_id
+    try:
+        async for each in inputs:
+            client.send_input(SessionInput(epoch, request_id, each.token_ids, each.sampling_params))
+        client.send_input(SessionInput(epoch, request_id, [], last=True))
+    except Exception as error:
+        stream.fail(error)
+        client.abandon(stream)

@@ -1,0 +1,221 @@
+"""Random lives of sessions among other requests, in pools that are too small for all of them.
+
+Every turn gives what a fresh request with the same prompt would, every step progresses
+while anything is left to do, and at the end nothing is left.
+"""
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_core.kv_cache.integrity import check
+from proto.engine_io import FinishReason
+from proto.errors import InvalidRequestError
+from tests.fakes.engine_harness import EOS, EngineHarness
+from tests.fakes.paged_runner import undisturbed
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 52
+TIMEOUT = 10.0
+
+lengths, limits = st.integers(1, 20), st.integers(1, 6)
+which = st.integers(0, 12)
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("open"), st.integers(0, 2), lengths, limits, st.integers(-1, 1)),
+        st.tuples(st.just("add"), st.integers(0, 2), lengths, limits, st.integers(-1, 1)),
+        *[st.tuples(st.just("give"), which, st.integers(1, 9), limits)] * 3,
+        *[st.tuples(st.just("step"))] * 4,
+        st.tuples(st.just("close"), which),
+        st.tuples(st.just("abort"), which),
+        st.tuples(st.just("abort_in_flight"), which),
+        st.tuples(st.just("reset")),
+        st.tuples(st.just("reset_in_flight")),
+        st.tuples(st.just("pass_time"), st.sampled_from([1.0, 4.0, TIMEOUT])),
+        st.tuples(st.just("pause"), st.sampled_from(["finish_running", "freeze"])),
+        st.tuples(st.just("resume")),
+    ),
+    max_size=70,
+)
+settings_of_engine = st.fixed_dictionaries(
+    {
+        "num_blocks": st.integers(15, 30),
+        "max_num_seqs": st.integers(1, 6),
+        "max_num_batched_tokens": st.integers(1, 40),
+        "enable_prefix_caching": st.booleans(),
+        "windows": st.sampled_from([(None,), (None,), (None, 6), (9,), (5, None, 14)]),
+        "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
+        "scheduler_reserve_full_isl": st.booleans(),
+        "watermark": st.sampled_from([0.0, 0.0, 0.3]),
+        "stop_admission_above": st.sampled_from([1.0, 1.0, 0.6]),
+        "preempt_above": st.sampled_from([1.0, 1.0, 0.7]),
+    }
+)
+
+
+def prompt_of(family: int, length: int) -> list[int]:
+    return [(family * 100 + position) % 900 for position in range(length)]
+
+
+def expected_turn(prompt: list[int], max_tokens: int) -> list[int]:
+    tokens = undisturbed(prompt, max_tokens)
+    return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
+
+
+@dataclass
+class Talk:
+    """A request, with all its inputs if it is a session."""
+
+    request: object
+    inputs: list[tuple[list[int], int]]
+    is_session: bool
+    closed: bool = False
+    aborted: bool = False
+    outputs: list = field(default_factory=list)
+
+    def expected(self) -> tuple[list[list[int]], bool]:
+        """Its tokens turn by turn, and whether an input does not fit."""
+        prompt, found = [], []
+        for tokens, max_tokens in self.inputs:
+            prompt = prompt + tokens
+            if len(prompt) + max_tokens > MAX_MODEL_LEN:
+                return found, True
+            found.append(expected_turn(prompt, max_tokens))
+            prompt = prompt + found[-1][:-1]
+        return found, False
+
+
+class Life:
+    """One random run, with what must come out of it."""
+
+    def __init__(self, **config) -> None:
+        config["num_blocks"] *= len(config["windows"])
+        config["preempt_above"] = max(config["preempt_above"], config["stop_admission_above"])
+        self.now = 0.0
+        self.engine = EngineHarness(
+            block_size=BLOCK_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            session_timeout=TIMEOUT,
+            clock=lambda: self.now,
+            **config,
+        )
+        self.sessions = self.engine.scheduler.sessions
+        self.talks: list[Talk] = []
+        self.overdue: set[int] = set()
+
+    def do(self, operation) -> None:
+        kind, *details = operation
+        getattr(self, kind)(*details)
+        assert check(self.engine.kv_cache) == []
+        if not self.engine.scheduler.num_unfinished:
+            assert self.engine.kv_cache.usage == 0
+
+    def open(self, family, length, max_tokens, priority) -> None:
+        self._add(family, length, max_tokens, priority, resumable=True)
+
+    def add(self, family, length, max_tokens, priority) -> None:
+        self._add(family, length, max_tokens, priority, resumable=False)
+
+    def _add(self, family, length, max_tokens, priority, resumable) -> None:
+        prompt = prompt_of(family, length)
+        request = self.engine.add_one(
+            prompt, max_tokens, priority=priority, arrival_time=self.now, resumable=resumable
+        )
+        self.talks.append(Talk(request, [(prompt, max_tokens)], resumable))
+
+    def give(self, index, length, max_tokens) -> None:
+        talk = self._session(index)
+        if talk is None:
+            return
+        tokens = prompt_of(3 + index, length)
+        talk.inputs.append((tokens, max_tokens))
+        try:
+            self.engine.give(talk.request, tokens, max_tokens)
+        except InvalidRequestError as error:
+            assert talk.expected()[1], "it would have fitted"
+            talk.aborted = True
+            self.sessions.fail(talk.request.request_id, error)
+
+    def close(self, index) -> None:
+        talk = self._session(index)
+        if talk is not None:
+            talk.closed = True
+            self.engine.give(talk.request, [], last=True)
+
+    def step(self) -> None:
+        output = self.engine.step()
+        if output.total_num_scheduled_tokens == 0:
+            assert not self.engine.scheduler.has_work, "somebody could have progressed"
+
+    def abort(self, index) -> None:
+        if index < len(self.talks):
+            self.talks[index].aborted = True
+            self.engine.scheduler.abort(self.talks[index].request.request_id)
+
+    def abort_in_flight(self, index) -> None:
+        output = self.engine.scheduler.schedule()
+        self.abort(index)
+        self.engine.collect(output)
+
+    def reset(self) -> None:
+        assert self.engine.scheduler.reset_prefix_cache(preempting=True)
+        assert self.engine.kv_cache.usage == 0
+
+    def reset_in_flight(self) -> None:
+        output = self.engine.scheduler.schedule()
+        self.reset()
+        self.engine.collect(output)
+
+    def pass_time(self, seconds) -> None:
+        self.now += seconds
+        overdue = self.sessions.end_overdue()
+        self.overdue |= {each.request_id for outputs in overdue.values() for each in outputs}
+        self.engine.note(overdue)
+
+    def pause(self, mode) -> None:
+        self.engine.scheduler.pause(mode)
+
+    def resume(self) -> None:
+        self.engine.scheduler.resume()
+
+    def _session(self, index) -> Talk | None:
+        """The session of this number, if it takes input."""
+        if index >= len(self.talks) or not self.talks[index].is_session:
+            return None
+        talk = self.talks[index]
+        return talk if self.sessions.takes_input(0, talk.request.request_id) else None
+
+    def end(self) -> None:
+        self.resume()
+        for index in range(len(self.talks)):
+            self.close(index)
+        self.engine.run()
+        self.engine.assert_at_rest()
+        for talk in self.talks:
+            self._check(talk)
+
+    def _check(self, talk: Talk) -> None:
+        key = (talk.request.request_id, 0)
+        turns, too_long = talk.expected()
+        tokens = self.engine.tokens_of(talk.request)
+        everything = [token for turn in turns for token in turn]
+        if talk.aborted:
+            assert tokens == everything[: len(tokens)]
+            return
+        assert tokens == everything
+        reason = FinishReason.STOP if turns[-1][-1] == EOS else FinishReason.LENGTH
+        failed = too_long or talk.request.request_id in self.overdue
+        assert self.engine.final[key] is (FinishReason.ERROR if failed else reason)
+        ends = [each for each in self.engine.outputs[key] if each.finish_reason is not None]
+        assert [each.goes_on for each in ends] == [True] * (len(ends) - 1) + [False]
+        assert len(turns) <= len(ends) <= len(turns) + 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(config=settings_of_engine, script=operations)
+def test_whatever_happens_to_sessions_their_turns_are_right_and_they_end(config, script):
+    life = Life(**config)
+    for operation in script:
+        life.do(operation)
+    life.end()

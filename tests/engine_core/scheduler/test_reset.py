@@ -1,0 +1,105 @@
+"""Forgetting the prefix cache: with everyone done, or at the cost of those who are not. SCH-16."""
+
+import pytest
+
+from engine_core.request import RequestStatus
+from tests.fakes.engine_harness import EngineHarness, scheduled
+from tests.fakes.paged_runner import undisturbed
+
+
+def prompt_of(number):
+    return [number * 50 + position for position in range(20)]
+
+
+@pytest.fixture
+def engine():
+    return EngineHarness()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_running_requests_go_back_to_the_queue_in_their_order(policy):
+    engine = EngineHarness(scheduling_policy=policy)
+    requests = [engine.add_one(prompt_of(each), 4) for each in range(10)]
+    engine.step()
+    assert not engine.scheduler.reset_prefix_cache()
+    assert engine.scheduler.running == requests
+    assert engine.scheduler.reset_prefix_cache(preempting=True)
+    assert engine.scheduler.running == []
+    assert list(engine.scheduler.waiting) == requests
+    assert {each.status for each in requests} == {RequestStatus.PREEMPTED}
+    assert engine.kv_cache.usage == 0
+    assert engine.scheduler.take_stats().num_preemptions == 10
+    assert sum(scheduled(engine.step()).values()) == 10 * 21, "nothing of it was in the cache"
+    engine.run()
+    for each in requests:
+        assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 4)
+    engine.assert_at_rest()
+
+
+def test_those_who_wait_stay_behind_those_who_ran():
+    engine = EngineHarness(max_num_seqs=2)
+    requests = [engine.add_one(prompt_of(each), 4) for each in range(4)]
+    engine.step()
+    engine.scheduler.reset_prefix_cache(preempting=True)
+    assert list(engine.scheduler.waiting) == requests
+
+
+def test_the_worker_is_told_to_forget_and_then_everything_anew(engine):
+    request = engine.add_one(prompt_of(0), 9)
+    engine.step()
+    engine.step()
+    engine.scheduler.reset_prefix_cache(preempting=True)
+    output = engine.step()
+    assert output.finished_handles == [request.handle]
+    assert output.preempted_handles == []
+    (new,) = output.new_requests
+    assert new.output_token_ids == undisturbed(prompt_of(0), 2)
+    assert (new.num_computed_tokens, new.num_scheduled_tokens) == (0, 22)
+
+
+def test_a_token_under_way_is_kept(engine):
+    request = engine.add_one(prompt_of(0), 5)
+    engine.step()
+    output = engine.scheduler.schedule()
+    assert engine.scheduler.reset_prefix_cache(preempting=True)
+    engine.collect(output)
+    assert engine.tokens_of(request) == undisturbed(prompt_of(0), 2)
+    engine.run()
+    assert engine.tokens_of(request) == undisturbed(prompt_of(0), 5)
+    engine.assert_at_rest()
+
+
+def test_a_prompt_under_way_is_computed_again():
+    engine = EngineHarness(max_num_batched_tokens=8)
+    request = engine.add_one(prompt_of(0), 3)
+    engine.step()
+    output = engine.scheduler.schedule()
+    engine.scheduler.reset_prefix_cache(preempting=True)
+    engine.collect(output)
+    assert request.num_computed_tokens == 0
+    engine.run()
+    assert engine.tokens_of(request) == undisturbed(prompt_of(0), 3)
+
+
+def test_sessions_at_rest_and_in_line_lose_their_blocks_too(engine):
+    resting = engine.add_one(prompt_of(0), 2, resumable=True)
+    in_line = engine.add_one(prompt_of(1), 2, resumable=True)
+    while engine.scheduler.has_work:
+        engine.step()
+    engine.give(in_line, [7], 2, last=True)
+    assert not engine.scheduler.reset_prefix_cache()
+    assert engine.scheduler.reset_prefix_cache(preempting=True)
+    engine.give(resting, [8], 2, last=True)
+    engine.run()
+    for request, token in ((resting, 8), (in_line, 7)):
+        first = undisturbed(request.prompt_token_ids, 2)
+        merged = [*request.prompt_token_ids, first[0], token]
+        assert engine.tokens_of(request) == first + undisturbed(merged, 2)
+    engine.assert_at_rest()
+
+
+def test_with_nobody_there_both_forms_are_the_same(engine):
+    engine.add_one(prompt_of(0), 1)
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    assert engine.scheduler.reset_prefix_cache(preempting=True)
