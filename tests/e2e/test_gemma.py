@@ -135,7 +135,7 @@ async def test_a_long_request_in_a_pool_too_small_for_full_attention(
 
 async def test_overlapped(gemma: Reference, token_prompts: Prompts) -> None:
     """Blocks that a window passes are given back while a step that reads them is in flight."""
-    short = token_prompts[:3]
+    short = token_prompts[:2]
     with Daemon(MODEL, "--dtype", "float32", "--async-scheduling") as overlapped:
         outputs = await all_at_once(overlapped, short)
         assert overlapped.metric("vllm:kv_cache_usage_perc") == 0
