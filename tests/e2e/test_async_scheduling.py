@@ -16,7 +16,7 @@ from tests.e2e.prompts import prompts
 from tests.e2e.reference import Reference
 from tests.e2e.test_parity import all_at_once, check, client_of, complete, half_of_them
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 FLAGS = ("--dtype", "float32", "--async-scheduling")
 Prompts = list[list[int]]

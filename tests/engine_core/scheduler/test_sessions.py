@@ -8,8 +8,8 @@ from engine_core.request import RequestStatus
 from proto.engine_io import FinishReason, SessionInput
 from proto.errors import InvalidRequestError
 from proto.sampling_params import SamplingParams
-from tests.fakes.engine_harness import EngineHarness, scheduled
-from tests.fakes.paged_runner import undisturbed
+from tests.fakes.engine_harness import EOS, EngineHarness, scheduled
+from tests.fakes.paged_runner import hashed_token, undisturbed
 
 
 class Clock:
@@ -486,10 +486,15 @@ def test_pressure_is_relieved_at_the_cost_of_sessions_at_rest():
 
 
 @pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (5,), (7, None, 14)])
-def test_every_turn_gives_what_a_fresh_request_would(windows, caching):
+def test_every_turn_gives_what_a_fresh_request_would(windows, overlapped, caching):
     engine = EngineHarness(
-        block_size=4, windows=windows, enable_prefix_caching=caching, max_num_batched_tokens=9
+        block_size=4,
+        windows=windows,
+        enable_prefix_caching=caching,
+        max_num_batched_tokens=9,
+        async_scheduling=overlapped,
     )
     inputs = [(list(range(each, each + 3 + each % 7)), 1 + each % 5) for each in range(12)]
     session = open_session(engine, *inputs[0])
@@ -502,6 +507,34 @@ def test_every_turn_gives_what_a_fresh_request_would(windows, caching):
     engine.run()
     assert engine.tokens_of(session) == flat(turns(*inputs))
     engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 30])
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_turn_that_stops_while_the_next_step_is_under_way(overlapped, num_steps):
+    """That step computes the stop token, which is dropped; the next turn overwrites it."""
+    engine = EngineHarness(
+        block_size=4, next_token=stops_at_multiples_of_three, async_scheduling=overlapped
+    )
+    session = open_session(engine, [1, 2, 3, 4], 20)
+    for index in range(6):
+        for _ in range(num_steps):
+            engine.step()
+        engine.give(session, [10 + index, 11 + index, 13], 20, last=index == 5)
+    engine.run()
+    tokens, expected = [1, 2, 3, 4], []
+    for index in range(7):
+        turn = []
+        while not turn or turn[-1] != EOS:
+            turn.append(stops_at_multiples_of_three([*tokens, *turn], 0))
+        expected += turn
+        tokens += [*turn[:-1], 10 + index, 11 + index, 13]
+    assert engine.tokens_of(session) == expected
+    engine.assert_at_rest()
+
+
+def stops_at_multiples_of_three(token_ids, choice):
+    return hashed_token(token_ids, choice) if len(token_ids) % 3 else EOS
 
 
 def test_what_a_turn_computed_is_found_by_others_and_what_it_dropped_is_not():
