@@ -21,8 +21,15 @@ READY_LIMIT_SECONDS = 240.0
 ROLES = {"api_server": "api", "engine_core": "engine", "worker": "worker"}
 
 
+def _flags_for_all() -> list[str]:
+    return os.environ.get("TOKEND_TEST_FLAGS", "").split()
+
+
 class Daemon:
-    """`tokend serve` with a run directory of its own, on a free port."""
+    """`tokend serve` with a run directory of its own, on a free port.
+
+    The flags in the variable TOKEND_TEST_FLAGS come first: the same tests of another setting.
+    """
 
     def __init__(self, *flags: str) -> None:
         self._runtime = tempfile.TemporaryDirectory(prefix="tk")
@@ -31,7 +38,7 @@ class Daemon:
         self._port = 0
         self._changed = threading.Condition()
         self.process = subprocess.Popen(
-            [str(TOKEND), "serve", "--port", "0", *flags],
+            [str(TOKEND), "serve", "--port", "0", *_flags_for_all(), *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

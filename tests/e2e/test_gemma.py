@@ -133,15 +133,6 @@ async def test_a_long_request_in_a_pool_too_small_for_full_attention(
     check(gemma, token_prompts, outputs)
 
 
-async def test_overlapped(gemma: Reference, token_prompts: Prompts) -> None:
-    """Blocks that a window passes are given back while a step that reads them is in flight."""
-    short = token_prompts[:2]
-    with Daemon(MODEL, "--dtype", "float32", "--async-scheduling") as overlapped:
-        outputs = await all_at_once(overlapped, short)
-        assert overlapped.metric("vllm:kv_cache_usage_perc") == 0
-    check(gemma, short, outputs)
-
-
 def usages_of_a_decode(daemon: Daemon, prompt: list[int]) -> list[float]:
     """The part of the pool in use after the first tokens of a prompt's continuation."""
     request = body(prompt, stream=True, max_tokens=MOST_TOKENS_OF_A_DECODE)
