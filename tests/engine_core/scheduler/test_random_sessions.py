@@ -18,6 +18,8 @@ from tests.fakes.paged_runner import undisturbed
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 52
 TIMEOUT = 10.0
+STOPS = tuple(range(EOS % 6, 1000, 6))
+"""The end token among them, so that about every sixth token ends a turn before its limit does."""
 
 lengths, limits = st.integers(1, 20), st.integers(1, 6)
 which = st.integers(0, 12)
@@ -60,7 +62,8 @@ def prompt_of(family: int, length: int) -> list[int]:
 
 def expected_turn(prompt: list[int], max_tokens: int) -> list[int]:
     tokens = undisturbed(prompt, max_tokens)
-    return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
+    ends = [place for place, token in enumerate(tokens, 1) if token in STOPS]
+    return tokens[: ends[0]] if ends else tokens
 
 
 @dataclass
@@ -120,7 +123,13 @@ class Life:
     def _add(self, family, length, max_tokens, priority, resumable) -> None:
         prompt = prompt_of(family, length)
         request = self.engine.add_one(
-            prompt, max_tokens, priority=priority, arrival_time=self.now, resumable=resumable
+            prompt,
+            max_tokens,
+            priority=priority,
+            arrival_time=self.now,
+            resumable=resumable,
+            eos_token_ids=(),
+            stop_token_ids=STOPS,
         )
         self.talks.append(Talk(request, [(prompt, max_tokens)], resumable))
 
@@ -131,7 +140,7 @@ class Life:
         tokens = prompt_of(3 + index, length)
         talk.inputs.append((tokens, max_tokens))
         try:
-            self.engine.give(talk.request, tokens, max_tokens)
+            self.engine.give(talk.request, tokens, max_tokens, stop_token_ids=STOPS)
         except InvalidRequestError as error:
             assert talk.expected()[1], "it would have fitted"
             talk.aborted = True
@@ -204,7 +213,7 @@ class Life:
             assert tokens == everything[: len(tokens)]
             return
         assert tokens == everything
-        reason = FinishReason.STOP if turns[-1][-1] == EOS else FinishReason.LENGTH
+        reason = FinishReason.STOP if turns[-1][-1] in STOPS else FinishReason.LENGTH
         failed = too_long or talk.request.request_id in self.overdue
         assert self.engine.final[key] is (FinishReason.ERROR if failed else reason)
         ends = [each for each in self.engine.outputs[key] if each.finish_reason is not None]
