@@ -6,7 +6,8 @@ again when its turn comes, over what the prefix cache still holds.
     at rest     no input has come: whoever lacks room takes the blocks, those of the one
                 that has rested longest first
     in line     the next turn has its input: it is about to run, so the blocks are taken
-                only where nobody runs, lest nobody ever does; the last in line first
+                only where nobody runs but who lacks them, lest nobody ever does; the last
+                in line first
 """
 
 from engine_core.kv_cache.manager import KVCacheManager

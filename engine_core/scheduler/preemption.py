@@ -42,16 +42,19 @@ class Preemption:
     def evict_one(self, plan: StepPlan, num_visited: int) -> int:
         """Preempt one running request; returns the index at which it stood.
 
-        Where a request at rest holds blocks it loses them, and all that run stay: then
-        the index is that behind the last.
+        Where blocks are idle their holder loses them, and all that run stay: then the
+        index is that behind the last. The only one that runs gives way to nobody.
 
         num_visited: running requests that the plan may have served, from the first on.
         A victim that the plan has already served is taken out of it: its tokens go
         back to the budget, and blocks that only this step would have filled are no
         longer findable.
         """
+        num_running = len(self._running)
         if self._idle_blocks.take_from_rest():
-            return len(self._running)
+            return num_running
+        if num_running == 1 and self._idle_blocks.take_from_line(self._running[0]):
+            return num_running
         index = self._policy.victim(self._running)
         victim = self._running.pop(index)
         if index < num_visited and plan.withdraw(victim):

@@ -105,10 +105,18 @@ class EngineHarness:
         return request
 
     def give(
-        self, request: Request, tokens: list[int], max_tokens: int = 16, *, last: bool = False
+        self,
+        request: Request,
+        tokens: list[int],
+        max_tokens: int = 16,
+        *,
+        last: bool = False,
+        stop_token_ids: tuple[int, ...] = (),
     ) -> list[EngineCoreOutput]:
         """More input for the session that a request opened; what comes of it at once."""
-        params = SamplingParams(max_tokens=max_tokens, eos_token_ids=(EOS,))
+        params = SamplingParams(
+            max_tokens=max_tokens, eos_token_ids=(EOS,), stop_token_ids=stop_token_ids
+        )
         outputs = self.scheduler.sessions.take(
             SessionInput(1, request.request_id, tokens, params if tokens else None, last)
         )

@@ -349,3 +349,42 @@ def test_what_fits_is_what_the_usable_blocks_hold(kv):
     kv.requests.schedule(kv.requests.make(range(100)))
     assert kv.manager.can_fit(160)
     assert not kv.manager.can_fit(161)
+
+
+def test_blocks_that_change_hands_stay_where_they_are(kv):
+    request = kv.requests.make([*COMMON, *[3] * 7])
+    kv.requests.schedule(request)
+    free = kv.free_order()
+    heir = kv.requests.make([*COMMON, *[3] * 7, *[5] * 10])
+    heir.num_computed_tokens = 55
+    kv.manager.hand_over(request, heir, 55)
+    assert kv.requests.table(request) == []
+    assert kv.requests.table(heir) == [1, 2, 3, 4]
+    assert kv.free_order() == free
+    assert kv.manager.get_computed_blocks(heir) is NOTHING_COMPUTED, "it has its own"
+    assert kv.requests.schedule(heir) == [5]
+    assert kv.pool.hashes[1:5] == heir.block_hashes
+    kv.manager.free(request)
+    assert kv.requests.table(heir) == [1, 2, 3, 4, 5]
+    kv.manager.free(heir)
+    assert kv.manager.usage == 0
+
+
+def test_what_an_heir_will_overwrite_is_not_found_any_more(kv):
+    """The heir goes on after 47 tokens, within the third block."""
+    request = kv.requests.make([*COMMON, 3])
+    kv.requests.schedule(request)
+    heir = kv.requests.make([*COMMON[:47], 9, 9])
+    heir.num_computed_tokens = 47
+    kv.manager.hand_over(request, heir, 47)
+    found = kv.manager.get_computed_blocks(kv.requests.make([*COMMON, 4]))
+    assert found.block_ids == ([1, 2],)
+    kv.requests.schedule(heir)
+    assert kv.manager.get_computed_blocks(kv.requests.make([*COMMON, 4])).num_tokens == 32
+
+
+def test_without_blocks_there_is_nothing_to_hand_over(kv):
+    request, heir = kv.requests.make([1, 2]), kv.requests.make([1, 2, 3])
+    kv.manager.hand_over(request, heir, 2)
+    assert kv.requests.table(heir) == []
+    assert kv.requests.schedule(heir) == [1]

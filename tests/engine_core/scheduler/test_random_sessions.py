@@ -4,8 +4,10 @@ Every turn gives what a fresh request with the same prompt would, every step pro
 while anything is left to do, and at the end nothing is left.
 """
 
-from dataclasses import dataclass, field
+import random
+from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +20,8 @@ from tests.fakes.paged_runner import undisturbed
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 52
 TIMEOUT = 10.0
+STOPS = tuple(range(EOS % 6, 1000, 6))
+"""The end token among them, so that about every sixth token ends a turn before its limit does."""
 
 lengths, limits = st.integers(1, 20), st.integers(1, 6)
 which = st.integers(0, 12)
@@ -60,19 +64,17 @@ def prompt_of(family: int, length: int) -> list[int]:
 
 def expected_turn(prompt: list[int], max_tokens: int) -> list[int]:
     tokens = undisturbed(prompt, max_tokens)
-    return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
+    ends = [place for place, token in enumerate(tokens, 1) if token in STOPS]
+    return tokens[: ends[0]] if ends else tokens
 
 
 @dataclass
 class Talk:
-    """A request, with all its inputs if it is a session."""
+    """A request or a session, with all its inputs."""
 
     request: object
     inputs: list[tuple[list[int], int]]
-    is_session: bool
-    closed: bool = False
     aborted: bool = False
-    outputs: list = field(default_factory=list)
 
     def expected(self) -> tuple[list[list[int]], bool]:
         """Its tokens turn by turn, and whether an input does not fit."""
@@ -120,9 +122,15 @@ class Life:
     def _add(self, family, length, max_tokens, priority, resumable) -> None:
         prompt = prompt_of(family, length)
         request = self.engine.add_one(
-            prompt, max_tokens, priority=priority, arrival_time=self.now, resumable=resumable
+            prompt,
+            max_tokens,
+            priority=priority,
+            arrival_time=self.now,
+            resumable=resumable,
+            eos_token_ids=(),
+            stop_token_ids=STOPS,
         )
-        self.talks.append(Talk(request, [(prompt, max_tokens)], resumable))
+        self.talks.append(Talk(request, [(prompt, max_tokens)]))
 
     def give(self, index, length, max_tokens) -> None:
         talk = self._session(index)
@@ -131,7 +139,7 @@ class Life:
         tokens = prompt_of(3 + index, length)
         talk.inputs.append((tokens, max_tokens))
         try:
-            self.engine.give(talk.request, tokens, max_tokens)
+            self.engine.give(talk.request, tokens, max_tokens, stop_token_ids=STOPS)
         except InvalidRequestError as error:
             assert talk.expected()[1], "it would have fitted"
             talk.aborted = True
@@ -140,7 +148,6 @@ class Life:
     def close(self, index) -> None:
         talk = self._session(index)
         if talk is not None:
-            talk.closed = True
             self.engine.give(talk.request, [], last=True)
 
     def step(self) -> None:
@@ -149,9 +156,11 @@ class Life:
             assert not self.engine.scheduler.has_work, "somebody could have progressed"
 
     def abort(self, index) -> None:
-        if index < len(self.talks):
-            self.talks[index].aborted = True
-            self.engine.scheduler.abort(self.talks[index].request.request_id)
+        talks = [talk for talk in self.talks if self.engine.reason_of(talk.request) is None]
+        if talks:
+            talk = talks[index % len(talks)]
+            talk.aborted = True
+            self.engine.scheduler.abort(talk.request.request_id)
 
     def abort_in_flight(self, index) -> None:
         output = self.engine.scheduler.schedule()
@@ -180,16 +189,14 @@ class Life:
         self.engine.scheduler.resume()
 
     def _session(self, index) -> Talk | None:
-        """The session of this number, if it takes input."""
-        if index >= len(self.talks) or not self.talks[index].is_session:
-            return None
-        talk = self.talks[index]
-        return talk if self.sessions.takes_input(0, talk.request.request_id) else None
+        """One of those that take input."""
+        talks = [t for t in self.talks if self.sessions.takes_input(0, t.request.request_id)]
+        return talks[index % len(talks)] if talks else None
 
     def end(self) -> None:
         self.resume()
-        for index in range(len(self.talks)):
-            self.close(index)
+        while self._session(0) is not None:
+            self.close(0)
         self.engine.run()
         self.engine.assert_at_rest()
         for talk in self.talks:
@@ -204,7 +211,7 @@ class Life:
             assert tokens == everything[: len(tokens)]
             return
         assert tokens == everything
-        reason = FinishReason.STOP if turns[-1][-1] == EOS else FinishReason.LENGTH
+        reason = FinishReason.STOP if turns[-1][-1] in STOPS else FinishReason.LENGTH
         failed = too_long or talk.request.request_id in self.overdue
         assert self.engine.final[key] is (FinishReason.ERROR if failed else reason)
         ends = [each for each in self.engine.outputs[key] if each.finish_reason is not None]
@@ -219,3 +226,51 @@ def test_whatever_happens_to_sessions_their_turns_are_right_and_they_end(config,
     for operation in script:
         life.do(operation)
     life.end()
+
+
+KINDS = {
+    "open": 6,
+    "add": 6,
+    "give": 20,
+    "step": 60,
+    "close": 4,
+    "abort": 1,
+    "reset": 1,
+    "reset_in_flight": 1,
+}
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_busy_life(windows, caching):
+    """A crowd in a pool with room for a few of them; counted, so that it is one."""
+    draw = random.Random(len(windows))
+    life = Life(
+        num_blocks=30,
+        windows=windows,
+        max_num_seqs=6,
+        max_num_batched_tokens=16,
+        enable_prefix_caching=caching,
+        preempt_above=1.0,
+        stop_admission_above=1.0,
+    )
+    for _ in range(3000):
+        (kind,) = draw.choices(list(KINDS), list(KINDS.values()))
+        details = {
+            "open": lambda: (draw.randrange(3), draw.randint(1, 20), draw.randint(1, 6), 0),
+            "add": lambda: (draw.randrange(3), draw.randint(1, 20), draw.randint(1, 6), 0),
+            "give": lambda: (draw.randrange(100), draw.randint(1, 9), draw.randint(1, 6)),
+            "close": lambda: (draw.randrange(100),),
+            "abort": lambda: (draw.randrange(100),),
+        }
+        if kind in ("open", "add") and life.engine.scheduler.num_unfinished > 12:
+            continue
+        life.do((kind, *details.get(kind, tuple)()))
+    life.end()
+    sent = [new for step in life.engine.runner.steps for new in step.new_requests]
+    kept = sum(new.num_computed_tokens > 0 for new in sent)
+    turns = sum(output.goes_on for each in life.engine.outputs.values() for output in each)
+    print(f"{turns} turns, {kept} of {len(sent)} sequences begun with blocks")
+    assert turns > 200
+    assert kept > 100
+    assert len(sent) - kept > 200

@@ -398,17 +398,31 @@ def test_a_head_of_the_line_without_room_looks_again_when_a_session_comes_to_res
     assert output.preempted_handles == []
 
 
-def test_a_session_in_line_keeps_its_blocks_as_long_as_anyone_runs():
+def test_a_session_in_line_keeps_its_blocks_as_long_as_someone_else_can_give_way():
+    """Of eight blocks it has three, and two requests grow until they need six."""
+    engine = EngineHarness(num_blocks=9, max_num_seqs=2, enable_prefix_caching=False)
+    session = rest(engine, list(range(40)), 2)
+    runners = [engine.add_one(list(range(each, each + 30)), 20) for each in (100, 200)]
+    engine.step()
+    engine.give(session, [1], 2)
+    engine.run_until_over(runners[0])
+    assert [each.num_preemptions for each in runners] == [0, 1]
+    assert engine.tokens_of(session) == undisturbed(list(range(40)), 2)
+    assert current(engine, session).num_computed_tokens == 41
+    engine.give(session, [], last=True)
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_the_only_one_that_runs_takes_the_blocks_of_those_in_line_rather_than_give_way():
+    """If it gave way to a session that cannot run either, a step would bring nothing."""
     engine = EngineHarness(num_blocks=7, max_num_seqs=1, enable_prefix_caching=False)
     session = rest(engine, list(range(40)), 2)
     runner = engine.add_one(list(range(100, 130)), 25)
     engine.step()
     engine.give(session, [1], 2)
-    while runner.num_preemptions == 0:
-        assert current(engine, session).num_computed_tokens == 41
-        engine.step()
-    engine.step()
-    assert engine.scheduler.running == [runner]
+    engine.run_until_over(runner)
+    assert runner.num_preemptions == 0
     assert current(engine, session).num_computed_tokens == 0
     engine.give(session, [], last=True)
     engine.run()
