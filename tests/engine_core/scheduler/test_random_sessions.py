@@ -54,6 +54,7 @@ settings_of_engine = st.fixed_dictionaries(
         "watermark": st.sampled_from([0.0, 0.0, 0.3]),
         "stop_admission_above": st.sampled_from([1.0, 1.0, 0.6]),
         "preempt_above": st.sampled_from([1.0, 1.0, 0.7]),
+        "async_scheduling": st.booleans(),
     }
 )
 
@@ -151,8 +152,9 @@ class Life:
             self.engine.give(talk.request, [], last=True)
 
     def step(self) -> None:
+        waits = bool(self.engine.in_flight)
         output = self.engine.step()
-        if output.total_num_scheduled_tokens == 0:
+        if output.total_num_scheduled_tokens == 0 and not waits:
             assert not self.engine.scheduler.has_work, "somebody could have progressed"
 
     def abort(self, index) -> None:
@@ -163,18 +165,18 @@ class Life:
             self.engine.scheduler.abort(talk.request.request_id)
 
     def abort_in_flight(self, index) -> None:
-        output = self.engine.scheduler.schedule()
+        self.engine.send()
         self.abort(index)
-        self.engine.collect(output)
+        self.engine.receive()
 
     def reset(self) -> None:
         assert self.engine.scheduler.reset_prefix_cache(preempting=True)
         assert self.engine.kv_cache.usage == 0
 
     def reset_in_flight(self) -> None:
-        output = self.engine.scheduler.schedule()
+        self.engine.send()
         self.reset()
-        self.engine.collect(output)
+        self.engine.receive()
 
     def pass_time(self, seconds) -> None:
         self.now += seconds
@@ -240,9 +242,10 @@ KINDS = {
 }
 
 
+@pytest.mark.parametrize("overlapped", [True, False])
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_busy_life(windows, caching):
+def test_a_busy_life(windows, caching, overlapped):
     """A crowd in a pool with room for a few of them; counted, so that it is one."""
     draw = random.Random(len(windows))
     life = Life(
@@ -253,6 +256,7 @@ def test_a_busy_life(windows, caching):
         enable_prefix_caching=caching,
         preempt_above=1.0,
         stop_admission_above=1.0,
+        async_scheduling=overlapped,
     )
     for _ in range(3000):
         (kind,) = draw.choices(list(KINDS), list(KINDS.values()))
