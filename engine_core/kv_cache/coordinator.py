@@ -54,13 +54,13 @@ class NoCacheCoordinator:
         for group in self._windows:
             group.release_passed(handle, num_computed)
 
-    def num_blocks_needed(self, handle: int, num_slots: int, computed: ComputedBlocks) -> int:
-        """Free blocks that `attach` and `extend` would use up; changes nothing."""
-        num_needed = 0
+    def num_new_blocks(self, handle: int, num_slots: int, computed: ComputedBlocks) -> int:
+        """Blocks that `extend` would append after `attach`; changes nothing."""
+        num_new = 0
         for number, group in enumerate(self.groups):
-            hits = computed.block_ids[number] if computed.num_tokens else ()
-            num_needed += group.num_blocks_needed(handle, num_slots, hits)
-        return num_needed
+            num_hits = len(computed.block_ids[number]) if computed.num_tokens else 0
+            num_new += group.num_new_blocks(handle, num_slots, num_hits)
+        return num_new
 
     def attach(self, handle: int, computed: ComputedBlocks) -> None:
         """Start the tables of a sequence with its hits, referencing them."""
