@@ -26,9 +26,9 @@ request that decodes fills one at a time."""
 
 
 class HashChain(Protocol):
-    """Hashes runs of blocks."""
+    """Hashes runs of blocks that are all equally long."""
 
-    def digests(self, parent: bytes, blocks: bytes, block_bytes: int) -> Iterable[bytes]:
+    def digests(self, parent: bytes, blocks: bytes) -> Iterable[bytes]:
         """A digest for each block.
 
         parent: [32]. blocks: [num_blocks, block_bytes], block after block.
@@ -38,10 +38,13 @@ class HashChain(Protocol):
 class HashlibChain:
     """Works everywhere."""
 
-    def digests(self, parent: bytes, blocks: bytes, block_bytes: int) -> Iterable[bytes]:
+    def __init__(self, block_bytes: int) -> None:
+        self._split = struct.Struct(f"{block_bytes}s").iter_unpack
+
+    def digests(self, parent: bytes, blocks: bytes) -> Iterable[bytes]:
         digests = []
-        for start in range(0, len(blocks), block_bytes):
-            parent = sha256(parent + blocks[start : start + block_bytes]).digest()
+        for (block,) in self._split(blocks):
+            parent = sha256(parent + block).digest()
             digests.append(parent)
         return digests
 
@@ -52,19 +55,22 @@ class NativeChain:
     with_instructions: use the CPU's SHA-256 instructions; only if it has them.
     """
 
-    def __init__(self, library: ctypes.CDLL, with_instructions: bool) -> None:
+    def __init__(self, block_bytes: int, library: ctypes.CDLL, with_instructions: bool) -> None:
         """Raises AttributeError for a library without the function."""
+        self._block_bytes = block_bytes
+        self._short_bytes = _SHORT * block_bytes
         self._hash_blocks = library.tokend_hash_blocks
         self._hash_blocks.argtypes = [c_int, c_char_p, c_char_p, c_int64, c_int64, c_char_p]
         self._hash_blocks.restype = c_int
         self._with_instructions = with_instructions
-        self._short = HashlibChain()
+        self._short = HashlibChain(block_bytes).digests
         self._split = struct.Struct(f"{DIGEST_BYTES}s").iter_unpack
 
-    def digests(self, parent: bytes, blocks: bytes, block_bytes: int) -> Iterable[bytes]:
+    def digests(self, parent: bytes, blocks: bytes) -> Iterable[bytes]:
+        if len(blocks) <= self._short_bytes:
+            return self._short(parent, blocks)
+        block_bytes = self._block_bytes
         num_blocks = len(blocks) // block_bytes
-        if num_blocks <= _SHORT:
-            return self._short.digests(parent, blocks, block_bytes)
         written = ctypes.create_string_buffer(num_blocks * DIGEST_BYTES)
         if self._hash_blocks(
             self._with_instructions, parent, blocks, num_blocks, block_bytes, written
@@ -73,11 +79,11 @@ class NativeChain:
         return chain.from_iterable(self._split(written))
 
 
-def load_hash_chain(folder: Path = build_native.SOURCE.parent) -> HashChain:
+def load_hash_chain(block_bytes: int, folder: Path = build_native.SOURCE.parent) -> HashChain:
     """The compiled function if there is one in `folder`, otherwise hashlib."""
     try:
         # Keeps the interpreter's lock: a call is shorter than giving it away may take.
         library = ctypes.PyDLL(str(build_native.library(folder)))
-        return NativeChain(library, bool(library.tokend_has_sha_instructions()))
+        return NativeChain(block_bytes, library, bool(library.tokend_has_sha_instructions()))
     except (OSError, AttributeError):
-        return HashlibChain()
+        return HashlibChain(block_bytes)

@@ -42,7 +42,7 @@ class BlockHasher:
         self.block_size = block_size
         self.root = ROOT + fingerprint
         self._block_bytes = _TOKEN_BYTES * block_size
-        self._digests = load_hash_chain().digests
+        self._digests = load_hash_chain(self._block_bytes).digests
 
     def extend(
         self,
@@ -60,16 +60,15 @@ class BlockHasher:
         end = len(token_ids) // size * size
         if start >= end:
             return
-        block_bytes = self._block_bytes
         blocks = struct.pack(f"<{end - start}I", *token_ids[start:end])
         if start == 0:
-            first = self.root + blocks[:block_bytes] + extra_keys.of_block(0, size)
-            block_hashes.append(sha256(first).digest())
-            blocks = blocks[block_bytes:]
+            first, blocks = blocks[: self._block_bytes], blocks[self._block_bytes :]
+            content = self.root + first + extra_keys.of_block(0, size)
+            block_hashes.append(sha256(content).digest())
         if extra_keys.media:
             self._extend_with_media(block_hashes, blocks, extra_keys)
         else:
-            block_hashes.extend(self._digests(block_hashes[-1], blocks, block_bytes))
+            block_hashes.extend(self._digests(block_hashes[-1], blocks))
 
     def _extend_with_media(
         self, block_hashes: list[bytes], blocks: bytes, extra_keys: ExtraKeys
