@@ -85,7 +85,7 @@ class NoCacheCoordinator:
 
 
 class UnitaryCoordinator(NoCacheCoordinator):
-    """One group; what it finds is found."""
+    """One group; what it finds is found, and nothing has to be gone through."""
 
     def __init__(self, groups: Sequence[KVGroup]) -> None:
         super().__init__(groups)
@@ -96,6 +96,13 @@ class UnitaryCoordinator(NoCacheCoordinator):
         if not hits:
             return NOTHING_COMPUTED
         return ComputedBlocks((hits,), len(hits) * self._only.block_size)
+
+    def num_new_blocks(self, handle: int, num_slots: int, computed: ComputedBlocks) -> int:
+        num_hits = len(computed.block_ids[0]) if computed.num_tokens else 0
+        return self._only.num_new_blocks(handle, num_slots, num_hits)
+
+    def settle(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
+        return self._only.settle(handle, content, num_tokens)
 
 
 class HybridCoordinator(NoCacheCoordinator):

@@ -227,8 +227,8 @@ class KVCacheManager:
         num_slots = num_tokens + num_lookahead
         coordinator.release_passed(handle, num_computed)
         num_new_blocks = coordinator.num_new_blocks(handle, num_slots, computed)
-        room_for_hits = self.pool.num_free - num_new_blocks
-        if room_for_hits < 0 or not self._fit(computed, room_for_hits):
+        room = self.pool.num_free - num_new_blocks
+        if room < 0 or (computed.num_tokens and not self._fit(computed, room)):
             return None
         if handle not in self._quiet_until:
             coordinator.attach(handle, computed)
@@ -242,11 +242,8 @@ class KVCacheManager:
 
     def _fit(self, computed: ComputedBlocks, num_free: int) -> bool:
         """Whether so many free blocks allow for the hits; counted one by one only in need."""
-        return (
-            not computed.num_tokens
-            or sum(map(len, computed.block_ids)) <= num_free
-            or self._num_free_hits(computed) <= num_free
-        )
+        num_hits = sum(map(len, computed.block_ids))
+        return num_hits <= num_free or self._num_free_hits(computed) <= num_free
 
     def _num_free_hits(self, computed: ComputedBlocks) -> int:
         return sum(map(self.pool.num_evictable, computed.block_ids))

@@ -5,7 +5,6 @@ reference counts.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 
 
 class PrefixIndex:
@@ -39,8 +38,10 @@ class PrefixIndex:
         A hash covers everything before it, so the first miss ends the search.
         """
         blocks: list[int] = []
-        with suppress(KeyError):  # what was found before the miss stays in the list
+        try:
             blocks.extend(map(self._first.__getitem__, block_hashes))
+        except KeyError:  # a miss; what was found before it is in the list
+            return blocks
         return blocks
 
     def remove(self, block_hash: bytes, block: int) -> None:
