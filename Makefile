@@ -36,7 +36,7 @@ bench: $(VENV)/installed
 	@$(BIN)/python -m deploy.loadtest $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info worker/csrc/*.so
+	rm -rf $(VENV) build dist *.egg-info engine_core/csrc/*.so worker/csrc/*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -48,7 +48,8 @@ $(VENV)/torch: constraints.txt
 	@$(PIP) torch
 	@touch $@
 
-KERNELS := worker/build_kernels.py $(wildcard worker/csrc/*.cpp worker/csrc/*.h)
+KERNELS := engine_core/build_native.py worker/build_kernels.py \
+	$(wildcard engine_core/csrc/*.c worker/csrc/*.cpp worker/csrc/*.h)
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml setup.py $(KERNELS)
 	@echo "installing tokend and what it needs, building its kernels (once)"

@@ -1,7 +1,7 @@
-"""Builds the kernels into the package; everything else is in pyproject.toml.
+"""Builds the compiled parts into the package; everything else is in pyproject.toml.
 
 Without a compiler the installation goes on: attention and draws then run on their
-torch and numpy references.
+torch and numpy references, block hashes on hashlib.
 """
 
 import runpy
@@ -12,23 +12,27 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 SOURCE_ROOT = Path(__file__).resolve().parent
-KERNELS = runpy.run_path(str(SOURCE_ROOT / "worker" / "build_kernels.py"))
+BUILDERS = (
+    ("engine_core/build_native.py", "NativeBuildError"),
+    ("worker/build_kernels.py", "KernelBuildError"),
+)
+"""Scripts that import nothing of the package: their `build(folder)`, and what it raises."""
 
 
-class BuildKernels(build_py):
-    """build_py that compiles the kernels beside their sources before it collects files."""
+class BuildCompiledParts(build_py):
+    """build_py that compiles beside the sources before it collects files."""
 
     def run(self) -> None:
-        try:
-            built = KERNELS["build"](SOURCE_ROOT / "worker" / "csrc")
-        except KERNELS["KernelBuildError"] as reason:
-            print(
-                f"tokend: kernels not built, the slow references will be used: {reason}",
-                file=sys.stderr,
-            )
-        else:
-            print("tokend: built " + ", ".join(path.name for path in built), file=sys.stderr)
+        for script, error in BUILDERS:
+            path = SOURCE_ROOT / script
+            builder = runpy.run_path(str(path))
+            try:
+                built = builder["build"](path.parent / "csrc")
+            except builder[error] as reason:
+                print(f"tokend: {script}: slower without it: {reason}", file=sys.stderr)
+            else:
+                print("tokend: built " + ", ".join(each.name for each in built), file=sys.stderr)
         super().run()
 
 
-setup(cmdclass={"build_py": BuildKernels})
+setup(cmdclass={"build_py": BuildCompiledParts})

@@ -57,13 +57,13 @@ class NoCacheCoordinator:
         for group in self._windows:
             group.release_passed(handle, num_computed)
 
-    def num_blocks_needed(self, handle: int, num_slots: int, computed: ComputedBlocks) -> int:
-        """Free blocks that `attach` and `extend` would use up; changes nothing."""
-        num_needed = 0
+    def num_new_blocks(self, handle: int, num_slots: int, computed: ComputedBlocks) -> int:
+        """Blocks that `extend` would append after `attach`; changes nothing."""
+        num_new = 0
         for number, group in enumerate(self.groups):
-            hits = computed.block_ids[number] if computed.num_tokens else ()
-            num_needed += group.num_blocks_needed(handle, num_slots, hits)
-        return num_needed
+            num_hits = len(computed.block_ids[number]) if computed.num_tokens else 0
+            num_new += group.num_new_blocks(handle, num_slots, num_hits)
+        return num_new
 
     def attach(self, handle: int, computed: ComputedBlocks) -> None:
         """Start the tables of a sequence with blocks that hold its prefix, referencing them."""
@@ -93,7 +93,7 @@ class NoCacheCoordinator:
 
 
 class UnitaryCoordinator(NoCacheCoordinator):
-    """One group; what it finds is found."""
+    """One group; what it finds is found, and nothing has to be gone through."""
 
     def __init__(self, groups: Sequence[KVGroup]) -> None:
         super().__init__(groups)
@@ -104,6 +104,13 @@ class UnitaryCoordinator(NoCacheCoordinator):
         if not hits:
             return NOTHING_COMPUTED
         return ComputedBlocks((hits,), len(hits) * self._only.block_size)
+
+    def num_new_blocks(self, handle: int, num_slots: int, computed: ComputedBlocks) -> int:
+        num_hits = len(computed.block_ids[0]) if computed.num_tokens else 0
+        return self._only.num_new_blocks(handle, num_slots, num_hits)
+
+    def settle(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
+        return self._only.settle(handle, content, num_tokens)
 
 
 class HybridCoordinator(NoCacheCoordinator):

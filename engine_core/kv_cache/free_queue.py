@@ -1,6 +1,7 @@
 """The free list: which blocks nobody references, in the order they are given away.
 
-Owns the links. Knows nothing of reference counts or hashes.
+Owns the links and the reference counts, which are one fact: a block is in the queue
+exactly while its count is 0. Knows nothing of hashes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,103 +15,115 @@ class FreeQueue:
         null → least recently freed → … → most recently freed → null
 
     Blocks leave at the front and come back at the end, so the block that nobody
-    has used for longest is overwritten first. Of blocks freed together the first
-    in the given order goes first: callers free a request's last block first, so
+    has used for longest is overwritten first. Of blocks released together the first
+    in the given order goes first: callers release a request's last block first, so
     that the start of a prompt outlives its end. A block that a request finds
     through its hash is unlinked from the middle. At the start the order is that
     of the ids.
 
-    `next_of[b]` and `prev_of[b]` are the neighbours of block b; a block outside
-    the ring is its own neighbour. Both lists have one entry per block.
+    `next_of[b]` and `prev_of[b]` are the neighbours of a block b in the ring, and mean
+    nothing for one outside it. `ref_counts[b]` says how often it is referenced; the null
+    block's is 0 although it is never given away. All three have one entry per block.
+
+    A request that starts from a long prefix has thousands of blocks, so counting and
+    linking share one loop over them.
     """
 
-    __slots__ = ("next_of", "num_free", "prev_of")
+    __slots__ = ("next_of", "num_free", "prev_of", "ref_counts")
 
     def __init__(self, num_blocks: int) -> None:
         """Link blocks 1 … num_blocks - 1, all of them free."""
         self.next_of: list[int] = [*range(1, num_blocks), NULL_BLOCK]
         self.prev_of: list[int] = [num_blocks - 1, *range(num_blocks - 1)]
+        self.ref_counts: list[int] = [0] * num_blocks
         self.num_free = num_blocks - 1
 
     def popleft(self) -> int:
-        """Take the block at the front; raises ValueError when there is none."""
-        next_of = self.next_of
+        """Take the block at the front, referencing it; raises ValueError when there is none."""
+        next_of, ref_counts = self.next_of, self.ref_counts
         block = next_of[NULL_BLOCK]
         if block == NULL_BLOCK:
             raise ValueError("No free blocks available")
+        assert ref_counts[block] == 0, f"block {block} was free and referenced"
+        ref_counts[block] = 1
         following = next_of[block]
         next_of[NULL_BLOCK] = following
         self.prev_of[following] = NULL_BLOCK
-        next_of[block] = self.prev_of[block] = block
         self.num_free -= 1
         return block
 
     def popleft_n(self, count: int) -> list[int]:
-        """Take `count` blocks from the front, in order.
+        """Take `count` blocks from the front, in order, referencing them.
 
         Raises ValueError, taking none, when fewer are free.
         """
         if count > self.num_free:
             raise ValueError(f"No free blocks available: {count} wanted, {self.num_free} free")
-        next_of, prev_of = self.next_of, self.prev_of
+        next_of, ref_counts = self.next_of, self.ref_counts
         taken = []
         block = next_of[NULL_BLOCK]
         for _ in range(count):
+            assert ref_counts[block] == 0, f"block {block} was free and referenced"
+            ref_counts[block] = 1
             taken.append(block)
-            following = next_of[block]
-            next_of[block] = prev_of[block] = block
-            block = following
+            block = next_of[block]
         next_of[NULL_BLOCK] = block
-        prev_of[block] = NULL_BLOCK
+        self.prev_of[block] = NULL_BLOCK
         self.num_free -= count
         return taken
 
-    def append(self, block: int) -> None:
-        """Put a block at the end."""
-        self.append_n((block,))
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference of each; those without any go to the end, in this order.
 
-    def append_n(self, blocks: Sequence[int]) -> None:
-        """Put blocks at the end, the first of them nearest to the front."""
-        next_of, prev_of = self.next_of, self.prev_of
+        Null blocks are passed over.
+        """
+        next_of, prev_of, ref_counts = self.next_of, self.prev_of, self.ref_counts
         last = prev_of[NULL_BLOCK]
+        num_staying = 0
         for block in blocks:
-            assert next_of[block] == block != NULL_BLOCK, (
-                f"block {block} is free already, or the null block"
-            )
-            next_of[last] = block
-            prev_of[block] = last
-            # Closed at once, so that a block given twice is caught above.
-            next_of[block] = NULL_BLOCK
-            last = block
+            count = ref_counts[block]
+            if count == 1:
+                ref_counts[block] = 0
+                next_of[last] = block
+                prev_of[block] = last
+                last = block
+            else:
+                num_staying += 1
+                if block != NULL_BLOCK:
+                    assert count > 0, f"block {block} is freed but not referenced"
+                    ref_counts[block] = count - 1
+        next_of[last] = NULL_BLOCK
         prev_of[NULL_BLOCK] = last
-        self.num_free += len(blocks)
+        self.num_free += len(blocks) - num_staying
 
-    def remove(self, block: int) -> None:
-        """Unlink a block, wherever it stands."""
-        self.remove_n((block,))
+    def touch(self, blocks: Sequence[int]) -> None:
+        """Reference each once more, wherever it is; those in the queue are unlinked.
 
-    def remove_n(self, blocks: Sequence[int]) -> None:
-        """Unlink blocks, wherever they stand.
-
-        The blocks of a prefix were freed together, last one first, so that from the end
+        The blocks of a prefix were released together, last one first, so that from the end
         of `blocks` on they stand in a row. A row is cut out at its two ends:
 
             before → [last block → … → block → block] → after
+
+        Null blocks are passed over.
         """
-        next_of, prev_of = self.next_of, self.prev_of
+        next_of, prev_of, ref_counts = self.next_of, self.prev_of, self.ref_counts
+        ref_counts[NULL_BLOCK] = 1  # so that it is not unlinked
         before, after = prev_of[NULL_BLOCK], NULL_BLOCK
+        num_staying = 0
         for block in reversed(blocks):
+            count = ref_counts[block]
+            if count:
+                ref_counts[block] = count + 1
+                num_staying += 1
+                continue
+            ref_counts[block] = 1
             if block != after:
                 next_of[before], prev_of[after] = after, before
                 before = prev_of[block]
             after = next_of[block]
-            assert after != block != NULL_BLOCK, f"block {block} is not free"
-            next_of[block] = prev_of[block] = block
         next_of[before], prev_of[after] = after, before
-        self.num_free -= len(blocks)
-
-    def __contains__(self, block: int) -> bool:
-        return self.next_of[block] != block and block != NULL_BLOCK
+        ref_counts[NULL_BLOCK] = 0  # whatever was counted: nobody holds it
+        self.num_free -= len(blocks) - num_staying
 
     def __len__(self) -> int:
         return self.num_free

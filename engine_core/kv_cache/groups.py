@@ -39,11 +39,10 @@ class KVGroup(Protocol):
     def release_passed(self, handle: int, num_computed: int) -> None:
         """Give back what tokens from position `num_computed` on do not need."""
 
-    def num_blocks_needed(self, handle: int, num_tokens: int, hits: Sequence[int]) -> int:
-        """Free blocks that `attach` and `extend` would use up; changes nothing.
+    def num_new_blocks(self, handle: int, num_tokens: int, num_hits: int) -> int:
+        """Blocks that `extend` would append; changes nothing.
 
-        A hit that lies in the free queue counts: touching it makes free space
-        smaller just as taking a new block does.
+        num_hits: blocks that `attach` will start the table with, if there is none yet.
         """
 
     def attach(self, handle: int, hits: Sequence[int]) -> None:
@@ -125,20 +124,19 @@ class FullAttentionGroup:
     def release_passed(self, handle: int, num_computed: int) -> None:
         """Nothing: every later token needs all blocks."""
 
-    def num_blocks_needed(self, handle: int, num_tokens: int, hits: Sequence[int]) -> int:
+    def num_new_blocks(self, handle: int, num_tokens: int, num_hits: int) -> int:
         sequence = self._sequences.get(handle)
-        num_held = len(hits) if sequence is None else len(sequence.blocks)
+        num_held = num_hits if sequence is None else len(sequence.blocks)
         num_new = -(-num_tokens // self.block_size) - num_held
-        if num_new < 0:
-            num_new = 0
-        return num_new + self._pool.num_evictable(hits) if hits else num_new
+        return num_new if num_new > 0 else 0
 
     def attach(self, handle: int, hits: Sequence[int]) -> None:
         assert handle not in self._sequences, f"sequence {handle} has a table already"
-        self._pool.touch(hits)
         sequence = self._sequences[handle] = _Sequence()
-        sequence.blocks.extend(hits)
-        sequence.num_cached = len(hits)
+        if hits:
+            self._pool.touch(hits)
+            sequence.blocks.extend(hits)
+            sequence.num_cached = len(hits)
 
     def extend(self, handle: int, num_tokens: int) -> list[int]:
         blocks = self._sequences[handle].blocks
@@ -181,7 +179,7 @@ class FullAttentionGroup:
     def free(self, handle: int) -> None:
         sequence = self._sequences.pop(handle, None)
         if sequence is not None:
-            self._pool.free_blocks(reversed(sequence.blocks))
+            self._pool.free_blocks(sequence.blocks[::-1])
 
     def table(self, handle: int) -> list[int]:
         sequence = self._sequences.get(handle)

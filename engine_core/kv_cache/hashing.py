@@ -1,6 +1,6 @@
 """Block hashes: names for the content of full blocks, the same in every process.
 
-Owns the hash function. Knows token ids and extra keys, not requests or blocks.
+Owns what enters a hash. Knows token ids and extra keys, not requests or blocks.
 
     hash of block i = SHA-256(parent ‖ tokens of block i ‖ extra keys of block i)
 
@@ -17,8 +17,10 @@ from hashlib import sha256
 from typing import Final, Protocol
 
 from engine_core.kv_cache.extra_keys import NO_EXTRA_KEYS, ExtraKeys
+from engine_core.kv_cache.hash_chain import load_hash_chain
 
 ROOT: Final = b"tokend kv block hash, version 1\n"
+_TOKEN_BYTES: Final = 4
 
 
 class Hasher(Protocol):
@@ -39,7 +41,8 @@ class BlockHasher:
     def __init__(self, block_size: int, fingerprint: bytes) -> None:
         self.block_size = block_size
         self.root = ROOT + fingerprint
-        self._blocks = struct.Struct(f"{4 * block_size}s").iter_unpack
+        self._block_bytes = _TOKEN_BYTES * block_size
+        self._digests = load_hash_chain(self._block_bytes).digests
 
     def extend(
         self,
@@ -57,20 +60,25 @@ class BlockHasher:
         end = len(token_ids) // size * size
         if start >= end:
             return
-        blocks = self._blocks(struct.pack(f"<{end - start}I", *token_ids[start:end]))
+        blocks = struct.pack(f"<{end - start}I", *token_ids[start:end])
         if start == 0:
-            (tokens,) = next(blocks)
-            first = self.root + tokens + extra_keys.of_block(0, size)
-            block_hashes.append(sha256(first).digest())
-        parent = block_hashes[-1]
-        has_media = bool(extra_keys.media)
-        for (tokens,) in blocks:
-            content = parent + tokens
-            if has_media:
-                at = len(block_hashes) * size
-                content += extra_keys.of_block(at, at + size)
-            parent = sha256(content).digest()
-            block_hashes.append(parent)
+            first, blocks = blocks[: self._block_bytes], blocks[self._block_bytes :]
+            content = self.root + first + extra_keys.of_block(0, size)
+            block_hashes.append(sha256(content).digest())
+        if extra_keys.media:
+            self._extend_with_media(block_hashes, blocks, extra_keys)
+        else:
+            block_hashes.extend(self._digests(block_hashes[-1], blocks))
+
+    def _extend_with_media(
+        self, block_hashes: list[bytes], blocks: bytes, extra_keys: ExtraKeys
+    ) -> None:
+        """Block by block, since each has keys of its own."""
+        for start in range(0, len(blocks), self._block_bytes):
+            at = len(block_hashes) * self.block_size
+            content = block_hashes[-1] + blocks[start : start + self._block_bytes]
+            content += extra_keys.of_block(at, at + self.block_size)
+            block_hashes.append(sha256(content).digest())
 
 
 class NoHashing:

@@ -137,9 +137,14 @@ class KVCacheManager:
     def num_blocks_needed(
         self, request: Request, num_new_tokens: int, computed: ComputedBlocks = NOTHING_COMPUTED
     ) -> int:
-        """Free blocks that allocate_slots would use up for the same; changes nothing."""
+        """Free blocks that allocate_slots would use up for the same; changes nothing.
+
+        A hit that lies in the free queue counts: referencing it makes free space
+        smaller just as taking a new block does.
+        """
         num_slots = request.num_computed_tokens + computed.num_tokens + num_new_tokens
-        return self._num_blocks_needed(request.handle, num_slots, computed)
+        num_new = self._coordinator.num_new_blocks(request.handle, num_slots, computed)
+        return num_new + self._num_free_hits(computed)
 
     def withdraw(self, request: Request, num_valid_tokens: int) -> None:
         """Nobody is to find what a request computed after its first tokens.
@@ -269,22 +274,28 @@ class KVCacheManager:
         num_tokens = num_computed + num_new
         num_slots = num_tokens + num_lookahead
         coordinator.release_passed(handle, num_computed)
-        num_needed = self._num_blocks_needed(handle, num_slots, computed)
-        if num_needed > self.pool.num_free:
+        num_new_blocks = coordinator.num_new_blocks(handle, num_slots, computed)
+        room = self.pool.num_free - num_new_blocks
+        if room < 0 or (computed.num_tokens and not self._fit(computed, room)):
             return None
         if handle not in self._quiet_until:
             coordinator.attach(handle, computed)
             self._count_lookup(request, computed)
         new_blocks = NO_NEW_BLOCKS
-        if num_needed:
+        if num_new_blocks:
             new_blocks = coordinator.extend(handle, num_slots)
         self._copies.promise(computed, new_blocks)
         # Drafts and lookahead may still be rejected; only verified tokens are findable.
         self._settle(request, min(num_tokens, request.num_tokens))
         return new_blocks if any(new_blocks) else NO_NEW_BLOCKS
 
-    def _num_blocks_needed(self, handle: int, num_slots: int, computed: ComputedBlocks) -> int:
-        return self._coordinator.num_blocks_needed(handle, num_slots, computed)
+    def _fit(self, computed: ComputedBlocks, num_free: int) -> bool:
+        """Whether so many free blocks allow for the hits; counted one by one only in need."""
+        num_hits = sum(map(len, computed.block_ids))
+        return num_hits <= num_free or self._num_free_hits(computed) <= num_free
+
+    def _num_free_hits(self, computed: ComputedBlocks) -> int:
+        return sum(map(self.pool.num_evictable, computed.block_ids))
 
     def _settle(self, request: Request, num_verified: int) -> None:
         handle = request.handle

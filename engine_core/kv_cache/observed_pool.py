@@ -29,7 +29,7 @@ class ObservedBlockPool(BlockPool):
             observer.allocated(blocks)
         return blocks
 
-    def touch(self, blocks: Iterable[int]) -> None:
+    def touch(self, blocks: Sequence[int]) -> None:
         real = [block for block in blocks if block != NULL_BLOCK]
         super().touch(real)
         for observer in self._observers:

@@ -1,7 +1,7 @@
 """The block pool: every block of one engine, free, in use or kept for its content.
 
-Owns reference counts, the hash on each block, the prefix index and the free
-queue. Knows nothing of requests: callers name blocks.
+Owns the hash on each block, the prefix index and the free queue with its reference
+counts. Knows nothing of requests: callers name blocks.
 
 A block is in one of three states:
 
@@ -35,8 +35,9 @@ class HashedTokens(Protocol):
 class BlockPool:
     """Hands out, shares, caches and takes back blocks 1 … num_blocks - 1.
 
-    num_blocks counts the null block. `ref_counts` and `hashes` have one entry
-    per block; a block's hash is its key in the index, which names its group too.
+    num_blocks counts the null block. `ref_counts` (the free queue's own list) and
+    `hashes` have one entry per block; a block's hash is its key in the index, which
+    names its group too.
     """
 
     __slots__ = ("enable_caching", "free_queue", "hashes", "index", "num_blocks", "ref_counts")
@@ -49,7 +50,7 @@ class BlockPool:
         self.enable_caching = enable_caching
         self.free_queue = FreeQueue(num_blocks)
         self.index = PrefixIndex()
-        self.ref_counts = [0] * num_blocks
+        self.ref_counts = self.free_queue.ref_counts
         self.hashes: list[bytes | None] = [None] * num_blocks
 
     @property
@@ -67,38 +68,20 @@ class BlockPool:
 
         Raises ValueError, changing nothing, when fewer are free.
         """
-        queue = self.free_queue
+        queue, hashes = self.free_queue, self.hashes
         blocks = [queue.popleft()] if count == 1 else queue.popleft_n(count)
-        ref_counts, hashes = self.ref_counts, self.hashes
         for block in blocks:
-            assert ref_counts[block] == 0, f"block {block} was free and referenced"
             if hashes[block] is not None:
                 self._evict(block)
-            ref_counts[block] = 1
         return blocks
 
     def touch(self, blocks: Sequence[int]) -> None:
         """Reference blocks once more; those that were free stop being so."""
-        ref_counts = self.ref_counts
-        free = [block for block in blocks if not ref_counts[block] and block != NULL_BLOCK]
-        self.free_queue.remove_n(free)
-        for block in blocks:
-            ref_counts[block] += 1
-        ref_counts[NULL_BLOCK] = 0  # whatever was counted: nobody holds it
+        self.free_queue.touch(blocks)
 
-    def free_blocks(self, blocks: Iterable[int]) -> None:
+    def free_blocks(self, blocks: Sequence[int]) -> None:
         """Drop one reference of each; those without any become free in this order."""
-        ref_counts = self.ref_counts
-        released = []
-        for block in blocks:
-            count = ref_counts[block]
-            if count == 1:
-                ref_counts[block] = 0
-                released.append(block)
-            elif block != NULL_BLOCK:
-                assert count > 0, f"block {block} is freed but not referenced"
-                ref_counts[block] = count - 1
-        self.free_queue.append_n(released)
+        self.free_queue.release(blocks)
 
     def num_evictable(self, blocks: Iterable[int]) -> int:
         """How many of these blocks are in the free queue now."""

@@ -5,13 +5,6 @@ reference counts.
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import islice, repeat
-from typing import Final
-
-from engine_core.kv_cache.block import NULL_BLOCK
-
-_AT_ONCE: Final = 32
-"""Hashes looked up before the first miss is searched for: fast for long hits, cheap for misses."""
 
 
 class PrefixIndex:
@@ -45,12 +38,10 @@ class PrefixIndex:
         A hash covers everything before it, so the first miss ends the search.
         """
         blocks: list[int] = []
-        hashes = iter(block_hashes)
-        misses = repeat(NULL_BLOCK)  # which has no content, so it is never in the index
-        while found := list(map(self._first.get, islice(hashes, _AT_ONCE), misses)):
-            if NULL_BLOCK in found:
-                return blocks + found[: found.index(NULL_BLOCK)]
-            blocks += found
+        try:
+            blocks.extend(map(self._first.__getitem__, block_hashes))
+        except KeyError:  # a miss; what was found before it is in the list
+            return blocks
         return blocks
 
     def remove(self, block_hash: bytes, block: int) -> None:

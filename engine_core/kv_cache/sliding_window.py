@@ -75,7 +75,7 @@ class SlidingWindowGroup(FullAttentionGroup):
             return
         blocks = sequence.blocks
         assert end <= len(blocks), f"sequence {handle} has no block for what is computed"
-        self._pool.free_blocks(reversed(blocks[start:end]))
+        self._pool.free_blocks(blocks[start:end][::-1])
         blocks[start:end] = [NULL_BLOCK] * (end - start)
         sequence.num_passed = end
 
@@ -88,4 +88,4 @@ class SlidingWindowGroup(FullAttentionGroup):
     def free(self, handle: int) -> None:
         sequence = self._sequences.pop(handle, None)
         if sequence is not None:
-            self._pool.free_blocks(reversed(sequence.blocks[sequence.num_passed :]))
+            self._pool.free_blocks(sequence.blocks[sequence.num_passed :][::-1])

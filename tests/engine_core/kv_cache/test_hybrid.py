@@ -244,15 +244,19 @@ def test_cached_blocks_in_the_free_queue_count_as_needed(window):
     keys = GroupKeys(0, 2, 2)
     group = FullAttentionGroup(pool, keys) if window is None else SlidingWindowGroup(pool, keys, 8)
     free = list(range(1, 11))
-    assert group.num_blocks_needed(7, 40, free) == 20
-    assert group.num_blocks_needed(7, 40, [0] * 5 + free[:5]) == 15
+
+    def num_needed(num_tokens: int, hits: list[int]) -> int:
+        return group.num_new_blocks(7, num_tokens, len(hits)) + pool.num_evictable(hits)
+
+    assert num_needed(40, free) == 20
+    assert num_needed(40, [0] * 5 + free[:5]) == 15
     held = pool.get_new_blocks(1)
-    assert group.num_blocks_needed(7, 4, held) == 1
+    assert num_needed(4, held) == 1
     pool.cache_full_block(1, b"x")
     pool.free_blocks(held)
-    assert group.num_blocks_needed(7, 4, held) == 2
+    assert num_needed(4, held) == 2
     group.attach(7, held)
-    assert group.num_blocks_needed(7, 4, ()) == 1
+    assert num_needed(4, []) == 1
     assert len(group.extend(7, 4)) == 1
     assert len(group.table(7)) == 2
 
@@ -263,7 +267,7 @@ def test_what_is_predicted_is_what_is_taken():
     group = SlidingWindowGroup(pool, GroupKeys(0, 2, 2), 8)
     group.attach(1, ())
     for num_tokens in (4, 8, 12, 16):
-        predicted = group.num_blocks_needed(1, num_tokens, ())
+        predicted = group.num_new_blocks(1, num_tokens, 0)
         assert len(group.extend(1, num_tokens)) == predicted == 2
 
 

@@ -99,7 +99,8 @@ def unknown_block_in_a_table(scene: Scene) -> None:
 
 
 def referenced_block_in_the_free_queue(scene: Scene) -> None:
-    scene.queue.append(3)
+    scene.queue.release([3])
+    scene.pool.ref_counts[3] = 1
 
 
 def free_block_in_a_table(scene: Scene) -> None:
@@ -107,7 +108,8 @@ def free_block_in_a_table(scene: Scene) -> None:
 
 
 def lost_block(scene: Scene) -> None:
-    scene.queue.remove(9)
+    scene.queue.touch([9])
+    scene.pool.ref_counts[9] = 0
 
 
 def null_block_freed(scene: Scene) -> None:
@@ -143,7 +145,7 @@ def shortened_table(scene: Scene) -> None:
     [
         (wrong_free_count, "free count: 7 is recorded, 6 blocks are linked"),
         (broken_backward_link, "broken link: block 9 follows 8, but says that it follows 7"),
-        (broken_forward_link, "broken link: block 9 has neighbours but is not in the free queue"),
+        (broken_forward_link, "broken link: block 10 follows 8, but says that it follows 9"),
         (wrong_tail, "broken link: the free queue ends with block 5, but says that it ends with 6"),
         (link_to_nowhere, "broken link: block 8 is followed by 99, which is no block"),
         (cycle, "cycle: the free queue comes back to block 8"),
