@@ -37,21 +37,26 @@ class RunningPass:
         The list may lose requests meanwhile, in front of the position and behind it.
         """
         running, longest_chunk = self._running, self._longest_chunk
+        allocate_slots = self._kv_cache.allocate_slots
         position = 0
         while position < len(running) and plan.budget > 0:
             request = running[position]
-            num_missing = request.num_tokens_ahead - request.num_computed_tokens
             position += 1
+            # num_tokens_with_spec, written out: most of a step is this loop.
+            num_tokens = len(request.all_token_ids) + len(request.spec_token_ids)
+            if request.num_output_placeholders:
+                num_tokens = request.num_tokens_ahead
+            num_missing = num_tokens - request.num_computed_tokens
             if num_missing <= 0:
                 continue
-            num_new = min(num_missing, longest_chunk, plan.budget)
-            blocks = self._kv_cache.allocate_slots(request, num_new)
+            num_new = 1 if num_missing == 1 else min(num_missing, longest_chunk, plan.budget)
+            blocks = allocate_slots(request, num_new)
             while blocks is None:
                 if self._preemption.evict_one(plan, position - 1) < position:
                     position -= 1
                 if request.status is not RequestStatus.RUNNING:
                     break  # it gave way itself
-                blocks = self._kv_cache.allocate_slots(request, num_new)
+                blocks = allocate_slots(request, num_new)
             else:
                 plan.continued.append(request)
                 plan.continued_tokens.append(num_new)

@@ -238,7 +238,10 @@ class Scheduler:
                 kept, first = [], None
             else:
                 continue
-            outputs.setdefault(request.client_index, []).append(
+            client = request.client_index
+            if client not in outputs:
+                outputs[client] = []
+            outputs[client].append(
                 EngineCoreOutput(
                     request.request_id,
                     request.choice,
@@ -247,8 +250,8 @@ class Scheduler:
                     None if handle in self._requests else request.status.finish_reason,
                     request.stop_reason,
                     first,
-                    logprobs.get(handle),
-                    prompt_logprobs.get(handle),
+                    logprobs.get(handle) if logprobs else None,
+                    prompt_logprobs.get(handle) if prompt_logprobs else None,
                 )
             )
         if len(self._requests) < num_unfinished:
@@ -305,12 +308,13 @@ class Scheduler:
     def _append(self, request: Request, token_ids: list[int]) -> list[int]:
         """Append tokens up to the one that ends the request; returns those appended."""
         tokens = request.all_token_ids
+        num_tokens = len(tokens) + 1
         # Nearly every call is about one token that ends nothing.
         if (
             len(token_ids) == 1
             and token_ids[0] not in request.stop_ids
-            and len(tokens) + 1 < self._max_model_len
-            and len(tokens) + 1 - request.num_prompt_tokens < request.max_tokens
+            and num_tokens < self._max_model_len
+            and num_tokens - request.num_prompt_tokens < request.max_tokens
         ):
             tokens.append(token_ids[0])
             return token_ids
