@@ -23,6 +23,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
         position p (from 1) is the log-probability of prompt token p.
     compute_seconds: time from the message to the sampled tokens.
     error: the step failed; the epoch is over.
+    candidates: for the rows of a beam search whose last token is computed, one row of
+        the best next tokens, in order, without ranks; nothing is sampled for them.
     """
 
     epoch: int
@@ -33,3 +35,4 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
     prompt_logprobs: list[RowLogprobs] = []
     compute_seconds: float = 0.0
     error: ErrorInfo | None = None
+    candidates: list[RowLogprobs] = []

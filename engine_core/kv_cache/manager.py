@@ -6,6 +6,7 @@ not decide who waits or who is preempted.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Final
 
 from engine_core.kv_cache.block import BlockIds
@@ -88,6 +89,21 @@ class KVCacheManager:
         """
         return fork_of(self.groups, source.handle, num_tokens)
 
+    def branch(self, request: Request, source: Request, num_tokens: int) -> int:
+        """Give a request the first tokens of another one in place of all that it has.
+
+        Returns how many tokens it holds now: whole blocks only where there is none for the
+        copy of the last one, and nothing where the source holds nothing itself.
+        """
+        self.free(request)
+        if source.handle not in self._quiet_until:
+            return 0
+        for shared in (num_tokens, num_tokens - num_tokens % self.block_size):
+            computed = self.fork(source, shared)
+            if computed.num_tokens and self._allocate(request, 0, computed, 0) is not None:
+                return shared
+        return 0
+
     def take_block_copies(self) -> list[int]:
         """Source, copy, source, copy …: what forks since the last call need done by the worker.
 
@@ -152,6 +168,7 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Give back all blocks of a request, last one first; nothing if it has none."""
         if self._quiet_until.pop(request.handle, None) is not None:
+            self._copies.cancel(chain.from_iterable(self.block_ids(request.handle)))
             self._coordinator.free(request.handle)
 
     def block_ids(self, handle: int) -> BlockIds:

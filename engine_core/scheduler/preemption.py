@@ -44,9 +44,15 @@ class Preemption:
         longer findable.
         """
         index = self._policy.victim(self._running)
-        victim = self._running.pop(index)
+        victim = self._running[index]
         if index < num_visited and plan.withdraw(victim):
             self._kv_cache.withdraw(victim, victim.num_computed_tokens)
+        self.evict(victim, plan)
+        return index
+
+    def evict(self, victim: Request, plan: StepPlan) -> None:
+        """Preempt this running request, for which nothing is planned."""
+        self._running.remove(victim)
         self._kv_cache.free(victim)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
@@ -54,4 +60,3 @@ class Preemption:
         victim.preempted_at.append(plan.now)
         self._waiting.restore(victim)
         plan.preempted.append(victim)
-        return index

@@ -16,8 +16,10 @@ from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_pass import AdmissionPass
 from engine_core.scheduler.admission_rules import pressure_of, rules_of
+from engine_core.scheduler.beams import BeamGroup, BeamGroups
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.completion import completion, stop_token
+from engine_core.scheduler.dictation import Dictation
 from engine_core.scheduler.gates import Gate
 from engine_core.scheduler.output_builder import OutputBuilder
 from engine_core.scheduler.pause import Pause, PauseMode
@@ -73,8 +75,11 @@ class Scheduler:
         self._preemption = Preemption(policy, self.waiting, self.running, kv_cache, pressure)
         self._running_pass = RunningPass(self.running, kv_cache, chunks, self._preemption)
         self._pause = Pause()
+        dictation = Dictation()
+        self._beams = BeamGroups(kv_cache, self._preemption, dictation)
         forks = SiblingForks(kv_cache, self._choices)
-        self._gates = (self._pause, *gates, forks, PrefixWait(kv_cache.block_size))
+        prefixes = PrefixWait(kv_cache.block_size)
+        self._gates = (self._pause, *gates, self._beams, forks, prefixes)
         for gate in self._gates:
             gate.attach(self._wake)
         self._admission_pass = AdmissionPass(
@@ -86,7 +91,7 @@ class Scheduler:
             rules_of(config, kv_cache, self.running, pressure),
             self._gates,
         )
-        self._output_builder = OutputBuilder(kv_cache, epoch)
+        self._output_builder = OutputBuilder(kv_cache, dictation, epoch)
         self._num_preemptions = 0
         self._num_scheduled_tokens = 0
 
@@ -99,14 +104,18 @@ class Scheduler:
         choices[request.choice] = request
         self._requests[request.handle] = request
         request.queued_at = self._clock()
+        self._beams.add(request)
         self.waiting.add(request)
 
     def abort(self, request_id: int, choice: int | None = None) -> int:
         """End a request, or one choice of it, in whatever state it is; no output follows.
 
+        The choices of a beam search end together.
         Returns the number of choices that ended; 0 for a request that is over already.
         """
         choices = self._choices.get(request_id, {})
+        if self._beams.owns(request_id):
+            choice = None
         ended = [each for number, each in choices.items() if choice is None or number == choice]
         self._abort_all(ended)
         return len(ended)
@@ -172,6 +181,7 @@ class Scheduler:
         check_result(output, result, self._vocab_size)
         logprobs = {row.handle: row.arrays for row in result.logprobs}
         prompt_logprobs = {row.handle: row.arrays for row in result.prompt_logprobs}
+        candidates = {row.handle: row.arrays for row in result.candidates}
         outputs: ClientOutputs = {}
         num_unfinished = len(self._requests)
         for handle, token_ids, end in zip(
@@ -182,6 +192,8 @@ class Scheduler:
                 continue
             num_tokens = len(request.all_token_ids)
             if bool(token_ids) is (end < num_tokens):
+                if self._beams.report(request, candidates.get(handle)):
+                    continue
                 raise ProtocolError(f"sequence {handle} has {len(token_ids)} tokens at {end}")
             if token_ids:
                 kept = self._append(request, token_ids)
@@ -203,6 +215,9 @@ class Scheduler:
                     prompt_logprobs.get(handle),
                 )
             )
+        if candidates:
+            for group in self._beams.advance():
+                self._end_beams(group, outputs)
         if len(self._requests) < num_unfinished:
             self._clear_running()
         return outputs
@@ -261,6 +276,25 @@ class Scheduler:
                 self._finish(request, status)
                 return token_ids[:count]
         return token_ids
+
+    def _end_beams(self, group: BeamGroup, outputs: ClientOutputs) -> None:
+        """The finished hypotheses are the outputs of the choices; no row holds its own any more."""
+        for row, token_ids in group.results():
+            self._kv_cache.free(row)
+            row.all_token_ids[row.num_prompt_tokens :] = token_ids
+            self._finish(row, completion(row, self._max_model_len))
+            first = None if row.choice else _first_token_info(row)
+            outputs.setdefault(row.client_index, []).append(
+                EngineCoreOutput(
+                    row.request_id,
+                    row.choice,
+                    0,
+                    token_ids,
+                    row.status.finish_reason,
+                    row.stop_reason,
+                    first,
+                )
+            )
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         """End a request by itself; the caller clears it from the running list."""
