@@ -90,12 +90,11 @@ class KVCacheManager:
         return fork_of(self.groups, source.handle, num_tokens)
 
     def branch(self, request: Request, source: Request, num_tokens: int) -> int:
-        """Give a request the first tokens of another one in place of all that it has.
+        """Give a request that holds no blocks the first tokens of another one, at once.
 
         Returns how many tokens it holds now: whole blocks only where there is none for the
         copy of the last one, and nothing where the source holds nothing itself.
         """
-        self.free(request)
         if source.handle not in self._quiet_until:
             return 0
         for shared in (num_tokens, num_tokens - num_tokens % self.block_size):

@@ -80,9 +80,13 @@ class BeamGroups:
         self._groups: dict[int, BeamGroup] = {}
 
     def add(self, request: Request) -> None:
-        """A row, if it is one; those of a group come in order."""
+        """A row, if it is one; those of a group come in order.
+
+        A row may have one token more than it has, so that no step runs ahead of the choice.
+        """
         if not request.sampling_params.beam_width:
             return
+        request.max_tokens = 1
         if request.choice == 0:
             self._groups[request.request_id] = BeamGroup(request)
         else:
@@ -98,6 +102,7 @@ class BeamGroups:
         if group is None or candidates is None:
             return False
         group.reported[request.choice] = candidates
+        request.num_output_placeholders = 0
         return True
 
     def advance(self) -> list[BeamGroup]:
@@ -146,14 +151,16 @@ class BeamGroups:
                 self._take_over(group.rows[slot], group.rows[branch.parent])
         for row, branch in zip(group.living, branches, strict=bool(branches)):
             row.all_token_ids.append(branch.token_id)
+            row.max_tokens = row.num_output_tokens + 1
             self._dictation.append(row, branch.token_id)
             self._wake(row)
         return bool(branches)
 
     def _take_over(self, row: Request, source: Request) -> None:
         """The tokens of another row, and its blocks where both run."""
+        self._kv_cache.free(row)
+        row.num_computed_tokens = 0
         row.take_over(source)
         if row.status is RequestStatus.RUNNING:
-            row.num_computed_tokens = 0
             row.num_computed_tokens = self._kv_cache.branch(row, source, source.num_tokens)
             self._dictation.replace(row)

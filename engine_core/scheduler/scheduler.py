@@ -282,6 +282,7 @@ class Scheduler:
         for row, token_ids in group.results():
             self._kv_cache.free(row)
             row.all_token_ids[row.num_prompt_tokens :] = token_ids
+            row.max_tokens = row.sampling_params.max_tokens
             self._finish(row, completion(row, self._max_model_len))
             first = None if row.choice else _first_token_info(row)
             outputs.setdefault(row.client_index, []).append(

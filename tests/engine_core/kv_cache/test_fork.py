@@ -185,16 +185,13 @@ def test_nothing_is_shared_of_no_tokens(setup):
     assert kv.manager.fork(kv.run(TEN), 0) is NOTHING_COMPUTED
 
 
-def test_a_branch_gives_its_own_blocks_back_and_shares_those_of_the_source(setup):
+def test_a_branch_begins_before_it_is_scheduled(setup):
     kv = setup()
-    source, request = kv.run(TEN), kv.run(list(range(50, 60)))
-    assert kv.tables(request) == [[4, 5, 6]]
-    request.take_over(source)
-    request.num_computed_tokens = 0
+    source, request = kv.run(TEN), kv.requests.make(TEN)
     assert kv.manager.branch(request, source, 10) == 10
-    assert kv.tables(request) == [[1, 2, 7]]
-    assert kv.manager.take_block_copies() == [3, 7]
-    assert kv.pool.ref_counts[1:8] == [2, 2, 1, 0, 0, 0, 1]
+    assert kv.tables(request) == [[1, 2, 4]]
+    assert kv.manager.take_block_copies() == [3, 4]
+    assert kv.pool.ref_counts[1:5] == [2, 2, 1, 1]
 
 
 def test_without_a_block_for_the_copy_a_branch_shares_whole_blocks(setup):
@@ -210,17 +207,15 @@ def test_without_a_block_for_the_copy_a_branch_shares_whole_blocks(setup):
 
 def test_a_branch_of_nothing_holds_nothing(setup):
     kv = setup()
-    source, request = kv.run(TEN), kv.run(TEN)
+    source, request = kv.run(TEN), kv.requests.make(TEN)
     kv.manager.free(source)
-    request.num_computed_tokens = 0
     assert kv.manager.branch(request, source, 10) == 0
     assert kv.tables(request) == [[]]
 
 
 def test_a_copy_for_a_branch_that_is_over_is_not_made(setup):
     kv = setup()
-    source, request = kv.run(TEN), kv.run(list(range(50, 60)))
-    request.num_computed_tokens = 0
+    source, request = kv.run(TEN), kv.requests.make(TEN)
     kv.manager.branch(request, source, 10)
     kv.manager.free(request)
     assert kv.manager.take_block_copies() == []

@@ -319,9 +319,9 @@ class KVCacheMachine(RuleBasedStateMachine):
         source = self.running[other % len(self.running)]
         if request is source or request.cache_salt != source.cache_salt:
             return
+        self._release(request)
         request.take_over(source)
         request.num_computed_tokens = 0
-        self.model.release(request.handle)
         computed = source.num_computed_tokens
         pairs: list[tuple[int, int]] = []
         for num_shared in (computed, computed - computed % self.model.size, 0):
