@@ -43,12 +43,12 @@ class BlockCopies:
         """A fork was given its first new blocks: each group's tail goes into the first of them.
 
         Should the source be given away before the step, its content is still copied in
-        time: whoever has it by then writes to it in that step at the earliest. The copy
-        is a new block, so that it is nobody's source.
+        time: whoever has it by then writes to it in that step at the earliest. A copy
+        that is not made yet is no source: what it is to hold lies in its own source.
         """
         for tail, blocks in zip(computed.tails, new_blocks, strict=False):
             if tail != NULL_BLOCK:
-                self._source_of[blocks[0]] = tail
+                self._source_of[blocks[0]] = self._source_of.get(tail, tail)
 
     def cancel(self, blocks: Iterable[int]) -> None:
         """The fork is over; its blocks may be anybody's."""

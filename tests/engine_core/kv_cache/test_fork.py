@@ -88,6 +88,16 @@ def test_each_of_many_forks_copies_from_the_source(setup):
     assert kv.manager.num_usable_blocks - kv.manager.num_free_blocks == 2 + 4
 
 
+def test_a_fork_of_a_fork_copies_from_the_first_source(setup):
+    """In one step, before anything was copied."""
+    kv = setup()
+    fork = kv.fork(kv.run(TEN), 9, TEN)
+    assert kv.tables(kv.fork(fork, 9, TEN)) == [[1, 2, 5]]
+    assert kv.manager.take_block_copies() == [3, 4, 3, 5]
+    kv.fork(fork, 9, TEN)
+    assert kv.manager.take_block_copies() == [4, 6]
+
+
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
 def test_shared_blocks_are_free_when_the_last_one_has_gone(setup, order):
     kv = setup()
