@@ -19,7 +19,8 @@ class RequestStatus(enum.IntEnum):
     WAITING: in the queue, holds no blocks (but a session's next turn has those of the last).
     WAITING_FOR_*: in the queue but set aside, until something else than room is there:
         a grammar, KV from elsewhere, more input, a prefix that another request is
-        computing, the end of a pause, the prompt's KV from another choice.
+        computing, the end of a pause, the prompt's KV from another choice, the
+        other rows of a beam search.
     RUNNING: holds blocks and is scheduled.
     PREEMPTED: back in the queue; its KV is gone, its tokens are kept.
     FINISHED_*: over; the number decides the finish reason.
@@ -32,6 +33,7 @@ class RequestStatus(enum.IntEnum):
     WAITING_FOR_PREFIX = 4
     WAITING_FOR_RESUME = 5
     WAITING_FOR_FORK = 6
+    WAITING_FOR_BEAMS = 7
     RUNNING = 10
     PREEMPTED = 11
     FINISHED_STOPPED = 20
@@ -254,6 +256,14 @@ class Request:
         """
         self._hasher.extend(self._block_hashes, self.all_token_ids, self._extra_keys)
         return self._block_hashes
+
+    def take_over(self, sibling: "Request") -> None:
+        """Have the tokens of another choice in place of its own."""
+        self.all_token_ids = sibling.all_token_ids.copy()
+        self._block_hashes = sibling.block_hashes.copy()
+        if self.scheduled_at is None:
+            self.scheduled_at = sibling.scheduled_at
+            self.num_cached_tokens = sibling.num_cached_tokens
 
     def __lt__(self, other: "Request") -> bool:
         """Whether it goes first: by priority (lower), arrival, request id, choice."""

@@ -44,6 +44,7 @@ def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
     _check_token_ids(params.eos_token_ids, limits, "eos_token_ids")
     check_length(len(message.prompt_token_ids), params.max_tokens, limits.max_model_len)
     _check_resumption(message, limits)
+    _check_beams(message)
     if message.resumable:
         _check_session(message.n, params)
 
@@ -102,6 +103,22 @@ def _check_resumption(message: EngineCoreRequest, limits: RequestLimits) -> None
             raise InvalidRequestError(
                 f"finished choice {choice} is outside [0, {message.n})", "finished_choices"
             )
+
+
+def _check_beams(message: EngineCoreRequest) -> None:
+    """Beams are nowhere until the end, so there is nothing to take up or to tell of them."""
+    params = message.sampling_params
+    if params.beam_width == 0:
+        return
+    for wrong, name in (
+        (params.beam_width != message.n, "n"),
+        (any(message.output_token_ids), "output_token_ids"),
+        (bool(message.finished_choices), "finished_choices"),
+        (params.logprobs is not None, "logprobs"),
+        (params.prompt_logprobs is not None, "prompt_logprobs"),
+    ):
+        if wrong:
+            raise InvalidRequestError(f"{name} does not go with beam search", name)
 
 
 def _is_utf8(text: str) -> bool:

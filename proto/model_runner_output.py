@@ -25,6 +25,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
     error: the step failed; the epoch is over.
     failed_handles: sequences whose hidden states or logits are not finite. They have no
         sampled tokens, whether or not their prompts are complete.
+    candidates: for the rows of a beam search whose last token is computed, one row of
+        the best next tokens, in order, without ranks; nothing is sampled for them.
     """
 
     epoch: int
@@ -36,3 +38,4 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
     compute_seconds: float = 0.0
     error: ErrorInfo | None = None
     failed_handles: list[int] = []
+    candidates: list[RowLogprobs] = []

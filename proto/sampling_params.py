@@ -6,7 +6,7 @@ end knows text.
 """
 
 import math
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -16,6 +16,9 @@ MAX_STOP_TOKEN_IDS: Final = 128
 MAX_LOGPROBS: Final = 20
 MAX_TEMPERATURE: Final = 1e4
 """Far beyond it every token is as likely as any other."""
+MAX_LENGTH_PENALTY: Final = 5.0
+"""Beyond it, up or down, the scores of long sequences leave float32."""
+EarlyStopping = bool | Literal["never"]
 GREEDY_TEMPERATURE: Final = 1e-5
 """Below this temperature a row is greedy."""
 
@@ -33,6 +36,13 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     eos_token_ids: the model's own end tokens, off with ignore_eos.
     logprobs / prompt_logprobs: how many top alternatives beside the chosen
         token, None for no logprobs at all.
+    beam_width: hypotheses of a beam search, as many as the request has choices; 0 for
+        none. The choices are then the best sequences that were found, best first.
+    length_penalty: a finished hypothesis scores (sum of log-probabilities) /
+        (number of tokens) ** length_penalty.
+    early_stopping: True ends the search once there are beam_width finished
+        hypotheses, False when none that lives is better as it is, "never" when
+        none can become better.
     """
 
     max_tokens: int
@@ -46,10 +56,21 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
 
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def num_candidates(self) -> int:
+        """Best next tokens that a row of a beam search has to tell.
+
+        Stop tokens end hypotheses, and still `beam_width` must be able to go on.
+        """
+        return self.beam_width and self.beam_width + len(self.stop_ids)
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -86,6 +107,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
                 "stop_token_ids",
                 f"token id {shown(token_id)} is outside the vocabulary [0, {vocab_size})",
             )
+        self._validate_beams(vocab_size)
         counts = (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))
         for name, number in counts:
             _require(
@@ -93,6 +115,19 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
                 name,
                 f"must be between 0 and {MAX_LOGPROBS}, got {shown(number)}",
             )
+
+    def _validate_beams(self, vocab_size: int) -> None:
+        _require(
+            self.beam_width >= 0 and self.num_candidates <= vocab_size,
+            "n",
+            f"is more beams than {vocab_size} tokens can tell apart, got {shown(self.beam_width)}",
+        )
+        _require(
+            abs(self.length_penalty) <= MAX_LENGTH_PENALTY,
+            "length_penalty",
+            f"must be between -{MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}, "
+            f"got {self.length_penalty}",
+        )
 
 
 def _require(condition: bool, param: str, rule: str) -> None:

@@ -42,8 +42,11 @@ class CachedRequestData(msgspec.Struct, array_like=True, frozen=True):
 
     new_block_ids: per sequence None, or block ids per group to append; for a
         resumed sequence its whole block table, which replaces the old one.
-    resumed_handles: those of `handles` that were preempted before.
+    resumed_handles: those of `handles` that were preempted before, or were given
+        tokens and blocks of another sequence.
     resumed_output_token_ids: for each of them all its output tokens.
+    dictated_handles, dictated_token_ids: of `handles`, those whose last token was
+        chosen by the engine, and this token.
     """
 
     handles: list[int] = []
@@ -52,6 +55,8 @@ class CachedRequestData(msgspec.Struct, array_like=True, frozen=True):
     new_block_ids: list[BlockIds | None] = []
     resumed_handles: list[int] = []
     resumed_output_token_ids: list[list[int]] = []
+    dictated_handles: list[int] = []
+    dictated_token_ids: list[int] = []
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_only=True):

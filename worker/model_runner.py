@@ -19,7 +19,7 @@ from worker.batch.rows import Rows
 from worker.finite import broken_rows, broken_sequences
 from worker.kv_cache import KVCache
 from worker.models.decoder import Decoder
-from worker.sample.logprobs import prompt_logprobs
+from worker.sample.logprobs import best_continuations, prompt_logprobs
 from worker.sample.rows import SamplingRows
 from worker.sample.sampler import Sampler
 
@@ -63,7 +63,7 @@ class ModelRunner:
             torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions), self._attention
         )
         broken = broken_sequences(hidden, inputs.query_start)
-        sampled, logprobs = self._sample(inputs, hidden, handles, broken)
+        sampled, logprobs, candidates = self._sample(inputs, hidden, handles, broken)
         return ModelRunnerOutput(
             step.epoch,
             step.step,
@@ -73,6 +73,7 @@ class ModelRunner:
             self._prompt_logprobs(inputs, hidden, handles, broken),
             time.monotonic() - started,
             failed_handles=[handles[i] for i in np.flatnonzero(broken)],
+            candidates=candidates,
         )
 
     @torch.inference_mode()
@@ -97,21 +98,33 @@ class ModelRunner:
         hidden: torch.Tensor,
         handles: list[int],
         broken: NDArray[np.bool_],
-    ) -> tuple[list[list[int]], list[RowLogprobs]]:
+    ) -> tuple[list[list[int]], list[RowLogprobs], list[RowLogprobs]]:
         """Draw a token for each sequence that is complete; append it to its row.
 
+        Rows of a beam search have candidates instead.
         broken: bool [S], marked further where logits are odd. Such a sequence samples
         nothing, but its row gets a token all the same: a step may be waiting for it.
         """
         tokens: list[list[int]] = [[] for _ in handles]
         if len(inputs.last_token) == 0:
-            return tokens, []
+            return tokens, [], []
         sequences = np.flatnonzero(inputs.samples)
-        sampling_rows = inputs.rows[sequences]
         logits = self._model.logits(hidden[torch.from_numpy(inputs.last_token)])
         broken[sequences] |= broken_rows(logits)
         if broken.any():
             logits[torch.from_numpy(broken[sequences])] = 0.0
+        candidates: list[RowLogprobs] = []
+        beams = self._rows.num_candidates[inputs.rows[sequences]] > 0
+        if beams.any():
+            found = sequences[beams]
+            best = self._candidates(
+                logits[torch.from_numpy(beams)], inputs.rows[found], [handles[i] for i in found]
+            )
+            logits, sequences = logits[torch.from_numpy(~beams)], sequences[~beams]
+            candidates = list(map(RowLogprobs, [handles[i] for i in found], best))
+        if len(sequences) == 0:
+            return tokens, [], candidates
+        sampling_rows = inputs.rows[sequences]
         request = self._sampling_rows(sampling_rows, [handles[i] for i in sequences])
         result = self._sampler.sample(logits, request)
         self._rows.append_sampled(sampling_rows, result.token_ids)
@@ -123,15 +136,32 @@ class ModelRunner:
             for sequence, arrays in zip(sequences, result.logprobs, strict=True)
             if arrays is not None and not broken[sequence]
         ]
-        return tokens, logprobs
+        return tokens, logprobs, candidates
+
+    def _candidates(
+        self, logits: torch.Tensor, at: NDArray[np.int64], handles: list[int]
+    ) -> list[LogprobsArrays]:
+        position = self._rows.num_tokens[at] - self._rows.num_prompt_tokens[at]
+        return best_continuations(
+            logits,
+            self._rows.num_candidates[at],
+            position.astype(np.uint32),
+            self._suppressed(at, position, handles),
+        )
+
+    def _suppressed(
+        self, at: NDArray[np.int64], position: NDArray[np.int32], handles: list[int]
+    ) -> tuple[tuple[int, NDArray[np.int64]], ...]:
+        """Stop tokens of the rows that may not end yet, as SamplingRows has them."""
+        rows = self._rows
+        return tuple(
+            (int(i), np.array(sorted(rows.params(handles[i]).stop_ids), dtype=np.int64))
+            for i in np.flatnonzero(position < rows.min_output[at])
+        )
 
     def _sampling_rows(self, at: NDArray[np.int64], handles: list[int]) -> SamplingRows:
         rows = self._rows
         position = rows.num_tokens[at] - rows.num_prompt_tokens[at]
-        suppressed = tuple(
-            (int(i), np.array(sorted(rows.params(handles[i]).stop_ids), dtype=np.int64))
-            for i in np.flatnonzero(position < rows.min_output[at])
-        )
         return SamplingRows(
             temperature=rows.temperature[at],
             top_k=rows.top_k[at],
@@ -141,7 +171,7 @@ class ModelRunner:
             choice=rows.choice[at],
             position=position.astype(np.uint32),
             num_logprobs=rows.num_logprobs[at],
-            suppressed=suppressed,
+            suppressed=self._suppressed(at, position, handles),
         )
 
     def _prompt_logprobs(

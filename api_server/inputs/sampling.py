@@ -63,7 +63,7 @@ def sampling_params(
     params = SamplingParams(
         max_tokens=wanted,
         min_tokens=request.min_tokens,
-        temperature=request.temperature,
+        temperature=0.0 if request.use_beam_search else request.temperature,
         top_k=min(max(request.top_k, 0), vocab_size),
         top_p=request.top_p,
         min_p=request.min_p,
@@ -72,9 +72,12 @@ def sampling_params(
         ignore_eos=request.ignore_eos,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        beam_width=request.n if request.use_beam_search else 0,
+        length_penalty=request.length_penalty,
+        early_stopping=request.early_stopping,
     )
     params.validate(vocab_size)
-    if params.greedy and request.n > 1:
+    if params.greedy and request.n > 1 and not request.use_beam_search:
         raise InvalidRequestError(
             f"n must be 1 when temperature is 0: {request.n} choices would be the same", "n"
         )

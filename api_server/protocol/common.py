@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from proto.engine_io import MAX_CHOICES
-from proto.sampling_params import MAX_STOP_TOKEN_IDS
+from proto.sampling_params import MAX_STOP_TOKEN_IDS, EarlyStopping
 
 MAX_CHOICES_PER_REQUEST: Final = 1024
 """Most choices of all prompts of a request together."""
@@ -67,7 +67,14 @@ class GenerationRequest(Strict):
     stream_options: StreamOptions | None = None
     """What a stream tells of its usage; only with stream."""
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
-    """Choices for each prompt; more than one needs a temperature above 0."""
+    """Choices for each prompt; more than one needs a temperature above 0, or beam search."""
+    use_beam_search: bool = False
+    """Search for the n likeliest answers with n beams; nothing is drawn, nothing streamed."""
+    length_penalty: float = 1.0
+    """Beams are ranked by log-probability / length ** length_penalty (-5 to 5)."""
+    early_stopping: EarlyStopping = False
+    """End the search at n finished beams (true), at no better one (false), or at none possible
+    ("never")."""
     seed: int | None = Field(default=None, ge=INT64_MIN, le=INT64_MAX)
     """Makes the draws repeatable."""
     priority: int = Field(default=0, ge=INT64_MIN, le=INT64_MAX)

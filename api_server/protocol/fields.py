@@ -25,7 +25,6 @@ LATER: Final[dict[str, tuple[Any, ...]]] = {
     "best_of": (1,),
     "cache_salt": (),
     "detokenize": (True,),
-    "early_stopping": (False,),
     "ec_transfer_params": (),
     "frequency_penalty": (0,),
     "guided_choice": (),
@@ -34,7 +33,6 @@ LATER: Final[dict[str, tuple[Any, ...]]] = {
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
     "kv_transfer_params": (),
-    "length_penalty": (1,),
     "logit_bias": ({},),
     "logprob_token_ids": (),
     "presence_penalty": (0,),
@@ -51,7 +49,6 @@ LATER: Final[dict[str, tuple[Any, ...]]] = {
     "timeout_ms": (),
     "truncate_prompt_tokens": (),
     "truncation_side": (),
-    "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
 """Field → values, beside null, that ask for nothing. For both endpoints."""

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 from api_server.inputs.prompts import Prompt
 from api_server.inputs.sampling import SEED_MASK, sampling_params
@@ -45,6 +46,7 @@ class Preparation:
 
     def __init__(self, services: Services, request: GenerationRequest, id_prefix: str) -> None:
         check_request(request)
+        check_beams(request)
         services.check_model(request.model)
         self._services = services
         self._request = request
@@ -78,6 +80,8 @@ class Preparation:
 
     def requests(self, prompts: Sequence[Prompt], wishes: Wishes) -> list[EngineCoreRequest]:
         """What the engine is asked, one for each prompt."""
+        if self._request.use_beam_search and wishes.logprobs is not None:
+            raise InvalidRequestError("logprobs does not go with use_beam_search", "logprobs")
         seed = self._seed()
         requests = [self._engine_request(prompt, wishes, seed) for prompt in prompts]
         entries = sum(map(_num_logprob_entries, requests))
@@ -180,3 +184,29 @@ def check_request(request: GenerationRequest) -> None:
         raise InvalidRequestError("stream_options needs stream", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequestError("prompt_logprobs cannot be streamed", "prompt_logprobs")
+
+
+_NEUTRAL_TO_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
+    "stream": (False,),
+    "temperature": (0.0,),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "stop": ([],),
+    "prompt_logprobs": (),
+}
+"""Fields that a beam search has no use for, and what they may say all the same."""
+
+
+def check_beams(request: GenerationRequest) -> None:
+    """Raise InvalidRequestError for what only a beam search has, or what it cannot do."""
+    given = request.model_fields_set
+    if request.use_beam_search:
+        for name, neutral in _NEUTRAL_TO_BEAMS.items():
+            if name in given and getattr(request, name) not in neutral:
+                raise InvalidRequestError(f"{name} does not go with use_beam_search", name)
+        return
+    if request.length_penalty != 1.0:
+        raise InvalidRequestError("length_penalty needs use_beam_search", "length_penalty")
+    if request.early_stopping is not False:
+        raise InvalidRequestError("early_stopping needs use_beam_search", "early_stopping")

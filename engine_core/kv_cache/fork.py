@@ -10,7 +10,7 @@ own and the worker copies what is in it, before it computes anything of the step
 Owns the copies that the next step has to make. Knows tables, not requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine_core.kv_cache.block import NULL_BLOCK, BlockIds
 from engine_core.kv_cache.coordinator import NOTHING_COMPUTED, ComputedBlocks
@@ -37,19 +37,29 @@ class BlockCopies:
     """Block copies that were promised since the last step left."""
 
     def __init__(self) -> None:
-        self._pairs: list[int] = []
+        self._source_of: dict[int, int] = {}
 
     def promise(self, computed: ComputedBlocks, new_blocks: BlockIds) -> None:
         """A fork was given its first new blocks: each group's tail goes into the first of them.
 
-        The source is referenced by its own sequence, so that nobody takes it for the
-        step of the copy, and the copy is new, so that it is nobody's source.
+        Should the source be given away before the step, its content is still copied in
+        time: whoever has it by then writes to it in that step at the earliest. A copy
+        that is not made yet is no source: what it is to hold lies in its own source.
         """
         for tail, blocks in zip(computed.tails, new_blocks, strict=False):
             if tail != NULL_BLOCK:
-                self._pairs += (tail, blocks[0])
+                self._source_of[blocks[0]] = self._source_of.get(tail, tail)
+
+    def cancel(self, blocks: Iterable[int]) -> None:
+        """The fork is over; its blocks may be anybody's."""
+        if self._source_of:
+            for block in blocks:
+                self._source_of.pop(block, None)
 
     def take(self) -> list[int]:
         """Source, copy, source, copy …, since the last call."""
-        taken, self._pairs = self._pairs, []
+        if not self._source_of:
+            return []
+        taken = [block for copy, source in self._source_of.items() for block in (source, copy)]
+        self._source_of.clear()
         return taken

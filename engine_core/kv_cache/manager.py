@@ -6,6 +6,7 @@ not decide who waits or who is preempted.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Final
 
 from engine_core.kv_cache.block import BlockIds
@@ -89,6 +90,20 @@ class KVCacheManager:
         where a window of the source has passed what the next token sees. Changes nothing.
         """
         return fork_of(self.groups, source.handle, num_tokens)
+
+    def branch(self, request: Request, source: Request, num_tokens: int) -> int:
+        """Give a request that holds no blocks the first tokens of another one, at once.
+
+        Returns how many tokens it holds now: whole blocks only where there is none for the
+        copy of the last one, and nothing where the source holds nothing itself.
+        """
+        if source.handle not in self._quiet_until:
+            return 0
+        for shared in (num_tokens, num_tokens - num_tokens % self.block_size):
+            computed = self.fork(source, shared)
+            if computed.num_tokens and self._allocate(request, 0, computed, 0) is not None:
+                return shared
+        return 0
 
     def take_block_copies(self) -> list[int]:
         """Source, copy, source, copy …: what forks since the last call need done by the worker.
@@ -186,6 +201,7 @@ class KVCacheManager:
         if self._quiet_until.pop(request.handle, None) is not None:
             num_verified = min(request.num_computed_tokens, request.num_tokens)
             self._coordinator.settle(request.handle, request, num_verified)
+            self._copies.cancel(chain.from_iterable(self.block_ids(request.handle)))
             self._coordinator.free(request.handle)
 
     def block_ids(self, handle: int) -> BlockIds:

@@ -6,6 +6,7 @@ they have yet to be told are finished.
 
 from engine_core.kv_cache.manager import NO_NEW_BLOCKS, KVCacheManager
 from engine_core.request import Request
+from engine_core.scheduler.dictation import Dictation
 from engine_core.scheduler.step_plan import StepPlan
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -13,8 +14,9 @@ from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerO
 class OutputBuilder:
     """Describes a sequence in full once, and only what changed after that."""
 
-    def __init__(self, kv_cache: KVCacheManager, epoch: int) -> None:
+    def __init__(self, kv_cache: KVCacheManager, dictation: Dictation, epoch: int) -> None:
         self._kv_cache = kv_cache
+        self._dictation = dictation
         self._epoch = epoch
         self._known: set[int] = set()
         self._finished: list[int] = []
@@ -34,6 +36,7 @@ class OutputBuilder:
     def build(self, plan: StepPlan) -> SchedulerOutput:
         """The message for the next step; call it before the counters advance."""
         self.step += 1
+        dictated = self._dictation.take(plan)
         new: list[NewRequestData] = []
         resumed: list[Request] = []
         resumed_tokens: list[int] = []
@@ -49,7 +52,7 @@ class OutputBuilder:
             epoch=self._epoch,
             step=self.step,
             new_requests=new,
-            cached_requests=self._changes(plan, resumed, resumed_tokens),
+            cached_requests=self._changes(plan, resumed, resumed_tokens, dictated),
             total_num_scheduled_tokens=sum(plan.continued_tokens) + sum(plan.admitted_tokens),
             finished_handles=finished,
             preempted_handles=[request.handle for request in plan.preempted],
@@ -70,7 +73,11 @@ class OutputBuilder:
         )
 
     def _changes(
-        self, plan: StepPlan, resumed: list[Request], resumed_tokens: list[int]
+        self,
+        plan: StepPlan,
+        resumed: list[Request],
+        resumed_tokens: list[int],
+        dictated: tuple[list[int], list[int]],
     ) -> CachedRequestData:
         known = plan.continued + resumed
         return CachedRequestData(
@@ -83,4 +90,6 @@ class OutputBuilder:
             + [self._kv_cache.block_ids(request.handle) for request in resumed],
             resumed_handles=[request.handle for request in resumed],
             resumed_output_token_ids=[request.output_token_ids for request in resumed],
+            dictated_handles=dictated[0],
+            dictated_token_ids=dictated[1],
         )

@@ -47,7 +47,7 @@ class Pause:
         """Nothing changes by a step."""
 
     def holds(self, candidate: Candidate) -> bool:
-        if self._mode is None or candidate.request.num_preemptions:
+        if self._mode is None or candidate.request.scheduled_at is not None:
             return False
         self._held[candidate.request.handle] = candidate.request
         return True

@@ -17,10 +17,12 @@ from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_pass import AdmissionPass
 from engine_core.scheduler.admission_rules import pressure_of, rules_of
+from engine_core.scheduler.beams import BeamGroup, BeamGroups
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.completion import completion, stop_token
 from engine_core.scheduler.corruption import corrupted_output
+from engine_core.scheduler.dictation import Dictation
 from engine_core.scheduler.gates import Gate
 from engine_core.scheduler.idle_blocks import IdleBlocks
 from engine_core.scheduler.output_builder import OutputBuilder
@@ -83,6 +85,8 @@ class Scheduler:
         )
         self._running_pass = RunningPass(self.running, kv_cache, chunks, self._preemption)
         self._pause = Pause()
+        dictation = Dictation()
+        self._beams = BeamGroups(kv_cache, self._preemption, dictation)
         self.sessions = Sessions(
             self,
             self.waiting,
@@ -96,6 +100,7 @@ class Scheduler:
             self._pause,
             self.sessions,
             *gates,
+            self._beams,
             SiblingForks(kv_cache, self._choices),
             PrefixWait(kv_cache.block_size),
         )
@@ -111,7 +116,7 @@ class Scheduler:
             self._gates,
             idle_blocks,
         )
-        self._output_builder = OutputBuilder(kv_cache, epoch)
+        self._output_builder = OutputBuilder(kv_cache, dictation, epoch)
         self._placeholders: Placeholders = (
             OutputPlaceholders() if config.async_scheduling else NoPlaceholders()
         )
@@ -131,14 +136,18 @@ class Scheduler:
             request.max_tokens, self._max_model_len - request.num_prompt_tokens
         )
         request.queued_at = self._clock()
+        self._beams.add(request)
         self.waiting.add(request)
 
     def abort(self, request_id: int, choice: int | None = None) -> int:
         """End a request, or one choice of it, in whatever state it is; no output follows.
 
+        The choices of a beam search end together.
         Returns the number of choices that ended; 0 for a request that is over already.
         """
         choices = self._choices.get(request_id, {})
+        if self._beams.owns(request_id):
+            choice = None
         ended = [each for number, each in choices.items() if choice is None or number == choice]
         self._abort_all(ended)
         return len(ended)
@@ -219,6 +228,7 @@ class Scheduler:
         check_result(output, result, self._vocab_size)
         logprobs = {row.handle: row.arrays for row in result.logprobs}
         prompt_logprobs = {row.handle: row.arrays for row in result.prompt_logprobs}
+        candidates = {row.handle: row.arrays for row in result.candidates}
         outputs: ClientOutputs = {}
         num_unfinished = len(self._requests)
         self._fail(result.failed_handles, outputs)
@@ -230,6 +240,8 @@ class Scheduler:
                 continue
             num_tokens = len(request.all_token_ids)
             if bool(token_ids) is (end < num_tokens):
+                if self._beams.report(request, candidates.get(handle)):
+                    continue
                 raise ProtocolError(f"sequence {handle} has {len(token_ids)} tokens at {end}")
             if token_ids:
                 kept = self._append(request, token_ids)
@@ -254,6 +266,9 @@ class Scheduler:
                     prompt_logprobs.get(handle) if prompt_logprobs else None,
                 )
             )
+        if candidates:
+            for group in self._beams.advance():
+                self._end_beams(group, outputs)
         if len(self._requests) < num_unfinished:
             self._clear_running()
             self.sessions.begin_turns(outputs)
@@ -301,7 +316,10 @@ class Scheduler:
         for request in filter(None, map(self._requests.get, handles)):
             self._kv_cache.forget(request)
             request.num_computed_tokens = 0
+            is_beam = self._beams.owns(request.request_id)
             self._finish(request, RequestStatus.FINISHED_ERROR)
+            if is_beam:
+                self.abort(request.request_id)  # rows end together, and this one has told why
             self._num_corrupted += 1
             outputs.setdefault(request.client_index, []).append(corrupted_output(request))
 
@@ -325,6 +343,26 @@ class Scheduler:
                 self._finish(request, status)
                 return token_ids[:count]
         return token_ids
+
+    def _end_beams(self, group: BeamGroup, outputs: ClientOutputs) -> None:
+        """The finished hypotheses are the outputs of the choices; no row holds its own any more."""
+        for row, token_ids in group.results():
+            self._kv_cache.free(row)
+            row.all_token_ids[row.num_prompt_tokens :] = token_ids
+            row.max_tokens = row.sampling_params.max_tokens
+            self._finish(row, completion(row, self._max_model_len))
+            first = None if row.choice else _first_token_info(row)
+            outputs.setdefault(row.client_index, []).append(
+                EngineCoreOutput(
+                    row.request_id,
+                    row.choice,
+                    0,
+                    token_ids,
+                    row.status.finish_reason,
+                    row.stop_reason,
+                    first,
+                )
+            )
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         """End a request by itself; the caller clears it from the running list."""

@@ -1,7 +1,8 @@
 """Choices of one request share the KV of their prompt.
 
 One choice computes the prompt. The others wait for it and begin as its forks; only
-the last token of the prompt is computed by each, for its logits:
+the last token of the prompt is computed by each, for its logits. One that comes back
+after a preemption, or the row of a beam, may share outputs as well.
 
     first choice    |------------- prompt ------------|-- its outputs --
     another one     |- shared, the end copied -|-last-|-- its outputs --
@@ -83,17 +84,15 @@ class SiblingForks:
         self._release(request.request_id)
 
     def _fork(self, request: Request) -> ComputedBlocks:
-        """The prompt but for its last token, from a running choice that still has it.
-
-        Blocks that are copied in this very step are in no choice's place to be copied again.
-        """
-        num_shared = request.num_prompt_tokens - 1
+        """What the request can have of the running choice that shares most with it."""
+        longest = NOTHING_COMPUTED
         for source in self._choices[request.request_id].values():
             if self._has_prompt(source):
-                fork = self._kv_cache.fork(source, num_shared)
-                if fork.num_tokens:
-                    return fork
-        return NOTHING_COMPUTED
+                num_shared = _num_shared(request, source)
+                if num_shared > longest.num_tokens:
+                    fork = self._kv_cache.fork(source, num_shared)
+                    longest = fork if fork.num_tokens else longest
+        return longest
 
     def _is_coming(self, request: Request) -> bool:
         """A running choice has not computed the prompt yet, so there is something to wait for."""
@@ -115,3 +114,13 @@ class SiblingForks:
     def _release(self, request_id: int) -> None:
         for request in self._waiters.pop(request_id):
             self._wake(request)
+
+
+def _num_shared(request: Request, source: Request) -> int:
+    """Tokens in which both begin, computed by the source; one is left for the request."""
+    ours, theirs = request.all_token_ids, source.all_token_ids
+    most = min(len(ours) - 1, len(theirs), source.num_computed_tokens)
+    shared = min(most, request.num_prompt_tokens)
+    while shared < most and ours[shared] == theirs[shared]:
+        shared += 1
+    return shared

@@ -42,6 +42,13 @@ class StepPlan:
             return 0
         return self.continued_tokens[self.continued.index(request)]
 
+    def describe_anew(self, request: Request) -> None:
+        """Tell the workers of a continued request as of one that came from the queue."""
+        index = self.continued.index(request)
+        del self.continued[index], self.continued_blocks[index]
+        self.admitted.append(request)
+        self.admitted_tokens.append(self.continued_tokens.pop(index))
+
     def withdraw(self, request: Request) -> bool:
         """Take a running request out again and its tokens back; False if it was not planned."""
         if request not in self.continued:

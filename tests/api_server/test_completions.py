@@ -150,6 +150,36 @@ async def test_parameters_reach_the_engine(start, say):
         assert request.n == 2
 
 
+async def test_beams_reach_the_engine(start, say):
+    async with start(say("x")) as front_end:
+        for fields in ({}, {"temperature": 0, "top_k": -1, "length_penalty": 2}):
+            response = await front_end.complete(
+                n=3, use_beam_search=True, early_stopping="never", **fields
+            )
+            assert len(response.json()["choices"]) == 3
+            request = front_end.engine.requests.get_nowait()
+            params = request.sampling_params
+            assert (request.n, params.beam_width, params.early_stopping) == (3, 3, "never")
+            assert params.length_penalty == fields.get("length_penalty", 1.0)
+            assert params.greedy
+        await front_end.complete(n=3)
+        assert front_end.engine.requests.get_nowait().sampling_params.beam_width == 0
+
+
+async def test_beams_come_whole_and_in_order(start, tokenizer):
+    """The engine says nothing before the search is over, and then all of each choice at once."""
+    async with start() as front_end:
+        pending = asyncio.create_task(front_end.complete(n=2, use_beam_search=True, echo=True))
+        request = await front_end.engine.requests.get()
+        front_end.engine.accept(request)
+        for choice, text in enumerate(("one", "another")):
+            token_ids = [*tokenizer.encode(text).ids, 2]
+            front_end.engine.emit(request, token_ids, choice=choice, finish=FinishReason.STOP)
+        choices = (await pending).json()["choices"]
+        assert [each["text"].removeprefix("hello") for each in choices] == ["one", "another"]
+        assert [each["index"] for each in choices] == [0, 1]
+
+
 async def test_seeds_are_drawn_repeatably(start, say):
     drawn = []
     for _ in range(2):

@@ -111,6 +111,11 @@ def test_a_request_is_accepted_and_queued_with_all_its_choices():
         (request(finished_choices=(1,)), "finished_choices", "1"),
         (request(resumable=True, n=2), "n", "n = 2"),
         (request(resumable=True, prompt_logprobs=0), "prompt_logprobs", "session"),
+        (request(beam_width=2), "n", "beam search"),
+        (request(beam_width=2, n=2, finished_choices=(1,)), "finished_choices", "beam search"),
+        (request(beam_width=1, output_token_ids=((1,),)), "output_token_ids", "beam search"),
+        (request(beam_width=1, logprobs=0), "logprobs", "beam search"),
+        (request(beam_width=1, prompt_logprobs=0), "prompt_logprobs", "beam search"),
         (
             msgspec.structs.replace(
                 request(), sampling_params=SamplingParams(max_tokens=1, eos_token_ids=(1000,))

@@ -13,6 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+import numpy as np
+from numpy.typing import NDArray
+
 from proto.engine_io import LogprobsArrays
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.scheduler_output import NewRequestData, SchedulerOutput
@@ -35,6 +38,14 @@ def undisturbed(prompt: list[int], num_tokens: int, choice: int = 0) -> list[int
     return token_ids[len(prompt) :]
 
 
+def hashed_logprobs(token_ids: list[int], vocab_size: int = 1000) -> NDArray[np.float32]:
+    """Log-probabilities of the next token, float32 [vocab_size]: those of a prefix are its own."""
+    digest = blake2b(struct.pack(f"<{len(token_ids)}I", *token_ids), digest_size=8).digest()
+    draw = np.random.default_rng(int.from_bytes(digest, "little"))
+    logits = 3 * draw.standard_normal(vocab_size)
+    return np.float32(logits - np.log(np.exp(logits).sum()))
+
+
 @dataclass
 class Row:
     """What a worker keeps of a sequence."""
@@ -43,6 +54,7 @@ class Row:
     num_prompt_tokens: int
     choice: int
     prompt_logprobs: bool
+    num_candidates: int
     tables: list[list[int]]
     digests: list[bytes] = field(default_factory=list)
 
@@ -92,7 +104,10 @@ class PagedRunner:
         for handle, computed, scheduled in work:
             row, end = self.rows[handle], computed + scheduled
             result.handles.append(handle)
-            result.sampled_token_ids.append(self._sample(row, computed, end))
+            self._read_back(row, computed, end)
+            result.sampled_token_ids.append(self._sample(row, end))
+            if row.num_candidates and end == len(row.token_ids):
+                result.candidates.append(RowLogprobs(handle, _best_of(row)))
             if row.prompt_logprobs and computed < row.num_prompt_tokens:
                 arrays = LogprobsArrays(computed + 1, 1, b"", b"", b"")
                 result.prompt_logprobs.append(RowLogprobs(handle, arrays))
@@ -105,6 +120,7 @@ class PagedRunner:
             len(new.prompt_token_ids),
             new.choice,
             new.sampling_params.prompt_logprobs is not None,
+            new.sampling_params.num_candidates,
             [list(table) for table in new.block_ids],
         )
         assert len(new.block_ids) == len(self.windows)
@@ -123,6 +139,10 @@ class PagedRunner:
             elif blocks is not None:
                 for table, more in zip(row.tables, blocks, strict=True):
                     table += more
+        for handle, token_id in zip(
+            cached.dictated_handles, cached.dictated_token_ids, strict=True
+        ):
+            self.rows[handle].token_ids.append(token_id)
         return list(
             zip(
                 cached.handles, cached.num_computed_tokens, cached.num_scheduled_tokens, strict=True
@@ -146,7 +166,7 @@ class PagedRunner:
             for position in range(start, end):
                 self.slots[self._slot(row, group, position)] = self._kv(row, group, position)
 
-    def _sample(self, row: Row, start: int, end: int) -> list[int]:
+    def _read_back(self, row: Row, start: int, end: int) -> None:
         if self.read_back:
             for group, window in enumerate(self.windows):
                 first = 0 if window is None else max(0, start - window + 1)
@@ -155,7 +175,9 @@ class PagedRunner:
                     assert held == self._kv(row, group, position), (
                         f"position {position} of group {group} holds another prefix"
                     )
-        if end < len(row.token_ids):
+
+    def _sample(self, row: Row, end: int) -> list[int]:
+        if end < len(row.token_ids) or row.num_candidates:
             return []
         row.token_ids.append(self.next_token(row.token_ids, row.choice))
         return row.token_ids[-1:]
@@ -168,3 +190,12 @@ class PagedRunner:
         block = row.tables[group][position // self.block_size]
         assert block != 0, "the null block holds nothing"
         return block, position % self.block_size
+
+
+def _best_of(row: Row) -> LogprobsArrays:
+    logprobs = hashed_logprobs(row.token_ids)
+    best = np.argsort(-logprobs, kind="stable")[: row.num_candidates]
+    position = len(row.token_ids) - row.num_prompt_tokens
+    ids = best.astype("<i4").tobytes()
+    values = logprobs[best].astype("<f4").tobytes()
+    return LogprobsArrays(position, len(best), ids, values, b"")

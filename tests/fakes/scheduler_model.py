@@ -140,14 +140,14 @@ class SchedulerModel:
                 return
             hits = self._hits(sequence)
             found = len(hits) * self.size
-            source = self._prompt_holder(sequence, already_running)
-            if source is None and self._prompt_is_coming(sequence):
+            table, shared = self._longest_fork(sequence, already_running)
+            if not shared and self._prompt_is_coming(sequence):
                 continue
             tail = 0
-            if source is not None and sequence.shared >= found:
-                found = sequence.shared
-                hits = source.table[: found // self.size]
-                tail = source.table[found // self.size] if found % self.size else 0
+            if shared and shared >= found:
+                found = shared
+                hits = table[: found // self.size]
+                tail = table[found // self.size] if found % self.size else 0
             if self._waits(sequence, found // self.size, planned):
                 continue
             missing = len(sequence.tokens) - found
@@ -171,13 +171,19 @@ class SchedulerModel:
         family = [each for each in self.running if each.family == sequence.family]
         return sorted(family, key=lambda each: each.choice)
 
-    def _prompt_holder(
+    def _longest_fork(
         self, sequence: Sequence, already_running: list[Sequence]
-    ) -> Sequence | None:
+    ) -> tuple[list[int], int]:
+        """The table of the sibling that shares most computed tokens, and how many."""
+        longest: tuple[list[int], int] = [], 0
         for each in self._siblings(sequence):
-            if sequence.shared and each in already_running and each.computed >= each.shared:
-                return each
-        return None
+            if each in already_running and each.computed >= each.shared:
+                most = min(each.computed, len(sequence.tokens) - 1)
+                while each.tokens[:most] != sequence.tokens[:most]:
+                    most -= 1
+                if most > longest[1]:
+                    longest = each.table, most
+        return longest
 
     def _prompt_is_coming(self, sequence: Sequence) -> bool:
         if not sequence.shared or sequence.family in self.over:

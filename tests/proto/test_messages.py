@@ -55,6 +55,9 @@ PARAMS = SamplingParams(
     ignore_eos=True,
     logprobs=3,
     prompt_logprobs=0,
+    beam_width=2,
+    length_penalty=0.5,
+    early_stopping="never",
 )
 ARRAYS = LogprobsArrays(4, 2, b"\x00\x01", b"\xff", b"")
 ERROR = ErrorInfo("internal", "it broke", "n", 1, "Traceback …")
@@ -81,7 +84,7 @@ NEW = NewRequestData(
     num_computed_tokens=2,
     num_scheduled_tokens=1,
 )
-CACHED = CachedRequestData([1, 2], [5, 0], [1, 7], [None, [[3], [4, 5]]], [2], [[8, 9]])
+CACHED = CachedRequestData([1, 2], [5, 0], [1, 7], [None, [[3], [4, 5]]], [2], [[8, 9]], [1], [17])
 
 MESSAGES = [
     EngineCoreRequest(
@@ -137,6 +140,7 @@ MESSAGES = [
         0.25,
         ERROR,
         [2],
+        [RowLogprobs(1, ARRAYS)],
     ),
     ProcessBoot(
         protocol_version=1,

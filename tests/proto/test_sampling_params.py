@@ -21,6 +21,7 @@ VOCAB_SIZE = 100
         {"min_tokens": 16},
         {"stop_token_ids": (0, 99)},
         {"logprobs": 0, "prompt_logprobs": 20},
+        {"beam_width": 98, "stop_token_ids": (1, 2), "length_penalty": -5.0},
     ],
 )
 def test_valid(values):
@@ -47,6 +48,8 @@ def test_valid(values):
         ("stop_token_ids", (100,)),
         ("stop_token_ids", (-1,)),
         ("stop_token_ids", (1,) * (MAX_STOP_TOKEN_IDS + 1)),
+        ("length_penalty", 5.5),
+        ("length_penalty", math.nan),
         ("logprobs", -1),
         ("logprobs", 21),
         ("prompt_logprobs", 21),
@@ -72,3 +75,17 @@ def test_stop_ids_join_stop_tokens_and_eos():
 @pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (1e-6, True), (1e-4, False)])
 def test_greedy(temperature, greedy):
     assert SamplingParams(max_tokens=1, temperature=temperature).greedy is greedy
+
+
+@pytest.mark.parametrize("width", [-1, 99])
+def test_more_beams_than_tokens_are_too_many(width):
+    params = SamplingParams(max_tokens=1, beam_width=width, eos_token_ids=(2, 3))
+    with pytest.raises(InvalidRequestError) as caught:
+        params.validate(VOCAB_SIZE)
+    assert caught.value.param == "n"
+
+
+def test_a_beam_row_tells_of_as_many_tokens_as_may_end_and_still_go_on():
+    assert SamplingParams(max_tokens=1).num_candidates == 0
+    params = SamplingParams(max_tokens=1, beam_width=4, eos_token_ids=(2, 3), stop_token_ids=(2,))
+    assert params.num_candidates == 6

@@ -34,6 +34,7 @@ class Rows:
     token_ids: int32 [num_rows, max_model_len + 1], prompt then outputs.
     num_tokens, num_prompt_tokens: int32.
     temperature, top_p, min_p: float32; top_k, num_logprobs: int32; seed: uint64; choice: uint32.
+    num_candidates: int32, best next tokens that a row reports instead of sampling; 0: it samples.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Rows:
         self.seed = np.zeros(num_rows, dtype=np.uint64)
         self.choice = np.zeros(num_rows, dtype=np.uint32)
         self.num_logprobs = np.full(num_rows, NO_LOGPROBS, dtype=np.int32)
+        self.num_candidates = np.zeros(num_rows, dtype=np.int32)
         self.min_output = np.zeros(num_rows, dtype=np.int32)
         self._free = list(range(num_rows - 1, -1, -1))
         self._row_of: dict[int, int] = {}
@@ -75,6 +77,12 @@ class Rows:
                 self.block_table.replace(self._row_of[handle], block_ids)
             elif block_ids is not None:
                 self.block_table.append(self._row_of[handle], block_ids)
+        for handle, token_id in zip(
+            cached.dictated_handles, cached.dictated_token_ids, strict=True
+        ):
+            row = self._row_of[handle]
+            self.token_ids[row, self.num_tokens[row]] = token_id
+            self.num_tokens[row] += 1
         handles = [new.handle for new in step.new_requests] + cached.handles
         return np.fromiter(map(self._row_of.__getitem__, handles), np.int64, len(handles))
 
@@ -106,8 +114,10 @@ class Rows:
         self.block_table.replace(self._row_of[new.handle], new.block_ids)
 
     def _place(self, sequence: Sequence, output_token_ids: list[int]) -> None:
-        row = self._free.pop()
-        self._row_of[sequence.handle] = row
+        """Fill a row: the one that the sequence has, or a free one."""
+        if sequence.handle not in self._row_of:
+            self._row_of[sequence.handle] = self._free.pop()
+        row = self._row_of[sequence.handle]
         prompt_end = len(sequence.prompt_token_ids)
         end = prompt_end + len(output_token_ids)
         self.token_ids[row, :prompt_end] = sequence.prompt_token_ids
@@ -122,6 +132,7 @@ class Rows:
         self.seed[row] = sequence.seed
         self.choice[row] = sequence.choice
         self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self.num_candidates[row] = params.num_candidates
         self.min_output[row] = params.min_tokens
 
     def _release_row(self, handle: int) -> None:

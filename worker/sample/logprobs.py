@@ -4,6 +4,7 @@ Packs them as LogprobsArrays: column 0 is the chosen token, then the best ones i
 order; the rank of the chosen token counts from 1.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -32,6 +33,31 @@ def row_logprobs(
         _pack(ids[row : row + 1, :width], values[row : row + 1, :width], ranks[row : row + 1], at)
         for row, (width, at) in enumerate(
             zip((num_logprobs + 1).tolist(), first_positions.tolist(), strict=True)
+        )
+    ]
+
+
+def best_continuations(
+    logits: torch.Tensor,
+    counts: npt.NDArray[np.int32],
+    first_positions: npt.NDArray[np.uint32],
+    suppressed: Sequence[tuple[int, npt.NDArray[np.int64]]] = (),
+) -> list[LogprobsArrays]:
+    """The `counts` [N] best tokens of each row of logits float32 [N, V], without ranks.
+
+    suppressed: (row, token ids) pairs; these come last, at minus infinity. The others
+    keep their log-probabilities.
+    """
+    logprobs = logits.log_softmax(dim=1)
+    for row, token_ids in suppressed:
+        logprobs[row, torch.from_numpy(token_ids)] = float("-inf")
+    best = best_tokens(logprobs, int(counts.max()))
+    ids = best.numpy().astype("<i4")
+    values = logprobs.gather(1, best).numpy().astype("<f4")
+    return [
+        LogprobsArrays(at, count, ids[row, :count].tobytes(), values[row, :count].tobytes(), b"")
+        for row, (count, at) in enumerate(
+            zip(counts.tolist(), first_positions.tolist(), strict=True)
         )
     ]
 

@@ -88,6 +88,16 @@ def test_each_of_many_forks_copies_from_the_source(setup):
     assert kv.manager.num_usable_blocks - kv.manager.num_free_blocks == 2 + 4
 
 
+def test_a_fork_of_a_fork_copies_from_the_first_source(setup):
+    """In one step, before anything was copied."""
+    kv = setup()
+    fork = kv.fork(kv.run(TEN), 9, TEN)
+    assert kv.tables(kv.fork(fork, 9, TEN)) == [[1, 2, 5]]
+    assert kv.manager.take_block_copies() == [3, 4, 3, 5]
+    kv.fork(fork, 9, TEN)
+    assert kv.manager.take_block_copies() == [4, 6]
+
+
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
 def test_shared_blocks_are_free_when_the_last_one_has_gone(setup, order):
     kv = setup()
@@ -183,3 +193,39 @@ def test_a_window_of_one_token_shares_nothing(setup):
 def test_nothing_is_shared_of_no_tokens(setup):
     kv = setup()
     assert kv.manager.fork(kv.run(TEN), 0) is NOTHING_COMPUTED
+
+
+def test_a_branch_begins_before_it_is_scheduled(setup):
+    kv = setup()
+    source, request = kv.run(TEN), kv.requests.make(TEN)
+    assert kv.manager.branch(request, source, 10) == 10
+    assert kv.tables(request) == [[1, 2, 4]]
+    assert kv.manager.take_block_copies() == [3, 4]
+    assert kv.pool.ref_counts[1:5] == [2, 2, 1, 1]
+
+
+def test_without_a_block_for_the_copy_a_branch_shares_whole_blocks(setup):
+    kv = setup(5)
+    source = kv.run(TEN)
+    kv.run([80])
+    assert kv.manager.num_free_blocks == 0
+    request = kv.requests.make(TEN)
+    assert kv.manager.branch(request, source, 10) == 8
+    assert kv.tables(request) == [[1, 2]]
+    assert kv.manager.take_block_copies() == []
+
+
+def test_a_branch_of_nothing_holds_nothing(setup):
+    kv = setup()
+    source, request = kv.run(TEN), kv.requests.make(TEN)
+    kv.manager.free(source)
+    assert kv.manager.branch(request, source, 10) == 0
+    assert kv.tables(request) == [[]]
+
+
+def test_a_copy_for_a_branch_that_is_over_is_not_made(setup):
+    kv = setup()
+    source, request = kv.run(TEN), kv.requests.make(TEN)
+    kv.manager.branch(request, source, 10)
+    kv.manager.free(request)
+    assert kv.manager.take_block_copies() == []

@@ -328,6 +328,35 @@ class KVCacheMachine(RuleBasedStateMachine):
         request.num_computed_tokens = num_shared + min(chunk, len(tail))
         self.running.append(request)
 
+    @precondition(lambda self: len(self.running) > 1)
+    @rule(which=INDEX, other=INDEX)
+    def branch(self, which: int, other: int) -> None:
+        """A running request gets tokens and blocks of another one in place of its own."""
+        request = self.running[which % len(self.running)]
+        source = self.running[other % len(self.running)]
+        if request is source or request.cache_salt != source.cache_salt:
+            return
+        self._release(request)
+        request.take_over(source)
+        request.num_computed_tokens = 0
+        computed = source.num_computed_tokens
+        pairs: list[tuple[int, int]] = []
+        for num_shared in (computed, computed - computed % self.model.size, 0):
+            shared, tails = self.model.fork(source.handle, num_shared)
+            new = shared and self.model.allocate(
+                *(request.handle, source.cache_salt, request.all_token_ids),
+                *(num_shared, 0, 0, shared),
+            )
+            if new:
+                pairs = [(tail, blocks[0]) for tail, blocks in zip(tails, new, strict=True) if tail]
+                break
+        assert self.manager.branch(request, source, computed) == num_shared
+        assert self.manager.take_block_copies() == [block for pair in pairs for block in pair]
+        request.num_computed_tokens = num_shared
+        if not num_shared:
+            self.running.remove(request)
+            self.waiting.append(request)
+
     @precondition(lambda self: self.running)
     @rule(which=INDEX, input_tokens=st.lists(TOKENS, min_size=1, max_size=8))
     def hand_over(self, which: int, input_tokens: list[int]) -> None:
@@ -452,6 +481,7 @@ WEIGHTS = {
     "run_ahead": 6,
     "fork": 6,
     "hand_over": 4,
+    "branch": 4,
     "finish": 9,
     "abort": 1,
     "preempt": 2,
@@ -497,6 +527,7 @@ def busy_life(machine: KVCacheMachine, draw: random.Random, num_steps: int) -> C
             "which": draw.randrange(1000),
             "input_tokens": draw.choices([0, 0, 0, 1], k=draw.randint(1, 12)),
         },
+        "branch": lambda: {"which": draw.randrange(1000), "other": draw.randrange(1000)},
         "fail": lambda: {"which": draw.randrange(1000), "num_valid": draw.randint(0, 60)},
         "lose": lambda: {"which": 3 * draw.randrange(300)},
         "preempt": dict,
@@ -511,6 +542,8 @@ def busy_life(machine: KVCacheMachine, draw: random.Random, num_steps: int) -> C
         possible = machine.model.found if name in ("lose", "reset") else True
         crowded = name == "add" and len(machine.waiting) > 6
         if crowded or not possible or (needed and not getattr(machine, needed)):
+            continue
+        if name == "branch" and len(machine.running) < 2:
             continue
         getattr(machine, name)(**details.get(name, lambda: {"which": draw.randrange(1000)})())
         machine.agrees_with_the_model()

@@ -233,7 +233,7 @@ def test_choices_taken_up_again_share_the_prompt_and_compute_their_outputs():
         finished_choices=(0,),
     )
     assert scheduled(engine.step()) == {requests[0].handle: 24}
-    assert scheduled(engine.step()) == {requests[0].handle: 1, requests[1].handle: 2}
+    assert scheduled(engine.step()) == {requests[0].handle: 1, requests[1].handle: 1}
     engine.run()
     assert engine.tokens_of(requests[0]) == undisturbed(PROMPT, 8, 1)[5:]
     assert engine.tokens_of(requests[1]) == undisturbed(PROMPT, 8, 2)[1:]
@@ -259,7 +259,7 @@ def test_a_preempted_choice_comes_back_as_a_fork():
     engine.run()
     (resumed,) = (step for step in engine.runner.steps if step.cached_requests.resumed_handles)
     assert resumed.cached_requests.resumed_handles == [requests[1].handle]
-    assert resumed.cached_requests.num_computed_tokens[-1] == 21
+    assert resumed.cached_requests.num_computed_tokens[-1] == 22
     assert len(resumed.block_copies) == 2
     assert engine.tokens_of(other) == undisturbed([500, 501, 502, 503], 12)
     assert_right(engine, requests, 18)

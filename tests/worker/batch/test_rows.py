@@ -117,6 +117,28 @@ def test_a_preempted_sequence_resumes_with_its_outputs(rows: Rows) -> None:
     assert rows.num_prompt_tokens[step_rows[0]] == 3
 
 
+def test_a_token_of_the_engine_is_taken_like_a_sampled_one(rows: Rows) -> None:
+    params = SamplingParams(max_tokens=8, beam_width=2, eos_token_ids=(0,))
+    (row,) = rows.apply(step([new(1, [1, 2, 3], [2], sampling_params=params)]))
+    assert rows.num_candidates[row] == 3
+    dictated = step(cached=CachedRequestData([1], [3], [1], [None], [], [], [1], [17]))
+    inputs = build_inputs(dictated, rows.apply(dictated), rows)
+    assert inputs.token_ids.tolist() == [17]
+    assert inputs.samples.tolist() == [True]
+
+
+def test_a_running_sequence_may_get_other_tokens_and_blocks(rows: Rows) -> None:
+    (row,) = rows.apply(step([new(1, [1, 2, 3], [2])]))
+    rows.append_sampled(np.array([row]), np.array([4]))
+    other = step(cached=CachedRequestData([1], [4], [1], [[[8, 9]]], [1], [[5, 6]]))
+    assert rows.apply(other).tolist() == [row]
+    inputs = build_inputs(other, np.array([row]), rows)
+    assert inputs.token_ids.tolist() == [6]
+    assert inputs.attention[0].block_table.tolist() == [[8, 9]]
+    rows.apply(step([new(2, [1], [3]), new(3, [1], [4])]))
+    assert rows.num_sequences == 3
+
+
 def test_a_sequence_taken_over_from_an_earlier_engine_continues(rows: Rows) -> None:
     (row,) = rows.apply(step([new(1, [1, 2], [2], output_token_ids=[9], num_scheduled_tokens=3)]))
     assert rows.token_ids[row, :3].tolist() == [1, 2, 9]

@@ -35,6 +35,27 @@ def test_rows_with_different_counts() -> None:
         assert ranks.tolist() == [order.index(chosen[row]) + 1]
 
 
+def test_best_continuations_are_in_order_and_suppressed_ones_last() -> None:
+    logits = random_logits(2)
+    expected = logits.double().log_softmax(1)
+    order = [each.argsort(descending=True).tolist() for each in expected]
+    banned = np.array(order[1][:2])
+    packed = logprobs.best_continuations(
+        logits,
+        np.array([3, 97], dtype=np.int32),
+        np.array([4, 5], dtype=np.uint32),
+        [(1, banned)],
+    )
+    ids, values, _ = unpack(packed[0])
+    assert ids.tolist() == [order[0][:3]]
+    assert np.abs(values[0] - expected[0, ids[0]].numpy()).max() < 1e-5
+    ids, values, _ = unpack(packed[1])
+    assert ids[0, :-2].tolist() == order[1][2:]
+    assert np.isneginf(values[0, -2:]).all()
+    assert np.abs(values[0, :-2] - expected[1, ids[0, :-2]].numpy()).max() < 1e-5
+    assert [each.first_position for each in packed] == [4, 5]
+
+
 @pytest.mark.parametrize("chunk_rows", [1, 3, 100])
 def test_prompt_logprobs_do_not_depend_on_the_chunks(
     chunk_rows: int, monkeypatch: pytest.MonkeyPatch

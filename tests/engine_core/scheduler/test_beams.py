@@ -1,0 +1,296 @@
+"""Rows of beam searches in the scheduler: the beams of the plain search, whatever happens."""
+
+import random
+
+import pytest
+
+from engine_core.kv_cache.integrity import check
+from engine_core.request import RequestStatus
+from proto.engine_io import FinishReason
+from proto.errors import ProtocolError
+from tests.fakes.beam_reference import beam_search
+from tests.fakes.engine_harness import EOS, EngineHarness, scheduled
+from tests.fakes.paged_runner import hashed_logprobs, undisturbed
+
+WAITS = RequestStatus.WAITING_FOR_BEAMS
+PROMPT = list(range(19))
+CACHING = pytest.mark.parametrize("caching", [True, False])
+
+
+def engine_of(caching=True, **settings):
+    return EngineHarness(block_size=4, enable_prefix_caching=caching, **settings)
+
+
+def add(engine, prompt, width, max_tokens=8, **params):
+    return engine.add(prompt, max_tokens, n=width, beam_width=width, **params)
+
+
+def expected(prompt, width, max_tokens=8, stop_ids=(EOS,), **wishes):
+    return beam_search(
+        prompt, hashed_logprobs, width=width, max_tokens=max_tokens, stop_ids=stop_ids, **wishes
+    )
+
+
+def outputs(engine, rows):
+    return [engine.tokens_of(row) for row in rows]
+
+
+def blocks_in_use(engine):
+    return engine.kv_cache.num_usable_blocks - engine.kv_cache.num_free_blocks
+
+
+@CACHING
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_results_are_those_of_a_plain_search(width, caching):
+    engine = engine_of(caching)
+    rows = add(engine, PROMPT, width, 12)
+    engine.run()
+    assert outputs(engine, rows) == expected(PROMPT, width, 12)
+    assert {engine.reason_of(row) for row in rows} == {FinishReason.LENGTH}
+    engine.assert_at_rest()
+
+
+@CACHING
+def test_all_rows_share_what_they_have_in_common(caching):
+    """The prompt fills four blocks and a part; each row has an end of its own."""
+    engine = engine_of(caching)
+    rows = add(engine, PROMPT, 3, 40)
+    first = rows[0].handle
+    assert scheduled(engine.step()) == {first: 19}
+    output = engine.scheduler.schedule()
+    assert scheduled(output) == dict.fromkeys([row.handle for row in rows], 1)
+    assert len(output.block_copies) == 2 * 2
+    assert output.cached_requests.dictated_handles == [first]
+    assert blocks_in_use(engine) == 4 + 3
+    engine.collect(output)
+    for _ in range(30):
+        engine.step()
+        tables = [engine.kv_cache.block_ids(row.handle)[0] for row in rows]
+        assert len({table[3] for table in tables}) == 1
+        assert blocks_in_use(engine) == len({block for table in tables for block in table})
+        assert check(engine.kv_cache) == []
+    engine.run()
+    computed = sum(step.total_num_scheduled_tokens for step in engine.runner.steps)
+    assert computed == 19 + 3 * 39
+    assert outputs(engine, rows) == expected(PROMPT, 3, 40)
+    engine.assert_at_rest()
+
+
+def test_rows_without_a_hypothesis_wait_for_the_first():
+    engine = engine_of(long_prefill_token_threshold=8)
+    rows = add(engine, PROMPT, 3)
+    engine.step()
+    assert [row.status for row in rows] == [RequestStatus.RUNNING, WAITS, WAITS]
+    assert engine.scheduler.take_stats().num_deferred == 2
+    engine.run()
+    assert outputs(engine, rows) == expected(PROMPT, 3)
+
+
+def test_a_row_whose_hypothesis_died_becomes_a_fork_in_place():
+    """It neither leaves the running list nor is its prompt sent again."""
+    engine = engine_of()
+    rows = add(engine, PROMPT, 4, 30)
+    engine.run()
+    steps = engine.runner.steps[2:]
+    assert sum(len(step.cached_requests.resumed_handles) for step in steps) > 20
+    assert sum(len(step.block_copies) for step in steps) > 20
+    assert not any(step.preempted_handles or step.new_requests for step in steps)
+    assert outputs(engine, rows) == expected(PROMPT, 4, 30)
+
+
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, -0.5])
+def test_hypotheses_end_at_stop_tokens(length_penalty, early_stopping):
+    wishes = {"length_penalty": length_penalty, "early_stopping": early_stopping}
+    stop_ids = list(range(0, 1000, 9))
+    reasons = set()
+    for start in range(6):
+        prompt = list(range(start, start + 10))
+        engine = engine_of()
+        rows = add(
+            engine, prompt, 3, 20, eos_token_ids=(0,), stop_token_ids=tuple(stop_ids[1:]), **wishes
+        )
+        engine.run()
+        results = outputs(engine, rows)
+        assert results == expected(prompt, 3, 20, stop_ids, **wishes)
+        for row, tokens in zip(rows, results, strict=True):
+            (final,) = engine.outputs[row.request_id, row.choice]
+            stopped = tokens[-1] in stop_ids
+            assert final.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+            assert final.stop_reason == (tokens[-1] if stopped and tokens[-1] else None)
+            assert (final.first is not None) is (row.choice == 0)
+            reasons.add(final.finish_reason)
+        engine.assert_at_rest()
+    assert FinishReason.STOP in reasons
+
+
+def test_one_token_needs_one_round():
+    engine = engine_of()
+    rows = add(engine, PROMPT, 3, 1)
+    engine.step()
+    assert outputs(engine, rows) == expected(PROMPT, 3, 1)
+    engine.step()
+    engine.assert_at_rest()
+
+
+def test_a_prompt_of_one_token():
+    engine = engine_of()
+    rows = add(engine, [7], 3)
+    engine.run()
+    assert outputs(engine, rows) == expected([7], 3)
+
+
+@CACHING
+def test_others_run_beside_them(caching):
+    engine = engine_of(caching, max_num_batched_tokens=16)
+    before = engine.add_one([500, 501], max_tokens=20)
+    rows = add(engine, PROMPT, 3, 10)
+    others = add(engine, [*PROMPT, 77], 2, 10)
+    after = engine.add(PROMPT, max_tokens=9, n=2)
+    engine.run()
+    assert engine.tokens_of(before) == undisturbed([500, 501], 20)
+    assert outputs(engine, rows) == expected(PROMPT, 3, 10)
+    assert outputs(engine, others) == expected([*PROMPT, 77], 2, 10)
+    for each in after:
+        assert engine.tokens_of(each) == undisturbed(PROMPT, 9, each.choice)
+    engine.assert_at_rest()
+
+
+@CACHING
+@pytest.mark.parametrize("num_rounds", [0, 1, 2, 5])
+def test_an_abort_frees_all(num_rounds, caching):
+    engine = engine_of(caching)
+    rows = add(engine, PROMPT, 4, 20)
+    for _ in range(num_rounds):
+        engine.step()
+    assert engine.scheduler.abort(rows[0].request_id) == 4
+    engine.run()
+    engine.assert_at_rest()
+    assert engine.final == {}
+
+
+def test_an_abort_of_one_choice_is_one_of_all():
+    engine = engine_of()
+    rows = add(engine, PROMPT, 3)
+    engine.step()
+    assert engine.scheduler.abort(rows[0].request_id, 1) == 3
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_an_abort_while_a_step_computes():
+    engine = engine_of()
+    rows = add(engine, PROMPT, 3)
+    for _ in range(3):
+        engine.step()
+    output = engine.scheduler.schedule()
+    engine.scheduler.abort(rows[0].request_id)
+    engine.collect(output)
+    engine.run()
+    engine.assert_at_rest()
+
+
+@CACHING
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_preempted_rows_change_nothing(policy, caching):
+    engine = engine_of(caching, num_blocks=17, scheduling_policy=policy)
+    old = engine.add_one(list(range(500, 520)), max_tokens=30)
+    rows = add(engine, PROMPT, 3, 20)
+    engine.run()
+    assert sum(row.num_preemptions for row in rows) > 0
+    assert engine.tokens_of(old) == undisturbed(list(range(500, 520)), 30)
+    assert outputs(engine, rows) == expected(PROMPT, 3, 20)
+    engine.assert_at_rest()
+
+
+@CACHING
+@pytest.mark.parametrize("settings", [{"num_blocks": 11}, {"max_num_seqs": 2}, {"max_num_seqs": 1}])
+def test_rows_that_never_fit_together_take_turns(settings, caching):
+    """In 11 blocks there is room for one sequence of 39 tokens."""
+    engine = engine_of(caching, **settings)
+    rows = add(engine, PROMPT, 4, 20)
+    engine.run()
+    assert outputs(engine, rows) == expected(PROMPT, 4, 20)
+    engine.assert_at_rest()
+
+
+def test_two_searches_that_do_not_fit_together_do_not_wait_for_each_other():
+    engine = engine_of(False, num_blocks=15, scheduling_policy="priority")
+    low = add(engine, PROMPT, 3, 16, priority=1)
+    for _ in range(4):
+        engine.step()
+    high = add(engine, [*PROMPT[:9], 70], 3, 16)
+    engine.run()
+    assert outputs(engine, low) == expected(PROMPT, 3, 16)
+    assert outputs(engine, high) == expected([*PROMPT[:9], 70], 3, 16)
+    engine.assert_at_rest()
+
+
+def test_a_pause_lets_a_search_that_has_begun_end():
+    engine = engine_of(max_num_batched_tokens=8)
+    rows = add(engine, PROMPT, 3)
+    engine.step()
+    engine.scheduler.pause("finish_running")
+    engine.run()
+    assert outputs(engine, rows) == expected(PROMPT, 3)
+
+
+@pytest.mark.parametrize("windows", [(6,), (None, 6), (9, None, 5)])
+def test_groups_with_windows(windows):
+    engine = engine_of(windows=windows)
+    rows = add(engine, PROMPT, 3, 20)
+    engine.run()
+    assert outputs(engine, rows) == expected(PROMPT, 3, 20)
+    engine.assert_at_rest()
+
+
+def test_a_row_without_candidates_is_no_answer():
+    engine = engine_of()
+    add(engine, PROMPT, 2)
+    output = engine.scheduler.schedule()
+    result = engine.runner.execute(output)
+    result.candidates.clear()
+    with pytest.raises(ProtocolError, match="0 tokens"):
+        engine.scheduler.update_from_output(output, result)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_lives(seed):
+    """Searches and other requests in small pools, some aborted: everyone gets what is his."""
+    draw = random.Random(seed)
+    windows = draw.choice([(None,), (None,), (None, 6), (5, None, 14)])
+    engine = engine_of(
+        draw.random() < 0.6,
+        num_blocks=draw.randrange(12, 40) * len(windows),
+        windows=windows,
+        max_model_len=40,
+        max_num_seqs=draw.choice([1, 3, 8, 16]),
+        max_num_batched_tokens=draw.choice([1, 5, 16, 64]),
+        enable_chunked_prefill=draw.random() < 0.8,
+        scheduling_policy=draw.choice(["fcfs", "priority"]),
+        watermark=draw.choice([0.0, 0.0, 0.2]),
+    )
+    wanted, aborted = {}, set()
+    for _ in range(60):
+        if draw.random() < 0.15 and len(wanted) < 30:
+            prompt = [draw.choice([0, 100]) + each for each in range(draw.randrange(1, 25))]
+            max_tokens, width = draw.randrange(1, 15), draw.randrange(1, 5)
+            if draw.random() < 0.6:
+                rows = add(engine, prompt, width, max_tokens, priority=draw.randrange(3))
+                results = expected(prompt, width, max_tokens)
+            else:
+                rows = engine.add(prompt, max_tokens, n=width, eos_token_ids=())
+                results = [undisturbed(prompt, max_tokens, each.choice) for each in rows]
+            wanted.update(zip(rows, results, strict=True))
+        if draw.random() < 0.05 and wanted:
+            request = draw.choice(list(wanted))
+            engine.scheduler.abort(request.request_id)
+            aborted.add(request.request_id)
+        if engine.step().total_num_scheduled_tokens == 0:
+            assert not engine.scheduler.has_work
+        assert check(engine.kv_cache) == []
+    engine.run()
+    engine.assert_at_rest()
+    for row, tokens in wanted.items():
+        if row.request_id not in aborted:
+            assert engine.tokens_of(row) == tokens

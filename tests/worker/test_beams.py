@@ -1,0 +1,110 @@
+"""Beam search through scheduler and model runner equals transformers', on tiny models.
+
+No sockets and no processes: the step goes from one to the other as it is. So the rows
+that take over another's tokens, the copied blocks and the candidates are all real.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.tiny_checkpoints import save_tiny
+from worker.attention.base import AttentionShape
+from worker.attention.registry import create_backend
+from worker.batch.rows import Rows
+from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_layout import kv_layout
+from worker.loader.weights import load_model
+from worker.model_runner import ModelRunner
+from worker.models.registry import spec_of
+from worker.sample.sampler import create_sampler
+
+BLOCK = 4
+PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]
+STOP_IDS = [2, 7, 40, 41]
+
+
+class Model:
+    """A tiny checkpoint, in transformers and in engines of ours."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.theirs = save_tiny(name, folder).eval()
+        prepared = prepare_checkpoint(folder, folder / "prepared")
+        self.decoder = load_model(
+            prepared, spec_of(prepared), torch.float32, torch.device("cpu"), lambda fraction: None
+        )
+
+    def engine(self, num_blocks: int, **settings: object) -> EngineHarness:
+        spec = self.decoder.spec
+        layout = kv_layout(spec.windows)
+        geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, torch.float32)
+        num_blocks *= layout.num_groups
+        cache = KVCache(geometry, layout, num_blocks, BLOCK)
+        cache.buffer[1:] = float("nan")
+        shape = AttentionShape(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
+        )
+        engine = EngineHarness(
+            num_blocks=num_blocks,
+            block_size=BLOCK,
+            max_model_len=spec.max_position,
+            windows=layout.windows,
+            **settings,  # type: ignore[arg-type]
+        )
+        rows = Rows(16, spec.max_position, BLOCK, layout.num_groups)
+        attention = create_backend("auto", cache, shape)
+        engine.runner = ModelRunner(self.decoder, attention, create_sampler(), rows, cache)  # type: ignore[assignment]
+        return engine
+
+    def expected(self, width: int, max_tokens: int, **wishes: object) -> list[list[int]]:
+        with torch.no_grad():
+            sequences = self.theirs.generate(
+                torch.tensor([PROMPT]),
+                num_beams=width,
+                num_return_sequences=width,
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                eos_token_id=STOP_IDS,
+                pad_token_id=0,
+                **wishes,
+            )
+        outputs = sequences[:, len(PROMPT) :].tolist()
+        ends = [[i for i, token in enumerate(each) if token in STOP_IDS] for each in outputs]
+        return [
+            each[: end[0] + 1] if end else each for each, end in zip(outputs, ends, strict=True)
+        ]
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, -1.0])
+@pytest.mark.parametrize(("width", "num_blocks"), [(1, 100), (2, 100), (5, 100), (5, 14)], ids=str)
+def test_results_equal_transformers(
+    model: Model, width: int, num_blocks: int, length_penalty: float, early_stopping: bool | str
+) -> None:
+    engine = model.engine(num_blocks)
+    rows = engine.add(
+        PROMPT,
+        24,
+        n=width,
+        beam_width=width,
+        eos_token_ids=tuple(STOP_IDS),
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+    )
+    engine.run()
+    expected = model.expected(
+        width, 24, length_penalty=length_penalty, early_stopping=early_stopping
+    )
+    if width > 1:
+        assert [engine.tokens_of(row) for row in rows] == expected
+    assert engine.kv_cache.usage == 0
+    preempted = sum(row.num_preemptions for row in rows)
+    assert (preempted > 0) is (num_blocks == 14)
