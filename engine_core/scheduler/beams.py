@@ -82,7 +82,8 @@ class BeamGroups:
     def add(self, request: Request) -> None:
         """A row, if it is one; those of a group come in order.
 
-        A row may have one token more than it has, so that no step runs ahead of the choice.
+        max_tokens keeps steps from running ahead of what the group chooses; the search
+        knows how long a hypothesis may be.
         """
         if not request.sampling_params.beam_width:
             return
@@ -151,7 +152,6 @@ class BeamGroups:
                 self._take_over(group.rows[slot], group.rows[branch.parent])
         for row, branch in zip(group.living, branches, strict=bool(branches)):
             row.all_token_ids.append(branch.token_id)
-            row.max_tokens = row.num_output_tokens + 1
             self._dictation.append(row, branch.token_id)
             self._wake(row)
         return bool(branches)

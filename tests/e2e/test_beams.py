@@ -31,7 +31,7 @@ def token_prompts(reference: Reference) -> list[list[int]]:
     ]
     return [reference.tokenizer.encode(chat) for chat in chats] + prompts(
         reference.tokenizer.encode
-    )[13:15]
+    )[13:14]
 
 
 def body(prompt: list[int], wishes: dict[str, object]) -> dict[str, object]:
