@@ -139,3 +139,20 @@ def test_what_a_step_does_not_have_cannot_fail():
     result = msgspec.structs.replace(engine.runner.execute(output), failed_handles=[5])
     with pytest.raises(ProtocolError, match=r"\[5\]"):
         engine.scheduler.update_from_output(output, result)
+
+
+@pytest.mark.parametrize("num_rounds", [0, 1, 3])
+def test_a_beam_that_fails_ends_its_whole_search(num_rounds):
+    engine = EngineHarness(block_size=4)
+    rows = engine.add(prompt(19), max_tokens=8, n=3, beam_width=3)
+    good = engine.add_one(prompt(20, 5), 12)
+    for _ in range(num_rounds):
+        engine.step()
+    outputs = answer(engine, engine.scheduler.schedule(), rows[0])
+    assert [each.finish_reason for each in outputs[0] if each.error] == [FinishReason.ERROR]
+    assert [each.request_id for each in outputs[0] if each.error] == [rows[0].request_id]
+    assert engine.scheduler.num_unfinished == 1
+    while engine.scheduler.has_work:
+        engine.step()
+    assert good.output_token_ids == undisturbed(prompt(20, 5), 12)
+    engine.assert_at_rest()
