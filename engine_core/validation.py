@@ -77,6 +77,8 @@ def check_length(num_prompt_tokens: int, max_tokens: int, max_model_len: int) ->
 def _check_session(n: int, params: SamplingParams) -> None:
     if n != 1:
         raise InvalidRequestError(f"a session has one choice, got n = {n}", "n")
+    if params.beam_width:
+        raise InvalidRequestError("a session does not go with beam search", "n")
     if params.prompt_logprobs is not None:
         raise InvalidRequestError(
             "a session gives no prompt_logprobs: it keeps the KV of earlier turns",

@@ -110,6 +110,7 @@ def test_a_request_is_accepted_and_queued_with_all_its_choices():
         (request(output_token_ids=((1,) * 5,)), "output_token_ids", "max_tokens"),
         (request(finished_choices=(1,)), "finished_choices", "1"),
         (request(resumable=True, n=2), "n", "n = 2"),
+        (request(resumable=True, beam_width=1), "n", "beam search"),
         (request(resumable=True, prompt_logprobs=0), "prompt_logprobs", "session"),
         (request(beam_width=2), "n", "beam search"),
         (request(beam_width=2, n=2, finished_choices=(1,)), "finished_choices", "beam search"),

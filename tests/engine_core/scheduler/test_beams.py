@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 
 from engine_core.kv_cache.integrity import check
@@ -255,8 +256,32 @@ def test_a_row_without_candidates_is_no_answer():
         engine.scheduler.update_from_output(output, result)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_random_lives(seed):
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("failed", [[0], [1], [2, 0], [0, 1, 2]])
+def test_a_row_whose_scores_are_no_numbers_ends_all(failed, overlapped):
+    engine = engine_of(async_scheduling=overlapped)
+    rows = add(engine, PROMPT, 3, 20)
+    other = engine.add_one([500, 501], max_tokens=9)
+    for _ in range(6):
+        engine.step()
+    engine.send()
+    while not (result := engine.runner.execute(engine.in_flight[0])).candidates:
+        engine.note(engine.scheduler.update_from_output(engine.in_flight.popleft(), result))
+        engine.send()
+    output = engine.in_flight.popleft()
+    handles = [rows[slot].handle for slot in failed]
+    candidates = [each for each in result.candidates if each.handle not in handles]
+    result = msgspec.structs.replace(result, failed_handles=handles, candidates=candidates)
+    engine.note(engine.scheduler.update_from_output(output, result))
+    assert engine.final == {(rows[0].request_id, failed[0]): FinishReason.ERROR}
+    engine.run()
+    assert engine.tokens_of(other) == undisturbed([500, 501], 9)
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+def test_random_lives(seed, overlapped):
     """Searches and other requests in small pools, some aborted: everyone gets what is his."""
     draw = random.Random(seed)
     windows = draw.choice([(None,), (None,), (None, 6), (5, None, 14)])
@@ -270,7 +295,7 @@ def test_random_lives(seed):
         enable_chunked_prefill=draw.random() < 0.8,
         scheduling_policy=draw.choice(["fcfs", "priority"]),
         watermark=draw.choice([0.0, 0.0, 0.2]),
-        async_scheduling=seed % 2 == 1,
+        async_scheduling=overlapped,
     )
     wanted, aborted = {}, set()
     for _ in range(60):
@@ -288,9 +313,11 @@ def test_random_lives(seed):
             request = draw.choice(list(wanted))
             engine.scheduler.abort(request.request_id)
             aborted.add(request.request_id)
+        if draw.random() < 0.02:
+            assert engine.scheduler.reset_prefix_cache(preempting=True)
         waits = bool(engine.in_flight)
-        if engine.step().total_num_scheduled_tokens == 0 and not waits:
-            assert not engine.scheduler.has_work
+        if engine.step().total_num_scheduled_tokens == 0:
+            assert waits or not engine.scheduler.has_work
         assert check(engine.kv_cache) == []
     engine.run()
     engine.assert_at_rest()
