@@ -35,25 +35,27 @@ class RunningPass:
         """Plan the running requests until the budget or the list ends.
 
         The list may lose requests meanwhile, in front of the position and behind it.
+        Most of schedule() is this loop; what it reads often is in local names.
         """
         running, longest_chunk = self._running, self._longest_chunk
         allocate_slots = self._kv_cache.allocate_slots
-        position = 0
-        while position < len(running) and plan.budget > 0:
+        position, end, budget = 0, len(running), plan.budget
+        while position < end and budget > 0:
             request = running[position]
             position += 1
-            # num_tokens_with_spec, written out: most of a step is this loop.
-            num_tokens = len(request.all_token_ids) + len(request.spec_token_ids)
-            if request.num_output_placeholders:
+            num_tokens = len(request.all_token_ids)
+            if request.spec_token_ids or request.num_output_placeholders:
                 num_tokens = request.num_tokens_ahead
             num_missing = num_tokens - request.num_computed_tokens
             if num_missing <= 0:
                 continue
-            num_new = 1 if num_missing == 1 else min(num_missing, longest_chunk, plan.budget)
+            num_new = 1 if num_missing == 1 else min(num_missing, longest_chunk, budget)
             blocks = allocate_slots(request, num_new)
             while blocks is None:
+                plan.budget = budget
                 if self._preemption.evict_one(plan, position - 1) < position:
                     position -= 1
+                end, budget = len(running), plan.budget
                 if request.status is not RequestStatus.RUNNING:
                     break  # it gave way itself
                 blocks = allocate_slots(request, num_new)
@@ -61,4 +63,5 @@ class RunningPass:
                 plan.continued.append(request)
                 plan.continued_tokens.append(num_new)
                 plan.continued_blocks.append(blocks)
-                plan.budget -= num_new
+                budget -= num_new
+        plan.budget = budget

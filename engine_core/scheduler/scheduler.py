@@ -232,24 +232,34 @@ class Scheduler:
         outputs: ClientOutputs = {}
         num_unfinished = len(self._requests)
         self._fail(result.failed_handles, outputs)
+        requests = self._requests
         for handle, token_ids, end in zip(
             result.handles, result.sampled_token_ids, ends_of_rows(output), strict=True
         ):
-            request = self._requests.get(handle)
+            request = requests.get(handle)
             if request is None:
                 continue
-            num_tokens = len(request.all_token_ids)
-            if bool(token_ids) is (end < num_tokens):
+            tokens, finish_reason, first = request.all_token_ids, None, None
+            token_index = len(tokens) - request.num_prompt_tokens
+            if bool(token_ids) is (end < len(tokens)):
                 if self._beams.report(request, candidates.get(handle)):
                     continue
                 raise ProtocolError(f"sequence {handle} has {len(token_ids)} tokens at {end}")
-            if token_ids:
-                kept = self._append(request, token_ids)
-                first = None if request.first_info_sent else _first_token_info(request)
-            elif handle in prompt_logprobs:
-                kept, first = [], None
-            else:
+            # Nearly every row is one token that ends nothing.
+            if (
+                len(token_ids) == 1
+                and token_index + 1 < request.max_tokens
+                and token_ids[0] not in request.stop_ids
+            ):
+                tokens.append(token_ids[0])
+            elif token_ids:
+                token_ids = self._append(request, token_ids)
+                if handle not in requests:
+                    finish_reason = request.status.finish_reason
+            elif handle not in prompt_logprobs:
                 continue
+            if token_ids and not request.first_info_sent:
+                first = _first_token_info(request)
             client = request.client_index
             if client not in outputs:
                 outputs[client] = []
@@ -257,9 +267,9 @@ class Scheduler:
                 EngineCoreOutput(
                     request.request_id,
                     request.choice,
-                    num_tokens - request.num_prompt_tokens,
-                    kept,
-                    None if handle in self._requests else request.status.finish_reason,
+                    token_index,
+                    token_ids,
+                    finish_reason,
                     request.stop_reason,
                     first,
                     logprobs.get(handle) if logprobs else None,
@@ -325,17 +335,6 @@ class Scheduler:
 
     def _append(self, request: Request, token_ids: list[int]) -> list[int]:
         """Append tokens up to the one that ends the request; returns those appended."""
-        tokens = request.all_token_ids
-        num_tokens = len(tokens) + 1
-        # Nearly every call is about one token that ends nothing.
-        if (
-            len(token_ids) == 1
-            and token_ids[0] not in request.stop_ids
-            and num_tokens < self._max_model_len
-            and num_tokens - request.num_prompt_tokens < request.max_tokens
-        ):
-            tokens.append(token_ids[0])
-            return token_ids
         for count, token_id in enumerate(token_ids, 1):
             request.all_token_ids.append(token_id)
             status = completion(request, self._max_model_len)
