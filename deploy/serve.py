@@ -9,6 +9,7 @@ from deploy import ready
 from deploy.child import module_commands
 from deploy.display import Display, open_display
 from deploy.listening import listen, url_of
+from deploy.notify import NotifyingDisplay, notifier_for
 from deploy.prepare.store import prepared_model
 from deploy.supervisor import Launch, Supervisor
 from deploy.surroundings import Surroundings
@@ -25,7 +26,8 @@ def serve(config: ServeConfig, around: Surroundings) -> int:
     run_parent = around.run_parent()
     listener = listen(config.frontend.host, config.frontend.port)
     url = url_of(listener)
-    display = open_display(sys.stderr)
+    notifier = notifier_for(around.service_manager)
+    display = NotifyingDisplay(open_display(sys.stderr), notifier)
     try:
         model = _model(config, around, display)
         _check_length(config, model)
@@ -33,10 +35,11 @@ def serve(config: ServeConfig, around: Surroundings) -> int:
         def announce(engine: EngineReady) -> None:
             seconds = time.monotonic() - started
             print(ready.render(url, config, model, engine, seconds), flush=True)
+            notifier.ready(f"serving {model.name} at {url}")
 
         display.progress(f"starting {model.name}")
         launch = Launch(config, model, (listener,), around.variables, module_commands())
-        return Supervisor(launch, run_parent, display, announce).run()
+        return Supervisor(launch, run_parent, display, announce, notifier).run()
     finally:
         display.close()
         listener.close()
