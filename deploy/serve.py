@@ -23,9 +23,10 @@ def serve(config: ServeConfig, around: Surroundings) -> int:
     """Serve until told to stop; the exit status. Raises ConfigError and ModelError."""
     started = time.monotonic()
     _check_tokenizer(config)
+    scheme = _scheme(config)
     run_parent = around.run_parent()
     listener = listen(config.frontend.host, config.frontend.port)
-    url = url_of(listener)
+    url = url_of(listener, scheme)
     notifier = notifier_for(around.service_manager)
     display = NotifyingDisplay(open_display(sys.stderr), notifier)
     try:
@@ -52,6 +53,16 @@ def _model(config: ServeConfig, around: Surroundings, display: Display) -> Prepa
         return prepared_model(config.model.model, around, display)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _scheme(config: ServeConfig) -> str:
+    """http, or https when there is a certificate that can be used; raises ConfigError."""
+    if config.frontend.ssl_certfile is None:
+        return "http"
+    from proto.tls import server_context
+
+    server_context(config.frontend)
+    return "https"
 
 
 def _check_tokenizer(config: ServeConfig) -> None:
