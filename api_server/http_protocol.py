@@ -82,6 +82,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         lines = [b"HTTP/1.1 431 Request Header Fields Too Large"]
         lines += [name + b": " + value for name, value in response.raw_headers]
         self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS has no half of a connection to close
+            self.transport.write_eof()
         self._refused = True
         self.loop.call_later(LINGER_SECONDS, self.transport.close)

@@ -10,6 +10,7 @@ import gc
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -23,9 +24,11 @@ from api_server.inputs.sampling import seeds
 from api_server.inputs.tokenizer import ModelTokenizer, special_token_texts
 from api_server.metrics import Metrics
 from api_server.services import Services
+from proto.config import FrontEndConfig
 from proto.ids import request_ids
 from proto.lifecycle import FrontEndReady, ProcessBoot, Shutdown
 from proto.sockets import Link, front_end_path
+from proto.tls import server_context
 
 logger = logging.getLogger("tokend.api")
 
@@ -50,20 +53,26 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
 
 def make_server(services: Services) -> Server:
     """uvicorn over these services; `serve(sockets=…)` runs it."""
-    return Server(
-        uvicorn.Config(
-            create_app(services),
-            http=LimitedHttpProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=GRACE_SECONDS,
-        )
+    config = uvicorn.Config(
+        create_app(services),
+        http=LimitedHttpProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=GRACE_SECONDS,
     )
+    config.load()
+    config.ssl = _tls(services.config)
+    return Server(config)
+
+
+def _tls(config: FrontEndConfig) -> ssl.SSLContext | None:
+    """The same that the supervisor has checked; None is uvicorn's word for plain HTTP."""
+    return None if config.ssl_certfile is None else server_context(config)
 
 
 def make_services(boot: ProcessBoot, link: Link) -> Services:

@@ -74,7 +74,11 @@ def _serve(words: list[str]) -> int:
     config = flags.build(arguments, around.settings)
 
     from deploy.serve import serve
+    from proto.process import set_title
 
+    shown = flags.without_secrets(words)
+    if shown != words:
+        set_title(" ".join(["tokend serve", *shown]))
     try:
         return serve(config, around)
     except KeyboardInterrupt:

@@ -20,6 +20,11 @@ from proto.errors import ConfigError
 BYTE_FIELDS: Final = frozenset({"kv_cache_memory"})
 """Numbers of bytes, which take a suffix."""
 
+SECRET_FIELDS: Final = frozenset({"api_key"})
+"""Values that nobody is shown: not in messages, and not in the list of processes."""
+
+HIDDEN: Final = "***"
+
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _NUMBERS: Final = {
     "int": "a whole number",
@@ -97,7 +102,8 @@ class Flag:
         return self.from_text(value)
 
     def _wrong(self, wanted: str, got: Any) -> ConfigError:
-        return ConfigError(f"{self.name} takes {wanted}, not {got!r}", self.field)
+        given = "" if self.field in SECRET_FIELDS else f", not {got!r}"
+        return ConfigError(f"{self.name} takes {wanted}{given}", self.field)
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,23 @@ def parse(words: Sequence[str]) -> ServeArguments:
             known = negations if name.startswith("--no-") else [*by_name, "--config", "--help"]
             raise ConfigError(unknown("flag", name, known))
     return ServeArguments(values, config_file)
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """The words after `serve`, as they may be shown to every user of the machine."""
+    names = {flag_name(field) for field in SECRET_FIELDS}
+    shown: list[str] = []
+    hide_next = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if hide_next:
+            shown.append(HIDDEN)
+        elif name in names and equals:
+            shown.append(f"{name}={HIDDEN}")
+        else:
+            shown.append(word)
+        hide_next = not hide_next and word in names
+    return shown
 
 
 def read_file(path: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from deploy import ready
 from deploy.child import module_commands
 from deploy.display import Display, open_display
 from deploy.listening import listen, url_of
+from deploy.notify import NotifyingDisplay, notifier_for
 from deploy.prepare.store import prepared_model
 from deploy.supervisor import Launch, Supervisor
 from deploy.surroundings import Surroundings
@@ -22,10 +23,12 @@ def serve(config: ServeConfig, around: Surroundings) -> int:
     """Serve until told to stop; the exit status. Raises ConfigError and ModelError."""
     started = time.monotonic()
     _check_tokenizer(config)
+    scheme = _scheme(config)
     run_parent = around.run_parent()
     listener = listen(config.frontend.host, config.frontend.port)
-    url = url_of(listener)
-    display = open_display(sys.stderr)
+    url = url_of(listener, scheme)
+    notifier = notifier_for(around.service_manager)
+    display = NotifyingDisplay(open_display(sys.stderr), notifier)
     try:
         model = _model(config, around, display)
         _check_length(config, model)
@@ -33,10 +36,11 @@ def serve(config: ServeConfig, around: Surroundings) -> int:
         def announce(engine: EngineReady) -> None:
             seconds = time.monotonic() - started
             print(ready.render(url, config, model, engine, seconds), flush=True)
+            notifier.ready(f"serving {model.name} at {url}")
 
         display.progress(f"starting {model.name}")
         launch = Launch(config, model, (listener,), around.variables, module_commands())
-        return Supervisor(launch, run_parent, display, announce).run()
+        return Supervisor(launch, run_parent, display, announce, notifier).run()
     finally:
         display.close()
         listener.close()
@@ -49,6 +53,16 @@ def _model(config: ServeConfig, around: Surroundings, display: Display) -> Prepa
         return prepared_model(config.model.model, around, display)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _scheme(config: ServeConfig) -> str:
+    """http, or https when there is a certificate that can be used; raises ConfigError."""
+    if config.frontend.ssl_certfile is None:
+        return "http"
+    from proto.tls import server_context
+
+    server_context(config.frontend)
+    return "https"
 
 
 def _check_tokenizer(config: ServeConfig) -> None:

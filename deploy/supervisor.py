@@ -2,7 +2,8 @@
 
 Owns the children, the run directory and the death pipe. Knows nothing of
 models, requests or tokens, and imports no torch. One loop waits for links,
-process descriptors and signals alike.
+process descriptors and signals alike. As process 1 of a container it also reaps
+what others have orphaned.
 """
 
 import os
@@ -15,10 +16,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from deploy import obituary
+from deploy.adopted import reap_adopted
 from deploy.child import Child, Commands
 from deploy.child_environment import child_environment
 from deploy.display import Display
 from deploy.ending import AFTER_A_DEATH, ON_REQUEST, Ending, NotEnding, Patience
+from deploy.notify import Notifier
 from deploy.ready import Readiness
 from deploy.signals import SignalInbox
 from proto import PROTOCOL_VERSION
@@ -74,11 +77,13 @@ class Supervisor:
         run_parent: str,
         display: Display,
         on_ready: Callable[[EngineReady], None],
+        notifier: Notifier,
     ) -> None:
         self._launch = launch
         self._run_parent = run_parent
         self._display = display
         self._on_ready = on_ready
+        self._notifier = notifier
         self._running: list[Child] = []
         self._failed: list[Child] = []
         self._first_failure = 0.0
@@ -93,7 +98,7 @@ class Supervisor:
         0 after a stop signal, 128 + n when a second one had to force it, 1 when a
         process failed, 2 when it failed over something that the user must change.
         """
-        with SignalInbox(_STOP_SIGNALS) as signals:
+        with SignalInbox((*_STOP_SIGNALS, signal.SIGCHLD)) as signals:
             directory = RunDirectory.create(self._run_parent)
             death_pipe = os.pipe()
             try:
@@ -134,14 +139,22 @@ class Supervisor:
             poller.add(child.link)
             poller.add(child.pidfd)
         while self._running:
-            poller.wait(self._ending.seconds_to_next_step())
+            poller.wait(self._seconds_to_sleep())
+            self._notifier.beat()
             for number in signals.take():
-                self._stop(number)
+                if number in _STOP_SIGNALS:
+                    self._stop(number)
             for child in list(self._running):
                 self._hear(child)
                 if child.has_ended():
                     self._bury(child, poller)
+            reap_adopted({child.pid for child in self._running})
             self._ending.press()
+
+    def _seconds_to_sleep(self) -> float | None:
+        """Until something must be done though nothing has happened; None for never."""
+        limits = (self._ending.seconds_to_next_step(), self._notifier.seconds_to_next_beat())
+        return min((each for each in limits if each is not None), default=None)
 
     def _hear(self, child: Child) -> None:
         for message in child.receive():
@@ -196,6 +209,7 @@ class Supervisor:
             self._end(ON_REQUEST)
 
     def _end(self, patience: Patience) -> None:
+        self._notifier.stopping()
         for listener in self._launch.listeners:
             listener.close()
         self._ending = Ending(self._running, patience)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from deploy import notify
 from proto.run_directory import default_parent
 
 API_KEY_VARIABLE: Final = "TOKEND_API_KEY"
@@ -20,11 +21,13 @@ class Surroundings:
     """cache: tokend's own cache folder. variables: what child processes inherit.
 
     settings: config fields that the environment sets; flags and file go before them.
+    service_manager: what a service manager such as systemd told the process it started.
     """
 
     cache: str
     variables: Mapping[str, str]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    service_manager: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> "Surroundings":
@@ -34,7 +37,8 @@ class Surroundings:
         inherited = dict(variables)
         key = inherited.pop(API_KEY_VARIABLE, None)
         settings = {} if key is None else {"api_key": key}
-        return cls(os.path.join(os.path.abspath(base), "tokend"), inherited, settings)
+        manager = {name: inherited.pop(name) for name in notify.VARIABLES if name in inherited}
+        return cls(os.path.join(os.path.abspath(base), "tokend"), inherited, settings, manager)
 
     def run_parent(self) -> str:
         """Where run directories go; raises TokendError when there is no place."""

@@ -107,6 +107,14 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Port to listen on; 0 takes a free one and prints it."""
     api_key: str | None = None
     """Key that clients must send as a bearer token."""
+    ssl_certfile: str | None = None
+    """Certificate chain (PEM); with it the port speaks TLS only."""
+    ssl_keyfile: str | None = None
+    """Private key of the certificate (PEM), where it is not in the same file."""
+    ssl_ca_certs: str | None = None
+    """Authorities (PEM) that certificates of clients are checked against."""
+    ssl_cert_reqs: int = 0
+    """Whether clients show a certificate: 0 no, 1 if they have one, 2 always."""
     api_server_count: int = 1
     """Front-end processes."""
     disable_log_requests: bool = False
@@ -190,8 +198,30 @@ def validate(config: ServeConfig) -> None:
         raise ConfigError(f"--port must be between 0 and 65535, got {frontend.port}", "port")
     if frontend.api_key is not None and not frontend.api_key.strip():
         raise ConfigError("--api-key (or TOKEND_API_KEY) must not be empty", "api_key")
+    _check_tls(frontend)
     if config.model.seed is not None and not 0 <= config.model.seed < 1 << 63:
         raise ConfigError(f"--seed must be in [0, 2^63), got {config.model.seed}", "seed")
+
+
+def _check_tls(frontend: FrontEndConfig) -> None:
+    """Half a TLS setting would leave open what looks closed."""
+    if frontend.ssl_cert_reqs not in (0, 1, 2):
+        raise ConfigError(
+            f"--ssl-cert-reqs must be 0, 1 or 2, got {frontend.ssl_cert_reqs}", "ssl_cert_reqs"
+        )
+    if frontend.ssl_certfile is None:
+        for field in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
+            if getattr(frontend, field):
+                raise ConfigError(f"{flag_name(field)} needs --ssl-certfile", field)
+    if frontend.ssl_cert_reqs and frontend.ssl_ca_certs is None:
+        raise ConfigError(
+            f"--ssl-cert-reqs {frontend.ssl_cert_reqs} needs --ssl-ca-certs to check against",
+            "ssl_cert_reqs",
+        )
+    if frontend.ssl_ca_certs is not None and not frontend.ssl_cert_reqs:
+        raise ConfigError(
+            "--ssl-ca-certs checks nobody with --ssl-cert-reqs 0: give 1 or 2", "ssl_ca_certs"
+        )
 
 
 def _check_pressure(scheduler: SchedulerConfig) -> None:

@@ -54,6 +54,16 @@ def run(main: Main) -> None:
     _exit(status, directory)
 
 
+def set_title(title: str) -> None:
+    """What the list of processes shows for this one, in place of its command line."""
+    try:
+        import setproctitle
+    except ImportError:
+        logger.debug("setproctitle is missing: processes keep their Python names")
+    else:
+        setproctitle.setproctitle(title)
+
+
 def describe(error: BaseException, rank: int | None = None) -> ErrorInfo:
     """An exception with its traceback, as it crosses a process."""
     return ErrorInfo(
@@ -87,12 +97,7 @@ def _enter(boot: ProcessBoot, directory: RunDirectory) -> None:
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )
-    try:
-        import setproctitle
-    except ImportError:
-        logger.debug("setproctitle is missing: processes keep their Python names")
-    else:
-        setproctitle.setproctitle(f"tokend: {name}")
+    set_title(f"tokend: {name}")
     threading.Thread(
         target=_end_with_supervisor, args=(boot.death_fd, directory), daemon=True
     ).start()

@@ -1,12 +1,14 @@
 """Health, version, models, metrics, the API key, the log line."""
 
 import asyncio
+import hmac
 import json
 import logging
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from api_server import middleware
 from api_server.routes import completions
 from proto.config import FrontEndConfig
 from proto.errors import ErrorInfo
@@ -148,6 +150,21 @@ async def test_api_key(start, say):
                 "/v1/completions", json={"prompt": "x"}, headers=headers
             )
             assert response.status_code == 200
+
+
+async def test_keys_are_compared_in_constant_time(start, monkeypatch):
+    compared = []
+
+    def watched(given, key):
+        compared.append((given, key))
+        return compare_digest(given, key)
+
+    compare_digest = hmac.compare_digest
+    monkeypatch.setattr(middleware.hmac, "compare_digest", watched)
+    async with start(config=FrontEndConfig(api_key="right")) as front_end:
+        for headers in ({"authorization": "Bearer wrong"}, {"x-api-key": "wr"}):
+            assert (await front_end.http.get("/v1/models", headers=headers)).status_code == 401
+    assert compared == [(b"wrong", b"right"), (b"wr", b"right")]
 
 
 async def test_the_key_guards_every_other_route(start):

@@ -108,15 +108,3 @@ def test_proto_is_ours() -> None:
     import proto
 
     assert Path(proto.__file__).parent == ROOT / "proto"
-
-
-@pytest.mark.parametrize("forbidden", ["pickle", "marshal", "shelve", "dill", "cloudpickle"])
-def test_nothing_unpickles(forbidden: str) -> None:
-    users = [
-        str(path.relative_to(ROOT))
-        for folder in FOLDERS
-        for path in (ROOT / folder).rglob("*.py")
-        if FOREIGN not in path.parents
-        and any(name == forbidden for name, _, _ in imports_of(ast.parse(path.read_text())))
-    ]
-    assert users == []

@@ -189,7 +189,7 @@ def test_an_empty_file_gives_nothing(tmp_path: Path) -> None:
         ("port: null\n", "--port must not be null; leave the key out"),
         ("model: null\n", "--model must not be null; leave the key out"),
         ("enable-prefix-caching: 1\n", "--enable-prefix-caching takes true or false, not 1"),
-        ("api-key: 12345\n", "--api-key takes text, in quotes, not 12345"),
+        ("served-model-name: 7\n", "--served-model-name takes text, in quotes, not 7"),
         ("dtype: int3\n", "--dtype takes one of"),
         ("watermark: true\n", "--watermark takes a number such as 0.9, not True"),
         ("watermark: .nan\n", "--watermark takes a number such as 0.9, not 'nan'"),
@@ -226,3 +226,26 @@ def test_flag_and_file_beat_the_environment(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert "nothing.yaml: No such file" in refusal("--config", str(tmp_path / "nothing.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["m", "--port", "1"], ["m", "--port", "1"]),
+        (["--api-key", "hush", "--port", "1"], ["--api-key", "***", "--port", "1"]),
+        (["--api-key=hush"], ["--api-key=***"]),
+        (["--api-key", "--api-key"], ["--api-key", "***"]),
+        (["--api-key", "-k", "m"], ["--api-key", "***", "m"]),
+        (["--api-key"], ["--api-key"]),
+    ],
+)
+def test_secrets_are_not_shown(words: list[str], shown: list[str]) -> None:
+    assert flags.without_secrets(words) == shown
+
+
+def test_a_key_of_the_wrong_kind_is_not_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "tokend.yaml"
+    path.write_text("api-key: 123456\n")
+    message = refusal("--config", str(path))
+    assert message.endswith("--api-key takes text, in quotes")
+    assert "123456" not in message

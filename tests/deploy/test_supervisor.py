@@ -1,5 +1,6 @@
 """The supervisor over fake processes: starting, ending, dying, and what is left."""
 
+import ctypes
 import os
 import re
 import signal
@@ -22,9 +23,12 @@ ECHO_SECONDS = 0.1
 
 
 class FakeDaemon:
-    """A supervisor process; `run_parent` is where its run directory lies."""
+    """A supervisor process; `run_parent` is where its run directory lies.
 
-    def __init__(self, run_parent: Path, *choices: str) -> None:
+    It adopts orphans as process 1 of a container does.
+    """
+
+    def __init__(self, run_parent: Path, *choices: str, **variables: str) -> None:
         self.run_parent = run_parent
         self._lines: list[str] = []
         self.process = subprocess.Popen(
@@ -34,6 +38,8 @@ class FakeDaemon:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=_adopt_orphans,
+            env=os.environ | variables,
         )
 
     def wait_ready(self) -> str:
@@ -79,6 +85,14 @@ class FakeDaemon:
         self.process.wait()
 
 
+_LIBC = ctypes.CDLL(None)
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _adopt_orphans() -> None:
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
 def eventually(condition: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + LIMIT_SECONDS
     while not condition():
@@ -92,8 +106,8 @@ def eventually(condition: Callable[[], bool]) -> bool:
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., FakeDaemon]]:
     daemons = []
 
-    def begin(*choices: str, run_parent: Path | None = None) -> FakeDaemon:
-        daemon = FakeDaemon(run_parent or tmp_path_factory.mktemp("run"), *choices)
+    def begin(*choices: str, run_parent: Path | None = None, **variables: str) -> FakeDaemon:
+        daemon = FakeDaemon(run_parent or tmp_path_factory.mktemp("run"), *choices, **variables)
         daemons.append(daemon)
         return daemon
 
@@ -248,3 +262,46 @@ def test_two_daemons_side_by_side(
     assert first.wait_exit() == 0
     assert len(list(parent.iterdir())) == 1
     assert all(child.is_running() for child in children.values())
+
+
+def test_orphans_are_reaped(start: Callable[..., FakeDaemon]) -> None:
+    daemon = start("engine_core=orphans")
+    daemon.wait_ready()
+    children = daemon.children()
+    found = re.search(r"engine 0: orphan (\d+)", daemon.text)
+    assert found is not None, daemon.text
+    orphan = int(found[1])
+    assert eventually(lambda: psutil.Process(orphan).ppid() == daemon.process.pid)
+    os.kill(orphan, signal.SIGKILL)
+    assert eventually(lambda: not psutil.pid_exists(orphan)), (
+        "an entry of the process table is left"
+    )
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.wait_exit() == 0, daemon.text
+    assert_nothing_left(daemon, children)
+
+
+def test_a_service_manager_is_told_of_everything(
+    start: Callable[..., FakeDaemon], tmp_path: Path
+) -> None:
+    """With a heartbeat as long as the loop turns, and not one after it has stopped."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.settimeout(LIMIT_SECONDS)
+        manager.bind(str(tmp_path / "notify"))
+        variables = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "100000"}
+        daemon = start(**variables)
+        heard = ""
+        while "READY=1" not in heard:
+            heard += manager.recv(4096).decode() + "\n"
+        assert "STATUS=engine 0: loading weights 50%" in heard
+        assert "STATUS=serving fake at http://127.0.0.1:" in heard
+        children = daemon.children()
+        for child in children.values():
+            assert not set(variables) & set(child.environ())
+        for _ in range(3):
+            assert manager.recv(4096) == b"WATCHDOG=1"
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.wait_exit() == 0
+        heard = ""
+        while "STOPPING=1" not in heard:
+            heard += manager.recv(4096).decode()

@@ -31,7 +31,7 @@ class Daemon:
     The flags in the variable TOKEND_TEST_FLAGS come first: the same tests of another setting.
     """
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, **variables: str) -> None:
         self._runtime = tempfile.TemporaryDirectory(prefix="tk")
         self.runtime_dir = Path(self._runtime.name)
         self.output: list[str] = []
@@ -43,7 +43,8 @@ class Daemon:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
-            env=os.environ | {"XDG_RUNTIME_DIR": str(self.runtime_dir), "COLUMNS": "200"},
+            env=os.environ
+            | {"XDG_RUNTIME_DIR": str(self.runtime_dir), "COLUMNS": "200", **variables},
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -116,7 +117,7 @@ class Daemon:
         for line in self.process.stdout:
             with self._changed:
                 self.output.append(line.rstrip("\n"))
-                ready = re.search(r"ready.*http://127\.0\.0\.1:(\d+)", line, re.IGNORECASE)
+                ready = re.search(r"ready.*https?://127\.0\.0\.1:(\d+)", line, re.IGNORECASE)
                 if ready:
                     self._port = int(ready.group(1))
                 self._changed.notify_all()

@@ -10,7 +10,9 @@ from pathlib import Path
 from deploy import ready
 from deploy.display import open_display
 from deploy.listening import listen, url_of
+from deploy.notify import NotifyingDisplay, notifier_for
 from deploy.supervisor import Launch, Supervisor
+from deploy.surroundings import Surroundings
 from proto.config import ServeConfig
 from proto.lifecycle import EngineReady
 from proto.prepared_model import PreparedModel
@@ -34,12 +36,17 @@ def main(run_parent: str, choices: list[str]) -> int:
     listener = listen("127.0.0.1", 0)
     url = url_of(listener)
 
+    around = Surroundings.of(os.environ)
+    notifier = notifier_for(around.service_manager)
+    display = NotifyingDisplay(open_display(sys.stderr), notifier)
+
     def announce(engine: EngineReady) -> None:
         print(ready.render(url, config, model, engine, 0.0), flush=True)
+        notifier.ready(f"serving {model.name} at {url}")
 
     commands = {role: (sys.executable, "-P", FAKE, behaviours[role]) for role in ROLES}
-    launch = Launch(config, model, (listener,), dict(os.environ), commands)
-    return Supervisor(launch, run_parent, open_display(sys.stderr), announce).run()
+    launch = Launch(config, model, (listener,), around.variables, commands)
+    return Supervisor(launch, run_parent, display, announce, notifier).run()
 
 
 if __name__ == "__main__":

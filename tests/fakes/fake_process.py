@@ -5,10 +5,12 @@ stubborn    reports ready, ignores Shutdown and SIGTERM
 raises      reports ready, then fails with an error
 bad_model   fails over its model while starting
 exits       ends without a word, status 3, while starting
+orphans     leaves a process without its parent behind, names it, and is good
 """
 
 import os
 import signal
+import subprocess
 import sys
 
 from proto import PROTOCOL_VERSION, process
@@ -24,6 +26,9 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
         raise ModelError("config.json asks for rope type 'moebius'")
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if behaviour == "orphans":
+        pid = subprocess.check_output(["sh", "-c", "sleep 60 >&- & echo $!"], text=True)
+        supervisor.send(Notice(boot.role, boot.index, f"orphan {pid}"))
     supervisor.send(Progress(boot.role, boot.index, "loading weights", 0.5))
     _report_ready(boot, supervisor)
     if behaviour == "raises":

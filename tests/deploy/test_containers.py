@@ -1,0 +1,101 @@
+"""Images, compose file, dashboard and Deployment say what the daemon does."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from api_server.metrics import Metrics
+from api_server.middleware import OPEN_PATHS
+from deploy.ending import ON_REQUEST
+from proto.config import FrontEndConfig
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILES = sorted((ROOT / "deploy" / "docker").glob("Dockerfile.*"))
+DASHBOARDS = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
+PORT = FrontEndConfig().port
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.suffix)
+class TestDockerfile:
+    def test_the_supervisor_is_process_1_and_not_root(self, path: Path) -> None:
+        final = path.read_text().rsplit("\nFROM ", 1)[1]
+        assert 'ENTRYPOINT ["tokend"]' in final
+        assert "\nUSER tokend\n" in final
+        assert "tini" not in path.read_text()
+
+    def test_the_health_check_asks_an_open_path(self, path: Path) -> None:
+        found = re.search(r"urlopen\('http://127.0.0.1:(\d+)(/\w+)'", path.read_text())
+        assert found is not None
+        assert int(found[1]) == PORT
+        assert found[2] in OPEN_PATHS
+
+
+def test_the_build_gets_what_the_package_is_made_of_and_nothing_else() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    needed = {name.removesuffix("*") for name in packages}
+    needed |= {project["project"]["readme"], *project["project"]["license-files"]}
+    needed |= {"pyproject.toml", "setup.py", "constraints.txt"}
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in lines
+    assert {line[1:] for line in lines if line.startswith("!")} == needed
+
+
+def exposed() -> set[str]:
+    """The names of all samples that a daemon shows."""
+    text = Metrics("model", 1000).text().decode()
+    return set(re.findall(r"^([a-z0-9_:]+)[{ ]", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_the_dashboard_shows_metrics_that_exist(path: Path) -> None:
+    dashboard = json.loads(path.read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked += [
+        each["definition"] for each in dashboard["templating"]["list"] if "definition" in each
+    ]
+    names = {name for expr in asked for name in re.findall(r"(?:vllm:|process_)\w+", expr)}
+    assert len(names) >= 15
+    assert names <= exposed()
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids)
+
+
+def test_compose_mounts_what_is_there_and_waits_for_the_end() -> None:
+    services: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    assert (ROOT / services["tokend"]["build"]["dockerfile"]).is_file()
+    assert services["tokend"]["ports"] == [f"127.0.0.1:{PORT}:{PORT}"]
+    assert int(services["tokend"]["stop_grace_period"].removesuffix("s")) > ON_REQUEST.until_kill
+    mounted = [
+        volume.split(":")[0]
+        for service in services.values()
+        for volume in service.get("volumes", ())
+        if volume.startswith(".")
+    ]
+    assert len(mounted) == 3
+    assert all((ROOT / path).exists() for path in mounted)
+    scraped = yaml.safe_load((ROOT / "deploy" / "docker" / "prometheus.yml").read_text())
+    (job,) = scraped["scrape_configs"]
+    assert job["static_configs"][0]["targets"] == [f"tokend:{PORT}"]
+
+
+def test_the_deployment_probes_open_paths_and_waits_for_the_end() -> None:
+    documents = list(yaml.safe_load_all((ROOT / "deploy/kubernetes/tokend.yaml").read_text()))
+    deployment = next(each for each in documents if each["kind"] == "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["ports"] == [{"name": "http", "containerPort": PORT}]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["path"] in OPEN_PATHS
+    _, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert pod["terminationGracePeriodSeconds"] > int(seconds) + ON_REQUEST.until_kill
+    uids = {re.search(r"--uid (\d+)", path.read_text())[1] for path in DOCKERFILES}  # type: ignore[index]
+    assert uids == {str(pod["securityContext"]["runAsUser"])}
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    service = next(each for each in documents if each["kind"] == "Service")
+    assert service["spec"]["selector"].items() <= labels.items()

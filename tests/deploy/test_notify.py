@@ -1,0 +1,153 @@
+"""What a service manager hears: the protocol over a real socket, the times on a fake clock."""
+
+import io
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.display import PlainDisplay
+from deploy.notify import NobodyListens, NotifyingDisplay, notifier_for
+from deploy.surroundings import Surroundings
+
+LIMIT_SECONDS = 10.0
+
+
+class Manager:
+    """The other end: `address` is what NOTIFY_SOCKET says."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.settimeout(LIMIT_SECONDS)
+        self._socket.bind("\0" + address[1:] if address.startswith("@") else address)
+
+    def hears(self) -> list[str]:
+        """The assignments of the next message."""
+        return self._socket.recv(4096).decode().split("\n")
+
+    def hears_no_more(self) -> bool:
+        self._socket.setblocking(False)
+        try:
+            self._socket.recv(4096)
+        except BlockingIOError:
+            return True
+        finally:
+            self._socket.settimeout(LIMIT_SECONDS)
+        return False
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture(params=["path", "abstract"])
+def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Manager]:
+    path = str(tmp_path / "notify")
+    manager = Manager(path if request.param == "path" else f"@tokend-{os.getpid()}")
+    yield manager
+    manager.close()
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_life_of_a_daemon(manager: Manager) -> None:
+    notifier = notifier_for({"NOTIFY_SOCKET": manager.address})
+    notifier.starting("loading\nREADY=1")
+    assert manager.hears() == ["EXTEND_TIMEOUT_USEC=300000000", "STATUS=loading READY=1"]
+    notifier.ready("serving")
+    assert manager.hears() == ["READY=1", "STATUS=serving"]
+    notifier.stopping()
+    assert manager.hears() == ["STOPPING=1", "STATUS=stopping"]
+    notifier.beat()
+    assert manager.hears_no_more(), "no heartbeat is expected, and none comes"
+    assert notifier.seconds_to_next_beat() is None
+
+
+def test_a_heartbeat_comes_twice_in_a_period(manager: Manager) -> None:
+    clock = FakeClock()
+    variables = {
+        "NOTIFY_SOCKET": manager.address,
+        "WATCHDOG_USEC": "30000000",
+        "WATCHDOG_PID": str(os.getpid()),
+    }
+    notifier = notifier_for(variables, clock)
+    assert notifier.seconds_to_next_beat() == 0.0
+    notifier.beat()
+    assert manager.hears() == ["WATCHDOG=1"]
+    clock.now += 5.0
+    notifier.beat()
+    assert manager.hears_no_more()
+    assert notifier.seconds_to_next_beat() == pytest.approx(10.0)
+    clock.now += 10.0
+    notifier.beat()
+    assert manager.hears() == ["WATCHDOG=1"]
+
+
+@pytest.mark.parametrize(
+    "watchdog",
+    [{"WATCHDOG_PID": "1", "WATCHDOG_USEC": "1000000"}, {"WATCHDOG_USEC": "soon"}, {}],
+)
+def test_a_heartbeat_that_is_not_asked_of_us(manager: Manager, watchdog: dict[str, str]) -> None:
+    notifier = notifier_for({"NOTIFY_SOCKET": manager.address, **watchdog})
+    notifier.beat()
+    assert manager.hears_no_more()
+    assert notifier.seconds_to_next_beat() is None
+
+
+@pytest.mark.parametrize("address", [None, "", "vsock:2:1234", "notify"])
+def test_nobody_listens(address: str | None) -> None:
+    variables = {} if address is None else {"NOTIFY_SOCKET": address}
+    notifier = notifier_for({**variables, "WATCHDOG_USEC": "1000000"})
+    assert isinstance(notifier, NobodyListens)
+    notifier.starting("x")
+    notifier.ready("x")
+    notifier.beat()
+    notifier.stopping()
+    assert notifier.seconds_to_next_beat() is None
+
+
+def test_a_manager_that_is_gone_is_no_error(tmp_path: Path) -> None:
+    notifier = notifier_for({"NOTIFY_SOCKET": str(tmp_path / "gone")})
+    notifier.ready("serving")
+    notifier.stopping()
+
+
+def test_progress_is_passed_on_once_a_second(tmp_path: Path) -> None:
+    manager = Manager(str(tmp_path / "notify"))
+    clock, shown = FakeClock(), io.StringIO()
+    notifier = notifier_for({"NOTIFY_SOCKET": manager.address})
+    display = NotifyingDisplay(PlainDisplay(shown), notifier, clock)
+    for fraction in (0.0, 0.1, 0.2):
+        display.progress("loading", fraction, "worker 0")
+    assert manager.hears()[-1] == "STATUS=worker 0: loading 0%"
+    assert manager.hears_no_more()
+    clock.now += 1.0
+    display.progress("loading", 0.35, "worker 0")
+    assert manager.hears()[-1] == "STATUS=worker 0: loading 35%"
+    display.progress("warming up")
+    assert manager.hears()[-1] == "STATUS=tokend: warming up"
+    display.notice("mind the gap")
+    display.close()
+    assert manager.hears_no_more()
+    assert shown.getvalue().splitlines() == [
+        "worker 0: loading …",
+        "tokend: warming up …",
+        "tokend: mind the gap",
+    ]
+    manager.close()
+
+
+def test_children_do_not_inherit_the_line_to_the_manager() -> None:
+    told = {"NOTIFY_SOCKET": "/n", "WATCHDOG_USEC": "1", "WATCHDOG_PID": "2"}
+    around = Surroundings.of({**told, "PATH": "/bin"})
+    assert around.variables == {"PATH": "/bin"}
+    assert around.service_manager == told
+    assert Surroundings.of({}).service_manager == {}

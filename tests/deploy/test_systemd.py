@@ -1,0 +1,55 @@
+"""The systemd unit, read by systemd's own tools and beside what the daemon does."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+UNIT = Path(__file__).parents[2] / "deploy" / "systemd" / "tokend.service"
+MOST_EXPOSED = 2.0
+"""Of 10, by systemd's count; a service that hardens nothing has 9.6."""
+
+needs_systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
+)
+
+
+def settings() -> dict[str, str]:
+    lines = UNIT.read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if re.match(r"[A-Z]\w*=", line))
+
+
+@needs_systemd
+def test_systemd_has_nothing_to_object_to(tmp_path: Path) -> None:
+    """With a command that exists here; its place is the only thing that differs."""
+    unit = tmp_path / "tokend.service"
+    unit.write_text(UNIT.read_text().replace("/opt/tokend/bin/tokend", sys.executable))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+@needs_systemd
+def test_little_is_exposed() -> None:
+    done = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", "--no-pager", str(UNIT)],
+        capture_output=True,
+        text=True,
+    )
+    found = re.search(r"Overall exposure level for tokend.service: ([0-9.]+)", done.stdout)
+    assert found is not None, done.stdout + done.stderr
+    assert float(found[1]) <= MOST_EXPOSED
+
+
+def test_the_unit_expects_what_the_daemon_sends() -> None:
+    """The heartbeat is half of WatchdogSec; only the supervisor speaks; 2 is a user's mistake."""
+    unit = settings()
+    assert unit["Type"] == "notify"
+    assert unit["NotifyAccess"] == "main"
+    assert unit["KillMode"] == "mixed"
+    assert unit["RestartPreventExitStatus"] == "2"
+    assert unit["WatchdogSec"] == "30s"

@@ -1,0 +1,54 @@
+"""A real daemon behind TLS with an API key: it serves, and shows the key to nobody."""
+
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.daemon import Daemon
+from tests.fakes.certificates import Authority, needs_openssl
+
+pytestmark = [pytest.mark.slow, needs_openssl]
+
+KEY = "hush-8c1d2f"
+REQUEST = {"prompt": "The sea is", "max_tokens": 4, "temperature": 0}
+
+
+def commands_and_environments(daemon: Daemon) -> dict[str, tuple[str, str]]:
+    supervisor = psutil.Process(daemon.process.pid)
+    every = {"supervisor": supervisor, **daemon.processes()}
+    return {
+        role: (" ".join(process.cmdline()), str(process.environ()))
+        for role, process in every.items()
+    }
+
+
+@pytest.mark.parametrize("way", ["flag", "environment"])
+def test_tls_and_a_key_that_stays_secret(way: str, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    certificate, key_file = authority.sign("server")
+    flags = ["--ssl-certfile", certificate, "--ssl-keyfile", key_file]
+    variables = {}
+    if way == "flag":
+        flags += ["--api-key", KEY]
+    else:
+        variables = {"TOKEND_API_KEY": KEY}
+    with Daemon(*flags, **variables) as daemon:
+        url = daemon.url.replace("http:", "https:")
+        assert url in daemon.text
+        with httpx.Client(verify=authority.client_context(), base_url=url, timeout=60) as http:
+            assert http.get("/health").status_code == 200
+            assert http.post("/v1/completions", json=REQUEST).status_code == 401
+            wrong = {"authorization": f"Bearer {KEY}x"}
+            assert http.post("/v1/completions", json=REQUEST, headers=wrong).status_code == 401
+            right = {"authorization": f"Bearer {KEY}"}
+            answer = http.post("/v1/completions", json=REQUEST, headers=right)
+            assert answer.status_code == 200, answer.text
+        seen = commands_and_environments(daemon)
+        assert len(seen) == 4
+        for role, (command, environment) in seen.items():
+            assert KEY not in command, role
+            assert KEY not in environment or role == "supervisor", role
+        assert "serve --port 0" in seen["supervisor"][0]
+    assert KEY not in daemon.text
