@@ -41,12 +41,14 @@ class Service:
         self.stopped = False
 
     def serve(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until anything arrives on any link; False when nothing did.
+        """Wait until anything arrives on any link; False when nothing did in that time.
 
-        Handles everything that has arrived from supervisor and front ends, also what
-        came after the wait was over, and ends the sessions that were at rest for too long.
+        Returns early where a session has to end for want of input. Handles everything
+        that has arrived from supervisor and front ends, also what came after the wait was
+        over, and ends the sessions that were at rest for too long.
         """
-        ready = self._poller.wait(timeout_seconds)
+        limits = (timeout_seconds, self._scheduler.sessions.seconds_to_next_end)
+        ready = self._poller.wait(min((each for each in limits if each is not None), default=None))
         if self._supervisor in ready and is_shutdown(self._supervisor):
             self.stopped = True
         received = self._front_ends.receive()

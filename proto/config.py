@@ -73,7 +73,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     stop_admission_above: float = 1.0
     """Admit nobody once more than this part of the KV blocks is in use."""
     resume_admission_below: float | None = None
-    """After that, admit again below this part; by default the same."""
+    """After that, admit again below this part; by default nine tenths of it."""
     preempt_above: float = 1.0
     """Preempt, leaving one, while more than this part of the KV blocks is in use."""
     session_timeout: float = 600.0
@@ -234,6 +234,11 @@ def _check_pressure(scheduler: SchedulerConfig) -> None:
         value = getattr(scheduler, field)
         if value is not None and not 0.0 < value <= 1.0:
             raise ConfigError(f"{flag_name(field)} must be in (0, 1], got {value}", field)
+    if resume is not None and stop == 1.0:
+        raise ConfigError(
+            "--resume-admission-below needs --stop-admission-above: admission never stops",
+            "resume_admission_below",
+        )
     if resume is not None and resume > stop:
         raise ConfigError(
             f"--resume-admission-below ({resume}) must not be more than "

@@ -27,7 +27,8 @@ class _Refusal:
     found, next_one: hash of the last block of its computed prefix, and of the block after
     it; empty where there is none.
 
-    Until the pool is freer, or a request at rest holds blocks, or fewer tokens are wanted,
+    Nothing is remembered where there are rules: they look at more than this. Otherwise,
+    until the pool is freer, or a request at rest holds blocks, or fewer tokens are wanted,
     or that prefix is shorter (a chunk that begins earlier needs fewer blocks) or longer,
     looking again is in vain.
     """
@@ -89,6 +90,8 @@ class AdmissionPass:
         )
 
     def _refuse(self, candidate: Candidate, num_new: int) -> None:
+        if self._rules:
+            return
         request, num_computed = candidate.request, candidate.num_computed_tokens
         num_blocks = num_computed // self._kv_cache.block_size
         self._refusal = _Refusal(

@@ -5,12 +5,15 @@ room. No rule is asked while nothing runs, so that there is always progress.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from engine_core.kv_cache.manager import NOTHING_COMPUTED, ComputedBlocks, KVCacheManager
 from engine_core.request import Request
 from engine_core.scheduler.pressure import NoPressure, Pressure, Thresholds
 from proto.config import SchedulerConfig
+
+DEFAULT_HYSTERESIS: Final = 0.9
+"""Where nothing else is said, admission goes on below this part of where it stopped."""
 
 
 class AdmissionRule(Protocol):
@@ -67,9 +70,11 @@ class WholeSequence:
 def pressure_of(config: SchedulerConfig, kv_cache: KVCacheManager) -> Pressure:
     """The thresholds of a configuration, if it sets any below the whole pool."""
     stop, preempt = config.stop_admission_above, config.preempt_above
-    resume = stop if config.resume_admission_below is None else config.resume_admission_below
-    if resume == stop == preempt == 1.0:
+    if stop == preempt == 1.0:
         return NoPressure()
+    resume = config.resume_admission_below
+    if resume is None:
+        resume = DEFAULT_HYSTERESIS * stop
     return Thresholds(kv_cache, resume, stop, preempt)
 
 

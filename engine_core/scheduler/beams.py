@@ -78,6 +78,7 @@ class BeamGroups:
         self._preemption = preemption
         self._dictation = dictation
         self._groups: dict[int, BeamGroup] = {}
+        self._reporting: dict[int, BeamGroup] = {}  # those of which some rows have reported
 
     def add(self, request: Request) -> None:
         """A row, if it is one; those of a group come in order.
@@ -103,12 +104,15 @@ class BeamGroups:
         if group is None or candidates is None:
             return False
         group.reported[request.choice] = candidates
+        self._reporting[request.request_id] = group
         request.num_output_placeholders = 0
         return True
 
     def advance(self) -> list[BeamGroup]:
         """Move on every group whose rows have all reported; returns those that are over."""
-        ready = [group for group in self._groups.values() if group.has_all]
+        ready = [group for group in self._reporting.values() if group.has_all]
+        for group in ready:
+            del self._reporting[group.rows[0].request_id]
         return [group for group in ready if not self._moves_on(group)]
 
     # As a gate
@@ -117,10 +121,14 @@ class BeamGroups:
         self._wake = wake
 
     def begin(self, plan: StepPlan) -> None:
-        """Rows that have reported give way while another row of theirs waits for room."""
-        for group in self._groups.values():
+        """Rows that have reported give way while another row of theirs waits for room.
+
+        It is to have that room in this very pass, or a lone search would have a step without
+        tokens; so this preemption, alone of all, does not stop admission.
+        """
+        for group in self._reporting.values():
             reported = group.reported
-            if reported and any(
+            if any(
                 each.status is not RequestStatus.RUNNING
                 for slot, each in enumerate(group.living)
                 if slot not in reported
@@ -141,6 +149,7 @@ class BeamGroups:
 
     def forget(self, request: Request) -> None:
         self._groups.pop(request.request_id, None)
+        self._reporting.pop(request.request_id, None)
         self._dictation.forget(request.handle)
 
     # Parts of the above

@@ -3,6 +3,7 @@
 Owns the mode and the requests that wait for its end.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 from engine_core.request import Request, RequestStatus
@@ -16,12 +17,16 @@ class Pause:
     """A gate that is open, unless an operator has asked otherwise.
 
     finish_running: requests that have not begun are held; the others go on to their
-    end, also those that are preempted meanwhile. freeze: the scheduler plans nothing.
+    end, with all their choices, also those that are preempted meanwhile. freeze: the
+    scheduler plans nothing.
     """
 
     status = RequestStatus.WAITING_FOR_RESUME
 
-    def __init__(self) -> None:
+    def __init__(self, choices: Mapping[int, Mapping[int, Request]]) -> None:
+        """choices: unfinished choices by number, by request id; read only."""
+        self._choices = choices
+        self._begun: set[int] = set()  # ids of requests that have begun with some choice
         self._mode: PauseMode | None = None
         self._held: dict[int, Request] = {}
 
@@ -47,13 +52,15 @@ class Pause:
         """Nothing changes by a step."""
 
     def holds(self, candidate: Candidate) -> bool:
-        if self._mode is None or candidate.request.scheduled_at is not None:
+        if self._mode is None or candidate.request.request_id in self._begun:
             return False
         self._held[candidate.request.handle] = candidate.request
         return True
 
     def admitted(self, request: Request, num_new_tokens: int) -> None:
-        """Who runs is none of its business."""
+        self._begun.add(request.request_id)
 
     def forget(self, request: Request) -> None:
         self._held.pop(request.handle, None)
+        if len(self._choices[request.request_id]) == 1:
+            self._begun.discard(request.request_id)

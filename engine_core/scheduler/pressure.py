@@ -21,7 +21,7 @@ class Pressure(Protocol):
         ...
 
     def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
-        """Whether anyone may come in; the arguments do not matter."""
+        """Whether this request may come in, to compute so many tokens."""
         ...
 
 
@@ -56,8 +56,9 @@ class Thresholds:
         return self._observe() > self._preempt_above
 
     def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
-        self._observe()
-        return self._open
+        in_use = self._observe()
+        needed = self._kv_cache.num_blocks_needed(request, num_new_tokens, computed)
+        return self._open and in_use + needed <= self._preempt_above
 
     def _observe(self) -> int:
         """Blocks in use; moves the doors."""

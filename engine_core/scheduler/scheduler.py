@@ -84,7 +84,7 @@ class Scheduler:
             policy, self.waiting, self.running, kv_cache, pressure, idle_blocks
         )
         self._running_pass = RunningPass(self.running, kv_cache, chunks, self._preemption)
-        self._pause = Pause()
+        self._pause = Pause(self._choices)
         dictation = Dictation()
         self._beams = BeamGroups(kv_cache, self._preemption, dictation)
         self.sessions = Sessions(
@@ -203,7 +203,7 @@ class Scheduler:
     # A step
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step. Nothing is admitted in a step that had to preempt."""
+        """Decide the next step. Where running requests had to give way, nothing is admitted."""
         plan = StepPlan(self._step_budget, self._clock())
         if not self._pause.frozen:
             self._preemption.relieve(plan)

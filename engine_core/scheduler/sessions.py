@@ -138,6 +138,13 @@ class Sessions:
         self._roster.abort(request_id)
         return EngineCoreOutput(request_id, 0, 0, [], FinishReason.ERROR, error=error)
 
+    @property
+    def seconds_to_next_end(self) -> float | None:
+        """Until some session has been at rest for too long; None while none rests."""
+        for since in self._resting_since.values():
+            return max(0.0, since + self._timeout - self._clock())
+        return None
+
     def end_overdue(self) -> ClientOutputs:
         """End those that have been at rest for too long."""
         outputs: ClientOutputs = {}

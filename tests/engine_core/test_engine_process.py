@@ -8,6 +8,7 @@ import pytest
 import zmq
 
 from engine_core.kv_cache.hashing import BlockHasher
+from engine_core.stepper import IDLE_SECONDS
 from proto import PROTOCOL_VERSION
 from proto.codec import MessageDecoder
 from proto.config import CacheConfig, FrontEndConfig, SchedulerConfig, ServeConfig
@@ -297,8 +298,9 @@ def test_a_session_goes_on_turn_by_turn(start):
     assert engine.shutdown() == 0
 
 
-def test_a_session_that_hears_nothing_ends_though_nothing_else_happens(start):
-    engine = start(scheduler=SchedulerConfig(session_timeout=0.1))
+@pytest.mark.parametrize("seconds", [0.1, IDLE_SECONDS + 0.3])
+def test_a_session_that_hears_nothing_ends_though_nothing_else_happens(start, seconds):
+    engine = start(scheduler=SchedulerConfig(session_timeout=seconds))
     engine.start()
     (front_end,) = engine.front_ends
     front_end.send(engine.request(1, [1, 2, 3], 1, resumable=True))

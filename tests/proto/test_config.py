@@ -32,7 +32,7 @@ def test_the_defaults_are_valid():
         ("scheduler", {"async_scheduling": True}),
         ("scheduler", {"watermark": 0.5, "scheduler_reserve_full_isl": True}),
         ("scheduler", {"stop_admission_above": 0.9}),
-        ("scheduler", {"resume_admission_below": 0.8}),
+        ("scheduler", {"resume_admission_below": 0.8, "stop_admission_above": 0.9}),
         (
             "scheduler",
             {
@@ -85,6 +85,7 @@ def test_unusual_settings_that_work(section, changes):
         ("scheduler", {"stop_admission_above": 0.0}, "stop_admission_above"),
         ("scheduler", {"preempt_above": 1.1}, "preempt_above"),
         ("scheduler", {"resume_admission_below": 0.0}, "resume_admission_below"),
+        ("scheduler", {"resume_admission_below": 0.8}, "resume_admission_below"),
         (
             "scheduler",
             {"resume_admission_below": 0.9, "stop_admission_above": 0.8},

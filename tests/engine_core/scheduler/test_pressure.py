@@ -116,6 +116,46 @@ def test_above_the_highest_threshold_the_youngest_gives_way():
     engine.assert_at_rest()
 
 
+def test_nobody_is_admitted_to_be_preempted_for_pressure():
+    """Two blocks are in use, the doors are open, but four more would be above 0.5."""
+    engine = small_pool(stop_admission_above=0.4, preempt_above=0.5)
+    engine.add_one(prompt(7, 0), max_tokens=5)
+    engine.step()
+    late = engine.add_one(prompt(16, 1), max_tokens=1)
+    for _ in range(3):
+        assert late.handle not in scheduled(engine.step())
+    engine.run()
+    assert engine.scheduler.take_stats().num_preemptions == 0
+    engine.assert_at_rest()
+
+
+def test_admission_goes_on_a_little_below_where_it_stopped():
+    engine = small_pool(stop_admission_above=0.5)
+    first = [engine.add_one(prompt(12, each), max_tokens=20) for each in range(2)]
+    engine.step()
+    late = engine.add_one(prompt(3, 7), max_tokens=1)
+    assert blocks_in_use(engine) == 6, "more than 0.5: the doors close"
+    assert late.handle not in scheduled(engine.step())
+    engine.scheduler.abort(first[1].request_id)  # four blocks are less than 0.45
+    assert late.handle in scheduled(engine.step())
+
+
+def test_the_head_of_the_line_comes_in_when_a_running_prompt_is_aborted():
+    """Free blocks are as many as before; those that the aborted prompt was yet to take count."""
+    engine = small_pool(
+        scheduler_reserve_full_isl=True, long_prefill_token_threshold=4, enable_prefix_caching=False
+    )
+    stays = engine.add_one(prompt(4, 0), max_tokens=12)
+    long = engine.add_one(prompt(30, 1), max_tokens=1)
+    engine.step()
+    head = engine.add_one(prompt(24, 2), max_tokens=1)
+    assert head.handle not in scheduled(engine.step())
+    engine.scheduler.abort(long.request_id)
+    assert head.handle in scheduled(engine.step())
+    engine.run()
+    assert engine.tokens_of(stays) == undisturbed(prompt(4, 0), 12)
+
+
 def test_the_last_one_is_never_preempted_for_pressure():
     engine = small_pool(stop_admission_above=0.1, preempt_above=0.1)
     request = engine.add_one(prompt(30, 0), max_tokens=5)

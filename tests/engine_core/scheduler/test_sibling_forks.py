@@ -265,18 +265,20 @@ def test_a_preempted_choice_comes_back_as_a_fork():
     assert_right(engine, requests, 18)
 
 
-def test_a_pause_holds_choices_that_have_not_begun():
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_a_pause_lets_all_choices_of_a_request_end_that_has_begun(max_tokens):
     engine = engine_of(max_num_batched_tokens=8)
-    requests = engine.add(PROMPT, max_tokens=2, n=2)
+    requests = engine.add(PROMPT, max_tokens=max_tokens, n=2)
     engine.step()
     engine.scheduler.pause("finish_running")
+    other = engine.add_one([7], max_tokens=1)
     while engine.scheduler.has_work:
         engine.step()
-    assert requests[0].is_finished
-    assert requests[1].status is RequestStatus.WAITING_FOR_RESUME
+    assert all(each.is_finished for each in requests)
+    assert other.status is RequestStatus.WAITING_FOR_RESUME
     engine.scheduler.resume()
     engine.run()
-    assert_right(engine, requests, 2)
+    assert_right(engine, requests, max_tokens)
 
 
 def test_a_gate_before_it_may_hold_any_of_them():
