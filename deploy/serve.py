@@ -1,5 +1,6 @@
 """`tokend serve` in order: take the port, get the model ready, run the processes."""
 
+import faulthandler
 import os
 import signal
 import sys
@@ -38,6 +39,7 @@ def serve(config: ServeConfig, around: Surroundings) -> int:
             print(ready.render(url, config, model, engine, seconds), flush=True)
             notifier.ready(f"serving {model.name} at {url}")
 
+        faulthandler.enable()  # a watchdog aborts a supervisor that hangs: show where
         display.progress(f"starting {model.name}")
         launch = Launch(config, model, (listener,), around.variables, module_commands())
         return Supervisor(launch, run_parent, display, announce, notifier).run()

@@ -47,6 +47,7 @@ def test_the_promised_names_exist() -> None:
         --device --attention-backend --api-server-count --disable-log-requests
         --scheduler-reserve-full-isl --watermark --stop-admission-above
         --resume-admission-below --preempt-above
+        --ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs
     """
     assert set(promised.split()) <= {flag.name for flag in flags.all_flags()}
 

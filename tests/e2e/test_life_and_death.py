@@ -92,6 +92,16 @@ def test_killing_the_supervisor_leaves_nothing() -> None:
     assert_nothing_left(daemon, processes)
 
 
+def test_a_watchdog_that_aborts_the_supervisor_shows_where_it_hung() -> None:
+    daemon = Daemon()
+    daemon.wait_ready()
+    processes = daemon.processes()
+    daemon.process.send_signal(signal.SIGABRT)
+    assert daemon.wait_exit() == -signal.SIGABRT
+    assert re.search(r"deploy/supervisor.py.* in _watch", daemon.text)
+    assert_nothing_left(daemon, processes)
+
+
 def test_a_client_in_mid_stream_gets_an_error_and_an_end() -> None:
     """Whatever dies, a stream ends; it never looks complete."""
     daemon = Daemon()
