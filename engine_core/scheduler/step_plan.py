@@ -1,5 +1,7 @@
 """What one call of schedule() has decided so far."""
 
+from collections.abc import Collection
+
 from engine_core.kv_cache.block import BlockIds
 from engine_core.request import Request
 
@@ -36,11 +38,20 @@ class StepPlan:
         self.admitted_tokens: list[int] = []
         self.preempted: list[Request] = []
 
-    def num_new_tokens(self, request: Request) -> int:
-        """Tokens planned for a request that was running before this step; 0 for any other."""
-        if request not in self.continued:
-            return 0
-        return self.continued_tokens[self.continued.index(request)]
+    def num_new_tokens(self, handles: Collection[int]) -> dict[int, int]:
+        """Tokens planned, by handle, for those that ran before this step; others are left out.
+
+        One look through the plan, from the end, where those are that were admitted last.
+        """
+        found: dict[int, int] = {}
+        for request, num_tokens in zip(
+            reversed(self.continued), reversed(self.continued_tokens), strict=True
+        ):
+            if len(found) == len(handles):
+                break
+            if request.handle in handles:
+                found[request.handle] = num_tokens
+        return found
 
     def describe_anew(self, request: Request) -> None:
         """Tell the workers of a continued request as of one that came from the queue."""

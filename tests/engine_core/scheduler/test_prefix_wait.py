@@ -1,5 +1,7 @@
 """Equal prompts that arrive together compute what they share once, also in chunks."""
 
+import sys
+
 import pytest
 
 from engine_core.request import RequestStatus
@@ -132,3 +134,102 @@ def test_the_wait_is_bounded(monkeypatch):
     assert second.num_cached_tokens == 32
     engine.run()
     engine.assert_at_rest()
+
+
+def test_time_spent_waiting_for_one_leader_counts_when_it_waits_for_the_next(monkeypatch):
+    monkeypatch.setattr(prefix_wait, "LONGEST_WAIT", 3)
+    engine = chunked()
+    prompt = list(range(80))
+    first, second, third = (engine.add_one(prompt, max_tokens=1) for _ in range(3))
+    engine.step()
+    engine.step()
+    engine.scheduler.abort(first.request_id)
+    for num_left in (2, 1):
+        assert scheduled(engine.step()) == {second.handle: 8}
+        assert third.status is WAITS, num_left
+    assert scheduled(engine.step()) == {second.handle: 8, third.handle: 8}
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_with_all_that_one_leader_shares_it_waits_for_another_that_shares_more(monkeypatch):
+    monkeypatch.setattr(prefix_wait, "LONGEST_WAIT", 5)
+    engine = chunked()
+    shared = list(range(80))
+    first = engine.add_one(shared[:16] + [500] * 60, max_tokens=1)
+    second = engine.add_one(shared, max_tokens=1)
+    third = engine.add_one(shared, max_tokens=1)
+    assert scheduled(engine.step()) == {first.handle: 8}
+    assert scheduled(engine.step()) == {first.handle: 8, second.handle: 8}
+    for _ in range(3):
+        assert scheduled(engine.step()) == {first.handle: 8, second.handle: 8}
+        assert third.status is WAITS
+    assert scheduled(engine.step()) == {first.handle: 8, second.handle: 8, third.handle: 8}
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_those_who_share_less_go_first_in_whatever_order_they_came():
+    engine = chunked()
+    prompt = list(range(40))
+    leader = engine.add_one(prompt, max_tokens=1)
+    ends = {num: engine.add_one(prompt[:num] + [900] * 8) for num in (32, 16, 24)}
+    for num_computed in (8, 16, 24, 32):
+        step = scheduled(engine.step())
+        assert step[leader.handle] == 8
+        for num, request in ends.items():
+            assert (request.handle in step) == (num <= num_computed)
+    for num, request in ends.items():
+        assert request.num_cached_tokens == num
+
+
+def test_nobody_waits_for_blocks_that_the_leader_has_had_and_lost():
+    """They lie before its window, and somebody else has taken them meanwhile."""
+    engine = chunked(num_blocks=26, windows=(8,))
+    leader = engine.add_one(list(range(160)), max_tokens=1)
+    for _ in range(6):
+        engine.step()
+    taker = engine.add_one(list(range(500, 560)), max_tokens=8)
+    for _ in range(10):
+        engine.step()
+    assert taker.num_computed_tokens >= 56
+    late = engine.add_one(list(range(12)), max_tokens=1)
+    assert scheduled(engine.step())[late.handle] == 8
+    assert leader.num_computed_tokens < 160
+
+
+def num_lines_run(function):
+    """Lines of Python that a call goes through; loops count as often as they turn."""
+    count = 0
+
+    def trace(frame, event, arg):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_step_does_not_look_at_those_who_go_on_waiting(policy):
+    costs = []
+    for num_waiting in (3, 200):
+        engine = chunked(scheduling_policy=policy)
+        for seed in range(5):
+            engine.add_one([900 + seed], max_tokens=50)
+        leader = engine.add_one(list(range(80)), max_tokens=1)
+        for _ in range(num_waiting):
+            engine.add_one(list(range(80)), max_tokens=1)
+        engine.step()
+        engine.step()
+        assert len(engine.scheduler.waiting) == num_waiting
+        costs.append(num_lines_run(engine.send))
+        engine.receive()
+        assert leader.num_computed_tokens == 24
+    assert costs[0] == costs[1] > 50
