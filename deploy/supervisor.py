@@ -1,8 +1,12 @@
-"""Everyone's parent: starts the processes, watches them, ends them.
+"""Everyone's parent: starts the processes, watches them, starts them again, ends them.
 
 Owns the children, the run directory and the death pipe. Knows nothing of
 models, requests or tokens, and imports no torch. One loop waits for links,
 process descriptors and signals alike.
+
+Until the daemon is ready for the first time a death ends it: what cannot start once
+will not start twice. From then on a process that dies is started again, alone (a
+worker with those that compute together with it), and the others are told.
 """
 
 import os
@@ -15,11 +19,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from deploy import obituary
+from deploy.births import Births
 from deploy.child import Child, Commands
 from deploy.child_environment import child_environment
 from deploy.display import Display
 from deploy.ending import AFTER_A_DEATH, ON_REQUEST, Ending, NotEnding, Patience
 from deploy.ready import Readiness
+from deploy.recovery import Recovery
+from deploy.restart_budget import RestartBudget
 from deploy.signals import SignalInbox
 from proto import PROTOCOL_VERSION
 from proto.config import ServeConfig
@@ -33,7 +40,6 @@ _CHAIN_SECONDS: Final = 0.1
 """Failures this close to the first are taken for one chain with one culprit."""
 _SAME_SIGNAL_SECONDS: Final = 0.05
 """A signal sent to a process group arrives again when a parent such as make passes it on."""
-_FIRST_EPOCH: Final = 1
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,7 @@ class Supervisor:
         self._display = display
         self._on_ready = on_ready
         self._running: list[Child] = []
+        self._poller = Poller()
         self._failed: list[Child] = []
         self._first_failure = 0.0
         self._stopped_at = 0.0
@@ -97,8 +104,11 @@ class Supervisor:
             directory = RunDirectory.create(self._run_parent)
             death_pipe = os.pipe()
             try:
-                self._start(directory.path, death_pipe[0])
-                self._watch(signals)
+                births = self._births(directory.path, death_pipe[0])
+                recovery = self._recovery(births)
+                for role, index in self._launch.processes():
+                    self._start(births.boot(role, index))
+                self._watch(signals, recovery)
             finally:
                 self._kill_rest()
                 self._display.close()
@@ -107,53 +117,87 @@ class Supervisor:
                 directory.leave()
         return self._conclude()
 
-    def _start(self, run_dir: str, death_fd: int) -> None:
-        """Start everything at once: each process waits for those that it needs."""
+    def _births(self, run_dir: str, death_fd: int) -> Births:
         launch = self._launch
-        for role, index in launch.processes():
-            listeners = launch.listeners if role == "api_server" else ()
-            boot = ProcessBoot(
-                protocol_version=PROTOCOL_VERSION,
-                role=role,
-                index=index,
-                incarnation=0,
-                epoch=_FIRST_EPOCH,
-                run_dir=run_dir,
-                death_fd=death_fd,
-                config=launch.config,
-                model=launch.model,
-                listen_fds=tuple(listener.fileno() for listener in listeners),
-            )
-            env = child_environment(launch.variables, role, launch.config.device)
-            self._running.append(Child(boot, launch.commands[role], env))
+        template = ProcessBoot(
+            protocol_version=PROTOCOL_VERSION,
+            role="engine_core",
+            index=0,
+            incarnation=0,
+            epoch=0,
+            worker_epoch=0,
+            run_dir=run_dir,
+            death_fd=death_fd,
+            config=launch.config,
+            model=launch.model,
+        )
+        return Births(template, tuple(listener.fileno() for listener in launch.listeners))
 
-    def _watch(self, signals: SignalInbox) -> None:
-        """Until the last process has ended."""
-        poller = Poller(descriptors=[signals.fileno()])
-        for child in self._running:
-            poller.add(child.link)
-            poller.add(child.pidfd)
-        while self._running:
-            poller.wait(self._ending.seconds_to_next_step())
+    def _recovery(self, births: Births) -> Recovery:
+        config = self._launch.config
+        budget = RestartBudget(config.reliability.max_restarts)
+        return Recovery(births, budget, self._display, config.parallel.tensor_parallel_size)
+
+    def _start(self, boot: ProcessBoot) -> None:
+        """Start a process; it waits by itself for those that it needs."""
+        launch = self._launch
+        env = child_environment(launch.variables, boot.role, launch.config.device)
+        child = Child(boot, launch.commands[boot.role], env)
+        self._running.append(child)
+        self._poller.add(child.link)
+        self._poller.add(child.pidfd)
+
+    def _watch(self, signals: SignalInbox, recovery: Recovery) -> None:
+        """Until the last process has ended, and none is to follow."""
+        self._poller.add(signals.fileno())
+        while self._running or not self._ending.begun:
+            self._poller.wait(self._seconds_to_next_step(recovery))
             for number in signals.take():
                 self._stop(number)
             for child in list(self._running):
-                self._hear(child)
+                self._hear(child, recovery)
                 if child.has_ended():
-                    self._bury(child, poller)
-            self._ending.press()
+                    self._bury(child, recovery)
+            if self._ending.begun:
+                self._ending.press()
+            else:
+                self._replace_the_dead(recovery)
 
-    def _hear(self, child: Child) -> None:
+    def _seconds_to_next_step(self, recovery: Recovery) -> float | None:
+        if self._ending.begun:
+            return self._ending.seconds_to_next_step()
+        return recovery.seconds_to_next()
+
+    def _replace_the_dead(self, recovery: Recovery) -> None:
+        for child in self._running:
+            if recovery.must_go(child.role):
+                child.signal(signal.SIGKILL)
+        for each in recovery.take_due(self._running):
+            for role, message in each.told:
+                for child in self._running:
+                    if child.role == role:
+                        child.tell(message)
+            for boot in each.boots:
+                self._start(boot)
+
+    def _hear(self, child: Child, recovery: Recovery) -> None:
         for message in child.receive():
-            self._handle(child, message)
-        if child.last_words is not None:
+            self._handle(child, message, recovery)
+        if child.last_words is not None and not self._serving:
             self._fail(child)
 
-    def _handle(self, child: Child, message: Any) -> None:
+    @property
+    def _serving(self) -> bool:
+        return self._readiness.complete and not self._ending.begun
+
+    def _handle(self, child: Child, message: Any, recovery: Recovery) -> None:
         if isinstance(message, Progress):
-            self._display.progress(message.what, message.fraction, child.name)
+            if not self._readiness.complete:
+                self._display.progress(message.what, message.fraction, child.name)
         elif isinstance(message, Notice):
             self._display.notice(message.message, child.name)
+        elif self._readiness.complete:
+            recovery.note(message)
         elif isinstance(message, EngineReady | FrontEndReady):
             self._readiness.note(message)
             if self._readiness.complete and not self._ending.begun:
@@ -161,13 +205,15 @@ class Supervisor:
                 self._display.close()
                 self._on_ready(self._readiness.engine)
 
-    def _bury(self, child: Child, poller: Poller) -> None:
+    def _bury(self, child: Child, recovery: Recovery) -> None:
         """A process is gone: read what it left, and see whether it was meant to go."""
         child.await_last_words()
-        poller.remove(child.link)
-        poller.remove(child.pidfd)
+        self._poller.remove(child.link)
+        self._poller.remove(child.pidfd)
         self._running.remove(child)
-        if child.exit_status != 0 or not self._ending.begun:
+        if self._serving and recovery.can_replace(child):
+            recovery.note_death(child)
+        elif child.exit_status != 0 or not self._ending.begun:
             self._fail(child)
         child.close()
 

@@ -99,6 +99,7 @@ def make_boot(
         index=0,
         incarnation=0,
         epoch=1,
+        worker_epoch=1,
         run_dir=run_dir,
         death_fd=-1,
         config=ServeConfig(model=ModelConfig(seed=seed), frontend=frontend),

@@ -1,5 +1,6 @@
 """A real daemon for the end-to-end tests: real processes, sockets and model."""
 
+import contextlib
 import os
 import re
 import signal
@@ -82,10 +83,11 @@ class Daemon:
         """The children by role."""
         found = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
-            title = " ".join(child.cmdline())
-            for role, word in ROLES.items():
-                if f"tokend: {word} " in title or f"-m {role}" in title:
-                    found[role] = child
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just died
+                title = " ".join(child.cmdline())
+                for role, word in ROLES.items():
+                    if f"tokend: {word} " in title or f"-m {role}" in title:
+                        found[role] = child
         return found
 
     def stop(self) -> None:

@@ -24,6 +24,7 @@ class LazyExecutor:
         self.results = deque()
         self.submitted = []
         self.log = []
+        self.ready = True
 
     def submit(self, output):
         self.submitted.append(output)
@@ -67,6 +68,12 @@ class ScriptedService:
         if timeout_seconds is None:
             self.stopped = True
         return False
+
+    def take_worker_epochs(self):
+        return []
+
+    def announce(self, trials):
+        assert trials == []
 
     def publish(self, outputs):
         self.published += [each for client in outputs.values() for each in client]
