@@ -11,9 +11,10 @@ from deploy.display import Display, open_display
 from deploy.listening import listen, url_of
 from deploy.prepare.store import prepared_model
 from deploy.supervisor import Launch, Supervisor
-from deploy.surroundings import Surroundings
+from deploy.surroundings import FAULTS_VARIABLE, Surroundings
 from proto.config import ServeConfig
 from proto.errors import ConfigError
+from proto.faults import Fault, parse_faults
 from proto.lifecycle import EngineReady
 from proto.prepared_model import PreparedModel
 
@@ -22,6 +23,7 @@ def serve(config: ServeConfig, around: Surroundings) -> int:
     """Serve until told to stop; the exit status. Raises ConfigError and ModelError."""
     started = time.monotonic()
     _check_tokenizer(config)
+    faults = _faults(config, around)
     run_parent = around.run_parent()
     listener = listen(config.frontend.host, config.frontend.port)
     url = url_of(listener)
@@ -35,7 +37,7 @@ def serve(config: ServeConfig, around: Surroundings) -> int:
             print(ready.render(url, config, model, engine, seconds), flush=True)
 
         display.progress(f"starting {model.name}")
-        launch = Launch(config, model, (listener,), around.variables, module_commands())
+        launch = Launch(config, model, (listener,), around.variables, module_commands(), faults)
         return Supervisor(launch, run_parent, display, announce).run()
     finally:
         display.close()
@@ -49,6 +51,16 @@ def _model(config: ServeConfig, around: Surroundings, display: Display) -> Prepa
         return prepared_model(config.model.model, around, display)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _faults(config: ServeConfig, around: Surroundings) -> tuple[Fault, ...]:
+    faults = parse_faults(around.faults)
+    if faults and not config.reliability.enable_fault_injection:
+        raise ConfigError(
+            f"{FAULTS_VARIABLE} is set: it breaks this daemon on purpose, "
+            "and nothing of it is done without --enable-fault-injection"
+        )
+    return faults
 
 
 def _check_tokenizer(config: ServeConfig) -> None:

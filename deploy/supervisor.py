@@ -30,6 +30,7 @@ from deploy.restart_budget import RestartBudget
 from deploy.signals import SignalInbox
 from proto import PROTOCOL_VERSION
 from proto.config import ServeConfig
+from proto.faults import Fault
 from proto.lifecycle import EngineReady, FrontEndReady, Notice, ProcessBoot, Progress, Role
 from proto.prepared_model import PreparedModel
 from proto.run_directory import RunDirectory
@@ -49,6 +50,7 @@ class Launch:
     listeners: listening sockets, inherited by every front end.
     variables: environment that the processes get, each role with its own additions.
     commands: how the process of each role is started.
+    faults: that tests have asked for.
     """
 
     config: ServeConfig
@@ -56,6 +58,7 @@ class Launch:
     listeners: tuple[socket.socket, ...]
     variables: Mapping[str, str]
     commands: Commands
+    faults: tuple[Fault, ...] = ()
 
     def processes(self) -> list[tuple[Role, int]]:
         """Every process, as (role, index)."""
@@ -130,6 +133,7 @@ class Supervisor:
             death_fd=death_fd,
             config=launch.config,
             model=launch.model,
+            faults=launch.faults,
         )
         return Births(template, tuple(listener.fileno() for listener in launch.listeners))
 

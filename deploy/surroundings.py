@@ -11,6 +11,8 @@ from typing import Any, Final
 
 from proto.run_directory import default_parent
 
+FAULTS_VARIABLE: Final = "TOKEND_FAULTS"
+"""What is to break on purpose, see proto/faults.py; only with --enable-fault-injection."""
 API_KEY_VARIABLE: Final = "TOKEND_API_KEY"
 """Holds the API key for those who do not want it on a command line that others can see."""
 
@@ -20,11 +22,13 @@ class Surroundings:
     """cache: tokend's own cache folder. variables: what child processes inherit.
 
     settings: config fields that the environment sets; flags and file go before them.
+    faults: what is to break on purpose, as written.
     """
 
     cache: str
     variables: Mapping[str, str]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    faults: str = ""
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> "Surroundings":
@@ -34,7 +38,8 @@ class Surroundings:
         inherited = dict(variables)
         key = inherited.pop(API_KEY_VARIABLE, None)
         settings = {} if key is None else {"api_key": key}
-        return cls(os.path.join(os.path.abspath(base), "tokend"), inherited, settings)
+        faults = inherited.pop(FAULTS_VARIABLE, "")
+        return cls(os.path.join(os.path.abspath(base), "tokend"), inherited, settings, faults)
 
     def run_parent(self) -> str:
         """Where run directories go; raises TokendError when there is no place."""

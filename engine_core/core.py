@@ -5,10 +5,13 @@ KV tensors, front ends and supervisor hear that the engine is ready.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine_core.executor.base import Executor
 from engine_core.executor.crew import Crew
 from engine_core.executor.local import LocalExecutor
+from engine_core.executor.sabotaged import SabotagedExecutor
 from engine_core.heap import settle_heap
 from engine_core.intake import Intake
 from engine_core.kv_cache.integrity import check
@@ -26,6 +29,7 @@ from engine_core.validation import RequestLimits
 from proto import PROTOCOL_VERSION
 from proto.config import ServeConfig
 from proto.errors import TokendError
+from proto.faults import Saboteur
 from proto.lifecycle import EngineReady, Notice, ProcessBoot, WorkerReady, WorkersReady
 from proto.sockets import Link, Poller
 
@@ -44,7 +48,7 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
     config, poller, orders = boot.config, Poller([supervisor]), Orders(supervisor)
     front_ends = FrontEndLinks(boot.run_dir, boot.epoch, boot.front_ends)
     crew = Crew(
-        lambda epoch: LocalExecutor(boot.run_dir, epoch, config.parallel.tensor_parallel_size),
+        _executors(boot),
         lambda workers: plan_pool(workers, config, boot.model.max_position),
         poller,
         lambda epoch: supervisor.send(WorkersReady(epoch)),
@@ -59,6 +63,15 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
     settle_heap()
     _announce(boot, crew, front_ends, supervisor)
     stepper.run()
+
+
+def _executors(boot: ProcessBoot) -> Callable[[int], Executor]:
+    """Reaches the workers of an epoch."""
+    run_dir, world_size = boot.run_dir, boot.config.parallel.tensor_parallel_size
+    saboteur = Saboteur.of(boot.faults, boot.role, boot.index, boot.incarnation)
+    if saboteur.idle:
+        return lambda epoch: LocalExecutor(run_dir, epoch, world_size)
+    return lambda epoch: SabotagedExecutor(run_dir, epoch, world_size, saboteur)
 
 
 def _assemble(crew: Crew, orders: Orders, front_ends: FrontEndLinks, poller: Poller) -> bool:

@@ -24,6 +24,7 @@ import msgspec
 from proto.config import ServeConfig
 from proto.engine_io import PauseMode
 from proto.errors import ErrorInfo
+from proto.faults import Fault
 from proto.prepared_model import PreparedModel
 
 Role = Literal["api_server", "engine_core", "worker"]
@@ -57,6 +58,7 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     listen_fds: listening sockets of a front end.
     front_ends: for an engine, the incarnation of each front end, by index.
     pause_mode: for an engine, the pause that it goes on with; None for none.
+    faults: that tests have asked for, in any process.
     """
 
     protocol_version: int
@@ -72,6 +74,7 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     listen_fds: tuple[int, ...] = ()
     front_ends: tuple[int, ...] = (0,)
     pause_mode: PauseMode | None = None
+    faults: tuple[Fault, ...] = ()
 
 
 class KVGroup(msgspec.Struct, array_like=True, frozen=True):

@@ -17,6 +17,7 @@ from typing import Any
 
 from proto import PROTOCOL_VERSION
 from proto.errors import ModelError, ProtocolError
+from proto.faults import Saboteur
 from proto.lifecycle import (
     CacheReady,
     InitializeCache,
@@ -36,6 +37,7 @@ from worker.attention.base import AttentionShape
 from worker.attention.registry import create_backend
 from worker.batch.rows import Rows
 from worker.device import CpuDevice
+from worker.faulty_model import FaultyModel
 from worker.fingerprint import kv_fingerprint
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
@@ -69,6 +71,7 @@ class Service:
         self._engine = meet(boot.worker_epoch)
         self._poller = Poller([supervisor, self._engine])
         self._runner: ModelRunner | None = None
+        self._saboteur = Saboteur.of(boot.faults, "worker", boot.index, boot.incarnation)
         self._device = CpuDevice(boot.config.device)
         # Loading takes a while, and what has no room now has none beside the weights.
         self._device.kv_cache_bytes(boot.config.cache)
@@ -121,6 +124,8 @@ class Service:
 
     def _execute(self, runner: ModelRunner, step: SchedulerOutput) -> None:
         try:
+            if step.total_num_scheduled_tokens:
+                self._saboteur.begin_step()
             output = runner.execute(step)
         except Exception as error:
             self._engine.send(
@@ -185,7 +190,10 @@ class Service:
             message.block_size,
             self._layout.num_groups,
         )
-        runner = ModelRunner(self._model, attention, create_sampler(), rows, cache)
+        model = self._model
+        if not self._saboteur.idle:
+            model = FaultyModel(model, self._saboteur)
+        runner = ModelRunner(model, attention, create_sampler(), rows, cache)
         runner.warm_up()
         return runner
 

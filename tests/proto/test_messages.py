@@ -20,6 +20,7 @@ from proto.engine_io import (
     ToEngine,
 )
 from proto.errors import ErrorInfo, ProtocolError
+from proto.faults import Fault
 from proto.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from proto.lifecycle import (
     CacheReady,
@@ -160,6 +161,7 @@ MESSAGES = [
         listen_fds=(7,),
         front_ends=(2, 0),
         pause_mode="freeze",
+        faults=(Fault("worker", 1, "kill", 20, 2),),
     ),
     WorkerReady(
         1,
