@@ -26,6 +26,8 @@ logger = logging.getLogger("tokend.sockets")
 MAX_MESSAGE_BYTES: Final = 256 << 20
 MAX_PENDING_BYTES: Final = 64 << 20
 MAX_QUEUED_MESSAGES: Final = 1_000
+RECONNECT_MILLISECONDS: Final = 20
+"""Between two tries while the path is not bound: part of every gap after a death."""
 MAX_IPC_PATH: Final = 107
 """Bytes of a Unix socket path, without the terminating zero."""
 
@@ -73,6 +75,7 @@ class Link:
         self._pending_bytes = 0
         self._socket: zmq.Socket[bytes] = (context or zmq.Context.instance()).socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MILLISECONDS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)

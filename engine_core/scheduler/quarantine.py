@@ -80,6 +80,8 @@ class Quarantine:
         self._wake = wake
 
     def begin(self, plan: StepPlan) -> None:
+        if not self._suspects:
+            return
         for request in list(self._suspects.values()):
             if request.num_output_tokens > self._tokens_at_crash[request.handle]:
                 request.crash_count = 0

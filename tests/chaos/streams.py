@@ -12,7 +12,7 @@ SHARED = (
     "The lighthouse keeper wrote in his log every evening, whatever the weather was, and what he "
     "wrote was read by nobody. He noted the wind, the swell, and the ships that he had seen. "
 )
-NUM_TOKENS = 40
+NUM_TOKENS = 28
 TIE_GAP = 1e-3
 """Between the two best log-probabilities: closer ones may change places when recomputed."""
 

@@ -254,7 +254,7 @@ def test_engine_and_worker_that_die_together_meet_again(start: Callable[..., Fak
     for role in ("worker", "engine_core"):
         before[role].kill()
     daemon.process.send_signal(signal.SIGCONT)
-    daemon.wait_for("engine 0: is back", "worker 0: is back")
+    daemon.wait_for("engine 0: is back", "worker 0: is back", "worker 0: life", "engine 0: life")
     lives = dict(re.findall(r"^(\S+) 0: life 1, epochs \d+ and (\d+)", daemon.text, re.MULTILINE))
     told = re.findall(r"engine 0: heard NewWorkers\(worker_epoch=(\d+)\)", daemon.text)
     assert lives["worker"] == [lives["engine"], *told][-1], daemon.text

@@ -9,9 +9,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 import httpx
 import psutil
@@ -30,9 +30,10 @@ class Daemon:
     """`tokend serve` with a run directory of its own, on a free port.
 
     The flags in the variable TOKEND_TEST_FLAGS come first: the same tests of another setting.
+    environment: variables beside those of the tests.
     """
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         self._runtime = tempfile.TemporaryDirectory(prefix="tk")
         self.runtime_dir = Path(self._runtime.name)
         self.output: list[str] = []
@@ -44,7 +45,12 @@ class Daemon:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
-            env=os.environ | {"XDG_RUNTIME_DIR": str(self.runtime_dir), "COLUMNS": "200"},
+            env={
+                **os.environ,
+                "XDG_RUNTIME_DIR": str(self.runtime_dir),
+                "COLUMNS": "200",
+                **environment,
+            },
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
