@@ -24,7 +24,7 @@ test-long: $(VENV)/installed-test
 	@echo "tests: the long ones"
 	@$(BIN)/python -m pytest -q -m long
 	@echo "tests: those of the daemon once more, with overlapped steps"
-	@TOKEND_TEST_FLAGS=--async-scheduling $(BIN)/python -m pytest -q -m "slow or long" tests/e2e
+	@TOKEND_TEST_FLAGS=--async-scheduling $(BIN)/python -m pytest -q -m "slow or long" tests/e2e tests/chaos
 
 lint: $(VENV)/installed-test
 	@echo "lint and types"

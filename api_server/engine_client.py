@@ -2,16 +2,21 @@
 
 Runs on the event loop alone. Nothing here blocks: a link takes what is sent, and
 its descriptor wakes the loop. Knows nothing of HTTP.
+
+    engine of epoch 1 ─ dies ─▶ gap: requests wait, aborts are remembered ─▶ engine of epoch 2
+                                by forgetting                                is sent what is open
 """
 
 import asyncio
 import logging
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal
 
 from api_server.errors import NotAvailableError
 from api_server.metrics import Metrics
+from api_server.open_requests import OpenRequest, OutputStream
 from proto import PROTOCOL_VERSION
+from proto.codec import changed
 from proto.engine_io import (
     Abort,
     AdminCall,
@@ -20,74 +25,49 @@ from proto.engine_io import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    PauseMode,
     SessionInput,
 )
 from proto.errors import InternalRequestError, OverloadedError, ProtocolError, RequestError
 from proto.lifecycle import EngineReady
 from proto.sockets import Link, PeerStalledError
+from proto.stats import SchedulerStats
 
 logger = logging.getLogger("tokend.api")
 
 FromEngine = EngineReady | EngineCoreOutputs | AdminReply
 FLUSH_SECONDS = 0.01
 """How soon to try again when the engine does not take what is sent."""
-
-
-class OutputStream(Protocol):
-    """Where the outputs of one engine request go."""
-
-    @property
-    def request_id(self) -> int:
-        """The internal id."""
-        ...
-
-    @property
-    def num_choices(self) -> int: ...
-
-    @property
-    def finished(self) -> bool:
-        """Nothing more will come."""
-        ...
-
-    @property
-    def error(self) -> Exception | None:
-        """Why it failed, if it did."""
-        ...
-
-    def accept(self) -> None:
-        """The engine took the request in."""
-        ...
-
-    def fail(self, error: RequestError) -> None:
-        """End what has not ended."""
-        ...
-
-    def feed(self, output: EngineCoreOutput, timestamp: float) -> bool:
-        """Take in one output; True when this ended a choice that the engine goes on with.
-
-        timestamp: monotonic seconds at which the tokens left the engine.
-        Raises a RequestError when the output is not one that can follow.
-        """
-        ...
+MAX_WAITING = 4096
+"""Requests that wait for an engine that is being restarted; more are refused."""
+NOTHING_RUNS: Final = SchedulerStats(num_running=0, num_waiting=0, kv_cache_usage=0.0)
 
 
 class EngineClient:
-    """A front end's connection to the engine of one epoch.
+    """A front end's connection to the engine, and to the next one when that dies.
 
-    link: receives `FromEngine`. request_ids: mints the internal ids.
+    link: to the engine of `epoch`; receives `FromEngine`. request_ids: mints the internal
+    ids. crashes_until_alone: as in the settings of the scheduler.
     """
 
     def __init__(
-        self, link: Link, epoch: int, request_ids: Iterator[int], metrics: Metrics
+        self,
+        link: Link,
+        epoch: int,
+        request_ids: Iterator[int],
+        metrics: Metrics,
+        crashes_until_alone: int,
     ) -> None:
         self._link = link
         self.epoch = epoch
+        self._crashes_until_alone = crashes_until_alone
         self._request_ids = request_ids
         self._metrics = metrics
-        self._open: dict[int, OutputStream] = {}
-        self._calls: dict[int, asyncio.Future[AdminReply]] = {}
+        self._open: dict[int, OpenRequest] = {}
+        self._calls: dict[int, tuple[AdminCall, asyncio.Future[AdminReply]]] = {}
         self._num_calls = 0
         self._engine: EngineReady | None = None
+        self._connected = False
         self._refusal: ProtocolError | None = None
         self._ready = asyncio.Event()
         self._closed = False
@@ -98,7 +78,10 @@ class EngineClient:
 
     @property
     def engine(self) -> EngineReady:
-        """What the engine told of itself; raises NotAvailableError before that and at the end."""
+        """What the engine told of itself; raises NotAvailableError before that and at the end.
+
+        While an engine is restarted this is what the last one told.
+        """
         if self._closed:
             raise NotAvailableError("the server is shutting down")
         if self._engine is None:
@@ -120,12 +103,18 @@ class EngineClient:
         return next(self._request_ids)
 
     def submit(self, request: EngineCoreRequest, stream: OutputStream) -> None:
-        """Send a request; `stream` gets all that comes of it.
+        """Send a request, or let it wait for the engine; `stream` gets all that comes of it.
 
         Raises OverloadedError when the engine does not keep up.
         """
-        self._ask(request)
-        self._open[request.request_id] = stream
+        _ = self.engine
+        entry = OpenRequest(request, stream)
+        if self._connected:
+            self._ask(entry.message(self.epoch))
+            entry.sent = True
+        elif len(self._open) >= MAX_WAITING:
+            raise OverloadedError("the engine is being restarted and too many requests wait")
+        self._open[request.request_id] = entry
 
     def send_input(self, message: SessionInput) -> None:
         """Send the next part of a session's input; nothing for a session that is over.
@@ -144,16 +133,35 @@ class EngineClient:
         self,
         name: AdminName,
         *,
-        pause_mode: Literal["finish_running", "freeze"] = "finish_running",
+        pause_mode: PauseMode = "finish_running",
         reset_running_requests: bool = False,
     ) -> AdminReply:
         """Ask the engine for an operator's service; the parameters are those of `AdminCall`."""
         _ = self.engine
         self._num_calls += 1
         reply: asyncio.Future[AdminReply] = self._loop.create_future()
-        self._calls[self._num_calls] = reply
-        self._send(AdminCall(self.epoch, self._num_calls, name, pause_mode, reset_running_requests))
+        call = AdminCall(self.epoch, self._num_calls, name, pause_mode, reset_running_requests)
+        self._calls[self._num_calls] = call, reply
+        if self._connected:
+            self._send(call)
         return await reply
+
+    def reconnect(self, link: Link, epoch: int) -> None:
+        """The engine died: what is open goes to the one of this epoch, as soon as it is ready."""
+        if self._closed:
+            link.close()
+            return
+        self._drain()  # what it said before it died counts
+        self._loop.remove_reader(self._link.fileno())
+        self._link.close()
+        self._link, self.epoch, self._connected = link, epoch, False
+        for entry in list(self._open.values()):
+            entry.note_crash(self._crashes_until_alone)
+            if entry.request.resumable:
+                del self._open[entry.request.request_id]
+                entry.stream.fail(InternalRequestError("the session ended with its engine"))
+        self._loop.add_reader(link.fileno(), self._drain)
+        self._plan_drain()
 
     def close(self) -> None:
         """Fail all that is open and stop listening."""
@@ -162,9 +170,9 @@ class EngineClient:
         error = NotAvailableError("the server is shutting down")
         self._closed = True
         self._loop.remove_reader(self._link.fileno())
-        for stream in list(self._open.values()):
-            stream.fail(error)
-        for reply in self._calls.values():
+        for entry in list(self._open.values()):
+            entry.stream.fail(error)
+        for _, reply in self._calls.values():
             reply.cancel()
         self._open.clear()
         self._link.close()
@@ -179,8 +187,8 @@ class EngineClient:
     def _abort(
         self, request_id: int, reason: Literal["disconnect", "stop_string"], choice: int | None
     ) -> None:
-        if self._closed:
-            return
+        if self._closed or not self._connected:
+            return  # the next engine never hears of what is not open any more
         try:
             self._send(Abort(self.epoch, request_id, reason, choice))
         except PeerStalledError as error:
@@ -219,7 +227,7 @@ class EngineClient:
         elif isinstance(message, EngineReady):
             self._on_ready(message)
         else:
-            reply = self._calls.pop(message.call_id, None)
+            _, reply = self._calls.pop(message.call_id, (None, None))
             if reply is not None and not reply.done():
                 reply.set_result(message)
 
@@ -230,19 +238,41 @@ class EngineClient:
             )
         else:
             self._engine = message
+            self._connected = True
+            self._send_again()
         self._ready.set()
+
+    def _send_again(self) -> None:
+        """To the engine that is ready: all that is open and all calls that have no answer.
+
+        Suspects go first: nothing else can then be under way when they are computed.
+        """
+        self._metrics.scheduler_stats(NOTHING_RUNS)  # until it says otherwise
+        for call, _ in self._calls.values():
+            self._send(changed(call, epoch=self.epoch))
+        entries = [entry for entry in self._open.values() if not entry.sent]
+        for entry in sorted(entries, key=lambda each: -each.crash_count):
+            try:
+                self._ask(entry.message(self.epoch))
+                entry.sent = True
+            except OverloadedError as error:
+                self._fail(entry.stream, error)
 
     def _on_outputs(self, message: EngineCoreOutputs) -> None:
         if message.stats is not None:
             self._metrics.scheduler_stats(message.stats)
         for request_id in message.accepted:
-            stream = self._open.get(request_id)
-            if stream is not None:
-                stream.accept()
+            entry = self._open.get(request_id)
+            if entry is not None:
+                entry.stream.accept()
+        for request_id in message.alone:
+            entry = self._open.get(request_id)
+            if entry is not None:
+                entry.alone = True
         for output in message.outputs:
-            stream = self._open.get(output.request_id)
-            if stream is not None:
-                self._feed(stream, output, message.timestamp)
+            entry = self._open.get(output.request_id)
+            if entry is not None:
+                self._feed(entry.stream, output, message.timestamp)
 
     def _feed(self, stream: OutputStream, output: EngineCoreOutput, timestamp: float) -> None:
         """Whatever goes wrong here is the fault of one request and ends only that one."""

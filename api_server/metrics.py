@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Final
+from typing import Final, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -26,6 +26,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from proto.lifecycle import Role, process_title
 from proto.stats import SchedulerStats
 
 LABELS: Final = ("model_name", "engine")
@@ -87,6 +88,7 @@ class Metrics(Collector):
         self._corrupted_requests = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
+        self._restarts = {process_title(role): 0 for role in get_args(Role)}
         self._ended: defaultdict[str, int] = defaultdict(int)
         self._ended.update(stop=0, length=0, abort=0, error=0)
         self._first_token = Histogram(FIRST_TOKEN_SECONDS)
@@ -107,6 +109,10 @@ class Metrics(Collector):
     def text(self) -> bytes:
         """Prometheus' text format 0.0.4."""
         return generate_latest(self._registry)
+
+    def restarted(self, role: Role) -> None:
+        """A process died and was started again."""
+        self._restarts[process_title(role)] += 1
 
     def scheduler_stats(self, stats: SchedulerStats) -> None:
         """Gauges and deltas of a step."""
@@ -195,6 +201,12 @@ class Metrics(Collector):
         for reason, count in self._ended.items():
             ended.add_metric((*self._labels, reason), count)
         yield ended
+        restarts = CounterMetricFamily(
+            "tokend:restarts", "Processes that were started again.", labels=("role",)
+        )
+        for role, count in self._restarts.items():
+            restarts.add_metric((role,), count)
+        yield restarts
 
     def _histograms(self) -> Iterator[Metric]:
         for name, text, histogram in (

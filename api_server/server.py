@@ -11,7 +11,7 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 import uvloop
@@ -26,7 +26,7 @@ from api_server.metrics import Metrics
 from api_server.services import Services
 from proto.config import FrontEndConfig
 from proto.ids import request_ids
-from proto.lifecycle import FrontEndReady, ProcessBoot, Shutdown
+from proto.lifecycle import FrontEndReady, NewEngine, ProcessBoot, Restarted, Shutdown
 from proto.sockets import Link, front_end_path
 from proto.tls import server_context
 
@@ -81,7 +81,9 @@ def make_services(boot: ProcessBoot, link: Link) -> Services:
     folder = config.model.tokenizer or model.folder
     name = config.model.served_model_name or model.name
     metrics = Metrics(name, model.max_position)
-    client = EngineClient(link, boot.epoch, request_ids(boot.index, boot.incarnation), metrics)
+    ids = request_ids(boot.index, boot.incarnation)
+    crashes_until_alone = config.scheduler.crashes_until_alone
+    client = EngineClient(link, boot.epoch, ids, metrics, crashes_until_alone)
     return Services(
         model=model,
         model_name=name,
@@ -96,13 +98,12 @@ def make_services(boot: ProcessBoot, link: Link) -> Services:
 
 async def _serve(boot: ProcessBoot, supervisor: Link) -> None:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    link = Link.connect(front_end_path(boot.run_dir, boot.epoch, boot.index), FromEngine)
-    services = make_services(boot, link)
+    services = make_services(boot, connect(boot, boot.epoch))
     server = make_server(services)
     gc.collect()
     gc.freeze()  # what lives as long as the process need not be walked again and again
     stop = asyncio.Event()
-    listen_for_end(supervisor, stop)
+    obey(supervisor, services, lambda epoch: connect(boot, epoch), stop)
     sockets = [socket.socket(fileno=descriptor) for descriptor in boot.listen_fds]
     serving = asyncio.create_task(server.serve(sockets=sockets))
     stopping = asyncio.create_task(stop.wait())
@@ -118,14 +119,31 @@ async def _serve(boot: ProcessBoot, supervisor: Link) -> None:
     await serving
 
 
-def listen_for_end(supervisor: Link, stop: asyncio.Event) -> None:
-    """Set `stop` on SIGTERM and when the supervisor says Shutdown."""
+def connect(boot: ProcessBoot, epoch: int) -> Link:
+    """This front end's link to the engine of an epoch."""
+    path = front_end_path(boot.run_dir, epoch, boot.index, boot.incarnation)
+    return Link.connect(path, FromEngine)
+
+
+def obey(
+    supervisor: Link, services: Services, meet: Callable[[int], Link], stop: asyncio.Event
+) -> None:
+    """Do what the supervisor says from now on; set `stop` when that is Shutdown, or on SIGTERM.
+
+    meet: makes the link to the engine of an epoch.
+    """
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
 
     def drain() -> None:
-        if any(isinstance(message, Shutdown) for message in supervisor.receive()):
-            stop.set()
+        for message in supervisor.receive():
+            if isinstance(message, Shutdown):
+                stop.set()
+            elif isinstance(message, NewEngine):
+                logger.warning("the engine died: %d requests wait", services.client.num_open)
+                services.client.reconnect(meet(message.epoch), message.epoch)
+            elif isinstance(message, Restarted):
+                services.metrics.restarted(message.role)
 
     loop.add_reader(supervisor.fileno(), drain)
     loop.call_soon(drain)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from proto.codec import encode
+from proto.codec import Message, encode
 from proto.errors import ErrorInfo
 from proto.lifecycle import Fatal, ProcessBoot, Role, Shutdown, ToSupervisor, process_name
 from proto.sockets import Link, Poller, supervisor_path
@@ -72,9 +72,13 @@ class Child:
             while self.last_words is None and poller.wait(_LAST_WORDS_SECONDS):
                 self.receive()
 
+    def tell(self, message: Message) -> None:
+        """Send it something."""
+        self.link.send(message)
+
     def ask_to_end(self) -> None:
         """Send Shutdown."""
-        self.link.send(Shutdown())
+        self.tell(Shutdown())
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process and all that it started."""

@@ -13,9 +13,10 @@ from deploy.listening import listen, url_of
 from deploy.notify import NotifyingDisplay, notifier_for
 from deploy.prepare.store import prepared_model
 from deploy.supervisor import Launch, Supervisor
-from deploy.surroundings import Surroundings
+from deploy.surroundings import FAULTS_VARIABLE, Surroundings
 from proto.config import ServeConfig
 from proto.errors import ConfigError
+from proto.faults import Fault, parse_faults
 from proto.lifecycle import EngineReady
 from proto.prepared_model import PreparedModel
 
@@ -25,6 +26,7 @@ def serve(config: ServeConfig, around: Surroundings) -> int:
     started = time.monotonic()
     _check_tokenizer(config)
     scheme = _scheme(config)
+    faults = _faults(config, around)
     run_parent = around.run_parent()
     listener = listen(config.frontend.host, config.frontend.port)
     url = url_of(listener, scheme)
@@ -41,7 +43,7 @@ def serve(config: ServeConfig, around: Surroundings) -> int:
 
         faulthandler.enable()  # a watchdog aborts a supervisor that hangs: show where
         display.progress(f"starting {model.name}")
-        launch = Launch(config, model, (listener,), around.variables, module_commands())
+        launch = Launch(config, model, (listener,), around.variables, module_commands(), faults)
         return Supervisor(launch, run_parent, display, announce, notifier).run()
     finally:
         display.close()
@@ -65,6 +67,16 @@ def _scheme(config: ServeConfig) -> str:
 
     server_context(config.frontend)
     return "https"
+
+
+def _faults(config: ServeConfig, around: Surroundings) -> tuple[Fault, ...]:
+    faults = parse_faults(around.faults)
+    if faults and not config.reliability.enable_fault_injection:
+        raise ConfigError(
+            f"{FAULTS_VARIABLE} is set: it breaks this daemon on purpose, "
+            "and nothing of it is done without --enable-fault-injection"
+        )
+    return faults
 
 
 def _check_tokenizer(config: ServeConfig) -> None:

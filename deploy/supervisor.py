@@ -1,9 +1,13 @@
-"""Everyone's parent: starts the processes, watches them, ends them.
+"""Everyone's parent: starts the processes, watches them, starts them again, ends them.
 
 Owns the children, the run directory and the death pipe. Knows nothing of
 models, requests or tokens, and imports no torch. One loop waits for links,
 process descriptors and signals alike. As process 1 of a container it also reaps
 what others have orphaned.
+
+Until the daemon is ready for the first time a death ends it: what cannot start once
+will not start twice. From then on a process that dies is started again, alone (a
+worker with those that compute together with it), and the others are told.
 """
 
 import os
@@ -17,15 +21,19 @@ from typing import Any, Final
 
 from deploy import obituary
 from deploy.adopted import reap_adopted
+from deploy.births import Births
 from deploy.child import Child, Commands
 from deploy.child_environment import child_environment
 from deploy.display import Display
 from deploy.ending import AFTER_A_DEATH, ON_REQUEST, Ending, NotEnding, Patience
 from deploy.notify import Notifier
 from deploy.ready import Readiness
+from deploy.recovery import Recovery
+from deploy.restart_budget import RestartBudget
 from deploy.signals import SignalInbox
 from proto import PROTOCOL_VERSION
 from proto.config import ServeConfig
+from proto.faults import Fault
 from proto.lifecycle import EngineReady, FrontEndReady, Notice, ProcessBoot, Progress, Role
 from proto.prepared_model import PreparedModel
 from proto.run_directory import RunDirectory
@@ -36,7 +44,6 @@ _CHAIN_SECONDS: Final = 0.1
 """Failures this close to the first are taken for one chain with one culprit."""
 _SAME_SIGNAL_SECONDS: Final = 0.05
 """A signal sent to a process group arrives again when a parent such as make passes it on."""
-_FIRST_EPOCH: Final = 1
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class Launch:
     listeners: listening sockets, inherited by every front end.
     variables: environment that the processes get, each role with its own additions.
     commands: how the process of each role is started.
+    faults: that tests have asked for.
     """
 
     config: ServeConfig
@@ -53,6 +61,7 @@ class Launch:
     listeners: tuple[socket.socket, ...]
     variables: Mapping[str, str]
     commands: Commands
+    faults: tuple[Fault, ...] = ()
 
     def processes(self) -> list[tuple[Role, int]]:
         """Every process, as (role, index)."""
@@ -85,6 +94,7 @@ class Supervisor:
         self._on_ready = on_ready
         self._notifier = notifier
         self._running: list[Child] = []
+        self._poller = Poller()
         self._failed: list[Child] = []
         self._first_failure = 0.0
         self._stopped_at = 0.0
@@ -102,8 +112,11 @@ class Supervisor:
             directory = RunDirectory.create(self._run_parent)
             death_pipe = os.pipe()
             try:
-                self._start(directory.path, death_pipe[0])
-                self._watch(signals)
+                births = self._births(directory.path, death_pipe[0])
+                recovery = self._recovery(births)
+                for role, index in self._launch.processes():
+                    self._start(births.boot(role, index))
+                self._watch(signals, recovery)
             finally:
                 self._kill_rest()
                 self._display.close()
@@ -112,61 +125,93 @@ class Supervisor:
                 directory.leave()
         return self._conclude()
 
-    def _start(self, run_dir: str, death_fd: int) -> None:
-        """Start everything at once: each process waits for those that it needs."""
+    def _births(self, run_dir: str, death_fd: int) -> Births:
         launch = self._launch
-        for role, index in launch.processes():
-            listeners = launch.listeners if role == "api_server" else ()
-            boot = ProcessBoot(
-                protocol_version=PROTOCOL_VERSION,
-                role=role,
-                index=index,
-                incarnation=0,
-                epoch=_FIRST_EPOCH,
-                run_dir=run_dir,
-                death_fd=death_fd,
-                config=launch.config,
-                model=launch.model,
-                listen_fds=tuple(listener.fileno() for listener in listeners),
-            )
-            env = child_environment(launch.variables, role, launch.config.device)
-            self._running.append(Child(boot, launch.commands[role], env))
+        template = ProcessBoot(
+            protocol_version=PROTOCOL_VERSION,
+            role="engine_core",
+            index=0,
+            incarnation=0,
+            epoch=0,
+            worker_epoch=0,
+            run_dir=run_dir,
+            death_fd=death_fd,
+            config=launch.config,
+            model=launch.model,
+            faults=launch.faults,
+        )
+        return Births(template, tuple(listener.fileno() for listener in launch.listeners))
 
-    def _watch(self, signals: SignalInbox) -> None:
-        """Until the last process has ended."""
-        poller = Poller(descriptors=[signals.fileno()])
-        for child in self._running:
-            poller.add(child.link)
-            poller.add(child.pidfd)
-        while self._running:
-            poller.wait(self._seconds_to_sleep())
+    def _recovery(self, births: Births) -> Recovery:
+        config = self._launch.config
+        budget = RestartBudget(config.reliability.max_restarts)
+        return Recovery(births, budget, self._display, config.parallel.tensor_parallel_size)
+
+    def _start(self, boot: ProcessBoot) -> None:
+        """Start a process; it waits by itself for those that it needs."""
+        launch = self._launch
+        env = child_environment(launch.variables, boot.role, launch.config.device)
+        child = Child(boot, launch.commands[boot.role], env)
+        self._running.append(child)
+        self._poller.add(child.link)
+        self._poller.add(child.pidfd)
+
+    def _watch(self, signals: SignalInbox, recovery: Recovery) -> None:
+        """Until the last process has ended, and none is to follow."""
+        self._poller.add(signals.fileno())
+        while self._running or not self._ending.begun:
+            self._poller.wait(self._seconds_to_sleep(recovery))
             self._notifier.beat()
             for number in signals.take():
                 if number in _STOP_SIGNALS:
                     self._stop(number)
             for child in list(self._running):
-                self._hear(child)
+                self._hear(child, recovery)
                 if child.has_ended():
-                    self._bury(child, poller)
+                    self._bury(child, recovery)
             reap_adopted({child.pid for child in self._running})
-            self._ending.press()
+            if self._ending.begun:
+                self._ending.press()
+            else:
+                self._replace_the_dead(recovery)
 
-    def _seconds_to_sleep(self) -> float | None:
+    def _seconds_to_sleep(self, recovery: Recovery) -> float | None:
         """Until something must be done though nothing has happened; None for never."""
-        limits = (self._ending.seconds_to_next_step(), self._notifier.seconds_to_next_beat())
+        step = self._ending.seconds_to_next_step() if self._ending.begun else None
+        birth = None if self._ending.begun else recovery.seconds_to_next()
+        limits = (step, birth, self._notifier.seconds_to_next_beat())
         return min((each for each in limits if each is not None), default=None)
 
-    def _hear(self, child: Child) -> None:
+    def _replace_the_dead(self, recovery: Recovery) -> None:
+        for child in self._running:
+            if recovery.must_go(child.role):
+                child.signal(signal.SIGKILL)
+        for each in recovery.take_due(self._running):
+            for role, message in each.told:
+                for child in self._running:
+                    if child.role == role:
+                        child.tell(message)
+            for boot in each.boots:
+                self._start(boot)
+
+    def _hear(self, child: Child, recovery: Recovery) -> None:
         for message in child.receive():
-            self._handle(child, message)
-        if child.last_words is not None:
+            self._handle(child, message, recovery)
+        if child.last_words is not None and not self._serving:
             self._fail(child)
 
-    def _handle(self, child: Child, message: Any) -> None:
+    @property
+    def _serving(self) -> bool:
+        return self._readiness.complete and not self._ending.begun
+
+    def _handle(self, child: Child, message: Any, recovery: Recovery) -> None:
         if isinstance(message, Progress):
-            self._display.progress(message.what, message.fraction, child.name)
+            if not self._readiness.complete:
+                self._display.progress(message.what, message.fraction, child.name)
         elif isinstance(message, Notice):
             self._display.notice(message.message, child.name)
+        elif self._readiness.complete:
+            recovery.note(message)
         elif isinstance(message, EngineReady | FrontEndReady):
             self._readiness.note(message)
             if self._readiness.complete and not self._ending.begun:
@@ -174,13 +219,15 @@ class Supervisor:
                 self._display.close()
                 self._on_ready(self._readiness.engine)
 
-    def _bury(self, child: Child, poller: Poller) -> None:
+    def _bury(self, child: Child, recovery: Recovery) -> None:
         """A process is gone: read what it left, and see whether it was meant to go."""
         child.await_last_words()
-        poller.remove(child.link)
-        poller.remove(child.pidfd)
+        self._poller.remove(child.link)
+        self._poller.remove(child.pidfd)
         self._running.remove(child)
-        if child.exit_status != 0 or not self._ending.begun:
+        if self._serving and recovery.can_replace(child):
+            recovery.note_death(child)
+        elif child.exit_status != 0 or not self._ending.begun:
             self._fail(child)
         child.close()
 

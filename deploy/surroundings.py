@@ -12,6 +12,8 @@ from typing import Any, Final
 from deploy import notify
 from proto.run_directory import default_parent
 
+FAULTS_VARIABLE: Final = "TOKEND_FAULTS"
+"""What is to break on purpose, see proto/faults.py; only with --enable-fault-injection."""
 API_KEY_VARIABLE: Final = "TOKEND_API_KEY"
 """Holds the API key for those who do not want it on a command line that others can see."""
 
@@ -22,12 +24,14 @@ class Surroundings:
 
     settings: config fields that the environment sets; flags and file go before them.
     service_manager: what a service manager such as systemd told the process it started.
+    faults: what is to break on purpose, as written.
     """
 
     cache: str
     variables: Mapping[str, str]
     settings: Mapping[str, Any] = field(default_factory=dict)
     service_manager: Mapping[str, str] = field(default_factory=dict)
+    faults: str = ""
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> "Surroundings":
@@ -38,7 +42,9 @@ class Surroundings:
         key = inherited.pop(API_KEY_VARIABLE, None)
         settings = {} if key is None else {"api_key": key}
         manager = {name: inherited.pop(name) for name in notify.VARIABLES if name in inherited}
-        return cls(os.path.join(os.path.abspath(base), "tokend"), inherited, settings, manager)
+        faults = inherited.pop(FAULTS_VARIABLE, "")
+        cache = os.path.join(os.path.abspath(base), "tokend")
+        return cls(cache, inherited, settings, manager, faults)
 
     def run_parent(self) -> str:
         """Where run directories go; raises TokendError when there is no place."""

@@ -9,24 +9,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine_core.executor.base import Executor
+from engine_core.executor.crew import Crew
 from engine_core.executor.local import LocalExecutor
+from engine_core.executor.sabotaged import SabotagedExecutor
 from engine_core.heap import settle_heap
 from engine_core.intake import Intake
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.residency import ResidencyMeter
 from engine_core.kv_events import KVEventSink, make_kv_events
+from engine_core.orders import Orders
 from engine_core.outbox import Outbox
 from engine_core.pool_plan import PoolPlan, longest_chunk, plan_pool
 from engine_core.scheduler.scheduler import Scheduler
-from engine_core.service import Service, is_shutdown
+from engine_core.service import Service
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS, Stepper
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits
 from proto import PROTOCOL_VERSION
 from proto.config import ServeConfig
 from proto.errors import TokendError
-from proto.lifecycle import EngineReady, Notice, ProcessBoot, WorkerReady
+from proto.faults import Saboteur
+from proto.lifecycle import EngineReady, Notice, ProcessBoot, WorkerReady, WorkersReady
 from proto.sockets import Link, Poller
 
 logger = logging.getLogger("tokend.engine")
@@ -41,43 +45,53 @@ class IntegrityError(TokendError):
 
 def main(boot: ProcessBoot, supervisor: Link) -> None:
     """Run the engine of one epoch until the supervisor asks for its end."""
-    executor = LocalExecutor(boot.run_dir, boot.epoch, boot.config.parallel.tensor_parallel_size)
-    front_ends = FrontEndLinks(boot.run_dir, boot.epoch, boot.config.frontend.api_server_count)
-    poller = Poller([supervisor, *executor.links])
-    if not _wait_until(lambda: bool(executor.workers), executor, supervisor, poller):
+    config, poller, orders = boot.config, Poller([supervisor]), Orders(supervisor)
+    front_ends = FrontEndLinks(boot.run_dir, boot.epoch, boot.front_ends)
+    crew = Crew(
+        _executors(boot),
+        lambda workers: plan_pool(workers, config, boot.model.max_position),
+        poller,
+        lambda epoch: supervisor.send(WorkersReady(epoch)),
+        boot.worker_epoch,
+    )
+    if not _assemble(crew, orders, front_ends, poller):
         return
-    plan = plan_pool(executor.workers, boot.config, boot.model.max_position)
-    executor.initialize_cache(plan.num_blocks, plan.block_size, plan.max_model_len)
-    if not _wait_until(lambda: executor.cache_ready, executor, supervisor, poller):
-        return
-    kv_events = make_kv_events(boot.config.cache.kv_events_endpoint, boot.run_dir, boot.epoch)
+    kv_events = make_kv_events(config.cache.kv_events_endpoint, boot.run_dir, boot.epoch)
     if kv_events.endpoint:
         supervisor.send(Notice(boot.role, boot.index, f"KV events: {kv_events.endpoint}"))
-    stepper = _build(boot, plan, executor, front_ends, supervisor, kv_events)
+    stepper = _build(boot, crew, front_ends, orders, poller, kv_events)
     settle_heap()
-    _announce(boot, plan, executor, front_ends, supervisor)
+    _announce(boot, crew, front_ends, supervisor)
     stepper.run()
 
 
-def _wait_until(
-    done: Callable[[], bool], executor: Executor, supervisor: Link, poller: Poller
-) -> bool:
-    """Hear from the workers until `done`; False when the supervisor asked for the end first."""
-    while not done():
-        if supervisor in poller.wait() and is_shutdown(supervisor):
+def _executors(boot: ProcessBoot) -> Callable[[int], Executor]:
+    """Reaches the workers of an epoch."""
+    run_dir, world_size = boot.run_dir, boot.config.parallel.tensor_parallel_size
+    saboteur = Saboteur.of(boot.faults, boot.role, boot.index, boot.incarnation)
+    if saboteur.idle:
+        return lambda epoch: LocalExecutor(run_dir, epoch, world_size)
+    return lambda epoch: SabotagedExecutor(run_dir, epoch, world_size, saboteur)
+
+
+def _assemble(crew: Crew, orders: Orders, front_ends: FrontEndLinks, poller: Poller) -> bool:
+    """Hear from the workers until they are ready; False if asked for the end first."""
+    while not crew.ready:
+        poller.wait()
+        orders.receive()
+        if orders.stopped:
             return False
-        executor.receive()
+        for epoch in orders.take_worker_epochs():
+            crew.hire(epoch)
+        for each in orders.take_front_ends():
+            for link in front_ends.replace(each.index, each.incarnation)[0]:
+                link.close()
+        crew.receive()
     return True
 
 
-def _announce(
-    boot: ProcessBoot,
-    plan: PoolPlan,
-    executor: Executor,
-    front_ends: FrontEndLinks,
-    supervisor: Link,
-) -> None:
-    worker = executor.workers[0]
+def _announce(boot: ProcessBoot, crew: Crew, front_ends: FrontEndLinks, supervisor: Link) -> None:
+    worker, plan = crew.workers[0], crew.plan
     ready = EngineReady(
         PROTOCOL_VERSION,
         boot.epoch,
@@ -90,7 +104,7 @@ def _announce(
     if plan.notice:
         supervisor.send(Notice(boot.role, boot.index, plan.notice))
     supervisor.send(ready)
-    front_ends.send_all(ready)
+    front_ends.greet(ready)
     logger.info(
         "ready: %d blocks of %d tokens, requests up to %d tokens",
         plan.num_usable_blocks,
@@ -117,7 +131,7 @@ def build_parts(
     epoch: int,
     kv_events: KVEventSink,
 ) -> EngineParts:
-    """What the daemon runs, and the benchmark measures."""
+    """What the daemon runs, and the benchmark measures. epoch: of the engine."""
     kv_cache = KVCacheManager(
         plan.num_blocks,
         plan.block_size,
@@ -131,13 +145,16 @@ def build_parts(
     scheduler = Scheduler(
         config.scheduler,
         kv_cache,
-        epoch=epoch,
+        epoch=worker.epoch,
         max_model_len=plan.max_model_len,
         vocab_size=worker.vocab_size,
     )
     outbox = Outbox(front_ends, scheduler, epoch, kv_events=kv_events)
     limits = RequestLimits(
-        worker.vocab_size, plan.max_model_len, config.scheduler.scheduling_policy == "priority"
+        worker.vocab_size,
+        plan.max_model_len,
+        config.scheduler.scheduling_policy == "priority",
+        config.scheduler.crashes_until_alone,
     )
     intake = Intake(scheduler, kv_cache, outbox, limits, lambda: check(kv_cache))
     return EngineParts(scheduler, kv_cache, intake, outbox)
@@ -145,14 +162,17 @@ def build_parts(
 
 def _build(
     boot: ProcessBoot,
-    plan: PoolPlan,
-    executor: Executor,
+    crew: Crew,
     front_ends: FrontEndLinks,
-    supervisor: Link,
+    orders: Orders,
+    poller: Poller,
     kv_events: KVEventSink,
 ) -> Stepper:
-    parts = build_parts(boot.config, plan, executor.workers[0], front_ends, boot.epoch, kv_events)
+    plan = crew.plan
+    parts = build_parts(boot.config, plan, crew.workers[0], front_ends, boot.epoch, kv_events)
     kv_cache = parts.kv_cache
+    if boot.pause_mode is not None:
+        parts.scheduler.pause(boot.pause_mode)
 
     def check_when_idle() -> None:
         if plan.num_blocks > IDLE_CHECK_BLOCKS:
@@ -163,8 +183,6 @@ def _build(
         if found:
             raise IntegrityError("; ".join(found))
 
-    service = Service(
-        supervisor, front_ends, executor.links, parts.scheduler, parts.intake, parts.outbox
-    )
+    service = Service(orders, front_ends, poller, parts.scheduler, parts.intake, parts.outbox)
     max_in_flight = OVERLAPPED if boot.config.scheduler.async_scheduling else SYNCHRONOUS
-    return Stepper(parts.scheduler, executor, service, check_when_idle, max_in_flight)
+    return Stepper(parts.scheduler, crew, service, check_when_idle, max_in_flight)

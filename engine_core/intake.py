@@ -11,6 +11,7 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.outbox import Outbox
 from engine_core.request import Request, choices_of
 from engine_core.scheduler.completion import completion, stop_token
+from engine_core.scheduler.quarantine import is_poisonous, poison_error
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.validation import RequestLimits, validate_input, validate_request
 from proto.engine_io import (
@@ -64,6 +65,9 @@ class Intake:
             return
         try:
             validate_request(message, self._limits)
+            if is_poisonous(message.crash_count, self._limits.crashes_until_alone):
+                self._refuse(client, message, poison_error(message.crash_count))
+                return
             mint_handle = self._scheduler.mint_handle
             for request in choices_of(message, mint_handle, client, self._kv_cache.hasher):
                 if message.resumable:

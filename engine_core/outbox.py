@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from engine_core.kv_events import NO_KV_EVENTS, KVEventSink
+from engine_core.request import Request
 from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.transport import FrontEndLinks
@@ -35,6 +36,7 @@ class Outbox:
         self._kv_events = kv_events
         self._accepted: dict[int, list[int]] = {}
         self._outputs: ClientOutputs = {}
+        self._alone: dict[int, list[int]] = {}
 
     def accept(self, client: int, request_id: int) -> None:
         """A request was taken in."""
@@ -49,6 +51,11 @@ class Outbox:
         for client, each in outputs.items():
             self._outputs.setdefault(client, []).extend(each)
 
+    def add_trials(self, requests: list[Request]) -> None:
+        """These are computed with nothing beside them from now on."""
+        for request in requests:
+            self._alone.setdefault(request.client_index, []).append(request.request_id)
+
     def reply(self, client: int, reply: AdminReply) -> None:
         """Answer a call, at once."""
         self._front_ends.send(client, reply)
@@ -58,7 +65,8 @@ class Outbox:
         self._kv_events.publish()
         outputs, self._outputs = self._outputs, {}
         accepted, self._accepted = self._accepted, {}
-        for client in {STATS_CLIENT, *outputs, *accepted}:
+        alone, self._alone = self._alone, {}
+        for client in {STATS_CLIENT, *outputs, *accepted, *alone}:
             self._front_ends.send(
                 client,
                 EngineCoreOutputs(
@@ -68,5 +76,6 @@ class Outbox:
                     outputs=outputs.get(client, []),
                     accepted=accepted.get(client, []),
                     stats=self._scheduler.take_stats() if client == STATS_CLIENT else None,
+                    alone=alone.get(client, []),
                 ),
             )

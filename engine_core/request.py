@@ -20,7 +20,8 @@ class RequestStatus(enum.IntEnum):
     WAITING_FOR_*: in the queue but set aside, until something else than room is there:
         a grammar, KV from elsewhere, more input, a prefix that another request is
         computing, the end of a pause, the prompt's KV from another choice, the
-        other rows of a beam search.
+        other rows of a beam search, the trial of a request that processes may have
+        died of.
     RUNNING: holds blocks and is scheduled.
     PREEMPTED: back in the queue; its KV is gone, its tokens are kept.
     FINISHED_*: over; the number decides the finish reason.
@@ -34,6 +35,7 @@ class RequestStatus(enum.IntEnum):
     WAITING_FOR_RESUME = 5
     WAITING_FOR_FORK = 6
     WAITING_FOR_BEAMS = 7
+    WAITING_FOR_TRIAL = 8
     RUNNING = 10
     PREEMPTED = 11
     FINISHED_STOPPED = 20
@@ -91,6 +93,7 @@ class Request:
         num_preemptions; queued_at, scheduled_at (first time), preempted_at (every
         time): seconds on the machine's monotonic clock, None before it happened.
         first_info_sent: FirstTokenInfo has left with an output.
+        crash_count: processes that died while this was computed, since its last token.
     """
 
     __slots__ = (
@@ -102,6 +105,7 @@ class Request:
         "cache_salt",
         "choice",
         "client_index",
+        "crash_count",
         "first_info_sent",
         "handle",
         "max_tokens",
@@ -142,6 +146,7 @@ class Request:
         priority: int = 0,
         arrival_time: float = 0.0,
         cache_salt: str | None = None,
+        crash_count: int = 0,
     ) -> None:
         """output_token_ids: generated in an earlier epoch. prompt_hashes: already known hashes."""
         self.handle = handle
@@ -172,6 +177,7 @@ class Request:
         self.scheduled_at: float | None = None
         self.preempted_at: list[float] = []
         self.first_info_sent = False
+        self.crash_count = crash_count
 
     def _ask(self, prompt_token_ids: list[int], sampling_params: SamplingParams) -> None:
         """What is wanted: everything that follows from prompt and parameters."""
@@ -302,6 +308,7 @@ def choices_of(
             priority=message.priority,
             arrival_time=message.arrival_time,
             cache_salt=message.cache_salt,
+            crash_count=message.crash_count,
         )
         for choice in range(message.n)
         if choice not in message.finished_choices

@@ -1,44 +1,60 @@
 """The one place where the engine waits.
 
-Owns the poller over all links of the engine. Serves supervisor and front ends;
-what workers send is left to the stepper.
+Serves supervisor and front ends; what workers send is left to the stepper, and so are
+workers that take over from others.
 """
 
 import logging
 
 from engine_core.intake import Intake
+from engine_core.orders import Orders
 from engine_core.outbox import Outbox
+from engine_core.pulse import Pulse
+from engine_core.request import Request
 from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.transport import FrontEndLinks
-from proto.lifecycle import Notice, Shutdown
-from proto.sockets import Link, Poller
+from proto.lifecycle import Notice, Paused
+from proto.sockets import Poller
 
 logger = logging.getLogger("tokend.service")
 
 
 class Service:
-    """Keeps the engine answering, while it idles and while a step computes.
+    """Keeps the engine answering, while it idles, while a step computes, while workers load.
 
-    stopped: the supervisor has asked for the end.
+    poller: over all links of the engine; those of the front ends are added here.
     """
 
     def __init__(
         self,
-        supervisor: Link,
+        orders: Orders,
         front_ends: FrontEndLinks,
-        workers: list[Link],
+        poller: Poller,
         scheduler: Scheduler,
         intake: Intake,
         outbox: Outbox,
     ) -> None:
-        self._supervisor = supervisor
+        self._orders = orders
+        self._supervisor = orders.link
         self._front_ends = front_ends
+        self._poller = poller
         self._scheduler = scheduler
         self._intake = intake
         self._outbox = outbox
-        self._poller = Poller([supervisor, *front_ends.links, *workers])
-        self.stopped = False
+        self._pulse = Pulse(orders.link)
+        self._pause_told = scheduler.pause_mode
+        for link in front_ends.links:
+            poller.add(link)
+
+    @property
+    def stopped(self) -> bool:
+        """The supervisor has asked for the end."""
+        return self._orders.stopped
+
+    def take_worker_epochs(self) -> list[int]:
+        """The epochs of workers that take over, the last of which counts."""
+        return self._orders.take_worker_epochs()
 
     def serve(self, timeout_seconds: float | None = None) -> bool:
         """Wait until anything arrives on any link; False when nothing did in that time.
@@ -49,8 +65,8 @@ class Service:
         """
         limits = (timeout_seconds, self._scheduler.sessions.seconds_to_next_end)
         ready = self._poller.wait(min((each for each in limits if each is not None), default=None))
-        if self._supervisor in ready and is_shutdown(self._supervisor):
-            self.stopped = True
+        if self._supervisor in ready:
+            self._obey()
         received = self._front_ends.receive()
         for client, message in received:
             self._intake.take(client, message)
@@ -58,14 +74,42 @@ class Service:
         self._outbox.add_step(overdue)
         if received or overdue:
             self._outbox.flush()
+            self._tell_pause()
         self._bury_stalled()
         return bool(ready or received or overdue)
 
     def publish(self, outputs: ClientOutputs) -> None:
-        """Tell the front ends what a step brought."""
+        """A step is complete: tell the front ends what it brought."""
+        self._pulse.beat(self._scheduler.worker_epoch, self._scheduler.step)
+        self.tell(outputs)
+
+    def announce(self, trials: list[Request]) -> None:
+        """Tell the front ends of these that they are computed alone now."""
+        if trials:
+            self._outbox.add_trials(trials)
+            self._outbox.flush()
+
+    def tell(self, outputs: ClientOutputs) -> None:
+        """Tell the front ends what no step has brought."""
         self._outbox.add_step(outputs)
         self._outbox.flush()
         self._bury_stalled()
+
+    def _obey(self) -> None:
+        self._orders.receive()
+        for each in self._orders.take_front_ends():
+            old, new = self._front_ends.replace(each.index, each.incarnation)
+            for link in old:
+                self._poller.remove(link)
+                link.close()
+            self._poller.add(new)
+            ended = self._scheduler.abort_client(each.index)
+            logger.warning("front end %d died: %d requests are aborted", each.index, ended)
+
+    def _tell_pause(self) -> None:
+        if self._scheduler.pause_mode != self._pause_told:
+            self._pause_told = self._scheduler.pause_mode
+            self._supervisor.send(Paused(self._pause_told))
 
     def _bury_stalled(self) -> None:
         for client, link in self._front_ends.take_stalled():
@@ -81,8 +125,3 @@ class Service:
                 )
             )
             self._outbox.flush()
-
-
-def is_shutdown(supervisor: Link) -> bool:
-    """Whether the supervisor has asked for the end."""
-    return any(isinstance(message, Shutdown) for message in supervisor.receive())

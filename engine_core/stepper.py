@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from engine_core.executor.base import Executor, WorkerFailedError
+from engine_core.executor.base import WorkerFailedError
+from engine_core.executor.crew import Crew
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.service import Service
 from proto.errors import ProtocolError
@@ -28,7 +29,7 @@ OVERLAPPED: Final = 2
 
 
 class Stepper:
-    """Keeps up to `max_in_flight` steps with the workers.
+    """Keeps up to `max_in_flight` steps with the workers, one crew of workers after the other.
 
     More than one needs a scheduler that counts placeholders; without them it has
     nothing to add to what is in flight.
@@ -39,13 +40,13 @@ class Stepper:
     def __init__(
         self,
         scheduler: Scheduler,
-        executor: Executor,
+        crew: Crew,
         service: Service,
         check_when_idle: Callable[[], None],
         max_in_flight: int = SYNCHRONOUS,
     ) -> None:
         self._scheduler = scheduler
-        self._executor = executor
+        self._crew = crew
         self._service = service
         self._check_when_idle = check_when_idle
         self._max_in_flight = max_in_flight
@@ -62,7 +63,9 @@ class Stepper:
             self._listen(may_have_work)
             if self._service.stopped:
                 return
-            for result in self._executor.receive():
+            for epoch in self._service.take_worker_epochs():
+                self._change_workers(epoch)
+            for result in self._crew.receive():
                 self._take(result)
             may_have_work = self._send()
 
@@ -80,14 +83,23 @@ class Stepper:
         """Schedule one more step; False when nothing was sent, before something arrives."""
         if not self._scheduler.has_work or len(self._in_flight) == self._max_in_flight:
             return False
+        if not self._crew.ready:
+            return False
         output = self._scheduler.schedule()
+        self._service.announce(self._scheduler.take_trials())
         if output.total_num_scheduled_tokens:
             self._in_flight.append(output)
         elif not (output.finished_handles or output.preempted_handles):
             assert self._in_flight or not self._scheduler.has_work, "no request can progress"
             return False
-        self._executor.submit(output)
+        self._crew.submit(output)
         return True
+
+    def _change_workers(self, epoch: int) -> None:
+        """Whatever was in flight is lost with the workers that died."""
+        self._in_flight.clear()
+        self._crew.hire(epoch)
+        self._service.tell(self._scheduler.start_over(epoch))
 
     def _take(self, result: ModelRunnerOutput) -> None:
         """Update from the answer to the oldest step in flight."""

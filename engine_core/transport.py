@@ -1,10 +1,11 @@
 """The links to the front ends.
 
-Owns one link per front end, at a path of this epoch, and knows which of them
-still read what they are sent. Knows nothing of requests.
+Owns one link per front end, at a path of this epoch and of its incarnation, and knows
+which of them still read what they are sent. Knows nothing of requests.
 """
 
 import logging
+from collections.abc import Sequence
 
 import msgspec
 
@@ -19,15 +20,18 @@ class FrontEndLinks:
 
     A front end that lets its buffer overflow is dead from then on: its link is
     closed, nothing is sent to it or read from it, and `take_stalled` names it once.
+    incarnations: of each front end, by client index.
     """
 
-    def __init__(self, run_dir: str, epoch: int, count: int) -> None:
+    def __init__(self, run_dir: str, epoch: int, incarnations: Sequence[int]) -> None:
+        self._run_dir = run_dir
         self._epoch = epoch
         self._links = {
-            client: Link.bind(front_end_path(run_dir, epoch, client), ToEngine)
-            for client in range(count)
+            client: self._bind(client, incarnation)
+            for client, incarnation in enumerate(incarnations)
         }
         self._stalled: list[tuple[int, Link]] = []
+        self._greeting: list[msgspec.Struct] = []
 
     @property
     def links(self) -> list[Link]:
@@ -56,14 +60,34 @@ class FrontEndLinks:
             logger.error("front end %d is declared dead: %s", client, error)
             self._stalled.append((client, self._links.pop(client)))
 
-    def send_all(self, message: msgspec.Struct) -> None:
+    def greet(self, message: msgspec.Struct) -> None:
+        """Send a message to every front end, and to those to come before anything else."""
+        self._greeting = [message]
         for client in list(self._links):
             self.send(client, message)
+
+    def replace(self, client: int, incarnation: int) -> tuple[list[Link], Link]:
+        """A front end died, another one takes its place; returns links to close, and the new one.
+
+        The old links are not closed here, because somebody may be waiting on them.
+        """
+        old = [link for stalled, link in self._stalled if stalled == client]
+        self._stalled = [each for each in self._stalled if each[0] != client]
+        if client in self._links:
+            old.append(self._links.pop(client))
+        link = self._links[client] = self._bind(client, incarnation)
+        for message in self._greeting:
+            self.send(client, message)
+        return old, link
 
     def take_stalled(self) -> list[tuple[int, Link]]:
         """Front ends that died since the last call, with the links to close."""
         stalled, self._stalled = self._stalled, []
         return stalled
+
+    def _bind(self, client: int, incarnation: int) -> Link:
+        path = front_end_path(self._run_dir, self._epoch, client, incarnation)
+        return Link.bind(path, ToEngine)
 
     def close(self) -> None:
         for link in self._links.values():

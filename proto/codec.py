@@ -11,6 +11,9 @@ import msgspec
 from proto.errors import ProtocolError
 
 T = TypeVar("T")
+Message = msgspec.Struct
+"""What crosses processes."""
+M = TypeVar("M", bound=Message)
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -18,6 +21,11 @@ _encoder = msgspec.msgpack.Encoder()
 def encode(message: msgspec.Struct) -> bytes:
     """The msgpack form of a message."""
     return _encoder.encode(message)
+
+
+def changed(message: M, **fields: Any) -> M:
+    """A message like this one, but for these fields."""
+    return msgspec.structs.replace(message, **fields)
 
 
 class MessageDecoder(Generic[T]):

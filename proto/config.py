@@ -78,6 +78,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Preempt, leaving one, while more than this part of the KV blocks is in use."""
     session_timeout: float = 600.0
     """Seconds that a session (a request with input in parts) waits for input before it ends."""
+    crashes_until_alone: int = 3
+    """Crashes in a row, without a token in between, after which a request is computed alone."""
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +123,15 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Do not log a line for each request."""
 
 
+class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What happens when a process dies."""
+
+    max_restarts: int = 8
+    """Restarts without a completed step in between; one death more ends the daemon."""
+    enable_fault_injection: bool = False
+    """Let the environment variable TOKEND_FAULTS break things on purpose; for tests."""
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `tokend serve` was told."""
 
@@ -130,6 +141,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel: ParallelConfig = ParallelConfig()
     device: DeviceConfig = DeviceConfig()
     frontend: FrontEndConfig = FrontEndConfig()
+    reliability: ReliabilityConfig = ReliabilityConfig()
 
 
 NOT_AVAILABLE_YET: Final[dict[str, tuple[Any, ...]]] = {
@@ -193,6 +205,12 @@ def validate(config: ServeConfig) -> None:
         raise ConfigError(
             f"--session-timeout must be more than 0, got {scheduler.session_timeout}",
             "session_timeout",
+        )
+    _positive("crashes_until_alone", scheduler.crashes_until_alone)
+    if config.reliability.max_restarts < 0:
+        raise ConfigError(
+            f"--max-restarts must be 0 or more, got {config.reliability.max_restarts}",
+            "max_restarts",
         )
     if not 0 <= frontend.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {frontend.port}", "port")

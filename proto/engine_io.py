@@ -24,6 +24,9 @@ from proto.errors import ErrorInfo
 from proto.sampling_params import SamplingParams
 from proto.stats import SchedulerStats
 
+PauseMode = Literal["finish_running", "freeze"]
+"""finish_running: no request begins, those that have begun go on. freeze: nothing is computed."""
+
 MAX_CHOICES: Final = 128
 """Most choices of one request."""
 
@@ -52,7 +55,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     arrival_time: seconds on the monotonic clock of the machine.
     priority: lower goes first, where the policy asks.
     cache_salt: separates prefix caches; enters the hash of the first block.
-    crash_count: how many engine deaths this request has lived through.
+    crash_count: processes that died while this request was computed, since its last token.
     resumable: opens a session, which the `last` SessionInput closes.
     """
 
@@ -93,8 +96,7 @@ AdminName = Literal[
 class AdminCall(msgspec.Struct, array_like=True, tag=3, frozen=True):
     """An operator's call; exactly one AdminReply with the same call_id follows.
 
-    pause_mode: of "pause". finish_running: no request begins, those that have begun go on;
-    freeze: nothing is computed. The reply does not wait for anyone to finish.
+    pause_mode: of "pause". The reply does not wait for anyone to finish.
     reset_running_requests: of "reset_prefix_cache". Requests that hold blocks lose them
     and are computed again; without it the call fails while there are any.
     """
@@ -102,7 +104,7 @@ class AdminCall(msgspec.Struct, array_like=True, tag=3, frozen=True):
     epoch: int
     call_id: int
     name: AdminName
-    pause_mode: Literal["finish_running", "freeze"] = "finish_running"
+    pause_mode: PauseMode = "finish_running"
     reset_running_requests: bool = False
 
 
@@ -197,6 +199,8 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=5, frozen=True):
     accepted: ids of requests that were taken in since the last message; a request
     that is refused gets an output with an error instead.
     stats: goes to front end 0 only.
+    alone: ids of requests that are computed with nothing beside them from now on, because
+    they may be what the engine or its workers died of.
     """
 
     epoch: int
@@ -205,6 +209,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=5, frozen=True):
     outputs: list[EngineCoreOutput] = []
     accepted: list[int] = []
     stats: SchedulerStats | None = None
+    alone: list[int] = []
 
 
 ToEngine = EngineCoreRequest | SessionInput | Abort | AdminCall

@@ -5,6 +5,16 @@ worker ──WorkerReady──▶ engine ──InitializeCache──▶ worker �
 engine ──EngineReady──▶ front ends and supervisor
 front end ──FrontEndReady──▶ supervisor
 any process ──Progress, Fatal──▶ supervisor ──Shutdown──▶ any process
+
+When one of them dies the others go on, and hear from the supervisor whom to meet now:
+
+engine died      supervisor ──NewEngine──▶ workers, front ends
+worker died      supervisor ──NewWorkers──▶ engine ──WorkersReady──▶ supervisor
+front end died   supervisor ──NewFrontEnd──▶ engine
+
+Links of the data path are numbered by epochs, all from one counter of the supervisor:
+those between engine and workers by the worker epoch, those between engine and front
+ends by the engine's own. A new engine has a new number for both.
 """
 
 from typing import Final, Literal
@@ -12,7 +22,9 @@ from typing import Final, Literal
 import msgspec
 
 from proto.config import ServeConfig
+from proto.engine_io import PauseMode
 from proto.errors import ErrorInfo
+from proto.faults import Fault
 from proto.prepared_model import PreparedModel
 
 Role = Literal["api_server", "engine_core", "worker"]
@@ -22,6 +34,11 @@ _TITLES: Final[dict[Role, str]] = {
     "engine_core": "engine",
     "worker": "worker",
 }
+
+
+def process_title(role: Role) -> str:
+    """What users call the processes of a role: "api", "engine", "worker"."""
+    return _TITLES[role]
 
 
 def process_name(role: Role, index: int) -> str:
@@ -34,10 +51,14 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
 
     role, index: which process this is ("worker", 0).
     incarnation: counts restarts of this very process, from 0.
-    epoch: of the engine that it belongs to.
+    epoch: of the engine; names its links to the front ends.
+    worker_epoch: names the links between the engine and its workers.
     run_dir: the daemon's private directory, for sockets.
     death_fd: read end of a pipe that closes when the supervisor is gone.
     listen_fds: listening sockets of a front end.
+    front_ends: for an engine, the incarnation of each front end, by index.
+    pause_mode: for an engine, the pause that it goes on with; None for none.
+    faults: that tests have asked for, in any process.
     """
 
     protocol_version: int
@@ -45,11 +66,15 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     incarnation: int
     epoch: int
+    worker_epoch: int
     run_dir: str
     death_fd: int
     config: ServeConfig
     model: PreparedModel
     listen_fds: tuple[int, ...] = ()
+    front_ends: tuple[int, ...] = (0,)
+    pause_mode: PauseMode | None = None
+    faults: tuple[Fault, ...] = ()
 
 
 class KVGroup(msgspec.Struct, array_like=True, frozen=True):
@@ -164,5 +189,55 @@ class Shutdown(msgspec.Struct, array_like=True, tag=18, frozen=True):
     """End now, in order. Sent by the supervisor."""
 
 
-ToSupervisor = EngineReady | FrontEndReady | Progress | Notice | Fatal
-FromSupervisor = Shutdown
+class NewEngine(msgspec.Struct, array_like=True, tag=19, frozen=True):
+    """The engine died and another one starts: meet it at the paths of these epochs.
+
+    A worker forgets rows and KV and keeps its weights. A front end sends what is open again.
+    """
+
+    epoch: int
+    worker_epoch: int
+
+
+class NewWorkers(msgspec.Struct, array_like=True, tag=20, frozen=True):
+    """A worker died, and with it all that were computed together: others start."""
+
+    worker_epoch: int
+
+
+class NewFrontEnd(msgspec.Struct, array_like=True, tag=21, frozen=True):
+    """A front end died, its requests with it, and another one starts."""
+
+    index: int
+    incarnation: int
+
+
+class Restarted(msgspec.Struct, array_like=True, tag=22, frozen=True):
+    """For the statistics of the front ends: a process was started again."""
+
+    role: Role
+
+
+class Heartbeat(msgspec.Struct, array_like=True, tag=23, frozen=True):
+    """The engine has completed steps with the workers of this epoch. `step`: the last one."""
+
+    worker_epoch: int
+    step: int
+
+
+class WorkersReady(msgspec.Struct, array_like=True, tag=24, frozen=True):
+    """The workers of this epoch take steps."""
+
+    worker_epoch: int
+
+
+class Paused(msgspec.Struct, array_like=True, tag=25, frozen=True):
+    """The engine is paused; None: no longer. For the engine that may follow."""
+
+    mode: PauseMode | None
+
+
+ToSupervisor = (
+    EngineReady | FrontEndReady | Progress | Notice | Fatal | Heartbeat | WorkersReady | Paused
+)
+FromSupervisor = Shutdown | NewEngine | NewWorkers | NewFrontEnd | Restarted

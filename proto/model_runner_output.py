@@ -22,7 +22,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
     prompt_logprobs: for the sequences that ask, positions computed in this step;
         position p (from 1) is the log-probability of prompt token p.
     compute_seconds: time from the message to the sampled tokens.
-    error: the step failed; the epoch is over.
+    error: the step failed; the worker is about to die.
     failed_handles: sequences whose hidden states or logits are not finite. They have no
         sampled tokens, whether or not their prompts are complete.
     candidates: for the rows of a beam search whose last token is computed, one row of

@@ -62,7 +62,7 @@ class CachedRequestData(msgspec.Struct, array_like=True, frozen=True):
 class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_only=True):
     """One step of work.
 
-    step: counts from 1 within the epoch.
+    epoch: the worker epoch. step: counts from 1 within the life of the engine.
     new_requests, cached_requests: what to compute, running sequences first.
     total_num_scheduled_tokens: sum over both; 0 only carries finished handles.
     finished_handles: forget these; their block ids may be in use again in this step.

@@ -1,11 +1,11 @@
 """Links between processes: ZMQ sockets that carry one union of messages each way.
 
-A `Link` joins exactly two processes. Its path names the epoch or the incarnation,
-so a process that starts anew gets a new path and never meets messages meant for
-its predecessor. Sending never blocks: what ZMQ does not take waits in a buffer
+A `Link` joins exactly two processes. Its path names the epoch (see lifecycle.py) or the
+incarnation, so a process that starts anew gets a new path and never meets messages
+meant for its predecessor. Sending never blocks: what ZMQ does not take waits in a buffer
 bounded in bytes, and a peer that lets it overflow is reported as stalled.
 
-    worker 0  ── e1.w0 ──  engine  ── e1.a0 ──  front end 0
+    worker 0  ── e1.w0 ──  engine  ── e1.a0.0 ──  front end 0
     supervisor  ── s.worker0.0, s.engine_core0.0, s.api_server0.0 ── each process
 """
 
@@ -26,6 +26,8 @@ logger = logging.getLogger("tokend.sockets")
 MAX_MESSAGE_BYTES: Final = 256 << 20
 MAX_PENDING_BYTES: Final = 64 << 20
 MAX_QUEUED_MESSAGES: Final = 1_000
+RECONNECT_MILLISECONDS: Final = 20
+"""Between two tries while the path is not bound: part of every gap after a death."""
 MAX_IPC_PATH: Final = 107
 """Bytes of a Unix socket path, without the terminating zero."""
 
@@ -34,14 +36,14 @@ class PeerStalledError(TokendError):
     """The peer reads too slowly: the buffer towards it is full."""
 
 
-def worker_path(run_dir: str, epoch: int, rank: int) -> str:
-    """Where the engine of an epoch meets the worker of a rank."""
-    return os.path.join(run_dir, f"e{epoch}.w{rank}")
+def worker_path(run_dir: str, worker_epoch: int, rank: int) -> str:
+    """Where the engine meets the worker of a rank."""
+    return os.path.join(run_dir, f"e{worker_epoch}.w{rank}")
 
 
-def front_end_path(run_dir: str, epoch: int, index: int) -> str:
-    """Where the engine of an epoch meets a front end."""
-    return os.path.join(run_dir, f"e{epoch}.a{index}")
+def front_end_path(run_dir: str, epoch: int, index: int, incarnation: int = 0) -> str:
+    """Where the engine of an epoch meets one incarnation of a front end."""
+    return os.path.join(run_dir, f"e{epoch}.a{index}.{incarnation}")
 
 
 def kv_events_path(run_dir: str, epoch: int) -> str:
@@ -73,6 +75,7 @@ class Link:
         self._pending_bytes = 0
         self._socket: zmq.Socket[bytes] = (context or zmq.Context.instance()).socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MILLISECONDS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)

@@ -3,21 +3,29 @@
 supervisor ── boot ──▶ load weights ── WorkerReady ──▶ engine
 engine ── InitializeCache ──▶ allocate ── CacheReady ──▶ engine
 engine ── SchedulerOutput ──▶ ModelRunner ── ModelRunnerOutput ──▶ engine
+
+When the engine dies the supervisor names the epoch of the next one (NewEngine): rows and
+KV are given up, the weights stay, and all but the loading begins again. The supervisor is
+the parent of both and ends whoever is left over, so nobody here waits for an engine by the clock.
 """
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from proto import PROTOCOL_VERSION
 from proto.errors import ModelError, ProtocolError
+from proto.faults import Saboteur
 from proto.lifecycle import (
     CacheReady,
     InitializeCache,
     KVCacheGeometry,
+    NewEngine,
     ProcessBoot,
     Progress,
+    Shutdown,
     WorkerReady,
 )
 from proto.model_runner_output import ModelRunnerOutput
@@ -29,6 +37,7 @@ from worker.attention.base import AttentionShape
 from worker.attention.registry import create_backend
 from worker.batch.rows import Rows
 from worker.device import CpuDevice
+from worker.faulty_model import FaultyModel
 from worker.fingerprint import kv_fingerprint
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
@@ -42,20 +51,27 @@ logger = logging.getLogger("tokend.worker")
 
 
 def main(boot: ProcessBoot, supervisor: Link) -> None:
-    """Load the model, then serve the engine until the supervisor says Shutdown."""
-    engine = Link.connect(
-        worker_path(boot.run_dir, boot.epoch, boot.index), InitializeCache | SchedulerOutput
-    )
-    Service(boot, engine, supervisor).run()
+    """Load the model, then serve one engine after the other until the supervisor says Shutdown."""
+
+    def meet(epoch: int) -> Link:
+        path = worker_path(boot.run_dir, epoch, boot.index)
+        return Link.connect(path, InitializeCache | SchedulerOutput)
+
+    Service(boot, meet, supervisor).run()
 
 
 class Service:
-    """One worker of one epoch."""
+    """One worker. `meet` makes the link to the engine of a worker epoch."""
 
-    def __init__(self, boot: ProcessBoot, engine: Link, supervisor: Link) -> None:
+    def __init__(self, boot: ProcessBoot, meet: Callable[[int], Link], supervisor: Link) -> None:
         self._boot = boot
-        self._engine = engine
         self._supervisor = supervisor
+        self._meet = meet
+        self._epoch = boot.worker_epoch
+        self._engine = meet(boot.worker_epoch)
+        self._poller = Poller([supervisor, self._engine])
+        self._runner: ModelRunner | None = None
+        self._saboteur = Saboteur.of(boot.faults, "worker", boot.index, boot.incarnation)
         self._device = CpuDevice(boot.config.device)
         # Loading takes a while, and what has no room now has none beside the weights.
         self._device.kv_cache_bytes(boot.config.cache)
@@ -63,29 +79,53 @@ class Service:
         self._model = self._load()
         self._layout = kv_layout(self._model.spec.windows)
         self._geometry = self._cache_geometry()
+        # What is granted once holds for every engine: they plan alike, whatever is free by then.
+        self._kv_cache_bytes = self._device.kv_cache_bytes(boot.config.cache)
 
     def run(self) -> None:
         """Serve until Shutdown."""
         self._engine.send(self._ready())
-        poller = Poller([self._engine, self._supervisor])
-        runner: ModelRunner | None = None
         while True:
-            readable = poller.wait()
-            if self._supervisor in readable and self._supervisor.receive():
+            readable = self._poller.wait()
+            if self._supervisor in readable and self._obey():
                 return
             for message in self._engine.receive():
-                if message.epoch != self._boot.epoch:
-                    continue
-                if isinstance(message, InitializeCache):
-                    runner = self._initialize(message)
-                    self._engine.send(CacheReady(message.epoch, self._boot.index))
-                elif runner is None:
-                    raise ProtocolError("the engine sent a step before InitializeCache")
-                else:
-                    self._execute(runner, message)
+                if message.epoch == self._epoch:
+                    self._serve(message)
+
+    def _obey(self) -> bool:
+        """What the supervisor says; True for Shutdown."""
+        for message in self._supervisor.receive():
+            if isinstance(message, Shutdown):
+                return True
+            if isinstance(message, NewEngine):
+                self._change_engine(message.worker_epoch)
+        return False
+
+    def _change_engine(self, epoch: int) -> None:
+        """Nothing is left of the old engine but the weights."""
+        logger.info("the engine died: waiting for the next one")
+        self._poller.remove(self._engine)
+        self._engine.close()
+        self._runner = None
+        self._epoch = epoch
+        self._engine = self._meet(epoch)
+        self._poller.add(self._engine)
+        self._engine.send(self._ready())
+
+    def _serve(self, message: InitializeCache | SchedulerOutput) -> None:
+        if isinstance(message, InitializeCache):
+            self._runner = self._initialize(message)
+            self._engine.send(CacheReady(message.epoch, self._boot.index))
+        elif self._runner is None:
+            raise ProtocolError("the engine sent a step before InitializeCache")
+        else:
+            self._execute(self._runner, message)
 
     def _execute(self, runner: ModelRunner, step: SchedulerOutput) -> None:
         try:
+            if step.total_num_scheduled_tokens:
+                self._saboteur.begin_step()
             output = runner.execute(step)
         except Exception as error:
             self._engine.send(
@@ -118,10 +158,10 @@ class Service:
         config = self._boot.config
         return WorkerReady(
             protocol_version=PROTOCOL_VERSION,
-            epoch=self._boot.epoch,
+            epoch=self._epoch,
             rank=self._boot.index,
             geometry=self._geometry,
-            kv_cache_bytes=self._device.kv_cache_bytes(config.cache),
+            kv_cache_bytes=self._kv_cache_bytes,
             vocab_size=self._model.spec.vocab_size,
             fingerprint=kv_fingerprint(
                 self._boot.model.weights_sha256,
@@ -150,7 +190,10 @@ class Service:
             message.block_size,
             self._layout.num_groups,
         )
-        runner = ModelRunner(self._model, attention, create_sampler(), rows, cache)
+        model = self._model
+        if not self._saboteur.idle:
+            model = FaultyModel(model, self._saboteur)
+        runner = ModelRunner(model, attention, create_sampler(), rows, cache)
         runner.warm_up()
         return runner
 

@@ -86,6 +86,16 @@ class RequestStream:
     def num_completion_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
 
+    @property
+    def output_token_ids(self) -> tuple[tuple[int, ...], ...]:
+        """What each choice has so far."""
+        return tuple(tuple(choice.token_ids) for choice in self.choices)
+
+    @property
+    def finished_choices(self) -> tuple[int, ...]:
+        """Numbers of the choices that need no more tokens."""
+        return tuple(number for number, choice in enumerate(self.choices) if choice.finished)
+
     def accept(self) -> None:
         """The engine took the request in."""
         if not self.accepted:

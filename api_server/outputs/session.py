@@ -44,6 +44,8 @@ class SessionStream:
     """Outputs of one session on their way from the engine client to whoever reads them."""
 
     num_choices = 1
+    output_token_ids: tuple[tuple[int, ...], ...] = ()  # a session ends with its engine
+    finished_choices: tuple[int, ...] = ()
 
     def __init__(self, request_id: int) -> None:
         self.request_id = request_id

@@ -27,7 +27,7 @@ class KeptMessages(FrontEndLinks):
     """Stands where the links to the front ends do; `last` is what was sent last."""
 
     def __init__(self) -> None:
-        super().__init__("", EPOCH, 0)
+        super().__init__("", EPOCH, ())
         self.last = EngineCoreOutputs(EPOCH, 0, 0.0)
 
     def send(self, client: int, message: msgspec.Struct) -> None:

@@ -13,14 +13,7 @@ from proto.sockets import Link
 
 
 class WorkerFailedError(TokendError):
-    """A worker reported an error, or sent what it must not; its KV can no longer be trusted."""
-
-
-class RemoteTraceback(Exception):
-    """The traceback of another process, as the cause of a local error, so that logs show both."""
-
-    def __str__(self) -> str:
-        return "\n" + str(self.args[0])
+    """A worker sent what it must not; its KV can no longer be trusted."""
 
 
 class Executor(Protocol):
@@ -52,7 +45,8 @@ class Executor(Protocol):
     def receive(self) -> list[ModelRunnerOutput]:
         """The steps that are complete on every rank, in order.
 
-        Raises WorkerFailedError, naming the worker, when one failed or sent nonsense.
+        A step that failed has none: its worker dies. Raises WorkerFailedError, naming the
+        worker, when one sent nonsense.
         """
         ...
 

@@ -10,9 +10,8 @@ starts the workers and watches that they live; here only their messages count.
 import logging
 from collections import deque
 
-from engine_core.executor.base import RemoteTraceback, WorkerFailedError
+from engine_core.executor.base import WorkerFailedError
 from proto import PROTOCOL_VERSION
-from proto.errors import ErrorInfo
 from proto.lifecycle import CacheReady, InitializeCache, WorkerReady
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
@@ -96,18 +95,15 @@ class LocalExecutor:
         if message.epoch != self._epoch:
             logger.warning("worker %d: dropped a message of epoch %d", rank, message.epoch)
         elif isinstance(message, ModelRunnerOutput):
-            if message.error is not None:
-                raise _failure(rank, message.step, message.error) from RemoteTraceback(
-                    message.error.traceback
+            if message.error is None:
+                self._answers[rank].append(message)
+            else:  # its own last words say more, and the supervisor sends others
+                logger.error(
+                    "worker %d failed in step %d: %s", rank, message.step, message.error.message
                 )
-            self._answers[rank].append(message)
         elif message.rank != rank:
             raise WorkerFailedError(f"worker {message.rank} answers on the link of worker {rank}")
         elif isinstance(message, WorkerReady):
             self._ready[rank] = message
         else:
             self._cache_ready.add(rank)
-
-
-def _failure(rank: int, step: int, error: ErrorInfo) -> WorkerFailedError:
-    return WorkerFailedError(f"worker {rank} failed in step {step}: {error.message}")

@@ -17,10 +17,16 @@ class OutputBuilder:
     def __init__(self, kv_cache: KVCacheManager, dictation: Dictation, epoch: int) -> None:
         self._kv_cache = kv_cache
         self._dictation = dictation
-        self._epoch = epoch
+        self.epoch = epoch
         self._known: set[int] = set()
         self._finished: list[int] = []
         self.step = 0
+
+    def begin_epoch(self, epoch: int) -> None:
+        """From now on the steps are for workers that know nobody."""
+        self.epoch = epoch
+        self._known.clear()
+        self._finished.clear()
 
     @property
     def has_finished_handles(self) -> bool:
@@ -49,7 +55,7 @@ class OutputBuilder:
                 new.append(self._describe(request, num_tokens))
         finished, self._finished = self._finished, []
         return SchedulerOutput(
-            epoch=self._epoch,
+            epoch=self.epoch,
             step=self.step,
             new_requests=new,
             cached_requests=self._changes(plan, resumed, resumed_tokens, dictated),

@@ -4,21 +4,19 @@ Owns the mode and the requests that wait for its end.
 """
 
 from collections.abc import Mapping
-from typing import Literal
 
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.gates import Candidate, Wake
 from engine_core.scheduler.step_plan import StepPlan
-
-PauseMode = Literal["finish_running", "freeze"]
+from proto.engine_io import PauseMode
 
 
 class Pause:
     """A gate that is open, unless an operator has asked otherwise.
 
     finish_running: requests that have not begun are held; the others go on to their
-    end, with all their choices, also those that are preempted meanwhile. freeze: the
-    scheduler plans nothing.
+    end, with all their choices, also those that are preempted meanwhile or come from an
+    engine that died. freeze: the scheduler plans nothing.
     """
 
     status = RequestStatus.WAITING_FOR_RESUME
@@ -29,6 +27,11 @@ class Pause:
         self._begun: set[int] = set()  # ids of requests that have begun with some choice
         self._mode: PauseMode | None = None
         self._held: dict[int, Request] = {}
+
+    @property
+    def mode(self) -> PauseMode | None:
+        """None without a pause."""
+        return self._mode
 
     @property
     def frozen(self) -> bool:
@@ -52,9 +55,10 @@ class Pause:
         """Nothing changes by a step."""
 
     def holds(self, candidate: Candidate) -> bool:
-        if self._mode is None or candidate.request.request_id in self._begun:
+        request = candidate.request
+        if self._mode is None or request.request_id in self._begun or request.num_output_tokens:
             return False
-        self._held[candidate.request.handle] = candidate.request
+        self._held[request.handle] = request
         return True
 
     def admitted(self, request: Request, num_new_tokens: int) -> None:

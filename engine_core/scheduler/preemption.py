@@ -68,6 +68,15 @@ class Preemption:
         self._send_back(victim, plan.now)
         plan.preempted.append(victim)
 
+    def evict_running(self, plan: StepPlan) -> None:
+        """Preempt everyone, also who is in the plan already."""
+        while self._running:
+            victim = self._running.pop()
+            if plan.withdraw(victim):
+                self._kv_cache.withdraw(victim, victim.num_computed_tokens)
+            self._send_back(victim, plan.now)
+            plan.preempted.append(victim)
+
     def evict_all(self, now: float) -> list[Request]:
         """Between two steps: nobody keeps a block. Returns those that ran, the last one first."""
         self._idle_blocks.take_all()

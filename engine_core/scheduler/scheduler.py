@@ -26,18 +26,20 @@ from engine_core.scheduler.dictation import Dictation
 from engine_core.scheduler.gates import Gate
 from engine_core.scheduler.idle_blocks import IdleBlocks
 from engine_core.scheduler.output_builder import OutputBuilder
-from engine_core.scheduler.pause import Pause, PauseMode
+from engine_core.scheduler.pause import Pause
 from engine_core.scheduler.placeholders import NoPlaceholders, OutputPlaceholders, Placeholders
 from engine_core.scheduler.policies import policy_of
 from engine_core.scheduler.preemption import Preemption
 from engine_core.scheduler.prefix_wait import PrefixWait
+from engine_core.scheduler.quarantine import Quarantine, poison_output
+from engine_core.scheduler.restart import start_over
 from engine_core.scheduler.running_pass import RunningPass
 from engine_core.scheduler.sessions import Sessions
 from engine_core.scheduler.sibling_forks import SiblingForks
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.scheduler.step_results import check_result, ends_of_rows
 from proto.config import SchedulerConfig
-from proto.engine_io import EngineCoreOutput, FirstTokenInfo
+from proto.engine_io import EngineCoreOutput, FirstTokenInfo, PauseMode
 from proto.errors import ProtocolError
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
@@ -50,6 +52,7 @@ class Scheduler:
     mint_handle: names for new requests, never the same twice. sessions: more input for
     requests that were opened with it.
 
+    epoch: of the workers, until `start_over` names another.
     max_model_len: usable length, in tokens, of prompt and output together.
     vocab_size: sampled token ids are below it.
     gates: hold requests back for reasons of their own, beside those that are always there.
@@ -96,8 +99,12 @@ class Scheduler:
             timeout=config.session_timeout,
             clock=clock,
         )
+        self._quarantine = Quarantine(
+            self.running, self._preemption.evict_running, config.crashes_until_alone
+        )
         self._gates: tuple[Gate, ...] = (
             self._pause,
+            self._quarantine,
             self.sessions,
             *gates,
             self._beams,
@@ -137,6 +144,7 @@ class Scheduler:
         )
         request.queued_at = self._clock()
         self._beams.add(request)
+        self._quarantine.enter(request)
         self.waiting.add(request)
 
     def abort(self, request_id: int, choice: int | None = None) -> int:
@@ -186,6 +194,35 @@ class Scheduler:
     def resume(self) -> None:
         """End a pause; nothing happens without one."""
         self._pause.end_pause()
+
+    @property
+    def worker_epoch(self) -> int:
+        """Of the workers that the steps are for."""
+        return self._output_builder.epoch
+
+    @property
+    def pause_mode(self) -> PauseMode | None:
+        """None without a pause."""
+        return self._pause.mode
+
+    def start_over(self, epoch: int) -> ClientOutputs:
+        """Workers of a new epoch, which know nothing, take over: all is computed again.
+
+        To be called between two steps; results of earlier steps are void. Returns the
+        final outputs of requests that have crashed the workers too often.
+        """
+        poisonous = self._quarantine.note_crash()
+        start_over(self._requests.values(), self._preemption, self._kv_cache, self._clock())
+        self._output_builder.begin_epoch(epoch)
+        outputs: ClientOutputs = {}
+        for request in poisonous:
+            if request.handle in self._requests:
+                self._end_with(poison_output(request), request, outputs)
+        return outputs
+
+    def take_trials(self) -> list[Request]:
+        """Requests that the last step has begun to compute alone, as suspects."""
+        return self._quarantine.take_trials()
 
     def reset_prefix_cache(self, *, preempting: bool = False) -> bool:
         """Forget all cached prefixes; False, changing nothing, while any block is in use.
@@ -326,12 +363,16 @@ class Scheduler:
         for request in filter(None, map(self._requests.get, handles)):
             self._kv_cache.forget(request)
             request.num_computed_tokens = 0
-            is_beam = self._beams.owns(request.request_id)
-            self._finish(request, RequestStatus.FINISHED_ERROR)
-            if is_beam:
-                self.abort(request.request_id)  # rows end together, and this one has told why
             self._num_corrupted += 1
-            outputs.setdefault(request.client_index, []).append(corrupted_output(request))
+            self._end_with(corrupted_output(request), request, outputs)
+
+    def _end_with(self, error: EngineCoreOutput, request: Request, outputs: ClientOutputs) -> None:
+        """End a request that failed; the rows of a beam search end with the one that tells why."""
+        is_row = self._beams.owns(request.request_id)
+        self._finish(request, RequestStatus.FINISHED_ERROR)
+        if is_row:
+            self.abort(request.request_id)
+        outputs.setdefault(request.client_index, []).append(error)
 
     def _append(self, request: Request, token_ids: list[int]) -> list[int]:
         """Append tokens up to the one that ends the request; returns those appended."""

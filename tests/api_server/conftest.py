@@ -99,6 +99,7 @@ def make_boot(
         index=0,
         incarnation=0,
         epoch=1,
+        worker_epoch=1,
         run_dir=run_dir,
         death_fd=-1,
         config=ServeConfig(model=ModelConfig(seed=seed), frontend=frontend),
@@ -114,6 +115,16 @@ class FrontEnd:
     engine: FakeEngine
     http: httpx.AsyncClient
     url: str
+    run_dir: str
+
+    async def lose_engine(self) -> FakeEngine:
+        """The engine dies; returns the next one, which has not announced itself."""
+        await self.engine.close()
+        epoch, old = self.engine.epoch + 1, self.engine
+        path = front_end_path(self.run_dir, epoch, 0)
+        self.engine = FakeEngine(path, vocab_size=old.vocab_size, epoch=epoch, accepts=old.accepts)
+        self.services.client.reconnect(Link.connect(path, FromEngine), epoch)
+        return self.engine
 
     async def complete(self, **fields: object) -> httpx.Response:
         return await self.http.post("/v1/completions", json={"prompt": "hello", **fields})
@@ -174,12 +185,13 @@ def start(run_dir: str, model: PreparedModel) -> StartFrontEnd:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-                yield FrontEnd(services, engine, http, url)
+                front_end = FrontEnd(services, engine, http, url, run_dir)
+                yield front_end
         finally:
             services.client.close()
             server.should_exit = True
             await serving
-            await engine.close()
+            await front_end.engine.close()
 
     return running
 

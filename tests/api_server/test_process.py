@@ -17,7 +17,14 @@ import msgspec
 from proto.codec import encode
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
-from proto.lifecycle import Fatal, FrontEndReady, Shutdown, ToSupervisor
+from proto.lifecycle import (
+    Fatal,
+    FrontEndReady,
+    NewEngine,
+    Restarted,
+    Shutdown,
+    ToSupervisor,
+)
 from proto.prepared_model import PreparedModel
 from proto.run_directory import RunDirectory
 from proto.sockets import Link, front_end_path, supervisor_path
@@ -84,7 +91,7 @@ async def running(run_dir: str, model: PreparedModel) -> AsyncIterator[Process]:
     finally:
         child.kill()
         child.wait()
-        await engine.close()
+        await process.engine.close()
         supervisor.close()
         listener.close()
         os.close(descriptor)
@@ -108,6 +115,26 @@ async def test_life(run_dir, model):
         assert '"code": 503' in rest[-2]
         assert rest[-1] == "data: [DONE]"
         assert await process.status() == 0
+
+
+async def test_it_meets_the_next_engine_when_it_is_told_of_it(run_dir, model):
+    async with running(run_dir, model) as process:
+        process.engine.announce()
+        await process.say(FrontEndReady)
+        answer = asyncio.create_task(process.http.post("/v1/completions", json={"prompt": "x"}))
+        request = await process.engine.requests.get()
+        await process.engine.close()
+        path = front_end_path(os.path.dirname(process.engine.link.path), 5, 0)
+        process.engine = FakeEngine(path, vocab_size=model.vocab_size, epoch=5, accepts=True)
+        process.supervisor.send(NewEngine(5, 5))
+        process.supervisor.send(Restarted("engine_core"))
+        process.engine.announce()
+        again = await process.engine.requests.get()
+        assert (again.request_id, again.epoch) == (request.request_id, 5)
+        process.engine.emit(again, [40], finish=FinishReason.LENGTH)
+        assert (await answer).status_code == 200
+        metrics = (await process.http.get("/metrics")).text
+        assert 'tokend:restarts_total{role="engine"} 1.0' in metrics
 
 
 async def test_sigterm(run_dir, model):

@@ -15,6 +15,17 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("tokend 0.")
 
 
+def test_faults_are_refused_unless_they_are_allowed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEND_FAULTS", "worker:kill@20")
+    assert cli.main(["serve"]) == 2
+    assert "--enable-fault-injection" in capsys.readouterr().err
+    monkeypatch.setenv("TOKEND_FAULTS", "worker:kill")
+    assert cli.main(["serve", "--enable-fault-injection"]) == 2
+    assert "'worker:kill' is not of the form" in capsys.readouterr().err
+
+
 def test_models_are_listed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

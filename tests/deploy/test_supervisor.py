@@ -1,5 +1,6 @@
 """The supervisor over fake processes: starting, ending, dying, and what is left."""
 
+import contextlib
 import ctypes
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +33,7 @@ class FakeDaemon:
     def __init__(self, run_parent: Path, *choices: str, **variables: str) -> None:
         self.run_parent = run_parent
         self._lines: list[str] = []
+        self._printed = threading.Condition()
         self.process = subprocess.Popen(
             [sys.executable, str(FAKE_DAEMON), str(run_parent), *choices],
             stdin=subprocess.DEVNULL,
@@ -41,16 +44,30 @@ class FakeDaemon:
             preexec_fn=_adopt_orphans,
             env=os.environ | variables,
         )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._printed:
+                self._lines.append(line)
+                self._printed.notify_all()
+
+    def wait_for(self, *texts: str) -> None:
+        """Until all of these were printed."""
+        with self._printed:
+            done = self._printed.wait_for(
+                lambda: all(each in self.text for each in texts), LIMIT_SECONDS
+            )
+        assert done, f"not printed: {texts}\n{self.text}"
 
     def wait_ready(self) -> str:
         """The URL of the ready line."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.append(line)
-            found = re.search(r"is ready: .* (http://\S+)", line)
-            if found:
-                return found[1]
-        raise AssertionError(f"never ready: {self.text}")
+        self.wait_for("is ready: ")
+        found = re.search(r"is ready: .* (http://\S+)", self.text)
+        assert found is not None
+        return found[1]
 
     def children(self) -> dict[str, psutil.Process]:
         """By role, told by the title; waits until all have one."""
@@ -60,18 +77,19 @@ class FakeDaemon:
         def named() -> dict[str, psutil.Process]:
             found = {}
             for child in psutil.Process(self.process.pid).children():
-                title = " ".join(child.cmdline()).strip()
-                if title in titles:
-                    found[roles[title.split()[1]]] = child
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has just died
+                    title = " ".join(child.cmdline()).strip()
+                    if title in titles:
+                        found[roles[title.split()[1]]] = child
             return found
 
         assert eventually(lambda: len(named()) == len(titles))
         return named()
 
     def wait_exit(self) -> int:
-        out, _ = self.process.communicate(timeout=LIMIT_SECONDS)
-        self._lines.append(out)
-        return self.process.returncode
+        status = self.process.wait(LIMIT_SECONDS)
+        self._reader.join(LIMIT_SECONDS)
+        return status
 
     @property
     def text(self) -> str:
@@ -80,8 +98,6 @@ class FakeDaemon:
     def discard(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
         self.process.wait()
 
 
@@ -198,33 +214,117 @@ def test_a_signal_that_comes_twice_at_once_is_one(start: Callable[..., FakeDaemo
     assert_nothing_left(daemon, children)
 
 
+def others_than(role: str, children: dict[str, psutil.Process]) -> dict[str, int]:
+    return {each: child.pid for each, child in children.items() if each != role}
+
+
+HEARD = {
+    "worker": [
+        "engine 0: heard NewWorkers(worker_epoch=2)",
+        "api 0: heard Restarted(role='worker')",
+        "worker 0: life 1, epochs 1 and 2",
+    ],
+    "engine_core": [
+        "worker 0: heard NewEngine(epoch=2, worker_epoch=2)",
+        "api 0: heard NewEngine(epoch=2, worker_epoch=2)",
+        "api 0: heard Restarted(role='engine_core')",
+        "engine 0: life 1, epochs 2 and 2, front ends (0,)",
+    ],
+    "api_server": [
+        "engine 0: heard NewFrontEnd(index=0, incarnation=1)",
+        "api 0: life 1, epochs 1 and 1",
+    ],
+}
+"""What the others and the new process are told after a first death."""
+
+
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_who_is_killed_is_named(
+def test_who_is_killed_is_started_again_alone(
     start: Callable[..., FakeDaemon], role: str, number: signal.Signals
 ) -> None:
     daemon = start()
     daemon.wait_ready()
-    children = daemon.children()
-    pid = children[role].pid
+    before = daemon.children()
+    pid = before[role].pid
     os.kill(pid, number)
-    assert daemon.wait_exit() == 1
-    killed = f"tokend: {TITLES[role]} (pid {pid}) was killed by {number.name} while serving"
-    assert killed in daemon.text
-    assert_nothing_left(daemon, children)
+    daemon.wait_for(f"{TITLES[role]}: is back after", *HEARD[role])
+    assert f"{TITLES[role]}: (pid {pid}) was killed by {number.name}; it is started" in daemon.text
+    after = daemon.children()
+    assert after[role].pid != pid
+    assert others_than(role, after) == others_than(role, before)
+    assert daemon.text.count("is ready:") == 1
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.wait_exit() == 0, daemon.text
+    assert_nothing_left(daemon, before | after)
+
+
+def test_engine_and_worker_that_die_together_meet_again(start: Callable[..., FakeDaemon]) -> None:
+    """They are given the same epoch, or the engine hears of the later one."""
+    daemon = start()
+    daemon.wait_ready()
+    before = daemon.children()
+    daemon.process.send_signal(signal.SIGSTOP)
+    for role in ("worker", "engine_core"):
+        before[role].kill()
+    daemon.process.send_signal(signal.SIGCONT)
+    daemon.wait_for("engine 0: is back", "worker 0: is back", "worker 0: life", "engine 0: life")
+    lives = dict(re.findall(r"^(\S+) 0: life 1, epochs \d+ and (\d+)", daemon.text, re.MULTILINE))
+    told = re.findall(r"engine 0: heard NewWorkers\(worker_epoch=(\d+)\)", daemon.text)
+    assert lives["worker"] == [lives["engine"], *told][-1], daemon.text
+
+
+def test_a_second_death_comes_with_the_next_numbers(start: Callable[..., FakeDaemon]) -> None:
+    daemon = start()
+    daemon.wait_ready()
+    daemon.children()["engine_core"].kill()
+    daemon.wait_for("engine 0: is back after")
+    daemon.children()["api_server"].kill()
+    daemon.wait_for("api 0: is back after", "life 1, epochs 2 and 2")
+    daemon.children()["engine_core"].kill()
+    daemon.wait_for("engine 0: life 2, epochs 3 and 3, front ends (1,)")
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_who_raises_is_named_with_its_traceback(
+def test_who_raises_is_named_with_its_traceback_and_started_again(
     start: Callable[..., FakeDaemon], role: str
 ) -> None:
-    daemon = start(f"{role}=raises")
-    assert daemon.wait_exit() == 1
-    failed = rf"tokend: {TITLES[role]} \(pid \d+\) failed with RuntimeError: the core"
+    daemon = start()
+    daemon.wait_ready()
+    os.kill(daemon.children()[role].pid, signal.SIGUSR1)
+    daemon.wait_for(f"{TITLES[role]}: is back after")
+    failed = rf"{TITLES[role]}: \(pid \d+\) failed with RuntimeError: the core is cracked; it is"
     assert re.search(failed, daemon.text)
     assert 'raise RuntimeError("the core is cracked")' in daemon.text
     assert daemon.text.count("Traceback") == 1
+
+
+def test_without_progress_it_is_not_tried_for_ever(start: Callable[..., FakeDaemon]) -> None:
+    daemon = start("max_restarts=2")
+    daemon.wait_ready()
+    pids = {daemon.children()["worker"].pid}
+    for life in (1, 2):
+        os.kill(daemon.children()["worker"].pid, signal.SIGUSR1)
+        daemon.wait_for(f"worker 0: life {life}", f"NewWorkers(worker_epoch={life + 1})")
+        pids.add(daemon.children()["worker"].pid)
+    os.kill(daemon.children()["worker"].pid, signal.SIGUSR1)
+    assert daemon.wait_exit() == 1
+    assert len(pids) == 3
+    assert "tokend: 2 restarts have not led to one completed step" in daemon.text
+    failed = (
+        r"tokend: worker 0 \(pid \d+\) failed with RuntimeError: the core is cracked while serv"
+    )
+    assert re.search(failed, daemon.text)
+    assert daemon.text.count("Traceback") == 3
     assert list(daemon.run_parent.iterdir()) == []
+
+
+def test_what_the_user_must_mend_is_not_tried_again(start: Callable[..., FakeDaemon]) -> None:
+    daemon = start("worker=bad_model_later")
+    daemon.wait_ready()
+    daemon.children()["worker"].kill()
+    assert daemon.wait_exit() == 2
+    assert daemon.text.splitlines()[-1] == "tokend: config.json asks for rope type 'moebius'"
 
 
 def test_who_ends_without_a_word_is_named(start: Callable[..., FakeDaemon]) -> None:

@@ -1,5 +1,6 @@
 """A real daemon for the end-to-end tests: real processes, sockets and model."""
 
+import contextlib
 import os
 import re
 import signal
@@ -8,9 +9,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 import httpx
 import psutil
@@ -29,9 +30,10 @@ class Daemon:
     """`tokend serve` with a run directory of its own, on a free port.
 
     The flags in the variable TOKEND_TEST_FLAGS come first: the same tests of another setting.
+    environment: variables beside those of the tests.
     """
 
-    def __init__(self, *flags: str, **variables: str) -> None:
+    def __init__(self, *flags: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         self._runtime = tempfile.TemporaryDirectory(prefix="tk")
         self.runtime_dir = Path(self._runtime.name)
         self.output: list[str] = []
@@ -43,8 +45,12 @@ class Daemon:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
-            env=os.environ
-            | {"XDG_RUNTIME_DIR": str(self.runtime_dir), "COLUMNS": "200", **variables},
+            env={
+                **os.environ,
+                "XDG_RUNTIME_DIR": str(self.runtime_dir),
+                "COLUMNS": "200",
+                **environment,
+            },
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -83,10 +89,11 @@ class Daemon:
         """The children by role."""
         found = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
-            title = " ".join(child.cmdline())
-            for role, word in ROLES.items():
-                if f"tokend: {word} " in title or f"-m {role}" in title:
-                    found[role] = child
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just died
+                title = " ".join(child.cmdline())
+                for role, word in ROLES.items():
+                    if f"tokend: {word} " in title or f"-m {role}" in title:
+                        found[role] = child
         return found
 
     def stop(self) -> None:

@@ -38,7 +38,7 @@ class EngineAndWorker:
         self._start("engine_core")
         link = Link.connect(front_end_path(self._directory.path, EPOCH, 0), FromEngine)
         metrics = Metrics(self._model.name, self._model.max_position)
-        self.client = EngineClient(link, EPOCH, request_ids(0, 0), metrics)
+        self.client = EngineClient(link, EPOCH, request_ids(0, 0), metrics, 3)
         async with asyncio.timeout(READY_LIMIT_SECONDS):
             await self.client.wait_ready()
         return self
@@ -67,6 +67,7 @@ class EngineAndWorker:
             index=0,
             incarnation=0,
             epoch=EPOCH,
+            worker_epoch=EPOCH,
             run_dir=self._directory.path,
             death_fd=self._death_fd,
             config=self._config,

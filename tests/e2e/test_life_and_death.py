@@ -68,17 +68,16 @@ def test_a_second_signal_ends_at_once_even_a_stopped_worker() -> None:
     assert_nothing_left(daemon, processes)
 
 
-@pytest.mark.parametrize("role", sorted(ROLES))
-def test_the_death_of_a_process_ends_the_daemon_and_is_named(role: str) -> None:
-    daemon = Daemon()
+def test_a_death_beyond_the_budget_ends_the_daemon_and_is_named() -> None:
+    """Without a budget, the first one."""
+    daemon = Daemon("--max-restarts", "0")
     daemon.wait_ready()
     processes = daemon.processes()
-    victim = processes[role].pid
     started = time.monotonic()
-    os.kill(victim, signal.SIGKILL)
-    assert daemon.wait_exit() != 0
+    os.kill(processes["worker"].pid, signal.SIGKILL)
+    assert daemon.wait_exit() == 1
     assert time.monotonic() - started < 5
-    assert re.search(rf"{ROLES[role]} 0.*SIGKILL", daemon.text)
+    assert re.search(rf"{ROLES['worker']} 0.*SIGKILL while serving", daemon.text)
     assert_nothing_left(daemon, processes)
 
 
@@ -103,8 +102,8 @@ def test_a_watchdog_that_aborts_the_supervisor_shows_where_it_hung() -> None:
 
 
 def test_a_client_in_mid_stream_gets_an_error_and_an_end() -> None:
-    """Whatever dies, a stream ends; it never looks complete."""
-    daemon = Daemon()
+    """Where the daemon ends, a stream ends with it; it never looks complete."""
+    daemon = Daemon("--max-restarts", "0")
     daemon.wait_ready()
     request = {"prompt": "Once", "max_tokens": 4000, "stream": True, "ignore_eos": True}
     received = []

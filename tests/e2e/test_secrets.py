@@ -34,7 +34,7 @@ def test_tls_and_a_key_that_stays_secret(way: str, tmp_path: Path) -> None:
         flags += ["--api-key", KEY]
     else:
         variables = {"TOKEND_API_KEY": KEY}
-    with Daemon(*flags, **variables) as daemon:
+    with Daemon(*flags, environment=variables) as daemon:
         url = daemon.url.replace("http:", "https:")
         assert url in daemon.text
         with httpx.Client(verify=authority.client_context(), base_url=url, timeout=60) as http:

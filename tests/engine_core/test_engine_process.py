@@ -23,7 +23,19 @@ from proto.engine_io import (
 )
 from proto.errors import ErrorInfo
 from proto.kv_events import AllBlocksCleared, KVEventBatch
-from proto.lifecycle import CacheReady, EngineReady, Fatal, InitializeCache, KVGroup, Notice
+from proto.lifecycle import (
+    CacheReady,
+    EngineReady,
+    Fatal,
+    Heartbeat,
+    InitializeCache,
+    KVGroup,
+    NewFrontEnd,
+    NewWorkers,
+    Notice,
+    Paused,
+    WorkersReady,
+)
 from proto.model_runner_output import ModelRunnerOutput
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import SchedulerOutput
@@ -38,11 +50,12 @@ def start(tmp_path_factory):
     """Starts engines that end with the test. Socket paths are short: no tmp_path."""
     engines = []
 
-    def factory(**config) -> EngineProcess:
+    def factory(*, boot=None, **config) -> EngineProcess:
         engine = EngineProcess(
             "/tmp",
             config=ServeConfig(**config),
             num_front_ends=config.get("frontend", FrontEndConfig()).api_server_count,
+            **(boot or {}),
         )
         engines.append(engine)
         return engine
@@ -271,17 +284,148 @@ def test_shutdown_does_not_wait_for_a_worker_that_loads(start):
     assert engine.shutdown() == 0
 
 
-def test_an_error_of_the_worker_ends_the_engine_with_its_traceback(start):
+def take_over(engine: EngineProcess, epoch: int, **changes) -> None:
+    """Workers of another epoch take the place of those there were; the engine hears of it."""
+    engine.replace_worker(epoch)
+    engine.supervisor.send(NewWorkers(epoch))
+    engine.worker.send(engine.worker_ready(epoch=epoch, **changes))
+
+
+def test_requests_outlive_their_worker(start):
+    """The old one has said that it failed, and takes a step with it."""
     engine = start()
     engine.start()
-    engine.front_ends[0].send(engine.request(1, [1], 10))
+    (front_end,) = engine.front_ends
+    front_end.send(engine.request(1, [1, 2], 6))
+    front_end.send(engine.request(2, [3], 1000))
+    for _ in range(3):
+        engine.answer_step()
     step = engine.expect(engine.worker, SchedulerOutput)
     error = ErrorInfo("internal", "ValueError: nan", rank=0, traceback="Traceback: in forward()")
     engine.worker.send(ModelRunnerOutput(EPOCH, step.step, [], [], error=error))
+    take_over(engine, EPOCH + 4)
+    assert engine.expect(engine.worker, InitializeCache).epoch == EPOCH + 4
+    front_end.send(Abort(EPOCH, 2, "disconnect"))
+    front_end.send(engine.request(3, [9], 1))
+    engine.expect(front_end, EngineCoreOutputs, lambda each: each.accepted == [3])
+    engine.worker.send(CacheReady(EPOCH + 4, 0))
+    assert engine.expect(engine.supervisor, WorkersReady, is_of(EPOCH + 4))
+    step = engine.answer_step()
+    assert step.epoch == EPOCH + 4
+    assert [len(new.output_token_ids) for new in step.new_requests] == [3, 0]
+    assert step.cached_requests.handles == step.finished_handles == []
+    engine.expect(engine.supervisor, Heartbeat, is_of(EPOCH + 4))
+    for _ in range(2):
+        engine.answer_step()
+    outputs = []
+    while not outputs or outputs[-1].finish_reason is None:
+        message = engine.expect(front_end, EngineCoreOutputs)
+        outputs += [each for each in message.outputs if each.request_id == 1]
+    tokens = {}
+    for each in outputs:
+        for index, token in enumerate(each.new_token_ids, each.token_index):
+            assert index not in tokens, "a token came twice"
+            tokens[index] = token
+    assert [tokens[index] for index in range(6 - len(tokens), 6)] == undisturbed([1, 2], 6)[
+        6 - len(tokens) :
+    ]
+    assert max(tokens) == 5
+    assert engine.shutdown() == 0
+
+
+def is_of(epoch: int):
+    return lambda message: message.worker_epoch == epoch
+
+
+@pytest.mark.parametrize(
+    ("what", "changes"),
+    [("fingerprint", {"fingerprint": b"g" * 32}), ("vocab size", {"vocab_size": 7})],
+)
+def test_a_worker_that_comes_back_with_another_model_is_refused_by_name(start, what, changes):
+    engine = start()
+    engine.start()
+    take_over(engine, EPOCH + 1, **changes)
     fatal = engine.expect(engine.supervisor, Fatal)
-    assert "worker 0 failed in step 1: ValueError: nan" in fatal.error.message
-    assert "in forward()" in fatal.error.traceback
-    assert engine.process.wait(20) == 1
+    assert f"ModelError: worker 0 came back with another {what}" in fatal.error.message
+
+
+def test_a_worker_may_die_while_the_engine_waits_for_it(start):
+    engine = start()
+    engine.worker.send(engine.worker_ready())
+    engine.expect(engine.worker, InitializeCache)
+    take_over(engine, EPOCH + 1)
+    engine.expect(engine.worker, InitializeCache, lambda each: each.epoch == EPOCH + 1)
+    engine.worker.send(CacheReady(EPOCH + 1, 0))
+    engine.expect(engine.supervisor, EngineReady)
+    engine.front_ends[0].send(engine.request(1, [1], 2))
+    assert engine.answer_step().epoch == EPOCH + 1
+
+
+def test_a_front_end_that_takes_over_begins_with_nothing(start):
+    engine = start()
+    ready = engine.start()
+    (front_end,) = engine.front_ends
+    front_end.send(engine.request(1, [1], 1000))
+    engine.answer_step()
+    under_way = engine.expect(engine.worker, SchedulerOutput)
+    engine.supervisor.send(NewFrontEnd(0, 1))
+    following = engine.add_front_end(0, incarnation=1)
+    assert engine.expect(following, EngineReady) == ready
+    following.send(AdminCall(EPOCH, 1, "get_num_unfinished"))
+    assert engine.expect(following, AdminReply).value == 0
+    engine.worker.send(engine.runner.execute(under_way))
+    following.send(engine.request(1 << 40, [4], 2))
+    engine.answer_step()
+    engine.answer_step()
+    message = engine.expect(following, EngineCoreOutputs, lambda each: each.outputs)
+    assert message.outputs[0].request_id == 1 << 40
+    assert engine.shutdown() == 0
+
+
+def test_a_pause_is_told_and_taken_up_again(start):
+    engine = start()
+    engine.start()
+    (front_end,) = engine.front_ends
+    front_end.send(AdminCall(EPOCH, 1, "pause", "finish_running"))
+    assert engine.expect(engine.supervisor, Paused) == Paused("finish_running")
+    front_end.send(AdminCall(EPOCH, 2, "resume"))
+    assert engine.expect(engine.supervisor, Paused) == Paused(None)
+
+
+def test_an_engine_that_follows_a_paused_one_is_paused(start):
+    """What had begun with the last engine goes on."""
+    engine = start(boot={"pause_mode": "finish_running"})
+    engine.start()
+    (front_end,) = engine.front_ends
+    front_end.send(engine.request(1, [1, 2], 3))
+    outputs = ((*undisturbed([3], 2),),)
+    front_end.send(engine.request(2, [3], 4, output_token_ids=outputs, crash_count=1))
+    begun = outputs_of(engine, 2)
+    tokens = [token for each in begun for token in each.new_token_ids]
+    assert (begun[0].token_index, tokens) == (2, undisturbed([3], 4)[2:])
+    front_end.send(AdminCall(EPOCH, 1, "resume"))
+    assert outputs_of(engine, 1)[0].token_index == 0
+    assert engine.shutdown() == 0
+
+
+def test_a_request_that_engines_died_of_is_computed_alone_and_at_last_refused(start):
+    engine = start()
+    engine.start()
+    (front_end,) = engine.front_ends
+    front_end.send(engine.request(1, [1], 2, crash_count=4))
+    front_end.send(engine.request(3, [3], 2, crash_count=2))
+    message = engine.expect(front_end, EngineCoreOutputs, lambda each: each.alone)
+    assert message.alone == [1]
+    steps = [engine.answer_step() for _ in range(3)]
+    sequences = [len(each.new_requests) + len(each.cached_requests.handles) for each in steps]
+    front_end.send(engine.request(2, [2], 2, crash_count=5))
+    assert sequences == [1, 2, 1], "once it has a token it may have company"
+    (output,) = engine.expect(
+        front_end, EngineCoreOutputs, lambda each: each.outputs and each.outputs[0].error
+    ).outputs
+    assert output.finish_reason is FinishReason.ERROR
+    assert "crashed 5 times" in output.error.message
+    assert output.error.to_exception().status == 500
 
 
 @pytest.mark.parametrize("tokens", [[[1000]], [[]], []])

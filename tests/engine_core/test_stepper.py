@@ -9,7 +9,7 @@ from engine_core.executor.base import WorkerFailedError
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS, Stepper
 from proto.model_runner_output import ModelRunnerOutput
 from tests.fakes.engine_harness import EOS, EngineHarness
-from tests.fakes.paged_runner import hashed_token, undisturbed
+from tests.fakes.paged_runner import PagedRunner, hashed_token, undisturbed
 
 
 class LazyExecutor:
@@ -24,6 +24,16 @@ class LazyExecutor:
         self.results = deque()
         self.submitted = []
         self.log = []
+        self.ready = True
+        self.hired = []
+
+    def hire(self, epoch):
+        """Workers that know nothing; they are ready when somebody says so."""
+        self.hired.append(epoch)
+        self.runner = PagedRunner(self.runner.block_size)
+        self.queue.clear()
+        self.results.clear()
+        self.ready = False
 
     def submit(self, output):
         self.submitted.append(output)
@@ -53,6 +63,7 @@ class ScriptedService:
         self.actions = deque(actions)
         self.stopped = False
         self.published = []
+        self.worker_epochs = []
         self.waits = []
 
     def serve(self, timeout_seconds=None):
@@ -67,6 +78,16 @@ class ScriptedService:
         if timeout_seconds is None:
             self.stopped = True
         return False
+
+    def take_worker_epochs(self):
+        epochs, self.worker_epochs = self.worker_epochs, []
+        return epochs
+
+    def tell(self, outputs):
+        self.published += [each for client in outputs.values() for each in client]
+
+    def announce(self, trials):
+        assert trials == []
 
     def publish(self, outputs):
         self.published += [each for client in outputs.values() for each in client]
@@ -116,6 +137,32 @@ def test_it_rests_while_all_that_is_left_is_held_and_goes_on_when_it_is_let_go(d
     request = loop.engine.add_one([1, 2], max_tokens=2)
     loop.stepper.run()
     assert loop.tokens_of(request) == undisturbed([1, 2], 2)
+    loop.engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
+def test_workers_that_take_over_compute_what_was_in_flight_again(depth):
+    """Until they are ready nothing is sent, and nobody spins."""
+
+    def die(service):
+        assert len(loop.executor.submitted) == depth
+        service.worker_epochs = [7]
+
+    def wait(service):
+        assert service.waits[-1] != 0
+        assert len(loop.executor.submitted) == depth
+
+    def come_back(service):
+        wait(service)
+        loop.executor.ready = True
+
+    loop = Loop([*[lambda _: None] * depth, die, wait, come_back], depth=depth)
+    request = loop.engine.add_one([1, 2], max_tokens=4)
+    loop.stepper.run()
+    assert loop.executor.hired == [7]
+    assert [each.epoch for each in loop.executor.submitted][depth:][:1] == [7]
+    assert loop.tokens_of(request) == undisturbed([1, 2], 4)
+    loop.engine.runner = loop.executor.runner
     loop.engine.assert_at_rest()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.kv_cache.observers import PoolObserver
 from engine_core.pool_plan import longest_chunk
 from engine_core.request import Request, choices_of
 from engine_core.scheduler.client_outputs import ClientOutputs
@@ -41,6 +42,7 @@ class EngineHarness:
         next_token: NextToken = hashed_token,
         windows: Sequence[int | None] = (None,),
         gates: Sequence[Gate] = (),
+        observers: Sequence[PoolObserver] = (),
         clock: Callable[[], float] = time.monotonic,
         **scheduler: int | bool | float | str | None,
     ) -> None:
@@ -52,6 +54,7 @@ class EngineHarness:
             b"f" * 32,
             groups=[KVGroup(window) for window in windows],
             longest_chunk=longest_chunk(config),
+            observers=observers,
         )
         self.scheduler = Scheduler(
             config,
@@ -128,6 +131,15 @@ class EngineHarness:
         output = self.send()
         self.receive()
         return output
+
+    def lose_workers(self, epoch: int = 2) -> ClientOutputs:
+        """What the stepper does when workers die: steps in flight are void, others take over."""
+        self.in_flight.clear()
+        runner = self.runner
+        self.runner = PagedRunner(runner.block_size, runner.next_token, windows=runner.windows)
+        outputs = self.scheduler.start_over(epoch)
+        self.note(outputs)
+        return outputs
 
     def send(self) -> SchedulerOutput:
         """Schedule a step."""

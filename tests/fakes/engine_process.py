@@ -16,13 +16,11 @@ from proto.engine_io import AdminReply, EngineCoreOutputs, EngineCoreRequest
 from proto.lifecycle import (
     CacheReady,
     EngineReady,
-    Fatal,
     InitializeCache,
     KVCacheGeometry,
-    Notice,
     ProcessBoot,
-    Progress,
     Shutdown,
+    ToSupervisor,
     WorkerReady,
 )
 from proto.model_runner_output import ModelRunnerOutput
@@ -43,16 +41,16 @@ PATIENCE_SECONDS = 20.0
 class EngineProcess:
     """Starts `python -m engine_core` and plays supervisor, worker and front ends."""
 
-    def __init__(self, parent: str, *, config: ServeConfig, num_front_ends: int = 1) -> None:
+    def __init__(
+        self, parent: str, *, config: ServeConfig, num_front_ends: int = 1, **boot_changes: Any
+    ) -> None:
         self.directory = RunDirectory.create(parent)
         run_dir = self.directory.path
         self.supervisor = Link.bind(
             supervisor_path(run_dir, "engine_core", 0, 0),
-            EngineReady | Progress | Notice | Fatal,
+            ToSupervisor,
         )
-        self.worker = Link.connect(
-            worker_path(run_dir, EPOCH, 0), InitializeCache | SchedulerOutput
-        )
+        self.worker = self._meet_as_worker(EPOCH)
         self.front_ends = [
             Link.connect(
                 front_end_path(run_dir, EPOCH, index), EngineReady | EngineCoreOutputs | AdminReply
@@ -70,10 +68,13 @@ class EngineProcess:
             index=0,
             incarnation=0,
             epoch=EPOCH,
+            worker_epoch=EPOCH,
             run_dir=run_dir,
             death_fd=death,
             config=config,
             model=_model(),
+            front_ends=(0,) * num_front_ends,
+            **boot_changes,
         )
         descriptor = os.memfd_create("boot")
         os.write(descriptor, encode(boot))
@@ -83,6 +84,25 @@ class EngineProcess:
         )
         os.close(descriptor)
         os.close(death)
+
+    def _meet_as_worker(self, epoch: int) -> Link:
+        path = worker_path(self.directory.path, epoch, 0)
+        return Link.connect(path, InitializeCache | SchedulerOutput)
+
+    def replace_worker(self, epoch: int) -> None:
+        """From now on the test plays a worker of this epoch, which knows nothing."""
+        self.inbox.pop(self.worker)
+        self.worker.close()
+        self.worker = self._meet_as_worker(epoch)
+        self.inbox[self.worker] = []
+        self.runner = PagedRunner(BLOCK_SIZE)
+
+    def add_front_end(self, index: int, incarnation: int) -> Link:
+        """Another life of a front end."""
+        path = front_end_path(self.directory.path, EPOCH, index, incarnation)
+        link = Link.connect(path, EngineReady | EngineCoreOutputs | AdminReply)
+        self.inbox[link] = []
+        return link
 
     def worker_ready(self, **changes: Any) -> WorkerReady:
         """What the worker says first; room for 100 blocks."""

@@ -1,6 +1,7 @@
 """The real supervisor over fake processes: `fake_daemon.py RUN_PARENT ROLE=BEHAVIOUR…`.
 
-Prints the ready line of `tokend serve`, and ends as it would.
+`max_restarts=N` among the behaviours is the setting. Prints the ready line of `tokend
+serve`, and ends as it would.
 """
 
 import os
@@ -13,7 +14,7 @@ from deploy.listening import listen, url_of
 from deploy.notify import NotifyingDisplay, notifier_for
 from deploy.supervisor import Launch, Supervisor
 from deploy.surroundings import Surroundings
-from proto.config import ServeConfig
+from proto.config import ReliabilityConfig, ServeConfig
 from proto.lifecycle import EngineReady
 from proto.prepared_model import PreparedModel
 
@@ -23,7 +24,8 @@ FAKE = str(Path(__file__).with_name("fake_process.py"))
 
 def main(run_parent: str, choices: list[str]) -> int:
     behaviours = {**dict.fromkeys(ROLES, "good"), **dict(each.split("=") for each in choices)}
-    config = ServeConfig()
+    reliability = ReliabilityConfig(max_restarts=int(behaviours.pop("max_restarts", 8)))
+    config = ServeConfig(reliability=reliability)
     model = PreparedModel(
         folder="/nowhere",
         name="fake",

@@ -91,6 +91,7 @@ class FakeEngine:
         self.num_cached_tokens = 0
         self._aborted: set[tuple[int, int | None]] = set()
         self._sent: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._told: set[tuple[int, int]] = set()
         self._steps = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
@@ -107,6 +108,18 @@ class FakeEngine:
 
     def accept(self, request: EngineCoreRequest) -> None:
         self._send(self._outputs([], accepted=[request.request_id]))
+
+    def say_alone(self, request: EngineCoreRequest) -> None:
+        """Nothing runs beside this request."""
+        self._send(
+            EngineCoreOutputs(
+                self.epoch,
+                next(self._steps),
+                time.monotonic(),
+                [],
+                alone=[request.request_id],
+            )
+        )
 
     def refuse(self, request: EngineCoreRequest, error: ErrorInfo) -> None:
         self.send_outputs(EngineCoreOutput(request.request_id, 0, 0, [], error=error))
@@ -137,7 +150,8 @@ class FakeEngine:
         index = self._sent[key]
         self._sent[key] = 0 if fields.get("goes_on") else index + len(token_ids)
         params = request.sampling_params
-        if index == 0:
+        if key not in self._told:
+            self._told.add(key)
             now = time.monotonic()
             fields.setdefault("first", FirstTokenInfo(self.num_cached_tokens, now, now))
             if params.prompt_logprobs is not None and choice == 0:
@@ -197,6 +211,8 @@ class FakeEngine:
                 self._send(AdminReply(message.epoch, message.call_id, True, message.name))
 
     def _on_request(self, request: EngineCoreRequest) -> None:
+        for choice, tokens in enumerate(request.output_token_ids):
+            self._sent[request.request_id, choice] = len(tokens)
         self.requests.put_nowait(request)
         if self.accepts or self.script is not None:
             self.accept(request)

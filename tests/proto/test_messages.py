@@ -20,6 +20,7 @@ from proto.engine_io import (
     ToEngine,
 )
 from proto.errors import ErrorInfo, ProtocolError
+from proto.faults import Fault
 from proto.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from proto.lifecycle import (
     CacheReady,
@@ -27,15 +28,22 @@ from proto.lifecycle import (
     Fatal,
     FromSupervisor,
     FrontEndReady,
+    Heartbeat,
     InitializeCache,
     KVCacheGeometry,
     KVGroup,
+    NewEngine,
+    NewFrontEnd,
+    NewWorkers,
     Notice,
+    Paused,
     ProcessBoot,
     Progress,
+    Restarted,
     Shutdown,
     ToSupervisor,
     WorkerReady,
+    WorkersReady,
 )
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
@@ -119,6 +127,7 @@ MESSAGES = [
         ],
         [7],
         SchedulerStats(1, 2, 0.5, 3, 4, 5, 6, [KVEviction(2.5, 1.5, [0.5])], 7, 8),
+        [9],
     ),
     SchedulerOutput(
         epoch=1,
@@ -148,11 +157,15 @@ MESSAGES = [
         index=1,
         incarnation=2,
         epoch=3,
+        worker_epoch=4,
         run_dir="/run/x",
         death_fd=4,
         config=ServeConfig(),
         model=MODEL,
         listen_fds=(7,),
+        front_ends=(2, 0),
+        pause_mode="freeze",
+        faults=(Fault("worker", 1, "kill", 20, 2),),
     ),
     WorkerReady(
         1,
@@ -172,6 +185,13 @@ MESSAGES = [
     Notice("engine_core", 0, "careful"),
     Fatal("worker", 1, ERROR),
     Shutdown(),
+    NewEngine(3, 4),
+    NewWorkers(5),
+    NewFrontEnd(1, 2),
+    Restarted("worker"),
+    Heartbeat(3, 100),
+    WorkersReady(3),
+    Paused("freeze"),
     KVEventBatch(
         1,
         2,
@@ -205,7 +225,9 @@ def test_every_tagged_message_is_in_the_list_above():
     assert len(tagged) >= 14
 
 
-@pytest.mark.parametrize("union", [ToEngine, ToSupervisor, InitializeCache | SchedulerOutput])
+@pytest.mark.parametrize(
+    "union", [ToEngine, ToSupervisor, FromSupervisor, InitializeCache | SchedulerOutput]
+)
 def test_a_union_takes_its_own_messages_and_no_others(union):
     decoder = MessageDecoder(union)
     for message in MESSAGES:
@@ -296,7 +318,3 @@ def test_a_decoded_token_adds_little_to_the_way_back():
 
     assert (len(encode(result(256))) - len(encode(result(1)))) / 255 <= 16
     assert (len(encode(outputs(256))) - len(encode(outputs(1)))) / 255 <= 32
-
-
-def test_from_supervisor_is_shutdown():
-    assert MessageDecoder(FromSupervisor).decode(encode(Shutdown())) == Shutdown()

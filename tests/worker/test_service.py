@@ -28,6 +28,7 @@ def boot(config: ServeConfig) -> ProcessBoot:
         index=0,
         incarnation=0,
         epoch=1,
+        worker_epoch=1,
         run_dir="/nowhere",
         death_fd=-1,
         config=config,

@@ -1,0 +1,98 @@
+"""Requests under way, and what it takes to send them to another engine.
+
+Owns, per request, how often the engine died over it. What its stream has is not lost with
+an engine; the engine that follows is told all of it and goes on from there.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from proto.codec import changed
+from proto.engine_io import EngineCoreOutput, EngineCoreRequest
+from proto.errors import RequestError
+
+
+class OutputStream(Protocol):
+    """Where the outputs of one engine request go."""
+
+    @property
+    def request_id(self) -> int:
+        """The internal id."""
+        ...
+
+    @property
+    def num_choices(self) -> int: ...
+
+    @property
+    def finished(self) -> bool:
+        """Nothing more will come."""
+        ...
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it failed, if it did."""
+        ...
+
+    @property
+    def output_token_ids(self) -> tuple[tuple[int, ...], ...]:
+        """What each choice has so far."""
+        ...
+
+    @property
+    def finished_choices(self) -> tuple[int, ...]:
+        """Choices that need no more tokens."""
+        ...
+
+    def accept(self) -> None:
+        """The engine took the request in."""
+        ...
+
+    def fail(self, error: RequestError) -> None:
+        """End what has not ended."""
+        ...
+
+    def feed(self, output: EngineCoreOutput, timestamp: float) -> bool:
+        """Take in one output; True when this ended a choice that the engine goes on with.
+
+        timestamp: monotonic seconds at which the tokens left the engine.
+        Raises a RequestError when the output is not one that can follow.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """request: as it was first asked. alone: the engine has said that nothing runs beside it.
+
+    sent: to the engine of now. crash_count: engines that died since its last token,
+    as far as it may have been the reason.
+    """
+
+    request: EngineCoreRequest
+    stream: OutputStream
+    sent: bool = False
+    alone: bool = False
+    crash_count: int = 0
+    _num_tokens: int = 0
+
+    def note_crash(self, crashes_until_alone: int) -> None:
+        """The engine died. Who is a suspect by now is blamed only for what it did alone."""
+        num_tokens = sum(map(len, self.stream.output_token_ids))
+        if num_tokens > self._num_tokens:
+            self.crash_count = 0
+        if self.sent and (self.alone or self.crash_count < crashes_until_alone):
+            self.crash_count += 1
+        self._num_tokens = num_tokens
+        self.sent = self.alone = False
+
+    def message(self, epoch: int) -> EngineCoreRequest:
+        """What the engine of an epoch is asked: to go on where the stream ends."""
+        if not self.crash_count and not self._num_tokens and self.request.epoch == epoch:
+            return self.request
+        return changed(
+            self.request,
+            epoch=epoch,
+            output_token_ids=self.stream.output_token_ids,
+            finished_choices=self.stream.finished_choices,
+            crash_count=self.crash_count,
+        )

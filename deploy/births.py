@@ -1,0 +1,75 @@
+"""What each process is given at birth, and what the others are told of it.
+
+Owns the epochs and the incarnations: which life of which process this is. Starts nothing.
+"""
+
+import contextlib
+import itertools
+from collections import Counter
+from pathlib import Path
+
+from proto.codec import Message, changed
+from proto.engine_io import PauseMode
+from proto.lifecycle import NewEngine, NewFrontEnd, NewWorkers, ProcessBoot, Role
+
+Announcement = tuple[Role, Message]
+"""Who is to be told, and what."""
+
+
+class Births:
+    """Counts lives.
+
+    template: a boot message, complete but for role, index, numbers and listeners.
+    listen_fds: what front ends listen on.
+    pause_mode: what the engine said last of itself; the next one goes on with it.
+    """
+
+    def __init__(self, template: ProcessBoot, listen_fds: tuple[int, ...]) -> None:
+        self._template = template
+        self._listen_fds = listen_fds
+        self._epochs = itertools.count(2)
+        self._lives: Counter[tuple[Role, int]] = Counter()
+        self.epoch = self.worker_epoch = 1
+        self.pause_mode: PauseMode | None = None
+
+    def boot(self, role: Role, index: int) -> ProcessBoot:
+        """The boot message of a process that is about to start, in the present epochs."""
+        incarnation = self._lives[role, index]
+        self._lives[role, index] += 1
+        is_front_end = role == "api_server"
+        count = self._template.config.frontend.api_server_count
+        lives = [self._lives["api_server", each] for each in range(count)]
+        return changed(
+            self._template,
+            role=role,
+            index=index,
+            incarnation=incarnation,
+            epoch=self.epoch,
+            worker_epoch=self.worker_epoch,
+            listen_fds=self._listen_fds if is_front_end else (),
+            front_ends=tuple(max(0, each - 1) for each in lives),
+            pause_mode=self.pause_mode,
+        )
+
+    def new_engine(self) -> list[Announcement]:
+        """An engine is about to start in the place of one that died."""
+        self._remove_sockets(self.epoch)
+        self._remove_sockets(self.worker_epoch)
+        self.epoch = self.worker_epoch = next(self._epochs)
+        message = NewEngine(self.epoch, self.worker_epoch)
+        return [("worker", message), ("api_server", message)]
+
+    def new_workers(self) -> list[Announcement]:
+        """Workers are about to start in the place of those that died."""
+        self.worker_epoch = next(self._epochs)
+        return [("engine_core", NewWorkers(self.worker_epoch))]
+
+    def new_front_end(self, index: int) -> list[Announcement]:
+        """A front end is about to start in the place of one that died."""
+        return [("engine_core", NewFrontEnd(index, self._lives["api_server", index]))]
+
+    def _remove_sockets(self, epoch: int) -> None:
+        """What a killed engine has bound stays behind as a file."""
+        for path in Path(self._template.run_dir).glob(f"e{epoch}.*"):
+            with contextlib.suppress(OSError):
+                path.unlink()

@@ -1,0 +1,115 @@
+"""The workers of now, and those who take over when they die.
+
+    hire ─▶ loading ─ WorkerReady of all ─▶ making caches ─ CacheReady of all ─▶ ready ─▶ steps
+      ▲                                                                                    │
+      └──────────────── workers of the next epoch: the old links close at once ◀───────────┘
+
+Owns the executor of this epoch and the plan of the pool, which is made for the first
+workers and holds for all that follow. Knows no requests.
+"""
+
+import logging
+from collections.abc import Callable
+
+from engine_core.executor.base import Executor
+from engine_core.pool_plan import PoolPlan
+from proto.errors import ModelError
+from proto.lifecycle import WorkerReady
+from proto.model_runner_output import ModelRunnerOutput
+from proto.scheduler_output import SchedulerOutput
+from proto.sockets import Poller
+
+logger = logging.getLogger("tokend.executor")
+
+
+class Crew:
+    """Runs steps on the workers of one epoch after the other.
+
+    make_executor: reaches the workers of an epoch. make_plan: sizes the pool for them.
+    poller: is told of their links. on_ready: called with the epoch of workers that take steps.
+    """
+
+    def __init__(
+        self,
+        make_executor: Callable[[int], Executor],
+        make_plan: Callable[[list[WorkerReady]], PoolPlan],
+        poller: Poller,
+        on_ready: Callable[[int], None],
+        epoch: int,
+    ) -> None:
+        self._make_executor = make_executor
+        self._make_plan = make_plan
+        self._poller = poller
+        self._on_ready = on_ready
+        self._first: list[WorkerReady] = []
+        self._plans: list[PoolPlan] = []
+        self._begin(epoch)
+
+    @property
+    def ready(self) -> bool:
+        """The workers take steps."""
+        return self._ready
+
+    @property
+    def workers(self) -> list[WorkerReady]:
+        """What the workers of now said of themselves; empty until all of them have loaded."""
+        return self._executor.workers
+
+    @property
+    def plan(self) -> PoolPlan:
+        """Of the pool; there is one once the first workers have loaded."""
+        return self._plans[0]
+
+    def hire(self, epoch: int) -> None:
+        """Workers of another epoch take over; nothing that the old ones say counts any more."""
+        for link in self._executor.links:
+            self._poller.remove(link)
+        self._executor.close()
+        self._begin(epoch)
+
+    def submit(self, output: SchedulerOutput) -> None:
+        """Hand a step to the workers, which must be ready; never blocks."""
+        self._executor.submit(output)
+
+    def receive(self) -> list[ModelRunnerOutput]:
+        """The steps that are complete on every rank, in order. What a start needs is done here.
+
+        Raises WorkerFailedError when a worker sent nonsense, ModelError when the new
+        workers are not what the old ones were.
+        """
+        results = self._executor.receive()
+        if not self._ready:
+            self._prepare()
+        return results
+
+    def _begin(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._ready = self._initialized = False
+        self._executor = self._make_executor(epoch)
+        for link in self._executor.links:
+            self._poller.add(link)
+
+    def _prepare(self) -> None:
+        workers = self._executor.workers
+        if workers and not self._initialized:
+            if not self._first:
+                self._first = workers
+                self._plans.append(self._make_plan(workers))
+            _check_same(self._first, workers)
+            plan = self.plan
+            self._executor.initialize_cache(plan.num_blocks, plan.block_size, plan.max_model_len)
+            self._initialized = True
+        if self._initialized and self._executor.cache_ready:
+            self._ready = True
+            self._on_ready(self._epoch)
+
+
+def _check_same(first: list[WorkerReady], workers: list[WorkerReady]) -> None:
+    """KV of another shape or arithmetic fits neither the books nor the tokens there are."""
+    for before, now in zip(first, workers, strict=True):
+        for what in ("geometry", "vocab_size", "fingerprint"):
+            if getattr(before, what) != getattr(now, what):
+                raise ModelError(
+                    f"worker {now.rank} came back with another {what.replace('_', ' ')}: "
+                    "the model was changed while it was served"
+                )

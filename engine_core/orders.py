@@ -1,0 +1,40 @@
+"""What the supervisor asks of the engine.
+
+Owns the engine's end of that link, as far as it is read, and keeps what was asked until
+somebody acts on it.
+"""
+
+from proto.lifecycle import NewFrontEnd, NewWorkers, Shutdown
+from proto.sockets import Link
+
+
+class Orders:
+    """The word of the supervisor. stopped: it has asked for the end."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.stopped = False
+        self._worker_epochs: list[int] = []
+        self._front_ends: list[NewFrontEnd] = []
+
+    def receive(self) -> None:
+        """Take in what has arrived."""
+        for message in self.link.receive():
+            if isinstance(message, Shutdown):
+                self.stopped = True
+            elif isinstance(message, NewWorkers):
+                self._worker_epochs.append(message.worker_epoch)
+            elif isinstance(message, NewFrontEnd):
+                self._front_ends.append(message)
+
+    def take_worker_epochs(self) -> list[int]:
+        """The epochs of workers that take over, the last of which counts."""
+        if not self._worker_epochs:
+            return self._worker_epochs
+        taken, self._worker_epochs = self._worker_epochs, []
+        return taken
+
+    def take_front_ends(self) -> list[NewFrontEnd]:
+        """The front ends that take the place of others."""
+        taken, self._front_ends = self._front_ends, []
+        return taken

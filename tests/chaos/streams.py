@@ -1,0 +1,108 @@
+"""A mix of streams that are under way when something dies."""
+
+import asyncio
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+SHARED = (
+    "The lighthouse keeper wrote in his log every evening, whatever the weather was, and what he "
+    "wrote was read by nobody. He noted the wind, the swell, and the ships that he had seen. "
+)
+NUM_TOKENS = 28
+TIE_GAP = 1e-3
+"""Between the two best log-probabilities: closer ones may change places when recomputed."""
+
+
+def requests() -> list[dict[str, Any]]:
+    """Greedy with log-probabilities, seeded, n = 2; some share a prefix."""
+    greedy = [
+        {"prompt": text, "temperature": 0, "logprobs": 2}
+        for text in ("Once upon a time", "The capital of France is", SHARED + "On Monday", "1 2 3")
+    ]
+    seeded = [
+        {"prompt": text, "temperature": 0.8, "seed": seed}
+        for seed, text in enumerate(("My name is", SHARED + "On Friday", "In the year 1900", "To"))
+    ]
+    pair = {"prompt": "Two roads diverged in", "temperature": 0.9, "seed": 7, "n": 2}
+    bodies = [*greedy, *seeded, pair]
+    return [
+        {"max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True} | body
+        for body in bodies
+    ]
+
+
+@dataclass
+class Stream:
+    """What came of one request. choices: token ids by number. gaps: of greedy tokens."""
+
+    body: dict[str, Any]
+    choices: dict[int, list[int]] = field(default_factory=dict)
+    gaps: list[float] = field(default_factory=list)
+    reasons: dict[int, str] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)
+    moved: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.choices.values()))
+
+    async def run(self, client: httpx.AsyncClient) -> "Stream":
+        """Until its end; fails on an error event, a status, or an end without [DONE]."""
+        body = self.body | {"stream": True, "stream_options": {"include_usage": True}}
+        done = False
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    done = True
+                elif line.startswith("data: "):
+                    await self._take(json.loads(line.removeprefix("data: ")))
+        assert done, "the stream ended without [DONE]"
+        assert len(self.reasons) == self.body.get("n", 1)
+        return self
+
+    async def reach(self, num_tokens: int) -> None:
+        """Wait until it has so many tokens."""
+        async with self.moved:
+            await self.moved.wait_for(lambda: self.num_tokens >= num_tokens)
+
+    async def _take(self, event: dict[str, Any]) -> None:
+        assert "error" not in event, event
+        self.usage = event.get("usage") or self.usage
+        async with self.moved:
+            for choice in event["choices"]:
+                tokens = self.choices.setdefault(choice["index"], [])
+                tokens += choice["token_ids"]
+                for best in (choice["logprobs"] or {}).get("top_logprobs") or []:
+                    first, second, *_ = sorted(best.values(), reverse=True)
+                    self.gaps.append(first - second)
+                if choice["finish_reason"]:
+                    self.reasons[choice["index"]] = choice["finish_reason"]
+            self.moved.notify_all()
+
+
+def assert_same(expected: Stream, got: Stream) -> None:
+    """The same tokens, unless a greedy choice was a tie; none missing, none twice."""
+    assert got.reasons == expected.reasons
+    assert got.choices.keys() == expected.choices.keys()
+    for number, tokens in expected.choices.items():
+        others = got.choices[number]
+        assert len(others) == len(tokens) == NUM_TOKENS
+        if others != tokens:
+            place = next(i for i in range(NUM_TOKENS) if others[i] != tokens[i])
+            gap = expected.gaps[place] if expected.gaps else None
+            print(f"{expected.body['prompt']!r}, token {place}: gap {gap}")
+            assert gap is not None, f"seeded stream differs: {expected.body}"
+            assert gap < TIE_GAP, f"differs at {place}: {expected.body}"
+    for name in ("prompt_tokens", "completion_tokens"):
+        assert got.usage[name] == expected.usage[name]
+
+
+async def undisturbed(url: str, bodies: Iterable[dict[str, Any]]) -> list[Stream]:
+    """All at once."""
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        return await asyncio.gather(*(Stream(body).run(client) for body in bodies))

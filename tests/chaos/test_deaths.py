@@ -1,0 +1,106 @@
+"""A process dies in the middle of everything, and no client notices.
+
+Each test uses the daemon that the one before has left, so the second death is not the first.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+
+from tests.chaos.streams import Stream, assert_same, requests, undisturbed
+from tests.e2e.daemon import ROLES, Daemon, eventually
+
+pytestmark = pytest.mark.slow
+
+CONTROL = {"prompt": "The sea is", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+SEATS = 9
+"""Fewer than the streams have choices: the last ones wait in the queue when it happens."""
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon("--dtype", "float32", "--max-num-seqs", str(SEATS)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(daemon: Daemon) -> list[Stream]:
+    """What an undisturbed daemon answers. Once before, so that prefixes are in the cache."""
+    return asyncio.run(undisturbed(daemon.url, requests()))
+
+
+async def with_a_death(daemon: Daemon, victim: psutil.Process) -> tuple[list[Stream], float]:
+    """The streams, and the seconds from the death to the next token of any.
+
+    One more client goes away in the gap, and one more request comes.
+    """
+    streams = [Stream(body) for body in requests()]
+    leaving = Stream(requests()[0] | {"prompt": "Somebody who leaves", "max_tokens": 4000})
+    late = Stream(requests()[0])
+    async with httpx.AsyncClient(base_url=daemon.url, timeout=120) as client:
+        left = asyncio.create_task(leaving.run(client))
+        await leaving.reach(1)
+        running = [asyncio.create_task(each.run(client)) for each in streams]
+        await asyncio.gather(*(each.reach(4) for each in streams[: SEATS - 2]))
+        victim.kill()
+        died = time.monotonic()
+        left.cancel()
+        before = sum(each.num_tokens for each in streams)
+        running.append(asyncio.create_task(late.run(client)))
+        while sum(each.num_tokens for each in streams) <= before + SEATS:  # some were on the way
+            assert not any(each.done() and each.exception() for each in running)
+            await asyncio.sleep(0.01)
+        gap = time.monotonic() - died
+        await asyncio.gather(*running)
+    return [*streams, late], gap
+
+
+def control(daemon: Daemon) -> list[int]:
+    response = httpx.post(f"{daemon.url}/v1/completions", json=CONTROL, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["token_ids"]
+
+
+def at_rest(daemon: Daemon) -> bool:
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    return not any(daemon.metric(f"vllm:{name}") for name in names)
+
+
+@pytest.mark.parametrize("role", ["worker", "engine_core"])
+def test_no_stream_notices(daemon: Daemon, expected: list[Stream], role: str) -> None:
+    answer = control(daemon)
+    before = daemon.processes()
+    restarts = daemon.metric("tokend:restarts_total")
+    streams, gap = asyncio.run(with_a_death(daemon, before[role]))
+    for was, now in zip([*expected, expected[0]], streams, strict=True):
+        assert_same(was, now)
+    after = daemon.processes()
+    changed = {each for each in ROLES if before[each].pid != after[each].pid}
+    assert changed == {role}
+    assert not before[role].is_running()
+    print(f"{role}: {gap:.2f} s from its death to the next token")
+    assert eventually(lambda: at_rest(daemon))
+    assert daemon.metric("tokend:restarts_total") == restarts + 1
+    assert control(daemon) == answer
+    assert f"{ROLES[role]} 0: is back after" in daemon.text
+    assert daemon.text.count("Traceback") == 0
+
+
+def test_with_a_front_end_only_its_own_streams_end(daemon: Daemon) -> None:
+    answer = control(daemon)
+    before = daemon.processes()
+    body = requests()[0] | {"max_tokens": 4000, "stream": True}
+    with httpx.stream("POST", f"{daemon.url}/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        before["api_server"].kill()
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
+    assert control(daemon) == answer, "whoever connects in the gap waits for the next one"
+    after = daemon.processes()
+    assert {each for each in ROLES if before[each].pid != after[each].pid} == {"api_server"}
+    assert eventually(lambda: at_rest(daemon)), "the engine goes on with what nobody reads"

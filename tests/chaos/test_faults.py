@@ -1,0 +1,39 @@
+"""Faults that are injected: a request that kills everything, and an exception in a worker."""
+
+import re
+
+import httpx
+import pytest
+
+from tests.e2e.daemon import Daemon
+
+BODY = {"prompt": "The sea is", "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+
+
+def complete(daemon: Daemon) -> httpx.Response:
+    return httpx.post(f"{daemon.url}/v1/completions", json=BODY, timeout=120)
+
+
+@pytest.mark.slow
+def test_a_request_that_kills_every_engine_is_given_up_and_the_next_one_served() -> None:
+    """Three engines die of it with no suspicion, two more while nothing else runs."""
+    faults = {"TOKEND_FAULTS": "engine:raise@1x5"}
+    with Daemon("--enable-fault-injection", environment=faults) as daemon:
+        poison = complete(daemon)
+        assert poison.status_code == 500
+        assert "crashed 5 times" in poison.json()["error"]["message"]
+        assert daemon.text.count("engine 0: is back after") == 5
+        assert daemon.metric("tokend:restarts_total") == 5
+        assert complete(daemon).status_code == 200
+
+
+@pytest.mark.long
+def test_an_exception_in_a_worker_is_shown_and_nobody_else_notices() -> None:
+    faults = {"TOKEND_FAULTS": "worker:raise@6"}
+    flags = ("--enable-fault-injection", "--dtype", "float32")
+    with Daemon(*flags, environment=faults) as daemon:
+        disturbed, after = complete(daemon), complete(daemon)
+        assert disturbed.status_code == after.status_code == 200
+        assert disturbed.json()["choices"] == after.json()["choices"]
+        assert re.search(r"worker 0: \(pid \d+\) failed with InjectedFaultError", daemon.text)
+        assert daemon.text.count("Traceback") == 1

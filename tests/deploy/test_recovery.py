@@ -1,0 +1,221 @@
+"""Who is started again, when, and how often: without processes."""
+
+import signal
+from dataclasses import dataclass, field
+
+import pytest
+
+from deploy.births import Births
+from deploy.recovery import Recovery
+from deploy.restart_budget import RestartBudget
+from proto import PROTOCOL_VERSION
+from proto.config import FrontEndConfig, ParallelConfig, ServeConfig
+from proto.errors import ErrorInfo, ModelError
+from proto.lifecycle import (
+    EngineReady,
+    FrontEndReady,
+    Heartbeat,
+    NewEngine,
+    NewFrontEnd,
+    NewWorkers,
+    Paused,
+    ProcessBoot,
+    Restarted,
+    Role,
+    WorkersReady,
+    process_name,
+)
+from proto.prepared_model import PreparedModel
+from proto.process import describe
+
+MODEL = PreparedModel(
+    folder="/f",
+    name="fake",
+    source="/s",
+    architecture="A",
+    vocab_size=256,
+    max_position=8192,
+    weights_sha256="",
+)
+
+
+@dataclass
+class Process:
+    role: Role
+    index: int = 0
+    exit_status: int | None = -signal.SIGKILL
+    last_words: ErrorInfo | None = None
+    pid: int = 77
+
+    @property
+    def name(self) -> str:
+        return process_name(self.role, self.index)
+
+
+@dataclass
+class Notices:
+    lines: list[str] = field(default_factory=list)
+
+    def progress(self, what: str, fraction: float | None = None, who: str = "tokend") -> None:
+        raise AssertionError("nothing takes long here")
+
+    def notice(self, message: str, who: str = "tokend") -> None:
+        self.lines.append(f"{who}: {message}")
+
+
+class Case:
+    """Two workers and two front ends that have been started once."""
+
+    def __init__(self, max_restarts: int = 8) -> None:
+        self.now = 1000.0
+        config = ServeConfig(
+            parallel=ParallelConfig(tensor_parallel_size=2),
+            frontend=FrontEndConfig(api_server_count=2),
+        )
+        template = ProcessBoot(
+            protocol_version=PROTOCOL_VERSION,
+            role="worker",
+            index=0,
+            incarnation=0,
+            epoch=0,
+            worker_epoch=0,
+            run_dir="/nowhere",
+            death_fd=3,
+            config=config,
+            model=MODEL,
+        )
+        self.births = Births(template, (9,))
+        self.notices = Notices()
+        budget = RestartBudget(max_restarts, lambda: self.now)
+        self.recovery = Recovery(self.births, budget, self.notices, 2, lambda: self.now)
+        self.processes = [Process("worker", 0), Process("worker", 1), Process("engine_core")]
+        self.processes += [Process("api_server", 0), Process("api_server", 1)]
+        self.first = [self.births.boot(each.role, each.index) for each in self.processes]
+
+    def die(self, number: int, **how: object) -> bool:
+        """Whether there is to be another one."""
+        dead = Process(self.processes[number].role, self.processes[number].index, **how)
+        if not self.recovery.can_replace(dead):
+            return False
+        self.recovery.note_death(dead)
+        return True
+
+    def due(self, *running: int):
+        return self.recovery.take_due([self.processes[number] for number in running])
+
+
+def test_the_first_ones_meet_in_the_first_epoch() -> None:
+    boots = Case().first
+    assert {(each.epoch, each.worker_epoch, each.incarnation) for each in boots} == {(1, 1, 0)}
+    assert [each.listen_fds for each in boots] == [(), (), (), (9,), (9,)]
+    assert boots[2].front_ends == (0, 0)
+
+
+def test_a_worker_dies_with_those_that_compute_with_it() -> None:
+    case = Case()
+    assert not case.recovery.must_go("worker")
+    assert case.die(1)
+    assert case.recovery.must_go("worker")
+    assert case.due(0, 2, 3, 4) == [], "the other one still lives"
+    assert case.die(0), "it was killed here: that is no further death"
+    (succession,) = case.due(2, 3, 4)
+    assert succession.told == [
+        ("engine_core", NewWorkers(2)),
+        ("api_server", Restarted("worker")),
+    ]
+    assert [(each.role, each.index, each.incarnation) for each in succession.boots] == [
+        ("worker", 0, 1),
+        ("worker", 1, 1),
+    ]
+    assert {(each.epoch, each.worker_epoch) for each in succession.boots} == {(1, 2)}
+    assert not case.recovery.must_go("worker")
+    case.now += 3
+    case.recovery.note(WorkersReady(1))
+    assert len(case.notices.lines) == 1
+    case.recovery.note(WorkersReady(2))
+    assert case.notices.lines == [
+        "worker 1: (pid 77) was killed by SIGKILL; it is started again",
+        "worker 0: is back after 3.0 s",
+    ]
+
+
+def test_an_engine_is_given_what_there_is() -> None:
+    case = Case()
+    case.die(4)
+    (succession,) = case.due(0, 1, 2, 3)
+    assert succession.told[0] == ("engine_core", NewFrontEnd(1, 1))
+    case.recovery.note(FrontEndReady(1))
+    case.recovery.note(Paused("freeze"))
+    case.die(2)
+    (succession,) = case.due(0, 1, 3, 4)
+    assert succession.told == [
+        ("worker", NewEngine(2, 2)),
+        ("api_server", NewEngine(2, 2)),
+        ("api_server", Restarted("engine_core")),
+    ]
+    (boot,) = succession.boots
+    assert (boot.epoch, boot.worker_epoch, boot.incarnation) == (2, 2, 1)
+    assert (boot.front_ends, boot.pause_mode) == ((0, 1), "freeze")
+    case.now += 1.5
+    case.recovery.note(EngineReady(PROTOCOL_VERSION, 2, 1, 1, 1, 1, "x"))
+    assert case.notices.lines[-1] == "engine 0: is back after 1.5 s"
+
+
+def test_the_engine_comes_first_and_later_numbers_count() -> None:
+    case = Case()
+    case.die(0)
+    case.die(1)
+    case.die(2)
+    engine, workers = case.due(3, 4)
+    assert engine.boots[0].worker_epoch == 2
+    assert workers.told[0] == ("engine_core", NewWorkers(3))
+    assert {(each.epoch, each.worker_epoch) for each in workers.boots} == {(2, 3)}
+
+
+def test_in_a_row_they_come_later_and_later_and_at_last_not_at_all() -> None:
+    case = Case(max_restarts=7)
+    waits = []
+    for _ in range(7):
+        assert case.die(2)
+        waits.append(case.recovery.seconds_to_next())
+        case.now += waits[-1]
+        assert len(case.due(0, 1, 3, 4)) == 1
+        assert case.recovery.seconds_to_next() is None
+    assert waits == [0, 0, 0.25, 0.5, 1, 2, 4]
+    assert not case.die(2)
+    assert case.notices.lines[-1] == "tokend: 7 restarts have not led to one completed step"
+
+
+@pytest.mark.parametrize("worker_epoch", [1, 4])
+def test_a_step_of_those_who_are_there_renews_the_budget(worker_epoch: int) -> None:
+    """One of those who died is no sign of anything."""
+    case = Case(max_restarts=3)
+    for _ in range(3):
+        assert case.die(2)
+        case.now += case.recovery.seconds_to_next()
+        case.due(0, 1, 3, 4)
+    case.recovery.note(Heartbeat(worker_epoch, 100))
+    assert case.die(2) is (worker_epoch == 4)
+
+
+def test_what_happened_long_ago_does_not_count() -> None:
+    case = Case(max_restarts=1)
+    assert case.die(2)
+    case.due(0, 1, 3, 4)
+    case.now += 599
+    assert not case.die(2)
+    case.now += 2
+    assert case.die(2)
+
+
+def test_what_the_user_must_mend_first_is_not_tried_again() -> None:
+    error = describe(ModelError("config.json: no"))
+    assert not Case().die(0, exit_status=1, last_words=error)
+
+
+def test_the_traceback_is_shown() -> None:
+    case = Case()
+    case.die(0, exit_status=1, last_words=ErrorInfo("internal", "ValueError: x", traceback="T\n"))
+    assert case.notices.lines == [
+        "worker 0: (pid 77) failed with ValueError: x; it is started again\n  T"
+    ]

@@ -1,0 +1,21 @@
+"""A model whose hidden states are no numbers when a fault says so; wired for tests only."""
+
+import torch
+
+from proto.faults import Saboteur
+from worker.attention.base import AttentionBackend
+from worker.models.decoder import Decoder
+
+
+class FaultyModel(Decoder):
+    """The same model, weights shared, but for the steps that are to be broken."""
+
+    def __init__(self, model: Decoder, saboteur: Saboteur) -> None:
+        vars(self).update(vars(model))
+        self._saboteur = saboteur
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        hidden = super().forward(token_ids, positions, attention)
+        return hidden * float("nan") if self._saboteur.breaks_numbers else hidden
