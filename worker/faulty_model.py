@@ -12,10 +12,11 @@ class FaultyModel(Decoder):
 
     def __init__(self, model: Decoder, saboteur: Saboteur) -> None:
         vars(self).update(vars(model))
+        self._model = model
         self._saboteur = saboteur
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        hidden = super().forward(token_ids, positions, attention)
+        hidden = self._model.forward(token_ids, positions, attention)
         return hidden * float("nan") if self._saboteur.breaks_numbers else hidden
