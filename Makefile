@@ -23,8 +23,12 @@ test: lint
 test-long: $(VENV)/installed-test
 	@echo "tests: the long ones"
 	@$(BIN)/python -m pytest -q -m long
-	@echo "tests: those of the daemon once more, with overlapped steps"
-	@TOKEND_TEST_FLAGS=--async-scheduling $(BIN)/python -m pytest -q -m "slow or long" tests/e2e tests/chaos
+	@echo "tests: parity once more by priority"
+	@TOKEND_TEST_FLAGS="--scheduling-policy priority" \
+		$(BIN)/python -m pytest -q -m "slow and not long" tests/e2e/test_parity.py
+	@echo "tests: those of the daemon once more with overlapped steps"
+	@TOKEND_TEST_FLAGS=--async-scheduling \
+		$(BIN)/python -m pytest -q -m "slow or long" tests/e2e tests/chaos
 
 lint: $(VENV)/installed-test
 	@echo "lint and types"

@@ -14,7 +14,7 @@ import pytest
 from tests.chaos.streams import Stream, assert_same, requests, undisturbed
 from tests.e2e.daemon import ROLES, Daemon, eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 CONTROL = {"prompt": "The sea is", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
 SEATS = 9

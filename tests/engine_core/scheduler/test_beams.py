@@ -257,6 +257,31 @@ def test_a_row_without_candidates_is_no_answer():
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 6])
+def test_hypotheses_outlive_the_workers(num_steps, overlapped):
+    engine = engine_of(async_scheduling=overlapped)
+    rows = add(engine, PROMPT, 3, 12)
+    for _ in range(num_steps):
+        engine.step()
+    engine.lose_workers()
+    engine.run()
+    assert outputs(engine, rows) == expected(PROMPT, 3, 12)
+    engine.assert_at_rest()
+
+
+def test_a_search_that_crashes_workers_again_and_again_ends_as_one():
+    engine = engine_of(crashes_until_alone=1)
+    rows = add(engine, PROMPT, 3, 12)
+    for _ in range(8):
+        engine.send()
+        engine.lose_workers()
+    assert list(engine.final.values()) == [FinishReason.ERROR]
+    assert not engine.scheduler.knows(rows[0].request_id)
+    engine.run()
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("failed", [[0], [1], [2, 0], [0, 1, 2]])
 def test_a_row_whose_scores_are_no_numbers_ends_all(failed, overlapped):
     engine = engine_of(async_scheduling=overlapped)
@@ -296,6 +321,7 @@ def test_random_lives(seed, overlapped):
         scheduling_policy=draw.choice(["fcfs", "priority"]),
         watermark=draw.choice([0.0, 0.0, 0.2]),
         async_scheduling=overlapped,
+        crashes_until_alone=1000,
     )
     wanted, aborted = {}, set()
     for _ in range(60):
@@ -315,6 +341,8 @@ def test_random_lives(seed, overlapped):
             aborted.add(request.request_id)
         if draw.random() < 0.02:
             assert engine.scheduler.reset_prefix_cache(preempting=True)
+        if draw.random() < 0.02:
+            engine.lose_workers()
         waits = bool(engine.in_flight)
         if engine.step().total_num_scheduled_tokens == 0:
             assert waits or not engine.scheduler.has_work
