@@ -300,9 +300,11 @@ class KVCacheManager:
         new_blocks = NO_NEW_BLOCKS
         if num_new_blocks:
             new_blocks = coordinator.extend(handle, num_slots)
-        self._copies.promise(computed, new_blocks)
+        if computed.tails:
+            self._copies.promise(computed, new_blocks)
         # Drafts and lookahead may still be rejected; only verified tokens are findable.
-        self._settle(request, min(num_tokens, request.num_tokens))
+        num_verified = min(num_tokens, len(request.all_token_ids))
+        self._quiet_until[handle] = coordinator.settle(handle, request, num_verified)
         return new_blocks if any(new_blocks) else NO_NEW_BLOCKS
 
     def _fit(self, computed: ComputedBlocks, num_free: int) -> bool:
@@ -312,10 +314,6 @@ class KVCacheManager:
 
     def _num_free_hits(self, computed: ComputedBlocks) -> int:
         return sum(map(self.pool.num_evictable, computed.block_ids))
-
-    def _settle(self, request: Request, num_verified: int) -> None:
-        handle = request.handle
-        self._quiet_until[handle] = self._coordinator.settle(handle, request, num_verified)
 
     def _count_lookup(self, request: Request, computed: ComputedBlocks) -> None:
         """Forks were not looked up, or in vain: their siblings count for them."""
