@@ -39,6 +39,11 @@ class BlockCopies:
     def __init__(self) -> None:
         self._source_of: dict[int, int] = {}
 
+    @property
+    def pending(self) -> bool:
+        """There are any."""
+        return bool(self._source_of)
+
     def promise(self, computed: ComputedBlocks, new_blocks: BlockIds) -> None:
         """A fork was given its first new blocks: each group's tail goes into the first of them.
 
@@ -52,9 +57,8 @@ class BlockCopies:
 
     def cancel(self, blocks: Iterable[int]) -> None:
         """The fork is over; its blocks may be anybody's."""
-        if self._source_of:
-            for block in blocks:
-                self._source_of.pop(block, None)
+        for block in blocks:
+            self._source_of.pop(block, None)
 
     def take(self) -> list[int]:
         """Source, copy, source, copy …, since the last call."""

@@ -198,11 +198,15 @@ class KVCacheManager:
         First they become findable as far as they are computed and their tokens are
         known: a block may have filled before the id of its last token was.
         """
-        if self._quiet_until.pop(request.handle, None) is not None:
-            num_verified = min(request.num_computed_tokens, request.num_tokens)
+        quiet_until = self._quiet_until.pop(request.handle, None)
+        if quiet_until is None:
+            return
+        num_verified = min(request.num_computed_tokens, request.num_tokens)
+        if num_verified >= quiet_until:
             self._coordinator.settle(request.handle, request, num_verified)
+        if self._copies.pending:
             self._copies.cancel(chain.from_iterable(self.block_ids(request.handle)))
-            self._coordinator.free(request.handle)
+        self._coordinator.free(request.handle)
 
     def block_ids(self, handle: int) -> BlockIds:
         """A copy of the block table of a request, per group."""

@@ -56,10 +56,11 @@ class Preemption:
         if num_running == 1 and self._idle_blocks.take_from_line(self._running[0]):
             return num_running
         index = self._policy.victim(self._running)
-        victim = self._running[index]
+        victim = self._running.pop(index)
         if index < num_visited and plan.withdraw(victim):
             self._kv_cache.withdraw(victim, victim.num_computed_tokens)
-        self.evict(victim, plan)
+        self._send_back(victim, plan.now)
+        plan.preempted.append(victim)
         return index
 
     def evict(self, victim: Request, plan: StepPlan) -> None:
