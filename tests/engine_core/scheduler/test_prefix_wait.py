@@ -232,4 +232,5 @@ def test_a_step_does_not_look_at_those_who_go_on_waiting(policy):
         costs.append(num_lines_run(engine.send))
         engine.receive()
         assert leader.num_computed_tokens == 24
-    assert costs[0] == costs[1] > 50
+    # A collection of garbage in between may run a few lines of others.
+    assert 50 < costs[1] < costs[0] + 40
