@@ -233,7 +233,7 @@ class Request:
 
         Not the last one that the request can have, because nothing follows it.
         """
-        num_tokens = len(self.all_token_ids) + len(self.spec_token_ids)
+        num_tokens = self.num_tokens_with_spec
         if not self.num_output_placeholders:
             return num_tokens
         return min(

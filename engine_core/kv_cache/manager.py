@@ -220,10 +220,6 @@ class KVCacheManager:
         """Whether a block with this content can be found now."""
         return self.pool.index.get(block_hash) is not None
 
-    def can_fit(self, num_tokens: int) -> bool:
-        """Whether the whole pool, with nobody else in it, has room for this many tokens."""
-        return self.most_blocks(num_tokens) < self.pool.num_blocks
-
     def most_blocks(self, num_tokens: int) -> int:
         """Most blocks that a request holds at once until it has this many tokens.
 

@@ -347,8 +347,8 @@ def test_without_caching_nothing_is_hashed_found_or_counted():
 
 def test_what_fits_is_what_the_usable_blocks_hold(kv):
     kv.requests.schedule(kv.requests.make(range(100)))
-    assert kv.manager.can_fit(160)
-    assert not kv.manager.can_fit(161)
+    assert kv.manager.most_blocks(160) <= kv.manager.num_usable_blocks
+    assert kv.manager.most_blocks(161) > kv.manager.num_usable_blocks
 
 
 def test_blocks_that_change_hands_stay_where_they_are(kv):

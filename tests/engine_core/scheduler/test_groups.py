@@ -61,7 +61,7 @@ def test_the_longest_request_that_the_pool_holds_runs_to_its_end():
     windows = (None, 40, 40)
     for length in (16, 200, 1000):
         engine = engine_of(windows, num_blocks=4000, max_model_len=length)
-        while engine.kv_cache.can_fit(length):
+        while engine.kv_cache.most_blocks(length) <= engine.kv_cache.num_usable_blocks:
             fewer = engine.kv_cache.pool.num_blocks - 1
             engine = engine_of(windows, num_blocks=fewer, max_model_len=length)
         engine = engine_of(windows, num_blocks=fewer + 1, max_model_len=length)
