@@ -14,9 +14,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint
 serve: $(VENV)/installed
 	@$(BIN)/tokend serve $(ARGS)
 
+# Each process of the quick tests has a core to itself: more threads wait for each other
 test: lint
 	@echo "tests: the quick ones"
-	@$(BIN)/python -m pytest -q -m "not slow and not long" -n logical --maxprocesses 8
+	@OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -q -m "not slow and not long" -n logical --maxprocesses 8
 	@echo "tests: the slow ones"
 	@$(BIN)/python -m pytest -q -m "slow and not long"
 
