@@ -85,6 +85,12 @@ class Child:
         if not self.has_ended():
             os.killpg(self.pid, number)
 
+    def show_stacks(self) -> None:
+        """Have it write the stacks of its threads to the log, even if it was stopped."""
+        if not self.has_ended():
+            os.kill(self.pid, signal.SIGUSR1)
+            self.signal(signal.SIGCONT)
+
     def wait(self) -> None:
         """Until the process is gone."""
         self._process.wait()
