@@ -33,5 +33,5 @@ class EngineWait:
         """None while nothing is waited for. Raises ProcessDiedError when the time is over."""
         left = self._end - self._clock()
         if left <= 0.0:
-            raise ProcessDiedError(f"no engine has come for {ENGINE_SECONDS:.0f} s")
+            raise ProcessDiedError(f"no engine has come for {ENGINE_SECONDS:g} s")
         return None if left == math.inf else left

@@ -138,3 +138,14 @@ def test_who_is_stopped_while_nothing_is_to_do_is_noticed_when_requests_come(
         assert_same(was, now)
     after = daemon.processes()
     assert {each for each in ROLES if before[each].pid != after[each].pid} == {"worker"}
+
+
+def test_a_front_end_that_is_stopped_is_replaced_and_whoever_connects_meanwhile_waits(
+    daemon: Daemon, expected: list[Stream]
+) -> None:
+    before = daemon.processes()
+    before["api_server"].suspend()
+    (stream,) = asyncio.run(undisturbed(daemon.url, requests()[:1]))
+    assert_same(expected[0], stream)
+    after = daemon.processes()
+    assert {each for each in ROLES if before[each].pid != after[each].pid} == {"api_server"}

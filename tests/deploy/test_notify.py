@@ -102,6 +102,18 @@ def test_a_heartbeat_that_is_not_asked_of_us(manager: Manager, watchdog: dict[st
     assert notifier.seconds_to_next_beat() is None
 
 
+def test_of_a_daemon_that_cannot_mend_itself_the_manager_hears_nothing(manager: Manager) -> None:
+    clock = FakeClock()
+    told = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "30000000"}
+    notifier = notifier_for(told, clock)
+    notifier.beat(False)
+    assert manager.hears_no_more()
+    assert notifier.seconds_to_next_beat() == pytest.approx(15.0), "or the loop would spin"
+    clock.now += 15.0
+    notifier.beat(True)
+    assert manager.hears() == ["WATCHDOG=1"]
+
+
 @pytest.mark.parametrize("address", [None, "", "vsock:2:1234", "notify"])
 def test_nobody_listens(address: str | None) -> None:
     variables = {} if address is None else {"NOTIFY_SOCKET": address}
