@@ -169,31 +169,24 @@ class HangDetector:
         """Who has not moved for this part of the time that it may take."""
         now = self._look()
         for process, life in self._lives.items():
-            role, _ = process
-            if life.condemned:
-                continue
-            if role == "worker":
-                limit = self._step_limit if life.started else self._limits.start
-                yield from self._judge(
-                    process, "no completed step", life.owes_since, self._reported, part * limit
-                )
-                continue
-            limit = self._limits.step if life.started else self._limits.start
-            yield from self._judge(process, "no sign of life", life.owes_since, now, part * limit)
-            if role == "engine_core":
-                yield from self._judge(
-                    process,
-                    "work but no step",
-                    self._engine_owes_since,
-                    self._reported,
-                    part * self._step_limit,
-                )
+            for what, since, until, limit in self._debts(process[0], life, now):
+                if until - since > part * limit and not life.condemned:
+                    on_the_clock = round(self._looked - now + since, 1)
+                    yield Hang(process, what, until - since, on_the_clock)
+                    break
 
-    def _judge(
-        self, process: Process, what: str, since: float, until: float, limit: float
-    ) -> Iterator[Hang]:
-        if until - since > limit:
-            yield Hang(process, what, until - since, round(self._looked - self._now + since, 1))
+    def _debts(
+        self, role: Role, life: _Life, now: float
+    ) -> Iterator[tuple[str, float, float, float]]:
+        """What may be missing: its name, since when, until when that is known, the limit."""
+        start, step = self._limits.start, self._limits.step
+        if role == "worker":
+            limit = self._step_limit if life.started else start
+            yield "no completed step", life.owes_since, self._reported, limit
+            return
+        yield "no sign of life", life.owes_since, now, step if life.started else start
+        if role == "engine_core":
+            yield "work but no step", self._engine_owes_since, self._reported, self._step_limit
 
     @property
     def _step_limit(self) -> float:

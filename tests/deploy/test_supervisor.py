@@ -330,7 +330,10 @@ HUNG = {
 def test_who_hangs_is_cut_off_and_shows_where_before_it_is_started_again(
     start: Callable[..., FakeDaemon], role: str
 ) -> None:
-    """A worker because the engine waits for it, the engine and a front end for their silence."""
+    """A worker because the engine waits for it, the engine and a front end for their silence.
+
+    The latter is not continued for its stacks: it would take connections with it.
+    """
     daemon = start("step_timeout=0.5")
     daemon.wait_ready()
     before = daemon.children()
@@ -347,7 +350,10 @@ def test_who_hangs_is_cut_off_and_shows_where_before_it_is_started_again(
         f"{TITLES[role]}: (pid {pid}) was killed by SIGKILL; it is started again",
         f"{TITLES[role]}: life 1, ",
     )
-    assert_in_this_order(daemon.text, "hangs", stacks, "was killed by SIGKILL")
+    if role == "api_server":
+        assert stacks not in daemon.text
+    else:
+        assert_in_this_order(daemon.text, "hangs", stacks, "was killed by SIGKILL")
     assert daemon.text.count(heard) == 1
     after = daemon.children()
     assert after[role].pid != pid
