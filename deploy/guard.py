@@ -16,7 +16,15 @@ from deploy.hangs import Hang, HangDetector, Process
 from deploy.recovery import Recovery
 from deploy.removal import Removal
 from deploy.reporting import Reporter
-from proto.lifecycle import Alive, Condition, EngineAlive, NotReady, Ping
+from proto.lifecycle import (
+    Alive,
+    Condition,
+    EngineAlive,
+    EngineReady,
+    FrontEndReady,
+    NotReady,
+    Ping,
+)
 
 Source = Callable[[], Sequence[NotReady]]
 """Somebody who knows reasons for requests not to come here."""
@@ -58,6 +66,8 @@ class Guard:
             return
         if isinstance(message, Alive | EngineAlive):
             self._detector.note_answer(_process(child))
+        elif isinstance(message, EngineReady | FrontEndReady):
+            self._detector.note_ready(_process(child))
         else:
             self._detector.note_sign(_process(child))
         if isinstance(message, EngineAlive):

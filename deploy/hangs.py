@@ -71,7 +71,7 @@ class _Life:
 
     next_question: when to ask; infinite while an answer is due, and for workers.
     owes_since: a question of ours or, of a worker, one of the engine has no answer since.
-    started: it has answered, or taken steps, in this life.
+    started: it has answered, said that it is ready, or taken steps, in this life.
     """
 
     next_question: float
@@ -122,6 +122,11 @@ class HangDetector:
         life = self._lives[process]
         if life.owes_since != math.inf:
             life.owes_since = self._look()
+
+    def note_ready(self, process: Process) -> None:
+        """It said that its start is over."""
+        self._lives[process].started = True
+        self.note_sign(process)
 
     def note_answer(self, process: Process) -> None:
         """It answered a question of ours."""

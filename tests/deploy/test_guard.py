@@ -173,6 +173,5 @@ def test_what_the_dead_have_said_does_not_count_for_those_who_follow() -> None:
     assert len(new.of(Ping)) == 1
     assert daemon.case.notices.lines == [], "it starts"
     daemon.guard.hear(new, FrontEndReady(0))
-    daemon.guard.hear(new, Alive())
     daemon.wait(3 * STEP)
     assert daemon.case.notices.lines[0].startswith("api 0: (pid 7) hangs, no sign of life")
