@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api_server.errors import error_response
 from proto.errors import AuthenticationError
 
-OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version"})
+OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/version"})
 
 
 class RequireApiKey:

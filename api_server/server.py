@@ -18,15 +18,26 @@ import uvloop
 
 from api_server.app import create_app
 from api_server.engine_client import EngineClient, FromEngine
+from api_server.health import Health
 from api_server.http_protocol import LimitedHttpProtocol
 from api_server.inputs.chat_template import load_chat_template
 from api_server.inputs.sampling import seeds
 from api_server.inputs.tokenizer import ModelTokenizer, special_token_texts
 from api_server.metrics import Metrics
 from api_server.services import Services
+from proto.codec import Message
 from proto.config import FrontEndConfig
 from proto.ids import request_ids
-from proto.lifecycle import FrontEndReady, NewEngine, ProcessBoot, Restarted, Shutdown
+from proto.lifecycle import (
+    Alive,
+    Condition,
+    FrontEndReady,
+    NewEngine,
+    Ping,
+    ProcessBoot,
+    Restarted,
+    Shutdown,
+)
 from proto.sockets import Link, front_end_path
 from proto.tls import server_context
 
@@ -91,6 +102,7 @@ def make_services(boot: ProcessBoot, link: Link) -> Services:
         client=client,
         metrics=metrics,
         tokenizer=ModelTokenizer.load(folder),
+        health=Health(client),
         chat_template=load_chat_template((folder, model.folder), name, special_token_texts(folder)),
         seeds=seeds(config.model.seed, boot.index),
     )
@@ -103,11 +115,11 @@ async def _serve(boot: ProcessBoot, supervisor: Link) -> None:
     gc.collect()
     gc.freeze()  # what lives as long as the process need not be walked again and again
     stop = asyncio.Event()
-    obey(supervisor, services, lambda epoch: connect(boot, epoch), stop)
+    say = obey(supervisor, services, lambda epoch: connect(boot, epoch), stop)
     sockets = [socket.socket(fileno=descriptor) for descriptor in boot.listen_fds]
     serving = asyncio.create_task(server.serve(sockets=sockets))
     stopping = asyncio.create_task(stop.wait())
-    ready = asyncio.create_task(_announce(services.client, supervisor, boot.index))
+    ready = asyncio.create_task(_announce(services.client, say, boot.index))
     waiting = {serving, stopping, ready}
     while not stopping.done() and not serving.done():
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -127,10 +139,10 @@ def connect(boot: ProcessBoot, epoch: int) -> Link:
 
 def obey(
     supervisor: Link, services: Services, meet: Callable[[int], Link], stop: asyncio.Event
-) -> None:
+) -> Callable[[Message], None]:
     """Do what the supervisor says from now on; set `stop` when that is Shutdown, or on SIGTERM.
 
-    meet: makes the link to the engine of an epoch.
+    meet: makes the link to the engine of an epoch. Returns the way to tell it something.
     """
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
@@ -143,13 +155,22 @@ def obey(
                 logger.warning("the engine died: %d requests wait", services.client.num_open)
                 services.client.reconnect(meet(message.epoch), message.epoch)
             elif isinstance(message, Restarted):
-                services.metrics.restarted(message.role)
+                services.metrics.restarted(message.role, message.hung)
+            elif isinstance(message, Condition):
+                services.health.hear(message)
+            elif isinstance(message, Ping):
+                say(Alive())
+
+    def say(message: Message) -> None:
+        supervisor.send(message)
+        loop.call_soon(drain)  # a send may swallow the link's wake-up
 
     loop.add_reader(supervisor.fileno(), drain)
     loop.call_soon(drain)
+    return say
 
 
-async def _announce(client: EngineClient, supervisor: Link, index: int) -> None:
+async def _announce(client: EngineClient, say: Callable[[Message], None], index: int) -> None:
     engine = await client.wait_ready()
     logger.info("ready: up to %d tokens a request", engine.max_model_len)
-    supervisor.send(FrontEndReady(index))
+    say(FrontEndReady(index))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from api_server.engine_client import EngineClient
+from api_server.health import Health
 from api_server.inputs.chat_template import ChatTemplate
 from api_server.inputs.prompts import PromptReader
 from api_server.inputs.sampling import seeds
@@ -32,6 +33,7 @@ class Services:
     metrics: Metrics
     tokenizer: ModelTokenizer
     chat_template: ChatTemplate
+    health: Health
     seeds: Iterator[int] = field(default_factory=lambda: seeds(None, 0))
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -26,6 +26,8 @@ from deploy.child import Child, Commands
 from deploy.child_environment import child_environment
 from deploy.display import Display
 from deploy.ending import AFTER_A_DEATH, ON_REQUEST, Ending, NotEnding, Patience
+from deploy.guard import Guard
+from deploy.hangs import HangDetector, Limits
 from deploy.notify import Notifier
 from deploy.ready import Readiness
 from deploy.recovery import Recovery
@@ -114,9 +116,10 @@ class Supervisor:
             try:
                 births = self._births(directory.path, death_pipe[0])
                 recovery = self._recovery(births)
+                guard = self._guard(births, recovery)
                 for role, index in self._launch.processes():
                     self._start(births.boot(role, index))
-                self._watch(signals, recovery)
+                self._watch(signals, recovery, guard)
             finally:
                 self._kill_rest()
                 self._display.close()
@@ -147,6 +150,10 @@ class Supervisor:
         budget = RestartBudget(config.reliability.max_restarts)
         return Recovery(births, budget, self._display, config.parallel.tensor_parallel_size)
 
+    def _guard(self, births: Births, recovery: Recovery) -> Guard:
+        detector = HangDetector(Limits.of(self._launch.config.reliability))
+        return Guard(detector, births, recovery, self._display)
+
     def _start(self, boot: ProcessBoot) -> None:
         """Start a process; it waits by itself for those that it needs."""
         launch = self._launch
@@ -156,17 +163,17 @@ class Supervisor:
         self._poller.add(child.link)
         self._poller.add(child.pidfd)
 
-    def _watch(self, signals: SignalInbox, recovery: Recovery) -> None:
+    def _watch(self, signals: SignalInbox, recovery: Recovery, guard: Guard) -> None:
         """Until the last process has ended, and none is to follow."""
         self._poller.add(signals.fileno())
         while self._running or not self._ending.begun:
-            self._poller.wait(self._seconds_to_sleep(recovery))
-            self._notifier.beat()
+            self._poller.wait(self._seconds_to_sleep(recovery, guard))
+            self._notifier.beat(guard.copes)
             for number in signals.take():
                 if number in _STOP_SIGNALS:
                     self._stop(number)
             for child in list(self._running):
-                self._hear(child, recovery)
+                self._hear(child, recovery, guard)
                 if child.has_ended():
                     self._bury(child, recovery)
             reap_adopted({child.pid for child in self._running})
@@ -174,12 +181,15 @@ class Supervisor:
                 self._ending.press()
             else:
                 self._replace_the_dead(recovery)
+                guard.turn(self._running, self._serving)
 
-    def _seconds_to_sleep(self, recovery: Recovery) -> float | None:
+    def _seconds_to_sleep(self, recovery: Recovery, guard: Guard) -> float | None:
         """Until something must be done though nothing has happened; None for never."""
-        step = self._ending.seconds_to_next_step() if self._ending.begun else None
-        birth = None if self._ending.begun else recovery.seconds_to_next()
-        limits = (step, birth, self._notifier.seconds_to_next_beat())
+        limits = [self._notifier.seconds_to_next_beat()]
+        if self._ending.begun:
+            limits.append(self._ending.seconds_to_next_step())
+        else:
+            limits += (recovery.seconds_to_next(), guard.seconds_to_next())
         return min((each for each in limits if each is not None), default=None)
 
     def _replace_the_dead(self, recovery: Recovery) -> None:
@@ -194,8 +204,9 @@ class Supervisor:
             for boot in each.boots:
                 self._start(boot)
 
-    def _hear(self, child: Child, recovery: Recovery) -> None:
+    def _hear(self, child: Child, recovery: Recovery, guard: Guard) -> None:
         for message in child.receive():
+            guard.hear(child, message)
             self._handle(child, message, recovery)
         if child.last_words is not None and not self._serving:
             self._fail(child)

@@ -124,10 +124,14 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What happens when a process dies."""
+    """What happens when a process dies or hangs."""
 
     max_restarts: int = 8
     """Restarts without a completed step in between; one death more ends the daemon."""
+    step_timeout: float = 60.0
+    """Seconds without progress after which a process is ended and restarted; 0 for never."""
+    start_timeout: float = 600.0
+    """Seconds without a sign of progress that a process may take to start; 0 for ever."""
     enable_fault_injection: bool = False
     """Let the environment variable TOKEND_FAULTS break things on purpose; for tests."""
 
@@ -212,6 +216,10 @@ def validate(config: ServeConfig) -> None:
             f"--max-restarts must be 0 or more, got {config.reliability.max_restarts}",
             "max_restarts",
         )
+    for field in ("step_timeout", "start_timeout"):
+        value = getattr(config.reliability, field)
+        if not value >= 0.0:
+            raise ConfigError(f"{flag_name(field)} must be 0 or more, got {value}", field)
     if not 0 <= frontend.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {frontend.port}", "port")
     if frontend.api_key is not None and not frontend.api_key.strip():

@@ -7,7 +7,8 @@ bad_model_later  in its second life, whatever the first one ends of
 exits            ends without a word, status 3, while starting
 orphans          leaves a process without its parent behind, names it, and is good
 
-Whoever is sent SIGUSR1 fails with an error.
+Whoever is sent SIGUSR2 fails with an error. Of an engine that is sent SIGHUP the first worker
+owes an answer from then on.
 """
 
 import os
@@ -17,12 +18,16 @@ import sys
 from types import FrameType
 
 from proto import PROTOCOL_VERSION, process
+from proto.codec import Message
 from proto.errors import ModelError
 from proto.lifecycle import (
+    Alive,
+    EngineAlive,
     EngineReady,
     FrontEndReady,
     NewWorkers,
     Notice,
+    Ping,
     ProcessBoot,
     Progress,
     Shutdown,
@@ -36,7 +41,9 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
         os._exit(3)
     if behaviour == "bad_model" or (behaviour == "bad_model_later" and boot.incarnation):
         raise ModelError("config.json asks for rope type 'moebius'")
-    signal.signal(signal.SIGUSR1, _crack)
+    signal.signal(signal.SIGUSR2, _crack)
+    waits: list[int] = []
+    signal.signal(signal.SIGHUP, lambda number, frame: waits.append(number))
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "orphans":
@@ -47,7 +54,7 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
         lives = f"life {boot.incarnation}, epochs {boot.epoch} and {boot.worker_epoch}"
         supervisor.send(Notice(boot.role, boot.index, f"{lives}, front ends {boot.front_ends}"))
     _report_ready(boot, supervisor)
-    poller = Poller([supervisor])
+    poller, worker_epoch = Poller([supervisor]), boot.worker_epoch
     while True:
         poller.wait()
         for message in supervisor.receive():
@@ -55,9 +62,23 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
                 if behaviour != "stubborn":
                     return
                 continue
+            if isinstance(message, Ping):
+                for answer in _answers(boot, worker_epoch, bool(waits)):
+                    supervisor.send(answer)
+                continue
             supervisor.send(Notice(boot.role, boot.index, f"heard {message}"))
             if isinstance(message, NewWorkers):
-                supervisor.send(WorkersReady(message.worker_epoch))
+                worker_epoch = message.worker_epoch
+                supervisor.send(WorkersReady(worker_epoch))
+
+
+def _answers(boot: ProcessBoot, worker_epoch: int, waits: bool) -> list[Message]:
+    """To a Ping. The engine knows of the next workers before there are any: it says so again."""
+    if boot.role != "engine_core":
+        return [Alive()]
+    awaits = (0,) if waits and worker_epoch == 1 else ()
+    alive = EngineAlive(worker_epoch, 100, awaits, ready=True, has_work=bool(awaits))
+    return [alive, WorkersReady(worker_epoch)]
 
 
 def _crack(number: int, frame: FrameType | None) -> None:

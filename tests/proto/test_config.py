@@ -94,6 +94,8 @@ def test_unusual_settings_that_work(section, changes):
         ("scheduler", {"preempt_above": 0.9}, "preempt_above"),
         ("scheduler", {"session_timeout": 0.0}, "session_timeout"),
         ("scheduler", {"session_timeout": float("nan")}, "session_timeout"),
+        ("reliability", {"step_timeout": -1.0}, "step_timeout"),
+        ("reliability", {"start_timeout": float("nan")}, "start_timeout"),
         ("frontend", {"port": 65536}, "port"),
         ("frontend", {"api_key": " "}, "api_key"),
         ("model", {"max_model_len": 0}, "max_model_len"),

@@ -23,7 +23,10 @@ from proto.errors import ErrorInfo, ProtocolError
 from proto.faults import Fault
 from proto.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from proto.lifecycle import (
+    Alive,
     CacheReady,
+    Condition,
+    EngineAlive,
     EngineReady,
     Fatal,
     FromSupervisor,
@@ -36,7 +39,9 @@ from proto.lifecycle import (
     NewFrontEnd,
     NewWorkers,
     Notice,
+    NotReady,
     Paused,
+    Ping,
     ProcessBoot,
     Progress,
     Restarted,
@@ -192,6 +197,10 @@ MESSAGES = [
     Heartbeat(3, 100),
     WorkersReady(3),
     Paused("freeze"),
+    Ping(),
+    Alive(),
+    EngineAlive(3, 100, (0, 2), True, True),
+    Condition((NotReady("engine 0 is being restarted", 12.5),)),
     KVEventBatch(
         1,
         2,
