@@ -275,6 +275,9 @@ class Request:
         """Whether it goes first: by priority (lower), arrival, request id, choice."""
         return self.order < other.order
 
+    def __hash__(self) -> int:
+        return self.handle
+
     def __repr__(self) -> str:
         return (
             f"Request(handle={self.handle}, request_id={self.request_id}, choice={self.choice}, "
