@@ -20,7 +20,8 @@ from engine_core.kv_cache.residency import ResidencyMeter
 from engine_core.kv_events import KVEventSink, make_kv_events
 from engine_core.orders import Orders
 from engine_core.outbox import Outbox
-from engine_core.pool_plan import PoolPlan, longest_chunk, plan_pool
+from engine_core.pool_plan import PoolPlan, plan_pool
+from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.service import Service
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS, Stepper
@@ -141,7 +142,7 @@ def build_parts(
         config.cache.enable_prefix_caching,
         worker.fingerprint,
         groups=worker.geometry.groups,
-        longest_chunk=longest_chunk(config.scheduler),
+        longest_chunk=ChunkRule.from_config(config.scheduler).longest_chunk,
         observers=kv_events.observers,
         residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
     )
