@@ -5,12 +5,13 @@
     tenant 3   served 340   ▸              next: the first of 7, then, when that is charged, …
 
 Owns a line for each tenant that waits, and the order among them. Where the policy knows
-urgency, the more urgent head goes before the tenant that was served less.
+urgency, the more urgent head goes before the tenant that was served less; among tenants
+that were served the same, the head that arrived first.
 """
 
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from engine_core.queues.base import RequestQueue
 from engine_core.request import Request
@@ -18,8 +19,10 @@ from engine_core.request import Request
 _SLACK: Final = 64
 """So many void entries are never worth a clean-up."""
 
-Entry = tuple[int, float, int, int]
-"""Urgency of the head, what the tenant was served, number of the entry, tenant."""
+Rank = tuple[int, float, Any]
+"""Urgency of the head, what its tenant was served, and the order of the head."""
+Entry = tuple[Rank, int]
+"""Rank and tenant."""
 
 
 class Standings(Protocol):
@@ -65,7 +68,6 @@ class FairQueue:
         self._lines: dict[int, RequestQueue] = {}
         self._heap: list[Entry] = []
         self._counting: dict[int, Entry] = {}
-        self._num_entries = 0
         self._num_ready = 0
         self._len = 0
 
@@ -114,7 +116,7 @@ class FairQueue:
 
     def __iter__(self) -> Iterator[Request]:
         """As things stand: every admission changes what its tenant was served."""
-        served = {tenant: self._standings.served(tenant) for tenant in self._lines}
+        served = {tenant: (self._standings.served(tenant), tenant) for tenant in self._lines}
         everyone = [request for line in self._lines.values() for request in line]
         return iter(sorted(everyone, key=lambda each: (self._urgency(each), served[each.tenant])))
 
@@ -129,10 +131,10 @@ class FairQueue:
     def _came(self, tenant: int) -> None:
         """One more of a tenant is ready: its entry must not promise less than it has."""
         self._num_ready += 1
-        urgency, served = self._rank(tenant)
+        rank = self._rank(tenant)
         counting = self._counting.get(tenant)
-        if counting is None or (urgency, served) < counting[:2]:
-            heappush(self._heap, self._enter(urgency, served, tenant))
+        if counting is None or rank < counting[0]:
+            heappush(self._heap, self._enter(rank, tenant))
             self._clean_up()
 
     def _went(self, tenant: int) -> None:
@@ -142,12 +144,12 @@ class FairQueue:
             del self._lines[tenant]
             self._counting.pop(tenant, None)
 
-    def _rank(self, tenant: int) -> tuple[int, float]:
-        return self._urgency(self._lines[tenant].peek()), self._standings.served(tenant)
+    def _rank(self, tenant: int) -> Rank:
+        head = self._lines[tenant].peek()
+        return self._urgency(head), self._standings.served(tenant), head.order
 
-    def _enter(self, urgency: int, served: float, tenant: int) -> Entry:
-        self._num_entries += 1
-        entry = self._counting[tenant] = (urgency, served, self._num_entries, tenant)
+    def _enter(self, rank: Rank, tenant: int) -> Entry:
+        entry = self._counting[tenant] = (rank, tenant)
         return entry
 
     def _first(self) -> RequestQueue:
@@ -156,7 +158,7 @@ class FairQueue:
             return next(iter(self._lines.values()))
         heap, counting = self._heap, self._counting
         while True:
-            tenant = heap[0][3]
+            tenant = heap[0][1]
             if counting.get(tenant) is not heap[0]:
                 heappop(heap)
                 continue
@@ -166,9 +168,9 @@ class FairQueue:
                 del counting[tenant]
                 continue
             rank = self._rank(tenant)
-            if rank == heap[0][:2]:
+            if rank == heap[0][0]:
                 return line
-            heapreplace(heap, self._enter(*rank, tenant))
+            heapreplace(heap, self._enter(rank, tenant))
 
     def _clean_up(self) -> None:
         if len(self._heap) > 2 * len(self._counting) + _SLACK:

@@ -90,7 +90,7 @@ def test_a_more_urgent_request_moves_its_tenant_up():
     assert [queue.pop() for _ in range(3)] == [urgent, fast, slow]
 
 
-def test_at_equal_service_the_tenant_that_came_first_goes_first():
+def test_at_equal_service_the_head_that_arrived_first_goes_first():
     requests = requests_of([9, 3, 5])
     queue = filled(first_come(FakeStandings()), requests)
     assert [queue.pop() for _ in requests] == requests
