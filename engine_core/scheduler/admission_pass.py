@@ -28,7 +28,8 @@ class _Refusal:
     found, next_one: hash of the last block of its computed prefix, and of the block after
     it; empty where there is none.
 
-    Nothing is remembered where there are rules: they look at more than this. Otherwise,
+    Nothing is remembered where there are rules: they look at more than this; nor in a step
+    that admitted somebody, whose fork the request may be in the next. Otherwise,
     until the pool is freer, or a request at rest holds blocks, or somebody has to give way,
     or fewer tokens are wanted, or that prefix is shorter (a chunk that begins earlier needs
     fewer blocks) or longer, looking again is in vain.
@@ -99,8 +100,8 @@ class AdmissionPass:
             and not any(map(kv_cache.is_cached, refusal.next_one))
         )
 
-    def _refuse(self, candidate: Candidate, num_new: int) -> None:
-        if self._rules:
+    def _refuse(self, candidate: Candidate, num_new: int, plan: StepPlan) -> None:
+        if self._rules or plan.admitted:
             return
         request, num_computed = candidate.request, candidate.num_computed_tokens
         num_blocks = num_computed // self._kv_cache.block_size
@@ -147,7 +148,7 @@ class AdmissionPass:
         if not self._has_room(request, num_new, candidate.computed):
             if self._courtesy.claim(request, plan):
                 return True
-            self._refuse(candidate, num_new)
+            self._refuse(candidate, num_new, plan)
             return False
         self._refusal = None
         self._waiting.pop()

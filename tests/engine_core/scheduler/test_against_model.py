@@ -10,8 +10,9 @@ from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.scheduler_model import SchedulerModel, Sequence
 
 STEPS = 500
-SEEDS = (*range(21), 118, 130, 285)
-"""In the last three, chunks of several blocks are taken out of a plan again, which is rare."""
+SEEDS = (*range(21), 118, 130, 285, 33, 56)
+"""In 118, 130 and 285 chunks of several blocks are taken out of a plan again, which is rare; in 33
+and 56, with tenants, a request that found no room can be a fork of one admitted in that step."""
 LONGEST = 40
 """Tokens that a request may have; every pool has room for one such request."""
 
@@ -116,10 +117,9 @@ class SideBySide:
         )
 
 
-@pytest.mark.parametrize("num_tenants", [1, 3])
-@pytest.mark.parametrize("group", range(3))
+@pytest.mark.parametrize(("group", "num_tenants"), [(0, 1), (1, 1), (2, 1), (0, 3), (1, 3)])
 def test_every_step_is_that_of_the_model(group, num_tenants):
-    """12,000 steps for each number of tenants."""
+    """13,000 steps with one tenant, 9,000 with three."""
     totals = [0, 0, 0, 0]
     for seed in SEEDS[group::3]:
         both = SideBySide(random.Random(seed), num_tenants)
