@@ -136,7 +136,7 @@ class AdmissionPass:
         if request.num_output_placeholders:
             return False  # preempted; until its late token is here, nobody knows what to compute
         if request in plan.preempted:
-            return False  # it gave way just now; to the workers it cannot come and go in one step
+            return False  # it gave way in this pass, and is not to take the room back in it
         if self._courtesy.is_behind(request):
             return False
         if not self._has_seat():

@@ -4,8 +4,8 @@ Owns a counter for each tenant and which requests compute their prompts. It deci
 nothing: queue, policy and courtesy compare the counters.
 
 The counters are those of the virtual token counter (Sheng et al., "Fairness in Serving
-Large Language Models", OSDI 2024, section 4): input tokens when a request is admitted for
-the first time, and OUTPUT_WEIGHT for each step of a request that decodes. What a
+Large Language Models", OSDI 2024): input tokens when a request is admitted for the first
+time, and OUTPUT_WEIGHT for each step of a request that decodes. What a
 preemption or a crash makes the engine compute again is charged to nobody. So a counter
 moves only where something is done for good, and comparing them cannot go on for ever.
 
@@ -22,7 +22,7 @@ from typing import Final
 from engine_core.request import Request
 
 OUTPUT_WEIGHT: Final = 2
-"""An output token costs as much as so many input tokens (section 5.1 of the paper)."""
+"""An output token costs as much as so many input tokens; the paper's experiments say two."""
 MAX_DEBTS: Final = 1024
 """So many tenants that are not here are remembered."""
 
@@ -74,11 +74,6 @@ class TenantLedger:
     def num_tenants(self) -> int:
         """Those with requests that are not over."""
         return len(self._accounts)
-
-    @property
-    def num_known(self) -> int:
-        """Those whose counters are remembered."""
-        return len(self._accounts) + len(self._debts)
 
     def served(self, tenant: int) -> float:
         """Weighted tokens; says something only beside that of another tenant. It never falls."""

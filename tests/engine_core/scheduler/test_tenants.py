@@ -118,19 +118,13 @@ def test_a_debt_is_remembered_while_its_tenant_is_away(book):
     assert book.ahead(1, 2) == ahead
 
 
-def test_a_claim_is_forgotten_with_its_tenant(book):
-    light = book.running(2, length=1)
-    book.running(1, length=1000)
-    book.ledger.line_up(1)
-    book.ledger.leave(light)
-    assert book.ledger.num_known == 1
-
-
 def test_only_so_many_tenants_that_are_away_are_remembered(book):
-    for tenant in range(3 * MAX_DEBTS):
+    for tenant in range(MAX_DEBTS + 1):
         book.ledger.leave(book.running(tenant, length=5))
     assert book.ledger.num_tenants == 0
-    assert 0 < book.ledger.num_known <= MAX_DEBTS
+    for tenant in (0, 1, MAX_DEBTS, -1):
+        book.waiting(tenant)
+    assert [book.ahead(tenant, -1) for tenant in (0, 1, MAX_DEBTS)] == [0, 5, 5]
 
 
 def test_new_tenants_without_end_do_not_stay_ahead_of_one_that_waits(book):
