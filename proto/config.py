@@ -14,6 +14,7 @@ import msgspec
 from proto.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+TenantBy = Literal["api-key", "header", "none"]
 GIB: Final = 1 << 30
 
 
@@ -121,6 +122,10 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Front-end processes."""
     disable_log_requests: bool = False
     """Do not log a line for each request."""
+    api_key_file: str | None = None
+    """File with a name and a key in each line; every name is a tenant."""
+    tenant_by: TenantBy = "api-key"
+    """What tells tenants apart, who share fairly: their keys, X-Tenant-ID as well, or nothing."""
 
 
 class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,6 +229,8 @@ def validate(config: ServeConfig) -> None:
         raise ConfigError(f"--port must be between 0 and 65535, got {frontend.port}", "port")
     if frontend.api_key is not None and not frontend.api_key.strip():
         raise ConfigError("--api-key (or TOKEND_API_KEY) must not be empty", "api_key")
+    if frontend.api_key_file is not None and not frontend.api_key_file:
+        raise ConfigError("--api-key-file must name a file", "api_key_file")
     _check_tls(frontend)
     if config.model.seed is not None and not 0 <= config.model.seed < 1 << 63:
         raise ConfigError(f"--seed must be in [0, 2^63), got {config.model.seed}", "seed")

@@ -88,6 +88,8 @@ class PrefixWait:
             return False
         hashes = request.block_hashes
         for leader in self._leaders.values():
+            if leader.request.status is not RequestStatus.RUNNING:
+                continue  # it has given way in this very pass, perhaps to this request
             theirs = leader.request.block_hashes
             if found < len(theirs) and theirs[found] == hashes[found]:
                 shared = _num_shared(hashes, theirs, found + 1, min(most, len(theirs)))

@@ -98,6 +98,7 @@ def test_unusual_settings_that_work(section, changes):
         ("reliability", {"start_timeout": float("nan")}, "start_timeout"),
         ("frontend", {"port": 65536}, "port"),
         ("frontend", {"api_key": " "}, "api_key"),
+        ("frontend", {"api_key_file": ""}, "api_key_file"),
         ("model", {"max_model_len": 0}, "max_model_len"),
         ("model", {"seed": -1}, "seed"),
         ("device", {"cpu_threads": 0}, "cpu_threads"),
