@@ -1,0 +1,58 @@
+"""A daemon at rest, before and after a disturbance: nothing may be left of it.
+
+Looks at what clients and operators can see: gauges, processes, descriptors.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from deploy.loadtest.daemon import MeasuredDaemon
+from deploy.loadtest.processes import usage_by_title
+
+GAUGES: Final = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+)
+_SETTLE_SECONDS: Final = 15.0
+_POLL_SECONDS: Final = 0.1
+
+
+@dataclass(frozen=True)
+class Rest:
+    """gauges: of requests and blocks, by metric. descriptors: open files of each process."""
+
+    gauges: dict[str, float]
+    descriptors: dict[str, int]
+
+    @classmethod
+    def of(cls, daemon: MeasuredDaemon) -> "Rest":
+        gauges = {name: daemon.metric(name) for name in GAUGES}
+        usage = usage_by_title(daemon.pid)
+        return cls(gauges, {title: each.descriptors for title, each in sorted(usage.items())})
+
+    def left_over(self, after: "Rest") -> list[str]:
+        """What is not as it was here, in words."""
+        found = [
+            f"{name} was {self.gauges[name]:g} and is {value:g}"
+            for name, value in after.gauges.items()
+            if value != self.gauges[name]
+        ]
+        for title in sorted(self.descriptors.keys() | after.descriptors.keys()):
+            before, now = self.descriptors.get(title), after.descriptors.get(title)
+            if before is None or now is None:
+                found.append(f"{title}: {'new' if before is None else 'gone'}")
+            elif now > before:
+                found.append(f"{title}: {now} open descriptors instead of {before}")
+        return found
+
+
+def left_over(before: Rest, daemon: MeasuredDaemon) -> list[str]:
+    """What is still not as it was when the daemon has had time to settle."""
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while found := before.left_over(Rest.of(daemon)):
+        if time.monotonic() > deadline:
+            return found
+        time.sleep(_POLL_SECONDS)
+    return []
