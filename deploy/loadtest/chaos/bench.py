@@ -24,6 +24,7 @@ from deploy.loadtest.chaos.report import Findings, show
 from deploy.loadtest.chaos.stream import BrokenStreamError, Stream
 from deploy.loadtest.daemon import MeasuredDaemon
 from deploy.loadtest.options import Parser, at_least_one, positive
+from deploy.loadtest.processes import pids_by_title
 from deploy.loadtest.rest import Rest, left_over
 from proto.errors import TokendError
 
@@ -75,7 +76,7 @@ async def _disturb(
         base_url=daemon.url, timeout=_REQUEST_SECONDS, limits=limits
     ) as client:
         crowd = Crowd(client, expected, _CLIENTS, rng)
-        hand = Killer(daemon.pid, crowd, rng, _blows(options))
+        hand = Killer(lambda: pids_by_title(daemon.pid), crowd, rng, _blows(options))
         findings = Findings(crowd.tally, hand.strikes)
         try:
             await _strike_all(hand, options)

@@ -18,7 +18,6 @@ from typing import Final
 
 from deploy.loadtest.chaos.crowd import Crowd
 from deploy.loadtest.chaos.stream import Stream
-from deploy.loadtest.processes import pids_by_title
 from proto.errors import TokendError
 
 NUM_STREAMS: Final = 8
@@ -75,17 +74,18 @@ class Strike:
 
 @dataclass
 class Killer:
-    """pid: of the supervisor. strikes: so far. lives: processes seen, by title."""
+    """look: at the process ids of the daemon, by title. strikes: so far."""
 
-    pid: int
+    look: Callable[[], dict[str, int]]
     crowd: Crowd
     rng: random.Random
     blows: Sequence[Blow] = BLOWS
+    send: Callable[[int, int], None] = os.kill
     strikes: list[Strike] = field(default_factory=list)
     _bag: list[Blow] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._pids = pids_by_title(self.pid)
+        self._pids = self.look()
 
     async def strike(self) -> Strike:
         """One blow, and the wait until all streams go on.
@@ -103,7 +103,7 @@ class Killer:
         for number, title in enumerate(blow.titles):
             if number:
                 await asyncio.sleep(self.rng.uniform(0, _JITTER_SECONDS))
-            os.kill(self._pids[title], blow.signal)
+            self.send(self._pids[title], blow.signal)
         await self._until(lambda: self._replaced(blow), f"a process after {blow.name}")
         reborn_at = time.monotonic()  # what is heard from now on was computed anew
         if FRONT_END in blow.titles:
@@ -125,7 +125,7 @@ class Killer:
         return self._bag.pop()
 
     def _replaced(self, blow: Blow) -> bool:
-        pids = pids_by_title(self.pid)
+        pids = self.look()
         return all(pids.get(title, old) != old for title, old in self._victims(blow))
 
     def _victims(self, blow: Blow) -> list[tuple[str, int]]:
@@ -133,7 +133,7 @@ class Killer:
 
     def _check_pids(self, titles: Sequence[str]) -> None:
         """Other processes than at the last look have these titles, and no others."""
-        before, self._pids = self._pids, pids_by_title(self.pid)
+        before, self._pids = self._pids, self.look()
         changed = {title for title in before if self._pids.get(title) != before[title]}
         if changed != set(titles) or self._pids.keys() != before.keys():
             raise TokendError(f"{before} became {self._pids}, not only {', '.join(titles)}")

@@ -13,6 +13,7 @@ from rich.table import Table
 from deploy.loadtest.chaos.crowd import Tally
 from deploy.loadtest.chaos.killer import Strike
 from deploy.loadtest.chaos.oracle import MAX_TIE_RATE, TIE_GAP, Difference
+from deploy.loadtest.summary import quantile
 
 _BACK: Final = re.compile(r"^(\w+) \d+: is back after ([0-9.]+) s")
 
@@ -96,9 +97,3 @@ def _strikes(strikes: Sequence[Strike]) -> Table:
         cells = [quantile(which, part) for which in (firsts, everyone) for part in (0.5, 0.99)]
         table.add_row(kind, str(number), *[f"{cell:.2f}" for cell in cells])
     return table
-
-
-def quantile(values: Sequence[float], part: float) -> float:
-    """The nearest of the values; there must be one."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * part))]

@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.table import Table
 
-from deploy.loadtest.chaos.report import quantile
 from deploy.loadtest.daemon import MeasuredDaemon
 from deploy.loadtest.options import Parser, at_least_one, positive
 from deploy.loadtest.processes import usage_by_title
@@ -24,6 +23,7 @@ from deploy.loadtest.rest import Rest, left_over
 from deploy.loadtest.soak.load import Load
 from deploy.loadtest.soak.plot import Panel, page
 from deploy.loadtest.soak.samples import Growth, Sample, growths
+from deploy.loadtest.summary import quantile
 from proto.errors import ConfigError, TokendError
 
 _REQUESTS: Final = 1_000_000
