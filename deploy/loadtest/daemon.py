@@ -43,7 +43,6 @@ class MeasuredDaemon:
             stderr=subprocess.STDOUT,
             env={**os.environ, **variables},
         )
-        self.pid = self._process.pid
         self.lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self.url = ""
         self._known = threading.Event()
@@ -64,6 +63,11 @@ class MeasuredDaemon:
     ) -> None:
         self._process.terminate()
         self._process.wait(_END_SECONDS)
+
+    @property
+    def pid(self) -> int:
+        """Of the supervisor."""
+        return self._process.pid
 
     @property
     def text(self) -> str:

@@ -5,9 +5,8 @@ Looks at what clients and operators can see: gauges, processes, descriptors.
 
 import time
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
-from deploy.loadtest.daemon import MeasuredDaemon
 from deploy.loadtest.processes import usage_by_title
 
 GAUGES: Final = (
@@ -19,6 +18,19 @@ _SETTLE_SECONDS: Final = 15.0
 _POLL_SECONDS: Final = 0.1
 
 
+class Observed(Protocol):
+    """A daemon that can be looked at."""
+
+    @property
+    def pid(self) -> int:
+        """Of its supervisor."""
+        ...
+
+    def metric(self, name: str) -> float:
+        """Sum over the samples of a metric."""
+        ...
+
+
 @dataclass(frozen=True)
 class Rest:
     """gauges: of requests and blocks, by metric. descriptors: open files of each process."""
@@ -27,7 +39,7 @@ class Rest:
     descriptors: dict[str, int]
 
     @classmethod
-    def of(cls, daemon: MeasuredDaemon) -> "Rest":
+    def of(cls, daemon: Observed) -> "Rest":
         gauges = {name: daemon.metric(name) for name in GAUGES}
         usage = usage_by_title(daemon.pid)
         return cls(gauges, {title: each.descriptors for title, each in sorted(usage.items())})
@@ -48,7 +60,7 @@ class Rest:
         return found
 
 
-def left_over(before: Rest, daemon: MeasuredDaemon) -> list[str]:
+def left_over(before: Rest, daemon: Observed) -> list[str]:
     """What is still not as it was when the daemon has had time to settle."""
     deadline = time.monotonic() + _SETTLE_SECONDS
     while found := before.left_over(Rest.of(daemon)):

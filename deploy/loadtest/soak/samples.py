@@ -41,6 +41,12 @@ class Growth:
     mib: float
     requests: int
 
+    def describe(self) -> str:
+        """In words."""
+        return (
+            f"{self.title.removeprefix('tokend: ')}: {self.mib:+.3f} MiB in {REQUESTS:,} requests"
+        )
+
     @property
     def too_much(self) -> bool:
         """A few requests that let a heap grow once say nothing of the next ones."""
