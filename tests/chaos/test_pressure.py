@@ -11,16 +11,16 @@ from tests.e2e.daemon import Daemon
 
 pytestmark = pytest.mark.long
 
-BLOCKS = 24
+BLOCKS = 12
 """Of 16 tokens, the null block included."""
 
 
 def bodies() -> list[dict[str, Any]]:
     """Three that need nearly the whole pool each, and others that want a part of it."""
     common = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    large = [{"prompt": [5 + each, *range(100, 380)], "max_tokens": 60} for each in range(3)]
-    small = [{"prompt": f"Number {each} is", "max_tokens": 40} for each in range(6)]
-    several = {"prompt": "Roses are", "max_tokens": 40, "n": 4, "temperature": 0.8, "seed": 3}
+    large = [{"prompt": [5 + each, *range(100, 240)], "max_tokens": 24} for each in range(3)]
+    small = [{"prompt": f"Number {each} is", "max_tokens": 24} for each in range(4)]
+    several = {"prompt": "Roses are", "max_tokens": 24, "n": 3, "temperature": 0.8, "seed": 3}
     return [common | each for each in [*large, *small, several]]
 
 

@@ -55,7 +55,7 @@ BLOWS: Final = tuple(
         ((WORKER, ENGINE), signal.SIGKILL),
     )
 )
-HANGS: Final = tuple(Blow((title,), signal.SIGSTOP) for title in (WORKER, ENGINE))
+STOPS: Final = tuple(Blow((title,), signal.SIGSTOP) for title in (WORKER, ENGINE))
 FRONT_END_BLOWS: Final = (Blow((FRONT_END,), signal.SIGKILL),)
 
 
