@@ -62,7 +62,11 @@ class MeasuredDaemon:
         traceback: TracebackType | None,
     ) -> None:
         self._process.terminate()
-        self._process.wait(_END_SECONDS)
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # its processes end with it
+            self._process.wait()
 
     @property
     def pid(self) -> int:

@@ -12,6 +12,7 @@ from deploy.loadtest.soak.connection import AnswerError, Connection, request_byt
 from deploy.loadtest.soak.load import Load
 from deploy.loadtest.soak.plot import Panel, page
 from deploy.loadtest.soak.samples import Sample, growths, slope
+from deploy.loadtest.summary import quantile
 
 WHOLE = b'HTTP/1.1 200 OK\r\ncontent-length: 25\r\n\r\n{"completion_tokens": 3}\r\n'
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\ne\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
@@ -120,6 +121,11 @@ def test_a_short_run_may_grow_a_little() -> None:
     (growth,) = growths(samples(lambda number: number * 0.2)[:6])
     assert growth.mib == pytest.approx(2.0)
     assert not growth.too_much
+
+
+def test_quantiles_are_values_that_there_were() -> None:
+    assert [quantile([3.0, 1.0, 2.0, 4.0], part) for part in (0.0, 0.5, 0.75, 0.99)] == [1, 2, 3, 4]
+    assert quantile([5.0], 0.99) == 5.0
 
 
 def test_a_line_through_one_place_has_no_slope() -> None:
