@@ -25,11 +25,6 @@ def test_a_little_chaos() -> None:
     assert int(figures["tokens"].replace(",", "")) > 1_000
 
 
-def test_front_ends_take_their_own_streams_along_and_nothing_else() -> None:
-    text = bench("chaos", "--minutes", "0.1", "--kills", "1", "--tokens", "32", "--front-ends")
-    assert "ended with their front end" in text
-
-
 def test_a_short_soak(tmp_path: Path) -> None:
     plot = tmp_path / "soak.html"
     text = bench("soak", "--requests", "3000", "--every", "1", "--plot", str(plot))
