@@ -14,6 +14,7 @@ from typing import Final
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 _PREFIX: Final = "tokend: "
+_LOCK: Final = "/lock"
 SUPERVISOR: Final = _PREFIX + "supervisor"
 
 
@@ -43,6 +44,14 @@ def usage_by_title(pid: int) -> dict[str, Usage]:
 def pids_by_title(pid: int) -> dict[str, int]:
     """The same without what they take."""
     return dict(_processes(pid))
+
+
+def run_directory(pid: int) -> Path | None:
+    """Where the sockets of the daemon are, told by the lock that its supervisor holds."""
+    for target in _targets(pid):
+        if target.endswith(_LOCK):
+            return Path(target).parent
+    return None
 
 
 def _processes(pid: int) -> Iterator[tuple[str, int]]:

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from deploy.loadtest.processes import usage_by_title
+from deploy.loadtest.processes import run_directory, usage_by_title
 
 GAUGES: Final = (
     "vllm:num_requests_running",
@@ -33,16 +33,22 @@ class Observed(Protocol):
 
 @dataclass(frozen=True)
 class Rest:
-    """gauges: of requests and blocks, by metric. descriptors: open files of each process."""
+    """gauges: of requests and blocks, by metric. descriptors: open files of each process.
+
+    num_paths: in the run directory, where each life of a process has sockets of its own.
+    """
 
     gauges: dict[str, float]
     descriptors: dict[str, int]
+    num_paths: int = 0
 
     @classmethod
     def of(cls, daemon: Observed) -> "Rest":
         gauges = {name: daemon.metric(name) for name in GAUGES}
         usage = usage_by_title(daemon.pid)
-        return cls(gauges, {title: each.descriptors for title, each in sorted(usage.items())})
+        descriptors = {title: each.descriptors for title, each in sorted(usage.items())}
+        directory = run_directory(daemon.pid)
+        return cls(gauges, descriptors, len(list(directory.iterdir())) if directory else 0)
 
     def left_over(self, after: "Rest") -> list[str]:
         """What is not as it was here, in words."""
@@ -51,6 +57,8 @@ class Rest:
             for name, value in after.gauges.items()
             if value != self.gauges[name]
         ]
+        if after.num_paths > self.num_paths:
+            found.append(f"{after.num_paths} names in the run directory, not {self.num_paths}")
         for title in sorted(self.descriptors.keys() | after.descriptors.keys()):
             before, now = self.descriptors.get(title), after.descriptors.get(title)
             if before is None or now is None:
