@@ -86,7 +86,7 @@ def show(console: Console, findings: Findings) -> None:
 
 def _strikes(strikes: Sequence[Strike]) -> Table:
     """Only whoever was hit was started again: a strike that did more is none."""
-    table = Table(title="seconds from the signal to the next token: of the first stream, of all")
+    table = Table(title="seconds to the next token: first stream, all")
     for name in ("kind", "kills", "p50", "p99", "all p50", "all p99"):
         table.add_column(name, justify="left" if name == "kind" else "right")
     counts = Counter(each.blow.name for each in strikes)

@@ -13,10 +13,12 @@ from typing import Any
 
 import httpx
 
+from proto.errors import TokendError
+
 PATH = "/v1/completions"
 
 
-class BrokenStreamError(Exception):
+class BrokenStreamError(TokendError):
     """The stream is not what a stream must be."""
 
 
