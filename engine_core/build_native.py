@@ -7,7 +7,6 @@ that it works before the package is installed.
 
 import hashlib
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Final
@@ -45,6 +44,8 @@ def build(output_dir: Path) -> list[Path]:
 
 def _compile(target: Path) -> None:
     """Beside the target, then moved there, so that a running process keeps its library."""
+    import subprocess  # every engine imports this module, and compiles nothing
+
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         raise NativeBuildError("no C compiler: neither cc nor gcc is on the PATH")

@@ -9,6 +9,7 @@ bounded in bytes, and a peer that lets it overflow is reported as stalled.
     supervisor  ── s.worker0.0, s.engine_core0.0, s.api_server0.0 ── each process
 """
 
+import contextlib
 import logging
 import os
 from collections import deque
@@ -69,6 +70,7 @@ class Link:
         if len(os.fsencode(path)) > MAX_IPC_PATH:
             raise TokendError(f"socket path is longer than {MAX_IPC_PATH} bytes: {path}")
         self.path = path
+        self._owns_path = bind
         self.num_undecodable = 0
         self._decoder: MessageDecoder[Any] = MessageDecoder(receives)
         self._pending: deque[bytes] = deque()
@@ -138,8 +140,15 @@ class Link:
                 logger.warning("%s: dropped: %s", self.path, error)
 
     def close(self, linger_seconds: float = 0.0) -> None:
-        """Close at once, or after at most this long to get the last messages out."""
+        """Close at once, or after at most this long to get the last messages out.
+
+        The end that owns the path takes it away, which ZMQ does not: there is a new one for
+        each life, and a file for each would be left.
+        """
         self._socket.close(linger=int(linger_seconds * 1000))
+        if self._owns_path:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
 
     @property
     def has_pending(self) -> bool:

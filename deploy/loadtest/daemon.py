@@ -1,33 +1,55 @@
 """A daemon of this machine's tokend, started for a measurement and ended after it."""
 
+import os
 import re
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
+from typing import Final
 
 import httpx
 
 from proto.errors import TokendError
 
+_KEPT_LINES: Final = 10_000
+_READY: Final = re.compile(r"ready.* (https?://\S+)")
+_END_SECONDS: Final = 30.0
+
 
 class MeasuredDaemon:
-    """`tokend serve` on a free port; ready when the constructor returns.
+    """A daemon on a free port; ready when the constructor returns.
 
-    seconds_to_ready: from the command to the ready line.
+    command: the words of `tokend` that start it. variables: environment beside ours.
+    seconds_to_ready: from the command to the ready line. lines: the last that it printed.
     """
 
-    def __init__(self, flags: Sequence[str]) -> None:
+    def __init__(
+        self,
+        flags: Sequence[str],
+        command: Sequence[str] = ("serve",),
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         started = time.monotonic()
-        command = [str(Path(sys.executable).with_name("tokend")), "serve", "--port", "0", *flags]
-        command.append("--disable-log-requests")
+        words = [str(Path(sys.executable).with_name("tokend")), *command, "--port", "0", *flags]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            [*words, "--disable-log-requests"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **variables},
         )
-        self.pid = self._process.pid
-        self.url = self._wait_ready()
+        self.lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self.url = ""
+        self._known = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+        self._known.wait()
+        if not self.url:
+            raise TokendError("the daemon did not start:\n" + "\n".join(self.lines))
         self.seconds_to_ready = time.monotonic() - started
 
     def __enter__(self) -> "MeasuredDaemon":
@@ -40,20 +62,39 @@ class MeasuredDaemon:
         traceback: TracebackType | None,
     ) -> None:
         self._process.terminate()
-        self._process.communicate(timeout=30)
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # its processes end with it
+            self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        """Of the supervisor."""
+        return self._process.pid
+
+    @property
+    def text(self) -> str:
+        """What it printed."""
+        return "\n".join(self.lines)
+
+    def metric(self, name: str) -> float:
+        """Sum over the samples of a metric; 0 where there is none."""
+        text = httpx.get(f"{self.url}/metrics", timeout=_END_SECONDS).text
+        found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+        return sum(map(float, found))
 
     def num_steps(self) -> float:
         """Steps since the start."""
-        text = httpx.get(f"{self.url}/metrics").text
-        found = re.search(r"^vllm:iteration_tokens_total_count\S* (\S+)$", text, re.MULTILINE)
-        return float(found.group(1)) if found else 0.0
+        return self.metric("vllm:iteration_tokens_total_count")
 
-    def _wait_ready(self) -> str:
+    def _read(self) -> None:
+        """Whoever does not read what the daemon prints stops it, sooner or later."""
         assert self._process.stdout is not None
-        printed = []
         for line in self._process.stdout:
-            printed.append(line.decode(errors="replace"))
-            ready = re.search(r"ready.* (http://\S+)", printed[-1])
+            self.lines.append(line.decode(errors="replace").rstrip("\n"))
+            ready = None if self.url else _READY.search(self.lines[-1])
             if ready:
-                return ready.group(1)
-        raise TokendError("the daemon did not start:\n" + "".join(printed))
+                self.url = ready.group(1)
+                self._known.set()
+        self._known.set()

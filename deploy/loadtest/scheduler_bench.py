@@ -10,11 +10,12 @@ import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Final, NoReturn, TextIO
+from typing import Final, TextIO
 
 from rich.console import Console
 from rich.table import Table
 
+from deploy.loadtest.options import Parser
 from deploy.loadtest.players import Player, our_command, peer_command
 from deploy.loadtest.workloads import select
 from proto.benchmark import SchedulerFigures, SchedulerRow, SchedulerTimings, SchedulerWorkload
@@ -161,7 +162,7 @@ def _document(rows: Sequence[SchedulerRow]) -> str:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="tokend bench scheduler",
         description="Measure the scheduler without a model: every step is answered at once.",
         epilog="Pin it to one core: taskset -c 1 tokend bench scheduler",
@@ -187,10 +188,3 @@ def _create(name: str) -> TextIO:
         return open(name, "w", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--json {name}: {error.strerror}", "json") from None
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong as the rest of the command line does."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}")

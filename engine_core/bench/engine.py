@@ -2,7 +2,7 @@
 
 import msgspec
 
-from engine_core.bench.fake_worker import NUM_TOKEN_IDS
+from engine_core.bench.fake_worker import GEOMETRY, NUM_TOKEN_IDS
 from engine_core.bench.recipes import EPOCH, requests_of
 from engine_core.core import build_parts
 from engine_core.heap import settle_heap
@@ -13,12 +13,8 @@ from proto import PROTOCOL_VERSION
 from proto.benchmark import SchedulerWorkload
 from proto.config import CacheConfig, SchedulerConfig, ServeConfig, validate
 from proto.engine_io import EngineCoreOutputs
-from proto.lifecycle import KVCacheGeometry, WorkerReady
+from proto.lifecycle import WorkerReady
 
-_GEOMETRY = KVCacheGeometry(
-    num_slots=30, num_kv_heads=3, head_dim=64, dtype="bfloat16", bytes_per_token=23_040
-)
-"""SmolLM2's. Nothing that is measured depends on it."""
 _FINGERPRINT = bytes(32)
 _CLIENT = 0
 
@@ -55,7 +51,7 @@ class BenchEngine:
         )
         validate(config)
         worker = WorkerReady(
-            PROTOCOL_VERSION, EPOCH, 0, _GEOMETRY, 0, NUM_TOKEN_IDS, _FINGERPRINT, "none"
+            PROTOCOL_VERSION, EPOCH, 0, GEOMETRY, 0, NUM_TOKEN_IDS, _FINGERPRINT, "none"
         )
         plan = plan_pool([worker], config, workload.max_model_len)
         self.sent = KeptMessages()

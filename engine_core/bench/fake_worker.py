@@ -1,18 +1,27 @@
 """A worker that computes nothing: it answers each step with tokens of its own making."""
 
 from engine_core.scheduler.step_results import ends_of_rows
+from proto.lifecycle import KVCacheGeometry
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
 
 NUM_TOKEN_IDS = 49_152
 """The vocabulary."""
+GEOMETRY = KVCacheGeometry(
+    num_slots=30, num_kv_heads=3, head_dim=64, dtype="bfloat16", bytes_per_token=23_040
+)
+"""SmolLM2's. Nothing that is measured depends on it."""
 _PRIME = 7919
 
 
 class FakeWorker:
-    """Knows of each sequence how many tokens it has, which tells who samples in a step."""
+    """Knows of each sequence how many tokens it has, which tells who samples in a step.
 
-    def __init__(self) -> None:
+    vocab_size: its tokens are smaller.
+    """
+
+    def __init__(self, vocab_size: int = NUM_TOKEN_IDS) -> None:
+        self._vocab_size = vocab_size
         self._num_tokens: dict[int, int] = {}
 
     def answer(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -28,6 +37,6 @@ class FakeWorker:
             if end < num_tokens[handle]:
                 sampled.append([])
             else:
-                sampled.append([(handle * _PRIME + num_tokens[handle]) % NUM_TOKEN_IDS])
+                sampled.append([(handle * _PRIME + num_tokens[handle]) % self._vocab_size])
                 num_tokens[handle] += 1
         return ModelRunnerOutput(output.epoch, output.step, handles, sampled)

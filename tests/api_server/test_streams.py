@@ -6,6 +6,7 @@ import json
 import httpx
 import pytest
 
+from api_server.outputs.detokenizer import ByteLevelDetokenizer
 from proto.engine_io import FinishReason
 from proto.errors import ErrorInfo
 
@@ -116,6 +117,30 @@ async def test_a_gap_fails_only_its_request(start):
         statuses = sorted([(await bad).status_code, (await good).status_code])
         assert statuses == [200, 500]
         assert (await front_end.engine.aborts.get()).request_id == first.request_id
+
+
+async def test_a_detokenizer_that_fails_ends_only_its_request(start, monkeypatch):
+    healthy = ByteLevelDetokenizer.feed
+
+    def feed(self, token_id):
+        if token_id == 41:
+            raise RuntimeError("the text at /secret/path is cracked")
+        return healthy(self, token_id)
+
+    monkeypatch.setattr(ByteLevelDetokenizer, "feed", feed)
+    async with start(accepts=True) as front_end:
+        bad, good = post(front_end, "/v1/completions"), post(front_end, "/v1/completions")
+        first = await front_end.engine.requests.get()
+        second = await front_end.engine.requests.get()
+        front_end.engine.send_outputs(
+            front_end.engine.output(first, [41]),
+            front_end.engine.output(second, [42], finish=FinishReason.LENGTH),
+        )
+        answers = sorted([await bad, await good], key=lambda each: each.status_code)
+        assert [each.status_code for each in answers] == [200, 500]
+        assert answers[1].json()["error"]["message"] == "internal error"
+        assert (await front_end.engine.aborts.get()).request_id == first.request_id
+        assert front_end.services.client.num_open == 0
 
 
 async def test_repeated_outputs_change_nothing(start, tokenizer):

@@ -5,6 +5,7 @@ import re
 import httpx
 import pytest
 
+from tests.chaos.aftermath import unharmed
 from tests.e2e.daemon import Daemon
 
 BODY = {"prompt": "The sea is", "max_tokens": 12, "temperature": 0, "return_token_ids": True}
@@ -37,3 +38,18 @@ def test_an_exception_in_a_worker_is_shown_and_nobody_else_notices() -> None:
         assert disturbed.json()["choices"] == after.json()["choices"]
         assert re.search(r"worker 0: \(pid \d+\) failed with InjectedFaultError", daemon.text)
         assert daemon.text.count("Traceback") == 1
+
+
+@pytest.mark.long
+def test_numbers_that_are_none_fail_the_requests_of_their_step_and_no_others() -> None:
+    """The answer to the one that fails is an error, never text."""
+    faults = {"TOKEND_FAULTS": "worker:nan@16"}
+    flags = ("--enable-fault-injection", "--dtype", "float32")
+    with Daemon(*flags, environment=faults) as daemon:
+        with unharmed(daemon):  # eight steps, so that the broken one is the eighth of the next
+            broken = complete(daemon)
+            assert broken.status_code == 500
+            assert "not numbers" in broken.json()["error"]["message"]
+            assert complete(daemon).status_code == 200
+        assert daemon.metric("vllm:corrupted_requests_total") == 1
+        assert daemon.metric("tokend:restarts_total") == 0

@@ -69,6 +69,11 @@ class Daemon:
         self.stop()
 
     @property
+    def pid(self) -> int:
+        """Of the supervisor."""
+        return self.process.pid
+
+    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
 

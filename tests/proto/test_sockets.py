@@ -158,6 +158,15 @@ def test_a_path_too_long_for_the_kernel_is_refused_by_name(short_dir):
         Link.bind(str(short_dir / ("x" * 120)), ToEngine)
 
 
+def test_the_owner_of_a_path_takes_it_away(pair):
+    bound, connected = pair()
+    connected.close()
+    assert os.path.exists(bound.path)
+    bound.close()
+    assert not os.path.exists(bound.path)
+    bound.close()
+
+
 def test_fileno_is_readable_when_a_message_is_there(pair):
     bound, connected = pair()
     assert bound.receive() == []

@@ -1,0 +1,153 @@
+"""Ends processes of a daemon, each time while streams are in the middle of something.
+
+    wait until NUM_STREAMS are mid-generation ─▶ signal ─▶ a process of another id has the title
+                                                  │          ─▶ the next token of each such stream
+                                                  └──────────── the gap ──────────▶
+
+Owns the choice of the victim and the times. Only the victim may be another process afterwards.
+"""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from deploy.loadtest.chaos.crowd import Crowd
+from deploy.loadtest.chaos.stream import Stream
+from proto.errors import TokendError
+
+NUM_STREAMS: Final = 8
+"""Mid-generation when a process dies."""
+ENGINE: Final = "tokend: engine 0"
+WORKER: Final = "tokend: worker 0"
+FRONT_END: Final = "tokend: api 0"
+_PATIENCE_SECONDS: Final = 120.0
+_POLL_SECONDS: Final = 0.01
+_JITTER_SECONDS: Final = 0.3
+"""A process dies at any moment of a step."""
+
+
+@dataclass(frozen=True)
+class Blow:
+    """titles: of those that get the signal, one a moment after the other."""
+
+    titles: tuple[str, ...]
+    signal: signal.Signals
+
+    @property
+    def name(self) -> str:
+        roles = " and ".join(each.removeprefix("tokend: ").split()[0] for each in self.titles)
+        return f"{roles} {self.signal.name}"
+
+
+BLOWS: Final = tuple(
+    Blow(titles, number)
+    for titles, number in (
+        ((WORKER,), signal.SIGKILL),
+        ((ENGINE,), signal.SIGKILL),
+        ((WORKER,), signal.SIGSEGV),
+        ((ENGINE,), signal.SIGSEGV),
+        ((ENGINE, WORKER), signal.SIGKILL),
+        ((WORKER, ENGINE), signal.SIGKILL),
+    )
+)
+STOPS: Final = tuple(Blow((title,), signal.SIGSTOP) for title in (WORKER, ENGINE))
+FRONT_END_BLOWS: Final = (Blow((FRONT_END,), signal.SIGKILL),)
+
+
+@dataclass(frozen=True)
+class Strike:
+    """What one blow did. gaps: seconds from the signal to the next token, of each stream."""
+
+    blow: Blow
+    gaps: tuple[float, ...]
+
+    @property
+    def gap(self) -> float:
+        """To the next token of anybody."""
+        return min(self.gaps)
+
+
+@dataclass
+class Killer:
+    """look: at the process ids of the daemon, by title. strikes: so far."""
+
+    look: Callable[[], dict[str, int]]
+    crowd: Crowd
+    rng: random.Random
+    blows: Sequence[Blow] = BLOWS
+    send: Callable[[int, int], None] = os.kill
+    strikes: list[Strike] = field(default_factory=list)
+    _bag: list[Blow] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._pids = self.look()
+
+    async def strike(self) -> Strike:
+        """One blow, and the wait until all streams go on.
+
+        Raises TokendError when they do not, or when another process was started again.
+        """
+        blow = self._choose()
+        await asyncio.sleep(self.rng.uniform(0, _JITTER_SECONDS))
+        await self._until(lambda: len(self.crowd.mid_generation) >= NUM_STREAMS, "enough streams")
+        self._check_pids(())
+        if FRONT_END in blow.titles:
+            self.crowd.excuse()
+        streams = self.crowd.mid_generation
+        struck_at = time.monotonic()
+        for number, title in enumerate(blow.titles):
+            if number:
+                await asyncio.sleep(self.rng.uniform(0, _JITTER_SECONDS))
+            self.send(self._pids[title], blow.signal)
+        await self._until(lambda: self._replaced(blow), f"a process after {blow.name}")
+        reborn_at = time.monotonic()  # what is heard from now on was computed anew
+        if FRONT_END in blow.titles:
+            await self._until(lambda: bool(self.crowd.mid_generation), "a stream")
+            streams = self.crowd.mid_generation
+        await self._until(lambda: _all_moved(streams, reborn_at), f"tokens after {blow.name}")
+        self._check_pids(blow.titles)
+        moments = [moment for each in streams if (moment := each.heard_after(reborn_at))]
+        if not moments:
+            raise TokendError(f"{blow.name}: all streams were over before it was noticed")
+        strike = Strike(blow, tuple(moment - struck_at for moment in moments))
+        self.strikes.append(strike)
+        return strike
+
+    def _choose(self) -> Blow:
+        """Each kind as often as any other, in an order that changes."""
+        if not self._bag:
+            self._bag = self.rng.sample(list(self.blows), len(self.blows))
+        return self._bag.pop()
+
+    def _replaced(self, blow: Blow) -> bool:
+        pids = self.look()
+        return all(pids.get(title, old) != old for title, old in self._victims(blow))
+
+    def _victims(self, blow: Blow) -> list[tuple[str, int]]:
+        return [(title, self._pids[title]) for title in blow.titles]
+
+    def _check_pids(self, titles: Sequence[str]) -> None:
+        """Other processes than at the last look have these titles, and no others."""
+        before, self._pids = self._pids, self.look()
+        changed = {title for title in before if self._pids.get(title) != before[title]}
+        if changed != set(titles) or self._pids.keys() != before.keys():
+            raise TokendError(f"{before} became {self._pids}, not only {', '.join(titles)}")
+
+    async def _until(self, condition: Callable[[], bool], what: str) -> None:
+        """Raises TokendError when the time is over or a request has failed."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not condition():
+            if self.crowd.tally.failures:
+                raise TokendError(f"a request failed while waiting for {what}")
+            if time.monotonic() > deadline:
+                raise TokendError(f"waited {_PATIENCE_SECONDS:g} s for {what}")
+            await asyncio.sleep(_POLL_SECONDS)
+
+
+def _all_moved(streams: Sequence[Stream], since: float) -> bool:
+    return all(each.over or each.heard_after(since) for each in streams)

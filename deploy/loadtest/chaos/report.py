@@ -1,0 +1,99 @@
+"""What a chaos run found, as tables and as a verdict."""
+
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from deploy.loadtest.chaos.crowd import Tally
+from deploy.loadtest.chaos.killer import Strike
+from deploy.loadtest.chaos.oracle import MAX_TIE_RATE, TIE_GAP, Difference
+from deploy.loadtest.summary import quantile
+
+_BACK: Final = re.compile(r"^(\w+) \d+: is back after ([0-9.]+) s")
+
+
+@dataclass
+class Findings:
+    """differences: with the gap between the scores of the two tokens.
+
+    after: what was not as before when it was over. trouble: why the run ended early.
+    lines: that the daemon printed.
+    """
+
+    tally: Tally
+    strikes: Sequence[Strike]
+    differences: list[tuple[Difference, float]] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    trouble: list[str] = field(default_factory=list)
+    lines: Sequence[str] = ()
+
+    @property
+    def different(self) -> list[tuple[Difference, float]]:
+        """Those that are no ties."""
+        return [each for each in self.differences if each[1] >= TIE_GAP]
+
+    @property
+    def faults(self) -> list[str]:
+        """Everything that must not be, in words."""
+        verdict = self.tally.verdict
+        found = [f"failed: {each}" for each in self.tally.failures]
+        found += [f"different: {one.describe()}, gap {gap:.2g}" for one, gap in self.different]
+        found += [f"different: {each}" for each in verdict.wrong]
+        num_ties = len(self.differences) - len(self.different)
+        if num_ties > max(1, verdict.num_tokens * MAX_TIE_RATE):
+            found.append(f"{num_ties} ties in {verdict.num_tokens} tokens are too many")
+        found += [f"afterwards: {each}" for each in self.after]
+        return found + self.trouble
+
+    @property
+    def starts(self) -> dict[str, list[float]]:
+        """Seconds from a death until the next life is at work, by role, as the daemon says."""
+        found = defaultdict(list)
+        for line in self.lines:
+            if back := _BACK.match(line):
+                found[back[1]].append(float(back[2]))
+        return found
+
+
+def show(console: Console, findings: Findings) -> None:
+    """Print everything."""
+    tally, verdict = findings.tally, findings.tally.verdict
+    console.print(_strikes(findings.strikes))
+    for role, seconds in findings.starts.items():
+        console.print(
+            f"{role}: at work {statistics.median(seconds):.1f} s after its death, "
+            f"at most {max(seconds):.1f} s"
+        )
+    console.print(f"kills        {len(findings.strikes):>8,}")
+    console.print(f"requests     {tally.num_requests:>8,}   {tally.num_left:,} clients went away")
+    if tally.num_excused:
+        console.print(f"ended with their front end {tally.num_excused:,}")
+    console.print(f"failed       {len(tally.failures):>8,}")
+    console.print(f"tokens       {verdict.num_tokens:>8,}   compared")
+    console.print(f"different    {len(findings.different) + len(verdict.wrong):>8,}")
+    for difference, gap in findings.differences:
+        if gap < TIE_GAP:
+            console.print(f"a tie: {difference.describe()}, gap {gap:.2g}", markup=False)
+    for fault in findings.faults:
+        console.print(fault, markup=False)
+
+
+def _strikes(strikes: Sequence[Strike]) -> Table:
+    """Only whoever was hit was started again: a strike that did more is none."""
+    table = Table(title="seconds to the next token: first stream, all")
+    for name in ("kind", "kills", "p50", "p99", "all p50", "all p99"):
+        table.add_column(name, justify="left" if name == "kind" else "right")
+    counts = Counter(each.blow.name for each in strikes)
+    for kind, number in sorted(counts.items()):
+        of_kind = [each for each in strikes if each.blow.name == kind]
+        firsts = [each.gap for each in of_kind]
+        everyone = [gap for each in of_kind for gap in each.gaps]
+        cells = [quantile(which, part) for which in (firsts, everyone) for part in (0.5, 0.99)]
+        table.add_row(kind, str(number), *[f"{cell:.2f}" for cell in cells])
+    return table

@@ -1,0 +1,1 @@
+"""`tokend bench soak`: many requests or many hours, and what grows meanwhile."""

@@ -1,0 +1,94 @@
+"""Curves over requests as one HTML file that needs nothing else: inline SVG, no script."""
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+Points = Sequence[tuple[float, float]]
+
+_WIDTH: Final = 860
+_HEIGHT: Final = 220
+_LEFT: Final = 70
+_BOTTOM: Final = 30
+_TOP: Final = 10
+_COLOURS: Final = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
+_STEPS: Final = 4
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One drawing. curves: (x, y) by name; y begins at 0."""
+
+    title: str
+    curves: Mapping[str, Points]
+
+
+def page(title: str, notes: Sequence[str], panels: Sequence[Panel], x_title: str) -> str:
+    """The whole file. notes: lines above the drawings."""
+    lines = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
+    drawings = "".join(_figure(panel, x_title) for panel in panels)
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        "<style>body{font:14px sans-serif;max-width:60em;margin:2em auto}"
+        "svg{width:100%;height:auto}text{font:11px sans-serif}h2{font-size:15px}</style>"
+        f"<h1>{html.escape(title)}</h1><ul>{lines}</ul>{drawings}</html>\n"
+    )
+
+
+def _figure(panel: Panel, x_title: str) -> str:
+    curves = {name: points for name, points in panel.curves.items() if points}
+    xs = [x for points in curves.values() for x, _ in points] or [0.0]
+    ys = [y for points in curves.values() for _, y in points] or [0.0]
+    frame = _Frame(max(xs) or 1.0, max(ys) * 1.05 or 1.0)
+    shapes = frame.axes(x_title)
+    legend = []
+    for number, (name, points) in enumerate(curves.items()):
+        colour = _COLOURS[number % len(_COLOURS)]
+        shapes.append(frame.curve(points, colour))
+        legend.append(f'<span style="color:{colour}">{html.escape(name)}</span>')
+    return (
+        f"<h2>{html.escape(panel.title)}</h2><p>{' · '.join(legend)}</p>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(shapes)}</svg>'
+    )
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """From values to places in the drawing; both axes begin at 0."""
+
+    max_x: float
+    max_y: float
+
+    def axes(self, x_title: str) -> list[str]:
+        found = []
+        for step in range(_STEPS + 1):
+            part = step / _STEPS
+            x, y = self._place(part * self.max_x, part * self.max_y)
+            bottom = _HEIGHT - _BOTTOM
+            found += [
+                f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH}" y2="{y:.1f}" stroke="#ddd"/>',
+                f'<text x="{_LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">'
+                f"{part * self.max_y:,.4g}</text>",
+                f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="{_anchor(step)}">'
+                f"{part * self.max_x:,.0f}</text>",
+            ]
+        middle = (_LEFT + _WIDTH) / 2
+        title = html.escape(x_title)
+        found.append(f'<text x="{middle}" y="{_HEIGHT - 2}" text-anchor="middle">{title}</text>')
+        return found
+
+    def curve(self, points: Points, colour: str) -> str:
+        places = " ".join("{:.1f},{:.1f}".format(*self._place(x, y)) for x, y in points)
+        return f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+
+    def _place(self, x: float, y: float) -> tuple[float, float]:
+        height = _HEIGHT - _BOTTOM - _TOP
+        return (
+            _LEFT + x / self.max_x * (_WIDTH - _LEFT),
+            _TOP + height - y / self.max_y * height,
+        )
+
+
+def _anchor(step: int) -> str:
+    return "start" if step == 0 else "end" if step == _STEPS else "middle"

@@ -1,0 +1,81 @@
+"""What a soak looks at again and again, and how fast it grows."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from deploy.loadtest.processes import Usage
+
+WARM_UP: Final = 0.2
+"""Part of the samples at the beginning in which caches and heaps may fill."""
+REQUESTS: Final = 100_000
+MAX_MIB: Final = 1.0
+"""Most growth of a process in so many requests; a shorter run may grow as much in all."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One moment. requests: so far. latencies in milliseconds, of the time since the last one.
+
+    usage: of each process, by title. blocks: part of the KV pool in use, 0 to 1.
+    """
+
+    seconds: float
+    requests: int
+    requests_per_second: float
+    p50_ms: float
+    p99_ms: float
+    blocks: float
+    usage: Mapping[str, Usage]
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Of the memory of one process. mib: per REQUESTS, by least squares. requests: it is of."""
+
+    title: str
+    mib: float
+    requests: int
+
+    def describe(self) -> str:
+        """In words."""
+        return (
+            f"{self.title.removeprefix('tokend: ')}: {self.mib:+.3f} MiB in {REQUESTS:,} requests"
+        )
+
+    @property
+    def too_much(self) -> bool:
+        """A few requests that let a heap grow once say nothing of the next ones."""
+        total = self.mib * self.requests / REQUESTS
+        return self.mib >= MAX_MIB and total >= MAX_MIB
+
+
+def growths(samples: Sequence[Sample]) -> list[Growth]:
+    """Of each process that was there all the time, after the warm-up."""
+    settled = samples[int(len(samples) * WARM_UP) :]
+    if len(settled) < 2:
+        return []
+    titles = set.intersection(*(set(each.usage) for each in settled))
+    requests = settled[-1].requests - settled[0].requests
+    return [
+        Growth(title, REQUESTS * slope(_memory(settled, title)), requests)
+        for title in sorted(titles)
+    ]
+
+
+def slope(points: Iterable[tuple[float, float]]) -> float:
+    """Of the straight line nearest to the points; 0 where they have one x."""
+    xs, ys = zip(*points, strict=True)
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    spread = sum((x - mean_x) ** 2 for x in xs)
+    if not spread:
+        return 0.0
+    return float(sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread)
+
+
+def _memory(samples: Sequence[Sample], title: str) -> list[tuple[float, float]]:
+    return [(float(each.requests), each.usage[title].resident_mib) for each in samples]

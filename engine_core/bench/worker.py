@@ -1,0 +1,81 @@
+"""`python -P -m engine_core.bench.worker`: the fake worker as a process of a daemon.
+
+What a worker does on its links and in its life, without weights, tensors and torch: a
+daemon with it costs what everything but the model costs.
+
+supervisor ── boot ──▶ WorkerReady ──▶ engine ── InitializeCache ──▶ CacheReady
+engine ── SchedulerOutput ──▶ FakeWorker ── ModelRunnerOutput ──▶ engine
+"""
+
+from engine_core.bench.fake_worker import GEOMETRY, FakeWorker
+from proto import PROTOCOL_VERSION
+from proto.lifecycle import (
+    CacheReady,
+    InitializeCache,
+    NewEngine,
+    ProcessBoot,
+    Shutdown,
+    WorkerReady,
+)
+from proto.process import run
+from proto.scheduler_output import SchedulerOutput
+from proto.sockets import Link, Poller, worker_path
+
+KV_CACHE_BYTES = 1 << 30
+"""What it says to have; nothing is allocated."""
+
+
+class NullWorker:
+    """Serves one engine after the other."""
+
+    def __init__(self, boot: ProcessBoot, supervisor: Link) -> None:
+        self._boot = boot
+        self._supervisor = supervisor
+        self._meet(boot.worker_epoch)
+
+    def run(self) -> None:
+        """Until Shutdown."""
+        while True:
+            self._poller.wait()
+            for order in self._supervisor.receive():
+                if isinstance(order, Shutdown):
+                    return
+                if isinstance(order, NewEngine):
+                    self._engine.close()
+                    self._meet(order.worker_epoch)
+            for message in self._engine.receive():
+                self._serve(message)
+
+    def _meet(self, epoch: int) -> None:
+        """The engine of an epoch; nothing is known of its sequences."""
+        path = worker_path(self._boot.run_dir, epoch, self._boot.index)
+        self._engine = Link.connect(path, InitializeCache | SchedulerOutput)
+        self._poller = Poller([self._supervisor, self._engine])
+        self._worker = FakeWorker(self._boot.model.vocab_size)
+        self._engine.send(
+            WorkerReady(
+                PROTOCOL_VERSION,
+                epoch,
+                self._boot.index,
+                GEOMETRY,
+                KV_CACHE_BYTES,
+                self._boot.model.vocab_size,
+                bytes(32),
+                "nothing",
+            )
+        )
+
+    def _serve(self, message: InitializeCache | SchedulerOutput) -> None:
+        if isinstance(message, InitializeCache):
+            self._engine.send(CacheReady(message.epoch, self._boot.index))
+        else:
+            self._engine.send(self._worker.answer(message))
+
+
+def main(boot: ProcessBoot, supervisor: Link) -> None:
+    """Answer until told to stop."""
+    NullWorker(boot, supervisor).run()
+
+
+if __name__ == "__main__":
+    run(main)
