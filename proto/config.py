@@ -6,6 +6,7 @@ else in tokend holds a default. Structs are frozen: what a process runs with is
 what it was given.
 """
 
+import math
 import re
 from typing import Any, Final, Literal
 
@@ -80,6 +81,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that a session (a request with input in parts) waits for input before it ends."""
     crashes_until_alone: int = 3
     """Crashes in a row, without a token in between, after which a request is computed alone."""
+    max_num_queued_reqs: int | None = None
+    """Most choices waiting for their first step; by default 4 times what can run; 0: no limit."""
+    max_num_queued_tokens: int | None = None
+    """Most prompt tokens of those; by default 4 times what the KV pool holds; 0: no limit."""
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +126,8 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Front-end processes."""
     disable_log_requests: bool = False
     """Do not log a line for each request."""
+    queue_timeout: float = 0.0
+    """Seconds that a request may wait for its first step before it gets a 503; 0: no limit."""
 
 
 class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,6 +214,9 @@ def validate(config: ServeConfig) -> None:
             "session_timeout",
         )
     _positive("crashes_until_alone", scheduler.crashes_until_alone)
+    for field in ("max_num_queued_reqs", "max_num_queued_tokens"):
+        _not_negative(field, getattr(scheduler, field) or 0)
+    _not_negative("queue_timeout", frontend.queue_timeout)
     if config.reliability.max_restarts < 0:
         raise ConfigError(
             f"--max-restarts must be 0 or more, got {config.reliability.max_restarts}",
@@ -301,6 +311,11 @@ def _check_kv_events(cache: CacheConfig) -> None:
             "and --no-enable-prefix-caching turns it off",
             "kv_events_endpoint",
         )
+
+
+def _not_negative(field: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"{flag_name(field)} must be 0 or more, got {value}", field)
 
 
 def _positive(field: str, value: int | None) -> None:

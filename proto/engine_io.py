@@ -16,6 +16,7 @@ was drawn and never computed), and the new part:
 """
 
 import enum
+import math
 from typing import Final, Literal
 
 import msgspec
@@ -57,6 +58,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     cache_salt: separates prefix caches; enters the hash of the first block.
     crash_count: processes that died while this request was computed, since its last token.
     resumable: opens a session, which the `last` SessionInput closes.
+    accepted: an engine has taken it in before, so no limit of the queue refuses it now.
+    queue_deadline, deadline: seconds on the monotonic clock of the machine, before which it
+        must have begun and must be over; infinite for none.
     """
 
     epoch: int
@@ -72,6 +76,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     finished_choices: tuple[int, ...] = ()
     crash_count: int = 0
     resumable: bool = False
+    accepted: bool = False
+    queue_deadline: float = math.inf
+    deadline: float = math.inf
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2, frozen=True):

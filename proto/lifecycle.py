@@ -11,6 +11,7 @@ When one of them dies the others go on, and hear from the supervisor whom to mee
 engine died      supervisor ──NewEngine──▶ workers, front ends
 worker died      supervisor ──NewWorkers──▶ engine ──WorkersReady──▶ supervisor
 front end died   supervisor ──NewFrontEnd──▶ engine
+front end stuck  engine ──FrontEndStalled──▶ supervisor, which kills it
 
 Links of the data path are numbered by epochs, all from one counter of the supervisor:
 those between engine and workers by the worker epoch, those between engine and front
@@ -145,6 +146,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
 
     max_model_len: usable length: the model's, the setting's or the pool's, the least.
     num_blocks: usable KV blocks, without the null block.
+    max_num_queued_reqs, max_num_queued_tokens: limits of the queue; 0 for none.
     """
 
     protocol_version: int
@@ -154,6 +156,8 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     block_size: int
     vocab_size: int
     device_name: str
+    max_num_queued_reqs: int = 0
+    max_num_queued_tokens: int = 0
 
 
 class FrontEndReady(msgspec.Struct, array_like=True, tag=14, frozen=True):
@@ -237,7 +241,22 @@ class Paused(msgspec.Struct, array_like=True, tag=25, frozen=True):
     mode: PauseMode | None
 
 
+class FrontEndStalled(msgspec.Struct, array_like=True, tag=34, frozen=True):
+    """This life of a front end does not read what the engine sends; the engine has given it up."""
+
+    index: int
+    incarnation: int
+
+
 ToSupervisor = (
-    EngineReady | FrontEndReady | Progress | Notice | Fatal | Heartbeat | WorkersReady | Paused
+    EngineReady
+    | FrontEndReady
+    | Progress
+    | Notice
+    | Fatal
+    | Heartbeat
+    | WorkersReady
+    | Paused
+    | FrontEndStalled
 )
 FromSupervisor = Shutdown | NewEngine | NewWorkers | NewFrontEnd | Restarted

@@ -313,6 +313,24 @@ def test_who_raises_is_named_with_its_traceback_and_started_again(
     assert daemon.text.count("Traceback") == 1
 
 
+def test_a_front_end_that_the_engine_gave_up_is_killed_once(
+    start: Callable[..., FakeDaemon],
+) -> None:
+    daemon = start()
+    daemon.wait_ready()
+    before = daemon.children()
+    before["api_server"].suspend()
+    os.kill(before["engine_core"].pid, signal.SIGUSR2)
+    daemon.wait_for("api 0: is back after", "engine 0: heard NewFrontEnd(index=0, incarnation=1)")
+    os.kill(before["engine_core"].pid, signal.SIGUSR2)
+    before["engine_core"].kill()
+    daemon.wait_for("engine 0: is back after")
+    after = daemon.children()
+    assert daemon.text.count("api 0: is back after") == 1, "the complaint was of an earlier life"
+    assert after["api_server"].pid != before["api_server"].pid
+    assert after["worker"].pid == before["worker"].pid
+
+
 def test_without_progress_it_is_not_tried_for_ever(start: Callable[..., FakeDaemon]) -> None:
     daemon = start("max_restarts=2")
     daemon.wait_ready()
