@@ -58,6 +58,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     cache_salt: separates prefix caches; enters the hash of the first block.
     crash_count: processes that died while this request was computed, since its last token.
     resumable: opens a session, which the `last` SessionInput closes.
+    tenant: 64 bits, who shares the engine fairly with other tenants; 0 where nobody is named.
     accepted: an engine has taken it in before, so no limit of the queue refuses it now.
     queue_deadline, deadline: seconds on the monotonic clock of the machine, before which it
         must have begun and must be over; infinite for none.
@@ -76,6 +77,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     finished_choices: tuple[int, ...] = ()
     crash_count: int = 0
     resumable: bool = False
+    tenant: int = 0
     accepted: bool = False
     queue_deadline: float = math.inf
     deadline: float = math.inf

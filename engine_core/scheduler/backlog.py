@@ -6,6 +6,11 @@ for ever, also when it is preempted or computed anew after a crash.
 
     a message ─▶ check ─▶ enter ─▶ admitted, or forgotten ─▶ (out)
                    └▶ QueueFullError: all its choices, or none
+
+A tenant that has little in a full queue is taken in all the same, or the flood of another one
+would shut it out:
+
+    |<----------- limit ----------->|<- others up to their share ->|  some twice the limit
 """
 
 import math
@@ -53,6 +58,36 @@ def queue_limits(config: SchedulerConfig, num_usable_blocks: int, block_size: in
     return QueueLimits(num_requests, num_tokens)
 
 
+@dataclass(slots=True)
+class Share:
+    """What waits: of one tenant, or of all."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+
+    def add(self, num_requests: int, num_tokens: int) -> None:
+        self.num_requests += num_requests
+        self.num_tokens += num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """`more` on top of what is `waiting`, of which some is `mine`; a limit of 0 is none."""
+
+    limit: int
+    waiting: int
+    mine: int
+    more: int
+
+    def is_granted(self, num_tenants: int) -> bool:
+        """It fits, or others have filled the queue and this tenant has nothing or little in it."""
+        if not self.limit or self.waiting + self.more <= self.limit:
+            return True
+        if self.mine == self.waiting or self.waiting >= 2 * self.limit:
+            return False
+        return not self.mine or self.mine + self.more <= self.limit // num_tenants
+
+
 class Pace:
     """At what rate requests leave the queue, as long as there are any in it."""
 
@@ -98,13 +133,19 @@ class Backlog:
 
     def __init__(self, limits: QueueLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits
-        self.num_tokens = 0
+        self._all = Share()
+        self._shares: dict[int, Share] = {}  # by tenant; none is empty
         self._tokens: dict[int, int] = {}  # that each one counts for, by handle
         self._pace = Pace(clock)
 
     def __len__(self) -> int:
         """Choices that wait for their first step."""
         return len(self._tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """In their prompts."""
+        return self._all.num_tokens
 
     def check(self, message: EngineCoreRequest) -> None:
         """Raise QueueFullError if a message, with all its choices, is too much.
@@ -113,21 +154,20 @@ class Backlog:
         """
         if message.accepted or not self._tokens:
             return
-        limits, num_prompt_tokens = self.limits, len(message.prompt_token_ids)
-        for field, unit, limit, waiting, more in (
-            ("max_num_queued_reqs", "requests", limits.num_requests, len(self), message.n),
-            (
-                "max_num_queued_tokens",
-                "prompt tokens",
-                limits.num_tokens,
-                self.num_tokens,
-                num_prompt_tokens,
-            ),
+        limits, both = self.limits, self._all
+        own = self._shares.get(message.tenant, Share())
+        reqs = _Claim(limits.num_requests, both.num_requests, own.num_requests, message.n)
+        num_tokens = len(message.prompt_token_ids)
+        tokens = _Claim(limits.num_tokens, both.num_tokens, own.num_tokens, num_tokens)
+        num_tenants = len(self._shares.keys() | {message.tenant})
+        for claim, unit, field in (
+            (reqs, "requests", "max_num_queued_reqs"),
+            (tokens, "prompt tokens", "max_num_queued_tokens"),
         ):
-            if limit and waiting + more > limit:
+            if not claim.is_granted(num_tenants):
                 error = QueueFullError(
-                    f"the queue is full: {waiting} {unit} wait, this would add {more}, and "
-                    f"{flag_name(field)} is {limit}",
+                    f"the queue is full: {claim.waiting} {unit} wait, this would add "
+                    f"{claim.more}, and {flag_name(field)} is {claim.limit}",
                     field,
                 )
                 error.retry_after_seconds = self.seconds_to_empty
@@ -139,7 +179,8 @@ class Backlog:
             self._pace.begin()
         num_tokens = 0 if request.choice else request.num_prompt_tokens
         self._tokens[request.handle] = num_tokens
-        self.num_tokens += num_tokens
+        self._all.add(1, num_tokens)
+        self._shares.setdefault(request.tenant, Share()).add(1, num_tokens)
 
     @property
     def seconds_to_empty(self) -> int:
@@ -164,7 +205,12 @@ class Backlog:
     def _leave(self, request: Request) -> None:
         if request.handle not in self._tokens:
             return
-        self.num_tokens -= self._tokens.pop(request.handle)
+        num_tokens = self._tokens.pop(request.handle)
+        self._all.add(-1, -num_tokens)
+        share = self._shares[request.tenant]
+        share.add(-1, -num_tokens)
+        if not share.num_requests:
+            del self._shares[request.tenant]
         self._pace.note()
         if not self._tokens:
             self._pace.end()

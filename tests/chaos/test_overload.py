@@ -7,7 +7,7 @@ import httpx
 import psutil
 import pytest
 
-from deploy.loadtest.overload.bench import OverloadRun, left_behind
+from deploy.loadtest.overload.bench import SMALL_POOL, OverloadRun, left_behind
 from deploy.loadtest.overload.memory import Memory
 from deploy.loadtest.overload.offers import Customers, Outcome, Recipe, customers
 from tests.e2e.daemon import Daemon, eventually
@@ -24,7 +24,8 @@ GROWTH_MIB = 64.0
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
     flags = ("--max-num-seqs", str(SEATS), "--max-num-queued-reqs", str(QUEUE))
-    with Daemon("--dtype", "float32", "--disable-log-requests", *flags) as running:
+    flags += ("--kv-cache-memory", SMALL_POOL, "--disable-log-requests")
+    with Daemon("--dtype", "float32", *flags) as running:
         yield running
 
 

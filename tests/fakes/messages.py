@@ -29,12 +29,15 @@ def request(
     )
 
 
-def make_request(handle: int, prompt: list[int], request_id: int = 1, choice: int = 0) -> Request:
+def make_request(
+    handle: int, prompt: list[int], request_id: int = 1, choice: int = 0, tenant: int = 0
+) -> Request:
     """A choice that belongs to no scheduler."""
     return Request(
         handle=handle,
         request_id=request_id,
         choice=choice,
+        tenant=tenant,
         prompt_token_ids=prompt,
         sampling_params=SamplingParams(max_tokens=4),
         hasher=make_manager(2).hasher,

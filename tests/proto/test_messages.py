@@ -110,6 +110,7 @@ MESSAGES = [
         finished_choices=(1,),
         crash_count=1,
         resumable=True,
+        tenant=(1 << 64) - 1,
         accepted=True,
         queue_deadline=13.5,
         deadline=14.5,

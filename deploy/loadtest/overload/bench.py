@@ -29,6 +29,8 @@ from deploy.loadtest.overload.offers import Customers, Outcome, Recipe, customer
 GAUGES: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting", "tokend:queued_tokens")
 REST_SECONDS: Final = 10.0
 WARM_UP_SECONDS: Final = 5.0
+SMALL_POOL: Final = "128M"
+"""Memory of a pool is taken when it is first used; this one is in use before the flood begins."""
 
 
 @dataclass
@@ -122,7 +124,10 @@ def main(words: Sequence[str]) -> None:
     """Measure and print."""
     options = _parse(words)
     console = Console(width=130)
-    flags = ["--max-num-seqs", str(options.seats), "--max-num-queued-reqs", str(options.queue)]
+    flags = [
+        *("--max-num-seqs", str(options.seats), "--max-num-queued-reqs", str(options.queue)),
+        *("--kv-cache-memory", SMALL_POOL),
+    ]
     with MeasuredDaemon([*flags, *options.serve_flags]) as daemon:
         memory = Memory(daemon.pid)
         record = asyncio.run(_run(daemon.url, memory, options))

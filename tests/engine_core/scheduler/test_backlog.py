@@ -117,6 +117,56 @@ def test_no_limits():
     backlog.check(request(n=128, prompt=[1] * 1000))
 
 
+def fill(backlog, tenant, number, first_handle):
+    for handle in range(first_handle, first_handle + number):
+        backlog.enter(make_request(handle, [1] * 10, tenant=tenant))
+
+
+def is_full_for(backlog, tenant, **fields):
+    try:
+        backlog.check(request(tenant=tenant, **fields))
+    except QueueFullError:
+        return True
+    return False
+
+
+def test_a_flood_of_one_tenant_shuts_no_other_out():
+    backlog = Backlog(QueueLimits(10, 0), FakeClock())
+    fill(backlog, 1, 10, 0)
+    assert is_full_for(backlog, 1)
+    assert not is_full_for(backlog, 2, n=9), "it has nothing there yet"
+    fill(backlog, 2, 4, 10)
+    assert not is_full_for(backlog, 2)
+    assert is_full_for(backlog, 2, n=2), "half of it is its share"
+    fill(backlog, 2, 1, 14)
+    assert is_full_for(backlog, 2)
+    assert not is_full_for(backlog, 3, n=3)
+    fill(backlog, 3, 3, 15)
+    assert is_full_for(backlog, 3), "now there are three"
+    fill(backlog, 4, 2, 18)
+    assert is_full_for(backlog, 5), "twice the limit wait"
+
+
+def test_tokens_are_shared_as_well():
+    backlog = Backlog(QueueLimits(0, 100), FakeClock())
+    fill(backlog, 1, 10, 0)
+    assert is_full_for(backlog, 1)
+    assert not is_full_for(backlog, 2, prompt=[1] * 500)
+    fill(backlog, 2, 4, 10)
+    assert not is_full_for(backlog, 2, prompt=[1] * 10)
+    assert is_full_for(backlog, 2, prompt=[1] * 11)
+
+
+def test_a_tenant_that_has_left_has_no_share():
+    engine = EngineHarness()
+    backlog = engine.scheduler.backlog
+    queue(engine, [1, 2], tenant=7)
+    queue(engine, [3, 4], tenant=8)
+    assert len(backlog._shares) == 2
+    engine.step()
+    assert not backlog._shares
+
+
 class TestPace:
     """The estimate is the time that the queue takes at the rate of late, within bounds."""
 
