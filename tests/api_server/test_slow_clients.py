@@ -1,6 +1,7 @@
 """Clients that send or read too slowly: nobody else is held up, and nothing piles up."""
 
 import asyncio
+import contextlib
 import json
 import socket
 
@@ -11,7 +12,6 @@ from api_server import http_protocol
 from api_server.outputs import unsent
 from api_server.outputs.unsent import Unsent
 from proto.engine_io import FinishReason
-from tests.api_server.test_bad_requests import raw_exchange
 from tests.api_server.test_system import samples
 
 
@@ -131,8 +131,8 @@ async def test_a_connection_that_takes_nothing_is_cut_off(start, tokenizer, monk
 
 
 async def test_a_slow_reader_that_reads_is_not_cut_off(start, tokenizer, monkeypatch):
+    """Every look at it finds that something was taken since the last one."""
     small_send_buffers(monkeypatch)
-    monkeypatch.setattr(http_protocol, "STALL_SECONDS", 0.1)
     piece = tokenizer.encode(" number" * 100).ids
     async with start(accepts=True, max_model_len=200_000) as front_end:
         client = await deaf_client(front_end, post({}, b"connection: close"))
@@ -140,42 +140,79 @@ async def test_a_slow_reader_that_reads_is_not_cut_off(start, tokenizer, monkeyp
         for _ in range(299):
             front_end.engine.emit(request, piece)
         front_end.engine.emit(request, piece, finish=FinishReason.LENGTH)
-        loop, text = asyncio.get_running_loop(), b""
-        started = loop.time()
-        while more := await loop.sock_recv(client, 1 << 14):
+        (connection,) = front_end.server.server_state.connections
+        text, looks = b"", 0
+        while more := await asyncio.get_running_loop().sock_recv(client, 1 << 14):
             text += more
-            await asyncio.sleep(0.02)
+            if connection.transport.get_write_buffer_size() < connection._unread:
+                connection._check_reader()
+                looks += 1
         client.close()
-        assert loop.time() - started > 0.2
+        assert looks > 3
         assert text.endswith(b"}")
 
 
-async def test_headers_that_do_not_come(start, say, monkeypatch):
-    monkeypatch.setattr(http_protocol, "HEADER_SECONDS", 0.1)
-    async with start(say("!")) as front_end:
-        begin = b"GET /health HTTP/1.1\r\nhost: x\r\n"
-        answer = await raw_exchange(front_end, begin)
+@contextlib.asynccontextmanager
+async def unfinished(front_end, sent: bytes):
+    """A connection whose client has sent this and waits; yields it, and what reads from it."""
+    known = set(front_end.server.server_state.connections)
+    reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(front_end.url).port)
+    while not (new := front_end.server.server_state.connections - known):
+        await asyncio.sleep(0)
+    writer.write(sent)
+    yield new.pop(), reader
+    writer.close()
+
+
+BEGIN = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+
+
+async def test_headers_that_do_not_come(start):
+    async with start() as front_end, unfinished(front_end, BEGIN) as (connection, reader):
+        while not connection._in_headers:
+            await asyncio.sleep(0)
+        assert connection._arrival.is_set
+        connection._headers_overdue()
+        answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
         assert b"connection: close" in answer
         content = answer.partition(b"\r\n\r\n")[2]
         assert json.loads(content)["error"]["type"] == "RequestTimeoutError"
-        assert await raw_exchange(front_end) == b"", "nothing was asked, nothing is answered"
-        # A second request on a connection that has had one.
-        answer = await raw_exchange(front_end, begin + b"\r\n" + begin)
-        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
-        assert b"HTTP/1.1 408 " in answer
-        assert await raw_exchange(front_end, b"\r\n") == b""
-        assert (await front_end.complete()).status_code == 200
 
 
-async def test_headers_in_time_leave_the_answer_all_the_time_it_takes(start, monkeypatch):
-    monkeypatch.setattr(http_protocol, "HEADER_SECONDS", 0.05)
-    async with start(accepts=True) as front_end:
-        answer = asyncio.create_task(front_end.complete())
+async def test_a_connection_without_a_request_ends_without_an_answer(start):
+    async with start() as front_end, unfinished(front_end, b"") as (connection, reader):
+        assert connection._arrival.is_set
+        connection._headers_overdue()
+        assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("more", [BEGIN, b"\r\n"])
+async def test_a_further_request_that_does_not_come(start, more):
+    async with (
+        start() as front_end,
+        unfinished(front_end, BEGIN + b"\r\n") as (connection, reader),
+    ):
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
+        assert not connection._arrival.is_set, "idle connections are uvicorn's to end"
+        connection.data_received(more)
+        assert connection._arrival.is_set
+        connection._headers_overdue()
+        assert (await reader.read()).startswith(b"HTTP/1.1 408 ") == (more is BEGIN)
+
+
+async def test_headers_in_time_leave_the_answer_all_the_time_it_takes(start):
+    async with (
+        start(accepts=True) as front_end,
+        unfinished(front_end, post({"max_tokens": 4})) as (connection, reader),
+    ):
         request = await front_end.engine.requests.get()
-        await asyncio.sleep(0.15)
+        assert not connection._arrival.is_set
+        connection.data_received(BEGIN)
+        connection._headers_overdue()
+        assert connection._arrival.is_set, "an answer is under way: it is looked at later"
         front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
-        assert (await answer).status_code == 200
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_the_rest_of_a_body_that_was_answered_already(start, monkeypatch):
