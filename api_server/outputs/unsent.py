@@ -16,12 +16,17 @@ ENTRY_BYTES: Final = 64
 
 
 class Unsent:
-    """limit: bytes; infinite for an answer that is sent as a whole."""
+    """limit: bytes; infinite for an answer that is sent as a whole.
 
-    __slots__ = ("_limit", "num_bytes")
+    is_blocked: the connection takes nothing more just now. Otherwise all that waits is about
+    to be sent, however much a burst of the engine has brought.
+    """
+
+    __slots__ = ("_limit", "is_blocked", "num_bytes")
 
     def __init__(self, limit: float = math.inf) -> None:
         self._limit = limit
+        self.is_blocked = False
         self.num_bytes = 0
 
     def add_text(self, text: str) -> None:
@@ -37,7 +42,7 @@ class Unsent:
 
     def check(self) -> None:
         """Raise SlowReaderError when too much waits."""
-        if self.num_bytes > self._limit:
+        if self.is_blocked and self.num_bytes > self._limit:
             raise SlowReaderError(
                 f"the stream was ended: {self.num_bytes} bytes of it waited to be read"
             )

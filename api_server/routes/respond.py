@@ -65,7 +65,9 @@ class GenerationResponse(Response):
                 events += self._closing_events()
             if events:
                 body = events.encode()
+                generation.unsent.is_blocked = True  # seen by others only if `send` has to wait
                 await send({"type": "http.response.body", "body": body, "more_body": not over})
+                generation.unsent.is_blocked = False
             if over:
                 return
             await generation.wait()

@@ -85,6 +85,19 @@ async def test_a_stream_that_nobody_reads_is_ended_at_its_bound(
             pass
 
 
+async def test_a_burst_of_the_engine_is_not_the_fault_of_the_client(start, tokenizer, monkeypatch):
+    monkeypatch.setattr("api_server.routes.prepare.MAX_UNSENT_BYTES", 100)
+    ids = tokenizer.encode(" number" * 100).ids
+    async with start(accepts=True, max_model_len=200_000) as front_end:
+        answer = asyncio.create_task(front_end.complete(stream=True, max_tokens=100_000))
+        request = await front_end.engine.requests.get()
+        front_end.engine.send_outputs(*(front_end.engine.output(request, ids) for _ in range(9)))
+        front_end.engine.emit(request, ids, finish=FinishReason.LENGTH)
+        text = (await answer).text
+        assert text.count(" number") == 1000
+        assert "error" not in text
+
+
 async def test_who_reads_on_after_that_hears_why_it_ended(start, tokenizer, monkeypatch):
     small_send_buffers(monkeypatch)
     monkeypatch.setattr("api_server.routes.prepare.MAX_UNSENT_BYTES", 20_000)
@@ -231,16 +244,21 @@ async def test_the_rest_of_a_body_that_was_answered_already(start, monkeypatch):
 
 def test_unsent_counts_bytes_and_forgets_what_was_taken():
     waiting = Unsent(1000)
+    waiting.is_blocked = True
     waiting.add_text("é" * 400)
     waiting.check()
     waiting.add_entries(4)
     with pytest.raises(unsent.SlowReaderError, match="1056 bytes"):
         waiting.check()
+    waiting.is_blocked = False
+    waiting.check()
+    waiting.is_blocked = True
     waiting.clear()
     waiting.check()
 
 
 def test_an_answer_that_is_sent_as_a_whole_waits_without_a_bound():
     waiting = Unsent()
+    waiting.is_blocked = True
     waiting.add_text("x" * 10_000_000)
     waiting.check()

@@ -102,3 +102,49 @@ async def test_a_hundred_a_second_that_do_not_stay(daemon: Daemon) -> None:
     assert outcome.accepted
     assert daemon.metric("tokend:requests_cut_short_total") > 0
     await asyncio.to_thread(before.assert_the_same)
+
+
+def events(response: httpx.Response) -> list[str]:
+    return response.text.strip().split("\n\n")
+
+
+async def ask(daemon: Daemon, **fields: object) -> httpx.Response:
+    body = {"prompt": "Once upon a time", "max_tokens": 1000, "ignore_eos": True, **fields}
+    async with httpx.AsyncClient(timeout=120) as client:
+        return await client.post(f"{daemon.url}/v1/completions", json=body)
+
+
+async def test_whose_time_is_over_stops_at_once(daemon: Daemon) -> None:
+    """In a stream, as a whole answer, and over the death of the engine."""
+    before = Before(daemon)
+    whole = await ask(daemon, timeout_ms=300)
+    assert whole.status_code == 504
+    streamed = await ask(daemon, timeout_ms=3000, stream=True)
+    assert streamed.status_code == 200
+    assert len(events(streamed)) > 2, "there were tokens before"
+    assert '"code": 504' in events(streamed)[-2]
+    assert events(streamed)[-1] == "data: [DONE]"
+    await asyncio.to_thread(before.assert_the_same)
+    asking = asyncio.create_task(ask(daemon, timeout_ms=6000, stream=True))
+    assert await asyncio.to_thread(
+        eventually, lambda: daemon.metric("vllm:num_requests_running") == 1
+    )
+    daemon.processes()["engine_core"].kill()
+    streamed = await asking
+    assert streamed.status_code == 200
+    assert '"code": 504' in events(streamed)[-2]
+    assert left_behind(daemon.url) == []
+
+
+async def test_who_waits_too_long_in_the_queue_is_refused(daemon: Daemon) -> None:
+    before = Before(daemon)
+    running = [asyncio.create_task(ask(daemon, stream=True, timeout_ms=8000)) for _ in range(SEATS)]
+    assert await asyncio.to_thread(
+        eventually, lambda: daemon.metric("vllm:num_requests_running") == SEATS
+    )
+    for stream in (False, True):
+        late = await ask(daemon, queue_timeout_ms=200, stream=stream)
+        assert late.status_code == 503
+        assert late.headers["retry-after"]
+    assert [(await each).status_code for each in running] == [200] * SEATS
+    await asyncio.to_thread(before.assert_the_same)
