@@ -414,7 +414,8 @@ def test_what_was_finished_before_the_crash_takes_no_place():
 def test_what_fails_while_it_is_added_leaves_its_places(monkeypatch):
     desk = Desk(max_num_queued_reqs=2)
     desk.take(request(1))
-    monkeypatch.setattr(desk.engine.scheduler.deadlines, "enter", lambda *_: 1 // 0)
+    add = desk.intake._add
+    monkeypatch.setattr(desk.intake, "_add", lambda *given: add(*given) or 1 // 0)
     desk.take(request(2))
     monkeypatch.undo()
     desk.take(request(3))
