@@ -7,7 +7,7 @@ bad_model_later  in its second life, whatever the first one ends of
 exits            ends without a word, status 3, while starting
 orphans          leaves a process without its parent behind, names it, and is good
 
-Whoever is sent SIGUSR1 fails with an error. An engine that is sent SIGUSR2 gives up front end 0.
+Whoever is sent SIGUSR1 fails with an error. An engine that is sent SIGIO gives up front end 0.
 """
 
 import os
@@ -38,7 +38,7 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
     if behaviour == "bad_model" or (behaviour == "bad_model_later" and boot.incarnation):
         raise ModelError("config.json asks for rope type 'moebius'")
     signal.signal(signal.SIGUSR1, _crack)
-    signal.signal(signal.SIGUSR2, lambda *_: supervisor.send(FrontEndStalled(0, 0)))
+    signal.signal(signal.SIGIO, lambda *_: supervisor.send(FrontEndStalled(0, 0)))
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "orphans":
