@@ -9,6 +9,7 @@ its descriptor wakes the loop. Knows nothing of HTTP.
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator
 from typing import Any, Final, Literal
 
@@ -28,7 +29,13 @@ from proto.engine_io import (
     PauseMode,
     SessionInput,
 )
-from proto.errors import InternalRequestError, OverloadedError, ProtocolError, RequestError
+from proto.errors import (
+    InternalRequestError,
+    OverloadedError,
+    ProtocolError,
+    RequestError,
+    TimeLimitError,
+)
 from proto.lifecycle import EngineReady
 from proto.sockets import Link, PeerStalledError
 from proto.stats import SchedulerStats
@@ -38,6 +45,8 @@ logger = logging.getLogger("tokend.api")
 FromEngine = EngineReady | EngineCoreOutputs | AdminReply
 FLUSH_SECONDS = 0.01
 """How soon to try again when the engine does not take what is sent."""
+GAP_SECONDS = 0.1
+"""How often to look, while there is no engine, for requests whose time is over."""
 MAX_WAITING = 4096
 """Requests that wait for an engine that is being restarted; more are refused."""
 NOTHING_RUNS: Final = SchedulerStats(num_running=0, num_waiting=0, kv_cache_usage=0.0)
@@ -118,6 +127,7 @@ class EngineClient:
             self._ask(entry.message(self.epoch))
             entry.sent = True
         elif len(self._open) >= MAX_WAITING:
+            self._metrics.admission_rejected("restart")
             raise OverloadedError("the engine is being restarted and too many requests wait")
         self._open[request.request_id] = entry
 
@@ -167,6 +177,7 @@ class EngineClient:
                 entry.stream.fail(InternalRequestError("the session ended with its engine"))
         self._loop.add_reader(link.fileno(), self._drain)
         self._plan_drain()
+        self._watch_gap(epoch)
 
     def close(self) -> None:
         """Fail all that is open and stop listening."""
@@ -181,6 +192,18 @@ class EngineClient:
             reply.cancel()
         self._open.clear()
         self._link.close()
+
+    def _watch_gap(self, epoch: int) -> None:
+        """Until the engine of an epoch is there, nobody else ends requests whose time is over."""
+        if self._closed or self._connected or epoch != self.epoch:
+            return
+        now = time.monotonic()
+        for entry in list(self._open.values()):
+            try:
+                entry.check_time(now)
+            except TimeLimitError as error:
+                self._fail(entry.stream, error)
+        self._loop.call_later(GAP_SECONDS, self._watch_gap, epoch)
 
     def _ask(self, message: EngineCoreRequest | SessionInput) -> None:
         _ = self.engine
@@ -243,6 +266,7 @@ class EngineClient:
             )
         else:
             self._engine = message
+            self._metrics.queue_limits(message.max_num_queued_reqs, message.max_num_queued_tokens)
             self._connected = True
             self._send_again()
         self._ready.set()
@@ -269,7 +293,7 @@ class EngineClient:
         for request_id in message.accepted:
             entry = self._open.get(request_id)
             if entry is not None:
-                entry.stream.accept()
+                entry.accept()
         for request_id in message.alone:
             entry = self._open.get(request_id)
             if entry is not None:

@@ -30,6 +30,14 @@ class SlowUploadError(RequestError):
     type = "RequestTimeoutError"
 
 
+class SlowReaderError(RequestError):
+    """The client does not read its stream as fast as it is produced."""
+
+    status = 408
+    type = "RequestTimeoutError"
+    cause = "slow_reader"
+
+
 class HeadersTooLargeError(RequestError):
     status = 431
     type = "RequestHeadersTooLargeError"
@@ -56,8 +64,8 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 def error_response(error: RequestError) -> JSONResponse:
     headers = {}
-    if error.status == 503:
-        headers["retry-after"] = "1"
+    if error.retry_after_seconds:
+        headers["retry-after"] = str(error.retry_after_seconds)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     if error.status in (408, 431):

@@ -1,23 +1,70 @@
-"""HTTP/1.1 on one connection: uvicorn's protocol with a limit on what stands before the body.
+"""HTTP/1.1 on one connection: uvicorn's protocol with limits in bytes and in time.
 
-Owns that limit and the answer to who exceeds it. Knows nothing of routes.
+Owns the limits of what stands before the body, of how long a client may take to send it or
+to read an answer, and the reply to who exceeds them. Knows nothing of routes.
+
+    connection ─▶ headers ─▶ body ─▶ answer ─▶ headers …
+    |HEADER_SECONDS|  (routes)  |STALL_SECONDS without a byte taken|
 """
 
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
 from typing import Final
 
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from api_server.errors import HeadersTooLargeError, error_response
+from api_server.errors import HeadersTooLargeError, SlowUploadError, error_response
+from proto.errors import RequestError
 
 MAX_HEADER_BYTES: Final = 64 << 10
 """Most bytes of the URL and all header lines of a request together."""
 
+HEADER_SECONDS: Final = 60.0
+"""From the connection, or the first byte of a further request on it, to the end of the headers."""
+
+LEFTOVER_SECONDS: Final = 60.0
+"""For the rest of a body that was answered before it had arrived."""
+
+STALL_SECONDS: Final = 60.0
+"""A client that does not take one byte of what waits for it in such a time is cut off."""
+
 LINGER_SECONDS: Final = 1.0
 """A refused client may still be sending; closing at once would reset what it should read."""
 
+_STALLED: Final = "tokend.stalled"
+
+
+def is_stalled(scope: Scope) -> bool:
+    """Whether the connection of a request was cut off because its client did not read."""
+    return bool(scope.get(_STALLED))
+
+
+class Alarm:
+    """One call at a time that is to come if nothing prevents it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._handle: asyncio.TimerHandle | None = None
+
+    def set(self, seconds: float, call: Callable[[], None]) -> None:
+        """In place of what was to come."""
+        self.cancel()
+        self._handle = self._loop.call_later(seconds, call)
+
+    def cancel(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    @property
+    def is_set(self) -> bool:
+        return self._handle is not None
+
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """Answers 431 and closes when a request's headers are too large.
+    """Answers 431 when a request's headers are too large, 408 when they do not come, and closes.
 
     Two counts: `_parsed` is exact, over what the parser has handed out; `_raw` is over
     what came while one endless header keeps the parser silent.
@@ -29,23 +76,31 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _begun = 0
     _parsed = 0
     _raw = 0
+    _unread = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arrival, self._reading = Alarm(self.loop), Alarm(self.loop)
+        self._arrival.set(HEADER_SECONDS, self._headers_overdue)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._arrival.cancel()
+        self._reading.cancel()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        all_of_one = 0 if self._in_headers else 1
-        in_body, self._begun = self._in_body, 0
-        super().data_received(data)
-        if in_body or self._begun != all_of_one:
-            return  # the data began with the end of an earlier request
-        if self._in_headers and not self._refused:
-            self._raw += len(data)
-            if self._raw > MAX_HEADER_BYTES:
-                self._refuse()
+        self._parse(data)
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if is_idle and not self._in_body and not self._arrival.is_set:
+            self._arrival.set(HEADER_SECONDS, self._headers_overdue)
 
     def on_message_begin(self) -> None:
         self._in_headers, self._parsed, self._raw = True, 0, 0
         self._begun += 1
+        if not self._arrival.is_set:
+            self._arrival.set(HEADER_SECONDS, self._headers_overdue)
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -58,31 +113,91 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_headers, self._in_body = False, True
+        self._arrival.cancel()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         self._in_body = False
+        self._arrival.cancel()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._watch_reader()
+        elif self._in_body and self.cycle.response_complete:
+            self._arrival.set(LEFTOVER_SECONDS, self.transport.abort)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """The connection is idle; what its client has not read by now it never will."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        if not self.transport.is_closing():
+            self._reading.cancel()
+        super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
         """What uvicorn calls when the parser stops, also when `_count` stopped it."""
         if self._parsed > MAX_HEADER_BYTES:
-            self._refuse()
+            self._refuse_headers()
         else:
             super().send_400_response(msg)
+
+    def _parse(self, data: bytes) -> None:
+        all_of_one = 0 if self._in_headers else 1
+        in_body, self._begun = self._in_body, 0
+        super().data_received(data)
+        if in_body or self._begun != all_of_one:
+            return  # the data began with the end of an earlier request
+        if self._in_headers and not self._refused:
+            self._raw += len(data)
+            if self._raw > MAX_HEADER_BYTES:
+                self._refuse_headers()
 
     def _count(self, number: int) -> None:
         self._parsed += number
         if self._parsed > MAX_HEADER_BYTES:
             raise ValueError("the headers are too large")
 
-    def _refuse(self) -> None:
+    def _refuse_headers(self) -> None:
         message = f"URL and headers are larger than {MAX_HEADER_BYTES} bytes together"
-        response = error_response(HeadersTooLargeError(message))
-        lines = [b"HTTP/1.1 431 Request Header Fields Too Large"]
+        self._refuse(HeadersTooLargeError(message))
+
+    def _headers_overdue(self) -> None:
+        """Who has not begun a request is owed no answer."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._arrival.set(HEADER_SECONDS, self._headers_overdue)  # an answer is under way
+        elif self._in_headers:
+            self._refuse(SlowUploadError(f"the headers did not come in {HEADER_SECONDS:g} s"))
+        else:
+            self.transport.close()
+
+    def _watch_reader(self) -> None:
+        """Nothing more is written until what waits has been taken, so it can only get less."""
+        self._unread = self.transport.get_write_buffer_size()
+        self._reading.set(STALL_SECONDS, self._check_reader)
+
+    def _check_reader(self) -> None:
+        if self.transport.get_write_buffer_size() < self._unread:
+            self._watch_reader()
+        else:
+            self.cycle.scope[_STALLED] = True  # type: ignore[typeddict-unknown-key]
+            self.transport.abort()
+
+    def _refuse(self, error: RequestError) -> None:
+        response = error_response(error)
+        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
         lines += [name + b": " + value for name, value in response.raw_headers]
         self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
         if self.transport.can_write_eof():  # TLS has no half of a connection to close
             self.transport.write_eof()
         self._refused = True
-        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        self._arrival.set(LINGER_SECONDS, self.transport.close)

@@ -86,6 +86,11 @@ class Metrics(Collector):
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
         self._corrupted_requests = 0
+        self._queue_limits = (0, 0)
+        self._rejections: defaultdict[str, int] = defaultdict(int)
+        self._rejections.update(max_num_queued_reqs=0, max_num_queued_tokens=0, restart=0)
+        self._cut_short: defaultdict[str, int] = defaultdict(int)
+        self._cut_short.update(disconnect=0, slow_reader=0, queue_timeout=0, timeout=0)
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._restarts = {process_title(role): 0 for role in get_args(Role)}
@@ -131,6 +136,18 @@ class Metrics(Collector):
             for gap in eviction.reuse_gaps:
                 self._block_reuse_gap.observe(gap)
 
+    def queue_limits(self, num_requests: int, num_tokens: int) -> None:
+        """What the engine lets wait; 0 for no limit."""
+        self._queue_limits = num_requests, num_tokens
+
+    def admission_rejected(self, reason: str) -> None:
+        """A request was refused because too many wait; `reason`: the limit."""
+        self._rejections[reason] += 1
+
+    def cut_short(self, cause: str) -> None:
+        """A request was ended before its end: by its client, by a limit of time."""
+        self._cut_short[cause] += 1
+
     def prompt_accepted(self, num_tokens: int) -> None:
         self._prompt_tokens += num_tokens
         self._prompt_lengths.observe(num_tokens)
@@ -171,6 +188,14 @@ class Metrics(Collector):
             family = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
             family.add_metric(self._labels, value)
             yield family
+        num_requests, num_tokens = self._queue_limits
+        for name, text, value in (
+            ("queued_reqs", "Choices not begun.", self._stats.num_queued_reqs),
+            ("queued_tokens", "Prompt tokens of those.", self._stats.num_queued_tokens),
+            ("max_num_queued_reqs", "Most choices not begun; 0: any.", num_requests),
+            ("max_num_queued_tokens", "Most prompt tokens of those; 0: any.", num_tokens),
+        ):
+            yield GaugeMetricFamily(f"tokend:{name}", text, value)
         deferred = self._stats.num_deferred
         waiting = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
@@ -211,6 +236,18 @@ class Metrics(Collector):
             for role, count in by_role.items():
                 family.add_metric((role,), count)
             yield family
+        rejections = CounterMetricFamily(
+            "vllm:admission_rejections", "Requests refused by limit.", labels=(*LABELS, "reason")
+        )
+        for reason, count in self._rejections.items():
+            rejections.add_metric((*self._labels, reason), count)
+        yield rejections
+        cut_short = CounterMetricFamily(
+            "tokend:requests_cut_short", "Requests ended by cause.", labels=("cause",)
+        )
+        for cause, count in self._cut_short.items():
+            cut_short.add_metric((cause,), count)
+        yield cut_short
 
     def _histograms(self) -> Iterator[Metric]:
         for name, text, histogram in (

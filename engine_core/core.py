@@ -21,6 +21,7 @@ from engine_core.kv_events import KVEventSink, make_kv_events
 from engine_core.orders import Orders
 from engine_core.outbox import Outbox
 from engine_core.pool_plan import PoolPlan, plan_pool
+from engine_core.scheduler.backlog import queue_limits
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.service import Service
@@ -96,6 +97,7 @@ def _assemble(crew: Crew, orders: Orders, front_ends: FrontEndLinks, poller: Pol
 
 def _announce(boot: ProcessBoot, crew: Crew, front_ends: FrontEndLinks, supervisor: Link) -> None:
     worker, plan = crew.workers[0], crew.plan
+    queue = queue_limits(boot.config.scheduler, plan.num_usable_blocks, plan.block_size)
     ready = EngineReady(
         PROTOCOL_VERSION,
         boot.epoch,
@@ -104,16 +106,21 @@ def _announce(boot: ProcessBoot, crew: Crew, front_ends: FrontEndLinks, supervis
         plan.block_size,
         worker.vocab_size,
         worker.device_name,
+        queue.num_requests,
+        queue.num_tokens,
     )
     if plan.notice:
         supervisor.send(Notice(boot.role, boot.index, plan.notice))
     supervisor.send(ready)
     front_ends.greet(ready)
     logger.info(
-        "ready: %d blocks of %d tokens, requests up to %d tokens",
+        "ready: %d blocks of %d tokens, requests up to %d tokens, "
+        "a queue of up to %s requests and %s tokens",
         plan.num_usable_blocks,
         plan.block_size,
         plan.max_model_len,
+        queue.num_requests or "any number of",
+        queue.num_tokens or "any number of",
     )
 
 

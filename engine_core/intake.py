@@ -24,7 +24,7 @@ from proto.engine_io import (
     SessionInput,
     ToEngine,
 )
-from proto.errors import ErrorInfo, InvalidRequestError
+from proto.errors import ErrorInfo, InvalidRequestError, QueueFullError
 from proto.process import describe
 
 logger = logging.getLogger("tokend.intake")
@@ -58,6 +58,14 @@ class Intake:
         else:
             self._outbox.reply(client, self._call(message))
 
+    def end_overdue(self) -> bool:
+        """End the requests whose time is over; False when there are none."""
+        overdue = self._scheduler.deadlines.take_overdue()
+        for each in overdue:
+            self._scheduler.abort(each.request_id)
+            self._outbox.add(each.client_index, _final(each.request_id, each.error))
+        return bool(overdue)
+
     def _take_request(self, client: int, message: EngineCoreRequest) -> None:
         if self._scheduler.knows(message.request_id):
             # An answer would end the stream of the request that is running.
@@ -68,13 +76,16 @@ class Intake:
             if is_poisonous(message.crash_count, self._limits.crashes_until_alone):
                 self._refuse(client, message, poison_error(message.crash_count))
                 return
+            self._scheduler.backlog.check(message)
             mint_handle = self._scheduler.mint_handle
             for request in choices_of(message, mint_handle, client, self._kv_cache.hasher):
                 if message.resumable:
                     self._scheduler.sessions.open(request)
-                self._add(request)
+                self._add(request, message)
         except InvalidRequestError as error:
             self._refuse(client, message, _told(error))
+        except QueueFullError as error:
+            self._refuse(client, message, _full(error))
         except Exception as error:  # one bad request must not end the engine
             logger.exception("request %d could not be added", message.request_id)
             self._scheduler.abort(message.request_id)
@@ -82,11 +93,13 @@ class Intake:
         else:
             self._outbox.accept(client, message.request_id)
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: Request, message: EngineCoreRequest) -> None:
         """Queue a choice, or end it at once where an earlier engine finished it unheard."""
         status = completion(request, self._limits.max_model_len)
         if not status.is_finished:
             self._scheduler.add_request(request)
+            self._scheduler.backlog.enter(request)
+            self._scheduler.deadlines.enter(request, message)
             return
         request.status = status
         output = EngineCoreOutput(
@@ -120,11 +133,8 @@ class Intake:
             self._outbox.add(client, output)
 
     def _refuse(self, client: int, message: EngineCoreRequest, error: ErrorInfo) -> None:
-        """One output stands for all choices of a request that was never taken in."""
-        self._outbox.add(
-            client,
-            EngineCoreOutput(message.request_id, 0, 0, [], FinishReason.ERROR, error=error),
-        )
+        """For a request that was never taken in."""
+        self._outbox.add(client, _final(message.request_id, error))
 
     def _call(self, message: AdminCall) -> AdminReply:
         ok, detail, value = True, "", 0
@@ -142,6 +152,16 @@ class Intake:
             case "get_num_unfinished":
                 value = self._scheduler.num_unfinished
         return AdminReply(message.epoch, message.call_id, ok, detail, value)
+
+
+def _final(request_id: int, error: ErrorInfo) -> EngineCoreOutput:
+    """One output that stands for all choices."""
+    return EngineCoreOutput(request_id, 0, 0, [], FinishReason.ERROR, error=error)
+
+
+def _full(error: QueueFullError) -> ErrorInfo:
+    seconds = error.retry_after_seconds
+    return ErrorInfo("queue_full", error.message, error.param, retry_after_seconds=seconds)
 
 
 def _told(error: InvalidRequestError) -> ErrorInfo:

@@ -15,7 +15,7 @@ from engine_core.request import Request
 from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.transport import FrontEndLinks
-from proto.lifecycle import Notice, Paused
+from proto.lifecycle import FrontEndStalled, Notice, Paused
 from proto.sockets import Link, Poller
 
 logger = logging.getLogger("tokend.service")
@@ -60,17 +60,22 @@ class Service:
     def serve(self, timeout_seconds: float | None = None) -> bool:
         """Wait until anything arrives on any link; False when nothing did in that time.
 
-        Returns early where a session has to end for want of input. Handles everything
-        that has arrived from supervisor and front ends, also what came after the wait was
-        over, and ends the sessions that were at rest for too long.
+        Returns early where a session has to end for want of input, or a request because its
+        time is over. Handles everything that has arrived from supervisor and front ends, also
+        what came after the wait was over, and ends those sessions and requests.
         """
-        limits = (timeout_seconds, self._scheduler.sessions.seconds_to_next_end)
+        limits = (
+            timeout_seconds,
+            self._scheduler.sessions.seconds_to_next_end,
+            self._scheduler.deadlines.seconds_to_next_end,
+        )
         ready = self._wait(min((each for each in limits if each is not None), default=None))
         received = self._front_ends.receive()
         for client, message in received:
             self._intake.take(client, message)
-        overdue = self._scheduler.sessions.end_overdue()
-        self._outbox.add_step(overdue)
+        resting = self._scheduler.sessions.end_overdue()
+        self._outbox.add_step(resting)
+        overdue = self._intake.end_overdue() or bool(resting)
         if received or overdue:
             self._outbox.flush()
             self._tell_pause()
@@ -138,4 +143,5 @@ class Service:
                     f"it is given up and its {ended} running requests are aborted",
                 )
             )
+            self._supervisor.send(FrontEndStalled(client, self._front_ends.incarnation(client)))
             self._outbox.flush()

@@ -26,6 +26,7 @@ class FrontEndLinks:
     def __init__(self, run_dir: str, epoch: int, incarnations: Sequence[int]) -> None:
         self._run_dir = run_dir
         self._epoch = epoch
+        self._incarnations = dict(enumerate(incarnations))
         self._links = {
             client: self._bind(client, incarnation)
             for client, incarnation in enumerate(incarnations)
@@ -60,6 +61,10 @@ class FrontEndLinks:
             logger.error("front end %d is declared dead: %s", client, error)
             self._stalled.append((client, self._links.pop(client)))
 
+    def incarnation(self, client: int) -> int:
+        """Which life of a front end the links are for."""
+        return self._incarnations[client]
+
     def greet(self, message: msgspec.Struct) -> None:
         """Send a message to every front end, and to those to come before anything else."""
         self._greeting = [message]
@@ -75,6 +80,7 @@ class FrontEndLinks:
         self._stalled = [each for each in self._stalled if each[0] != client]
         if client in self._links:
             old.append(self._links.pop(client))
+        self._incarnations[client] = incarnation
         link = self._links[client] = self._bind(client, incarnation)
         for message in self._greeting:
             self.send(client, message)

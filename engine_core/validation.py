@@ -4,6 +4,7 @@ The front end has checked all of this and names the field of its API; here
 nothing may get through that could harm the engine, a worker or another request.
 """
 
+import math
 from dataclasses import dataclass
 
 from proto.engine_io import MAX_CHOICES, EngineCoreRequest, SessionInput
@@ -49,6 +50,7 @@ def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
     check_length(len(message.prompt_token_ids), params.max_tokens, limits.max_model_len)
     _check_resumption(message, limits)
     _check_beams(message)
+    _check_deadlines(message)
     if message.resumable:
         _check_session(message.n, params)
 
@@ -88,6 +90,15 @@ def _check_session(n: int, params: SamplingParams) -> None:
             "a session gives no prompt_logprobs: it keeps the KV of earlier turns",
             "prompt_logprobs",
         )
+
+
+def _check_deadlines(message: EngineCoreRequest) -> None:
+    for name in ("queue_deadline", "deadline"):
+        value = getattr(message, name)
+        if math.isnan(value):
+            raise InvalidRequestError(f"{name} is no number", name)
+        if message.resumable and value != math.inf:
+            raise InvalidRequestError("a session has no time limit of its own", name)
 
 
 def _check_resumption(message: EngineCoreRequest, limits: RequestLimits) -> None:

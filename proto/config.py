@@ -6,6 +6,7 @@ else in tokend holds a default. Structs are frozen: what a process runs with is
 what it was given.
 """
 
+import math
 import re
 from typing import Any, Final, Literal
 
@@ -81,6 +82,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that a session (a request with input in parts) waits for input before it ends."""
     crashes_until_alone: int = 3
     """Crashes in a row, without a token in between, after which a request is computed alone."""
+    max_num_queued_reqs: int | None = None
+    """Most choices waiting for their first step; by default 4 times what can run; 0: no limit."""
+    max_num_queued_tokens: int | None = None
+    """Most prompt tokens of those; by default 4 times what the KV pool holds; 0: no limit."""
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +131,8 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """File with a name and a key in each line; every name is a tenant."""
     tenant_by: TenantBy = "api-key"
     """What tells tenants apart, who share fairly: their keys, X-Tenant-ID as well, or nothing."""
+    queue_timeout: float = 0.0
+    """Seconds that a request may wait for its first step before it gets a 503; 0: no limit."""
 
 
 class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,6 +223,9 @@ def validate(config: ServeConfig) -> None:
             "session_timeout",
         )
     _positive("crashes_until_alone", scheduler.crashes_until_alone)
+    for field in ("max_num_queued_reqs", "max_num_queued_tokens"):
+        _not_negative(field, getattr(scheduler, field) or 0)
+    _not_negative("queue_timeout", frontend.queue_timeout)
     if config.reliability.max_restarts < 0:
         raise ConfigError(
             f"--max-restarts must be 0 or more, got {config.reliability.max_restarts}",
@@ -316,6 +326,11 @@ def _check_kv_events(cache: CacheConfig) -> None:
             "and --no-enable-prefix-caching turns it off",
             "kv_events_endpoint",
         )
+
+
+def _not_negative(field: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"{flag_name(field)} must be 0 or more, got {value}", field)
 
 
 def _positive(field: str, value: int | None) -> None:

@@ -16,6 +16,7 @@ was drawn and never computed), and the new part:
 """
 
 import enum
+import math
 from typing import Final, Literal
 
 import msgspec
@@ -58,6 +59,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     crash_count: processes that died while this request was computed, since its last token.
     resumable: opens a session, which the `last` SessionInput closes.
     tenant: 64 bits, who shares the engine fairly with other tenants; 0 where nobody is named.
+    accepted: an engine has taken it in before, so no limit of the queue refuses it now.
+    queue_deadline, deadline: seconds on the monotonic clock of the machine, before which it
+        must have begun and must be over; infinite for none.
     """
 
     epoch: int
@@ -74,6 +78,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     crash_count: int = 0
     resumable: bool = False
     tenant: int = 0
+    accepted: bool = False
+    queue_deadline: float = math.inf
+    deadline: float = math.inf
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2, frozen=True):

@@ -9,6 +9,9 @@
     │   ├── AuthenticationError   401
     │   ├── UnknownModelError     404
     │   ├── OverloadedError       503  may be retried
+    │   │   ├── QueueFullError       503
+    │   │   └── QueueTimeoutError    503
+    │   ├── TimeLimitError        504
     │   └── InternalRequestError  500
     ├── ProtocolError          a peer sent what it must not, or speaks another version
     └── ProcessDiedError       a process of this daemon ended unasked
@@ -20,7 +23,15 @@ from typing import Final, Literal
 
 import msgspec
 
-ErrorKind = Literal["invalid_request", "overloaded", "internal", "engine_dead"]
+ErrorKind = Literal[
+    "invalid_request",
+    "overloaded",
+    "internal",
+    "engine_dead",
+    "queue_full",
+    "queue_timeout",
+    "time_limit",
+]
 
 MAX_SHOWN: Final = 100
 
@@ -59,10 +70,14 @@ class RequestError(TokendError):
     """One request fails and nothing else does.
 
     `message` is shown to the client, `param` names the offending field.
+    retry_after_seconds: when to try again; 0 says nothing of it.
+    cause: by which it is counted among the requests that were cut short; "" for none.
     """
 
     status = 500
     type = "InternalServerError"
+    cause = ""
+    retry_after_seconds = 0
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -93,6 +108,28 @@ class UnsupportedMediaError(RequestError):
 class OverloadedError(RequestError):
     status = 503
     type = "ServiceUnavailableError"
+    retry_after_seconds = 1
+
+
+class QueueFullError(OverloadedError):
+    """As many wait as may wait; `param` is the setting that says how many."""
+
+    type = "overloaded_error"
+
+
+class QueueTimeoutError(OverloadedError):
+    """It waited for its first step for as long as it was to wait."""
+
+    type = "overloaded_error"
+    cause = "queue_timeout"
+
+
+class TimeLimitError(RequestError):
+    """Its time is over, whether or not it has begun."""
+
+    status = 504
+    type = "timeout_error"
+    cause = "timeout"
 
 
 class InternalRequestError(RequestError):
@@ -104,6 +141,7 @@ class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
     """An error on the wire.
 
     `traceback` is for the log of the daemon and is never shown to a client.
+    `retry_after_seconds` is 0 where nothing better is known than the kind of error.
     """
 
     kind: ErrorKind
@@ -111,6 +149,7 @@ class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
     param: str | None = None
     rank: int | None = None
     traceback: str = ""
+    retry_after_seconds: int = 0
 
     def to_exception(self) -> RequestError:
         """The exception that a front end raises for the request."""
@@ -118,5 +157,10 @@ class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
             "invalid_request": InvalidRequestError,
             "overloaded": OverloadedError,
             "engine_dead": OverloadedError,
+            "queue_full": QueueFullError,
+            "queue_timeout": QueueTimeoutError,
+            "time_limit": TimeLimitError,
         }
-        return classes.get(self.kind, InternalRequestError)(self.message, self.param)
+        error = classes.get(self.kind, InternalRequestError)(self.message, self.param)
+        error.retry_after_seconds = self.retry_after_seconds or error.retry_after_seconds
+        return error

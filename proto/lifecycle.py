@@ -11,6 +11,7 @@ When one of them dies the others go on, and hear from the supervisor whom to mee
 engine died      supervisor ──NewEngine──▶ workers, front ends
 worker died      supervisor ──NewWorkers──▶ engine ──WorkersReady──▶ supervisor
 front end died   supervisor ──NewFrontEnd──▶ engine
+front end stuck  engine ──FrontEndStalled──▶ supervisor, which kills it
 
 Whether they still move is asked, because who hangs tells nothing:
 
@@ -149,6 +150,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
 
     max_model_len: usable length: the model's, the setting's or the pool's, the least.
     num_blocks: usable KV blocks, without the null block.
+    max_num_queued_reqs, max_num_queued_tokens: limits of the queue; 0 for none.
     """
 
     protocol_version: int
@@ -158,6 +160,8 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     block_size: int
     vocab_size: int
     device_name: str
+    max_num_queued_reqs: int = 0
+    max_num_queued_tokens: int = 0
 
 
 class FrontEndReady(msgspec.Struct, array_like=True, tag=14, frozen=True):
@@ -282,6 +286,13 @@ class Condition(msgspec.Struct, array_like=True, tag=38, frozen=True):
     reasons: tuple[NotReady, ...] = ()
 
 
+class FrontEndStalled(msgspec.Struct, array_like=True, tag=34, frozen=True):
+    """This life of a front end does not read what the engine sends; the engine has given it up."""
+
+    index: int
+    incarnation: int
+
+
 ToSupervisor = (
     EngineReady
     | FrontEndReady
@@ -293,5 +304,6 @@ ToSupervisor = (
     | Paused
     | Alive
     | EngineAlive
+    | FrontEndStalled
 )
 FromSupervisor = Shutdown | NewEngine | NewWorkers | NewFrontEnd | Restarted | Ping | Condition

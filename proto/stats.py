@@ -22,7 +22,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     """The state of the scheduler after a step, and what the step added.
 
     Gauges: num_running, num_waiting, kv_cache_usage (0 to 1), num_deferred (those of
-    num_waiting that wait for something else than room).
+    num_waiting that wait for something else than room), num_queued_reqs, num_queued_tokens (choices
+    that wait for their first step, and the tokens of their prompts).
     Deltas since the last message: the rest. Prefix cache figures are in tokens;
     num_corrupted are requests that ended because their scores were not numbers.
     """
@@ -37,3 +38,5 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     kv_evictions: list[KVEviction] = []
     num_deferred: int = 0
     num_corrupted: int = 0
+    num_queued_reqs: int = 0
+    num_queued_tokens: int = 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from api_server.outputs.detokenizer import Detokenizer
 from api_server.outputs.logprobs import LogprobRow, TextToken
 from api_server.outputs.stop_strings import StopMatcher
+from api_server.outputs.unsent import Unsent
 from proto.engine_io import FinishReason
 
 
@@ -39,6 +40,7 @@ class Choice:
     text_start: characters before the first output (the prompt, when it is echoed);
     offsets of tokens count from there.
     min_tokens: stop strings that are complete within so many tokens do not count.
+    unsent: of all choices of the HTTP request.
     """
 
     index: int
@@ -46,6 +48,7 @@ class Choice:
     stops: StopMatcher
     min_tokens: int = 0
     text_start: int = 0
+    unsent: Unsent = field(default_factory=Unsent)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -81,6 +84,7 @@ class Choice:
             if rows:
                 offset = self.text_start + self._num_decoded_characters
                 self._new_tokens.append(TextToken(token_id, offset, rows[position]))
+                self.unsent.add_entries(len(rows[position].token_ids))
             if position >= silent:
                 break  # a stop token ends the choice and has no text
             if self._add_text(self.detokenizer.feed(token_id)):
@@ -115,7 +119,7 @@ class Choice:
         self._num_decoded_characters += len(piece)
         shown, stop = self.stops.feed(piece, armed=len(self.token_ids) > self.min_tokens)
         if shown:
-            self._pieces.append(shown)
+            self._show(shown)
         if stop is None:
             return False
         self.finish_reason, self.stop_reason = FinishReason.STOP, stop
@@ -126,5 +130,9 @@ class Choice:
             return
         rest = self.stops.flush()
         if rest:
-            self._pieces.append(rest)
+            self._show(rest)
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
+
+    def _show(self, text: str) -> None:
+        self._pieces.append(text)
+        self.unsent.add_text(text)

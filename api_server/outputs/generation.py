@@ -9,13 +9,15 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from api_server.engine_client import EngineClient
 from api_server.metrics import Metrics
 from api_server.outputs.choice import Delta
 from api_server.outputs.request_stream import Bell, RequestStream
+from api_server.outputs.unsent import Unsent
 from proto.engine_io import EngineCoreRequest
-from proto.errors import RequestError
+from proto.errors import QueueFullError, RequestError
 
 logger = logging.getLogger("tokend.requests")
 
@@ -35,6 +37,7 @@ class Generation:
 
     label: the answer's id, for the log.
     requests, streams: one each per prompt, in the same order.
+    unsent: what waits to be taken.
     disconnected: the client is gone; nothing needs to be sent any more.
     """
 
@@ -45,17 +48,19 @@ class Generation:
     requests: Sequence[EngineCoreRequest]
     streams: Sequence[RequestStream]
     log: bool
+    unsent: Unsent = field(default_factory=Unsent)
     disconnected: bool = field(default=False, init=False)
+    _cause: str = field(default="", init=False)
     _closed: bool = field(default=False, init=False)
 
     async def start(self) -> None:
-        """Return when the engine has accepted every prompt, or the client is gone.
+        """Return when a status can be sent for every prompt, or the client is gone.
 
         Raises the RequestError of the first prompt that was refused.
         """
         for request, stream in zip(self.requests, self.streams, strict=True):
             self.client.submit(request, stream)
-        while not self.disconnected and not all(stream.accepted for stream in self.streams):
+        while not self.disconnected and not all(each.status_is_known for each in self.streams):
             self._raise_error()
             await self.bell.wait()
         self._raise_error()
@@ -66,6 +71,7 @@ class Generation:
 
     def take(self) -> list[Delta]:
         """What each choice gained since the last call; nothing for those without news."""
+        self.unsent.clear()
         return [
             choice.take() for stream in self.streams for choice in stream.choices if choice.has_news
         ]
@@ -89,9 +95,9 @@ class Generation:
             sum(stream.num_cached_tokens for stream in self.streams),
         )
 
-    def disconnect(self) -> None:
-        """The client is gone: stop at once."""
-        self.disconnected = True
+    def disconnect(self, cause: Literal["disconnect", "slow_reader"]) -> None:
+        """The client is gone, or was cut off because it did not read: stop at once."""
+        self.disconnected, self._cause = True, cause
         self.close()
         self.bell.ring()
 
@@ -107,9 +113,15 @@ class Generation:
             self._log(now)
 
     def _close_stream(self, stream: RequestStream, now: float) -> None:
-        reason = "error" if stream.error is not None else "abort"
+        reason, cause = "abort", self._cause
+        if stream.error is not None:
+            reason, cause = "error", stream.error.cause
         running = [choice for choice in stream.choices if not choice.finished]
         self.client.abandon(stream)
+        if running and cause:
+            self.metrics.cut_short(cause)
+        if isinstance(stream.error, QueueFullError):
+            self.metrics.admission_rejected(str(stream.error.param))
         if stream.accepted:
             for choice in running:
                 self.metrics.choice_ended(reason, len(choice.token_ids))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from api_server.metrics import Metrics
 from api_server.outputs.choice import Choice
 from api_server.outputs.logprobs import LogprobRow, unpack
+from api_server.outputs.unsent import Unsent
 from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
 from proto.errors import InternalRequestError, RequestError
 
@@ -59,6 +60,8 @@ class RequestStream:
     prompt_token_ids: [num_prompt_tokens].
     prompt_rows: [num_prompt_tokens] when prompt log-probabilities were asked for; the
         first is None, as are those that have not come yet.
+    may_expire_in_queue: it may still be refused after it was accepted, for having waited.
+    unsent: of all streams of the HTTP request.
     """
 
     request_id: int
@@ -68,6 +71,8 @@ class RequestStream:
     metrics: Metrics
     timeline: Timeline
     prompt_rows: list[LogprobRow | None] = field(default_factory=list)
+    may_expire_in_queue: bool = False
+    unsent: Unsent = field(default_factory=Unsent)
     accepted: bool = False
     num_cached_tokens: int = 0
     error: RequestError | None = None
@@ -77,6 +82,12 @@ class RequestStream:
     def finished(self) -> bool:
         """Nothing more will come."""
         return self.error is not None or all(choice.finished for choice in self.choices)
+
+    @property
+    def status_is_known(self) -> bool:
+        """It is accepted, and has begun where it could be refused until then."""
+        has_begun = self.timeline.scheduled is not None or self.finished
+        return self.accepted and (has_begun or not self.may_expire_in_queue)
 
     @property
     def num_choices(self) -> int:
@@ -113,7 +124,8 @@ class RequestStream:
         """Take in one output; True when a stop string ended a choice that the engine goes on with.
 
         timestamp: monotonic seconds at which the tokens left the engine.
-        Raises InternalRequestError when outputs were lost.
+        Raises InternalRequestError when outputs were lost, SlowReaderError when too much waits
+        to be read.
         """
         if output.error is not None:
             self.fail(output.error.to_exception())
@@ -138,6 +150,7 @@ class RequestStream:
             self.metrics.choice_ended(str(choice.finish_reason), len(choice.token_ids))
         if choice.has_news:
             self.bell.ring()
+        self.unsent.check()
         return choice.finished and output.finish_reason is None
 
     def _num_known(self, choice: Choice, output: EngineCoreOutput) -> int:

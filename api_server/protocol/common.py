@@ -25,6 +25,7 @@ MAX_LOGPROB_ENTRIES: Final = 1 << 20
 """Most log-probabilities in an answer: choices times tokens times (alternatives and the token)."""
 MAX_STOP_STRINGS: Final = 4
 MAX_STOP_CHARACTERS: Final = 1024
+MAX_TIMEOUT_MS: Final = (1 << 31) - 1
 INT64_MIN: Final = -(1 << 63)
 INT64_MAX: Final = (1 << 63) - 1
 
@@ -104,6 +105,10 @@ class GenerationRequest(Strict):
     """Log-probabilities of the prompt's tokens, with so many alternatives."""
     return_token_ids: bool = False
     """Add token_ids and prompt_token_ids to the answer."""
+    timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)
+    """Milliseconds after its arrival at which the request is ended, however far it is."""
+    queue_timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)
+    """Milliseconds after its arrival at which it is refused if nothing of it was computed."""
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
     """Part of the answer's id and of the log line."""
 

@@ -46,7 +46,6 @@ LATER: Final[dict[str, tuple[Any, ...]]] = {
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
     "structured_outputs": (),
-    "timeout_ms": (),
     "truncate_prompt_tokens": (),
     "truncation_side": (),
     "vllm_xargs": ({},),

@@ -1,4 +1,4 @@
-"""Reading the body of a request: size, time, content type, JSON, and the header that adds to it."""
+"""Reading the body of a request: size, time, content type, JSON, and the headers that add to it."""
 
 import asyncio
 import json
@@ -11,7 +11,8 @@ from api_server.errors import BodyTooLargeError, SlowUploadError
 from proto.errors import InvalidRequestError, UnsupportedMediaError
 
 MAX_BODY_BYTES: Final = 32 << 20
-PRIORITY_HEADER: Final = "x-vllm-priority"
+NUMBER_HEADERS: Final = {"x-vllm-priority": "priority", "x-request-timeout-ms": "timeout_ms"}
+"""Headers that stand for a field of the body."""
 _WHOLE: Final = re.compile(r"[+-]?[0-9]{1,19}")
 MIB: Final = 1 << 20
 SECONDS_PER_MIB: Final = 60.0
@@ -19,7 +20,7 @@ SECONDS_PER_MIB: Final = 60.0
 
 
 async def read_fields(request: Request) -> Any:
-    """The decoded body; a priority in the header counts where the body has none.
+    """The decoded body; a header that stands for a field counts where the body has none.
 
     Raises UnsupportedMediaError (415), BodyTooLargeError (413), SlowUploadError (408) or
     InvalidRequestError; starlette's ClientDisconnect when the client leaves.
@@ -34,12 +35,15 @@ async def read_fields(request: Request) -> Any:
         raise InvalidRequestError("the body is nested too deeply") from None
     except ValueError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
-    priority = request.headers.get(PRIORITY_HEADER)
-    if priority is None or not isinstance(fields, dict) or fields.get("priority") is not None:
-        return fields
-    if not _WHOLE.fullmatch(priority):
-        raise InvalidRequestError(f"{PRIORITY_HEADER} must be a whole number", "priority")
-    return {**fields, "priority": int(priority)}
+    if isinstance(fields, dict):
+        for header, name in NUMBER_HEADERS.items():
+            text = request.headers.get(header)
+            if text is None or fields.get(name) is not None:
+                continue
+            if not _WHOLE.fullmatch(text):
+                raise InvalidRequestError(f"{header} must be a whole number", name)
+            fields[name] = int(text)
+    return fields
 
 
 async def _read(request: Request) -> bytes:

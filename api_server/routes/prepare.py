@@ -3,6 +3,7 @@
 What both endpoints do alike: parameters, ids, seeds, choices.
 """
 
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from api_server.outputs.choice import Choice
 from api_server.outputs.generation import Generation
 from api_server.outputs.request_stream import Bell, RequestStream, Timeline
 from api_server.outputs.stop_strings import stop_matcher
+from api_server.outputs.unsent import MAX_UNSENT_BYTES, Unsent
 from api_server.protocol.answers import Shape
 from api_server.protocol.common import (
     MAX_CHOICES_PER_REQUEST,
@@ -54,6 +56,7 @@ class Preparation:
         self._request = request
         self._tenant = tenant
         self._arrival = time.monotonic()
+        self._unsent = Unsent(MAX_UNSENT_BYTES if request.stream else math.inf)
         self.id = id_prefix + (request.request_id or secrets.token_hex(16))
 
     def shape(self, top: int | None) -> Shape:
@@ -80,11 +83,19 @@ class Preparation:
                 f"got {num_prompts * n}",
                 "n" if n > 1 else "prompt",
             )
+        most = self._services.client.engine.max_num_queued_reqs
+        if num_prompts > 1 and 0 < most < num_prompts * n:
+            raise InvalidRequestError(
+                f"the prompts have {num_prompts * n} choices together, and --max-num-queued-reqs "
+                f"lets {most} wait: send fewer at a time",
+                "prompt",
+            )
 
     def requests(self, prompts: Sequence[Prompt], wishes: Wishes) -> list[EngineCoreRequest]:
         """What the engine is asked, one for each prompt."""
         if self._request.use_beam_search and wishes.logprobs is not None:
             raise InvalidRequestError("logprobs does not go with use_beam_search", "logprobs")
+        self._check_queue([len(prompt.token_ids) for prompt in prompts])
         seed = self._seed()
         requests = [self._engine_request(prompt, wishes, seed) for prompt in prompts]
         entries = sum(map(_num_logprob_entries, requests))
@@ -110,7 +121,34 @@ class Preparation:
         ]
         services = self._services
         log = not services.config.disable_log_requests
-        return Generation(self.id, services.client, services.metrics, bell, requests, streams, log)
+        return Generation(
+            self.id,
+            services.client,
+            services.metrics,
+            bell,
+            requests,
+            streams,
+            log,
+            self._unsent,
+        )
+
+    def _check_queue(self, num_tokens: list[int]) -> None:
+        """Refuse for good what the engine would refuse however often it came.
+
+        One prompt alone always has a place in an empty queue. num_tokens: of each prompt.
+        """
+        most = self._services.client.engine.max_num_queued_tokens
+        if len(num_tokens) > 1 and 0 < most < sum(num_tokens):
+            raise InvalidRequestError(
+                f"the prompts have {sum(num_tokens)} tokens together, and --max-num-queued-tokens "
+                f"lets {most} wait: send fewer at a time",
+                "prompt",
+            )
+
+    def _deadline(self, *milliseconds: float | None) -> float:
+        """The moment at which the shortest of these times is over; infinite for none."""
+        given = [each for each in milliseconds if each]
+        return self._arrival + min(given) / 1000 if given else math.inf
 
     def _seed(self) -> int:
         """64 bits; a client's negative seed wraps around."""
@@ -142,6 +180,10 @@ class Preparation:
             n=self._request.n,
             priority=self._request.priority,
             tenant=self._tenant,
+            queue_deadline=self._deadline(
+                self._request.queue_timeout_ms, services.config.queue_timeout * 1000
+            ),
+            deadline=self._deadline(self._request.timeout_ms),
         )
 
     def _stream(
@@ -156,6 +198,7 @@ class Preparation:
                 stops=stop_matcher(self._request.stop),
                 min_tokens=self._request.min_tokens,
                 text_start=text_start,
+                unsent=self._unsent,
             )
             for number in range(request.n)
         ]
@@ -168,6 +211,8 @@ class Preparation:
             services.metrics,
             Timeline(self._arrival),
             prompt_rows=[None] * len(ids) if has_rows else [],
+            may_expire_in_queue=request.queue_deadline < math.inf,
+            unsent=self._unsent,
         )
 
 

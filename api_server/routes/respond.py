@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api_server.errors import error_body
+from api_server.http_protocol import is_stalled
 from api_server.outputs.generation import Generation
 from api_server.protocol.answers import DONE, Answer, error_event
 
@@ -33,7 +34,7 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self._generation
-        watch = asyncio.create_task(self._watch(receive))
+        watch = asyncio.create_task(self._watch(scope, receive))
         try:
             await generation.start()
             if generation.disconnected:
@@ -46,11 +47,11 @@ class GenerationResponse(Response):
             watch.cancel()
             generation.close()
 
-    async def _watch(self, receive: Receive) -> None:
+    async def _watch(self, scope: Scope, receive: Receive) -> None:
         """End the generation when the client goes away."""
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._generation.disconnect()
+        self._generation.disconnect("slow_reader" if is_stalled(scope) else "disconnect")
 
     async def _send_events(self, send: Send) -> None:
         generation, chunk = self._generation, self._answer.chunk
@@ -64,7 +65,9 @@ class GenerationResponse(Response):
                 events += self._closing_events()
             if events:
                 body = events.encode()
+                generation.unsent.is_blocked = True  # seen by others only if `send` has to wait
                 await send({"type": "http.response.body", "body": body, "more_body": not over})
+                generation.unsent.is_blocked = False
             if over:
                 return
             await generation.wait()

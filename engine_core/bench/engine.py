@@ -34,7 +34,7 @@ class KeptMessages(FrontEndLinks):
 class BenchEngine:
     """The parts of an engine and the requests of a workload.
 
-    Every setting that the workload does not name has its default.
+    Every setting that the workload does not name has its default, but any number may wait.
     """
 
     def __init__(self, workload: SchedulerWorkload) -> None:
@@ -47,6 +47,8 @@ class BenchEngine:
                 max_num_seqs=workload.max_num_seqs,
                 max_num_batched_tokens=workload.max_num_batched_tokens,
                 scheduling_policy=workload.scheduling_policy,
+                max_num_queued_reqs=0,
+                max_num_queued_tokens=0,
             ),
         )
         validate(config)

@@ -17,12 +17,14 @@ from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_pass import AdmissionPass
 from engine_core.scheduler.admission_rules import pressure_of, rules_of
+from engine_core.scheduler.backlog import Backlog, queue_limits
 from engine_core.scheduler.beams import BeamGroup, BeamGroups
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.completion import completion, stop_token
 from engine_core.scheduler.corruption import corrupted_output
 from engine_core.scheduler.courtesy import Courtesy
+from engine_core.scheduler.deadlines import Deadlines
 from engine_core.scheduler.dictation import Dictation
 from engine_core.scheduler.gates import Gate
 from engine_core.scheduler.idle_blocks import IdleBlocks
@@ -52,7 +54,7 @@ class Scheduler:
     """Requests in, steps out, tokens back in.
 
     mint_handle: names for new requests, never the same twice. sessions: more input for
-    requests that were opened with it.
+    requests that were opened with it. backlog, deadlines: who takes requests in tells them.
 
     epoch: of the workers, until `start_over` names another.
     max_model_len: usable length, in tokens, of prompt and output together.
@@ -103,6 +105,9 @@ class Scheduler:
             timeout=config.session_timeout,
             clock=clock,
         )
+        limits = queue_limits(config, kv_cache.num_usable_blocks, kv_cache.block_size)
+        self.backlog = Backlog(limits, clock)
+        self.deadlines = Deadlines(clock)
         self._quarantine = Quarantine(
             self.running, self._preemption.evict_running, config.crashes_until_alone
         )
@@ -111,6 +116,8 @@ class Scheduler:
             self._quarantine,
             self._courtesy,
             self.sessions,
+            self.backlog,
+            self.deadlines,
             *gates,
             self._beams,
             SiblingForks(kv_cache, self._choices),
@@ -344,6 +351,8 @@ class Scheduler:
             kv_evictions=self._kv_cache.take_evictions(),
             num_deferred=len(self.waiting) - self.waiting.num_ready,
             num_corrupted=self._num_corrupted,
+            num_queued_reqs=len(self.backlog),
+            num_queued_tokens=self.backlog.num_tokens,
         )
         self._num_preemptions = self._num_scheduled_tokens = self._num_corrupted = 0
         return stats

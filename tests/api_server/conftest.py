@@ -14,7 +14,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from api_server.engine_client import FromEngine
-from api_server.server import make_server, make_services
+from api_server.server import Server, make_server, make_services
 from api_server.services import Services
 from proto import PROTOCOL_VERSION
 from proto.config import FrontEndConfig, ModelConfig, ServeConfig
@@ -116,6 +116,7 @@ class FrontEnd:
     http: httpx.AsyncClient
     url: str
     run_dir: str
+    server: Server
 
     async def lose_engine(self) -> FakeEngine:
         """The engine dies; returns the next one, which has not announced itself."""
@@ -185,7 +186,7 @@ def start(run_dir: str, model: PreparedModel) -> StartFrontEnd:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-                front_end = FrontEnd(services, engine, http, url, run_dir)
+                front_end = FrontEnd(services, engine, http, url, run_dir, server)
                 yield front_end
         finally:
             services.client.close()

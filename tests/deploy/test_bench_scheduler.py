@@ -86,10 +86,10 @@ def test_what_the_user_must_change_is_one_line(
 
 def test_bench_wants_to_know_what(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench"]) == cli.main(["bench", "everything"]) == 2
-    assert "tokend bench NAME" in capsys.readouterr().err
+    assert "  scheduler  " in capsys.readouterr().err
     assert cli.main(["bench", "--help"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in ("scheduler", "chaos", "soak", "serve"))
+    assert all(name in text for name in ("scheduler", "overload", "chaos", "soak", "serve"))
 
 
 def test_a_peer_that_fails_ends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from api_server.http_protocol import MAX_HEADER_BYTES
+from api_server.http_protocol import (
+    HEADER_SECONDS,
+    LEFTOVER_SECONDS,
+    MAX_HEADER_BYTES,
+    STALL_SECONDS,
+)
 from api_server.inputs.prompts import MAX_PROMPTS
+from api_server.outputs.unsent import MAX_UNSENT_BYTES
 from api_server.protocol.chat import MAX_MESSAGES
 from api_server.protocol.common import (
     MAX_CHOICES_PER_REQUEST,
@@ -17,6 +23,12 @@ from api_server.protocol.common import (
 from api_server.routes.body import MAX_BODY_BYTES, SECONDS_PER_MIB
 from deploy.flags import all_flags
 from deploy.serve_help import field_helps, markdown_table
+from engine_core.scheduler.backlog import (
+    FEWEST_REQUESTS,
+    FEWEST_TOKENS,
+    LONGEST_RETRY_SECONDS,
+    TURNS,
+)
 from proto.engine_io import MAX_CHOICES
 from proto.sampling_params import MAX_STOP_TOKEN_IDS
 
@@ -41,6 +53,16 @@ def test_the_readme_names_flags_that_exist_and_says_what_they_say() -> None:
     ("what", "limit"),
     [
         ("URL and headers together", f"{MAX_HEADER_BYTES >> 10} KiB"),
+        ("time for the headers to arrive", f"{HEADER_SECONDS:g} s"),
+        (
+            "time for the rest of a body that was answered before it was there",
+            f"{LEFTOVER_SECONDS:g} s",
+        ),
+        (
+            "text and log-probabilities of a stream that wait to be read",
+            f"{MAX_UNSENT_BYTES >> 20} MiB",
+        ),
+        ("time without a byte being read, while some wait", f"{STALL_SECONDS:g} s"),
         ("body", f"{MAX_BODY_BYTES >> 20} MiB"),
         (
             "time for the body to arrive",
@@ -64,4 +86,12 @@ def test_the_readme_names_flags_that_exist_and_says_what_they_say() -> None:
 )
 def test_the_limits_are_those_of_the_code(what: str, limit: str) -> None:
     text = (ROOT / "docs" / "configuration.md").read_text()
-    assert f"| {what} | {limit} | 4" in text
+    assert f"| {what} | {limit} | " in text
+
+
+def test_the_defaults_of_the_queue_are_those_of_the_code() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    for flag, fewest in (("reqs", FEWEST_REQUESTS), ("tokens", FEWEST_TOKENS)):
+        row = rf"\| `--max-num-queued-{flag}` \| {TURNS} × .*, at least {fewest:,} \|"
+        assert re.search(row, text)
+    assert f"(1 to {LONGEST_RETRY_SECONDS:g})" in text

@@ -367,6 +367,24 @@ def test_who_hangs_is_cut_off_and_shows_where_before_it_is_started_again(
         )
 
 
+def test_a_front_end_that_the_engine_gave_up_is_killed_once(
+    start: Callable[..., FakeDaemon],
+) -> None:
+    daemon = start()
+    daemon.wait_ready()
+    before = daemon.children()
+    before["api_server"].suspend()
+    os.kill(before["engine_core"].pid, signal.SIGIO)
+    daemon.wait_for("api 0: is back after", "engine 0: heard NewFrontEnd(index=0, incarnation=1)")
+    os.kill(before["engine_core"].pid, signal.SIGIO)
+    before["engine_core"].kill()
+    daemon.wait_for("engine 0: is back after")
+    after = daemon.children()
+    assert daemon.text.count("api 0: is back after") == 1, "the complaint was of an earlier life"
+    assert after["api_server"].pid != before["api_server"].pid
+    assert after["worker"].pid == before["worker"].pid
+
+
 def test_without_progress_it_is_not_tried_for_ever(start: Callable[..., FakeDaemon]) -> None:
     daemon = start("max_restarts=2")
     daemon.wait_ready()

@@ -13,12 +13,13 @@ from proto.engine_io import (
     Abort,
     AdminCall,
     AdminReply,
-    EngineCoreRequest,
     FinishReason,
     SessionInput,
 )
 from proto.sampling_params import SamplingParams
+from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EOS, EngineHarness
+from tests.fakes.messages import request
 
 LIMITS = RequestLimits(vocab_size=1000, max_model_len=64)
 
@@ -48,8 +49,8 @@ class Outbox:
 class Desk:
     """An intake with a scheduler behind it."""
 
-    def __init__(self, problems=()):
-        self.engine = EngineHarness(max_model_len=64)
+    def __init__(self, problems=(), **settings):
+        self.engine = EngineHarness(max_model_len=64, **settings)
         self.outbox = Outbox()
         self.intake = Intake(
             self.engine.scheduler,
@@ -61,23 +62,6 @@ class Desk:
 
     def take(self, message, client=0):
         self.intake.take(client, message)
-
-
-def request(request_id=1, prompt=(1, 2, 3), max_tokens=4, **changes):
-    params = {
-        name: changes.pop(name)
-        for name in list(changes)
-        if name in SamplingParams.__struct_fields__
-    }
-    return EngineCoreRequest(
-        epoch=1,
-        request_id=request_id,
-        prompt_token_ids=list(prompt),
-        sampling_params=SamplingParams(max_tokens=max_tokens, eos_token_ids=(EOS,), **params),
-        seed=changes.pop("seed", 0),
-        arrival_time=0.0,
-        **changes,
-    )
 
 
 def test_a_request_is_accepted_and_queued_with_all_its_choices():
@@ -102,6 +86,9 @@ def test_a_request_is_accepted_and_queued_with_all_its_choices():
         (request(n=MAX_CHOICES + 1), "n", str(MAX_CHOICES)),
         (request(n=10**9), "n", str(10**9)),
         (request(seed=-1), "seed", "64 bits"),
+        (request(deadline=math.nan), "deadline", "no number"),
+        (request(queue_deadline=math.nan), "queue_deadline", "no number"),
+        (request(resumable=True, deadline=1e9), "deadline", "session"),
         (request(cache_salt="\ud800"), "cache_salt", "text"),
         (request(temperature=math.nan), "temperature", "nan"),
         (request(stop_token_ids=(1000,)), "stop_token_ids", "1000"),
@@ -376,3 +363,90 @@ def test_a_session_whose_turn_an_earlier_engine_finished_is_at_rest():
     desk.take(give(tokens=[5]))
     (new,) = desk.engine.step().new_requests
     assert new.prompt_token_ids == [1, 2, 3, 10, 11, 12, 5]
+
+
+def refused(desk):
+    """Ids and kinds of what was refused or ended, in order."""
+    return [(output.request_id, output.error.kind) for _, output in desk.outbox.outputs]
+
+
+def test_a_full_queue_refuses_with_one_output_and_takes_again_when_it_is_emptier():
+    desk = Desk(max_num_seqs=1, max_num_queued_reqs=3)
+    for request_id in (1, 2, 3, 4):
+        desk.take(request(request_id), client=1)
+    assert refused(desk) == [(4, "queue_full")]
+    (client, output) = desk.outbox.outputs[0]
+    assert (client, output.finish_reason) == (1, FinishReason.ERROR)
+    assert output.error.param == "max_num_queued_reqs"
+    assert output.error.retry_after_seconds >= 1
+    desk.engine.step()
+    desk.take(request(5))
+    desk.take(request(6))
+    assert refused(desk) == [(4, "queue_full"), (6, "queue_full")]
+    desk.engine.run()
+    desk.engine.assert_at_rest()
+
+
+def test_all_choices_of_a_message_or_none():
+    desk = Desk(max_num_queued_reqs=4)
+    desk.take(request(1, n=2))
+    desk.take(request(2, n=3))
+    desk.take(request(3, n=2))
+    assert desk.outbox.accepted == [(0, 1), (0, 3)]
+    assert refused(desk) == [(2, "queue_full")]
+    assert desk.engine.scheduler.num_unfinished == 4
+
+
+def test_who_comes_again_after_a_crash_is_never_refused():
+    desk = Desk(max_num_queued_reqs=1)
+    for request_id in (1, 2, 3):
+        desk.take(request(request_id, accepted=True))
+    desk.take(request(4))
+    assert [each for _, each in desk.outbox.accepted] == [1, 2, 3]
+    assert refused(desk) == [(4, "queue_full")], "those who came again do take places"
+
+
+def test_what_was_finished_before_the_crash_takes_no_place():
+    desk = Desk(max_num_queued_reqs=1)
+    desk.take(request(1, n=2, output_token_ids=((1,), (7, EOS)), finished_choices=(0,)))
+    desk.take(request(2))
+    assert desk.outbox.accepted == [(0, 1), (0, 2)]
+
+
+def test_what_fails_while_it_is_added_leaves_its_places(monkeypatch):
+    desk = Desk(max_num_queued_reqs=2)
+    desk.take(request(1))
+    add = desk.intake._add
+    monkeypatch.setattr(desk.intake, "_add", lambda *given: add(*given) or 1 // 0)
+    desk.take(request(2))
+    monkeypatch.undo()
+    desk.take(request(3))
+    assert desk.outbox.accepted == [(0, 1), (0, 3)]
+
+
+def test_who_is_overdue_is_ended_with_one_output():
+    clock = FakeClock()
+    desk = Desk(clock=clock, max_num_seqs=1)
+    desk.take(request(1, n=2, max_tokens=50, deadline=130.0), client=1)
+    desk.take(request(2, queue_deadline=110.0))
+    desk.engine.step()
+    assert not desk.intake.end_overdue()
+    clock.now = 115.0
+    assert desk.intake.end_overdue()
+    assert refused(desk) == [(2, "queue_timeout")]
+    clock.now = 130.0
+    assert desk.intake.end_overdue()
+    assert refused(desk) == [(2, "queue_timeout"), (1, "time_limit")]
+    assert desk.outbox.outputs[1][0] == 1
+    desk.engine.step()
+    desk.engine.assert_at_rest()
+
+
+def test_a_time_limit_that_passed_while_there_was_no_engine():
+    clock = FakeClock()
+    desk = Desk(clock=clock)
+    desk.take(request(1, deadline=90.0, accepted=True, output_token_ids=((5,),)))
+    assert desk.outbox.accepted == [(0, 1)]
+    assert desk.intake.end_overdue()
+    assert refused(desk) == [(1, "time_limit")]
+    desk.engine.assert_at_rest()

@@ -18,6 +18,7 @@ from proto.engine_io import Abort, AdminReply, EngineCoreOutput, EngineCoreOutpu
 from proto.lifecycle import (
     CacheReady,
     EngineAlive,
+    FrontEndStalled,
     InitializeCache,
     KVCacheGeometry,
     Notice,
@@ -96,7 +97,7 @@ def test_a_front_end_that_does_not_read_is_given_up_with_its_requests(
     monkeypatch.setattr(sockets, "MAX_PENDING_BYTES", 10_000)
     monkeypatch.setattr(sockets, "MAX_QUEUED_MESSAGES", 1)
     engine = EngineHarness()
-    front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0, 0)))
+    front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0, 7)))
     supervisor = closing(Link.bind(f"{run_dir}/s", Shutdown))
     peer = closing(Link.connect(f"{run_dir}/s", ToSupervisor))
     outbox = Outbox(front_ends, engine.scheduler, EPOCH)
@@ -104,7 +105,7 @@ def test_a_front_end_that_does_not_read_is_given_up_with_its_requests(
     poller = Poller([supervisor])
     service = Service(Orders(supervisor), front_ends, poller, engine.scheduler, intake, outbox)
     good = closing(Link.connect(front_end_path(run_dir, EPOCH, 0), EngineCoreOutputs))
-    closing(Link.connect(front_end_path(run_dir, EPOCH, 1), EngineCoreOutputs))
+    closing(Link.connect(front_end_path(run_dir, EPOCH, 1, 7), EngineCoreOutputs))
     engine.add_one([1], client=0)
     engine.add_one([2], client=1)
     engine.step()
@@ -117,14 +118,15 @@ def test_a_front_end_that_does_not_read_is_given_up_with_its_requests(
     assert [each.client_index for each in engine.scheduler.running] == [0]
     # Life goes on for the other one.
     service.publish({0: [EngineCoreOutput(1, 0, 0, [1])]})
-    notices, received = [], []
+    told, received = [], []
     poller = Poller([good, peer])
-    while not notices or not any(each.outputs for each in received):
+    while len(told) < 2 or not any(each.outputs for each in received):
         service.serve(0)
         poller.wait(0.01)
-        notices += [each for each in peer.receive() if isinstance(each, Notice)]
+        told += [each for each in peer.receive() if isinstance(each, Notice | FrontEndStalled)]
         received += good.receive()
-    assert "front end 1" in notices[0].message
+    assert "front end 1" in told[0].message
+    assert told[1] == FrontEndStalled(1, 7), "the life that the link was for"
 
 
 def worker_ready(rank, **changes):

@@ -8,7 +8,7 @@ exits            ends without a word, status 3, while starting
 orphans          leaves a process without its parent behind, names it, and is good
 
 Whoever is sent SIGUSR2 fails with an error. Of an engine that is sent SIGHUP the first worker
-owes an answer from then on.
+owes an answer from then on; one that is sent SIGIO gives up front end 0.
 """
 
 import os
@@ -25,6 +25,7 @@ from proto.lifecycle import (
     EngineAlive,
     EngineReady,
     FrontEndReady,
+    FrontEndStalled,
     NewWorkers,
     Notice,
     Ping,
@@ -44,6 +45,7 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
     signal.signal(signal.SIGUSR2, _crack)
     waits: list[int] = []
     signal.signal(signal.SIGHUP, lambda number, frame: waits.append(number))
+    signal.signal(signal.SIGIO, lambda *_: supervisor.send(FrontEndStalled(0, 0)))
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "orphans":

@@ -1,0 +1,194 @@
+"""`tokend bench overload`: many times what a daemon can take, and clients that do not stay.
+
+Starts a daemon of its own with few seats and a short queue. First as many clients as have a
+place keep it full: that is its capacity, and the longest that whoever is let in should wait.
+Then many times as many requests as it can answer arrive at a fixed rate. Then a few clients
+work beside a hundred a second that connect, ask and leave. Exit status 1 when a request failed
+that was neither refused nor left by its client, or when anything is left behind.
+"""
+
+import argparse
+import asyncio
+import re
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from deploy.loadtest.daemon import MeasuredDaemon
+from deploy.loadtest.overload.churn import churn
+from deploy.loadtest.overload.memory import Memory
+from deploy.loadtest.overload.offers import Customers, Outcome, Recipe, customers
+
+GAUGES: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting", "tokend:queued_tokens")
+REST_SECONDS: Final = 10.0
+WARM_UP_SECONDS: Final = 5.0
+SMALL_POOL: Final = "128M"
+"""Memory of a pool is taken when it is first used; this one is in use before the flood begins."""
+
+
+@dataclass
+class Record:
+    """What each part of the run came to, in order."""
+
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    def problems(self) -> list[str]:
+        """Of requests that were neither answered nor refused, some."""
+        return [
+            f"{name}: {len(outcome.failed)} failed, such as: "
+            f"{outcome.failed[0].status} {outcome.failed[0].error}"
+            for name, outcome in self.outcomes.items()
+            if outcome.failed
+        ]
+
+    def table(self) -> Table:
+        table = Table(title="times in ms, p50 / p99")
+        for column in (
+            "load",
+            "answered",
+            "per s",
+            "tokens/s",
+            "refused",
+            "first token of the accepted",
+            "answer to the refused",
+            "Retry-After, s",
+        ):
+            table.add_column(column, justify="left" if column == "load" else "right")
+        for name, outcome in self.outcomes.items():
+            accepted, refused = outcome.accepted, outcome.refused
+            table.add_row(
+                name,
+                str(len(accepted)),
+                f"{outcome.requests_per_second:.1f}",
+                f"{outcome.tokens_per_second:.0f}",
+                str(len(refused)),
+                _milliseconds([each.first_token for each in accepted]),
+                _milliseconds([each.answered for each in refused]),
+                _range([int(each.retry_after) for each in refused]),
+            )
+        return table
+
+
+@dataclass
+class OverloadRun:
+    """One daemon, loaded in parts; each notes its outcome."""
+
+    url: str
+    recipe: Recipe
+    clients: Customers
+    memory: Memory
+    record: Record = field(default_factory=Record)
+
+    async def fill(self, places: int, seconds: float) -> float:
+        """As many clients as there are places; returns requests per second."""
+        await self.clients.keep(places, min(seconds, WARM_UP_SECONDS))
+        outcome = await self.clients.keep(places, seconds)
+        self.record.outcomes[f"{places} clients, one for each place"] = outcome
+        return outcome.requests_per_second
+
+    async def flood(self, per_second: float, seconds: float) -> Outcome:
+        """New requests at this rate."""
+        outcome = await self.clients.flood(per_second, seconds, self.memory.look)
+        self.record.outcomes[f"{per_second:.1f} new ones a second"] = outcome
+        return outcome
+
+    async def beside_churn(self, number: int, per_second: float, seconds: float) -> Outcome:
+        """So many clients, by themselves for a quarter of the time, then beside the others."""
+        alone = await self.clients.keep(number, seconds / 4)
+        self.record.outcomes[f"{number} clients"] = alone
+        until = time.monotonic() + seconds
+        others = asyncio.create_task(
+            churn(self.url, self.recipe, per_second, lambda: time.monotonic() >= until)
+        )
+        beside = await self.clients.keep(number, seconds)
+        self.record.outcomes[f"{number} beside {await others} that left"] = beside
+        return beside
+
+
+def left_behind(url: str) -> list[str]:
+    """Gauges that do not return to 0."""
+    until = time.monotonic() + REST_SECONDS
+    while (left := _not_at_rest(url)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return left
+
+
+def main(words: Sequence[str]) -> None:
+    """Measure and print."""
+    options = _parse(words)
+    console = Console(width=130)
+    flags = [
+        *("--max-num-seqs", str(options.seats), "--max-num-queued-reqs", str(options.queue)),
+        *("--kv-cache-memory", SMALL_POOL),
+    ]
+    with MeasuredDaemon([*flags, *options.serve_flags]) as daemon:
+        memory = Memory(daemon.pid)
+        record = asyncio.run(_run(daemon.url, memory, options))
+        problems = [*record.problems(), *left_behind(daemon.url)]
+    console.print(record.table())
+    for title, sizes in memory.sizes.items():
+        console.print(
+            f"{title}: {sizes[0]:.0f} MiB before, {max(sizes):.0f} at most, {sizes[-1]:.0f} after, "
+            f"{memory.growth(title):+.1f} after the first tenth of the flood"
+        )
+    if problems:
+        console.print(*problems, sep="\n")
+        sys.exit(1)
+
+
+async def _run(url: str, memory: Memory, options: argparse.Namespace) -> Record:
+    recipe = Recipe(options.input_tokens, options.output_tokens)
+    async with customers(url, recipe) as clients:
+        run = OverloadRun(url, recipe, clients, memory)
+        per_second = await run.fill(options.seats + options.queue, options.fill_seconds)
+        if options.flood_minutes:
+            await run.flood(options.times * per_second, 60 * options.flood_minutes)
+        if options.churn_minutes:
+            await run.beside_churn(options.seats, options.churn_rate, 60 * options.churn_minutes)
+    return run.record
+
+
+def _not_at_rest(url: str) -> list[str]:
+    text = httpx.get(f"{url}/metrics").text
+    found = {
+        name: sum(map(float, re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)))
+        for name in GAUGES
+    }
+    return [f"{name} stays at {value:g}" for name, value in found.items() if value]
+
+
+def _milliseconds(seconds: list[float]) -> str:
+    if len(seconds) < 2:
+        return "-"
+    p99 = statistics.quantiles(seconds, n=100)[98]
+    return f"{1e3 * statistics.median(seconds):.0f} / {1e3 * p99:.0f}"
+
+
+def _range(numbers: list[int]) -> str:
+    return f"{min(numbers)} to {max(numbers)}" if numbers else "-"
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="tokend bench overload",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seats", type=int, default=16, help="--max-num-seqs of the daemon")
+    parser.add_argument("--queue", type=int, default=16, help="its --max-num-queued-reqs")
+    parser.add_argument("--input-tokens", type=int, default=32)
+    parser.add_argument("--output-tokens", type=int, default=16)
+    parser.add_argument("--fill-seconds", type=float, default=30.0)
+    parser.add_argument("--times", type=float, default=10.0, help="the capacity, in the flood")
+    parser.add_argument("--flood-minutes", type=float, default=5.0)
+    parser.add_argument("--churn-rate", type=float, default=100.0, help="clients a second")
+    parser.add_argument("--churn-minutes", type=float, default=2.0)
+    parser.add_argument("serve_flags", nargs="*", help="after --: flags of tokend serve")
+    return parser.parse_args(words)

@@ -1,0 +1,49 @@
+"""Clients that connect, ask, and leave before they have an answer."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import time
+from collections.abc import Callable
+from typing import Final
+from urllib.parse import urlsplit
+
+from deploy.loadtest.overload.offers import Recipe
+
+LONGEST_STAY_SECONDS: Final = 0.1
+
+
+async def churn(
+    url: str, recipe: Recipe, per_second: float, over: Callable[[], bool], seed: int = 0
+) -> int:
+    """At this rate, each for a moment of its own, until `over`; returns how many came."""
+    rng = random.Random(seed)
+    started = time.monotonic()
+    tasks: set[asyncio.Task[None]] = set()
+    for number in itertools.count():
+        await asyncio.sleep(started + number / per_second - time.monotonic())
+        if over():
+            await asyncio.gather(*tasks)
+            return number
+        stay = rng.uniform(0.0, LONGEST_STAY_SECONDS)
+        task = asyncio.create_task(_come_and_go(url, recipe, rng, stay))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    raise AssertionError("unreachable")
+
+
+async def _come_and_go(url: str, recipe: Recipe, rng: random.Random, seconds: float) -> None:
+    address = urlsplit(url)
+    content = json.dumps(recipe.body(rng)).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: {address.netloc}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    )
+    _, writer = await asyncio.open_connection(address.hostname, address.port)
+    writer.write(head.encode() + content)
+    await asyncio.sleep(seconds)
+    writer.transport.abort() if rng.random() < 0.5 else writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()

@@ -1,0 +1,222 @@
+"""Too many requests, too little time: which status, which event, what is counted."""
+
+import asyncio
+import json
+
+import pytest
+
+from api_server import engine_client
+from proto.config import FrontEndConfig
+from proto.engine_io import FinishReason, FirstTokenInfo
+from proto.errors import ErrorInfo
+from proto.lifecycle import EngineReady
+from proto.stats import SchedulerStats
+from tests.api_server.test_system import samples
+
+FULL = ErrorInfo(
+    "queue_full",
+    "the queue is full: 9 requests wait, this would add 1, and --max-num-queued-reqs is 9",
+    "max_num_queued_reqs",
+    retry_after_seconds=17,
+)
+LATE = ErrorInfo("time_limit", "the request was not over within 1 s", "timeout_ms")
+WAITED = ErrorInfo("queue_timeout", "the request had not begun within 1 s", "queue_timeout_ms")
+
+
+async def begin(front_end, **fields):
+    """A completion under way; returns its task and what the engine was asked."""
+    task = asyncio.create_task(front_end.complete(**fields))
+    return task, await front_end.engine.requests.get()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_full_queue_is_a_503_that_says_when_to_come_again(start, stream):
+    async with start() as front_end:
+        answer, request = await begin(front_end, stream=stream)
+        front_end.engine.refuse(request, FULL)
+        response = await answer
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "17"
+        error = response.json()["error"]
+        assert error == {
+            "message": FULL.message,
+            "type": "overloaded_error",
+            "param": "max_num_queued_reqs",
+            "code": 503,
+        }
+        found = await samples(front_end)
+        assert found["vllm:admission_rejections_total,max_num_queued_reqs"] == 1
+        assert found["vllm:admission_rejections_total,max_num_queued_tokens"] == 0
+        assert found["tokend:requests_cut_short_total,timeout"] == 0
+        assert sum(found[f"vllm:request_success_total,{each}"] for each in ("abort", "error")) == 0
+
+
+async def test_one_prompt_without_a_place_frees_those_of_the_others(start):
+    async with start() as front_end:
+        answer = asyncio.create_task(front_end.complete(prompt=["one", "two"]))
+        first = await front_end.engine.requests.get()
+        second = await front_end.engine.requests.get()
+        front_end.engine.accept(first)
+        front_end.engine.refuse(second, FULL)
+        assert (await answer).status_code == 503
+        assert (await front_end.engine.aborts.get()).request_id == first.request_id
+
+
+async def test_prompts_that_could_never_wait_together_are_refused_for_good(start, say):
+    async with start(say("!"), ready=False) as front_end:
+        vocab_size = front_end.engine.vocab_size
+        front_end.engine._send(EngineReady(1, 1, 256, 64, 16, vocab_size, "fake", 4, 30))
+        await front_end.services.client.wait_ready()
+        for fields, word in (
+            ({"prompt": ["one"] * 5}, "--max-num-queued-reqs lets 4 wait"),
+            ({"prompt": ["one"] * 3, "n": 2}, "6 choices"),
+            ({"prompt": [[5] * 16] * 2}, "--max-num-queued-tokens lets 30 wait"),
+        ):
+            response = await front_end.complete(**fields)
+            assert response.status_code == 400
+            assert word in response.json()["error"]["message"]
+            assert response.json()["error"]["param"] == "prompt"
+        assert (await front_end.complete(prompt=["one"] * 4)).status_code == 200
+        assert (await front_end.complete(prompt=[5] * 200, n=9)).status_code == 200
+        found = await samples(front_end)
+        assert found["tokend:max_num_queued_reqs"] == 4
+        assert found["tokend:max_num_queued_tokens"] == 30
+
+
+async def test_gauges_of_the_queue(start):
+    async with start() as front_end:
+        stats = SchedulerStats(1, 5, 0.5, num_queued_reqs=3, num_queued_tokens=70)
+        front_end.engine.send_outputs(stats=stats)
+        while (found := await samples(front_end))["vllm:num_requests_waiting"] != 5:
+            pass
+        assert found["tokend:queued_reqs"] == 3
+        assert found["tokend:queued_tokens"] == 70
+
+
+async def test_the_limits_of_time_become_moments(start):
+    config = FrontEndConfig(queue_timeout=60.0)
+    async with start(config=config, accepts=True) as front_end:
+        for fields, headers, total, queue in (
+            ({}, {}, None, 60.0),
+            ({"timeout_ms": 2500, "queue_timeout_ms": 1000}, {}, 2.5, 1.0),
+            ({"queue_timeout_ms": 90_000}, {}, None, 60.0),
+            ({}, {"X-Request-Timeout-Ms": "1500"}, 1.5, 60.0),
+            ({"timeout_ms": 99}, {"X-Request-Timeout-Ms": "1500"}, 0.099, 60.0),
+        ):
+            body = {"prompt": "hello", **fields}
+            post = front_end.http.post("/v1/completions", json=body, headers=headers)
+            answer = asyncio.create_task(post)
+            request = await front_end.engine.requests.get()
+            expected = request.arrival_time + (float("inf") if total is None else total)
+            assert request.deadline == pytest.approx(expected)
+            assert request.queue_deadline == pytest.approx(request.arrival_time + queue)
+            front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
+            assert (await answer).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["timeout_ms", "queue_timeout_ms"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "5", True, 1 << 31, 10**400])
+async def test_times_that_make_no_sense(start, name, value):
+    async with start() as front_end:
+        response = await front_end.complete(**{name: value})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == name
+
+
+async def test_a_header_that_makes_no_sense(start):
+    async with start() as front_end:
+        for value in ("soon", "1.5", "0", "9" * 30):
+            headers = {"X-Request-Timeout-Ms": value}
+            response = await front_end.http.post(
+                "/v1/completions", json={"prompt": "x"}, headers=headers
+            )
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "timeout_ms"
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+async def test_too_late_for_a_whole_answer_is_a_504(start, has_tokens):
+    async with start(accepts=True) as front_end:
+        answer, request = await begin(front_end)
+        if has_tokens:
+            front_end.engine.emit(request, [40])
+        front_end.engine.refuse(request, LATE)
+        response = await answer
+        assert response.status_code == 504
+        assert response.json()["error"]["type"] == "timeout_error"
+        assert "retry-after" not in response.headers
+        found = await samples(front_end)
+        assert found["tokend:requests_cut_short_total,timeout"] == 1
+        assert found["vllm:request_success_total,error"] == 1
+
+
+async def test_too_late_in_a_stream_is_an_event(start):
+    async with start(accepts=True) as front_end:
+        body = {"prompt": "hello", "stream": True}
+        async with front_end.http.stream("POST", "/v1/completions", json=body) as response:
+            request = await front_end.engine.requests.get()
+            front_end.engine.emit(request, [40])
+            front_end.engine.refuse(request, LATE)
+            events = (await response.aread()).decode().strip().split("\n\n")
+        assert response.status_code == 200
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == 504
+        assert not any('"finish_reason": "' in event for event in events)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_waited_too_long_gets_a_status_also_for_a_stream(start, stream):
+    async with start(accepts=True) as front_end:
+        answer, request = await begin(front_end, stream=stream, queue_timeout_ms=1000)
+        for _ in range(3):
+            assert (await front_end.http.get("/version")).status_code == 200
+        assert not answer.done(), "a status was sent before anything was computed"
+        front_end.engine.refuse(request, WAITED)
+        response = await answer
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        assert response.json()["error"]["type"] == "overloaded_error"
+        found = await samples(front_end)
+        assert found["tokend:requests_cut_short_total,queue_timeout"] == 1
+
+
+async def test_a_stream_that_may_wait_only_so_long_begins_with_its_first_token(start):
+    async with start(accepts=True) as front_end:
+        answer, request = await begin(front_end, stream=True, queue_timeout_ms=1000)
+        first = FirstTokenInfo(0, 1.0, 2.0)
+        front_end.engine.emit(request, [40], finish=FinishReason.LENGTH, first=first)
+        response = await answer
+        assert response.status_code == 200
+        assert response.text.endswith("data: [DONE]\n\n")
+
+
+async def test_time_goes_on_while_there_is_no_engine(start, monkeypatch):
+    monkeypatch.setattr(engine_client, "GAP_SECONDS", 0.001)
+    async with start(accepts=True) as front_end:
+        short, _ = await begin(front_end, timeout_ms=1)
+        long, _ = await begin(front_end, timeout_ms=1_000_000)
+        engine = await front_end.lose_engine()
+        assert (await short).status_code == 504
+        engine.announce()
+        again = await engine.requests.get()
+        assert engine.requests.empty()
+        engine.emit(again, [40], finish=FinishReason.LENGTH)
+        assert (await long).status_code == 200
+
+
+async def test_an_engine_that_follows_hears_who_was_accepted(start):
+    async with start() as front_end:
+        answers = [await begin(front_end, timeout_ms=1_000_000) for _ in range(2)]
+        (_, accepted), (_, other) = answers
+        front_end.engine.accept(accepted)
+        while not front_end.services.client._open[accepted.request_id].accepted:
+            await asyncio.sleep(0)
+        engine = await front_end.lose_engine()
+        engine.announce()
+        again = {each.request_id: each for each in [await engine.requests.get() for _ in range(2)]}
+        assert again[accepted.request_id].accepted
+        assert not again[other.request_id].accepted
+        assert again[accepted.request_id].deadline == accepted.deadline
+        for answer, request in answers:
+            engine.refuse(request, FULL)
+            assert (await answer).status_code == 503

@@ -1,0 +1,264 @@
+"""Clients that send or read too slowly: nobody else is held up, and nothing piles up."""
+
+import asyncio
+import contextlib
+import json
+import socket
+
+import httpx
+import pytest
+
+from api_server import http_protocol
+from api_server.outputs import unsent
+from api_server.outputs.unsent import Unsent
+from proto.engine_io import FinishReason
+from tests.api_server.test_system import samples
+
+
+def post(body: dict, *headers: bytes) -> bytes:
+    """A completion request, as bytes."""
+    content = json.dumps({"prompt": "hello", "max_tokens": 100_000, **body}).encode()
+    lines = [
+        b"POST /v1/completions HTTP/1.1",
+        b"host: x",
+        b"content-type: application/json",
+        b"content-length: %d" % len(content),
+        *headers,
+    ]
+    return b"\r\n".join([*lines, b"", content])
+
+
+async def deaf_client(front_end, request: bytes) -> socket.socket:
+    """Sends a request and never reads; the kernel keeps next to nothing for it."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(client, ("127.0.0.1", httpx.URL(front_end.url).port))
+    await loop.sock_sendall(client, request)
+    return client
+
+
+async def talk(front_end, request, token_ids: list[int], until: asyncio.Task) -> None:
+    """Output without an end, a little at a time."""
+    while not until.done():
+        front_end.engine.emit(request, token_ids)
+        await asyncio.sleep(0)
+
+
+def small_send_buffers(monkeypatch) -> None:
+    """The kernel's buffers of loopback connections hold megabytes otherwise."""
+    made = http_protocol.LimitedHttpProtocol.connection_made
+
+    def connection_made(self, transport):
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(self, transport)
+
+    monkeypatch.setattr(http_protocol.LimitedHttpProtocol, "connection_made", connection_made)
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"logprobs": 5}])
+async def test_a_stream_that_nobody_reads_is_ended_at_its_bound(
+    start, tokenizer, monkeypatch, fields
+):
+    small_send_buffers(monkeypatch)
+    monkeypatch.setattr("api_server.routes.prepare.MAX_UNSENT_BYTES", 20_000)
+    piece = tokenizer.encode(" number" * 50).ids
+    async with start(accepts=True, max_model_len=200_000) as front_end:
+        client = await deaf_client(front_end, post({"stream": True, **fields}))
+        request = await front_end.engine.requests.get()
+        aborted = asyncio.create_task(front_end.engine.aborts.get())
+        talking = asyncio.create_task(talk(front_end, request, piece, aborted))
+        abort = await asyncio.wait_for(aborted, 20)
+        await talking
+        assert (abort.request_id, abort.choice) == (request.request_id, None)
+        assert front_end.services.client.num_open == 0
+        # Others are served meanwhile, and after.
+        other = asyncio.create_task(front_end.complete())
+        front_end.engine.emit(
+            await front_end.engine.requests.get(), [40], finish=FinishReason.LENGTH
+        )
+        assert (await other).status_code == 200
+        client.close()
+        while not (await samples(front_end))["tokend:requests_cut_short_total,slow_reader"]:
+            pass
+
+
+async def test_a_burst_of_the_engine_is_not_the_fault_of_the_client(start, tokenizer, monkeypatch):
+    monkeypatch.setattr("api_server.routes.prepare.MAX_UNSENT_BYTES", 100)
+    ids = tokenizer.encode(" number" * 100).ids
+    async with start(accepts=True, max_model_len=200_000) as front_end:
+        answer = asyncio.create_task(front_end.complete(stream=True, max_tokens=100_000))
+        request = await front_end.engine.requests.get()
+        front_end.engine.send_outputs(*(front_end.engine.output(request, ids) for _ in range(9)))
+        front_end.engine.emit(request, ids, finish=FinishReason.LENGTH)
+        text = (await answer).text
+        assert text.count(" number") == 1000
+        assert "error" not in text
+
+
+async def test_who_reads_on_after_that_hears_why_it_ended(start, tokenizer, monkeypatch):
+    small_send_buffers(monkeypatch)
+    monkeypatch.setattr("api_server.routes.prepare.MAX_UNSENT_BYTES", 20_000)
+    piece = tokenizer.encode(" number" * 50).ids
+    async with start(accepts=True, max_model_len=200_000) as front_end:
+        body = post({"stream": True}, b"connection: close")
+        client = await deaf_client(front_end, body)
+        request = await front_end.engine.requests.get()
+        aborted = asyncio.create_task(front_end.engine.aborts.get())
+        await talk(front_end, request, piece, aborted)
+        loop, text = asyncio.get_running_loop(), b""
+        while more := await loop.sock_recv(client, 1 << 16):
+            text += more
+        client.close()
+        assert b'"code": 408' in text
+        assert text.rstrip(b"\r\n0").endswith(b"data: [DONE]")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_connection_that_takes_nothing_is_cut_off(start, tokenizer, monkeypatch, stream):
+    """Also when all of the answer is there: the engine is done, the connection is not."""
+    small_send_buffers(monkeypatch)
+    monkeypatch.setattr(http_protocol, "STALL_SECONDS", 0.2)
+    piece = tokenizer.encode(" number" * 100).ids
+    async with start(accepts=True, max_model_len=200_000) as front_end:
+        client = await deaf_client(front_end, post({"stream": stream}))
+        request = await front_end.engine.requests.get()
+        connections = front_end.server.server_state.connections
+        assert len(connections) == 1
+        for _ in range(999):
+            front_end.engine.emit(request, piece)
+            await asyncio.sleep(0)
+        if not stream:
+            front_end.engine.emit(request, piece, finish=FinishReason.LENGTH)
+        while connections:
+            await asyncio.sleep(0.01)
+        client.close()
+        if stream:
+            assert (await front_end.engine.aborts.get()).request_id == request.request_id
+            found = await samples(front_end)
+            assert found["tokend:requests_cut_short_total,slow_reader"] == 1
+            assert found["tokend:requests_cut_short_total,disconnect"] == 0
+        assert front_end.services.client.num_open == 0
+
+
+async def test_a_slow_reader_that_reads_is_not_cut_off(start, tokenizer, monkeypatch):
+    """Every look at it finds that something was taken since the last one."""
+    small_send_buffers(monkeypatch)
+    piece = tokenizer.encode(" number" * 100).ids
+    async with start(accepts=True, max_model_len=200_000) as front_end:
+        client = await deaf_client(front_end, post({}, b"connection: close"))
+        request = await front_end.engine.requests.get()
+        for _ in range(299):
+            front_end.engine.emit(request, piece)
+        front_end.engine.emit(request, piece, finish=FinishReason.LENGTH)
+        (connection,) = front_end.server.server_state.connections
+        text, looks = b"", 0
+        while more := await asyncio.get_running_loop().sock_recv(client, 1 << 14):
+            text += more
+            if connection.transport.get_write_buffer_size() < connection._unread:
+                connection._check_reader()
+                looks += 1
+        client.close()
+        assert looks > 3
+        assert text.endswith(b"}")
+
+
+@contextlib.asynccontextmanager
+async def unfinished(front_end, sent: bytes):
+    """A connection whose client has sent this and waits; yields it, and what reads from it."""
+    known = set(front_end.server.server_state.connections)
+    reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(front_end.url).port)
+    while not (new := front_end.server.server_state.connections - known):
+        await asyncio.sleep(0)
+    writer.write(sent)
+    yield new.pop(), reader
+    writer.close()
+
+
+BEGIN = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+
+
+async def test_headers_that_do_not_come(start):
+    async with start() as front_end, unfinished(front_end, BEGIN) as (connection, reader):
+        while not connection._in_headers:
+            await asyncio.sleep(0)
+        assert connection._arrival.is_set
+        connection._headers_overdue()
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+        assert b"connection: close" in answer
+        content = answer.partition(b"\r\n\r\n")[2]
+        assert json.loads(content)["error"]["type"] == "RequestTimeoutError"
+
+
+async def test_a_connection_without_a_request_ends_without_an_answer(start):
+    async with start() as front_end, unfinished(front_end, b"") as (connection, reader):
+        assert connection._arrival.is_set
+        connection._headers_overdue()
+        assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("more", [BEGIN, b"\r\n"])
+async def test_a_further_request_that_does_not_come(start, more):
+    async with (
+        start() as front_end,
+        unfinished(front_end, BEGIN + b"\r\n") as (connection, reader),
+    ):
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
+        assert not connection._arrival.is_set, "idle connections are uvicorn's to end"
+        connection.data_received(more)
+        assert connection._arrival.is_set
+        connection._headers_overdue()
+        assert (await reader.read()).startswith(b"HTTP/1.1 408 ") == (more is BEGIN)
+
+
+async def test_headers_in_time_leave_the_answer_all_the_time_it_takes(start):
+    async with (
+        start(accepts=True) as front_end,
+        unfinished(front_end, post({"max_tokens": 4})) as (connection, reader),
+    ):
+        request = await front_end.engine.requests.get()
+        assert not connection._arrival.is_set
+        connection.data_received(BEGIN)
+        connection._headers_overdue()
+        assert connection._arrival.is_set, "an answer is under way: it is looked at later"
+        front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_the_rest_of_a_body_that_was_answered_already(start, monkeypatch):
+    monkeypatch.setattr(http_protocol, "LEFTOVER_SECONDS", 0.1)
+    async with start() as front_end:
+        upload = b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(front_end.url).port)
+        writer.write(upload)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 404 ")
+        while not reader.at_eof() and reader.exception() is None:
+            writer.write(b"x")
+            await asyncio.sleep(0.01)
+            await asyncio.wait([asyncio.ensure_future(reader.read(4096))], timeout=0.01)
+        writer.close()
+
+
+def test_unsent_counts_bytes_and_forgets_what_was_taken():
+    waiting = Unsent(1000)
+    waiting.is_blocked = True
+    waiting.add_text("é" * 400)
+    waiting.check()
+    waiting.add_entries(4)
+    with pytest.raises(unsent.SlowReaderError, match="1056 bytes"):
+        waiting.check()
+    waiting.is_blocked = False
+    waiting.check()
+    waiting.is_blocked = True
+    waiting.clear()
+    waiting.check()
+
+
+def test_an_answer_that_is_sent_as_a_whole_waits_without_a_bound():
+    waiting = Unsent()
+    waiting.is_blocked = True
+    waiting.add_text("x" * 10_000_000)
+    waiting.check()

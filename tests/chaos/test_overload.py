@@ -1,0 +1,150 @@
+"""A real daemon with more to do than it can: rows of requests refused, and clients that leave."""
+
+import asyncio
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+
+from deploy.loadtest.overload.bench import SMALL_POOL, OverloadRun, left_behind
+from deploy.loadtest.overload.memory import Memory
+from deploy.loadtest.overload.offers import Customers, Outcome, Recipe, customers
+from tests.e2e.daemon import Daemon, eventually
+
+pytestmark = pytest.mark.long
+
+SEATS, QUEUE = 8, 8
+SECONDS = 20.0
+CONTROL = {"prompt": "The sun rises in the", "max_tokens": 8, "temperature": 0}
+GROWTH_MIB = 64.0
+"""Generous: what grows with the load grows by more in this time."""
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    flags = ("--max-num-seqs", str(SEATS), "--max-num-queued-reqs", str(QUEUE))
+    flags += ("--kv-cache-memory", SMALL_POOL, "--disable-log-requests")
+    with Daemon("--dtype", "float32", *flags) as running:
+        yield running
+
+
+class Before:
+    """How a daemon was, and whether it is so again."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._answer = self._control()
+        self._api = daemon.processes()["api_server"]
+        self._pids = {each.pid for each in daemon.processes().values()}
+        self._sockets = len(self._api.net_connections("tcp"))
+
+    def assert_the_same(self) -> None:
+        """No request, connection or process is left, and answers are what they were."""
+        assert left_behind(self._daemon.url) == []
+        assert eventually(lambda: self._daemon.metric("vllm:kv_cache_usage_perc") == 0)
+        assert eventually(lambda: len(self._api.net_connections("tcp")) <= self._sockets + 1)
+        assert {each.pid for each in self._daemon.processes().values()} == self._pids
+        assert not [
+            each
+            for each in psutil.Process(self._daemon.process.pid).children(recursive=True)
+            if each.status() == psutil.STATUS_ZOMBIE
+        ]
+        assert self._control() == self._answer
+
+    def _control(self) -> str:
+        url = f"{self._daemon.url}/v1/completions"
+        text: str = httpx.post(url, json=CONTROL, timeout=60).json()["choices"][0]["text"]
+        return text
+
+
+def tokens_are_all_there(outcome: Outcome, recipe: Recipe) -> bool:
+    return all(len(each.token_ids) == recipe.output_tokens for each in outcome.accepted)
+
+
+async def run_of(daemon: Daemon, clients: Customers, recipe: Recipe) -> OverloadRun:
+    return OverloadRun(daemon.url, recipe, clients, Memory(daemon.process.pid))
+
+
+async def test_ten_times_the_capacity(daemon: Daemon) -> None:
+    before, recipe = Before(daemon), Recipe()
+    lengths: list[float] = []
+    watching = asyncio.create_task(watch_queue(daemon, lengths))
+    async with customers(daemon.url, recipe) as clients:
+        run = await run_of(daemon, clients, recipe)
+        per_second = await run.fill(SEATS + QUEUE, SECONDS / 4)
+        outcome = await run.flood(10 * per_second, SECONDS)
+    watching.cancel()
+    assert run.record.problems() == []
+    assert tokens_are_all_there(outcome, recipe)
+    assert len(outcome.accepted) > SEATS + QUEUE
+    assert len(outcome.refused) > len(outcome.accepted)
+    assert all(1 <= int(each.retry_after) <= 60 for each in outcome.refused)
+    assert daemon.metric("vllm:admission_rejections_total") >= len(outcome.refused)
+    assert all(run.memory.growth(title) < GROWTH_MIB for title in run.memory.sizes)
+    assert max(lengths) <= QUEUE
+    await asyncio.to_thread(before.assert_the_same)
+
+
+async def watch_queue(daemon: Daemon, lengths: list[float]) -> None:
+    while True:
+        lengths.append(await asyncio.to_thread(daemon.metric, "tokend:queued_reqs"))
+        await asyncio.sleep(0.5)
+
+
+async def test_a_hundred_a_second_that_do_not_stay(daemon: Daemon) -> None:
+    before, recipe = Before(daemon), Recipe()
+    async with customers(daemon.url, recipe) as clients:
+        run = await run_of(daemon, clients, recipe)
+        outcome = await run.beside_churn(SEATS // 2, 100.0, SECONDS)
+    assert run.record.problems() == []
+    assert tokens_are_all_there(outcome, recipe)
+    assert outcome.accepted
+    assert daemon.metric("tokend:requests_cut_short_total") > 0
+    await asyncio.to_thread(before.assert_the_same)
+
+
+def events(response: httpx.Response) -> list[str]:
+    return response.text.strip().split("\n\n")
+
+
+async def ask(daemon: Daemon, **fields: object) -> httpx.Response:
+    body = {"prompt": "Once upon a time", "max_tokens": 1000, "ignore_eos": True, **fields}
+    async with httpx.AsyncClient(timeout=120) as client:
+        return await client.post(f"{daemon.url}/v1/completions", json=body)
+
+
+async def test_whose_time_is_over_stops_at_once(daemon: Daemon) -> None:
+    """In a stream, as a whole answer, and over the death of the engine."""
+    before = Before(daemon)
+    whole = await ask(daemon, timeout_ms=300)
+    assert whole.status_code == 504
+    streamed = await ask(daemon, timeout_ms=3000, stream=True)
+    assert streamed.status_code == 200
+    assert len(events(streamed)) > 2, "there were tokens before"
+    assert '"code": 504' in events(streamed)[-2]
+    assert events(streamed)[-1] == "data: [DONE]"
+    await asyncio.to_thread(before.assert_the_same)
+    asking = asyncio.create_task(ask(daemon, timeout_ms=6000, stream=True))
+    assert await asyncio.to_thread(
+        eventually, lambda: daemon.metric("vllm:num_requests_running") == 1
+    )
+    daemon.processes()["engine_core"].kill()
+    streamed = await asking
+    assert streamed.status_code == 200
+    assert '"code": 504' in events(streamed)[-2]
+    assert left_behind(daemon.url) == []
+
+
+async def test_who_waits_too_long_in_the_queue_is_refused(daemon: Daemon) -> None:
+    before = Before(daemon)
+    running = [asyncio.create_task(ask(daemon, stream=True, timeout_ms=8000)) for _ in range(SEATS)]
+    assert await asyncio.to_thread(
+        eventually, lambda: daemon.metric("vllm:num_requests_running") == SEATS
+    )
+    for stream in (False, True):
+        late = await ask(daemon, queue_timeout_ms=200, stream=stream)
+        assert late.status_code == 503
+        assert late.headers["retry-after"]
+    assert [(await each).status_code for each in running] == [200] * SEATS
+    await asyncio.to_thread(before.assert_the_same)

@@ -1,0 +1,209 @@
+"""How many may wait, who counts, and when those who were refused had better come again."""
+
+import pytest
+
+from engine_core.scheduler.backlog import Backlog, Pace, QueueLimits, queue_limits
+from proto.config import SchedulerConfig
+from proto.errors import QueueFullError
+from tests.fakes.clock import FakeClock
+from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.messages import make_request, request
+
+
+def queue(engine: EngineHarness, *prompts: list[int], **fields: object) -> list:
+    """What intake does with messages that pass."""
+    added = []
+    for prompt in prompts:
+        for each in engine.add(prompt, **fields):
+            engine.scheduler.backlog.enter(each)
+            added.append(each)
+    return added
+
+
+def counts(engine: EngineHarness) -> tuple[int, int]:
+    stats = engine.scheduler.take_stats()
+    return stats.num_queued_reqs, stats.num_queued_tokens
+
+
+def test_the_limits_follow_from_the_pool_and_the_seats():
+    config = SchedulerConfig(max_num_seqs=100)
+    assert queue_limits(config, 10_000, 16) == QueueLimits(400, 640_000)
+    assert queue_limits(config, 50, 1024) == QueueLimits(200, 204_800), "a seat needs a block"
+    assert queue_limits(config, 10, 16) == QueueLimits(64, 65_536), "the least"
+    given = SchedulerConfig(max_num_queued_reqs=3, max_num_queued_tokens=0)
+    assert queue_limits(given, 10_000, 16) == QueueLimits(3, 0)
+
+
+def test_who_has_begun_or_is_over_counts_no_more():
+    engine = EngineHarness(max_num_seqs=1)
+    first, second, third = queue(engine, [1] * 10, [2] * 20, [3] * 30, max_tokens=2)
+    assert counts(engine) == (3, 60)
+    engine.step()
+    assert counts(engine) == (2, 50)
+    engine.scheduler.abort(third.request_id)
+    assert counts(engine) == (1, 20)
+    engine.run_until_over(first)
+    engine.step()
+    assert second.scheduled_at is not None
+    assert counts(engine) == (0, 0)
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_who_is_preempted_or_loses_the_workers_is_not_counted_anew():
+    engine = EngineHarness(max_num_seqs=2)
+    queue(engine, [1] * 10, [2] * 10, [3] * 10)
+    engine.step()
+    engine.scheduler.reset_prefix_cache(preempting=True)
+    assert len(engine.scheduler.waiting) == 3
+    assert counts(engine) == (1, 10)
+    engine.step()
+    engine.lose_workers()
+    assert counts(engine) == (1, 10)
+
+
+def test_choices_count_one_by_one_and_their_prompt_once():
+    engine = EngineHarness()
+    queue(engine, [1] * 20, n=3)
+    assert counts(engine) == (3, 20)
+    engine.step()
+    assert counts(engine) == (2, 0), "two wait for the prompt that the first computes"
+    engine.run()
+    assert counts(engine) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "words"),
+    [
+        (
+            request(n=4),
+            "max_num_queued_reqs",
+            ["6 requests", "add 4", "--max-num-queued-reqs is 9"],
+        ),
+        (
+            request(prompt=[1] * 41),
+            "max_num_queued_tokens",
+            ["60 prompt tokens", "add 41", "--max-num-queued-tokens is 100"],
+        ),
+    ],
+)
+def test_more_than_may_wait_is_refused_with_the_limit(message, param, words):
+    backlog = Backlog(QueueLimits(9, 100), FakeClock())
+    for handle in range(6):
+        backlog.enter(make_request(handle, list(range(10))))
+    with pytest.raises(QueueFullError) as caught:
+        backlog.check(message)
+    assert caught.value.param == param
+    assert all(each in caught.value.message for each in words)
+    assert caught.value.retry_after_seconds >= 1
+    assert len(backlog) == 6, "nothing of it was taken in"
+
+
+def test_what_just_fits_and_what_was_accepted_before_may_wait():
+    backlog = Backlog(QueueLimits(9, 100), FakeClock())
+    for handle in range(6):
+        backlog.enter(make_request(handle, list(range(10))))
+    backlog.check(request(n=3, prompt=[1] * 40))
+    backlog.check(request(n=128, prompt=[1] * 1000, accepted=True))
+
+
+def test_an_empty_queue_takes_anything():
+    Backlog(QueueLimits(1, 1), FakeClock()).check(request(n=128, prompt=[1] * 1000))
+
+
+def test_no_limits():
+    backlog = Backlog(QueueLimits(), FakeClock())
+    backlog.enter(make_request(1, [1] * 10))
+    backlog.check(request(n=128, prompt=[1] * 1000))
+
+
+def fill(backlog, tenant, number, first_handle):
+    for handle in range(first_handle, first_handle + number):
+        backlog.enter(make_request(handle, [1] * 10, tenant=tenant))
+
+
+def is_full_for(backlog, tenant, **fields):
+    try:
+        backlog.check(request(tenant=tenant, **fields))
+    except QueueFullError:
+        return True
+    return False
+
+
+def test_a_flood_of_one_tenant_shuts_no_other_out():
+    backlog = Backlog(QueueLimits(10, 0), FakeClock())
+    fill(backlog, 1, 10, 0)
+    assert is_full_for(backlog, 1)
+    assert not is_full_for(backlog, 2, n=9), "it has nothing there yet"
+    fill(backlog, 2, 4, 10)
+    assert not is_full_for(backlog, 2)
+    assert is_full_for(backlog, 2, n=2), "half of it is its share"
+    fill(backlog, 2, 1, 14)
+    assert is_full_for(backlog, 2)
+    assert not is_full_for(backlog, 3, n=3)
+    fill(backlog, 3, 3, 15)
+    assert is_full_for(backlog, 3), "now there are three"
+    fill(backlog, 4, 2, 18)
+    assert is_full_for(backlog, 5), "twice the limit wait"
+
+
+def test_tokens_are_shared_as_well():
+    backlog = Backlog(QueueLimits(0, 100), FakeClock())
+    fill(backlog, 1, 10, 0)
+    assert is_full_for(backlog, 1)
+    assert not is_full_for(backlog, 2, prompt=[1] * 500)
+    fill(backlog, 2, 4, 10)
+    assert not is_full_for(backlog, 2, prompt=[1] * 10)
+    assert is_full_for(backlog, 2, prompt=[1] * 11)
+
+
+def test_a_tenant_that_has_left_has_no_share():
+    engine = EngineHarness()
+    backlog = engine.scheduler.backlog
+    queue(engine, [1, 2], tenant=7)
+    queue(engine, [3, 4], tenant=8)
+    assert len(backlog._shares) == 2
+    engine.step()
+    assert not backlog._shares
+
+
+class TestPace:
+    """The estimate is the time that the queue takes at the rate of late, within bounds."""
+
+    def setup_method(self):
+        self.clock = FakeClock()
+        self.pace = Pace(self.clock)
+        self.pace.begin()
+
+    def leave(self, number: int, seconds: float) -> None:
+        """One after the other, so many seconds apart."""
+        for _ in range(number):
+            self.clock.now += seconds
+            self.pace.note()
+
+    def test_a_guess_before_anyone_has_left(self):
+        assert self.pace.seconds_for(1000) == 5
+        self.clock.now += 12.5
+        assert self.pace.seconds_for(1000) == 13, "nobody has left in all this time"
+        self.clock.now += 1000
+        assert self.pace.seconds_for(1000) == 60
+
+    def test_the_rate_of_late(self):
+        self.leave(10, 0.5)
+        assert self.pace.seconds_for(10) == 5
+        assert self.pace.seconds_for(31) == 16
+        assert self.pace.seconds_for(1) == 1
+        assert self.pace.seconds_for(10**6) == 60
+
+    def test_time_without_a_queue_does_not_count(self):
+        self.leave(10, 0.5)
+        self.pace.end()
+        self.clock.now += 3600
+        assert self.pace.seconds_for(10) == 5
+        self.pace.begin()
+        assert self.pace.seconds_for(10) == 5
+
+    def test_what_is_long_past_is_forgotten(self):
+        self.leave(10, 3.0)
+        self.leave(400, 0.25)
+        assert 4 <= self.pace.seconds_for(16) <= 5

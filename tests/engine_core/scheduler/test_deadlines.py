@@ -1,0 +1,140 @@
+"""Until when a request must have begun and must be over, and what is left when it is not."""
+
+from math import inf
+
+import pytest
+
+from engine_core.request import RequestStatus
+from engine_core.scheduler.deadlines import Deadlines
+from tests.fakes.clock import FakeClock
+from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.messages import make_request, request
+
+
+class Watch:
+    """Deadlines by themselves."""
+
+    def __init__(self):
+        self.clock = FakeClock()
+        self.deadlines = Deadlines(self.clock)
+
+    def enter(self, request_id, choice=0, **fields):
+        each = make_request(10 * request_id + choice, [1, 2], request_id=request_id, choice=choice)
+        self.deadlines.enter(each, request(request_id, arrival_time=100.0, **fields))
+        return each
+
+    def overdue(self, now):
+        """Who, and by which limit."""
+        self.clock.now = now
+        return [(each.request_id, each.error.kind) for each in self.deadlines.take_overdue()]
+
+
+def test_each_at_its_time():
+    watch = Watch()
+    watch.enter(1, deadline=130.0)
+    watch.enter(2, deadline=110.0)
+    watch.enter(3, deadline=120.0, queue_deadline=115.0)
+    watch.enter(4)
+    assert watch.deadlines.seconds_to_next_end == 10.0
+    assert watch.overdue(109.9) == []
+    assert watch.overdue(110.0) == [(2, "time_limit")]
+    assert watch.overdue(117.0) == [(3, "queue_timeout")]
+    assert watch.overdue(129.0) == []
+    assert watch.overdue(1000.0) == [(1, "time_limit")]
+    assert watch.deadlines.seconds_to_next_end is None
+
+
+def test_a_time_that_is_over_at_once():
+    watch = Watch()
+    watch.enter(1, deadline=99.0)
+    assert watch.deadlines.seconds_to_next_end == 0.0
+    assert watch.overdue(100.0) == [(1, "time_limit")]
+
+
+def test_who_has_begun_waits_no_more():
+    watch = Watch()
+    begun = watch.enter(1, queue_deadline=110.0)
+    both = watch.enter(2, queue_deadline=110.0, deadline=120.0)
+    for each in (begun, both):
+        watch.deadlines.admitted(each, 1)
+    assert watch.overdue(119.0) == []
+    assert watch.overdue(120.0) == [(2, "time_limit")]
+
+
+def test_one_choice_that_begins_is_enough():
+    watch = Watch()
+    first, _ = [watch.enter(1, choice, queue_deadline=110.0) for choice in range(2)]
+    watch.deadlines.admitted(first, 1)
+    assert watch.overdue(110.0) == []
+
+
+def test_tokens_from_before_a_crash_say_that_it_has_begun():
+    watch = Watch()
+    watch.enter(1, queue_deadline=110.0, output_token_ids=((7,),))
+    watch.enter(2, queue_deadline=110.0, output_token_ids=((),))
+    assert watch.overdue(110.0) == [(2, "queue_timeout")]
+
+
+def test_it_is_over_with_its_last_choice():
+    watch = Watch()
+    choices = [watch.enter(1, choice, deadline=110.0) for choice in range(2)]
+    watch.deadlines.forget(choices[0])
+    assert watch.overdue(110.0) == [(1, "time_limit")]
+    choices = [watch.enter(2, choice, deadline=120.0) for choice in range(2)]
+    for each in choices:
+        watch.deadlines.forget(each)
+    assert watch.overdue(120.0) == []
+
+
+def test_what_is_over_long_before_its_time_costs_no_memory():
+    watch = Watch()
+    watch.enter(0, deadline=50_000.0)
+    for request_id in range(1, 10_000):
+        watch.deadlines.forget(watch.enter(request_id, deadline=1e6, queue_deadline=1e5))
+    assert len(watch.deadlines._moments) < 100
+    assert watch.overdue(inf) == [(0, "time_limit")]
+
+
+def test_the_message_says_how_long():
+    watch = Watch()
+    watch.enter(1, deadline=102.5)
+    watch.enter(2, queue_deadline=100.25)
+    watch.clock.now = 103.0
+    texts = [each.error.message for each in watch.deadlines.take_overdue()]
+    assert "0.25 s" in texts[0]
+    assert "2.5 s" in texts[1]
+
+
+@pytest.mark.parametrize("state", ["waiting", "running", "preempted", "in flight", "frozen"])
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_nothing_is_left_of_it_whatever_it_was_doing(state, overlapped):
+    clock = FakeClock()
+    engine = EngineHarness(clock=clock, max_num_seqs=4, async_scheduling=overlapped)
+    message = request(deadline=110.0)
+    if state == "waiting":
+        engine.add([9], n=4, max_tokens=50)
+        engine.step()
+    choices = engine.add([1, 2, 3], n=2, max_tokens=50)
+    for each in choices:
+        engine.scheduler.deadlines.enter(each, message)
+    if state in ("running", "preempted", "frozen"):
+        engine.step()
+        engine.step()
+    if state == "preempted":
+        engine.scheduler.reset_prefix_cache(preempting=True)
+        assert choices[0].status is RequestStatus.PREEMPTED
+    if state == "frozen":
+        engine.scheduler.pause("freeze")
+    if state == "in flight":
+        engine.send()
+    clock.now = 111.0
+    (overdue,) = engine.scheduler.deadlines.take_overdue()
+    assert engine.scheduler.abort(choices[0].request_id) == 2
+    assert overdue.error.kind == "time_limit"
+    engine.scheduler.resume()
+    if engine.in_flight:
+        engine.receive()
+    engine.run()
+    if engine.scheduler.has_work or engine.in_flight:
+        engine.step()
+    engine.assert_at_rest()
