@@ -20,13 +20,21 @@ from api_server.app import create_app
 from api_server.engine_client import EngineClient, FromEngine
 from api_server.http_protocol import LimitedHttpProtocol
 from api_server.inputs.chat_template import load_chat_template
+from api_server.inputs.rendering import TimedRendering
 from api_server.inputs.sampling import seeds
 from api_server.inputs.tokenizer import ModelTokenizer, special_token_texts
 from api_server.metrics import Metrics
 from api_server.services import Services
 from proto.config import FrontEndConfig
 from proto.ids import request_ids
-from proto.lifecycle import FrontEndReady, NewEngine, ProcessBoot, Restarted, Shutdown
+from proto.lifecycle import (
+    Distrust,
+    FrontEndReady,
+    NewEngine,
+    ProcessBoot,
+    Restarted,
+    Shutdown,
+)
 from proto.sockets import Link, front_end_path
 from proto.tls import server_context
 
@@ -84,6 +92,7 @@ def make_services(boot: ProcessBoot, link: Link) -> Services:
     ids = request_ids(boot.index, boot.incarnation)
     crashes_until_alone = config.scheduler.crashes_until_alone
     client = EngineClient(link, boot.epoch, ids, metrics, crashes_until_alone)
+    template = load_chat_template((folder, model.folder), name, special_token_texts(folder))
     return Services(
         model=model,
         model_name=name,
@@ -91,7 +100,7 @@ def make_services(boot: ProcessBoot, link: Link) -> Services:
         client=client,
         metrics=metrics,
         tokenizer=ModelTokenizer.load(folder),
-        chat_template=load_chat_template((folder, model.folder), name, special_token_texts(folder)),
+        chat_template=TimedRendering(template),
         seeds=seeds(config.model.seed, boot.index),
     )
 
@@ -145,6 +154,11 @@ def obey(
             elif isinstance(message, Restarted):
                 services.metrics.restarted(message.role)
 
+    def distrust(epoch: int) -> None:
+        supervisor.send(Distrust("engine_core", 0, epoch, "it sent what is no message"))
+        loop.call_soon(drain)  # a send may swallow the wake-up
+
+    services.client.when_nonsense(distrust)
     loop.add_reader(supervisor.fileno(), drain)
     loop.call_soon(drain)
 

@@ -1,7 +1,10 @@
 """Messages to bytes and back: msgspec Structs as msgpack, never pickle.
 
 A decoder is made for the union of messages that its link may carry, so nothing
-else can come in. Sizes are limited by the socket before a decoder sees them.
+else can come in. Sizes are limited by the socket before a decoder sees them, and nesting
+by the types: none holds itself or "anything", so they are a few levels deep, and what a
+field more than there are may hold is skipped only down to the interpreter's recursion limit.
+The decoder reserves no memory for what a length only announces.
 """
 
 from typing import Any, Generic, TypeVar

@@ -5,6 +5,7 @@ worker ──WorkerReady──▶ engine ──InitializeCache──▶ worker �
 engine ──EngineReady──▶ front ends and supervisor
 front end ──FrontEndReady──▶ supervisor
 any process ──Progress, Fatal──▶ supervisor ──Shutdown──▶ any process
+engine, front end ──Distrust──▶ supervisor, which ends whom it names
 
 When one of them dies the others go on, and hear from the supervisor whom to meet now:
 
@@ -237,7 +238,28 @@ class Paused(msgspec.Struct, array_like=True, tag=25, frozen=True):
     mode: PauseMode | None
 
 
+class Distrust(msgspec.Struct, array_like=True, tag=40, frozen=True):
+    """Somebody said what it cannot mean, and nobody listens to it any more: end it.
+
+    role: "worker" or "engine_core". epoch: the worker epoch of a worker, the engine's own of
+    an engine; in another epoch the sender hears somebody else. reason: for the operator.
+    """
+
+    role: Literal["worker", "engine_core"]
+    index: int
+    epoch: int
+    reason: str
+
+
 ToSupervisor = (
-    EngineReady | FrontEndReady | Progress | Notice | Fatal | Heartbeat | WorkersReady | Paused
+    EngineReady
+    | FrontEndReady
+    | Progress
+    | Notice
+    | Fatal
+    | Heartbeat
+    | WorkersReady
+    | Paused
+    | Distrust
 )
 FromSupervisor = Shutdown | NewEngine | NewWorkers | NewFrontEnd | Restarted
