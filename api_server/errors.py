@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from proto.errors import OverloadedError, RequestError
+from proto.errors import OverloadedError, RequestError, shown
 
 logger = logging.getLogger("tokend.api")
 
@@ -81,7 +81,7 @@ async def _on_request_error(_request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = _HTTP_TYPES.get(error.status_code, "BadRequestError")
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{request.method} {shown(request.url.path)}: {error.detail}"
     body = {"message": message, "type": kind, "param": None, "code": error.status_code}
     return JSONResponse({"error": body}, error.status_code, error.headers)
 

@@ -41,7 +41,7 @@ class MessageDecoder(Generic[T]):
         """The message in `frame`; raises ProtocolError when it is not one of the union."""
         try:
             return self._decoder.decode(frame)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"undecodable message of {len(frame)} bytes: {error}") from None
 
 
@@ -59,5 +59,5 @@ def from_json(data: bytes, message_type: type[T]) -> T:
     """The Struct in a JSON document; raises ProtocolError naming what is wrong."""
     try:
         return msgspec.json.decode(data, type=message_type)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(str(error)) from None

@@ -8,10 +8,13 @@ import math
 import os
 from typing import Any, Final
 
-from proto.errors import ModelError
+from proto.errors import ModelError, shown
 from proto.prepared_model import TensorEntry
 
-_MAX_HEADER_BYTES: Final = 100_000_000
+_MAX_HEADER_BYTES: Final = 32 << 20
+"""Some 200,000 tensors. Of nonsense, JSON makes twenty times as much in memory."""
+_MAX_DIMENSIONS: Final = 8
+_MAX_NUMBER: Final = 1 << 60
 _BITS: Final = {
     "F64": 64,
     "F32": 32,
@@ -57,15 +60,34 @@ def read(path: str, file: int) -> list[TensorEntry]:
 
 
 def _entry(name: str, fields: Any, path: str, file: int, start: int, size: int) -> TensorEntry:
-    try:
-        kind, shape = str(fields["dtype"]), tuple(int(length) for length in fields["shape"])
-        begin, end = (int(offset) for offset in fields["data_offsets"])
-    except (KeyError, TypeError, ValueError):
-        raise ModelError(f"{path} has a damaged header: {name}") from None
-    if kind not in _BITS:
-        raise ModelError(f"{path}: {name} has the type {kind}, which is not supported")
-    if begin < 0 or start + end > size:
+    shape = tuple(_numbers(fields, "shape"))
+    offsets = _numbers(fields, "data_offsets")
+    if not _is_text(name) or len(shape) > _MAX_DIMENSIONS or len(offsets) != 2:
+        raise ModelError(f"{path} has a damaged header: {shown(name)!a}")
+    kind, (begin, end) = fields.get("dtype"), offsets
+    if not isinstance(kind, str) or kind not in _BITS:
+        raise ModelError(f"{path}: {name} has the type {shown(kind)}, which is not supported")
+    if start + end > size:
         raise ModelError(f"{path} is cut short: {name} ends beyond the file")
-    if min(shape, default=0) < 0 or (end - begin) * 8 != math.prod(shape) * _BITS[kind]:
+    if (end - begin) * 8 != math.prod(shape) * _BITS[kind]:
         raise ModelError(f"{path} has a damaged header: {name} is not as long as its shape")
     return TensorEntry(name, kind, shape, file, start + begin, end - begin)
+
+
+def _numbers(fields: Any, key: str) -> list[int]:
+    """Numbers that a file can be about; too many of them where there is anything else."""
+    values = fields.get(key) if isinstance(fields, dict) else None
+    if not isinstance(values, list):
+        return [-1] * (_MAX_DIMENSIONS + 1)
+    if not all(type(each) is int and 0 <= each < _MAX_NUMBER for each in values):
+        return [-1] * (_MAX_DIMENSIONS + 1)
+    return values
+
+
+def _is_text(name: str) -> bool:
+    """JSON can spell half of a surrogate pair, which is none."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

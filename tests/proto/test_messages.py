@@ -258,6 +258,8 @@ def test_a_union_takes_its_own_messages_and_no_others(union):
         msgspec.msgpack.encode([2, 1, 2, "some other reason"]),
         msgspec.msgpack.encode([99, 1]),
         msgspec.msgpack.encode({"epoch": 1}),
+        b"\x95\x02\x01\x02\xa4\x80\x80\x80\x80\xc0",  # a text that is not UTF-8
+        b"\x9e\x01\x01\x02\x91\x01\x91\x01\x00\xcb\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\xa1\x80\x90\x90\x00",
     ],
 )
 def test_garbage_is_a_protocol_error(frame):
