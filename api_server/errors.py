@@ -5,6 +5,7 @@ is logged in full and answered in general words.
 """
 
 import logging
+import re
 from typing import Any
 
 from fastapi import FastAPI
@@ -39,14 +40,17 @@ class NotAvailableError(OverloadedError):
     """The daemon is starting or stopping."""
 
 
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+"""What Python shows of an object that has no better words for itself."""
+
 _HTTP_TYPES = {404: "NotFoundError", 405: "MethodNotAllowedError"}
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """The body that clients of OpenAI's API expect."""
+    """The body that clients of OpenAI's API expect, without addresses of the heap."""
     return {
         "error": {
-            "message": error.message,
+            "message": _ADDRESS.sub("0x…", error.message),
             "type": error.type,
             "param": error.param,
             "code": error.status,
