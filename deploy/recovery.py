@@ -165,7 +165,8 @@ class Recovery:
 
     def _note_distrust(self, message: Distrust) -> None:
         """Of whoever lives in the present epoch; an older one has gone already."""
-        if message.epoch == self._epoch_of(message.role):
+        is_news = self._distrusted.get(message.role) != message.epoch
+        if is_news and message.epoch == self._epoch_of(message.role):
             self._distrusted[message.role] = message.epoch
             name = process_name(message.role, message.index)
             self._reporter.notice(f"is not to be trusted and is ended: {message.reason}", name)

@@ -7,6 +7,7 @@ import pytest
 
 from api_server.http_protocol import MAX_HEADER_BYTES
 from api_server.inputs.prompts import MAX_PROMPTS
+from api_server.inputs.rendering import RENDER_SECONDS
 from api_server.protocol.chat import MAX_MESSAGES
 from api_server.protocol.common import (
     MAX_CHOICES_PER_REQUEST,
@@ -52,6 +53,7 @@ def test_the_readme_names_flags_that_exist_and_says_what_they_say() -> None:
             f"{MAX_CHOICES}; {MAX_CHOICES_PER_REQUEST:,}",
         ),
         ("messages of a chat", f"{MAX_MESSAGES:,}"),
+        ("time for the chat template", f"{RENDER_SECONDS:g} s"),
         (
             "log-probabilities in an answer: choices × tokens × (alternatives + 1)",
             f"{MAX_LOGPROB_ENTRIES:,}",

@@ -419,3 +419,21 @@ def test_a_service_manager_is_told_of_everything(
         heard = ""
         while "STOPPING=1" not in heard:
             heard += manager.recv(4096).decode()
+
+
+def test_a_worker_that_the_engine_does_not_trust_is_replaced(
+    start: Callable[..., FakeDaemon],
+) -> None:
+    """Once, however often it is said."""
+    daemon = start("engine_core=wary")
+    daemon.wait_ready()
+    daemon.wait_for(
+        "worker 0: is not to be trusted and is ended: it babbles",
+        "was killed by SIGKILL; it is started again",
+        "worker 0: life 1, epochs 1 and 2",
+        "worker 0: is back after",
+    )
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.wait_exit() == 0
+    assert daemon.text.count("is started again") == 1
+    assert "engine 0: life" not in daemon.text

@@ -5,6 +5,7 @@ stubborn         reports ready, ignores Shutdown and SIGTERM
 bad_model        fails over its model while starting
 bad_model_later  in its second life, whatever the first one ends of
 exits            ends without a word, status 3, while starting
+wary             says of the first worker that it babbles, until it hears of others
 orphans          leaves a process without its parent behind, names it, and is good
 
 Whoever is sent SIGUSR1 fails with an error.
@@ -19,6 +20,7 @@ from types import FrameType
 from proto import PROTOCOL_VERSION, process
 from proto.errors import ModelError
 from proto.lifecycle import (
+    Distrust,
     EngineReady,
     FrontEndReady,
     NewWorkers,
@@ -48,8 +50,11 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
         supervisor.send(Notice(boot.role, boot.index, f"{lives}, front ends {boot.front_ends}"))
     _report_ready(boot, supervisor)
     poller = Poller([supervisor])
+    wary = behaviour == "wary" and boot.incarnation == 0
     while True:
-        poller.wait()
+        if wary:  # before the daemon is ready nobody heeds it
+            supervisor.send(Distrust("worker", 0, boot.worker_epoch, "it babbles"))
+        poller.wait(0.1 if wary else None)
         for message in supervisor.receive():
             if isinstance(message, Shutdown):
                 if behaviour != "stubborn":
@@ -57,6 +62,7 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
                 continue
             supervisor.send(Notice(boot.role, boot.index, f"heard {message}"))
             if isinstance(message, NewWorkers):
+                wary = False
                 supervisor.send(WorkersReady(message.worker_epoch))
 
 

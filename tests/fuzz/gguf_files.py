@@ -5,7 +5,6 @@ is prepared can be loaded or is refused by the loader by name. Every eighth of t
 header that holds together goes on to the conversion by transformers, which takes its time.
 """
 
-import struct
 import tempfile
 import zlib
 from collections.abc import Sequence
@@ -17,13 +16,13 @@ from hypothesis import strategies as st
 from deploy.prepare import folder, gguf_file, gguf_header
 from proto.errors import ModelError
 from proto.prepared_model import TensorIndex
+from tests.fakes.gguf_headers import small_file
 from tests.fakes.tiny_model_files import write_gguf
 from tests.fuzz.mutation import Edit, mutated, spoilt_bytes
 from tests.fuzz.prepared import load
 from worker.loader.files import TensorFiles
 
 CONVERTED: Final = 8
-_STRING, _ARRAY, _U32 = 8, 9, 4
 
 
 class GgufFiles:
@@ -83,39 +82,6 @@ class GgufFiles:
 
     def close(self) -> None:
         self._place.cleanup()
-
-
-def small_file(tensors: int = 2) -> bytes:
-    """Every kind of value, and a tensor or two."""
-
-    def text(value: str) -> bytes:
-        return struct.pack("<Q", len(value)) + value.encode()
-
-    def value(key: str, kind: int, packed: bytes) -> bytes:
-        return text(key) + struct.pack("<I", kind) + packed
-
-    def array(kind: int, items: Sequence[bytes]) -> bytes:
-        return struct.pack("<IQ", kind, len(items)) + b"".join(items)
-
-    keys = [
-        value("general.architecture", _STRING, text("llama")),
-        value("general.alignment", _U32, struct.pack("<I", 32)),
-        value("tokenizer.ggml.model", _STRING, text("gpt2")),
-        value("tokenizer.ggml.tokens", _ARRAY, array(_STRING, [text("a"), text("b")])),
-        value("tokenizer.ggml.scores", _ARRAY, array(6, [struct.pack("<f", 1.5)] * 2)),
-        *(
-            value(f"k{kind}", kind, struct.pack(packed, 1))
-            for kind, packed in enumerate("BbHhIif?")
-        ),
-        value("k10", 10, struct.pack("<Q", 1)),
-        value("k11", 11, struct.pack("<q", -1)),
-        value("k12", 12, struct.pack("<d", 0.5)),
-    ]
-    infos = [text("a.weight") + struct.pack("<IQQIQ", 2, 4, 2, 0, 0)]
-    infos += [text("b.weight") + struct.pack("<IQIQ", 1, 32, 2, 32)]
-    head = b"GGUF" + struct.pack("<IQQ", 3, tensors, len(keys))
-    head += b"".join(keys) + b"".join(infos[:tensors])
-    return head + bytes(-len(head) % 32) + bytes(range(64))
 
 
 def _silent(what: str, fraction: float | None) -> None:
