@@ -111,7 +111,7 @@ class Service:
         return False
 
     def _distrust_engine(self) -> None:
-        """It sent what is no message: a step is lost, so there is nothing left to compute with it."""
+        """It sent what is no message: a step is lost, and nothing is left to compute with it."""
         if not self._distrusts_engine:
             self._distrusts_engine = True
             self._supervisor.send(
