@@ -95,7 +95,8 @@ class Bodies:
             max_model_len=MAX_MODEL_LEN,
             script=lambda request, choice: [20 + choice % 50, 30, 200, 2],
         )
-        self._limits = RequestLimits(model.vocab_size, MAX_MODEL_LEN)
+        # Whether priorities count is the one thing that the engine alone knows, and refuses itself.
+        self._limits = RequestLimits(model.vocab_size, MAX_MODEL_LEN, priorities=True)
         boot = make_boot(str(place), model, FrontEndConfig(disable_log_requests=True))
         self._services = make_services(boot, Link.connect(path, FromEngine))
         self._engine.announce()
