@@ -34,7 +34,15 @@ from deploy.signals import SignalInbox
 from proto import PROTOCOL_VERSION
 from proto.config import ServeConfig
 from proto.faults import Fault
-from proto.lifecycle import EngineReady, FrontEndReady, Notice, ProcessBoot, Progress, Role
+from proto.lifecycle import (
+    Distrust,
+    EngineReady,
+    FrontEndReady,
+    Notice,
+    ProcessBoot,
+    Progress,
+    Role,
+)
 from proto.prepared_model import PreparedModel
 from proto.run_directory import RunDirectory
 from proto.sockets import Poller
@@ -210,7 +218,7 @@ class Supervisor:
                 self._display.progress(message.what, message.fraction, child.name)
         elif isinstance(message, Notice):
             self._display.notice(message.message, child.name)
-        elif self._readiness.complete:
+        elif self._readiness.complete or isinstance(message, Distrust):
             recovery.note(message)
         elif isinstance(message, EngineReady | FrontEndReady):
             self._readiness.note(message)

@@ -44,7 +44,8 @@ class TimedRendering:
         Raises OverloadedError when those before it take all the time there is.
         """
         try:
-            await asyncio.wait_for(self._turn.acquire(), self._limit)
+            async with asyncio.timeout(self._limit):
+                await self._turn.acquire()
         except TimeoutError:
             raise OverloadedError("other conversations keep the chat template busy") from None
         render = _Render(self._template, messages)

@@ -5,10 +5,10 @@ stubborn         reports ready, ignores Shutdown and SIGTERM
 bad_model        fails over its model while starting
 bad_model_later  in its second life, whatever the first one ends of
 exits            ends without a word, status 3, while starting
-wary             says of the first worker that it babbles, until it hears of others
+mute             never reports ready
 orphans          leaves a process without its parent behind, names it, and is good
 
-Whoever is sent SIGUSR1 fails with an error.
+Whoever is sent SIGUSR1 fails with an error; sent SIGUSR2 it says that worker 0 babbles.
 """
 
 import os
@@ -39,6 +39,8 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
     if behaviour == "bad_model" or (behaviour == "bad_model_later" and boot.incarnation):
         raise ModelError("config.json asks for rope type 'moebius'")
     signal.signal(signal.SIGUSR1, _crack)
+    babbles = Distrust("worker", 0, boot.worker_epoch, "it babbles")
+    signal.signal(signal.SIGUSR2, lambda number, frame: supervisor.send(babbles))
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "orphans":
@@ -48,13 +50,11 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
     if boot.incarnation:
         lives = f"life {boot.incarnation}, epochs {boot.epoch} and {boot.worker_epoch}"
         supervisor.send(Notice(boot.role, boot.index, f"{lives}, front ends {boot.front_ends}"))
-    _report_ready(boot, supervisor)
+    if behaviour != "mute":
+        _report_ready(boot, supervisor)
     poller = Poller([supervisor])
-    wary = behaviour == "wary" and boot.incarnation == 0
     while True:
-        if wary:  # before the daemon is ready nobody heeds it
-            supervisor.send(Distrust("worker", 0, boot.worker_epoch, "it babbles"))
-        poller.wait(0.1 if wary else None)
+        poller.wait()
         for message in supervisor.receive():
             if isinstance(message, Shutdown):
                 if behaviour != "stubborn":
@@ -62,7 +62,6 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
                 continue
             supervisor.send(Notice(boot.role, boot.index, f"heard {message}"))
             if isinstance(message, NewWorkers):
-                wary = False
                 supervisor.send(WorkersReady(message.worker_epoch))
 
 
