@@ -73,7 +73,7 @@ def read(path: str, report: ProgressCallback) -> Contents:
 
 
 def _check(header: GgufHeader, path: str) -> None:
-    if header.values.get("split.count", 1) != 1:
+    if header.values.get("split.count", 0) not in (0, 1):  # 0: it was, and is joined again
         raise ModelError("a GGUF model that is split over several files is not supported: join it")
     for key in ("general.architecture", "tokenizer.ggml.model"):
         if not isinstance(header.values.get(key), str):

@@ -257,6 +257,12 @@ def test_a_gguf_file_that_is_cut_short(tmp_path: Path, length: int) -> None:
     assert "cut short" in gguf_refusal(path)
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_gguf_file_that_is_in_one_piece_may_say_so(tmp_path: Path, count: int) -> None:
+    write_gguf(tmp_path / "tiny.gguf", extra={"split.count": count})
+    assert gguf_file.read(str(tmp_path / "tiny.gguf"), silent).tensors.tensors
+
+
 def test_a_gguf_file_without_a_tokenizer(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", tokenizer=False)
     assert "no tokenizer.ggml.model" in gguf_refusal(tmp_path / "tiny.gguf")
