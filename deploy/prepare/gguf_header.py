@@ -28,6 +28,8 @@ _MAX_NAME_BYTES: Final = 1 << 12
 _MAX_ITEMS: Final = 1 << 22
 """Of all arrays together: a vocabulary of 256k takes a million and a half."""
 _MAX_KEPT_ITEMS: Final = 1 << 10
+_MAX_TEXT_BYTES: Final = 64 << 20
+"""Of all names and settings together."""
 _MAX_ALIGNMENT: Final = 1 << 20
 _STRING, _ARRAY = 8, 9
 _SCALARS: Final[Mapping[int, str]] = {
@@ -76,6 +78,7 @@ class _Parser:
         self._size = len(data)
         self._at = len(MAGIC)
         self._num_items = 0
+        self._num_text_bytes = 0
 
     def parse(self) -> GgufHeader:
         version = self._number("<I")
@@ -184,6 +187,9 @@ class _Parser:
 
     def _text(self, length: int) -> str:
         start = self._take(length)
+        self._num_text_bytes += length
+        if self._num_text_bytes > _MAX_TEXT_BYTES:
+            raise self._damage(f"more than {_MAX_TEXT_BYTES} bytes of text")
         try:
             return self._data[start : start + length].decode()
         except UnicodeDecodeError:

@@ -60,11 +60,12 @@ def read(path: str, file: int) -> list[TensorEntry]:
 
 
 def _entry(name: str, fields: Any, path: str, file: int, start: int, size: int) -> TensorEntry:
-    shape = tuple(_numbers(fields, "shape"))
-    offsets = _numbers(fields, "data_offsets")
-    if not _is_text(name) or len(shape) > _MAX_DIMENSIONS or len(offsets) != 2:
-        raise ModelError(f"{path} has a damaged header: {shown(name)!a}")
-    kind, (begin, end) = fields.get("dtype"), offsets
+    try:
+        name.encode()  # JSON can spell half of a surrogate pair, which is no text
+        kind, shape = fields["dtype"], tuple(_numbers(fields["shape"]))
+        begin, end = _numbers(fields["data_offsets"])
+    except (KeyError, TypeError, ValueError):
+        raise ModelError(f"{path} has a damaged header: {shown(name)!a}") from None
     if not isinstance(kind, str) or kind not in _BITS:
         raise ModelError(f"{path}: {name} has the type {shown(kind)}, which is not supported")
     if start + end > size:
@@ -74,20 +75,10 @@ def _entry(name: str, fields: Any, path: str, file: int, start: int, size: int) 
     return TensorEntry(name, kind, shape, file, start + begin, end - begin)
 
 
-def _numbers(fields: Any, key: str) -> list[int]:
-    """Numbers that a file can be about; too many of them where there is anything else."""
-    values = fields.get(key) if isinstance(fields, dict) else None
-    if not isinstance(values, list):
-        return [-1] * (_MAX_DIMENSIONS + 1)
+def _numbers(values: Any) -> list[int]:
+    """Raise ValueError for what is no short list of numbers that a file can be about."""
+    if not isinstance(values, list) or len(values) > _MAX_DIMENSIONS:
+        raise ValueError("no list, or too long")
     if not all(type(each) is int and 0 <= each < _MAX_NUMBER for each in values):
-        return [-1] * (_MAX_DIMENSIONS + 1)
+        raise ValueError("no numbers")
     return values
-
-
-def _is_text(name: str) -> bool:
-    """JSON can spell half of a surrogate pair, which is none."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
