@@ -238,7 +238,7 @@ class Paused(msgspec.Struct, array_like=True, tag=25, frozen=True):
     mode: PauseMode | None
 
 
-class Distrust(msgspec.Struct, array_like=True, tag=40, frozen=True):
+class Distrust(msgspec.Struct, array_like=True, tag=60, frozen=True):
     """Somebody said what it cannot mean, and nobody listens to it any more: end it.
 
     role: "worker" or "engine_core". epoch: the worker epoch of a worker, the engine's own of
