@@ -180,16 +180,8 @@ TRICKS = (
     *("//v1/models", "/v1//models", "/v1/models/", "/./v1/models", "/health/../v1/models"),
     *("/v1/%6dodels", "/%76%31/models", "/v1%2fmodels", "/health%2f..%2fmetrics", "/metrics%00"),
     *("/metrics;/health", "/metrics?/health", "/health;/../metrics", "/HEALTH", "/health%20"),
-    *(
-        "/health/",
-        "//health",
-        "/version/../metrics",
-        "\\health",
-        "/openapi.json",
-        "/docs",
-        "/nowhere",
-    ),
-    *("http://x/metrics", "http://health/v1/models", "*"),
+    *("/health/", "//health", "/version/../metrics", "\\health", "/openapi.json", "/docs"),
+    *("http://x/metrics", "http://health/v1/models", "/nowhere", "*"),
 )
 """Ways to name a path that is guarded, or one that is not there."""
 
@@ -210,7 +202,7 @@ async def test_the_key_guards_every_other_route(start):
     async with start(config=FrontEndConfig(api_key="k")) as front_end:
         paths = all_paths(create_app(front_end.services))
         assert {"/v1/completions", "/v1/chat/completions", "/metrics"} <= paths
-        assert paths > OPEN
+        assert OPEN & paths >= middleware.OPEN_PATHS
         methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PURGE")
         for path in sorted(paths):
             for method in methods:
