@@ -1,4 +1,4 @@
-# serve, test, test-long, lint, bench, clean. Everything is installed into .venv; a stamp says
+# serve, test, test-long, lint, audit, bench, clean. Everything is installed into .venv; a stamp says
 # that it is.
 #   make serve ARGS="--port 8001"     flags of tokend serve
 
@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-long lint bench clean
+.PHONY: serve test test-long lint audit bench clean
 
 serve: $(VENV)/installed
 	@$(BIN)/tokend serve $(ARGS)
@@ -42,11 +42,19 @@ lint: $(VENV)/installed-test
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
+# Not part of the tests: what is known of a package changes without us. --strict: a package that
+# the database was not asked about is a failure, not a pass.
+audit:
+	@echo "advisories on what is pinned"
+	@test -x .venv-audit/bin/pip-audit || { $(PYTHON) -m venv .venv-audit && \
+		.venv-audit/bin/pip --disable-pip-version-check install -qq pip-audit; }
+	@.venv-audit/bin/pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
+
 bench: $(VENV)/installed
 	@$(BIN)/python -m deploy.loadtest $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info engine_core/csrc/*.so worker/csrc/*.so
+	rm -rf $(VENV) .venv-audit build dist *.egg-info engine_core/csrc/*.so worker/csrc/*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

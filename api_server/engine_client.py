@@ -10,7 +10,7 @@ its descriptor wakes the loop. Knows nothing of HTTP.
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal
 
 from api_server.errors import NotAvailableError
@@ -81,9 +81,19 @@ class EngineClient:
         self._ready = asyncio.Event()
         self._closed = False
         self._drain_planned = False
+        self._deaf = False
+        self._on_nonsense: Callable[[int], None] = lambda epoch: None
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(link.fileno(), self._drain)
         self._plan_drain()
+
+    def when_nonsense(self, tell: Callable[[int], None]) -> None:
+        """Have `tell` called with the epoch of an engine that sends what is no message.
+
+        What that was meant to say is lost, so nothing more is heard of that engine; its requests
+        wait for the next one.
+        """
+        self._on_nonsense = tell
 
     @property
     def engine(self) -> EngineReady:
@@ -169,7 +179,7 @@ class EngineClient:
         self._drain()  # what it said before it died counts
         self._loop.remove_reader(self._link.fileno())
         self._link.close()
-        self._link, self.epoch, self._connected = link, epoch, False
+        self._link, self.epoch, self._connected, self._deaf = link, epoch, False, False
         for entry in list(self._open.values()):
             entry.note_crash(self._crashes_until_alone)
             if entry.request.resumable:
@@ -239,12 +249,18 @@ class EngineClient:
         self._drain()
 
     def _drain(self) -> None:
-        if self._closed:
+        if self._closed or self._deaf:
             return
         if not self._link.flush() and not self._drain_planned:
             self._drain_planned = True
             self._loop.call_later(FLUSH_SECONDS, self._planned_drain)
-        for message in self._link.receive():
+        messages = self._link.receive()
+        if self._link.num_undecodable and self._connected:
+            logger.error("the engine sent what is no message: waiting for the next one")
+            self._deaf, self._connected = True, False
+            self._on_nonsense(self.epoch)
+            return  # what came with it may have a hole in it
+        for message in messages:
             self._dispatch(message)
 
     def _dispatch(self, message: Any) -> None:

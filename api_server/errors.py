@@ -5,6 +5,7 @@ is logged in full and answered in general words.
 """
 
 import logging
+import re
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from proto.errors import OverloadedError, RequestError
+from proto.errors import OverloadedError, RequestError, shown
 
 logger = logging.getLogger("tokend.api")
 
@@ -47,14 +48,17 @@ class NotAvailableError(OverloadedError):
     """The daemon is starting or stopping."""
 
 
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+"""What Python shows of an object that has no better words for itself."""
+
 _HTTP_TYPES = {404: "NotFoundError", 405: "MethodNotAllowedError"}
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """The body that clients of OpenAI's API expect."""
+    """The body that clients of OpenAI's API expect, without addresses of the heap."""
     return {
         "error": {
-            "message": error.message,
+            "message": _ADDRESS.sub("0x…", error.message),
             "type": error.type,
             "param": error.param,
             "code": error.status,
@@ -89,7 +93,7 @@ async def _on_request_error(_request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = _HTTP_TYPES.get(error.status_code, "BadRequestError")
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{request.method} {shown(request.url.path)}: {error.detail}"
     body = {"message": message, "type": kind, "param": None, "code": error.status_code}
     return JSONResponse({"error": body}, error.status_code, error.headers)
 

@@ -21,6 +21,7 @@ from api_server.engine_client import EngineClient, FromEngine
 from api_server.health import Health
 from api_server.http_protocol import LimitedHttpProtocol
 from api_server.inputs.chat_template import load_chat_template
+from api_server.inputs.rendering import TimedRendering
 from api_server.inputs.sampling import seeds
 from api_server.inputs.tokenizer import ModelTokenizer, special_token_texts
 from api_server.metrics import Metrics
@@ -31,6 +32,7 @@ from proto.ids import request_ids
 from proto.lifecycle import (
     Alive,
     Condition,
+    Distrust,
     FrontEndReady,
     NewEngine,
     Ping,
@@ -95,6 +97,7 @@ def make_services(boot: ProcessBoot, link: Link) -> Services:
     ids = request_ids(boot.index, boot.incarnation)
     crashes_until_alone = config.scheduler.crashes_until_alone
     client = EngineClient(link, boot.epoch, ids, metrics, crashes_until_alone)
+    template = load_chat_template((folder, model.folder), name, special_token_texts(folder))
     return Services(
         model=model,
         model_name=name,
@@ -103,7 +106,7 @@ def make_services(boot: ProcessBoot, link: Link) -> Services:
         metrics=metrics,
         tokenizer=ModelTokenizer.load(folder),
         health=Health(client),
-        chat_template=load_chat_template((folder, model.folder), name, special_token_texts(folder)),
+        chat_template=TimedRendering(template),
         seeds=seeds(config.model.seed, boot.index),
     )
 
@@ -165,6 +168,10 @@ def obey(
         supervisor.send(message)
         loop.call_soon(drain)  # a send may swallow the link's wake-up
 
+    def distrust(epoch: int) -> None:
+        say(Distrust("engine_core", 0, epoch, "it sent what is no message"))
+
+    services.client.when_nonsense(distrust)
     loop.add_reader(supervisor.fileno(), drain)
     loop.call_soon(drain)
     return say

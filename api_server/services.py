@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from api_server.engine_client import EngineClient
 from api_server.health import Health
-from api_server.inputs.chat_template import ChatTemplate
 from api_server.inputs.prompts import PromptReader
+from api_server.inputs.rendering import TimedRendering
 from api_server.inputs.sampling import seeds
 from api_server.inputs.tokenizer import ModelTokenizer
 from api_server.metrics import Metrics
@@ -32,8 +32,8 @@ class Services:
     client: EngineClient
     metrics: Metrics
     tokenizer: ModelTokenizer
-    chat_template: ChatTemplate
     health: Health
+    chat_template: TimedRendering
     seeds: Iterator[int] = field(default_factory=lambda: seeds(None, 0))
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -2,7 +2,8 @@
 
 Owns the gaps: the time from a death to the moment at which those who take over are at
 work. A worker dies with all others that compute with it; an engine or a front end alone.
-Starts nothing itself.
+Who talks nonsense is to be killed, which is a death like any other. Starts and kills
+nothing itself.
 """
 
 import textwrap
@@ -17,6 +18,7 @@ from deploy.reporting import Reporter
 from deploy.restart_budget import RestartBudget
 from proto.codec import Message
 from proto.lifecycle import (
+    Distrust,
     EngineReady,
     FrontEndReady,
     Heartbeat,
@@ -71,6 +73,7 @@ class Recovery:
         self._clock = clock
         self._gaps: dict[Place, _Gap] = {}
         self._cut_off: set[Place] = set()
+        self._distrusted: dict[Role, int] = {}
 
     def can_replace(self, dead: Deceased) -> bool:
         """Not where the user must change something first, nor for ever without progress."""
@@ -112,9 +115,11 @@ class Recovery:
         self._reporter.notice("\n".join(lines), dead.name)
 
     def must_go(self, role: Role) -> bool:
-        """Those that still run in this role are to be killed: who computed with them is dead."""
-        gap = self._gaps.get((role, 0))
-        return role == "worker" and gap is not None and not gap.started
+        """Those that still run in this role are to be killed.
+
+        Who computed with them is dead, or one of them is not to be trusted.
+        """
+        return self._is_incomplete(role) or self._distrusted.get(role) == self._epoch_of(role)
 
     def not_ready(self) -> list[NotReady]:
         """Whom requests wait for. A front end's clients have others to go to."""
@@ -155,6 +160,8 @@ class Recovery:
                 self._close(("engine_core", 0))
         elif isinstance(message, FrontEndReady):
             self._close(("api_server", message.index))
+        elif isinstance(message, Distrust):
+            self._note_distrust(message)
 
     def _succeed(self, place: Place) -> Succession:
         role, index = place
@@ -182,9 +189,24 @@ class Recovery:
             seconds = self._clock() - gap.since
             self._reporter.notice(f"is back after {seconds:.1f} s", process_name(*place))
 
+    def _note_distrust(self, message: Distrust) -> None:
+        """Of whoever lives in the present epoch; an older one has gone already."""
+        is_news = self._distrusted.get(message.role) != message.epoch
+        if is_news and message.epoch == self._epoch_of(message.role):
+            self._distrusted[message.role] = message.epoch
+            name = process_name(message.role, message.index)
+            self._reporter.notice(f"is not to be trusted and is ended: {message.reason}", name)
+
+    def _epoch_of(self, role: Role) -> int:
+        return self._births.worker_epoch if role == "worker" else self._births.epoch
+
     def _is_expected(self, dead: Deceased) -> bool:
         """It was killed here, because another one that it computed with had died."""
-        return self.must_go(dead.role)
+        return self._is_incomplete(dead.role)
+
+    def _is_incomplete(self, role: Role) -> bool:
+        gap = self._gaps.get((role, 0))
+        return role == "worker" and gap is not None and not gap.started
 
 
 def _place(process: Deceased) -> Place:

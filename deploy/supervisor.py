@@ -37,6 +37,7 @@ from proto import PROTOCOL_VERSION
 from proto.config import ServeConfig
 from proto.faults import Fault
 from proto.lifecycle import (
+    Distrust,
     EngineReady,
     FrontEndReady,
     FrontEndStalled,
@@ -231,7 +232,7 @@ class Supervisor:
             self._display.notice(message.message, child.name)
         elif isinstance(message, FrontEndStalled):
             self._kill_life("api_server", message.index, message.incarnation)
-        elif self._readiness.complete:
+        elif self._readiness.complete or isinstance(message, Distrust):
             recovery.note(message)
         elif isinstance(message, EngineReady | FrontEndReady):
             self._readiness.note(message)

@@ -33,7 +33,7 @@ from proto import PROTOCOL_VERSION
 from proto.config import ServeConfig
 from proto.errors import TokendError
 from proto.faults import Saboteur
-from proto.lifecycle import EngineReady, Notice, ProcessBoot, WorkerReady, WorkersReady
+from proto.lifecycle import EngineReady, Notice, ProcessBoot, WorkerReady
 from proto.sockets import Link, Poller
 
 logger = logging.getLogger("tokend.engine")
@@ -54,7 +54,7 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
         _executors(boot),
         lambda workers: plan_pool(workers, config, boot.model.max_position),
         poller,
-        lambda epoch: supervisor.send(WorkersReady(epoch)),
+        supervisor.send,
         boot.worker_epoch,
     )
     vitals = Vitals(crew)

@@ -6,6 +6,7 @@ of that request and harms nothing else. Knows no sockets.
 
 import logging
 from collections.abc import Callable
+from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.outbox import Outbox
@@ -25,9 +26,11 @@ from proto.engine_io import (
     ToEngine,
 )
 from proto.errors import ErrorInfo, InvalidRequestError, QueueFullError
-from proto.process import describe
 
 logger = logging.getLogger("tokend.intake")
+
+INTERNAL_ERROR: Final = ErrorInfo("internal", "internal error")
+"""All that a client is told of a mistake of ours: its words may be about anything."""
 
 
 class Intake:
@@ -86,10 +89,10 @@ class Intake:
             self._refuse(client, message, _told(error))
         except QueueFullError as error:
             self._refuse(client, message, _full(error))
-        except Exception as error:  # one bad request must not end the engine
+        except Exception:  # one bad request must not end the engine
             logger.exception("request %d could not be added", message.request_id)
             self._scheduler.abort(message.request_id)
-            self._refuse(client, message, describe(error))
+            self._refuse(client, message, INTERNAL_ERROR)
         else:
             self._outbox.accept(client, message.request_id)
 
@@ -126,9 +129,9 @@ class Intake:
             outputs = sessions.take(message)
         except InvalidRequestError as error:
             outputs = [sessions.fail(request_id, _told(error))]
-        except Exception as error:  # one bad input must not end the engine
+        except Exception:  # one bad input must not end the engine
             logger.exception("request %d could not take its input", request_id)
-            outputs = [sessions.fail(request_id, describe(error))]
+            outputs = [sessions.fail(request_id, INTERNAL_ERROR)]
         for output in outputs:
             self._outbox.add(client, output)
 

@@ -22,6 +22,10 @@ MAX_QUEUED_BATCHES: Final = 10_000
 """For a subscriber that reads slowly; what is more is lost to it."""
 
 
+MAX_SUBSCRIPTION_BYTES: Final = 1024
+"""All that a subscriber has to say."""
+
+
 class KVEventSink(Protocol):
     """observers: to be told by the block pool. endpoint: where to subscribe, or ""."""
 
@@ -65,6 +69,7 @@ class KVEventPublisher:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_BATCHES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:

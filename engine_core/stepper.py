@@ -14,8 +14,8 @@ from typing import Final
 from engine_core.executor.base import WorkerFailedError
 from engine_core.executor.crew import Crew
 from engine_core.scheduler.scheduler import Scheduler
+from engine_core.scheduler.step_results import ImpossibleResultError
 from engine_core.service import Service
-from proto.errors import ProtocolError
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
 
@@ -56,7 +56,8 @@ class Stepper:
         """Step while there is work, sleep while there is none, until told to stop.
 
         Front ends are served before results are taken in, so aborts count before
-        the tokens that arrive with them.
+        the tokens that arrive with them. A worker that sends nonsense is as good as dead: the
+        supervisor ends it, and until others come nothing is sent.
         """
         may_have_work = True
         while True:
@@ -65,9 +66,13 @@ class Stepper:
                 return
             for epoch in self._service.take_worker_epochs():
                 self._change_workers(epoch)
-            for result in self._crew.receive():
-                self._take(result)
-            may_have_work = self._send()
+            try:
+                for result in self._crew.receive():
+                    self._take(result)
+                may_have_work = self._send()
+            except WorkerFailedError as error:
+                self._crew.distrust(error)
+                may_have_work = False
 
     def _listen(self, may_have_work: bool) -> None:
         """Serve what has arrived, or wait for something if there is nothing else to do."""
@@ -108,12 +113,13 @@ class Stepper:
             return
         try:
             outputs = self._scheduler.update_from_output(self._in_flight.popleft(), result)
-        except ProtocolError as error:
-            raise WorkerFailedError(f"worker 0 sent an impossible result: {error}") from error
+        except ImpossibleResultError as error:
+            self._service.tell(error.outputs)
+            raise WorkerFailedError(0, f"sent an impossible result: {error}") from error
         self._service.publish(outputs)
 
 
 def _check_empty(result: ModelRunnerOutput) -> None:
     """Steps that only carried finished or preempted handles are answered by nothing."""
     if result.handles:
-        raise WorkerFailedError(f"worker 0 answered step {result.step} unasked")
+        raise WorkerFailedError(0, f"answered step {result.step} unasked")

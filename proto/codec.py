@@ -1,7 +1,10 @@
 """Messages to bytes and back: msgspec Structs as msgpack, never pickle.
 
 A decoder is made for the union of messages that its link may carry, so nothing
-else can come in. Sizes are limited by the socket before a decoder sees them.
+else can come in. Sizes are limited by the socket before a decoder sees them, and nesting
+by the types: none holds itself or "anything", so they are a few levels deep, and what a
+field more than there are may hold is skipped only down to the interpreter's recursion limit.
+The decoder reserves no memory for what a length only announces.
 """
 
 from typing import Any, Generic, TypeVar
@@ -38,7 +41,7 @@ class MessageDecoder(Generic[T]):
         """The message in `frame`; raises ProtocolError when it is not one of the union."""
         try:
             return self._decoder.decode(frame)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"undecodable message of {len(frame)} bytes: {error}") from None
 
 
@@ -56,5 +59,5 @@ def from_json(data: bytes, message_type: type[T]) -> T:
     """The Struct in a JSON document; raises ProtocolError naming what is wrong."""
     try:
         return msgspec.json.decode(data, type=message_type)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(str(error)) from None

@@ -5,6 +5,7 @@ worker ──WorkerReady──▶ engine ──InitializeCache──▶ worker �
 engine ──EngineReady──▶ front ends and supervisor
 front end ──FrontEndReady──▶ supervisor
 any process ──Progress, Fatal──▶ supervisor ──Shutdown──▶ any process
+engine, front end ──Distrust──▶ supervisor, which ends whom it names
 
 When one of them dies the others go on, and hear from the supervisor whom to meet now:
 
@@ -293,6 +294,19 @@ class FrontEndStalled(msgspec.Struct, array_like=True, tag=34, frozen=True):
     incarnation: int
 
 
+class Distrust(msgspec.Struct, array_like=True, tag=60, frozen=True):
+    """Somebody said what it cannot mean, and nobody listens to it any more: end it.
+
+    role: "worker" or "engine_core". epoch: the worker epoch of a worker, the engine's own of
+    an engine; in another epoch the sender hears somebody else. reason: for the operator.
+    """
+
+    role: Literal["worker", "engine_core"]
+    index: int
+    epoch: int
+    reason: str
+
+
 ToSupervisor = (
     EngineReady
     | FrontEndReady
@@ -305,5 +319,6 @@ ToSupervisor = (
     | Alive
     | EngineAlive
     | FrontEndStalled
+    | Distrust
 )
 FromSupervisor = Shutdown | NewEngine | NewWorkers | NewFrontEnd | Restarted | Ping | Condition

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from proto.codec import MessageDecoder, encode
-from proto.errors import ProtocolError, TokendError
+from proto.errors import ProtocolError, TokendError, shown
 
 logger = logging.getLogger("tokend.sockets")
 
@@ -126,7 +126,10 @@ class Link:
         return True
 
     def receive(self) -> list[Any]:
-        """All messages that have arrived. What cannot be decoded is logged and dropped."""
+        """All messages that have arrived. What cannot be decoded is counted and dropped.
+
+        A frame that is larger than MAX_MESSAGE_BYTES never gets here: ZMQ ends the connection.
+        """
         messages: list[Any] = []
         while True:
             try:
@@ -136,8 +139,14 @@ class Link:
             try:
                 messages.append(self._decoder.decode(frame))
             except ProtocolError as error:
-                self.num_undecodable += 1
-                logger.warning("%s: dropped: %s", self.path, error)
+                self._count_undecodable(error)
+
+    def _count_undecodable(self, error: ProtocolError) -> None:
+        """The 1st, 2nd, 4th, 8th … is logged, in characters that no terminal obeys."""
+        self.num_undecodable += 1
+        if self.num_undecodable & (self.num_undecodable - 1) == 0:
+            count, what = self.num_undecodable, ascii(shown(error))
+            logger.warning("%s: message %d that is none was dropped: %s", self.path, count, what)
 
     def close(self, linger_seconds: float = 0.0) -> None:
         """Close at once, or after at most this long to get the last messages out.

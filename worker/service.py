@@ -20,6 +20,7 @@ from proto.errors import ModelError, ProtocolError
 from proto.faults import Saboteur
 from proto.lifecycle import (
     CacheReady,
+    Distrust,
     InitializeCache,
     KVCacheGeometry,
     NewEngine,
@@ -69,6 +70,8 @@ class Service:
         self._supervisor = supervisor
         self._meet = meet
         self._epoch = boot.worker_epoch
+        self._engine_epoch = boot.epoch
+        self._distrusts_engine = False
         self._engine = meet(boot.worker_epoch)
         self._poller = Poller([supervisor, self._engine])
         self._engine_wait = EngineWait()
@@ -91,7 +94,11 @@ class Service:
             readable = self._poller.wait(self._engine_wait.seconds_left())
             if self._supervisor in readable and self._obey():
                 return
-            for message in self._engine.receive():
+            messages = self._engine.receive()
+            if self._engine.num_undecodable:
+                self._distrust_engine()
+                continue
+            for message in messages:
                 if message.epoch == self._epoch:
                     self._serve(message)
 
@@ -101,8 +108,17 @@ class Service:
             if isinstance(message, Shutdown):
                 return True
             if isinstance(message, NewEngine):
+                self._engine_epoch = message.epoch
                 self._change_engine(message.worker_epoch)
         return False
+
+    def _distrust_engine(self) -> None:
+        """It sent what is no message: a step is lost, and nothing is left to compute with it."""
+        if not self._distrusts_engine:
+            self._distrusts_engine = True
+            self._supervisor.send(
+                Distrust("engine_core", 0, self._engine_epoch, "it sent what is no message")
+            )
 
     def _change_engine(self, epoch: int) -> None:
         """Nothing is left of the old engine but the weights."""
@@ -110,6 +126,7 @@ class Service:
         self._poller.remove(self._engine)
         self._engine.close()
         self._runner = None
+        self._distrusts_engine = False
         self._epoch = epoch
         self._engine = self._meet(epoch)
         self._poller.add(self._engine)

@@ -2,22 +2,30 @@
 
 The template comes with a model and is not trusted: it runs in Jinja's immutable
 sandbox, with the few extras that templates rely on (`raise_exception`, `tojson`,
-`strftime_now`, loop controls, the `generation` block) and nothing else.
+`strftime_now`, loop controls, the `generation` block) and nothing else. How long it may
+take is for whoever calls `render`; here no single operation can take for ever.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from proto.errors import InvalidRequestError, ModelError
+from proto.errors import InvalidRequestError, ModelError, shown
+
+MAX_TEMPLATE_BYTES: Final = 1 << 20
+MAX_REPEATED: Final = 1 << 20
+"""Items of what `*` makes of a string or list."""
+MAX_INTEGER_BITS: Final = 4096
+"""Of what `*` and `**` make of numbers."""
 
 
 class ChatTemplate(Protocol):
@@ -46,6 +54,8 @@ class JinjaChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"chat template, line {error.lineno}: {error.message}") from None
+        except Exception as error:  # of what it computes from constants, or how deep it is
+            raise ModelError(f"chat template: {type(error).__name__}: {error}") from None
         self._variables = dict(variables)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -53,10 +63,10 @@ class JinjaChatTemplate:
         try:
             return self._template.render(values, add_generation_prompt=True)
         except jinja2.TemplateError as error:
-            raise InvalidRequestError(f"chat template: {error.message}", "messages") from None
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            raise InvalidRequestError(f"chat template: {shown(error)}", "messages") from None
+        except Exception as error:  # a template is code that nobody here has read
             raise InvalidRequestError(
-                f"the chat template cannot take these messages: {error}", "messages"
+                f"the chat template cannot take these messages: {shown(error)}", "messages"
             ) from None
 
 
@@ -67,8 +77,17 @@ def load_chat_template(
     for folder in folders:
         path = Path(folder, "chat_template.jinja")
         if path.is_file():
-            return JinjaChatTemplate(path.read_text(encoding="utf-8"), variables)
+            return JinjaChatTemplate(_read(path), variables)
     return NoChatTemplate(model_name)
+
+
+def _read(path: Path) -> str:
+    if path.stat().st_size > MAX_TEMPLATE_BYTES:
+        raise ModelError(f"{path} is larger than {MAX_TEMPLATE_BYTES} bytes")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path}: {error}") from None
 
 
 class GenerationBlock(Extension):
@@ -82,8 +101,35 @@ class GenerationBlock(Extension):
         return nodes.Scope(body, lineno=line)
 
 
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox, where `*` and `**` make nothing enormous.
+
+    One such operation is one instruction, which nothing can interrupt. Intercepted
+    operators are not computed when the template is compiled either.
+    """
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if _size_of(operator, left, right) > MAX_INTEGER_BITS:
+            raise jinja2.exceptions.SecurityError(f"the result of {operator} is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+def _size_of(operator: str, left: Any, right: Any) -> int:
+    """Bits of the result; of a repetition its items, in proportion to what is allowed."""
+    if isinstance(left, int) and isinstance(right, int):
+        if operator == "**":
+            return left.bit_length() * max(0, right)
+        return left.bit_length() + right.bit_length()
+    items, times = (right, left) if isinstance(left, int) else (left, right)
+    if isinstance(times, int) and isinstance(items, str | list | tuple):
+        return len(items) * times * MAX_INTEGER_BITS // MAX_REPEATED
+    return 0
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
     environment.filters["tojson"] = _to_json

@@ -1,7 +1,5 @@
 """POST /v1/chat/completions."""
 
-from typing import Final
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,9 +16,6 @@ from proto.errors import InvalidRequestError
 
 router = APIRouter()
 
-CHARACTERS_OF_A_MESSAGE: Final = 64
-"""What a template does around each message counts as so many characters of work."""
-
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(request: Request) -> Response:
@@ -31,12 +26,9 @@ async def create_chat_completion(request: Request) -> Response:
     if asked.top_logprobs and not asked.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs", "top_logprobs")
     preparation = Preparation(services, asked, "chatcmpl-", tenant)
-    size = sum(len(message.content) for message in asked.messages)
-    reader.check_characters(size)
+    reader.check_characters(sum(len(message.content) for message in asked.messages))
     messages = [message.for_template() for message in asked.messages]
-    text = await services.tokenizer.apart(
-        size + CHARACTERS_OF_A_MESSAGE * len(messages), services.chat_template.render, messages
-    )
+    text = await services.chat_template.render(messages)
     prompts = await reader.encode([text], add_special_tokens=False)
     wishes = Wishes(
         max_tokens=asked.wanted_max_tokens,

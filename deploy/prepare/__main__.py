@@ -45,7 +45,7 @@ def main() -> int:
             final=work.final,
             report=report,
         )
-    except ModelError as error:
+    except (ModelError, OSError) as error:
         print(render(Event("error", " ".join(str(error).split()))), flush=True)
         return 2
     return 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from proto.codec import encode, to_json
-from proto.errors import ModelError
+from proto.errors import ModelError, shown
 from proto.prepared_model import PreparedModel, TensorIndex
 
 _CHUNK: Final = 4 << 20
@@ -22,6 +22,9 @@ _HEAD_NAMES: Final = (
     "model.embed_tokens.weight",
 )
 """Whose rows are the vocabulary, in order of preference; the last two when the head is tied."""
+
+_MAX_TOKENS: Final = 1 << 31
+"""Token ids and positions fit 32 bits everywhere."""
 
 ProgressCallback = Callable[[str, float | None], None]
 
@@ -64,7 +67,7 @@ def write(
     _write(target, "tokenizer.json", contents.tokenizer_json)
     _write(target, "tokenizer_config.json", _json(contents.tokenizer_config))
     if contents.chat_template is not None:
-        _write(target, "chat_template.jinja", contents.chat_template.encode())
+        _write(target, "chat_template.jinja", _template(contents.chat_template))
     _write(target, "tensors.msgpack", encode(contents.tensors))
     _write(target, "manifest.json", to_json(manifest))
     return manifest
@@ -96,6 +99,14 @@ def weights_digest(index: TensorIndex, report: ProgressCallback) -> str:
     return digest.hexdigest()
 
 
+def _template(text: str) -> bytes:
+    """JSON can spell half of a surrogate pair; no file can."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise ModelError("the chat template is no valid text") from None
+
+
 def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
@@ -106,25 +117,31 @@ def _architecture(config: Mapping[str, Any]) -> str:
 def _vocab_size(contents: Contents) -> int:
     shapes = {tensor.name: tensor.shape for tensor in contents.tensors.tensors}
     for name in _HEAD_NAMES:
-        if name in shapes:
+        if shapes.get(name):
             return shapes[name][0]
     size = contents.config.get("vocab_size")
-    if not isinstance(size, int):
+    if not isinstance(size, int) or not 0 < size < _MAX_TOKENS:
         raise ModelError("neither config.json nor the weights tell the size of the vocabulary")
     return size
 
 
 def _max_position(config: Mapping[str, Any]) -> int:
     length = config.get("max_position_embeddings")
-    if not isinstance(length, int) or length < 1:
+    if not isinstance(length, int) or not 0 < length < _MAX_TOKENS:
         raise ModelError(
-            f"config.json must give max_position_embeddings as a positive number, not {length!r}"
+            "config.json must give max_position_embeddings as a positive number, "
+            f"not {shown(length)}"
         )
     return length
 
 
+def is_token_id(value: Any) -> bool:
+    """Whether a setting can be one; `True` is a number to Python."""
+    return type(value) is int and 0 <= value < _MAX_TOKENS
+
+
 def _json(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(value, indent=2).encode() + b"\n"
 
 
 def _write(folder: str, name: str, data: bytes) -> None:

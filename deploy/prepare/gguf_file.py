@@ -12,14 +12,12 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any, Final
 
-from deploy.prepare.folder import Contents, ProgressCallback
-from proto.errors import ModelError
-from proto.prepared_model import TensorEntry, TensorIndex
-
-_Reader = Any
-"""A gguf.GGUFReader; the package is imported only where a file is really read."""
-
-_MAGIC: Final = b"GGUF"
+from deploy.prepare import gguf_header
+from deploy.prepare.folder import Contents, ProgressCallback, is_token_id
+from deploy.prepare.foreign import as_model_error
+from deploy.prepare.gguf_header import GgufHeader
+from proto.errors import ModelError, shown
+from proto.prepared_model import TensorIndex
 
 _UNDERSTOOD: Final = frozenset(
     {
@@ -57,9 +55,9 @@ _END_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 def read(path: str, report: ProgressCallback) -> Contents:
     """Everything in the file. Raises ModelError when it is damaged or cannot be served."""
     report("reading the GGUF header", None)
-    reader = _open(path)
-    metadata = _metadata(reader)
-    tensors = _tensors(reader, path)
+    header = gguf_header.read(path)
+    _check(header, path)
+    metadata = header.values
     report("converting configuration and tokenizer", None)
     config = _config(path, metadata)
     tokenizer_json, tokenizer_config, template = _tokenizer(path)
@@ -68,60 +66,20 @@ def read(path: str, report: ProgressCallback) -> Contents:
         tokenizer_json=tokenizer_json,
         tokenizer_config=tokenizer_config,
         chat_template=template,
-        tensors=tensors,
+        tensors=TensorIndex("gguf", (path,), header.tensors),
         eos_token_ids=_end_tokens(metadata),
-        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+        bos_token_id=_token_id(metadata, "bos_token_id"),
     )
 
 
-def _open(path: str) -> _Reader:
-    try:
-        with open(path, "rb") as stream:
-            magic = stream.read(len(_MAGIC))
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
-    if magic != _MAGIC:
-        raise ModelError(f"{path} is not a GGUF file: it begins with {magic!r}")
-    from gguf import GGUFReader
-
-    try:
-        return GGUFReader(path)
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, UnicodeError) as error:
-        raise ModelError(f"{path} is damaged or cut short: {error}") from None
-
-
-def _metadata(reader: _Reader) -> dict[str, Any]:
-    """Scalar and short values by key; the long arrays of the tokenizer stay out."""
-    from gguf import GGUFValueType
-
-    values = {}
-    for key, field in reader.fields.items():
-        if not field.types or (field.types[0] == GGUFValueType.ARRAY and len(field.data) > 1024):
-            continue
-        values[key] = field.contents()
-    if values.get("split.count", 1) > 1:
+def _check(header: GgufHeader, path: str) -> None:
+    if header.values.get("split.count", 0) not in (0, 1):  # 0: it was, and is joined again
         raise ModelError("a GGUF model that is split over several files is not supported: join it")
     for key in ("general.architecture", "tokenizer.ggml.model"):
-        if not isinstance(values.get(key), str):
+        if not isinstance(header.values.get(key), str):
             raise ModelError(f"the GGUF file has no {key}")
-    return values
-
-
-def _tensors(reader: _Reader, path: str) -> TensorIndex:
-    size = os.path.getsize(path)
-    entries = []
-    for tensor in reader.tensors:
-        offset, num_bytes = int(tensor.data_offset), int(tensor.n_bytes)
-        if offset + num_bytes > size:
-            raise ModelError(f"{path} is cut short: {tensor.name} ends beyond the file")
-        # GGUF counts dimensions from the fastest; torch from the slowest
-        shape = tuple(int(length) for length in reversed(tensor.shape.tolist()))
-        entries.append(
-            TensorEntry(tensor.name, tensor.tensor_type.name, shape, 0, offset, num_bytes)
-        )
-    if not entries:
+    if not header.tensors:
         raise ModelError(f"{path} holds no tensors")
-    return TensorIndex("gguf", (path,), tuple(entries))
 
 
 def _config(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,13 +104,13 @@ def _converted_config(path: str, architecture: str) -> dict[str, Any]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     folder, name = os.path.split(path)
-    try:
-        converted = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise ModelError(f"GGUF architecture {architecture!r}: {error}") from None
-    config: dict[str, Any] = json.loads(converted.to_json_string())
+    with as_model_error(f"GGUF architecture {shown(architecture)!r}"):
+        converted = AutoConfig.from_pretrained(
+            folder, gguf_file=name, local_files_only=True, trust_remote_code=False
+        )
+        config: dict[str, Any] = json.loads(converted.to_json_string())
     config.pop("_model_name_or_path", None)
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config["model_type"])
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
     if model_class is None:
         raise ModelError(f"GGUF architecture {architecture!r} is no text-generating decoder")
     config["architectures"] = [model_class]
@@ -178,7 +136,7 @@ def _add_query_scale(config: dict[str, Any], own: Mapping[str, Any]) -> None:
     """
     if config["model_type"] != "gemma3_text":
         return
-    if own["block_count"] == _LAYERS_OF_GEMMA3_27B:
+    if own.get("block_count") == _LAYERS_OF_GEMMA3_27B:
         config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
     else:
         config["query_pre_attn_scalar"] = config["head_dim"]
@@ -213,16 +171,16 @@ def _tokenizer(path: str) -> tuple[bytes, dict[str, Any], str | None]:
     from transformers import AutoTokenizer
 
     folder, name = os.path.split(path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
-    except (ValueError, KeyError, TypeError, IndexError, NotImplementedError) as error:
-        raise ModelError(f"the tokenizer in {path} cannot be converted: {error}") from None
-    if not tokenizer.is_fast:
-        raise ModelError(f"the tokenizer in {path} has no tokenizer.json form")
-    with tempfile.TemporaryDirectory(prefix="tokend-tokenizer-") as saved:
-        tokenizer.backend_tokenizer.save(os.path.join(saved, "tokenizer.json"))
-        with open(os.path.join(saved, "tokenizer.json"), "rb") as stream:
-            tokenizer_json = stream.read()
+    with as_model_error(f"the tokenizer in {path} cannot be converted"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, gguf_file=name, local_files_only=True, trust_remote_code=False
+        )
+        if not tokenizer.is_fast:
+            raise ModelError(f"the tokenizer in {path} has no tokenizer.json form")
+        with tempfile.TemporaryDirectory(prefix="tokend-tokenizer-") as saved:
+            tokenizer.backend_tokenizer.save(os.path.join(saved, "tokenizer.json"))
+            with open(os.path.join(saved, "tokenizer.json"), "rb") as stream:
+                tokenizer_json = stream.read()
     special = {
         key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)
     }
@@ -231,5 +189,12 @@ def _tokenizer(path: str) -> tuple[bytes, dict[str, Any], str | None]:
 
 
 def _end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    found = (metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS)
+    found = (_token_id(metadata, key) for key in _END_KEYS)
     return tuple(dict.fromkeys(token for token in found if token is not None))
+
+
+def _token_id(metadata: Mapping[str, Any], key: str) -> int | None:
+    value: Any = metadata.get(f"tokenizer.ggml.{key}")
+    if value is not None and not is_token_id(value):
+        raise ModelError(f"the GGUF file sets tokenizer.ggml.{key} to {shown(value)}")
+    return value

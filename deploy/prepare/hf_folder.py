@@ -1,7 +1,7 @@
 """Reads a Hugging Face folder: config.json, safetensors files, tokenizer.
 
-Only data is read, never code of the folder. The weights stay where they are;
-the index points into them.
+Only data is read, never code of the folder: not what `auto_map` names, and no pickle. The
+weights stay where they are; the index points into them.
 """
 
 import json
@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy.prepare import safetensors_header
-from deploy.prepare.folder import Contents, ProgressCallback
-from proto.errors import ModelError
+from deploy.prepare.folder import Contents, ProgressCallback, is_token_id
+from deploy.prepare.foreign import as_model_error
+from proto.errors import ModelError, shown
 from proto.prepared_model import TensorIndex
 
+_MAX_JSON_BYTES: Final = 256 << 20
+_PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -24,6 +27,11 @@ def read(path: str, report: ProgressCallback) -> Contents:
     folder = Path(path)
     report("reading headers", None)
     config = _object(folder / "config.json", required=True)
+    if config.get("auto_map"):
+        raise ModelError(
+            f"{folder / 'config.json'}: auto_map names code that the model comes with; "
+            "code of a model is never run"
+        )
     generation = _object(folder / "generation_config.json")
     tensors = _tensors(folder)
     report("reading the tokenizer", None)
@@ -42,11 +50,15 @@ def read(path: str, report: ProgressCallback) -> Contents:
 def _object(path: Path, *, required: bool = False) -> dict[str, Any]:
     """The JSON object in a file; empty when the file is absent and may be."""
     try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ModelError(f"{path} is larger than {_MAX_JSON_BYTES} bytes")
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         if required:
             raise ModelError(f"{path.parent} has no {path.name}") from None
         return {}
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -75,7 +87,7 @@ def _weight_files(folder: Path) -> list[Path]:
             raise ModelError(f"{folder}/model.safetensors.index.json has no weight_map")
         names = sorted({str(name) for name in weight_map.values()})
         for name in names:
-            if os.path.basename(name) != name or not (folder / name).is_file():
+            if os.path.basename(name) != name or not os.path.isfile(folder / name):
                 raise ModelError(f"{folder} has no {name}, which its weight index names")
         return [folder / name for name in names]
     if (folder / "model.safetensors").is_file():
@@ -85,7 +97,13 @@ def _weight_files(folder: Path) -> list[Path]:
         return found
     if found:
         raise ModelError(f"{folder} has several .safetensors files and no index of them")
-    raise ModelError(f"{folder} has no .safetensors weights; pickled weights are not loaded")
+    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+    if pickled:
+        raise ModelError(
+            f"{folder} has no .safetensors weights, and {pickled[0]} is pickled: reading it would "
+            "run what is in it; convert it to safetensors"
+        )
+    raise ModelError(f"{folder} has no .safetensors weights")
 
 
 def _tokenizer(folder: Path) -> tuple[bytes, dict[str, Any]]:
@@ -106,12 +124,10 @@ def _converted_tokenizer(folder: Path) -> bytes:
     """tokenizer.json made from an older form, such as a SentencePiece model."""
     from transformers import AutoTokenizer
 
-    try:
+    with as_model_error(f"{folder} has no tokenizer.json, and no other form"):
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
-        raise ModelError(f"{folder} has no tokenizer.json, and no other form: {error}") from None
     if not tokenizer.is_fast:
         raise ModelError(f"the tokenizer of {folder} has no tokenizer.json form")
     with tempfile.TemporaryDirectory(prefix="tokend-tokenizer-") as saved:
@@ -121,31 +137,41 @@ def _converted_tokenizer(folder: Path) -> bytes:
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
     """The template of the folder's own file, or the one in the tokenizer configuration."""
+    own = folder / "chat_template.jinja"
     try:
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return own.read_text(encoding="utf-8")
     except FileNotFoundError:
         pass  # older folders keep it in a JSON file
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{own}: {error}") from None
     legacy = _object(folder / "chat_template.json").get("chat_template")
     template = legacy if legacy is not None else tokenizer_config.get("chat_template")
     if isinstance(template, list):
-        by_name = {each.get("name"): each.get("template") for each in template}
-        template = by_name.get("default")
+        named = [each for each in template if isinstance(each, dict)]
+        defaults = [each.get("template") for each in named if each.get("name") == "default"]
+        template = defaults[-1] if defaults else None
     return template if isinstance(template, str) else None
 
 
 def _end_tokens(generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
     for settings in (generation, config):
         value = settings.get("eos_token_id")
-        if isinstance(value, int):
-            return (value,)
-        if isinstance(value, list) and value:
-            return tuple(dict.fromkeys(int(token) for token in value))
+        if value is None or value == []:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(map(is_token_id, ids)):
+            raise ModelError(
+                f"eos_token_id {shown(value)} is neither a token id nor a list of them"
+            )
+        return tuple(dict.fromkeys(ids))
     return ()
 
 
 def _first_token(generation: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
     for settings in (generation, config):
         value = settings.get("bos_token_id")
-        if isinstance(value, int):
-            return value
+        if value is not None:
+            if not is_token_id(value):
+                raise ModelError(f"bos_token_id {shown(value)} is no token id")
+            return int(value)
     return None

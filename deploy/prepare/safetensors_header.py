@@ -8,10 +8,13 @@ import math
 import os
 from typing import Any, Final
 
-from proto.errors import ModelError
+from proto.errors import ModelError, shown
 from proto.prepared_model import TensorEntry
 
-_MAX_HEADER_BYTES: Final = 100_000_000
+_MAX_HEADER_BYTES: Final = 32 << 20
+"""Some 200,000 tensors. Of nonsense, JSON makes twenty times as much in memory."""
+_MAX_DIMENSIONS: Final = 8
+_MAX_NUMBER: Final = 1 << 60
 _BITS: Final = {
     "F64": 64,
     "F32": 32,
@@ -58,14 +61,24 @@ def read(path: str, file: int) -> list[TensorEntry]:
 
 def _entry(name: str, fields: Any, path: str, file: int, start: int, size: int) -> TensorEntry:
     try:
-        kind, shape = str(fields["dtype"]), tuple(int(length) for length in fields["shape"])
-        begin, end = (int(offset) for offset in fields["data_offsets"])
+        name.encode()  # JSON can spell half of a surrogate pair, which is no text
+        kind, shape = fields["dtype"], tuple(_numbers(fields["shape"]))
+        begin, end = _numbers(fields["data_offsets"])
     except (KeyError, TypeError, ValueError):
-        raise ModelError(f"{path} has a damaged header: {name}") from None
-    if kind not in _BITS:
-        raise ModelError(f"{path}: {name} has the type {kind}, which is not supported")
-    if begin < 0 or start + end > size:
+        raise ModelError(f"{path} has a damaged header: {shown(name)!a}") from None
+    if not isinstance(kind, str) or kind not in _BITS:
+        raise ModelError(f"{path}: {name} has the type {shown(kind)}, which is not supported")
+    if start + end > size:
         raise ModelError(f"{path} is cut short: {name} ends beyond the file")
-    if min(shape, default=0) < 0 or (end - begin) * 8 != math.prod(shape) * _BITS[kind]:
+    if (end - begin) * 8 != math.prod(shape) * _BITS[kind]:
         raise ModelError(f"{path} has a damaged header: {name} is not as long as its shape")
     return TensorEntry(name, kind, shape, file, start + begin, end - begin)
+
+
+def _numbers(values: Any) -> list[int]:
+    """Raise ValueError for what is no short list of numbers that a file can be about."""
+    if not isinstance(values, list) or len(values) > _MAX_DIMENSIONS:
+        raise ValueError("no list, or too long")
+    if not all(type(each) is int and 0 <= each < _MAX_NUMBER for each in values):
+        raise ValueError("no numbers")
+    return values

@@ -13,7 +13,11 @@ from proto.sockets import Link
 
 
 class WorkerFailedError(TokendError):
-    """A worker sent what it must not; its KV can no longer be trusted."""
+    """A worker sent what it must not; its KV can no longer be trusted. rank: of that worker."""
+
+    def __init__(self, rank: int, what: str) -> None:
+        super().__init__(f"worker {rank} {what}")
+        self.rank = rank
 
 
 class Executor(Protocol):

@@ -3,6 +3,8 @@
     hire ─▶ loading ─ WorkerReady of all ─▶ making caches ─ CacheReady of all ─▶ ready ─▶ steps
       ▲                                                                                    │
       └──────────────── workers of the next epoch: the old links close at once ◀───────────┘
+                                      ▲
+      distrust ── nobody to compute ──┘
 
 Owns the executor of this epoch and the plan of the pool, which is made for the first
 workers and holds for all that follow. Knows no requests.
@@ -11,10 +13,12 @@ workers and holds for all that follow. Knows no requests.
 import logging
 from collections.abc import Callable
 
-from engine_core.executor.base import Executor
+from engine_core.executor.base import Executor, WorkerFailedError
+from engine_core.executor.nobody import Nobody
 from engine_core.pool_plan import PoolPlan
+from proto.codec import Message
 from proto.errors import ModelError
-from proto.lifecycle import WorkerReady
+from proto.lifecycle import Distrust, WorkerReady, WorkersReady
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
 from proto.sockets import Poller
@@ -26,7 +30,7 @@ class Crew:
     """Runs steps on the workers of one epoch after the other.
 
     make_executor: reaches the workers of an epoch. make_plan: sizes the pool for them.
-    poller: is told of their links. on_ready: called with the epoch of workers that take steps.
+    poller: is told of their links. tell: sends the supervisor a message.
     """
 
     def __init__(
@@ -34,15 +38,16 @@ class Crew:
         make_executor: Callable[[int], Executor],
         make_plan: Callable[[list[WorkerReady]], PoolPlan],
         poller: Poller,
-        on_ready: Callable[[int], None],
+        tell: Callable[[Message], None],
         epoch: int,
     ) -> None:
         self._make_executor = make_executor
         self._make_plan = make_plan
         self._poller = poller
-        self._on_ready = on_ready
+        self._tell = tell
         self._first: list[WorkerReady] = []
         self._plans: list[PoolPlan] = []
+        self._executor: Executor = Nobody()
         self._begin(epoch)
 
     @property
@@ -77,10 +82,16 @@ class Crew:
 
     def hire(self, epoch: int) -> None:
         """Workers of another epoch take over; nothing that the old ones say counts any more."""
-        for link in self._executor.links:
-            self._poller.remove(link)
-        self._executor.close()
+        self._let_go()
         self._begin(epoch)
+
+    def distrust(self, error: WorkerFailedError) -> None:
+        """Hear nothing more of these workers, and have them ended; others are to be hired."""
+        logger.error("%s", error)
+        self._let_go()
+        self._ready = False
+        self._executor = Nobody()
+        self._tell(Distrust("worker", error.rank, self._epoch, str(error)))
 
     def submit(self, output: SchedulerOutput) -> None:
         """Hand a step to the workers, which must be ready; never blocks."""
@@ -104,6 +115,11 @@ class Crew:
         for link in self._executor.links:
             self._poller.add(link)
 
+    def _let_go(self) -> None:
+        for link in self._executor.links:
+            self._poller.remove(link)
+        self._executor.close()
+
     def _prepare(self) -> None:
         workers = self._executor.workers
         if workers and not self._initialized:
@@ -116,7 +132,7 @@ class Crew:
             self._initialized = True
         if self._initialized and self._executor.cache_ready:
             self._ready = True
-            self._on_ready(self._epoch)
+            self._tell(WorkersReady(self._epoch))
 
 
 def _check_same(first: list[WorkerReady], workers: list[WorkerReady]) -> None:

@@ -81,21 +81,21 @@ class LocalExecutor:
             try:
                 link.send(output)
             except PeerStalledError as error:
-                raise WorkerFailedError(f"worker {rank} does not read its steps") from error
+                raise WorkerFailedError(rank, "does not read its steps") from error
 
     def receive(self) -> list[ModelRunnerOutput]:
         for rank, link in enumerate(self._links):
             for message in link.receive():
                 self._take(rank, message)
             if link.num_undecodable:
-                raise WorkerFailedError(f"worker {rank} sent a message that cannot be decoded")
+                raise WorkerFailedError(rank, "sent a message that cannot be decoded")
         complete = []
         while all(self._answers):
             first, *others = [answers.popleft() for answers in self._answers]
-            for other in others:
+            for rank, other in enumerate(others, 1):
                 if other.step != first.step:
                     raise WorkerFailedError(
-                        f"workers answered out of step: {first.step} and {other.step}"
+                        rank, f"answered out of step: {other.step}, and worker 0 {first.step}"
                     )
             complete.append(first)
         return complete
@@ -107,8 +107,8 @@ class LocalExecutor:
     def _take(self, rank: int, message: WorkerReady | CacheReady | ModelRunnerOutput) -> None:
         if isinstance(message, WorkerReady) and message.protocol_version != PROTOCOL_VERSION:
             raise WorkerFailedError(
-                f"worker {rank} speaks protocol {message.protocol_version}, "
-                f"the engine {PROTOCOL_VERSION}"
+                rank,
+                f"speaks protocol {message.protocol_version}, the engine {PROTOCOL_VERSION}",
             )
         if message.epoch != self._epoch:
             logger.warning("worker %d: dropped a message of epoch %d", rank, message.epoch)
@@ -121,7 +121,7 @@ class LocalExecutor:
                     "worker %d failed in step %d: %s", rank, message.step, message.error.message
                 )
         elif message.rank != rank:
-            raise WorkerFailedError(f"worker {message.rank} answers on the link of worker {rank}")
+            raise WorkerFailedError(rank, f"calls itself worker {message.rank}")
         elif isinstance(message, WorkerReady):
             self._ready[rank] = message
         else:

@@ -112,6 +112,8 @@ class BeamGroups:
         group = self._groups.get(request.request_id)
         if group is None or candidates is None:
             return False
+        if candidates.width != request.sampling_params.num_candidates:
+            return False
         group.reported[request.choice] = candidates
         self._reporting[request.request_id] = group
         request.num_output_placeholders = 0

@@ -40,11 +40,14 @@ from engine_core.scheduler.running_pass import RunningPass
 from engine_core.scheduler.sessions import Sessions
 from engine_core.scheduler.sibling_forks import SiblingForks
 from engine_core.scheduler.step_plan import StepPlan
-from engine_core.scheduler.step_results import check_result, ends_of_rows
+from engine_core.scheduler.step_results import (
+    ImpossibleResultError,
+    check_result,
+    ends_of_rows,
+)
 from engine_core.scheduler.tenants import TenantLedger
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput, FirstTokenInfo, PauseMode
-from proto.errors import ProtocolError
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
 from proto.stats import SchedulerStats
@@ -274,8 +277,8 @@ class Scheduler:
 
         Results are taken in in the order of their steps. Tokens of a request that was
         aborted or that stopped meanwhile are dropped; those of one that was preempted
-        meanwhile are kept. Raises ProtocolError for a result that does not answer this
-        step.
+        meanwhile are kept. Raises ImpossibleResultError for a result that does not answer
+        this step; the workers that follow compute it anew.
         """
         check_result(output, result, self._vocab_size)
         logprobs = {row.handle: row.arrays for row in result.logprobs}
@@ -284,7 +287,7 @@ class Scheduler:
         outputs: ClientOutputs = {}
         num_unfinished = len(self._requests)
         self._fail(result.failed_handles, outputs)
-        requests = self._requests
+        requests, wrong = self._requests, ""
         for handle, token_ids, end in zip(
             result.handles, result.sampled_token_ids, ends_of_rows(output), strict=True
         ):
@@ -296,7 +299,8 @@ class Scheduler:
             if bool(token_ids) is (end < len(tokens)):
                 if self._beams.report(request, candidates.get(handle)):
                     continue
-                raise ProtocolError(f"sequence {handle} has {len(token_ids)} tokens at {end}")
+                wrong = f"sequence {handle} has {len(token_ids)} tokens at {end}"
+                break
             # Nearly every row is one token that ends nothing.
             if (
                 len(token_ids) == 1
@@ -334,6 +338,8 @@ class Scheduler:
         if len(self._requests) < num_unfinished:
             self._clear_running()
             self.sessions.begin_turns(outputs)
+        if wrong:
+            raise ImpossibleResultError(wrong, outputs)
         self._placeholders.fill(self._requests, result)
         return outputs
 

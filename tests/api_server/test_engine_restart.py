@@ -242,3 +242,28 @@ async def test_the_end_of_the_server_ends_what_waits(start):
         await front_end.lose_engine()
         front_end.services.client.close()
         assert (await answer).status_code == 503
+
+
+async def test_an_engine_that_sends_garbage_is_given_up_and_requests_wait_for_the_next(start):
+    """What was lost may have been the end of a stream, so nothing more is taken from it."""
+    async with start(accepts=True) as front_end:
+        told = []
+        front_end.services.client.when_nonsense(told.append)
+        answer, request = await begin(front_end, max_tokens=3)
+        front_end.engine.emit(request, [40])
+        await have(front_end, request, 1)
+        front_end.engine.link.zmq_socket.send(b"\xc1")
+        front_end.engine.emit(request, [99])
+        async with asyncio.timeout(20):
+            while not told:
+                await asyncio.sleep(0.01)
+        assert told == [1]
+        late = asyncio.create_task(front_end.complete(max_tokens=1))
+        engine, again = await restart(front_end)
+        assert again.output_token_ids == ((40,),)
+        engine.emit(again, [41, 42], finish=FinishReason.LENGTH)
+        other = await engine.requests.get()
+        engine.emit(other, [50], finish=FinishReason.LENGTH)
+        assert (await answer).json()["choices"][0]["token_ids"] == [40, 41, 42]
+        assert (await late).status_code == 200
+        assert told == [1]

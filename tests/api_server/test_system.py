@@ -2,17 +2,24 @@
 
 import asyncio
 import hmac
+import importlib
 import json
 import logging
+import pkgutil
 import time
 
+import httpx
 import pytest
+from fastapi import APIRouter
 from prometheus_client.parser import text_string_to_metric_families
 
-from api_server import middleware
+from api_server import middleware, routes
+from api_server.app import create_app
+from api_server.errors import error_body
 from api_server.routes import completions
 from proto.config import FrontEndConfig
-from proto.errors import ErrorInfo
+from proto.engine_io import FinishReason
+from proto.errors import ErrorInfo, RequestError
 from proto.lifecycle import Condition, NotReady
 from proto.stats import KVEviction, SchedulerStats
 from tests.api_server.conftest import MODEL
@@ -214,16 +221,65 @@ async def test_keys_are_compared_in_constant_time(start, monkeypatch):
     assert compared == [(b"wrong", b"right"), (b"wr", b"right")]
 
 
+OPEN = {"/health", "/health/live", "/health/ready", "/ping", "/version"}
+"""What may be open; a path that is not here must not be opened by the way."""
+TRICKS = (
+    *("//v1/models", "/v1//models", "/v1/models/", "/./v1/models", "/health/../v1/models"),
+    *("/v1/%6dodels", "/%76%31/models", "/v1%2fmodels", "/health%2f..%2fmetrics", "/metrics%00"),
+    *("/metrics;/health", "/metrics?/health", "/health;/../metrics", "/HEALTH", "/health%20"),
+    *("/health/", "//health", "/version/../metrics", "\\health", "/openapi.json", "/docs"),
+    *("http://x/metrics", "http://health/v1/models", "/nowhere", "*"),
+)
+"""Ways to name a path that is guarded, or one that is not there."""
+
+
+def all_paths(app) -> set[str]:
+    """Of the application itself and of every module with routes."""
+    modules = [
+        importlib.import_module(f"{routes.__name__}.{each.name}")
+        for each in pkgutil.iter_modules(routes.__path__)
+    ]
+    routers = [each.__dict__.get("router", APIRouter()) for each in modules]
+    found = [*app.routes, *(route for router in routers for route in router.routes)]
+    return {route.path for route in found if hasattr(route, "path")}
+
+
 async def test_the_key_guards_every_other_route(start):
+    """Every route that the application has, whether or not it is documented."""
     async with start(config=FrontEndConfig(api_key="k")) as front_end:
-        document = await front_end.http.get("/openapi.json", headers={"x-api-key": "k"})
-        paths = document.json()["paths"]
-        assert {"/v1/completions", "/v1/chat/completions", "/metrics"} <= set(paths)
-        for path, methods in paths.items():
+        paths = all_paths(create_app(front_end.services))
+        assert {"/v1/completions", "/v1/chat/completions", "/metrics"} <= paths
+        assert OPEN & paths >= middleware.OPEN_PATHS
+        methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PURGE")
+        for path in sorted(paths):
             for method in methods:
-                response = await front_end.http.request(method, path)
-                is_open = path.startswith("/health") or path in ("/ping", "/version")
+                response = await front_end.http.request(method, path.replace("{name:path}", "x"))
+                is_open = path in middleware.OPEN_PATHS
                 assert (response.status_code != 401) == is_open, (method, path)
+
+
+async def raw_status(front_end, target: str, *lines: str) -> int:
+    """The status for a request target that no client library would send as it is."""
+    url = httpx.URL(front_end.url)
+    reader, writer = await asyncio.open_connection("127.0.0.1", url.port)
+    head = [f"GET {target} HTTP/1.1", *(lines or ["Host: x"]), "Connection: close", "", ""]
+    writer.write("\r\n".join(head).encode())
+    status = (await reader.readline()).split()[1]
+    writer.close()
+    return int(status)
+
+
+async def test_no_way_of_writing_a_path_or_a_host_gets_past_the_key(start):
+    async with start(config=FrontEndConfig(api_key="k")) as front_end:
+        for target in TRICKS:
+            assert await raw_status(front_end, target) in (400, 401), target
+        for host in ("", "localhost", "127.0.0.1", "/health", "health", "x:y", "x@health"):
+            assert await raw_status(front_end, "/metrics", f"Host: {host}") in (400, 401), host
+        for name in ("X-Forwarded-Prefix", "X-Original-URL", "X-Rewrite-URL", "X-HTTP-Method"):
+            lines = ("Host: x", f"{name}: /health")
+            assert await raw_status(front_end, "/metrics", *lines) == 401, name
+        assert await raw_status(front_end, "/health") == 200
+        assert await raw_status(front_end, "/metrics", "Host: x", "X-Api-Key: k") == 200
 
 
 async def test_one_line_per_request(start, say, caplog):
@@ -256,6 +312,35 @@ async def test_a_bug_is_a_500_without_details(start, monkeypatch, caplog):
         assert json.loads(response.text)["error"]["message"] == "internal error"
         assert "secret" not in response.text
         assert "secret" in caplog.text
+
+
+def test_no_error_shows_where_anything_lies_in_memory():
+    error = RequestError(f"{object()} took {hex(id(error_body))} of 0x10 bytes")
+    message = error_body(error)["error"]["message"]
+    assert message == "<object object at 0x…> took 0x… of 0x10 bytes"
+
+
+async def test_requests_of_one_name_have_nothing_to_do_with_each_other(start):
+    """Two clients call theirs alike, a third one by a prefix of it; one of them leaves."""
+    async with start(accepts=True) as front_end:
+        names = ("mine", "mine", "min")
+        asking = [
+            asyncio.create_task(front_end.complete(request_id=name, max_tokens=2)) for name in names
+        ]
+        requests = [await front_end.engine.requests.get() for _ in names]
+        assert len({each.request_id for each in requests}) == 3
+        asking[0].cancel()
+        abort = await front_end.engine.aborts.get()
+        gone = [each for each in requests if each.request_id == abort.request_id]
+        assert len(gone) == 1
+        for number, request in enumerate(requests):
+            if request is not gone[0]:
+                tokens = [40 + number, 50 + number]
+                front_end.engine.emit(request, tokens, finish=FinishReason.LENGTH)
+        answers = [(await each).json() for each in asking[1:]]
+        assert {each["id"] for each in answers} == {"cmpl-mine", "cmpl-min"}
+        assert len({each["choices"][0]["text"] for each in answers}) == 2
+        assert front_end.engine.aborts.empty()
 
 
 @pytest.mark.parametrize(("key", "status"), [(None, 405), ("secret", 401)])

@@ -12,6 +12,7 @@ from api_server.http_protocol import (
     STALL_SECONDS,
 )
 from api_server.inputs.prompts import MAX_PROMPTS
+from api_server.inputs.rendering import RENDER_SECONDS
 from api_server.outputs.unsent import MAX_UNSENT_BYTES
 from api_server.protocol.chat import MAX_MESSAGES
 from api_server.protocol.common import (
@@ -74,6 +75,7 @@ def test_the_readme_names_flags_that_exist_and_says_what_they_say() -> None:
             f"{MAX_CHOICES}; {MAX_CHOICES_PER_REQUEST:,}",
         ),
         ("messages of a chat", f"{MAX_MESSAGES:,}"),
+        ("time for the chat template", f"{RENDER_SECONDS:g} s"),
         (
             "log-probabilities in an answer: choices × tokens × (alternatives + 1)",
             f"{MAX_LOGPROB_ENTRIES:,}",

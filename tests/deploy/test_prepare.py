@@ -1,7 +1,9 @@
 """Preparing models: what the folder holds, when the work is done, what is refused."""
 
+import contextlib
 import json
 import os
+import pickle
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -255,6 +257,12 @@ def test_a_gguf_file_that_is_cut_short(tmp_path: Path, length: int) -> None:
     assert "cut short" in gguf_refusal(path)
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_gguf_file_that_is_in_one_piece_may_say_so(tmp_path: Path, count: int) -> None:
+    write_gguf(tmp_path / "tiny.gguf", extra={"split.count": count})
+    assert gguf_file.read(str(tmp_path / "tiny.gguf"), silent).tensors.tensors
+
+
 def test_a_gguf_file_without_a_tokenizer(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", tokenizer=False)
     assert "no tokenizer.ggml.model" in gguf_refusal(tmp_path / "tiny.gguf")
@@ -302,7 +310,7 @@ def test_a_safetensors_header_that_lies(tmp_path: Path) -> None:
     ("missing", "expected"),
     [
         ("config.json", "has no config.json"),
-        ("model.safetensors", "has no .safetensors weights; pickled weights are not loaded"),
+        ("model.safetensors", "has no .safetensors weights"),
     ],
 )
 def test_a_folder_that_lacks_a_file(tmp_path: Path, missing: str, expected: str) -> None:
@@ -327,15 +335,83 @@ def test_an_index_may_not_point_out_of_the_folder(tmp_path: Path) -> None:
     assert "has no ../other.safetensors" in folder_refusal(tmp_path / "mine")
 
 
-def test_code_in_a_folder_is_not_run(tmp_path: Path, around: Surroundings) -> None:
+AUTO_MAP = {"auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}}
+
+
+@pytest.mark.parametrize("in_config", [True, False])
+def test_code_in_a_folder_is_not_run(tmp_path: Path, around: Surroundings, in_config: bool) -> None:
     traces = tmp_path / "traces"
-    auto_map = {"auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}}
-    write_folder(tmp_path / "mine", config=auto_map)
+    write_folder(tmp_path / "mine", config=AUTO_MAP if in_config else {})
     (tmp_path / "mine/evil.py").write_text(f"open({str(traces)!r}, 'w')\nclass Evil: pass\n")
     (tmp_path / "mine/tokenizer.json").unlink()
-    (tmp_path / "mine/tokenizer_config.json").write_text(json.dumps(auto_map))
-    refusal(tmp_path / "mine", around)
+    (tmp_path / "mine/tokenizer_config.json").write_text(json.dumps(AUTO_MAP))
+    message = refusal(tmp_path / "mine", around)
+    assert not in_config or "auto_map" in message
     assert not traces.exists()
+
+
+def test_code_beside_a_gguf_file_is_not_run(tmp_path: Path) -> None:
+    """transformers looks at the tokenizer's settings in the folder of the file, too."""
+    traces = tmp_path / "traces"
+    write_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "evil.py").write_text(f"open({str(traces)!r}, 'w')\nclass Evil: pass\n")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(AUTO_MAP))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", **AUTO_MAP}))
+    with contextlib.suppress(ModelError):
+        gguf_file.read(str(tmp_path / "tiny.gguf"), silent)
+    assert not traces.exists()
+
+
+class Burst:
+    """Unpickling it would leave a trace."""
+
+    def __init__(self, traces: Path) -> None:
+        self._traces = traces
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self._traces), "w")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_pickled_weights_are_refused_by_name(
+    tmp_path: Path, around: Surroundings, name: str
+) -> None:
+    traces = tmp_path / "traces"
+    write_folder(tmp_path / "mine")
+    (tmp_path / "mine/model.safetensors").unlink()
+    (tmp_path / "mine" / name).write_bytes(pickle.dumps(Burst(traces)))
+    message = refusal(tmp_path / "mine", around)
+    assert name in message
+    assert "safetensors" in message
+    assert not traces.exists()
+    (tmp_path / "mine/model.safetensors").write_bytes(pickle.dumps(Burst(traces)))
+    assert "safetensors" in refusal(tmp_path / "mine", around)
+    assert not traces.exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "wrong"),
+    [
+        ("config.json", {"eos_token_id": "7"}),
+        ("config.json", {"eos_token_id": [True]}),
+        ("config.json", {"bos_token_id": 1 << 40}),
+        ("config.json", {"max_position_embeddings": 1 << 70}),
+        ("config.json", {"architectures": [["LlamaForCausalLM"]]}),
+        ("tokenizer_config.json", {"chat_template": "\ud800"}),
+        (
+            "tokenizer_config.json",
+            {"chat_template": [1, {"name": "default", "template": "\ud800"}]},
+        ),
+    ],
+)
+def test_settings_of_a_wrong_kind_are_refused(
+    tmp_path: Path, around: Surroundings, file: str, wrong: dict[str, Any]
+) -> None:
+    write_folder(tmp_path / "mine")
+    path = tmp_path / "mine" / file
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(before | wrong))
+    assert refusal(tmp_path / "mine", around)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from proto import PROTOCOL_VERSION
 from proto.config import FrontEndConfig, ParallelConfig, ServeConfig
 from proto.errors import ErrorInfo, ModelError
 from proto.lifecycle import (
+    Distrust,
     EngineReady,
     FrontEndReady,
     Heartbeat,
@@ -138,6 +139,46 @@ def test_a_worker_dies_with_those_that_compute_with_it() -> None:
         "worker 1: (pid 77) was killed by SIGKILL; it is started again",
         "worker 0: is back after 3.0 s",
     ]
+
+
+def test_a_worker_that_is_not_to_be_trusted_goes_and_takes_the_others_with_it() -> None:
+    case = Case()
+    case.recovery.note(Distrust("worker", 1, 1, "it babbles"))
+    assert case.recovery.must_go("worker")
+    assert not case.recovery.must_go("engine_core")
+    assert case.due(0, 1, 2, 3, 4) == []
+    assert case.die(1)
+    assert case.die(0)
+    (succession,) = case.due(2, 3, 4)
+    assert [each.index for each in succession.boots] == [0, 1]
+    assert not case.recovery.must_go("worker"), "those who follow are others"
+    case.recovery.note(Distrust("worker", 1, 1, "it is late"))
+    assert not case.recovery.must_go("worker")
+    assert case.notices.lines == [
+        "worker 1: is not to be trusted and is ended: it babbles",
+        "worker 1: (pid 77) was killed by SIGKILL; it is started again",
+    ]
+
+
+def test_an_engine_that_is_not_to_be_trusted_goes_alone() -> None:
+    case = Case()
+    case.recovery.note(Distrust("engine_core", 0, 1, "it babbles"))
+    case.recovery.note(Distrust("engine_core", 0, 1, "another front end says so"))
+    assert case.recovery.must_go("engine_core")
+    assert not case.recovery.must_go("worker")
+    assert case.die(2)
+    (succession,) = case.due(0, 1, 3, 4)
+    assert succession.boots[0].role == "engine_core"
+    assert not case.recovery.must_go("engine_core")
+
+
+def test_who_is_not_to_be_trusted_again_and_again_ends_the_daemon() -> None:
+    case = Case(max_restarts=1)
+    case.recovery.note(Distrust("engine_core", 0, 1, "it babbles"))
+    assert case.die(2)
+    case.due(0, 1, 3, 4)
+    case.recovery.note(Distrust("engine_core", 0, 2, "it babbles"))
+    assert not case.die(2)
 
 
 def test_an_engine_is_given_what_there_is() -> None:

@@ -491,3 +491,34 @@ def test_a_service_manager_is_told_of_everything(
         heard = ""
         while "STOPPING=1" not in heard:
             heard += manager.recv(4096).decode()
+
+
+def test_a_worker_that_the_engine_does_not_trust_is_replaced(
+    start: Callable[..., FakeDaemon],
+) -> None:
+    daemon = start()
+    daemon.wait_ready()
+    engine = daemon.children()["engine_core"]
+    engine.send_signal(signal.SIGALRM)
+    daemon.wait_for(
+        "worker 0: is not to be trusted and is ended: it babbles",
+        "was killed by SIGKILL; it is started again",
+        "worker 0: life 1, epochs 1 and 2",
+        "worker 0: is back after",
+    )
+    engine.send_signal(signal.SIGALRM)  # of the epoch that is over
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.wait_exit() == 0
+    assert daemon.text.count("is started again") == 1
+    assert "engine 0: life" not in daemon.text
+
+
+def test_a_worker_that_is_not_trusted_before_the_daemon_is_ready_ends_it(
+    start: Callable[..., FakeDaemon],
+) -> None:
+    daemon = start("api_server=mute")
+    daemon.wait_for("the pool is small")
+    daemon.children()["engine_core"].send_signal(signal.SIGALRM)
+    assert daemon.wait_exit() == 1
+    assert "worker 0: is not to be trusted and is ended: it babbles" in daemon.text
+    assert "was killed by SIGKILL while starting" in daemon.text

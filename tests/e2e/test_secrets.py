@@ -1,4 +1,7 @@
-"""A real daemon behind TLS with an API key: it serves, and shows the key to nobody."""
+"""A real daemon behind TLS with an API key: it serves, and shows the key to nobody.
+
+Not in the list of processes, not in /metrics or an error, and not when a process breaks.
+"""
 
 from pathlib import Path
 
@@ -33,7 +36,8 @@ def test_tls_and_a_key_that_stays_secret(way: str, tmp_path: Path) -> None:
     if way == "flag":
         flags += ["--api-key", KEY]
     else:
-        variables = {"TOKEND_API_KEY": KEY}
+        flags += ["--enable-fault-injection"]
+        variables = {"TOKEND_API_KEY": KEY, "TOKEND_FAULTS": "worker:raise@3, engine:raise@5"}
     with Daemon(*flags, environment=variables) as daemon:
         url = daemon.url.replace("http:", "https:")
         assert url in daemon.text
@@ -45,6 +49,10 @@ def test_tls_and_a_key_that_stays_secret(way: str, tmp_path: Path) -> None:
             right = {"authorization": f"Bearer {KEY}"}
             answer = http.post("/v1/completions", json=REQUEST, headers=right)
             assert answer.status_code == 200, answer.text
+            for path in ("/metrics", "/v1/models", "/openapi.json", "/nowhere"):
+                assert KEY not in http.get(path, headers=right).text
+            bad = http.post("/v1/completions", json={"x": 1}, headers=right)
+            assert KEY not in bad.text + str(bad.headers)
         seen = commands_and_environments(daemon)
         assert len(seen) == 4
         for role, (command, environment) in seen.items():
@@ -52,3 +60,4 @@ def test_tls_and_a_key_that_stays_secret(way: str, tmp_path: Path) -> None:
             assert KEY not in environment or role == "supervisor", role
         assert "serve --port 0" in seen["supervisor"][0]
     assert KEY not in daemon.text
+    assert ("Traceback" in daemon.text) == (way == "environment"), "something broke there"

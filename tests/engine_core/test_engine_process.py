@@ -1,6 +1,7 @@
 """The engine as a process: its start, its service, its end."""
 
 import os
+import pickle
 import subprocess
 from collections import Counter
 
@@ -25,6 +26,7 @@ from proto.errors import ErrorInfo
 from proto.kv_events import AllBlocksCleared, KVEventBatch
 from proto.lifecycle import (
     CacheReady,
+    Distrust,
     EngineAlive,
     EngineReady,
     Fatal,
@@ -431,24 +433,61 @@ def test_a_request_that_engines_died_of_is_computed_alone_and_at_last_refused(st
 
 
 @pytest.mark.parametrize("tokens", [[[1000]], [[]], []])
-def test_a_result_that_cannot_be_ends_the_engine(start, tokens):
+def test_a_worker_whose_result_cannot_be_is_given_up(start, tokens):
     engine = start()
     engine.start()
     engine.front_ends[0].send(engine.request(1, [1], 10))
     step = engine.expect(engine.worker, SchedulerOutput)
     engine.worker.send(ModelRunnerOutput(EPOCH, step.step, [0], tokens))
-    fatal = engine.expect(engine.supervisor, Fatal)
-    assert "worker 0" in fatal.error.message
-    assert engine.process.wait(20) == 1
+    assert "worker 0" in engine.expect(engine.supervisor, Distrust).reason
+    assert engine.shutdown() == 0
 
 
-def test_garbage_from_the_worker_ends_the_engine(start):
+def test_a_worker_that_sends_garbage_is_given_up_and_its_requests_go_on(start):
     engine = start()
     engine.start()
+    (front_end,) = engine.front_ends
+    front_end.send(engine.request(1, [1, 2], 5))
+    engine.answer_step()
+    engine.worker.zmq_socket.send(b"\xc1 not a message")
+    distrust = engine.expect(engine.supervisor, Distrust)
+    assert (distrust.role, distrust.index, distrust.epoch) == ("worker", 0, EPOCH)
+    front_end.send(AdminCall(EPOCH, 1, "get_num_unfinished"))
+    assert engine.expect(front_end, AdminReply).value == 1
+    engine.supervisor.send(NewWorkers(EPOCH + 1))
+    engine.replace_worker(EPOCH + 1)
+    engine.worker.send(engine.worker_ready(epoch=EPOCH + 1))
+    engine.expect(engine.worker, InitializeCache)
+    engine.worker.send(CacheReady(EPOCH + 1, 0))
+    assert engine.expect(engine.supervisor, WorkersReady) == WorkersReady(EPOCH + 1)
+    tokens = [token for each in outputs_of(engine, 1) for token in each.new_token_ids]
+    assert tokens == undisturbed([1, 2], 5)[-len(tokens) :]
+    assert engine.shutdown() == 0
+
+
+def test_garbage_from_a_worker_that_was_never_ready_ends_the_engine(start):
+    """What cannot start once will not start twice."""
+    engine = start()
     engine.worker.zmq_socket.send(b"\xc1 not a message")
     fatal = engine.expect(engine.supervisor, Fatal)
     assert "worker 0" in fatal.error.message
     assert engine.process.wait(20) == 1
+
+
+def test_garbage_from_a_front_end_is_dropped_and_others_are_served(start):
+    engine = start(frontend=FrontEndConfig(api_server_count=2))
+    engine.start()
+    bad, good = engine.front_ends
+    for frame in (b"", b"\xc1", b"\x91" * 100_000, pickle.dumps(print), os.urandom(5000)):
+        bad.zmq_socket.send(frame)
+    good.send(engine.request(1 << 55, [1, 2], 3))
+    tokens = [
+        token for each in outputs_of(engine, 1 << 55, front_end=1) for token in each.new_token_ids
+    ]
+    assert tokens == undisturbed([1, 2], 3)
+    bad.send(AdminCall(EPOCH, 1, "check_integrity"))
+    assert engine.expect(bad, AdminReply).ok
+    assert engine.shutdown() == 0
 
 
 def test_a_worker_of_another_version_is_refused(start):

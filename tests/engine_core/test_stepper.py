@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 
-from engine_core.executor.base import WorkerFailedError
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS, Stepper
 from proto.model_runner_output import ModelRunnerOutput
 from tests.fakes.engine_harness import EOS, EngineHarness
@@ -26,11 +25,19 @@ class LazyExecutor:
         self.log = []
         self.ready = True
         self.hired = []
+        self.distrusted = []
 
     def hire(self, epoch):
         """Workers that know nothing; they are ready when somebody says so."""
         self.hired.append(epoch)
         self.runner = PagedRunner(self.runner.block_size)
+        self.queue.clear()
+        self.results.clear()
+        self.ready = False
+
+    def distrust(self, error):
+        """They are not heard any more."""
+        self.distrusted.append(str(error))
         self.queue.clear()
         self.results.clear()
         self.ready = False
@@ -198,12 +205,42 @@ def test_it_stops_in_the_middle_of_a_step(depth):
 
 
 @pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
-def test_an_answer_nobody_asked_for_names_the_worker(depth):
-    loop = Loop(depth=depth)
-    loop.engine.add_one([1], max_tokens=3)
-    loop.executor.results.append(ModelRunnerOutput(1, 99, [5], [[1]]))
-    with pytest.raises(WorkerFailedError, match="worker 0"):
-        loop.stepper.run()
+@pytest.mark.parametrize(
+    ("nonsense", "words"),
+    [
+        (lambda step, handles: ModelRunnerOutput(1, 99, [5], [[1]]), "step 99 unasked"),
+        (lambda step, handles: ModelRunnerOutput(1, step, [77], [[1]]), "[77]"),
+        (lambda step, handles: ModelRunnerOutput(1, step, handles, [[5], []]), "0 tokens"),
+    ],
+    ids=["unasked", "other sequences", "half of it"],
+)
+def test_workers_that_send_nonsense_are_replaced_and_nothing_is_lost(depth, nonsense, words):
+    """What they sent before it counts; what is not known is computed by others."""
+
+    def babble(service):
+        step = loop.executor.queue[0]
+        handles = [each.handle for each in step.new_requests] + step.cached_requests.handles
+        loop.executor.results.append(nonsense(step.step, handles))
+
+    def replace(service):
+        assert words in loop.executor.distrusted[0]
+        assert loop.executor.distrusted[0].startswith("worker 0 ")
+        assert service.waits[-1] != 0, "it does not spin"
+        service.worker_epochs = [7]
+
+    def come_back(service):
+        loop.executor.ready = True
+
+    loop = Loop([*[lambda _: None] * depth, babble, replace, come_back], depth=depth)
+    requests = [loop.engine.add_one([1, 2], max_tokens=5), loop.engine.add_one([3], max_tokens=5)]
+    loop.stepper.run()
+    assert len(loop.executor.distrusted) == 1
+    assert loop.executor.hired == [7]
+    for request, prompt in zip(requests, ([1, 2], [3]), strict=True):
+        tokens = loop.tokens_of(request)
+        assert tokens[1:] == undisturbed([*prompt, *tokens[:1]], 4), "all after what was claimed"
+    loop.engine.runner = loop.executor.runner
+    loop.engine.assert_at_rest()
 
 
 def test_one_at_a_time_a_step_is_sent_after_the_answer_to_the_last():

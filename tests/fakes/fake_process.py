@@ -5,10 +5,12 @@ stubborn         reports ready, ignores Shutdown and SIGTERM
 bad_model        fails over its model while starting
 bad_model_later  in its second life, whatever the first one ends of
 exits            ends without a word, status 3, while starting
+mute             never reports ready
 orphans          leaves a process without its parent behind, names it, and is good
 
 Whoever is sent SIGUSR2 fails with an error. Of an engine that is sent SIGHUP the first worker
-owes an answer from then on; one that is sent SIGIO gives up front end 0.
+owes an answer from then on; one that is sent SIGIO gives up front end 0, and sent SIGALRM it says
+that worker 0 babbles.
 """
 
 import os
@@ -22,6 +24,7 @@ from proto.codec import Message
 from proto.errors import ModelError
 from proto.lifecycle import (
     Alive,
+    Distrust,
     EngineAlive,
     EngineReady,
     FrontEndReady,
@@ -46,6 +49,8 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
     waits: list[int] = []
     signal.signal(signal.SIGHUP, lambda number, frame: waits.append(number))
     signal.signal(signal.SIGIO, lambda *_: supervisor.send(FrontEndStalled(0, 0)))
+    babbles = Distrust("worker", 0, boot.worker_epoch, "it babbles")
+    signal.signal(signal.SIGALRM, lambda *_: supervisor.send(babbles))
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "orphans":
@@ -55,7 +60,8 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
     if boot.incarnation:
         lives = f"life {boot.incarnation}, epochs {boot.epoch} and {boot.worker_epoch}"
         supervisor.send(Notice(boot.role, boot.index, f"{lives}, front ends {boot.front_ends}"))
-    _report_ready(boot, supervisor)
+    if behaviour != "mute":
+        _report_ready(boot, supervisor)
     poller, worker_epoch = Poller([supervisor]), boot.worker_epoch
     while True:
         poller.wait()

@@ -4,11 +4,14 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 from proto.errors import TokendError
+from proto.lifecycle import Shutdown
 from proto.run_directory import RunDirectory, default_parent, sweep
+from proto.sockets import Link
 
 
 def test_it_is_private(short_dir):
@@ -16,6 +19,32 @@ def test_it_is_private(short_dir):
     assert stat.S_IMODE(os.stat(directory.path).st_mode) == 0o700
     assert os.path.dirname(directory.path) == str(short_dir)
     directory.leave()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_nobody_else_reaches_its_sockets():
+    """Not even where the directory above lets everybody through."""
+    with tempfile.TemporaryDirectory(prefix="t-") as above:
+        os.chmod(above, 0o755)
+        directory = RunDirectory.create(above)
+        path = os.path.join(directory.path, "e1.w0")
+        link = Link.bind(path, Shutdown)
+        os.chmod(path, 0o777)
+        script = (
+            "import os, socket, sys\n"
+            "os.setgid(65534); os.setuid(int(sys.argv[2]))\n"
+            "for act in (lambda: socket.socket(socket.AF_UNIX).connect(sys.argv[1]),\n"
+            "            lambda: os.listdir(os.path.dirname(sys.argv[1])),\n"
+            "            lambda: open(os.path.dirname(sys.argv[1]) + '/lock')):\n"
+            "    try: act(); print('yes')\n"
+            "    except PermissionError: print('no')\n"
+        )
+        for user, answer in ((65534, "no"), (0, "yes")):
+            command = [sys.executable, "-c", script, path, str(user)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            assert done.stdout.split() == [answer] * 3, user
+        link.close()
+        directory.leave()
 
 
 def test_the_last_one_out_removes_it(short_dir):

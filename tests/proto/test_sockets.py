@@ -1,6 +1,7 @@
 """Links: delivery, bounds, garbage, and the end of a peer."""
 
 import os
+import pickle
 
 import msgspec
 import pytest
@@ -92,6 +93,53 @@ def test_garbage_is_dropped_and_counted(pair):
     connected.send(Abort(1, 1, "disconnect"))
     assert receive(bound, 1) == [Abort(1, 1, "disconnect")]
     assert bound.num_undecodable == 2
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [os.urandom(1000)],
+        [pickle.dumps({"a": print})],
+        [msgspec.msgpack.encode([77, "unknown"])],
+        [b"\x91" * 1_000_000],
+        [b"\xc1", msgspec.msgpack.encode([99])],
+    ],
+    ids=["empty", "random", "pickle", "unknown type", "nested", "in two parts"],
+)
+def test_whatever_comes_the_next_message_counts(pair, frames):
+    bound, connected = pair()
+    connected.zmq_socket.send_multipart(frames)
+    connected.send(Abort(1, 1, "disconnect"))
+    assert receive(bound, 1) == [Abort(1, 1, "disconnect")]
+    assert bound.num_undecodable == len(frames)
+
+
+def test_a_frame_that_is_too_large_is_never_taken_in(pair, monkeypatch):
+    """ZMQ ends the connection over it and makes another, over which the rest comes."""
+    monkeypatch.setattr(sockets, "MAX_MESSAGE_BYTES", 1000)
+    bound, connected = pair(Blob | Abort)
+    connected.send(Blob(bytes(2000)))
+    poller = Poller([bound])
+    received = []
+    while not received:
+        connected.send(Abort(1, 1, "disconnect"))
+        poller.wait(0.05)
+        received = bound.receive()
+    assert set(map(type, received)) == {Abort}
+    assert bound.num_undecodable == 0
+
+
+def test_garbage_is_logged_less_and_less_and_cannot_forge_lines(pair, caplog):
+    bound, connected = pair()
+    evil = msgspec.msgpack.encode([2, 1, 2, "\x1b[2J\nFATAL forged"])
+    for _ in range(600):
+        connected.zmq_socket.send(evil)
+    connected.send(Abort(1, 1, "disconnect"))
+    receive(bound, 1)
+    assert bound.num_undecodable == 600
+    assert len(caplog.records) == 10  # 1, 2, 4 … 512
+    assert all(each.getMessage().isprintable() for each in caplog.records)
 
 
 def test_a_peer_that_does_not_read_is_reported_and_memory_is_bounded(pair, monkeypatch):

@@ -1,9 +1,10 @@
-"""The worker's start, and its wait for another engine."""
+"""The worker's links: its start, its wait for another engine, one that cannot be understood."""
 
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,6 +15,7 @@ from proto.config import CacheConfig, ServeConfig
 from proto.errors import ConfigError, ProcessDiedError
 from proto.lifecycle import (
     CacheReady,
+    Distrust,
     InitializeCache,
     NewEngine,
     ProcessBoot,
@@ -21,9 +23,10 @@ from proto.lifecycle import (
     ToSupervisor,
     WorkerReady,
 )
+from proto.model_runner_output import ModelRunnerOutput
 from proto.prepared_model import PreparedModel
 from proto.scheduler_output import SchedulerOutput
-from proto.sockets import Link, Poller
+from proto.sockets import Link, Poller, worker_path
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker import engine_wait, service
@@ -127,3 +130,49 @@ def test_a_worker_waits_for_another_engine_and_not_for_ever(
     running.supervisor.send(NewEngine(3, 3))
     running.thread.join(LIMIT_SECONDS)
     assert [str(each) for each in running.errors] == ["no engine has come for 0.5 s"]
+
+
+def heard(link: Link, count: int = 1) -> list[Any]:
+    messages: list[Any] = []
+    poller = Poller([link])
+    while len(messages) < count:
+        assert poller.wait(20.0)
+        messages += link.receive()
+    return messages
+
+
+def test_an_engine_that_sends_garbage_is_told_of_once_and_the_next_one_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = SimpleNamespace(windows=(None,), num_kv_heads=1, head_dim=8, vocab_size=10)
+    monkeypatch.setattr(service, "load_model", lambda *_: SimpleNamespace(spec=spec))
+    monkeypatch.setattr(service, "spec_from_config", Mock())
+    monkeypatch.setattr(service, "read_config", lambda _: {})
+    with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
+
+        def meet(epoch: int) -> Link:
+            return Link.connect(worker_path(run_dir, epoch, 0), InitializeCache | SchedulerOutput)
+
+        answers = WorkerReady | CacheReady | ModelRunnerOutput
+        supervisor = Link.bind(f"{run_dir}/s", ToSupervisor)
+        engine = Link.bind(worker_path(run_dir, 1, 0), answers)
+        own = Link.connect(f"{run_dir}/s", Shutdown | NewEngine)
+        worker = service.Service(boot(ServeConfig()), meet, own)
+        thread = threading.Thread(target=worker.run, daemon=True)
+        thread.start()
+        assert heard(engine)[0].epoch == 1
+        engine.zmq_socket.send(b"\xc1")
+        assert heard(supervisor) == [Distrust("engine_core", 0, 1, "it sent what is no message")]
+        engine.zmq_socket.send(b"\xc1")
+        engine.send(InitializeCache(PROTOCOL_VERSION, 1, 10, 16, 100))
+        following = Link.bind(worker_path(run_dir, 8, 0), answers)
+        supervisor.send(NewEngine(7, 8))
+        assert heard(following)[0].epoch == 8
+        assert engine.receive() == [], "what came after the garbage is not obeyed"
+        following.zmq_socket.send(b"\xc1")
+        assert [each.epoch for each in heard(supervisor)] == [7]
+        supervisor.send(Shutdown())
+        thread.join(20.0)
+        assert not thread.is_alive()
+        for link in (supervisor, engine, following, own):
+            link.close()

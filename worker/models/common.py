@@ -14,6 +14,9 @@ FULL: Final = "full_attention"
 WINDOWED: Final = "sliding_attention"
 """Kinds of layers, as configurations call them."""
 _DEFAULT_MAX_WINDOW_LAYERS: Final = 28
+_MAX_LAYERS: Final = 4096
+_MAX_ROTATIONS: Final = 1 << 30
+"""Positions times the size of a head: cosines and sines of all are kept."""
 
 
 def llama_like(config: ConfigReader, **differences: Any) -> ModelSpec:
@@ -24,7 +27,7 @@ def llama_like(config: ConfigReader, **differences: Any) -> ModelSpec:
     naming key and value for what is missing or not supported.
     """
     hidden_size = config.integer("hidden_size")
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.integer("num_hidden_layers", most=_MAX_LAYERS)
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
     head_dim = differences.get("head_dim") or config.integer(
@@ -37,6 +40,12 @@ def llama_like(config: ConfigReader, **differences: Any) -> ModelSpec:
         )
     if head_dim % 2:
         raise config.refusal("head_dim", head_dim, "the rotary embedding needs an even number")
+    if head_dim * max_position > _MAX_ROTATIONS:
+        raise config.refusal(
+            "max_position_embeddings",
+            max_position,
+            f"at most {_MAX_ROTATIONS // head_dim} is supported with heads of {head_dim}",
+        )
     config.must_be("mlp_bias", False)
     if "activation" not in differences:
         config.must_be("hidden_act", "silu", "swish")
@@ -70,7 +79,7 @@ def layer_kinds(
 
     Raises ModelError for a kind that is not supported.
     """
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.integer("num_hidden_layers", most=_MAX_LAYERS)
     kinds = config.get("layer_types")
     if kinds is None:
         return tuple(default(layer) for layer in range(num_layers))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from proto.errors import ModelError
+from proto.errors import ModelError, shown
 
 _ARITHMETIC: Final = re.compile(
     r"scal|multiplier|mup|cap|rotary|rope|window|chunk|sink|norm|bias|expert|router|moe|parallel"
@@ -39,6 +39,11 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
 """Values, beside null, false, zero and empty, at which a key changes nothing."""
 
 
+MOST: Final = (1 << 31) - 1
+"""Sizes and counts fit 32 bits."""
+_LARGEST: Final = 3e38
+
+
 class ConfigReader:
     """One configuration, and which of its keys have been read.
 
@@ -56,21 +61,29 @@ class ConfigReader:
         self._read.add(key)
         return self._config.get(key)
 
-    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of at least `least`."""
+    def integer(
+        self, key: str, default: int | None = None, least: int = 1, most: int = MOST
+    ) -> int:
+        """A whole number of at least `least`, and one that memory can be asked for."""
         value = self.get(key)
         if value is None:
             value = default
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.refusal(key, value, f"a whole number of at least {least} is needed")
+        if value > most:
+            raise self.refusal(key, value, f"at most {most} is supported")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number above 0."""
+        """A number above 0, as float32 can hold it."""
         value = self.get(key)
         if value is None:
             value = default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value <= _LARGEST
+        ):
             raise self.refusal(key, value, "a number above 0 is needed")
         return float(value)
 
@@ -117,4 +130,4 @@ class ConfigReader:
 
     def refusal(self, key: str, value: Any, reason: str) -> ModelError:
         """The error that names a key, its value and what is wrong with it."""
-        return ModelError(f"{self._where}: {key} = {value!r}: {reason}")
+        return ModelError(f"{self._where}: {shown(key)} = {shown(repr(value))}: {reason}")

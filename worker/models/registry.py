@@ -33,7 +33,11 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """
     reader = ConfigReader(config)
     architectures = reader.get("architectures")
-    if not isinstance(architectures, list) or len(architectures) != 1:
+    if (
+        not isinstance(architectures, list)
+        or len(architectures) != 1
+        or not isinstance(architectures[0], str)
+    ):
         raise reader.refusal("architectures", architectures, "one architecture is needed")
     family = _FAMILIES.get(architectures[0])
     if family is None:

@@ -99,9 +99,9 @@ def _parse(rope: ConfigReader, kind: str, theta: float, max_position: int) -> Ro
 def _yarn(rope: ConfigReader, theta: float, max_position: int) -> YarnRope:
     original = rope.integer("original_max_position_embeddings", max_position)
     factor = rope.number("factor", max_position / original)
-    mscale, mscale_all = rope.get("mscale"), rope.get("mscale_all_dim")
     inferred = _magnitude(factor, 1.0)
-    if mscale and mscale_all:
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        mscale, mscale_all = rope.number("mscale"), rope.number("mscale_all_dim")
         inferred = _magnitude(factor, mscale) / _magnitude(factor, mscale_all)
     return YarnRope(
         theta=theta,

@@ -1,0 +1,139 @@
+"""No template keeps the front end: a render ends within its limit, and nobody else waits for it."""
+
+import asyncio
+import shutil
+import threading
+import time
+
+import msgspec
+import pytest
+
+from api_server.inputs.chat_template import JinjaChatTemplate
+from api_server.inputs.rendering import TimedRendering
+from proto.errors import InvalidRequestError, ModelError, OverloadedError
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+MANY = "range(99999)"
+ENDLESS = {
+    "loops": f"{{% for a in {MANY} %}}{{% for b in {MANY} %}}{{% endfor %}}{{% endfor %}}",
+    "a filter": f"{{% for a in {MANY} %}}{{{{ {MANY} | map('string') | join }}}}{{% endfor %}}",
+    "a global": "{{ lipsum(n=10**9) }}",
+    "recursion": "{% macro m() %}{% for a in [1, 2] %}{{ m() }}{% endfor %}{% endmacro %}{{ m() }}",
+}
+SLOW = "{% if messages|length > 1 %}" + ENDLESS["loops"] + "{% endif %}done"
+
+
+def timed(source: str, limit: float = 0.2) -> TimedRendering:
+    return TimedRendering(JinjaChatTemplate(source, {}), limit)
+
+
+def num_renders() -> int:
+    return sum(thread.name == "render" for thread in threading.enumerate())
+
+
+async def until_no_render_is_left() -> None:
+    async with asyncio.timeout(20):
+        while num_renders():
+            await asyncio.sleep(0.01)
+
+
+async def test_what_ends_in_time_is_what_the_template_says() -> None:
+    assert await timed("{{ messages[0].content }}!").render(MESSAGES) == "hello!"
+
+
+async def test_a_refusal_comes_through() -> None:
+    with pytest.raises(InvalidRequestError, match="no"):
+        await timed("{{ raise_exception('no') }}").render(MESSAGES)
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+async def test_what_does_not_end_is_stopped(kind: str) -> None:
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    other = asyncio.create_task(tick())
+    with pytest.raises(InvalidRequestError) as caught:
+        await timed(ENDLESS[kind]).render(MESSAGES)
+    assert caught.value.param == "messages"
+    await until_no_render_is_left()
+    other.cancel()
+    if kind != "recursion":  # which ends by itself
+        assert "longer than 0.2 s" in caught.value.message
+        assert ticks >= 2, "the loop went on meanwhile"
+
+
+async def test_after_one_that_was_stopped_others_are_rendered() -> None:
+    rendering = timed(SLOW)
+    with pytest.raises(InvalidRequestError):
+        await rendering.render(MESSAGES * 2)
+    assert await rendering.render(MESSAGES) == "done"
+    await until_no_render_is_left()
+
+
+async def test_whoever_waits_too_long_for_a_turn_may_come_again() -> None:
+    rendering = timed(SLOW)
+    slow = [asyncio.create_task(rendering.render(MESSAGES * 2)) for _ in range(4)]
+    answers = await asyncio.gather(*slow, return_exceptions=True)
+    kinds = {type(each) for each in answers}
+    assert kinds <= {InvalidRequestError, OverloadedError}
+    assert OverloadedError in kinds
+    assert await rendering.render(MESSAGES) == "done"
+
+
+async def test_a_render_that_nobody_waits_for_gives_its_turn_back() -> None:
+    rendering = timed(SLOW, 20.0)
+    waiting = asyncio.create_task(rendering.render(MESSAGES * 2))
+    while not num_renders():
+        await asyncio.sleep(0.001)
+    waiting.cancel()
+    assert await rendering.render(MESSAGES) == "done"
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "'a' * 10**9",
+        "10**9 * 'a'",
+        "[1] * 10**9",
+        "9**(9**9)",
+        "2**(10**9)",
+        "2**4000 * 2**4000",
+    ],
+)
+def test_no_operator_makes_anything_enormous(expression: str) -> None:
+    """Also not when the template is compiled, which is where constants are computed."""
+    start = time.monotonic()
+    for source in (f"{{{{ {expression} }}}}", f"{{% set x = {expression} %}}"):
+        with pytest.raises(InvalidRequestError, match="too large"):
+            JinjaChatTemplate(source, {}).render(MESSAGES)
+    assert time.monotonic() - start < 5.0
+
+
+def test_operators_still_do_what_templates_need() -> None:
+    source = "{{ '-' * 80 }}{{ 2**10 }}{{ 3 * 4 }}{{ 1.5 * 2 }}{{ 2 ** -1 }}{{ (1, 2) * 2 }}"
+    expected = "-" * 80 + "1024123.00.5(1, 2, 1, 2)"
+    assert JinjaChatTemplate(source, {}).render(MESSAGES) == expected
+
+
+@pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ (" * 3000, "{{ '%d' % 'x' }}"])
+def test_whatever_a_template_does_is_an_error_of_ours(source: str) -> None:
+    with pytest.raises((InvalidRequestError, ModelError)):
+        JinjaChatTemplate(source, {}).render(MESSAGES)
+
+
+async def test_the_route_answers_400(start, model, tmp_path) -> None:
+    """A model whose template does not end; the front end serves on."""
+    shutil.copytree(model.folder, tmp_path / "m")
+    (tmp_path / "m" / "chat_template.jinja").write_text(ENDLESS["loops"])
+    served = msgspec.structs.replace(model, folder=str(tmp_path / "m"))
+    async with start(served=served, accepts=True) as front_end:
+        front_end.services.chat_template._limit = 0.2
+        response = await front_end.chat()
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "messages"
+        assert (await front_end.http.get("/health")).status_code == 200

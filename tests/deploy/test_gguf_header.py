@@ -1,0 +1,150 @@
+"""A GGUF header says what gguf's own reader says, and one that lies costs nothing."""
+
+import json
+import struct
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from deploy.prepare import gguf_header, safetensors_header
+from proto.errors import ModelError
+from tests.fakes.gguf_headers import (
+    ARRAY,
+    STRING,
+    U8,
+    U32,
+    array,
+    file,
+    setting,
+    small_file,
+    tensor,
+    text,
+)
+from tests.fakes.tiny_model_files import write_gguf
+
+HUGE = (1 << 31, 1 << 60, (1 << 63) - 1, (1 << 64) - 1)
+NESTED = struct.pack("<IQ", ARRAY, 1) * 10_000
+
+
+def test_it_reads_what_gguf_reads(tmp_path: Path) -> None:
+    from gguf import GGUFReader, GGUFValueType
+
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    header, reader = gguf_header.read(str(path)), GGUFReader(path)
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF."):
+            assert header.values[name] == field.contents(), name
+            assert field.types[0] is not GGUFValueType.UINT64
+    assert [
+        (each.name, each.type, each.shape, each.offset, each.num_bytes) for each in header.tensors
+    ] == [
+        (
+            each.name,
+            each.tensor_type.name,
+            tuple(int(length) for length in reversed(each.shape)),
+            int(each.data_offset),
+            int(each.n_bytes),
+        )
+        for each in reader.tensors
+    ]
+
+
+def test_every_kind_of_value(tmp_path: Path) -> None:
+    (tmp_path / "small.gguf").write_bytes(small_file())
+    header = gguf_header.read(str(tmp_path / "small.gguf"))
+    assert header.values["tokenizer.ggml.tokens"] == ["a", "b"]
+    assert [header.values[f"k{kind}"] for kind in range(8)] == [1, 1, 1, 1, 1, 1, 1.0, True]
+    assert [header.values[f"k{kind}"] for kind in (10, 11, 12)] == [1, -1, 0.5]
+    assert [each.shape for each in header.tensors] == [(2, 4), (8,)]
+    assert header.tensors[1].offset - header.tensors[0].offset == 32
+
+
+LIES = {
+    "keys": lambda number: file([], [], keys=number),
+    "tensors": lambda number: file([], [], infos=number),
+    "a key": lambda number: file([struct.pack("<Q", number) + b"key"], []),
+    "a text": lambda number: file([setting("k", STRING, struct.pack("<Q", number))], []),
+    "bytes": lambda number: file([setting("k", ARRAY, array(U8, [], number))], []),
+    "texts": lambda number: file([setting("k", ARRAY, array(STRING, [text("a")], number))], []),
+    "arrays": lambda number: file([setting("k", ARRAY, array(ARRAY, [], number))], []),
+    "nothing": lambda number: file([setting("k", ARRAY, array(77, [], number))], []),
+    "a dimension": lambda number: file([], [tensor("w", (number, 1))]),
+    "dimensions": lambda number: file([], [tensor("w", (number,) * 4)]),
+    "an offset": lambda number: file([], [tensor("w", (1,), 0, number)]),
+    "a name": lambda number: file([], [struct.pack("<Q", number)]),
+    "an alignment": lambda number: file(
+        [setting("general.alignment", U32, struct.pack("<I", number & 0xFFFFFFFF))],
+        [tensor("w", (1,))],
+    ),
+}
+
+
+def refused(path: Path, read: object) -> None:
+    """In no time and without memory."""
+    assert callable(read)
+    start = time.monotonic()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelError):
+            read()
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    assert time.monotonic() - start < 5.0
+
+
+@pytest.mark.parametrize("number", HUGE)
+@pytest.mark.parametrize("what", LIES)
+def test_a_length_that_is_a_lie(tmp_path: Path, what: str, number: int) -> None:
+    path = tmp_path / "lie.gguf"
+    path.write_bytes(LIES[what](number))
+    refused(path, lambda: gguf_header.read(str(path)))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        file([setting("k", ARRAY, NESTED)], []),
+        file([setting("k", U8, b"\1"), setting("k", U8, b"\1")], []),
+        file([], [tensor("w", (1,)), tensor("w", (1,))]),
+        file([], [tensor("w", (1,) * 5)]),
+        file([], [tensor("w", (31,), 2)]),
+        file([], [tensor("w", (32,), 999)]),
+        file([setting("general.alignment", U32, struct.pack("<I", 48))], []),
+        file([setting("general.alignment", STRING, text("x"))], []),
+        file([setting("k", STRING, struct.pack("<Q", 1) + b"\xff")], []),
+        b"GGUF",
+        b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
+    ],
+    ids=lambda content: f"{len(content)} bytes",
+)
+def test_a_header_that_makes_no_sense(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "odd.gguf"
+    path.write_bytes(content)
+    refused(path, lambda: gguf_header.read(str(path)))
+
+
+@pytest.mark.parametrize("number", HUGE)
+def test_a_safetensors_length_that_is_a_lie(tmp_path: Path, number: int) -> None:
+    path = tmp_path / "lie.safetensors"
+    for content in (
+        struct.pack("<Q", number & ((1 << 64) - 1)) + b"{}",
+        _safetensors({"dtype": "F32", "shape": [number], "data_offsets": [0, 4]}),
+        _safetensors({"dtype": "F32", "shape": [1], "data_offsets": [number, number + 4]}),
+        _safetensors({"dtype": "F32", "shape": [number] * 200_000, "data_offsets": [0, 4]}),
+        _safetensors({"dtype": "F32", "shape": [1], "data_offsets": [float("inf"), 4]}),
+        _safetensors({"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}),
+        _safetensors({"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}),
+        _safetensors([1]),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ModelError):
+            safetensors_header.read(str(path), 0)
+
+
+def _safetensors(fields: object) -> bytes:
+    header = json.dumps({"w": fields}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(4)

@@ -1,0 +1,46 @@
+"""The socket of KV events: whatever is sent to it, it goes on publishing."""
+
+import os
+import pickle
+import tempfile
+import time
+
+import pytest
+import zmq
+
+from engine_core.kv_events import MAX_SUBSCRIPTION_BYTES, KVEventPublisher
+from proto.codec import MessageDecoder
+from proto.kv_events import AllBlocksCleared, KVEventBatch
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        os.urandom(1000),
+        pickle.dumps(print),
+        b"\x01" + bytes(10 * MAX_SUBSCRIPTION_BYTES),
+        bytes(50 << 20),
+    ],
+    ids=["random", "pickle", "long subscription", "huge"],
+)
+def test_nobody_can_disturb_the_others(frame: bytes) -> None:
+    context = zmq.Context()
+    with tempfile.TemporaryDirectory(prefix="t-") as place:
+        publisher = KVEventPublisher(f"ipc://{place}/kv", 3)
+        good, bad = context.socket(zmq.SUB), context.socket(zmq.XSUB)
+        good.setsockopt(zmq.SUBSCRIBE, b"")
+        for each in (bad, good):
+            each.setsockopt(zmq.LINGER, 0)
+            each.connect(publisher.endpoint)
+        bad.send(frame)
+        (log,) = publisher.observers
+        deadline = time.monotonic() + 20.0
+        while not good.poll(20):
+            assert time.monotonic() < deadline
+            log.cleared()
+            publisher.publish()
+        batch = MessageDecoder(KVEventBatch).decode(good.recv())
+        assert batch.epoch == 3
+        assert set(map(type, batch.events)) == {AllBlocksCleared}
+        publisher.close()
+        context.destroy(0)

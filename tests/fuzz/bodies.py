@@ -1,0 +1,208 @@
+"""Target: what comes over HTTP, into the real application with a scripted engine behind it.
+
+    path, a newline, the body
+
+Every answer has a status that the documents name, an error of OpenAI's shape with the field
+at fault, or is whole. What reaches the engine passes the engine's own checks, and a control
+request is answered as at the start.
+"""
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from hypothesis import strategies as st
+
+from api_server.app import create_app
+from api_server.engine_client import FromEngine
+from api_server.protocol.chat import CHAT_LATER, ChatCompletionRequest
+from api_server.protocol.completion import COMPLETION_LATER, CompletionRequest
+from api_server.protocol.fields import IGNORED
+from api_server.server import make_services
+from engine_core.validation import RequestLimits, validate_request
+from proto.config import FrontEndConfig
+from proto.sockets import Link, front_end_path
+from tests.api_server.conftest import TEMPLATE, byte_level_tokenizer, make_boot, prepared
+from tests.fakes.fake_engine import FakeEngine
+from tests.fuzz.mutation import Edit, mutated, spoilt_bytes, spoilt_tree
+
+STATUSES: Final = frozenset({200, 400, 404, 405, 413, 415})
+MAX_MODEL_LEN: Final = 256
+CONTROL_EVERY: Final = 50
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+FIELDS: Final = sorted(
+    {
+        *CompletionRequest.model_fields,
+        *ChatCompletionRequest.model_fields,
+        *COMPLETION_LATER,
+        *CHAT_LATER,
+        *IGNORED,
+        *("role", "content", "name", "type", "text", "tool_calls", "include_usage"),
+        "continuous_usage_stats",
+    }
+)
+CONTROL: Final = (COMPLETIONS, b'{"prompt": "the sea", "seed": 1, "max_tokens": 3, "logprobs": 1}')
+VALID: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
+    (COMPLETIONS, {"prompt": "hello", "max_tokens": 4, "temperature": 0}),
+    (COMPLETIONS, {"prompt": ["a", "b"], "n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5}),
+    (COMPLETIONS, {"prompt": [[1, 2], [3]], "echo": True, "logprobs": 2, "max_tokens": 0}),
+    (COMPLETIONS, {"prompt": [5, 6], "stream": True, "stream_options": {"include_usage": True}}),
+    (COMPLETIONS, {"prompt": "x", "stop": ["q", "fox"], "stop_token_ids": [7], "min_tokens": 2}),
+    (COMPLETIONS, {"prompt": "x", "prompt_logprobs": 1, "return_token_ids": True, "seed": -1}),
+    (COMPLETIONS, {"prompt": "x", "use_beam_search": True, "n": 2, "length_penalty": 0.5}),
+    (COMPLETIONS, {"prompt": "x", "priority": 0, "request_id": "me", "min_p": 0.1, "user": "a"}),
+    (CHAT, {"messages": [{"role": "user", "content": "hello"}], "max_completion_tokens": 4}),
+    (
+        CHAT,
+        {
+            "messages": [
+                {"role": "system", "content": [{"type": "text", "text": "be brief"}]},
+                {"role": "user", "content": "x", "name": "ann"},
+            ],
+            "logprobs": True,
+            "top_logprobs": 3,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
+    ),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}], "n": 3, "seed": 4, "tools": []}),
+)
+
+
+class Bodies:
+    name = "bodies"
+
+    def __init__(self) -> None:
+        self._place = tempfile.TemporaryDirectory(prefix="td-")
+        self._loop = asyncio.new_event_loop()
+        self._loop.run_until_complete(self._start())
+        self._num = 0
+        self._expected = self._control()
+
+    async def _start(self) -> None:
+        place = Path(self._place.name)
+        tokenizer = byte_level_tokenizer()
+        tokenizer.save(str(place / "tokenizer.json"))
+        (place / "chat_template.jinja").write_text(TEMPLATE)
+        model = prepared(place, tokenizer.get_vocab_size(), has_chat_template=True)
+        path = front_end_path(str(place), 1, 0)
+        self._engine = FakeEngine(
+            path,
+            vocab_size=model.vocab_size,
+            max_model_len=MAX_MODEL_LEN,
+            script=lambda request, choice: [20 + choice % 50, 30, 200, 2],
+        )
+        # Whether priorities count is the one thing that the engine alone knows, and refuses itself.
+        self._limits = RequestLimits(model.vocab_size, MAX_MODEL_LEN, priorities=True)
+        boot = make_boot(str(place), model, FrontEndConfig(disable_log_requests=True))
+        self._services = make_services(boot, Link.connect(path, FromEngine))
+        self._engine.announce()
+        await self._services.client.wait_ready()
+        self._app = create_app(self._services)
+
+    def seeds(self) -> list[bytes]:
+        return [path.encode() + b"\n" + json.dumps(body).encode() for path, body in VALID]
+
+    def inputs(self, known: Sequence[bytes]) -> st.SearchStrategy[bytes]:
+        def spoil(data: bytes, edits: Sequence[Edit]) -> bytes:
+            return spoilt_bytes(data, edits, known)
+
+        return mutated(known, _spoilt_body) | mutated(known, _spoilt_body) | mutated(known, spoil)
+
+    def run(self, data: bytes) -> str:
+        path, _, body = data.partition(b"\n")
+        status, answer = self._ask(path.decode("latin-1"), body)
+        assert status in STATUSES, (status, answer[:500])
+        outcome = _check(status, answer, body)
+        while not self._engine.requests.empty():
+            validate_request(self._engine.requests.get_nowait(), self._limits)
+        assert self._services.client.num_open == 0
+        self._num += 1
+        if self._num % CONTROL_EVERY == 0:
+            assert self._control() == self._expected
+        return outcome
+
+    def close(self) -> None:
+        self._services.client.close()
+        self._loop.run_until_complete(self._engine.close())
+        self._loop.close()
+        self._place.cleanup()
+
+    def _control(self) -> dict[str, Any]:
+        status, answer = self._ask(*CONTROL)
+        assert status == 200, answer
+        body: dict[str, Any] = json.loads(answer)
+        del body["id"], body["created"]
+        return body
+
+    def _ask(self, path: str, body: bytes) -> tuple[int, bytes]:
+        return self._loop.run_until_complete(self._call(path, body))
+
+    async def _call(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """Status and body, as a server would send them."""
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode("latin-1"),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(b"host", b"x"), (b"content-type", b"application/json")],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
+        }
+        sent: list[Any] = []
+        incoming = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            if incoming:
+                return incoming.pop()
+            return await asyncio.get_running_loop().create_future()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await self._app(scope, receive, send)
+        assert not sent[-1].get("more_body"), "the answer has no end"
+        return sent[0]["status"], b"".join(each.get("body", b"") for each in sent[1:])
+
+
+def _check(status: int, answer: bytes, body: bytes) -> str:
+    """The outcome; fails for an answer of the wrong shape."""
+    if status == 200:
+        text = answer.decode()
+        if text.startswith("data: "):
+            assert text.endswith("data: [DONE]\n\n"), text[-200:]
+            assert '"error"' not in text, text[-500:]
+            return "stream"
+        if text:
+            json.loads(text)
+        return "whole"
+    error = json.loads(answer)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    assert len(error["message"]) < 2000
+    if status == 400 and _is_object(body):
+        assert isinstance(error["param"], str), error
+    return f"{status} {error['param']} {error['message']}"
+
+
+def _is_object(body: bytes) -> bool:
+    try:
+        return isinstance(json.loads(body), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _spoilt_body(data: bytes, edits: Sequence[Edit]) -> bytes:
+    path, _, body = data.partition(b"\n")
+    try:
+        return path + b"\n" + json.dumps(spoilt_tree(json.loads(body), edits, FIELDS)).encode()
+    except (ValueError, RecursionError):
+        return spoilt_bytes(data, edits, ())

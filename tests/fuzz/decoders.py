@@ -1,0 +1,175 @@
+"""Target: every decoder, and the engine behind two of them.
+
+    1 byte: which decoder | a frame
+
+A frame is a message of the union or a ProtocolError. A message means the same when it is
+encoded and decoded again. What front ends send goes through the engine's intake and a few
+steps; what a worker answers to a step goes into the scheduler. Neither may raise anything
+but what the caller expects, and the books of the KV cache add up afterwards.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+from hypothesis import strategies as st
+
+from api_server.engine_client import FromEngine
+from engine_core.executor.local import FromWorker
+from engine_core.intake import Intake
+from engine_core.kv_cache.integrity import check
+from engine_core.outbox import Outbox
+from engine_core.scheduler.step_results import ImpossibleResultError
+from engine_core.validation import RequestLimits
+from proto.codec import MessageDecoder, encode
+from proto.engine_io import ToEngine
+from proto.errors import ProtocolError
+from proto.kv_events import KVEventBatch
+from proto.lifecycle import FromSupervisor, InitializeCache, ProcessBoot, ToSupervisor
+from proto.model_runner_output import ModelRunnerOutput
+from proto.prepared_model import TensorIndex
+from proto.scheduler_output import SchedulerOutput
+from tests.fakes.engine_harness import VOCAB_SIZE, EngineHarness
+from tests.fuzz.mutation import Edit, mutated, spoilt_bytes, spoilt_tree
+from tests.proto.test_messages import MESSAGES
+
+UNIONS: Final[tuple[Any, ...]] = (
+    ToEngine,
+    FromWorker,
+    FromEngine,
+    InitializeCache | SchedulerOutput,
+    ToSupervisor,
+    FromSupervisor,
+    ProcessBoot,
+    KVEventBatch,
+    TensorIndex,
+)
+TO_ENGINE, FROM_WORKER = 0, 1
+MAX_MODEL_LEN: Final = 256
+STEPS: Final = 3
+
+
+class _Nowhere:
+    """Front ends that read nothing."""
+
+    def send(self, client: int, message: Any) -> None:
+        encode(message)
+
+
+class Decoders:
+    name = "decoders"
+
+    def __init__(self) -> None:
+        self._decoders = [MessageDecoder[Any](each) for each in UNIONS]
+
+    def seeds(self) -> list[bytes]:
+        engine, _ = _engine_with_a_step()
+        answer = engine.runner.execute(engine.in_flight[0])
+        seeds = [bytes([FROM_WORKER]) + encode(answer)]
+        for message in MESSAGES:
+            frame = encode(message)
+            for number in range(len(UNIONS)):
+                if self._decodes(number, frame):
+                    seeds.append(bytes([number]) + frame)
+        return seeds
+
+    def inputs(self, known: Sequence[bytes]) -> st.SearchStrategy[bytes]:
+        def spoil(data: bytes, edits: Sequence[Edit]) -> bytes:
+            return spoilt_bytes(data, edits, known)
+
+        return (
+            mutated(known, _spoilt_message)
+            | mutated(known, spoil)
+            | st.builds(
+                lambda number, frame: bytes([number]) + frame,
+                st.integers(0, len(UNIONS) - 1),
+                st.binary(max_size=200),
+            )
+        )
+
+    def run(self, data: bytes) -> str:
+        if not data:
+            return "nothing"
+        number = data[0] % len(UNIONS)
+        try:
+            message = self._decoders[number].decode(data[1:])
+        except ProtocolError as error:
+            return f"{number} {error}"
+        frame = encode(message)
+        assert encode(self._decoders[number].decode(frame)) == frame
+        if number == TO_ENGINE:
+            return f"engine {_into_engine(message)}"
+        if number == FROM_WORKER and isinstance(message, ModelRunnerOutput):
+            return f"answer {_as_answer(message)}"
+        return f"{number} {type(message).__name__}"
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _decodes(self, number: int, frame: bytes) -> bool:
+        try:
+            self._decoders[number].decode(frame)
+        except ProtocolError:
+            return False
+        return True
+
+
+def _spoilt_message(data: bytes, edits: Sequence[Edit]) -> bytes:
+    """Another value somewhere in a message, still msgpack."""
+    try:
+        tree = msgspec.msgpack.decode(data[1:])
+        return data[:1] + msgspec.msgpack.encode(spoilt_tree(tree, edits))
+    except (msgspec.DecodeError, OverflowError, RecursionError, UnicodeError):
+        return spoilt_bytes(data, edits, ())
+
+
+def _engine_with_a_step() -> tuple[EngineHarness, list[Any]]:
+    """A beam search and two more requests of which a step is under way."""
+    engine = EngineHarness(num_blocks=60, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=64)
+    requests = [
+        engine.add_one([1, 2, 3], max_tokens=4),
+        engine.add_one([4], max_tokens=4),
+        *engine.add([5, 6], max_tokens=4, n=2, beam_width=2),
+    ]
+    engine.send()
+    return engine, requests
+
+
+def _as_answer(result: ModelRunnerOutput) -> str:
+    """What the scheduler makes of it; in any case all requests get to their ends after it."""
+    engine, _ = _engine_with_a_step()
+    outcome = "taken"
+    step = engine.in_flight.popleft()
+    try:
+        engine.note(engine.scheduler.update_from_output(step, result))
+    except ImpossibleResultError as error:
+        outcome = f"refused: {error}"
+        engine.note(error.outputs)
+    engine.lose_workers()
+    engine.run()
+    engine.assert_at_rest()
+    return outcome
+
+
+def _into_engine(message: Any) -> str:
+    """Told twice, so that it also meets itself."""
+    engine = EngineHarness(num_blocks=60, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=64)
+    scheduler = engine.scheduler
+    outbox = Outbox(_Nowhere(), scheduler, 1)  # type: ignore[arg-type]
+    limits = RequestLimits(VOCAB_SIZE, MAX_MODEL_LEN)
+    intake = Intake(scheduler, engine.kv_cache, outbox, limits, lambda: check(engine.kv_cache))
+    for _ in range(2):
+        intake.take(0, message)
+        outbox.flush()
+    num_steps = 0
+    while scheduler.has_work and num_steps < STEPS:
+        output = scheduler.schedule()
+        if not output.total_num_scheduled_tokens:
+            break
+        outbox.add_step(scheduler.update_from_output(output, engine.runner.execute(output)))
+        outbox.flush()
+        num_steps += 1
+    assert check(engine.kv_cache) == []
+    scheduler.abort_client(0)
+    assert engine.kv_cache.usage == 0
+    return f"{type(message).__name__} {num_steps} {len(scheduler.running)}"

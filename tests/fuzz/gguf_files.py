@@ -1,0 +1,88 @@
+"""Target: a GGUF file from its header to tensors in torch.
+
+Only ModelError comes out of reading and preparing it, however it lies about lengths; what
+is prepared can be loaded or is refused by the loader by name. Every eighth of those with a
+header that holds together goes on to the conversion by transformers, which takes its time.
+"""
+
+import tempfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from hypothesis import strategies as st
+
+from deploy.prepare import folder, gguf_file, gguf_header
+from proto.errors import ModelError
+from proto.prepared_model import TensorIndex
+from tests.fakes.gguf_headers import small_file
+from tests.fakes.tiny_model_files import write_gguf
+from tests.fuzz.mutation import Edit, mutated, spoilt_bytes
+from tests.fuzz.prepared import load
+from worker.loader.files import TensorFiles
+
+CONVERTED: Final = 8
+
+
+class GgufFiles:
+    name = "gguf"
+
+    def __init__(self) -> None:
+        self._place = tempfile.TemporaryDirectory(prefix="tokend-fuzz-")
+        self._path = Path(self._place.name, "model.gguf")
+
+    def seeds(self) -> list[bytes]:
+        write_gguf(self._path)
+        assert self._convert() == "loaded"  # and transformers is imported, which takes its time
+        return [small_file(), small_file(tensors=0), self._path.read_bytes()]
+
+    def inputs(self, known: Sequence[bytes]) -> st.SearchStrategy[bytes]:
+        def spoil(data: bytes, edits: Sequence[Edit]) -> bytes:
+            return spoilt_bytes(data, edits, known)
+
+        def spoil_header(data: bytes, edits: Sequence[Edit]) -> bytes:
+            return spoilt_bytes(data[:3000], edits, known) + data[3000:]
+
+        return mutated(known, spoil_header) | mutated(known, spoil)
+
+    def run(self, data: bytes) -> str:
+        self._path.write_bytes(data)
+        try:
+            header = gguf_header.read(str(self._path))
+        except ModelError as error:
+            return f"header: {error}"
+        files = TensorFiles(TensorIndex("gguf", (str(self._path),), header.tensors))
+        outcomes = set()
+        for entry in header.tensors:
+            try:
+                files.read(entry)
+                outcomes.add(entry.type)
+            except ModelError as error:
+                outcomes.add(str(error))
+        if zlib.crc32(data) % CONVERTED:
+            return f"tensors: {sorted(outcomes)}"
+        return self._convert()
+
+    def _convert(self) -> str:
+        with tempfile.TemporaryDirectory(dir=self._place.name) as target:
+            try:
+                contents = gguf_file.read(str(self._path), _silent)
+                prepared = folder.write(
+                    contents,
+                    name="fuzz",
+                    source=str(self._path),
+                    target=target,
+                    final=target,
+                    report=_silent,
+                )
+                return load(prepared)
+            except ModelError as error:
+                return f"prepare: {error}"
+
+    def close(self) -> None:
+        self._place.cleanup()
+
+
+def _silent(what: str, fraction: float | None) -> None:
+    """Hears nothing."""
