@@ -54,6 +54,7 @@ class FairQueue:
     Each tenant with a request that is ready has one entry in the heap that counts. What a
     tenant was served only grows, so an entry may promise too much, never too little: it is
     looked at again when it comes to the top, and nothing else moves while others are served.
+    Entries are compared by value: compiled, a tuple has no identity.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class FairQueue:
         heap, counting = self._heap, self._counting
         while True:
             tenant = heap[0][1]
-            if counting.get(tenant) is not heap[0]:
+            if counting.get(tenant) != heap[0]:
                 heappop(heap)
                 continue
             line = self._lines[tenant]
