@@ -26,18 +26,14 @@ from deploy.loadtest.daemon import MeasuredDaemon
 from deploy.loadtest.options import Parser, at_least_one, positive
 from deploy.loadtest.processes import pids_by_title
 from deploy.loadtest.rest import Rest, left_over
-from proto.config import ReliabilityConfig
 from proto.errors import TokendError
 
 _FLAGS: Final = (
     *("--dtype", "float32", "--async-scheduling", "--scheduling-policy", "priority"),
-    *("--max-num-seqs", "16", "--num-gpu-blocks-override", "192"),
+    *("--max-num-seqs", "16", "--num-gpu-blocks-override", "192", "--step-timeout", "5"),
 )
-"""Small enough that requests wait for a seat and are preempted for a block."""
-STOPS_ARE_NOTICED: Final = "step_timeout" in ReliabilityConfig.__struct_fields__
-"""Without a watchdog nobody ends a process that only stops."""
-_STEP_TIMEOUT: Final = 5.0
-"""Seconds; longer than a step of this load takes where nothing is stopped."""
+"""Small enough that requests wait for a seat and are preempted for a block; and no step of this
+load takes 5 s where nothing is stopped."""
 _CLIENTS: Final = 18
 _KILLS_A_MINUTE: Final = 6
 _REQUEST_SECONDS: Final = 300
@@ -46,7 +42,7 @@ _REQUEST_SECONDS: Final = 300
 def main(words: Sequence[str]) -> None:
     """Run and print; raises TokendError when a request failed or a token differed."""
     options = _parse(words)
-    with MeasuredDaemon(_flags(options)) as daemon:
+    with MeasuredDaemon([*_FLAGS, *options.serve_flags]) as daemon:
         findings = asyncio.run(_run(daemon, options))
         findings.lines = list(daemon.lines)
     show(Console(width=110), findings)
@@ -113,16 +109,10 @@ def _compare(expected: Sequence[Stream], got: Sequence[Stream]) -> Verdict:
     return verdict
 
 
-def _flags(options: argparse.Namespace) -> list[str]:
-    """Of the daemon. The last of two that are the same flag counts."""
-    stopping = ("--step-timeout", str(_STEP_TIMEOUT)) if STOPS_ARE_NOTICED else ()
-    return [*_FLAGS, *stopping, *options.serve_flags]
-
-
 def _blows(options: argparse.Namespace) -> tuple[Blow, ...]:
     if options.front_ends:
         return killer.FRONT_END_BLOWS
-    return killer.BLOWS + (killer.STOPS if STOPS_ARE_NOTICED else ())
+    return killer.BLOWS + killer.STOPS
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:

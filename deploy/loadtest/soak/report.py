@@ -9,7 +9,7 @@ from rich.table import Table
 
 from deploy.loadtest.soak.load import Load
 from deploy.loadtest.soak.plot import Panel, Points, page
-from deploy.loadtest.soak.samples import WARM_UP, Sample, growths
+from deploy.loadtest.soak.samples import Sample, growths, settled
 
 _SHOWN_FAULTS: Final = 20
 
@@ -36,25 +36,21 @@ class Report:
     def notes(self) -> list[str]:
         """The figures, a line each."""
         load, seconds = self.load, self.samples[-1].seconds
-        settled, last = self._settled, self.samples[-1]
+        first, last = settled(self.samples)[0], self.samples[-1]
         return [
             f"{load.num_requests:,} requests in {seconds:,.0f} s "
             f"({load.num_requests / seconds:,.0f} a second) against {self.worker}; "
             f"{load.num_left:,} were left by their clients, {len(load.failures):,} failed",
-            f"p99 {settled.p99_ms:.1f} ms after the warm-up, {last.p99_ms:.1f} ms at the end",
+            f"p99 {first.p99_ms:.1f} ms after the warm-up, {last.p99_ms:.1f} ms at the end",
             *(each.describe() for each in growths(self.samples)),
         ]
-
-    @property
-    def _settled(self) -> Sample:
-        return self.samples[int((len(self.samples) - 1) * WARM_UP)]
 
     def show(self, console: Console) -> None:
         """Print everything."""
         table = Table(title="processes after the warm-up and at the end of the load")
         for name in ("process", "MiB", "descriptors", "sockets"):
             table.add_column(name, justify="left" if name == "process" else "right")
-        first = self._settled.usage
+        first = settled(self.samples)[0].usage
         for title, now in sorted(self.samples[-1].usage.items()):
             was = first.get(title, now)
             table.add_row(

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from deploy.loadtest.processes import Usage
 
-WARM_UP: Final = 0.2
-"""Part of the samples at the beginning in which caches and heaps may fill."""
+WARM_UP: Final = 50_000
+"""Requests in which caches and heaps may fill, or half of them all: a front end's takes so many."""
 REQUESTS: Final = 100_000
 MAX_MIB: Final = 1.0
 """Most growth of a process in so many requests; a shorter run may grow as much in all."""
@@ -56,15 +56,18 @@ class Growth:
 
 def growths(samples: Sequence[Sample]) -> list[Growth]:
     """Of each process that was there all the time, after the warm-up."""
-    settled = samples[int(len(samples) * WARM_UP) :]
-    if len(settled) < 2:
-        return []
-    titles = set.intersection(*(set(each.usage) for each in settled))
-    requests = settled[-1].requests - settled[0].requests
+    later = settled(samples)
+    titles = set.intersection(*(set(each.usage) for each in later))
+    requests = later[-1].requests - later[0].requests
     return [
-        Growth(title, REQUESTS * slope(_memory(settled, title)), requests)
-        for title in sorted(titles)
+        Growth(title, REQUESTS * slope(_memory(later, title)), requests) for title in sorted(titles)
     ]
+
+
+def settled(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """Those after the warm-up; there is one at least."""
+    begin = min(WARM_UP, samples[-1].requests / 2)
+    return [each for each in samples if each.requests >= begin]
 
 
 def slope(points: Iterable[tuple[float, float]]) -> float:

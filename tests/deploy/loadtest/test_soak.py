@@ -109,7 +109,7 @@ def samples(mib: Callable[[int], float]) -> list[Sample]:
 
 
 def test_growth_is_per_hundred_thousand_requests_and_after_the_warm_up() -> None:
-    (growth,) = growths(samples(lambda number: max(number, 10) * 0.05))
+    (growth,) = growths(samples(lambda number: max(number, 5) * 0.05))
     assert growth.mib == pytest.approx(0.5)
     assert not growth.too_much
     (growth,) = growths(samples(lambda number: number * 0.2))
