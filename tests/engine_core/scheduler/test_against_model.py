@@ -1,6 +1,5 @@
 """Thousands of random steps: hits, victims, token counts and blocks are the model's."""
 
-import math
 import random
 
 import pytest
@@ -51,7 +50,7 @@ class SideBySide:
             for tenant in range(num_tenants):
                 self.add(tenant)
             # All begin at the same place, and nobody is lifted, which has its own tests.
-            self.engine.scheduler._courtesy._ledger._credit = math.inf
+            self.engine.scheduler._courtesy._ledger._credit = 1 << 40
 
     def add(self, tenant: int) -> None:
         """Prompts of a few families, so that many begin alike and some are equal."""
