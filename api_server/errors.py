@@ -39,6 +39,13 @@ class NotAvailableError(OverloadedError):
     """The daemon is starting or stopping."""
 
 
+class DrainingError(NotAvailableError):
+    """The daemon is about to end: what is under way finishes, nothing else begins."""
+
+    def __init__(self) -> None:
+        super().__init__("draining: the server is shutting down and takes no more requests")
+
+
 _HTTP_TYPES = {404: "NotFoundError", 405: "MethodNotAllowedError"}
 
 
@@ -60,7 +67,7 @@ def error_response(error: RequestError) -> JSONResponse:
         headers["retry-after"] = "1"
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.status in (408, 431):
+    if error.status in (408, 431) or isinstance(error, DrainingError):
         headers["connection"] = "close"
     return JSONResponse(error_body(error), error.status, headers)
 

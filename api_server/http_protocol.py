@@ -1,10 +1,13 @@
 """HTTP/1.1 on one connection: uvicorn's protocol with a limit on what stands before the body.
 
-Owns that limit and the answer to who exceeds it. Knows nothing of routes.
+Owns that limit and the answer to who exceeds it, and lets a response that has begun say
+that it is the last one of its connection. Knows nothing of routes.
 """
 
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from api_server.errors import HeadersTooLargeError, error_response
@@ -12,8 +15,20 @@ from api_server.errors import HeadersTooLargeError, error_response
 MAX_HEADER_BYTES: Final = 64 << 10
 """Most bytes of the URL and all header lines of a request together."""
 
+_LAST: Final = "tokend.last_response"
+"""Name of the ASGI extension: a function without arguments."""
+
 LINGER_SECONDS: Final = 1.0
 """A refused client may still be sending; closing at once would reset what it should read."""
+
+
+def close_after_response(scope: Scope) -> None:
+    """Close the connection of this request when its response is complete.
+
+    For a stream that fails after its headers, which could not say so. Nothing where the
+    server has no such extension.
+    """
+    scope.get("extensions", {}).get(_LAST, _nothing)()
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
@@ -59,6 +74,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_headers, self._in_body = False, True
         super().on_headers_complete()
+        scope: dict[str, Any] = self.scope  # type: ignore[assignment]
+        scope["extensions"] = {_LAST: partial(setattr, self.cycle, "keep_alive", False)}
 
     def on_message_complete(self) -> None:
         self._in_body = False
@@ -86,3 +103,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self._refused = True
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+
+def _nothing() -> None:
+    """There is no connection of ours."""

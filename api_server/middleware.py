@@ -1,4 +1,4 @@
-"""What happens to a request before its route: the API key.
+"""What happens to a request before its route: the API key, and the door.
 
 Denies by default: a path is open only when it is listed here, exactly as routing
 sees it.
@@ -9,10 +9,13 @@ from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api_server.errors import error_response
+from api_server.errors import DrainingError, error_response
+from api_server.services import Services
 from proto.errors import AuthenticationError
 
 OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version"})
+OPERATORS: Final = frozenset({"health", "ping", "version", "metrics", "admin"})
+"""First parts of paths that pass by the door: they answer to the end, which waits for none."""
 
 
 class RequireApiKey:
@@ -38,3 +41,21 @@ class RequireApiKey:
             elif name == b"x-api-key" and hmac.compare_digest(value, self._key):
                 return True
         return False
+
+
+class PassTheDoor:
+    """Counts who is inside, and answers 503 when nobody is let in any more."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].split("/", 2)[1:2][0] in OPERATORS:
+            await self._app(scope, receive, send)
+            return
+        services: Services = scope["app"].state.services
+        if services.door.closed:
+            await error_response(DrainingError())(scope, receive, send)
+            return
+        with services.visitors:
+            await self._app(scope, receive, send)

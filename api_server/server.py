@@ -8,25 +8,27 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import socket
 import ssl
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 import uvloop
 
 from api_server.app import create_app
+from api_server.door import Door
 from api_server.engine_client import EngineClient, FromEngine
 from api_server.http_protocol import LimitedHttpProtocol
 from api_server.inputs.chat_template import load_chat_template
 from api_server.inputs.sampling import seeds
 from api_server.inputs.tokenizer import ModelTokenizer, special_token_texts
 from api_server.metrics import Metrics
+from api_server.orders import Orders
 from api_server.services import Services
 from proto.config import FrontEndConfig
 from proto.ids import request_ids
-from proto.lifecycle import FrontEndReady, NewEngine, ProcessBoot, Restarted, Shutdown
+from proto.lifecycle import DrainWanted, FrontEndReady, ProcessBoot
 from proto.sockets import Link, front_end_path
 from proto.tls import server_context
 
@@ -75,8 +77,10 @@ def _tls(config: FrontEndConfig) -> ssl.SSLContext | None:
     return None if config.ssl_certfile is None else server_context(config)
 
 
-def make_services(boot: ProcessBoot, link: Link) -> Services:
-    """Everything the routes need, over a link to the engine."""
+def make_services(
+    boot: ProcessBoot, link: Link, ask_drain: Callable[[], None] = lambda: None
+) -> Services:
+    """Everything the routes need, over a link to the engine. ask_drain: for the door."""
     model, config = boot.model, boot.config
     folder = config.model.tokenizer or model.folder
     name = config.model.served_model_name or model.name
@@ -92,22 +96,24 @@ def make_services(boot: ProcessBoot, link: Link) -> Services:
         metrics=metrics,
         tokenizer=ModelTokenizer.load(folder),
         chat_template=load_chat_template((folder, model.folder), name, special_token_texts(folder)),
+        door=Door(ask_drain),
         seeds=seeds(config.model.seed, boot.index),
     )
 
 
 async def _serve(boot: ProcessBoot, supervisor: Link) -> None:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    services = make_services(boot, connect(boot, boot.epoch))
+    orders = Orders(supervisor, boot.index, lambda epoch: connect(boot, epoch))
+    ask_drain = partial(orders.tell, DrainWanted(boot.index))
+    services = make_services(boot, connect(boot, boot.epoch), ask_drain)
     server = make_server(services)
     gc.collect()
     gc.freeze()  # what lives as long as the process need not be walked again and again
-    stop = asyncio.Event()
-    obey(supervisor, services, lambda epoch: connect(boot, epoch), stop)
+    orders.obey(services)
     sockets = [socket.socket(fileno=descriptor) for descriptor in boot.listen_fds]
     serving = asyncio.create_task(server.serve(sockets=sockets))
-    stopping = asyncio.create_task(stop.wait())
-    ready = asyncio.create_task(_announce(services.client, supervisor, boot.index))
+    stopping = asyncio.create_task(orders.stopped.wait())
+    ready = asyncio.create_task(_announce(services.client, orders, boot.index))
     waiting = {serving, stopping, ready}
     while not stopping.done() and not serving.done():
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -125,31 +131,7 @@ def connect(boot: ProcessBoot, epoch: int) -> Link:
     return Link.connect(path, FromEngine)
 
 
-def obey(
-    supervisor: Link, services: Services, meet: Callable[[int], Link], stop: asyncio.Event
-) -> None:
-    """Do what the supervisor says from now on; set `stop` when that is Shutdown, or on SIGTERM.
-
-    meet: makes the link to the engine of an epoch.
-    """
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
-
-    def drain() -> None:
-        for message in supervisor.receive():
-            if isinstance(message, Shutdown):
-                stop.set()
-            elif isinstance(message, NewEngine):
-                logger.warning("the engine died: %d requests wait", services.client.num_open)
-                services.client.reconnect(meet(message.epoch), message.epoch)
-            elif isinstance(message, Restarted):
-                services.metrics.restarted(message.role)
-
-    loop.add_reader(supervisor.fileno(), drain)
-    loop.call_soon(drain)
-
-
-async def _announce(client: EngineClient, supervisor: Link, index: int) -> None:
+async def _announce(client: EngineClient, orders: Orders, index: int) -> None:
     engine = await client.wait_ready()
     logger.info("ready: up to %d tokens a request", engine.max_model_len)
-    supervisor.send(FrontEndReady(index))
+    orders.tell(FrontEndReady(index))

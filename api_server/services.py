@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from api_server.door import Door, Visitors
 from api_server.engine_client import EngineClient
 from api_server.inputs.chat_template import ChatTemplate
 from api_server.inputs.prompts import PromptReader
@@ -22,7 +23,8 @@ from proto.prepared_model import PreparedModel
 class Services:
     """Dependencies of the application.
 
-    model_name: as clients call it. seeds: for requests without a seed.
+    model_name: as clients call it. seeds: for requests without a seed. visitors: the
+    requests that are answered with these services.
     """
 
     model: PreparedModel
@@ -32,6 +34,8 @@ class Services:
     metrics: Metrics
     tokenizer: ModelTokenizer
     chat_template: ChatTemplate
+    door: Door
+    visitors: Visitors = field(default_factory=Visitors)
     seeds: Iterator[int] = field(default_factory=lambda: seeds(None, 0))
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -19,6 +19,8 @@ VARIABLES: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 _SEND_SECONDS: Final = 1.0
 _START_SECONDS: Final = 300
 """A start that reports progress may take this much longer, counted from each report."""
+_STOP_SLACK_SECONDS: Final = 10
+"""For all that an end does beside waiting."""
 _STATUS_SECONDS: Final = 1.0
 """Progress of one and the same thing is passed on this often at most."""
 
@@ -34,8 +36,8 @@ class Notifier(Protocol):
     def ready(self, status: str) -> None:
         """Requests are taken."""
 
-    def stopping(self) -> None:
-        """The end has begun."""
+    def stopping(self, seconds: float) -> None:
+        """The end has begun, and may take so long."""
 
     def beat(self) -> None:
         """The supervisor's loop has turned; may be called as often as one likes."""
@@ -53,7 +55,7 @@ class NobodyListens:
     def ready(self, status: str) -> None:
         """Nothing."""
 
-    def stopping(self) -> None:
+    def stopping(self, seconds: float) -> None:
         """Nothing."""
 
     def beat(self) -> None:
@@ -110,13 +112,13 @@ class SystemdNotifier:
         self._socket.settimeout(_SEND_SECONDS)
 
     def starting(self, what: str) -> None:
-        self._send(f"EXTEND_TIMEOUT_USEC={_START_SECONDS * 1_000_000}", _status(what))
+        self._send(_more_time(_START_SECONDS), _status(what))
 
     def ready(self, status: str) -> None:
         self._send("READY=1", _status(status))
 
-    def stopping(self) -> None:
-        self._send("STOPPING=1", _status("stopping"))
+    def stopping(self, seconds: float) -> None:
+        self._send("STOPPING=1", _more_time(seconds + _STOP_SLACK_SECONDS), _status("stopping"))
 
     def beat(self) -> None:
         if self._watchdog.due():
@@ -145,6 +147,11 @@ def _watchdog_for(variables: Mapping[str, str], clock: Clock) -> Watchdog | NoWa
     if variables.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return NoWatchdog()
     return Watchdog(int(period) / 1e6, clock)
+
+
+def _more_time(seconds: float) -> str:
+    """What is going on may take so long from now, whatever the unit says."""
+    return f"EXTEND_TIMEOUT_USEC={round(seconds * 1e6)}"
 
 
 def _status(text: str) -> str:

@@ -25,6 +25,7 @@ from deploy.births import Births
 from deploy.child import Child, Commands
 from deploy.child_environment import child_environment
 from deploy.display import Display
+from deploy.draining import Draining, NotDraining
 from deploy.ending import AFTER_A_DEATH, ON_REQUEST, Ending, NotEnding, Patience
 from deploy.notify import Notifier
 from deploy.ready import Readiness
@@ -34,7 +35,17 @@ from deploy.signals import SignalInbox
 from proto import PROTOCOL_VERSION
 from proto.config import ServeConfig
 from proto.faults import Fault
-from proto.lifecycle import EngineReady, FrontEndReady, Notice, ProcessBoot, Progress, Role
+from proto.lifecycle import (
+    Drain,
+    DrainWanted,
+    EngineReady,
+    FrontEndReady,
+    Notice,
+    ProcessBoot,
+    Progress,
+    Role,
+    UnderWay,
+)
 from proto.prepared_model import PreparedModel
 from proto.run_directory import RunDirectory
 from proto.sockets import Poller
@@ -97,7 +108,9 @@ class Supervisor:
         self._poller = Poller()
         self._failed: list[Child] = []
         self._first_failure = 0.0
-        self._stopped_at = 0.0
+        self._signalled_at = 0.0
+        self._num_signals = 0
+        self._draining: Draining | NotDraining = NotDraining()
         self._ending: Ending | NotEnding = NotEnding()
         self._status = 0
         self._readiness = Readiness(1, range(launch.front_ends))
@@ -105,8 +118,9 @@ class Supervisor:
     def run(self) -> int:
         """Exit status of the command, when nothing of the daemon is left.
 
-        0 after a stop signal, 128 + n when a second one had to force it, 1 when a
-        process failed, 2 when it failed over something that the user must change.
+        0 after a stop signal, also where requests were aborted; 128 + n when one more
+        had to force it, 1 when a process failed, 2 when it failed over something that
+        the user must change.
         """
         with SignalInbox((*_STOP_SIGNALS, signal.SIGCHLD)) as signals:
             directory = RunDirectory.create(self._run_parent)
@@ -152,6 +166,8 @@ class Supervisor:
         launch = self._launch
         env = child_environment(launch.variables, boot.role, launch.config.device)
         child = Child(boot, launch.commands[boot.role], env)
+        if self._draining.begun and boot.role == "api_server":
+            child.tell(Drain())
         self._running.append(child)
         self._poller.add(child.link)
         self._poller.add(child.pidfd)
@@ -170,6 +186,8 @@ class Supervisor:
                 if child.has_ended():
                     self._bury(child, recovery)
             reap_adopted({child.pid for child in self._running})
+            if self._draining.over and not self._ending.begun:
+                self._abort()
             if self._ending.begun:
                 self._ending.press()
             else:
@@ -179,7 +197,8 @@ class Supervisor:
         """Until something must be done though nothing has happened; None for never."""
         step = self._ending.seconds_to_next_step() if self._ending.begun else None
         birth = None if self._ending.begun else recovery.seconds_to_next()
-        limits = (step, birth, self._notifier.seconds_to_next_beat())
+        drain = None if self._ending.begun else self._draining.seconds_left()
+        limits = (step, birth, drain, self._notifier.seconds_to_next_beat())
         return min((each for each in limits if each is not None), default=None)
 
     def _replace_the_dead(self, recovery: Recovery) -> None:
@@ -210,6 +229,10 @@ class Supervisor:
                 self._display.progress(message.what, message.fraction, child.name)
         elif isinstance(message, Notice):
             self._display.notice(message.message, child.name)
+        elif isinstance(message, UnderWay):
+            self._draining.note(message)
+        elif isinstance(message, DrainWanted):
+            self._drain()
         elif self._readiness.complete:
             recovery.note(message)
         elif isinstance(message, EngineReady | FrontEndReady):
@@ -246,17 +269,46 @@ class Supervisor:
             self._display.notice(f"{obituary.manner(child)} while it was ending", child.name)
 
     def _stop(self, number: signal.Signals) -> None:
+        """A first signal lets requests finish, a second aborts them, one more kills.
+
+        The first may follow an operator's call that has begun or even ended the drain: it
+        is what a container is sent after its preStop hook.
+        """
         now = time.monotonic()
-        if self._ending.begun and now - self._stopped_at > _SAME_SIGNAL_SECONDS:
+        if now - self._signalled_at <= _SAME_SIGNAL_SECONDS:
+            return
+        self._signalled_at = now
+        self._num_signals += 1
+        if self._num_signals == 1:
+            self._drain()
+        elif self._ending.begun:
             self._status = 128 + number
             self._ending.force()
-        elif not self._ending.begun:
-            self._stopped_at = now
-            self._display.notice("stopping; a second signal ends everything at once")
-            self._end(ON_REQUEST)
+        else:
+            self._abort()
+
+    def _drain(self) -> None:
+        """Let requests that are under way finish, and no others begin; then end."""
+        if self._draining.begun or self._ending.begun:
+            return
+        if not self._serving:
+            self._abort()
+            return
+        seconds = self._launch.config.reliability.shutdown_timeout
+        self._notifier.stopping(seconds + ON_REQUEST.until_kill)
+        self._draining = Draining(range(self._launch.front_ends), seconds, self._display)
+        for child in self._running:
+            if child.role == "api_server":
+                child.tell(Drain())
+
+    def _abort(self) -> None:
+        """End in order, whatever is under way."""
+        self._draining.report_left()
+        self._display.notice("stopping; another signal ends everything at once")
+        self._end(ON_REQUEST)
 
     def _end(self, patience: Patience) -> None:
-        self._notifier.stopping()
+        self._notifier.stopping(patience.until_kill)
         for listener in self._launch.listeners:
             listener.close()
         self._ending = Ending(self._running, patience)

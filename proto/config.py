@@ -6,6 +6,7 @@ else in tokend holds a default. Structs are frozen: what a process runs with is
 what it was given.
 """
 
+import math
 import re
 from typing import Any, Final, Literal
 
@@ -124,12 +125,14 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What happens when a process dies."""
+    """What happens when a process dies, and when the daemon ends."""
 
     max_restarts: int = 8
     """Restarts without a completed step in between; one death more ends the daemon."""
     enable_fault_injection: bool = False
     """Let the environment variable TOKEND_FAULTS break things on purpose; for tests."""
+    shutdown_timeout: float = 30.0
+    """Seconds in which requests may finish after SIGTERM; what is left is aborted."""
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,6 +214,11 @@ def validate(config: ServeConfig) -> None:
         raise ConfigError(
             f"--max-restarts must be 0 or more, got {config.reliability.max_restarts}",
             "max_restarts",
+        )
+    if not 0.0 <= config.reliability.shutdown_timeout < math.inf:
+        raise ConfigError(
+            f"--shutdown-timeout must be 0 or more, got {config.reliability.shutdown_timeout}",
+            "shutdown_timeout",
         )
     if not 0 <= frontend.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {frontend.port}", "port")

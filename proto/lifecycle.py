@@ -12,6 +12,10 @@ engine died      supervisor ──NewEngine──▶ workers, front ends
 worker died      supervisor ──NewWorkers──▶ engine ──WorkersReady──▶ supervisor
 front end died   supervisor ──NewFrontEnd──▶ engine
 
+Before the end the daemon drains:
+
+supervisor ──Drain──▶ front ends ──UnderWay──▶ supervisor ──Shutdown──▶ any process
+
 Links of the data path are numbered by epochs, all from one counter of the supervisor:
 those between engine and workers by the worker epoch, those between engine and front
 ends by the engine's own. A new engine has a new number for both.
@@ -237,7 +241,33 @@ class Paused(msgspec.Struct, array_like=True, tag=25, frozen=True):
     mode: PauseMode | None
 
 
+class Drain(msgspec.Struct, array_like=True, tag=40, frozen=True):
+    """Let no more requests in, and tell of those that are under way (UnderWay)."""
+
+
+class UnderWay(msgspec.Struct, array_like=True, tag=41, frozen=True):
+    """HTTP requests that a draining front end still answers; comes at once, and with 0."""
+
+    index: int
+    num_requests: int
+
+
+class DrainWanted(msgspec.Struct, array_like=True, tag=42, frozen=True):
+    """An operator has asked a front end that the daemon drains and ends."""
+
+    index: int
+
+
 ToSupervisor = (
-    EngineReady | FrontEndReady | Progress | Notice | Fatal | Heartbeat | WorkersReady | Paused
+    EngineReady
+    | FrontEndReady
+    | Progress
+    | Notice
+    | Fatal
+    | Heartbeat
+    | WorkersReady
+    | Paused
+    | UnderWay
+    | DrainWanted
 )
-FromSupervisor = Shutdown | NewEngine | NewWorkers | NewFrontEnd | Restarted
+FromSupervisor = Shutdown | NewEngine | NewWorkers | NewFrontEnd | Restarted | Drain

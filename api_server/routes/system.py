@@ -18,7 +18,9 @@ router = APIRouter()
 @router.post("/ping")
 async def health(request: Request) -> Response:
     """200 while requests are taken, 503 before and after."""
-    _ = services_of(request).client.engine
+    services = services_of(request)
+    services.door.check()
+    _ = services.client.engine
     return Response()
 
 

@@ -64,8 +64,8 @@ def test_the_life_of_a_daemon(manager: Manager) -> None:
     assert manager.hears() == ["EXTEND_TIMEOUT_USEC=300000000", "STATUS=loading READY=1"]
     notifier.ready("serving")
     assert manager.hears() == ["READY=1", "STATUS=serving"]
-    notifier.stopping()
-    assert manager.hears() == ["STOPPING=1", "STATUS=stopping"]
+    notifier.stopping(34.0)
+    assert manager.hears() == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=44000000", "STATUS=stopping"]
     notifier.beat()
     assert manager.hears_no_more(), "no heartbeat is expected, and none comes"
     assert notifier.seconds_to_next_beat() is None
@@ -110,14 +110,14 @@ def test_nobody_listens(address: str | None) -> None:
     notifier.starting("x")
     notifier.ready("x")
     notifier.beat()
-    notifier.stopping()
+    notifier.stopping(1.0)
     assert notifier.seconds_to_next_beat() is None
 
 
 def test_a_manager_that_is_gone_is_no_error(tmp_path: Path) -> None:
     notifier = notifier_for({"NOTIFY_SOCKET": str(tmp_path / "gone")})
     notifier.ready("serving")
-    notifier.stopping()
+    notifier.stopping(1.0)
 
 
 def test_progress_is_passed_on_once_a_second(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The real supervisor over fake processes: `fake_daemon.py RUN_PARENT ROLE=BEHAVIOUR…`.
 
-`max_restarts=N` among the behaviours is the setting. Prints the ready line of `tokend
-serve`, and ends as it would.
+`max_restarts=N` and `shutdown_timeout=X` among the behaviours are the settings. Prints the
+ready line of `tokend serve`, and ends as it would.
 """
 
 import os
@@ -24,7 +24,10 @@ FAKE = str(Path(__file__).with_name("fake_process.py"))
 
 def main(run_parent: str, choices: list[str]) -> int:
     behaviours = {**dict.fromkeys(ROLES, "good"), **dict(each.split("=") for each in choices)}
-    reliability = ReliabilityConfig(max_restarts=int(behaviours.pop("max_restarts", 8)))
+    reliability = ReliabilityConfig(
+        max_restarts=int(behaviours.pop("max_restarts", 8)),
+        shutdown_timeout=float(behaviours.pop("shutdown_timeout", 30)),
+    )
     config = ServeConfig(reliability=reliability)
     model = PreparedModel(
         folder="/nowhere",

@@ -5,6 +5,8 @@ stubborn         reports ready, ignores Shutdown and SIGTERM
 bad_model        fails over its model while starting
 bad_model_later  in its second life, whatever the first one ends of
 exits            ends without a word, status 3, while starting
+busy             is good, and in its first life has two requests under way until SIGUSR2
+asked_to_drain   is good, and an operator asks it at SIGUSR2 that the daemon drains
 orphans          leaves a process without its parent behind, names it, and is good
 
 Whoever is sent SIGUSR1 fails with an error.
@@ -19,6 +21,8 @@ from types import FrameType
 from proto import PROTOCOL_VERSION, process
 from proto.errors import ModelError
 from proto.lifecycle import (
+    Drain,
+    DrainWanted,
     EngineReady,
     FrontEndReady,
     NewWorkers,
@@ -26,6 +30,7 @@ from proto.lifecycle import (
     ProcessBoot,
     Progress,
     Shutdown,
+    UnderWay,
     WorkersReady,
 )
 from proto.sockets import Link, Poller
@@ -46,6 +51,9 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
     if boot.incarnation:
         lives = f"life {boot.incarnation}, epochs {boot.epoch} and {boot.worker_epoch}"
         supervisor.send(Notice(boot.role, boot.index, f"{lives}, front ends {boot.front_ends}"))
+    num_requests = 2 if behaviour == "busy" and not boot.incarnation else 0
+    said = DrainWanted(boot.index) if behaviour == "asked_to_drain" else UnderWay(boot.index, 0)
+    signal.signal(signal.SIGUSR2, lambda number, frame: supervisor.send(said))
     _report_ready(boot, supervisor)
     poller = Poller([supervisor])
     while True:
@@ -56,6 +64,8 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
                     return
                 continue
             supervisor.send(Notice(boot.role, boot.index, f"heard {message}"))
+            if isinstance(message, Drain):
+                supervisor.send(UnderWay(boot.index, num_requests))
             if isinstance(message, NewWorkers):
                 supervisor.send(WorkersReady(message.worker_epoch))
 
