@@ -10,7 +10,7 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api_server.errors import DrainingError, error_response
-from api_server.services import Services
+from api_server.services import SERVICES, Services
 from proto.errors import AuthenticationError
 
 OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version"})
@@ -50,12 +50,17 @@ class PassTheDoor:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].split("/", 2)[1:2][0] in OPERATORS:
-            await self._app(scope, receive, send)
-            return
         services: Services = scope["app"].state.services
-        if services.door.closed:
-            await error_response(DrainingError())(scope, receive, send)
-            return
-        with services.visitors:
+        scope[SERVICES] = services
+        if scope["type"] != "http" or _first_part(scope["path"]) in OPERATORS:
             await self._app(scope, receive, send)
+        elif services.door.closed:
+            await error_response(DrainingError())(scope, receive, send)
+        else:
+            with services.visitors:
+                await self._app(scope, receive, send)
+
+
+def _first_part(path: str) -> str:
+    """What stands between the first two slashes."""
+    return path.removeprefix("/").partition("/")[0]

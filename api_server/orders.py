@@ -4,30 +4,34 @@ Owns this process's end of that link, on the event loop.
 """
 
 import asyncio
-import logging
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
-from api_server.services import Services
+from api_server.changeover import Changeover
 from proto.codec import Message
-from proto.lifecycle import Drain, NewEngine, Restarted, Shutdown, UnderWay
+from proto.lifecycle import (
+    Drain,
+    DropEngine,
+    NewEngine,
+    NextEngine,
+    Restarted,
+    Shutdown,
+    SwitchEngine,
+    UnderWay,
+)
 from proto.sockets import Link
-
-logger = logging.getLogger("tokend.api")
 
 
 class Orders:
     """The word of the supervisor.
 
-    index: of this front end. meet: makes the link to the engine of an epoch.
-    stopped: set when it asks for the end, or at SIGTERM.
+    index: of this front end. stopped: set when it asks for the end, or at SIGTERM.
     """
 
-    def __init__(self, link: Link, index: int, meet: Callable[[int], Link]) -> None:
+    def __init__(self, link: Link, index: int) -> None:
         self._link = link
         self._index = index
-        self._meet = meet
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self.stopped = asyncio.Event()
@@ -37,9 +41,9 @@ class Orders:
         self._link.send(message)
         self._loop.call_soon(self._receive)
 
-    def obey(self, services: Services) -> None:
+    def obey(self, changeover: Changeover) -> None:
         """Do what is asked from now on."""
-        self._services = services
+        self._changeover = changeover
         self._loop.add_signal_handler(signal.SIGTERM, self.stopped.set)
         self._loop.add_reader(self._link.fileno(), self._receive)
         self._loop.call_soon(self._receive)
@@ -49,17 +53,22 @@ class Orders:
             self._handle(message)
 
     def _handle(self, message: Any) -> None:
-        services = self._services
+        changeover = self._changeover
         if isinstance(message, Shutdown):
             self.stopped.set()
         elif isinstance(message, Drain):
-            services.door.close()
+            changeover.services.door.close()
             self._begin(self._report_under_way())
         elif isinstance(message, NewEngine):
-            logger.warning("the engine died: %d requests wait", services.client.num_open)
-            services.client.reconnect(self._meet(message.epoch), message.epoch)
+            changeover.replace_engine(message)
         elif isinstance(message, Restarted):
-            services.metrics.restarted(message.role)
+            changeover.services.metrics.restarted(message.role)
+        elif isinstance(message, NextEngine):
+            changeover.prepare(message)
+        elif isinstance(message, SwitchEngine):
+            changeover.switch(message.epoch)
+        elif isinstance(message, DropEngine):
+            changeover.drop(message.epoch)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something that takes time; the loop itself keeps no hold of a task."""
@@ -68,8 +77,8 @@ class Orders:
         task.add_done_callback(self._tasks.discard)
 
     async def _report_under_way(self) -> None:
-        visitors = self._services.visitors
-        if visitors.number:
-            self.tell(UnderWay(self._index, visitors.number))
-            await visitors.gone()
+        number = self._changeover.num_inside
+        if number:
+            self.tell(UnderWay(self._index, number))
+            await self._changeover.all_gone()
         self.tell(UnderWay(self._index, 0))

@@ -15,15 +15,16 @@ from functools import partial
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 
 from api_server.app import create_app
+from api_server.changeover import Changeover
 from api_server.door import Door
 from api_server.engine_client import EngineClient, FromEngine
 from api_server.http_protocol import LimitedHttpProtocol
-from api_server.inputs.chat_template import load_chat_template
 from api_server.inputs.sampling import seeds
-from api_server.inputs.tokenizer import ModelTokenizer, special_token_texts
 from api_server.metrics import Metrics
+from api_server.model_texts import ModelTexts
 from api_server.orders import Orders
 from api_server.services import Services
 from proto.config import FrontEndConfig
@@ -53,10 +54,10 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
     uvloop.run(_serve(boot, supervisor))
 
 
-def make_server(services: Services) -> Server:
-    """uvicorn over these services; `serve(sockets=…)` runs it."""
+def make_server(app: FastAPI, frontend: FrontEndConfig) -> Server:
+    """uvicorn over the application; `serve(sockets=…)` runs it."""
     config = uvicorn.Config(
-        create_app(services),
+        app,
         http=LimitedHttpProtocol,
         ws="none",
         lifespan="off",
@@ -68,7 +69,7 @@ def make_server(services: Services) -> Server:
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
     config.load()
-    config.ssl = _tls(services.config)
+    config.ssl = _tls(frontend)
     return Server(config)
 
 
@@ -82,34 +83,37 @@ def make_services(
 ) -> Services:
     """Everything the routes need, over a link to the engine. ask_drain: for the door."""
     model, config = boot.model, boot.config
-    folder = config.model.tokenizer or model.folder
     name = config.model.served_model_name or model.name
     metrics = Metrics(name, model.max_position)
     ids = request_ids(boot.index, boot.incarnation)
     crashes_until_alone = config.scheduler.crashes_until_alone
-    client = EngineClient(link, boot.epoch, ids, metrics, crashes_until_alone)
+    texts = ModelTexts.load(config.model, model)
     return Services(
         model=model,
         model_name=name,
         config=config.frontend,
-        client=client,
+        client=EngineClient(link, boot.epoch, ids, metrics, crashes_until_alone),
         metrics=metrics,
-        tokenizer=ModelTokenizer.load(folder),
-        chat_template=load_chat_template((folder, model.folder), name, special_token_texts(folder)),
+        tokenizer=texts.tokenizer,
+        chat_template=texts.chat_template,
         door=Door(ask_drain),
+        epoch=boot.epoch,
+        vocabulary=texts.vocabulary,
         seeds=seeds(config.model.seed, boot.index),
     )
 
 
 async def _serve(boot: ProcessBoot, supervisor: Link) -> None:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    orders = Orders(supervisor, boot.index, lambda epoch: connect(boot, epoch))
+    orders = Orders(supervisor, boot.index)
     ask_drain = partial(orders.tell, DrainWanted(boot.index))
     services = make_services(boot, connect(boot, boot.epoch), ask_drain)
-    server = make_server(services)
+    app = create_app(services)
+    server = make_server(app, services.config)
     gc.collect()
     gc.freeze()  # what lives as long as the process need not be walked again and again
-    orders.obey(services)
+    meet = partial(connect, boot)
+    orders.obey(Changeover(boot.index, app.state, boot.config.model, meet, orders.tell))
     sockets = [socket.socket(fileno=descriptor) for descriptor in boot.listen_fds]
     serving = asyncio.create_task(server.serve(sockets=sockets))
     stopping = asyncio.create_task(orders.stopped.wait())

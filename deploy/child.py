@@ -36,6 +36,7 @@ class Child:
     def __init__(self, boot: ProcessBoot, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.role = boot.role
         self.index = boot.index
+        self.generation = boot.generation
         self.last_words: ErrorInfo | None = None
         self.link = Link.bind(
             supervisor_path(boot.run_dir, boot.role, boot.index, boot.incarnation), ToSupervisor

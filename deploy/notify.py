@@ -36,6 +36,12 @@ class Notifier(Protocol):
     def ready(self, status: str) -> None:
         """Requests are taken."""
 
+    def reloading(self) -> None:
+        """A reload has begun."""
+
+    def reloaded(self) -> None:
+        """It is over, however it went."""
+
     def stopping(self, seconds: float) -> None:
         """The end has begun, and may take so long."""
 
@@ -53,6 +59,12 @@ class NobodyListens:
         """Nothing."""
 
     def ready(self, status: str) -> None:
+        """Nothing."""
+
+    def reloading(self) -> None:
+        """Nothing."""
+
+    def reloaded(self) -> None:
         """Nothing."""
 
     def stopping(self, seconds: float) -> None:
@@ -108,6 +120,7 @@ class SystemdNotifier:
     def __init__(self, address: str, watchdog: Watchdog | NoWatchdog) -> None:
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._watchdog = watchdog
+        self._serving = _status("serving")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._socket.settimeout(_SEND_SECONDS)
 
@@ -115,7 +128,16 @@ class SystemdNotifier:
         self._send(_more_time(_START_SECONDS), _status(what))
 
     def ready(self, status: str) -> None:
-        self._send("READY=1", _status(status))
+        self._serving = _status(status)
+        self._send("READY=1", self._serving)
+
+    def reloading(self) -> None:
+        now = round(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)
+        more_time = _more_time(_START_SECONDS)
+        self._send("RELOADING=1", f"MONOTONIC_USEC={now}", more_time, _status("reloading"))
+
+    def reloaded(self) -> None:
+        self._send("READY=1", self._serving)
 
     def stopping(self, seconds: float) -> None:
         self._send("STOPPING=1", _more_time(seconds + _STOP_SLACK_SECONDS), _status("stopping"))

@@ -98,6 +98,11 @@ class Recovery:
             lines.append(textwrap.indent(dead.last_words.traceback.rstrip(), "  "))
         self._reporter.notice("\n".join(lines), dead.name)
 
+    @property
+    def has_gaps(self) -> bool:
+        """Somebody is missing, or not at work yet."""
+        return bool(self._gaps)
+
     def must_go(self, role: Role) -> bool:
         """Those that still run in this role are to be killed: who computed with them is dead."""
         gap = self._gaps.get((role, 0))

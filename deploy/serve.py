@@ -43,7 +43,9 @@ def serve(config: ServeConfig, around: Surroundings) -> int:
 
         faulthandler.enable()  # a watchdog aborts a supervisor that hangs: show where
         display.progress(f"starting {model.name}")
-        launch = Launch(config, model, (listener,), around.variables, module_commands(), faults)
+        prepare = (sys.executable, "-P", "-m", "deploy.cli", "prepare", config.model.model)
+        commands = module_commands()
+        launch = Launch(config, model, (listener,), around.variables, commands, prepare, faults)
         return Supervisor(launch, run_parent, display, announce, notifier).run()
     finally:
         display.close()

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,9 +27,13 @@ from deploy.child_environment import child_environment
 from deploy.display import Display
 from deploy.draining import Draining, NotDraining
 from deploy.ending import AFTER_A_DEATH, ON_REQUEST, Ending, NotEnding, Patience
+from deploy.hang_up import HangUp
 from deploy.notify import Notifier
 from deploy.ready import Readiness
 from deploy.recovery import Recovery
+from deploy.reload import NoReload, Reload
+from deploy.reload_hands import ReloadHands
+from deploy.reload_news import ReloadNews
 from deploy.restart_budget import RestartBudget
 from deploy.signals import SignalInbox
 from proto import PROTOCOL_VERSION
@@ -64,6 +68,7 @@ class Launch:
     listeners: listening sockets, inherited by every front end.
     variables: environment that the processes get, each role with its own additions.
     commands: how the process of each role is started.
+    prepare: prints the manifest of the model as it is now, for a reload.
     faults: that tests have asked for.
     """
 
@@ -72,6 +77,7 @@ class Launch:
     listeners: tuple[socket.socket, ...]
     variables: Mapping[str, str]
     commands: Commands
+    prepare: Sequence[str]
     faults: tuple[Fault, ...] = ()
 
     def processes(self) -> list[tuple[Role, int]]:
@@ -110,6 +116,9 @@ class Supervisor:
         self._first_failure = 0.0
         self._signalled_at = 0.0
         self._num_signals = 0
+        self._hang_up = HangUp()
+        self._reload: Reload | NoReload = NoReload()
+        self._preparing: set[int] = set()
         self._draining: Draining | NotDraining = NotDraining()
         self._ending: Ending | NotEnding = NotEnding()
         self._status = 0
@@ -122,12 +131,13 @@ class Supervisor:
         had to force it, 1 when a process failed, 2 when it failed over something that
         the user must change.
         """
-        with SignalInbox((*_STOP_SIGNALS, signal.SIGCHLD)) as signals:
+        with SignalInbox((*_STOP_SIGNALS, signal.SIGHUP, signal.SIGCHLD)) as signals:
             directory = RunDirectory.create(self._run_parent)
             death_pipe = os.pipe()
             try:
                 births = self._births(directory.path, death_pipe[0])
                 recovery = self._recovery(births)
+                self._reload = self._reloads(births, recovery, directory.path)
                 for role, index in self._launch.processes():
                     self._start(births.boot(role, index))
                 self._watch(signals, recovery)
@@ -161,6 +171,29 @@ class Supervisor:
         budget = RestartBudget(config.reliability.max_restarts)
         return Recovery(births, budget, self._display, config.parallel.tensor_parallel_size)
 
+    def _reloads(self, births: Births, recovery: Recovery, run_dir: str) -> Reload:
+        launch = self._launch
+        hands = ReloadHands(
+            self._running,
+            self._start,
+            self._poller,
+            launch.config,
+            launch.prepare,
+            launch.variables,
+            lambda: self._readiness.engine,
+            self._preparing,
+        )
+        news = ReloadNews(run_dir, self._display, self._notifier)
+        return Reload(
+            births,
+            recovery,
+            hands,
+            news,
+            launch.config.reliability.reload_strategy,
+            launch.front_ends,
+            launch.config.parallel.tensor_parallel_size,
+        )
+
     def _start(self, boot: ProcessBoot) -> None:
         """Start a process; it waits by itself for those that it needs."""
         launch = self._launch
@@ -179,18 +212,18 @@ class Supervisor:
             self._poller.wait(self._seconds_to_sleep(recovery))
             self._notifier.beat()
             for number in signals.take():
-                if number in _STOP_SIGNALS:
-                    self._stop(number)
+                self._obey(number)
             for child in list(self._running):
                 self._hear(child, recovery)
                 if child.has_ended():
                     self._bury(child, recovery)
-            reap_adopted({child.pid for child in self._running})
+            reap_adopted({child.pid for child in self._running} | self._preparing)
             if self._draining.over and not self._ending.begun:
                 self._abort()
             if self._ending.begun:
                 self._ending.press()
-            else:
+            elif self._serving:
+                self._reload.press()
                 self._replace_the_dead(recovery)
 
     def _seconds_to_sleep(self, recovery: Recovery) -> float | None:
@@ -198,16 +231,18 @@ class Supervisor:
         step = self._ending.seconds_to_next_step() if self._ending.begun else None
         birth = None if self._ending.begun else recovery.seconds_to_next()
         drain = None if self._ending.begun else self._draining.seconds_left()
-        limits = (step, birth, drain, self._notifier.seconds_to_next_beat())
+        reload = None if self._ending.begun else self._reload.seconds_left()
+        limits = (step, birth, drain, reload, self._notifier.seconds_to_next_beat())
         return min((each for each in limits if each is not None), default=None)
 
     def _replace_the_dead(self, recovery: Recovery) -> None:
-        for child in self._running:
+        of_now = [child for child in self._running if self._reload.is_of_now(child)]
+        for child in of_now:
             if recovery.must_go(child.role):
                 child.signal(signal.SIGKILL)
-        for each in recovery.take_due(self._running):
+        for each in recovery.take_due(of_now):
             for role, message in each.told:
-                for child in self._running:
+                for child in of_now:
                     if child.role == role:
                         child.tell(message)
             for boot in each.boots:
@@ -234,11 +269,13 @@ class Supervisor:
         elif isinstance(message, DrainWanted):
             self._drain()
         elif self._readiness.complete:
-            recovery.note(message)
+            self._reload.note(message)
+            if self._reload.is_of_now(child):
+                self._readiness.note_again(message)
+                recovery.note(message)
         elif isinstance(message, EngineReady | FrontEndReady):
             self._readiness.note(message)
             if self._readiness.complete and not self._ending.begun:
-                assert self._readiness.engine is not None, "complete without an engine"
                 self._display.close()
                 self._on_ready(self._readiness.engine)
 
@@ -248,7 +285,9 @@ class Supervisor:
         self._poller.remove(child.link)
         self._poller.remove(child.pidfd)
         self._running.remove(child)
-        if self._serving and recovery.can_replace(child):
+        if self._serving and self._reload.note_death(child):
+            pass  # of a generation that comes or goes
+        elif self._serving and recovery.can_replace(child):
             recovery.note_death(child)
         elif child.exit_status != 0 or not self._ending.begun:
             self._fail(child)
@@ -267,6 +306,17 @@ class Supervisor:
             self._failed.append(child)
         elif not self._failed and not self._ending.caused(child.exit_status):
             self._display.notice(f"{obituary.manner(child)} while it was ending", child.name)
+
+    def _obey(self, number: signal.Signals) -> None:
+        """SIGCHLD wakes the loop and means nothing else."""
+        if number in _STOP_SIGNALS:
+            self._stop(number)
+        elif number == signal.SIGHUP:
+            meaning = self._hang_up.meaning()
+            if meaning == "reload":
+                self._reload.ask()
+            elif meaning == "end":
+                self._stop(number)
 
     def _stop(self, number: signal.Signals) -> None:
         """A first signal lets requests finish, a second aborts them, one more kills.
@@ -294,6 +344,7 @@ class Supervisor:
         if not self._serving:
             self._abort()
             return
+        self._reload.give_up("the daemon is about to end")
         seconds = self._launch.config.reliability.shutdown_timeout
         self._notifier.stopping(seconds + ON_REQUEST.until_kill)
         self._draining = Draining(range(self._launch.front_ends), seconds, self._display)
@@ -308,6 +359,7 @@ class Supervisor:
         self._end(ON_REQUEST)
 
     def _end(self, patience: Patience) -> None:
+        self._reload.give_up("the daemon ends")
         self._notifier.stopping(patience.until_kill)
         for listener in self._launch.listeners:
             listener.close()

@@ -100,6 +100,7 @@ def _announce(boot: ProcessBoot, crew: Crew, front_ends: FrontEndLinks, supervis
         plan.block_size,
         worker.vocab_size,
         worker.device_name,
+        plan.num_blocks * plan.block_size * worker.geometry.bytes_per_token * len(crew.workers),
     )
     if plan.notice:
         supervisor.send(Notice(boot.role, boot.index, plan.notice))

@@ -133,6 +133,8 @@ class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Let the environment variable TOKEND_FAULTS break things on purpose; for tests."""
     shutdown_timeout: float = 30.0
     """Seconds in which requests may finish after SIGTERM; what is left is aborted."""
+    reload_strategy: Literal["auto", "side-by-side", "in-place"] = "auto"
+    """At a reload the new engine comes beside the old one, or after it; auto looks for memory."""
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):

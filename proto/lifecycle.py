@@ -12,6 +12,11 @@ engine died      supervisor ──NewEngine──▶ workers, front ends
 worker died      supervisor ──NewWorkers──▶ engine ──WorkersReady──▶ supervisor
 front end died   supervisor ──NewFrontEnd──▶ engine
 
+A reload brings another engine and other workers, beside those of now or in their place:
+
+supervisor ──NextEngine──▶ front ends ──NextReady──▶ supervisor ──SwitchEngine──▶ front ends
+front ends ──EngineLeft──▶ supervisor ──Shutdown──▶ the old engine, its workers
+
 Before the end the daemon drains:
 
 supervisor ──Drain──▶ front ends ──UnderWay──▶ supervisor ──Shutdown──▶ any process
@@ -63,6 +68,8 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     front_ends: for an engine, the incarnation of each front end, by index.
     pause_mode: for an engine, the pause that it goes on with; None for none.
     faults: that tests have asked for, in any process.
+    generation: engine and workers that a start or a reload has brought, and those that
+        took their places, have the same; it is the first epoch of theirs.
     """
 
     protocol_version: int
@@ -79,6 +86,7 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     front_ends: tuple[int, ...] = (0,)
     pause_mode: PauseMode | None = None
     faults: tuple[Fault, ...] = ()
+    generation: int = 1
 
 
 class KVGroup(msgspec.Struct, array_like=True, frozen=True):
@@ -149,6 +157,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
 
     max_model_len: usable length: the model's, the setting's or the pool's, the least.
     num_blocks: usable KV blocks, without the null block.
+    kv_cache_bytes: memory of the pool, of all workers together.
     """
 
     protocol_version: int
@@ -158,6 +167,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     block_size: int
     vocab_size: int
     device_name: str
+    kv_cache_bytes: int = 0
 
 
 class FrontEndReady(msgspec.Struct, array_like=True, tag=14, frozen=True):
@@ -197,10 +207,12 @@ class NewEngine(msgspec.Struct, array_like=True, tag=19, frozen=True):
     """The engine died and another one starts: meet it at the paths of these epochs.
 
     A worker forgets rows and KV and keeps its weights. A front end sends what is open again.
+    died: it did; or it ends in order and makes room, for a reload in place.
     """
 
     epoch: int
     worker_epoch: int
+    died: bool = True
 
 
 class NewWorkers(msgspec.Struct, array_like=True, tag=20, frozen=True):
@@ -258,6 +270,47 @@ class DrainWanted(msgspec.Struct, array_like=True, tag=42, frozen=True):
     index: int
 
 
+class NextEngine(msgspec.Struct, array_like=True, tag=43, frozen=True):
+    """A reload: get ready for another engine, and for another version of the model.
+
+    in_place: it comes when the one of now is gone, and takes its requests over.
+    """
+
+    epoch: int
+    model: PreparedModel
+    in_place: bool
+
+
+class NextReady(msgspec.Struct, array_like=True, tag=44, frozen=True):
+    """A front end is ready for that engine, and that engine for it; or not, and why."""
+
+    index: int
+    epoch: int
+    error: ErrorInfo | None = None
+
+
+class SwitchEngine(msgspec.Struct, array_like=True, tag=45, frozen=True):
+    """Ask that engine from now on; what is open stays with the one before, if that goes on."""
+
+    epoch: int
+
+
+class EngineLeft(msgspec.Struct, array_like=True, tag=46, frozen=True):
+    """A front end has nothing open any more at the engine of before."""
+
+    index: int
+    epoch: int
+
+
+class DropEngine(msgspec.Struct, array_like=True, tag=47, frozen=True):
+    """An engine beside that of now is gone: one that was to come, or one that was to be left.
+
+    What is open there goes to the engine of now.
+    """
+
+    epoch: int
+
+
 ToSupervisor = (
     EngineReady
     | FrontEndReady
@@ -269,5 +322,17 @@ ToSupervisor = (
     | Paused
     | UnderWay
     | DrainWanted
+    | NextReady
+    | EngineLeft
 )
-FromSupervisor = Shutdown | NewEngine | NewWorkers | NewFrontEnd | Restarted | Drain
+FromSupervisor = (
+    Shutdown
+    | NewEngine
+    | NewWorkers
+    | NewFrontEnd
+    | Restarted
+    | Drain
+    | NextEngine
+    | SwitchEngine
+    | DropEngine
+)

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from api_server.app import create_app
 from api_server.engine_client import FromEngine
 from api_server.server import make_server, make_services
 from api_server.services import Services
@@ -116,6 +118,7 @@ class FrontEnd:
     http: httpx.AsyncClient
     url: str
     run_dir: str
+    app: FastAPI
 
     async def lose_engine(self) -> FakeEngine:
         """The engine dies; returns the next one, which has not announced itself."""
@@ -179,13 +182,14 @@ def start(run_dir: str, model: PreparedModel) -> StartFrontEnd:
         if ready:
             engine.announce()
             await services.client.wait_ready()
-        server = make_server(services)
+        app = create_app(services)
+        server = make_server(app, services.config)
         listener = socket.create_server(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-                front_end = FrontEnd(services, engine, http, url, run_dir)
+                front_end = FrontEnd(services, engine, http, url, run_dir, app)
                 yield front_end
         finally:
             services.client.close()

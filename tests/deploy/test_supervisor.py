@@ -305,8 +305,8 @@ HEARD = {
         "worker 0: life 1, epochs 1 and 2",
     ],
     "engine_core": [
-        "worker 0: heard NewEngine(epoch=2, worker_epoch=2)",
-        "api 0: heard NewEngine(epoch=2, worker_epoch=2)",
+        "worker 0: heard NewEngine(epoch=2, worker_epoch=2, died=True)",
+        "api 0: heard NewEngine(epoch=2, worker_epoch=2, died=True)",
         "api 0: heard Restarted(role='engine_core')",
         "engine 0: life 1, epochs 2 and 2, front ends (0,)",
     ],
@@ -356,7 +356,7 @@ def test_engine_and_worker_that_die_together_meet_again(start: Callable[..., Fak
             f"{title}: life 1, epochs 2 and {latest}",
             f"{title}: life 1, epochs 1 and {latest}",
             f"{title}: heard NewWorkers(worker_epoch={latest})",
-            f"{title}: heard NewEngine(epoch={latest}, worker_epoch={latest})",
+            f"{title}: heard NewEngine(epoch={latest}, worker_epoch={latest}, died=True)",
         )
 
 
