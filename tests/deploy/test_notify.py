@@ -3,6 +3,7 @@
 import io
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,14 @@ def test_the_life_of_a_daemon(manager: Manager) -> None:
     assert manager.hears() == ["EXTEND_TIMEOUT_USEC=300000000", "STATUS=loading READY=1"]
     notifier.ready("serving")
     assert manager.hears() == ["READY=1", "STATUS=serving"]
+    notifier.reloading()
+    reloading, clock, more_time, status = manager.hears()
+    assert (reloading, status) == ("RELOADING=1", "STATUS=reloading")
+    microseconds = int(clock.removeprefix("MONOTONIC_USEC="))
+    assert abs(microseconds / 1e6 - time.clock_gettime(time.CLOCK_MONOTONIC)) < LIMIT_SECONDS
+    assert more_time == "EXTEND_TIMEOUT_USEC=300000000"
+    notifier.reloaded()
+    assert manager.hears() == ["READY=1", "STATUS=serving"]
     notifier.stopping(34.0)
     assert manager.hears() == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=44000000", "STATUS=stopping"]
     notifier.beat()
@@ -109,6 +118,8 @@ def test_nobody_listens(address: str | None) -> None:
     assert isinstance(notifier, NobodyListens)
     notifier.starting("x")
     notifier.ready("x")
+    notifier.reloading()
+    notifier.reloaded()
     notifier.beat()
     notifier.stopping(1.0)
     assert notifier.seconds_to_next_beat() is None

@@ -56,5 +56,6 @@ def test_the_unit_expects_what_the_daemon_sends() -> None:
     assert unit["KillMode"] == "mixed"
     assert unit["RestartPreventExitStatus"] == "2"
     assert unit["WatchdogSec"] == "30s"
+    assert unit["ExecReload"] == "/opt/tokend/bin/tokend reload --pid $MAINPID"
     longest = ReliabilityConfig().shutdown_timeout + ON_REQUEST.until_kill
     assert int(unit["TimeoutStopSec"].removesuffix("s")) > longest
