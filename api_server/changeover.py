@@ -87,10 +87,11 @@ class Changeover:
     def switch(self, epoch: int) -> None:
         """From now on requests go to that engine; in place they do already."""
         coming = self._coming.pop(epoch, None)
-        if coming is None:
-            logger.error("there is no engine of epoch %d to switch to", epoch)
-            return
         old, client = self.services, self.services.client
+        if coming is None:
+            if client.epoch != epoch:  # otherwise this process was born for that engine
+                logger.error("there is no engine of epoch %d to switch to", epoch)
+            return
         self._state.services = coming
         if client.epoch == epoch:
             return

@@ -13,17 +13,27 @@ from proto.prepared_model import PreparedModel
 
 
 class Preparation:
-    """One run of `command`; `fileno()` turns readable when it is over."""
+    """One run of `command`; `fileno()` turns readable when it is over.
+
+    What it prints goes into memory: a pipe would fill up, or be held open by whoever it
+    has started itself.
+    """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=env,
-            process_group=0,
-        )
+        self._output = os.memfd_create("tokend-manifest")
+        self._errors = os.memfd_create("tokend-errors")
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._errors,
+                env=env,
+                process_group=0,
+            )
+        except OSError:
+            self._forget()
+            raise
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)
 
@@ -35,12 +45,11 @@ class Preparation:
 
     def result(self) -> PreparedModel:
         """Of one that has ended; raises ModelError with its last line."""
-        output, errors = self._process.communicate()
         if self._process.returncode != 0:
-            lines = errors.decode(errors="replace").strip().splitlines() or ["no reason was given"]
-            raise ModelError(lines[-1].removeprefix("tokend: "))
+            lines = _content(self._errors).decode(errors="replace").strip().splitlines()
+            raise ModelError(lines[-1].removeprefix("tokend: ") if lines else self._manner())
         try:
-            return from_json(output, PreparedModel)
+            return from_json(_content(self._output), PreparedModel)
         except ProtocolError as error:
             raise ModelError(f"preparing the model printed no manifest: {error}") from None
 
@@ -48,5 +57,17 @@ class Preparation:
         """End it if it still runs, and let go of it."""
         if not self.has_ended():
             self._process.kill()
-        self._process.communicate()
+            self._process.wait()
         os.close(self._pidfd)
+        self._forget()
+
+    def _manner(self) -> str:
+        return f"preparing the model ended with exit status {self._process.returncode}"
+
+    def _forget(self) -> None:
+        for descriptor in (self._output, self._errors):
+            os.close(descriptor)
+
+
+def _content(descriptor: int) -> bytes:
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)

@@ -80,7 +80,7 @@ class Reload:
             self._wanted = False
             self._begun_at = self._clock()
             self._news.reload_begins()
-            self._phase = Preparing(self._surface)
+            self._begin()
 
     def seconds_left(self) -> float | None:
         """How long nothing is to do though nothing happens; None for ever."""
@@ -104,6 +104,12 @@ class Reload:
         """The daemon is about to end: nothing more is begun."""
         self._allowed = self._wanted = False
         self._phase = self._phase.give_up(why)
+
+    def _begin(self) -> None:
+        try:
+            self._phase = Preparing(self._surface)
+        except OSError as error:
+            self._conclude(f"no process could be started: {error.strerror}", False)
 
     def _conclude(self, problem: str, again: bool) -> None:
         self._wanted = self._wanted or (again and self._allowed)

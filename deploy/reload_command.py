@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from deploy.reload_news import ReloadState, read_state
+from deploy.reload_news import read_state
 from proto.errors import ConfigError, ProtocolError, TokendError
+from proto.lifecycle import ReloadState
 from proto.run_directory import in_use, run_directories
 
 USAGE: Final = """\

@@ -72,11 +72,12 @@ class ReloadHands:
         """On a CPU, where there is as much memory free as workers and KV pool take now.
 
         A pool whose size nobody has set takes half of what is free, and a reload should
-        not make it smaller: that takes twice the pool. What a GPU has free nobody here knows.
+        not make it smaller: that takes twice the pool. What a GPU has free nobody here
+        knows, and two engines cannot publish at one endpoint.
         """
-        if self._config.device.device == "cuda":
-            return False
         cache = self._config.cache
+        if self._config.device.device == "cuda" or cache.has_fixed_kv_events_endpoint:
+            return False
         is_set = cache.kv_cache_memory is not None or cache.num_gpu_blocks_override is not None
         workers = [child.pid for child in self._running if child.role == "worker"]
         pools = self._engine().kv_cache_bytes * (1 if is_set else 2)

@@ -4,29 +4,17 @@ Owns the file RELOAD in the run directory, which says how often there was one an
 last one went; `tokend reload` waits for it to change.
 """
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from deploy.notify import Notifier
 from deploy.reporting import Reporter
 from proto.codec import from_json, to_json
+from proto.lifecycle import ReloadState
 
 RELOAD_FILE: Final = "reload"
-
-
-class ReloadState(msgspec.Struct, frozen=True):
-    """pid: of the supervisor. count: reloads that are over.
-
-    under_way: one is, or is wanted. problem: of the last one.
-    """
-
-    pid: int
-    count: int = 0
-    under_way: bool = False
-    problem: str = ""
 
 
 def read_state(run_dir: str) -> ReloadState:
@@ -65,5 +53,6 @@ class ReloadNews:
     def _write(self, under_way: bool = False, problem: str = "") -> None:
         """Whole or not at all, for whoever reads it at this moment."""
         state = ReloadState(os.getpid(), self._count, under_way, problem)
-        Path(self._path + ".new").write_bytes(to_json(state))
-        os.replace(self._path + ".new", self._path)
+        with contextlib.suppress(OSError):  # a full disk is no reason to end
+            Path(self._path + ".new").write_bytes(to_json(state))
+            os.replace(self._path + ".new", self._path)

@@ -58,7 +58,7 @@ class Hands(Protocol):
     """What a reload does to processes."""
 
     def prepare(self) -> Preparation:
-        """Begin to, and wake up when it is over."""
+        """Begin to, and wake up when it is over; raises OSError."""
         ...
 
     def let_go(self, preparation: Preparation) -> None:
@@ -69,7 +69,9 @@ class Hands(Protocol):
         """Whether there is memory for one more generation beside that of now."""
         ...
 
-    def start(self, boot: ProcessBoot) -> None: ...
+    def start(self, boot: ProcessBoot) -> None:
+        """Raises OSError."""
+        ...
 
     def members(self, generation: int) -> list[Member]:
         """Engine and workers that live."""
@@ -177,7 +179,7 @@ class Waiting(Phase):
             return self
         strategy = self._on.strategy
         side_by_side = strategy == "side-by-side" or (strategy == "auto" and self._on.hands.fits())
-        return Meeting(self._on, self._model, in_place=not side_by_side)
+        return Meeting(self._on, self._model, in_place=not side_by_side).begin()
 
     def give_up(self, why: str) -> Phase:
         self._on.conclude(why, False)
@@ -193,9 +195,16 @@ class Meeting(Phase):
         self._births = on.births.sibling(model)
         self._missing = set(range(on.num_front_ends))
         self._deadline = on.clock() + MEETING_SECONDS
-        if not in_place:
-            on.start(self._births)
-        on.hands.tell_front_ends(NextEngine(self._births.epoch, model, in_place))
+
+    def begin(self) -> Phase:
+        births = self._births
+        try:
+            if not self._in_place:
+                self._on.start(births)
+        except OSError as error:
+            return self.give_up(f"no process could be started: {error.strerror}")
+        self._on.hands.tell_front_ends(NextEngine(births.epoch, births.model, self._in_place))
+        return self
 
     def press(self) -> Phase:
         if self._on.clock() < self._deadline:

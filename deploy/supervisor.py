@@ -270,8 +270,8 @@ class Supervisor:
             self._drain()
         elif self._readiness.complete:
             self._reload.note(message)
+            self._readiness.note_again(message)
             if self._reload.is_of_now(child):
-                self._readiness.note_again(message)
                 recovery.note(message)
         elif isinstance(message, EngineReady | FrontEndReady):
             self._readiness.note(message)

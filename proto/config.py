@@ -51,6 +51,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_metrics_one_in: int = 0
     """Measure how long one KV block in this many keeps its content; 0 measures none."""
 
+    @property
+    def has_fixed_kv_events_endpoint(self) -> bool:
+        """Only one engine at a time can publish there."""
+        return self.kv_events_endpoint not in (None, "ipc")
+
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How requests share a step."""
@@ -221,6 +226,12 @@ def validate(config: ServeConfig) -> None:
         raise ConfigError(
             f"--shutdown-timeout must be 0 or more, got {config.reliability.shutdown_timeout}",
             "shutdown_timeout",
+        )
+    if config.reliability.reload_strategy == "side-by-side" and cache.has_fixed_kv_events_endpoint:
+        raise ConfigError(
+            "--reload-strategy side-by-side has two engines at a time, which cannot both publish "
+            f"at --kv-events-endpoint {cache.kv_events_endpoint}: give ipc, or another strategy",
+            "reload_strategy",
         )
     if not 0 <= frontend.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {frontend.port}", "port")

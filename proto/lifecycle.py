@@ -311,6 +311,18 @@ class DropEngine(msgspec.Struct, array_like=True, tag=47, frozen=True):
     epoch: int
 
 
+class ReloadState(msgspec.Struct, frozen=True):
+    """A file in the run directory, for `tokend reload`. pid: of the supervisor.
+
+    count: reloads that are over. under_way: one is, or is wanted. problem: of the last one.
+    """
+
+    pid: int
+    count: int = 0
+    under_way: bool = False
+    problem: str = ""
+
+
 ToSupervisor = (
     EngineReady
     | FrontEndReady

@@ -62,6 +62,13 @@ def test_nobody_knows_what_a_gpu_has_free(tmp_path: Path) -> None:
     assert not hands(machine(tmp_path, 1 << 50), config).fits()
 
 
+def test_two_engines_cannot_publish_at_one_endpoint(tmp_path: Path) -> None:
+    root = machine(tmp_path, 1 << 50)
+    assert hands(root, ServeConfig(cache=CacheConfig(kv_events_endpoint="ipc"))).fits()
+    fixed = CacheConfig(kv_events_endpoint="tcp://127.0.0.1:5557")
+    assert not hands(root, ServeConfig(cache=fixed)).fits()
+
+
 def test_the_members_of_a_generation_are_engine_and_workers(tmp_path: Path) -> None:
     found = hands(machine(tmp_path, 0), ServeConfig())
     assert [each.pid for each in found.members(1)] == [7]
