@@ -1,8 +1,8 @@
 """A reload as a front end sees it: another engine is met, then asked, and the old one left.
 
-    NextEngine ─▶ tokenizer, template, a link to it ─ NextReady ─▶ SwitchEngine
-               ─▶ who comes from now on goes there; who is inside stays with the old one
-               ─ the last of them leaves ─▶ EngineLeft
+    NextEngine ─▶ tokenizer, template, a link to it ─▶ NextReady
+    SwitchEngine ─▶ who comes from now on goes there; who is inside stays with the old one
+                 ─▶ Switched ─ the last of them leaves ─▶ EngineLeft
 
 Owns which services requests get: they are replaced as a whole. In place there is one engine
 after the other, and who is inside goes on with the new one.
@@ -21,7 +21,7 @@ from api_server.services import Services
 from proto.codec import Message
 from proto.config import ModelConfig
 from proto.errors import ModelError
-from proto.lifecycle import EngineLeft, NewEngine, NextEngine, NextReady
+from proto.lifecycle import EngineLeft, NewEngine, NextEngine, NextReady, Switched
 from proto.process import describe
 from proto.sockets import Link
 
@@ -97,6 +97,7 @@ class Changeover:
             return
         client.switch(epoch)
         self._visitors = [each for each in self._visitors if each.number] + [coming.visitors]
+        self._tell(Switched(self._index, epoch))
         self._vocabularies[old.epoch] = old.vocabulary
         self._leaving[old.epoch] = asyncio.create_task(self._leave(old))
 

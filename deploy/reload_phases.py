@@ -29,6 +29,7 @@ from proto.lifecycle import (
     NextEngine,
     NextReady,
     ProcessBoot,
+    Switched,
     SwitchEngine,
 )
 from proto.prepared_model import PreparedModel
@@ -246,20 +247,26 @@ class Meeting(Phase):
             hands.tell_front_ends(NewEngine(births.epoch, births.worker_epoch, died=False))
             return Clearing(self._on, old, restores=False)
         hands.tell_front_ends(SwitchEngine(births.epoch))
-        self._on.conclude("", False)
         return Leaving(self._on, old)
 
 
 class Leaving(Phase):
-    """The old generation computes what it has begun, beside the one of now."""
+    """The old generation computes what it has begun, beside the one of now.
+
+    The reload is over as soon as every front end asks the new one.
+    """
 
     def __init__(self, on: Surface, old: Births) -> None:
         super().__init__(on)
         self._old = old
-        self._missing = set(range(on.num_front_ends))
+        self._epoch = on.births.epoch
+        self._switching = set(range(on.num_front_ends))
+        self._missing = set(self._switching)
 
     def note(self, message: Message) -> Phase:
-        if isinstance(message, EngineLeft) and message.epoch == self._old.epoch:
+        if isinstance(message, Switched) and message.epoch == self._epoch:
+            self._switched(message.index)
+        elif isinstance(message, EngineLeft) and message.epoch == self._old.epoch:
             return self._left(message.index)
         return self
 
@@ -270,10 +277,19 @@ class Leaving(Phase):
         """With a front end go its requests; those of a dead engine go on at that of now."""
         if self.owns(dead):
             self._on.hands.tell_front_ends(DropEngine(self._old.epoch))
+            for index in list(self._switching):
+                self._switched(index)  # it will have, before it hears of that
             return Parting(self._on, self._old, AFTER_A_DEATH)
         return self._left(dead.index) if dead.role == "api_server" else self
 
+    def _switched(self, index: int) -> None:
+        if index in self._switching:
+            self._switching.remove(index)
+            if not self._switching:
+                self._on.conclude("", False)
+
     def _left(self, index: int) -> Phase:
+        self._switched(index)
         self._missing.discard(index)
         return self if self._missing else Parting(self._on, self._old, ON_REQUEST)
 

@@ -15,7 +15,7 @@ front end died   supervisor ──NewFrontEnd──▶ engine
 A reload brings another engine and other workers, beside those of now or in their place:
 
 supervisor ──NextEngine──▶ front ends ──NextReady──▶ supervisor ──SwitchEngine──▶ front ends
-front ends ──EngineLeft──▶ supervisor ──Shutdown──▶ the old engine, its workers
+front ends ──Switched, EngineLeft──▶ supervisor ──Shutdown──▶ the old engine, its workers
 
 Before the end the daemon drains:
 
@@ -295,6 +295,13 @@ class SwitchEngine(msgspec.Struct, array_like=True, tag=45, frozen=True):
     epoch: int
 
 
+class Switched(msgspec.Struct, array_like=True, tag=48, frozen=True):
+    """A front end asks that engine: whoever comes from now on is answered by it."""
+
+    index: int
+    epoch: int
+
+
 class EngineLeft(msgspec.Struct, array_like=True, tag=46, frozen=True):
     """A front end has nothing open any more at the engine of before."""
 
@@ -335,6 +342,7 @@ ToSupervisor = (
     | UnderWay
     | DrainWanted
     | NextReady
+    | Switched
     | EngineLeft
 )
 FromSupervisor = (

@@ -13,7 +13,7 @@ from api_server.changeover import Changeover
 from api_server.engine_connection import FromEngine
 from proto.config import ModelConfig
 from proto.engine_io import FinishReason
-from proto.lifecycle import EngineLeft, NewEngine, NextEngine, NextReady
+from proto.lifecycle import EngineLeft, NewEngine, NextEngine, NextReady, Switched
 from proto.sockets import Link, front_end_path
 from proto.stats import SchedulerStats
 from tests.fakes.fake_engine import FakeEngine
@@ -73,6 +73,11 @@ class Case:
         assert await self.next() == NextReady(0, epoch)
         return engine
 
+    async def switch(self, epoch):
+        """From the engine of before, which is another one."""
+        self.changeover.switch(epoch)
+        assert await self.next() == Switched(0, epoch)
+
     async def close(self):
         for engine in self.engines.values():
             if engine is not self.front_end.engine:
@@ -95,7 +100,7 @@ async def test_who_is_inside_stays_and_who_comes_goes_to_the_next_engine(case, m
     assert case.told.empty(), "the next engine has not announced itself"
     engine.announce()
     assert await case.next() == NextReady(0, 2)
-    case.changeover.switch(2)
+    await case.switch(2)
     new, third = await case.begin(2)
     assert (first.epoch, second.epoch, third.epoch) == (1, 1, 2)
     engine.emit(third, [42, 43], finish=FinishReason.LENGTH)
@@ -111,7 +116,7 @@ async def test_who_is_inside_stays_and_who_comes_goes_to_the_next_engine(case, m
 async def test_an_abort_goes_to_the_engine_that_has_the_request(case, model):
     answer, request = await case.begin(stream=True)
     await case.side_by_side(2, model)
-    case.changeover.switch(2)
+    await case.switch(2)
     answer.cancel()
     async with asyncio.timeout(LIMIT_SECONDS):
         abort = await case.engines[1].aborts.get()
@@ -124,7 +129,7 @@ async def test_requests_of_an_engine_that_dies_while_it_is_left_go_on_at_the_nex
     answer, request = await case.begin()
     case.engines[1].emit(request, [40])
     await case.side_by_side(2, model)
-    case.changeover.switch(2)
+    await case.switch(2)
     case.changeover.drop(1)
     async with asyncio.timeout(LIMIT_SECONDS):
         again = await case.engines[2].requests.get()
@@ -139,7 +144,7 @@ async def test_the_next_engine_may_die_as_any_other(case, model):
     """Requests at the one that is left are not touched by that."""
     old, first = await case.begin()
     await case.side_by_side(2, model)
-    case.changeover.switch(2)
+    await case.switch(2)
     new, _ = await case.begin(2)
     await case.engines.pop(2).close()
     case.changeover.replace_engine(NewEngine(3, 3))
@@ -200,7 +205,7 @@ async def test_the_next_engine_is_asked_with_the_tokenizer_of_its_model(case, mo
     changed = other_version(model, tmp_path / "other")
     old, first = await case.begin()
     await case.side_by_side(2, changed)
-    case.changeover.switch(2)
+    await case.switch(2)
     new, second = await case.begin(2)
     assert len(second.prompt_token_ids) == 1 < len(first.prompt_token_ids)
     chat = asyncio.create_task(case.front_end.chat(max_tokens=1))
@@ -257,7 +262,7 @@ async def test_in_place_everybody_waits_for_the_next_engine_and_nobody_is_blamed
 async def test_gauges_are_those_of_both_engines(case, model):
     _, request = await case.begin()
     await case.side_by_side(2, model)
-    case.changeover.switch(2)
+    await case.switch(2)
     case.engines[1].send_outputs(stats=SchedulerStats(1, 2, 0.5))
     case.engines[2].send_outputs(stats=SchedulerStats(3, 0, 0.25))
 
@@ -281,7 +286,7 @@ async def test_gauges_are_those_of_both_engines(case, model):
 async def test_a_drain_waits_for_those_at_either_engine(case, model):
     old, first = await case.begin()
     await case.side_by_side(2, model)
-    case.changeover.switch(2)
+    await case.switch(2)
     new, second = await case.begin(2)
     assert case.changeover.num_inside == 2
     gone = asyncio.create_task(case.changeover.all_gone())
@@ -303,7 +308,7 @@ async def test_a_request_whose_body_came_before_the_switch_is_the_old_engines(ca
     await case.side_by_side(2, model)
     while not case.changeover.num_inside:
         await asyncio.sleep(0)
-    case.changeover.switch(2)
+    await case.switch(2)
     assert case.told.empty()
     writer.write(body)
     async with asyncio.timeout(LIMIT_SECONDS):

@@ -24,6 +24,7 @@ from proto.lifecycle import (
     NextReady,
     ProcessBoot,
     Role,
+    Switched,
     SwitchEngine,
     process_name,
 )
@@ -159,6 +160,7 @@ class Case:
 
     def switch(self, epoch: int) -> None:
         self.say(NextReady(0, epoch), NextReady(1, epoch))
+        self.say(Switched(0, epoch), Switched(1, epoch))
 
     def die(self, dead: Process, error: Exception | None = None) -> bool:
         """Whether it is the affair of the reload."""
@@ -191,6 +193,9 @@ def test_side_by_side() -> None:
     assert len(case.told) == 1
     case.say(NextReady(0, 2))
     assert case.told[1:] == [SwitchEngine(2)]
+    case.say(Switched(1, 2))
+    assert case.ended == [], "a request that comes now may still go to the old engine"
+    case.say(Switched(0, 2))
     assert case.ended == [("", False)]
     assert (case.births.epoch, case.births.generation, case.births.model) == (2, 2, NEW)
     assert not any(case.reload.is_of_now(each) for each in case.members(1))
@@ -313,6 +318,24 @@ def test_a_death_while_the_model_is_prepared_only_delays_it() -> None:
     case.recovery.note(FrontEndReady(0))
     case.reload.press()
     assert case.told == [NextEngine(2, NEW, in_place=False)]
+
+
+def test_a_front_end_that_dies_while_it_switches_is_born_with_the_new_engine() -> None:
+    case = Case()
+    case.ask()
+    case.say(NextReady(0, 2), NextReady(1, 2), Switched(0, 2))
+    assert not case.die(case.front_ends[1])
+    assert case.ended == [("", False)]
+    assert case.births.boot("api_server", 1).epoch == 2
+
+
+def test_the_old_engine_dies_while_front_ends_switch() -> None:
+    case = Case()
+    case.ask()
+    case.say(NextReady(0, 2), NextReady(1, 2))
+    assert case.die(case.members(1)[2])
+    assert case.told[-2:] == [SwitchEngine(2), DropEngine(1)]
+    assert case.ended == [("", False)]
 
 
 def test_with_a_front_end_its_requests_have_left() -> None:

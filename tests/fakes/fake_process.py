@@ -39,6 +39,7 @@ from proto.lifecycle import (
     ProcessBoot,
     Progress,
     Shutdown,
+    Switched,
     SwitchEngine,
     UnderWay,
     WorkersReady,
@@ -120,6 +121,7 @@ class FrontEnd:
             self.met = []
         elif isinstance(message, SwitchEngine) and message.epoch != self.epoch:
             self.left, self.epoch = [EngineLeft(index, self.epoch)], message.epoch
+            self.supervisor.send(Switched(index, self.epoch))
             if not self.num_requests:
                 self.supervisor.send(self.left.pop())
         elif isinstance(message, NewEngine):
