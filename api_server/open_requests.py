@@ -93,8 +93,9 @@ class OpenRequest:
 
     def message(self, epoch: int) -> EngineCoreRequest:
         """What the engine of an epoch is asked: to go on where the stream ends."""
-        if not self.crash_count and not self._num_tokens and self.request.epoch == epoch:
-            return self.request
+        if not self.crash_count and not self._num_tokens:
+            same = self.request.epoch == epoch
+            return self.request if same else changed(self.request, epoch=epoch)
         return changed(
             self.request,
             epoch=epoch,

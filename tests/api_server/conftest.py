@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import socket
 import tempfile
@@ -127,6 +128,7 @@ class FrontEnd:
         path = front_end_path(self.run_dir, epoch, 0)
         self.engine = FakeEngine(path, vocab_size=old.vocab_size, epoch=epoch, accepts=old.accepts)
         self.services.client.reconnect(Link.connect(path, FromEngine), epoch)
+        self.app.state.services = dataclasses.replace(self.services, epoch=epoch)
         return self.engine
 
     async def complete(self, **fields: object) -> httpx.Response:
