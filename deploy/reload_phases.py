@@ -208,6 +208,8 @@ class Meeting(Phase):
         return self
 
     def press(self) -> Phase:
+        if not self._missing and not self._on.recovery.has_gaps:
+            return self._switch()
         if self._on.clock() < self._deadline:
             return self
         return self.give_up(f"it was not ready after {MEETING_SECONDS:g} s")
@@ -221,7 +223,7 @@ class Meeting(Phase):
         if message.error is not None:
             return self.give_up(obituary.user_error(message.error) or message.error.message)
         self._missing.discard(message.index)
-        return self if self._missing else self._switch()
+        return self
 
     def owns(self, dead: Member) -> bool:
         return dead.role != "api_server" and dead.generation == self._births.generation

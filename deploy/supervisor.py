@@ -236,7 +236,7 @@ class Supervisor:
         return min((each for each in limits if each is not None), default=None)
 
     def _replace_the_dead(self, recovery: Recovery) -> None:
-        of_now = [child for child in self._running if self._reload.is_of_now(child)]
+        of_now = self._of_now()
         for child in of_now:
             if recovery.must_go(child.role):
                 child.signal(signal.SIGKILL)
@@ -247,6 +247,10 @@ class Supervisor:
                         child.tell(message)
             for boot in each.boots:
                 self._start(boot)
+
+    def _of_now(self) -> list[Child]:
+        """All but those of a generation that comes or goes."""
+        return [child for child in self._running if self._reload.is_of_now(child)]
 
     def _hear(self, child: Child, recovery: Recovery) -> None:
         for message in child.receive():

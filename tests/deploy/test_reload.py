@@ -26,6 +26,7 @@ from proto.lifecycle import (
     Role,
     Switched,
     SwitchEngine,
+    WorkersReady,
     process_name,
 )
 from proto.prepared_model import PreparedModel
@@ -323,7 +324,8 @@ def test_a_death_while_the_model_is_prepared_only_delays_it() -> None:
 def test_a_front_end_that_dies_while_it_switches_is_born_with_the_new_engine() -> None:
     case = Case()
     case.ask()
-    case.say(NextReady(0, 2), NextReady(1, 2), Switched(0, 2))
+    case.say(NextReady(0, 2), NextReady(1, 2))
+    case.say(Switched(0, 2))
     assert not case.die(case.front_ends[1])
     assert case.ended == [("", False)]
     assert case.births.boot("api_server", 1).epoch == 2
@@ -336,6 +338,18 @@ def test_the_old_engine_dies_while_front_ends_switch() -> None:
     assert case.die(case.members(1)[2])
     assert case.told[-2:] == [SwitchEngine(2), DropEngine(1)]
     assert case.ended == [("", False)]
+
+
+def test_nobody_is_missing_when_it_switches() -> None:
+    case = Case()
+    case.ask()
+    case.recovery.note_death(case.members(1)[0])
+    case.say(NextReady(0, 2), NextReady(1, 2))
+    assert SwitchEngine(2) not in case.told
+    case.recovery.take_due([])
+    case.recovery.note(WorkersReady(case.births.worker_epoch))
+    case.reload.press()
+    assert case.told[-1] == SwitchEngine(2)
 
 
 def test_with_a_front_end_its_requests_have_left() -> None:
