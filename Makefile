@@ -14,15 +14,21 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint
 serve: $(VENV)/installed
 	@$(BIN)/tokend serve $(ARGS)
 
+# Each process of the quick tests has a core to itself: more threads wait for each other
 test: lint
 	@echo "tests: the quick ones"
-	@$(BIN)/python -m pytest -q -m "not slow and not long" -n logical --maxprocesses 8
+	@OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -q -m "not slow and not long" -n logical --maxprocesses 8
 	@echo "tests: the slow ones"
 	@$(BIN)/python -m pytest -q -m "slow and not long"
 
 test-long: $(VENV)/installed-test
 	@echo "tests: the long ones"
 	@$(BIN)/python -m pytest -q -m long
+	@echo "tests: the scheduler once more, compiled"
+	@$(BIN)/python -m engine_core.build_compiled
+	@OMP_NUM_THREADS=1 TOKEND_TEST_COMPILED=1 $(BIN)/python -m pytest -q \
+		-m "not slow and not long" -n logical --maxprocesses 8 tests/engine_core
 	@echo "tests: parity once more by priority"
 	@TOKEND_TEST_FLAGS="--scheduling-policy priority" \
 		$(BIN)/python -m pytest -q -m "slow and not long" tests/e2e/test_parity.py
@@ -52,7 +58,7 @@ $(VENV)/torch: constraints.txt
 	@$(PIP) torch
 	@touch $@
 
-KERNELS := engine_core/build_native.py worker/build_kernels.py \
+KERNELS := engine_core/build_native.py engine_core/build_compiled.py worker/build_kernels.py \
 	$(wildcard engine_core/csrc/*.c worker/csrc/*.cpp worker/csrc/*.h)
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml setup.py $(KERNELS)

@@ -6,17 +6,18 @@ from api_server import errors
 from api_server.middleware import PassTheDoor, RequireApiKey
 from api_server.routes import admin, chat, completions, models, system
 from api_server.services import Services
+from proto.api_keys import read_api_keys
 
 
 def create_app(services: Services) -> FastAPI:
-    """The ASGI application over these services."""
+    """The ASGI application over these services; raises ConfigError for keys that cannot be read."""
     app = FastAPI(title="tokend", version=system.daemon_version(), docs_url=None, redoc_url=None)
     app.state.services = services
     errors.install(app)
     for module in (completions, chat, models, system, admin):
         app.include_router(module.router)
     app.add_middleware(PassTheDoor)
-    key = services.config.api_key
-    if key is not None:
-        app.add_middleware(RequireApiKey, key=key)
+    keys = read_api_keys(services.config)
+    if keys:
+        app.add_middleware(RequireApiKey, keys=keys)
     return app

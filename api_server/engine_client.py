@@ -89,6 +89,11 @@ class EngineClient:
         return self._engine
 
     @property
+    def connected(self) -> bool:
+        """An engine takes what is sent now."""
+        return self._current.ready
+
+    @property
     def num_open(self) -> int:
         return len(self._open)
 

@@ -89,6 +89,7 @@ class Metrics(Collector):
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._restarts = {process_title(role): 0 for role in get_args(Role)}
+        self._watchdog_kills = dict(self._restarts)
         self._ended: defaultdict[str, int] = defaultdict(int)
         self._ended.update(stop=0, length=0, abort=0, error=0)
         self._first_token = Histogram(FIRST_TOKEN_SECONDS)
@@ -110,9 +111,10 @@ class Metrics(Collector):
         """Prometheus' text format 0.0.4."""
         return generate_latest(self._registry)
 
-    def restarted(self, role: Role) -> None:
-        """A process died and was started again."""
+    def restarted(self, role: Role, hung: bool) -> None:
+        """A process died and was started again. hung: it was killed, because it did not move."""
         self._restarts[process_title(role)] += 1
+        self._watchdog_kills[process_title(role)] += hung
 
     def forget_engine(self, epoch: int) -> None:
         """It is gone, and with it what its gauges showed."""
@@ -209,12 +211,14 @@ class Metrics(Collector):
         for reason, count in self._ended.items():
             ended.add_metric((*self._labels, reason), count)
         yield ended
-        restarts = CounterMetricFamily(
-            "tokend:restarts", "Processes that were started again.", labels=("role",)
-        )
-        for role, count in self._restarts.items():
-            restarts.add_metric((role,), count)
-        yield restarts
+        for name, text, by_role in (
+            ("restarts", "Processes that were started again.", self._restarts),
+            ("watchdog_kills", "Those of them that were killed for a hang.", self._watchdog_kills),
+        ):
+            family = CounterMetricFamily(f"tokend:{name}", text, labels=("role",))
+            for role, count in by_role.items():
+                family.add_metric((role,), count)
+            yield family
 
     def _histograms(self) -> Iterator[Metric]:
         for name, text, histogram in (

@@ -5,42 +5,49 @@ sees it.
 """
 
 import hmac
+from collections.abc import Sequence
 from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api_server.errors import DrainingError, error_response
 from api_server.services import SERVICES, Services
+from proto.api_keys import ApiKey
 from proto.errors import AuthenticationError
 
-OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version"})
+OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/version"})
 OPERATORS: Final = frozenset({"health", "ping", "version", "metrics", "admin"})
 """First parts of paths that pass by the door: they answer to the end, which waits for none."""
 
 
 class RequireApiKey:
-    """Answers 401 unless the key comes as `Authorization: Bearer` or `x-api-key`."""
+    """Answers 401 unless a key comes as `Authorization: Bearer` or `x-api-key`.
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
+    Whose key it is, is `key_name` in the state of the request.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]) -> None:
         self._app = app
-        self._key = key.encode()
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._knows(scope):
-            response = error_response(AuthenticationError("missing or wrong API key"))
-            await response(scope, receive, send)
-            return
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            names = self._names(scope)
+            if not names:
+                response = error_response(AuthenticationError("missing or wrong API key"))
+                await response(scope, receive, send)
+                return
+            scope.setdefault("state", {})["key_name"] = names[0]
         await self._app(scope, receive, send)
 
-    def _knows(self, scope: Scope) -> bool:
+    def _names(self, scope: Scope) -> list[str]:
+        """Of the keys that came, each compared with all there are."""
+        names = []
         for name, value in scope["headers"]:
-            if name == b"authorization":
-                scheme, _, token = value.partition(b" ")
-                if scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._key):
-                    return True
-            elif name == b"x-api-key" and hmac.compare_digest(value, self._key):
-                return True
-        return False
+            given = _bearer(value) if name == b"authorization" else value
+            if name in (b"authorization", b"x-api-key") and given is not None:
+                names += [each.name for each in self._keys if hmac.compare_digest(given, each.key)]
+        return names
 
 
 class PassTheDoor:
@@ -59,6 +66,11 @@ class PassTheDoor:
         else:
             with services.visitors:
                 await self._app(scope, receive, send)
+
+
+def _bearer(value: bytes) -> bytes | None:
+    scheme, _, token = value.partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else None
 
 
 def _first_part(path: str) -> str:

@@ -11,10 +11,13 @@ from typing import Any
 from api_server.changeover import Changeover
 from proto.codec import Message
 from proto.lifecycle import (
+    Alive,
+    Condition,
     Drain,
     DropEngine,
     NewEngine,
     NextEngine,
+    Ping,
     Restarted,
     Shutdown,
     SwitchEngine,
@@ -62,7 +65,11 @@ class Orders:
         elif isinstance(message, NewEngine):
             changeover.replace_engine(message)
         elif isinstance(message, Restarted):
-            changeover.services.metrics.restarted(message.role)
+            changeover.services.metrics.restarted(message.role, message.hung)
+        elif isinstance(message, Condition):
+            changeover.services.health.hear(message)
+        elif isinstance(message, Ping):
+            self.tell(Alive())
         elif isinstance(message, NextEngine):
             changeover.prepare(message)
         elif isinstance(message, SwitchEngine):

@@ -21,6 +21,7 @@ from api_server.app import create_app
 from api_server.changeover import Changeover
 from api_server.door import Door
 from api_server.engine_client import EngineClient, FromEngine
+from api_server.health import Health
 from api_server.http_protocol import LimitedHttpProtocol
 from api_server.inputs.sampling import seeds
 from api_server.metrics import Metrics
@@ -87,16 +88,19 @@ def make_services(
     metrics = Metrics(name, model.max_position)
     ids = request_ids(boot.index, boot.incarnation)
     crashes_until_alone = config.scheduler.crashes_until_alone
+    client = EngineClient(link, boot.epoch, ids, metrics, crashes_until_alone)
+    door = Door(ask_drain)
     texts = ModelTexts.load(config.model, model)
     return Services(
         model=model,
         model_name=name,
         config=config.frontend,
-        client=EngineClient(link, boot.epoch, ids, metrics, crashes_until_alone),
+        client=client,
         metrics=metrics,
         tokenizer=texts.tokenizer,
         chat_template=texts.chat_template,
-        door=Door(ask_drain),
+        health=Health(client, door),
+        door=door,
         epoch=boot.epoch,
         vocabulary=texts.vocabulary,
         seeds=seeds(config.model.seed, boot.index),

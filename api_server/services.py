@@ -10,6 +10,7 @@ from typing import Final
 
 from api_server.door import Door, Visitors
 from api_server.engine_client import EngineClient
+from api_server.health import Health
 from api_server.inputs.chat_template import ChatTemplate
 from api_server.inputs.prompts import PromptReader
 from api_server.inputs.sampling import seeds
@@ -39,6 +40,7 @@ class Services:
     metrics: Metrics
     tokenizer: ModelTokenizer
     chat_template: ChatTemplate
+    health: Health
     door: Door
     epoch: int
     vocabulary: str

@@ -86,6 +86,17 @@ class Child:
         if not self.has_ended():
             os.killpg(self.pid, number)
 
+    def show_stacks(self) -> None:
+        """Have it write the stacks of its threads to the log, even if it was stopped.
+
+        But a front end that was stopped stays so, and shows nothing: it would take in the
+        connections that can wait for the next one.
+        """
+        if not self.has_ended():
+            os.kill(self.pid, signal.SIGUSR1)
+            if self.role != "api_server":
+                self.signal(signal.SIGCONT)
+
     def wait(self) -> None:
         """Until the process is gone."""
         self._process.wait()

@@ -45,8 +45,11 @@ class Notifier(Protocol):
     def stopping(self, seconds: float) -> None:
         """The end has begun, and may take so long."""
 
-    def beat(self) -> None:
-        """The supervisor's loop has turned; may be called as often as one likes."""
+    def beat(self, well: bool) -> None:
+        """The supervisor's loop has turned; may be called as often as one likes.
+
+        well: it can mend what is broken; otherwise the manager hears nothing.
+        """
 
     def seconds_to_next_beat(self) -> float | None:
         """How long the loop may sleep; None for as long as it likes."""
@@ -70,7 +73,7 @@ class NobodyListens:
     def stopping(self, seconds: float) -> None:
         """Nothing."""
 
-    def beat(self) -> None:
+    def beat(self, well: bool) -> None:
         """Nothing."""
 
     def seconds_to_next_beat(self) -> float | None:
@@ -142,8 +145,8 @@ class SystemdNotifier:
     def stopping(self, seconds: float) -> None:
         self._send("STOPPING=1", _more_time(seconds + _STOP_SLACK_SECONDS), _status("stopping"))
 
-    def beat(self) -> None:
-        if self._watchdog.due():
+    def beat(self, well: bool) -> None:
+        if self._watchdog.due() and well:
             self._send("WATCHDOG=1")
 
     def seconds_to_next_beat(self) -> float | None:

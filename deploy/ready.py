@@ -47,7 +47,8 @@ def render(
     """The ready line and a command to try it with."""
     name = config.model.served_model_name or model.name
     request = {"model": name, "prompt": "The sea is", "max_tokens": 48, "stream": True}
-    key = ' -H "Authorization: Bearer $TOKEND_API_KEY"' if config.frontend.api_key else ""
+    guarded = config.frontend.api_key or config.frontend.api_key_file
+    key = ' -H "Authorization: Bearer $TOKEND_API_KEY"' if guarded else ""
     return "\n".join(
         [
             f"tokend is ready: {name} on {engine.device_name} at {url} "

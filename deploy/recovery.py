@@ -20,6 +20,7 @@ from proto.lifecycle import (
     EngineReady,
     FrontEndReady,
     Heartbeat,
+    NotReady,
     Paused,
     ProcessBoot,
     Restarted,
@@ -69,6 +70,7 @@ class Recovery:
         self._num_workers = num_workers
         self._clock = clock
         self._gaps: dict[Place, _Gap] = {}
+        self._cut_off: set[Place] = set()
 
     def can_replace(self, dead: Deceased) -> bool:
         """Not where the user must change something first, nor for ever without progress."""
@@ -81,6 +83,17 @@ class Recovery:
             self._reporter.notice(message)
             return False
         return True
+
+    def cut_off(self, hung: Deceased) -> list[Announcement]:
+        """It hangs and will be killed: what the others hear of it now, and not again when it died.
+
+        They let go of it and wait for the next one, so whatever it still does reaches nobody.
+        """
+        place = _place(hung)
+        if place in self._cut_off:
+            return []
+        self._cut_off.add(place)
+        return self._announce(place)
 
     def note_death(self, dead: Deceased) -> None:
         """Plan that another process takes its place."""
@@ -100,13 +113,21 @@ class Recovery:
 
     @property
     def has_gaps(self) -> bool:
-        """Somebody is missing, or not at work yet."""
-        return bool(self._gaps)
+        """Somebody is missing, or about to be ended, or not at work yet."""
+        return bool(self._gaps or self._cut_off)
 
     def must_go(self, role: Role) -> bool:
         """Those that still run in this role are to be killed: who computed with them is dead."""
         gap = self._gaps.get((role, 0))
         return role == "worker" and gap is not None and not gap.started
+
+    def not_ready(self) -> list[NotReady]:
+        """Whom requests wait for. A front end's clients have others to go to."""
+        return [
+            NotReady(f"{process_name(*place)} is being restarted", gap.since)
+            for place, gap in self._gaps.items()
+            if place[0] != "api_server"
+        ]
 
     def seconds_to_next(self) -> float | None:
         """How long there is nothing to start; None for ever."""
@@ -143,16 +164,21 @@ class Recovery:
     def _succeed(self, place: Place) -> Succession:
         role, index = place
         self._gaps[place].started = True
-        indices = [index]
-        if role == "engine_core":
-            told = self._births.new_engine()
-        elif role == "worker":
-            told = self._births.new_workers()
-            indices = list(range(self._num_workers))
-        else:
-            told = self._births.new_front_end(index)
-        told.append(("api_server", Restarted(role)))
+        hung = place in self._cut_off
+        told = [] if hung else self._announce(place)
+        self._cut_off.discard(place)
+        told.append(("api_server", Restarted(role, hung)))
+        indices = range(self._num_workers) if role == "worker" else (index,)
         return Succession(told, [self._births.boot(role, each) for each in indices])
+
+    def _announce(self, place: Place) -> list[Announcement]:
+        """Take the numbers of those who follow; what the others hear of it."""
+        role, index = place
+        if role == "engine_core":
+            return self._births.new_engine()
+        if role == "worker":
+            return self._births.new_workers()
+        return self._births.new_front_end(index)
 
     def _close(self, place: Place) -> None:
         gap = self._gaps.get(place)

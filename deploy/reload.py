@@ -94,9 +94,13 @@ class Reload:
         """What a process says of itself."""
         self._phase = self._phase.note(message)
 
+    def owns(self, process: Member) -> bool:
+        """Whether its death would be our affair, and nobody else's."""
+        return self._phase.owns(process)
+
     def note_death(self, dead: Member) -> bool:
         """Of any process; True when nobody else needs to do anything about it."""
-        owned = self._phase.owns(dead)
+        owned = self.owns(dead)
         self._phase = self._phase.note_death(dead)
         return owned
 
@@ -136,6 +140,10 @@ class NoReload:
 
     def note(self, message: Message) -> None:
         """Nothing."""
+
+    def owns(self, process: Member) -> bool:
+        """Nobody's."""
+        return False
 
     def note_death(self, dead: Member) -> bool:
         """Not our affair."""

@@ -9,11 +9,13 @@ import time
 from deploy import ready
 from deploy.child import module_commands
 from deploy.display import Display, open_display
+from deploy.launch import Launch
 from deploy.listening import listen, url_of
 from deploy.notify import NotifyingDisplay, notifier_for
 from deploy.prepare.store import prepared_model
-from deploy.supervisor import Launch, Supervisor
+from deploy.supervisor import Supervisor
 from deploy.surroundings import FAULTS_VARIABLE, Surroundings
+from proto.api_keys import read_api_keys
 from proto.config import ServeConfig
 from proto.errors import ConfigError
 from proto.faults import Fault, parse_faults
@@ -26,6 +28,7 @@ def serve(config: ServeConfig, around: Surroundings) -> int:
     started = time.monotonic()
     _check_tokenizer(config)
     scheme = _scheme(config)
+    read_api_keys(config.frontend)
     faults = _faults(config, around)
     run_parent = around.run_parent()
     listener = listen(config.frontend.host, config.frontend.port)

@@ -12,22 +12,22 @@ worker with those that compute together with it), and the others are told.
 
 import os
 import signal
-import socket
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Final
 
-from deploy import obituary
 from deploy.adopted import reap_adopted
 from deploy.births import Births
-from deploy.child import Child, Commands
+from deploy.child import Child
 from deploy.child_environment import child_environment
 from deploy.display import Display
 from deploy.draining import Draining, NotDraining
 from deploy.ending import AFTER_A_DEATH, ON_REQUEST, Ending, NotEnding, Patience
+from deploy.failures import Failures
+from deploy.guard import Guard
 from deploy.hang_up import HangUp
+from deploy.hangs import HangDetector, Limits
+from deploy.launch import Launch
 from deploy.notify import Notifier
 from deploy.ready import Readiness
 from deploy.recovery import Recovery
@@ -37,8 +37,6 @@ from deploy.reload_news import ReloadNews
 from deploy.restart_budget import RestartBudget
 from deploy.signals import SignalInbox
 from proto import PROTOCOL_VERSION
-from proto.config import ServeConfig
-from proto.faults import Fault
 from proto.lifecycle import (
     Drain,
     DrainWanted,
@@ -47,51 +45,14 @@ from proto.lifecycle import (
     Notice,
     ProcessBoot,
     Progress,
-    Role,
     UnderWay,
 )
-from proto.prepared_model import PreparedModel
 from proto.run_directory import RunDirectory
 from proto.sockets import Poller
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
-_CHAIN_SECONDS: Final = 0.1
-"""Failures this close to the first are taken for one chain with one culprit."""
 _SAME_SIGNAL_SECONDS: Final = 0.05
 """A signal sent to a process group arrives again when a parent such as make passes it on."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What is to be started.
-
-    listeners: listening sockets, inherited by every front end.
-    variables: environment that the processes get, each role with its own additions.
-    commands: how the process of each role is started.
-    prepare: prints the manifest of the model as it is now, for a reload.
-    faults: that tests have asked for.
-    """
-
-    config: ServeConfig
-    model: PreparedModel
-    listeners: tuple[socket.socket, ...]
-    variables: Mapping[str, str]
-    commands: Commands
-    prepare: Sequence[str]
-    faults: tuple[Fault, ...] = ()
-
-    def processes(self) -> list[tuple[Role, int]]:
-        """Every process, as (role, index)."""
-        found: list[tuple[Role, int]] = [
-            ("worker", rank) for rank in range(self.config.parallel.tensor_parallel_size)
-        ]
-        found.append(("engine_core", 0))
-        found.extend(("api_server", index) for index in range(self.front_ends))
-        return found
-
-    @property
-    def front_ends(self) -> int:
-        return self.config.frontend.api_server_count
 
 
 class Supervisor:
@@ -112,8 +73,7 @@ class Supervisor:
         self._notifier = notifier
         self._running: list[Child] = []
         self._poller = Poller()
-        self._failed: list[Child] = []
-        self._first_failure = 0.0
+        self._failures = Failures(display)
         self._signalled_at = 0.0
         self._num_signals = 0
         self._hang_up = HangUp()
@@ -137,17 +97,18 @@ class Supervisor:
             try:
                 births = self._births(directory.path, death_pipe[0])
                 recovery = self._recovery(births)
+                guard = self._guard(births, recovery)
                 self._reload = self._reloads(births, recovery, directory.path)
                 for role, index in self._launch.processes():
                     self._start(births.boot(role, index))
-                self._watch(signals, recovery)
+                self._watch(signals, recovery, guard)
             finally:
                 self._kill_rest()
                 self._display.close()
                 for descriptor in death_pipe:
                     os.close(descriptor)
                 directory.leave()
-        return self._conclude()
+        return self._failures.conclude(self._status, serving=self._readiness.complete)
 
     def _births(self, run_dir: str, death_fd: int) -> Births:
         launch = self._launch
@@ -170,6 +131,10 @@ class Supervisor:
         config = self._launch.config
         budget = RestartBudget(config.reliability.max_restarts)
         return Recovery(births, budget, self._display, config.parallel.tensor_parallel_size)
+
+    def _guard(self, births: Births, recovery: Recovery) -> Guard:
+        detector = HangDetector(Limits.of(self._launch.config.reliability))
+        return Guard(detector, births, recovery, self._display)
 
     def _reloads(self, births: Births, recovery: Recovery, run_dir: str) -> Reload:
         launch = self._launch
@@ -205,16 +170,16 @@ class Supervisor:
         self._poller.add(child.link)
         self._poller.add(child.pidfd)
 
-    def _watch(self, signals: SignalInbox, recovery: Recovery) -> None:
+    def _watch(self, signals: SignalInbox, recovery: Recovery, guard: Guard) -> None:
         """Until the last process has ended, and none is to follow."""
         self._poller.add(signals.fileno())
         while self._running or not self._ending.begun:
-            self._poller.wait(self._seconds_to_sleep(recovery))
-            self._notifier.beat()
+            self._poller.wait(self._seconds_to_sleep(recovery, guard))
+            self._notifier.beat(guard.copes)
             for number in signals.take():
                 self._obey(number)
             for child in list(self._running):
-                self._hear(child, recovery)
+                self._hear(child, recovery, guard)
                 if child.has_ended():
                     self._bury(child, recovery)
             reap_adopted({child.pid for child in self._running} | self._preparing)
@@ -222,27 +187,33 @@ class Supervisor:
                 self._abort()
             if self._ending.begun:
                 self._ending.press()
-            elif self._serving:
-                self._reload.press()
-                self._replace_the_dead(recovery)
+            else:
+                self._go_on(recovery, guard)
 
-    def _seconds_to_sleep(self, recovery: Recovery) -> float | None:
+    def _go_on(self, recovery: Recovery, guard: Guard) -> None:
+        """While the daemon is not ending, also while it drains."""
+        if self._serving:
+            self._reload.press()
+            self._replace_the_dead(recovery)
+        guard.turn(self._of_now(), self._recovers)
+
+    def _seconds_to_sleep(self, recovery: Recovery, guard: Guard) -> float | None:
         """Until something must be done though nothing has happened; None for never."""
-        step = self._ending.seconds_to_next_step() if self._ending.begun else None
-        birth = None if self._ending.begun else recovery.seconds_to_next()
-        drain = None if self._ending.begun else self._draining.seconds_left()
-        reload = None if self._ending.begun else self._reload.seconds_left()
-        limits = (step, birth, drain, reload, self._notifier.seconds_to_next_beat())
+        limits = [self._notifier.seconds_to_next_beat()]
+        if self._ending.begun:
+            limits.append(self._ending.seconds_to_next_step())
+        else:
+            limits += (recovery.seconds_to_next(), guard.seconds_to_next())
+            limits += (self._draining.seconds_left(), self._reload.seconds_left())
         return min((each for each in limits if each is not None), default=None)
 
     def _replace_the_dead(self, recovery: Recovery) -> None:
-        of_now = self._of_now()
-        for child in of_now:
+        for child in self._of_now():
             if recovery.must_go(child.role):
                 child.signal(signal.SIGKILL)
-        for each in recovery.take_due(of_now):
+        for each in recovery.take_due(self._of_now()):
             for role, message in each.told:
-                for child in of_now:
+                for child in self._of_now():  # also those that were started just now
                     if child.role == role:
                         child.tell(message)
             for boot in each.boots:
@@ -252,8 +223,13 @@ class Supervisor:
         """All but those of a generation that comes or goes."""
         return [child for child in self._running if self._reload.is_of_now(child)]
 
-    def _hear(self, child: Child, recovery: Recovery) -> None:
+    def _recovers(self, child: Child) -> bool:
+        """Whether another one takes its place when it dies, and nothing else comes of it."""
+        return self._serving and not self._reload.owns(child)
+
+    def _hear(self, child: Child, recovery: Recovery, guard: Guard) -> None:
         for message in child.receive():
+            guard.hear(child, message)
             self._handle(child, message, recovery)
         if child.last_words is not None and not self._serving:
             self._fail(child)
@@ -298,18 +274,12 @@ class Supervisor:
         child.close()
 
     def _fail(self, child: Child) -> None:
-        """Note a failure. The first ends the daemon; later ones are mostly its echo."""
-        if child in self._failed:
-            return
-        now = time.monotonic()
-        if not self._ending.begun:
-            self._first_failure = now
-            self._failed.append(child)
+        """The first failure ends the daemon; later ones are mostly its echo."""
+        if self._ending.begun:
+            self._failures.add(child, expected=self._ending.caused(child.exit_status))
+        else:
+            self._failures.begin(child)
             self._end(AFTER_A_DEATH)
-        elif self._failed and now - self._first_failure < _CHAIN_SECONDS:
-            self._failed.append(child)
-        elif not self._failed and not self._ending.caused(child.exit_status):
-            self._display.notice(f"{obituary.manner(child)} while it was ending", child.name)
 
     def _obey(self, number: signal.Signals) -> None:
         """SIGCHLD wakes the loop and means nothing else."""
@@ -376,15 +346,3 @@ class Supervisor:
             child.wait()
             child.close()
         self._running.clear()
-
-    def _conclude(self) -> int:
-        if not self._failed:
-            return self._status
-        culprit = obituary.culprit_of(self._failed)
-        message = obituary.user_error(culprit.last_words)
-        if message is not None:
-            print(f"tokend: {message}", file=sys.stderr, flush=True)
-            return 2
-        moment = "while serving" if self._readiness.complete else "while starting"
-        print(obituary.render(culprit, moment), file=sys.stderr, flush=True)
-        return 1

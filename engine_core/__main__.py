@@ -1,6 +1,17 @@
 """`python -P -m engine_core --boot-fd N`: the engine process."""
 
-from engine_core.core import main
+from engine_core.compiled import use_compiled
+from proto.lifecycle import ProcessBoot
 from proto.process import run
+from proto.sockets import Link
+
+
+def main(boot: ProcessBoot, supervisor: Link) -> None:
+    """The engine, compiled where it can be: the import has to wait for the choice."""
+    use_compiled()
+    from engine_core.core import main as run_engine
+
+    run_engine(boot, supervisor)
+
 
 run(main)

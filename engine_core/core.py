@@ -20,12 +20,14 @@ from engine_core.kv_cache.residency import ResidencyMeter
 from engine_core.kv_events import KVEventSink, make_kv_events
 from engine_core.orders import Orders
 from engine_core.outbox import Outbox
-from engine_core.pool_plan import PoolPlan, longest_chunk, plan_pool
+from engine_core.pool_plan import PoolPlan, plan_pool
+from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.service import Service
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS, Stepper
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits
+from engine_core.vitals import Vitals
 from proto import PROTOCOL_VERSION
 from proto.config import ServeConfig
 from proto.errors import TokendError
@@ -45,7 +47,7 @@ class IntegrityError(TokendError):
 
 def main(boot: ProcessBoot, supervisor: Link) -> None:
     """Run the engine of one epoch until the supervisor asks for its end."""
-    config, poller, orders = boot.config, Poller([supervisor]), Orders(supervisor)
+    config, poller = boot.config, Poller([supervisor])
     front_ends = FrontEndLinks(boot.run_dir, boot.epoch, boot.front_ends)
     crew = Crew(
         _executors(boot),
@@ -54,12 +56,14 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
         lambda epoch: supervisor.send(WorkersReady(epoch)),
         boot.worker_epoch,
     )
+    vitals = Vitals(crew)
+    orders = Orders(supervisor, vitals.report)
     if not _assemble(crew, orders, front_ends, poller):
         return
     kv_events = make_kv_events(config.cache.kv_events_endpoint, boot.run_dir, boot.epoch)
     if kv_events.endpoint:
         supervisor.send(Notice(boot.role, boot.index, f"KV events: {kv_events.endpoint}"))
-    stepper = _build(boot, crew, front_ends, orders, poller, kv_events)
+    stepper = _build(boot, crew, front_ends, orders, poller, kv_events, vitals)
     settle_heap()
     _announce(boot, crew, front_ends, supervisor)
     stepper.run()
@@ -139,7 +143,7 @@ def build_parts(
         config.cache.enable_prefix_caching,
         worker.fingerprint,
         groups=worker.geometry.groups,
-        longest_chunk=longest_chunk(config.scheduler),
+        longest_chunk=ChunkRule.from_config(config.scheduler).longest_chunk,
         observers=kv_events.observers,
         residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
     )
@@ -168,10 +172,12 @@ def _build(
     orders: Orders,
     poller: Poller,
     kv_events: KVEventSink,
+    vitals: Vitals,
 ) -> Stepper:
     plan = crew.plan
     parts = build_parts(boot.config, plan, crew.workers[0], front_ends, boot.epoch, kv_events)
     kv_cache = parts.kv_cache
+    vitals.watch(lambda: parts.scheduler.has_work)
     if boot.pause_mode is not None:
         parts.scheduler.pause(boot.pause_mode)
 

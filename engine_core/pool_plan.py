@@ -6,7 +6,8 @@ A pure function of what the workers report and what the operator asked for.
 from dataclasses import dataclass
 
 from engine_core.kv_cache.sizing import longest_request
-from proto.config import SchedulerConfig, ServeConfig
+from engine_core.scheduler.chunking import ChunkRule
+from proto.config import ServeConfig
 from proto.errors import ConfigError
 from proto.lifecycle import WorkerReady
 
@@ -39,7 +40,7 @@ def plan_pool(workers: list[WorkerReady], config: ServeConfig, max_position: int
     groups = workers[0].geometry.groups
     num_blocks = _num_blocks(workers, config)
     wanted = min(max_position, config.model.max_model_len or max_position)
-    chunk = longest_chunk(config.scheduler)
+    chunk = ChunkRule.from_config(config.scheduler).longest_chunk
     usable = longest_request(groups, num_blocks - 1, block_size, chunk, wanted)
     notice = ""
     if usable < wanted:
@@ -48,12 +49,6 @@ def plan_pool(workers: list[WorkerReady], config: ServeConfig, max_position: int
             f"requests are limited to {usable} tokens instead of {wanted}"
         )
     return PoolPlan(num_blocks, block_size, usable, notice)
-
-
-def longest_chunk(config: SchedulerConfig) -> int:
-    """Most tokens of one request in a step."""
-    budget = config.max_num_batched_tokens
-    return min(config.long_prefill_token_threshold or budget, budget)
 
 
 def _num_blocks(workers: list[WorkerReady], config: ServeConfig) -> int:

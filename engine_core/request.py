@@ -74,6 +74,7 @@ class Request:
         request_id, choice: name it towards the front end `client_index`.
         prompt_token_ids: [num_prompt_tokens], shared by all choices, never changed (the
             next turn of a session gets another list with its input).
+        tenant: whose it is, for fairness; 0 where nobody said so.
         stop_ids: token ids that end it. seed, choice: key of its draws.
         order: (priority, arrival, request id, choice); the lower goes first, where
             the policy asks.
@@ -128,6 +129,7 @@ class Request:
         "status",
         "stop_ids",
         "stop_reason",
+        "tenant",
     )
 
     def __init__(
@@ -147,6 +149,7 @@ class Request:
         arrival_time: float = 0.0,
         cache_salt: str | None = None,
         crash_count: int = 0,
+        tenant: int = 0,
     ) -> None:
         """output_token_ids: generated in an earlier epoch. prompt_hashes: already known hashes."""
         self.handle = handle
@@ -158,6 +161,7 @@ class Request:
         self.priority = priority
         self.arrival_time = arrival_time
         self.cache_salt = cache_salt
+        self.tenant = tenant
         self.order = (priority, arrival_time, request_id, choice)
 
         self.all_token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
@@ -210,6 +214,7 @@ class Request:
             priority=self.priority,
             arrival_time=self.arrival_time,
             cache_salt=self.cache_salt,
+            tenant=self.tenant,
         )
 
     def take_input(self, token_ids: list[int], sampling_params: SamplingParams) -> None:
@@ -275,6 +280,9 @@ class Request:
         """Whether it goes first: by priority (lower), arrival, request id, choice."""
         return self.order < other.order
 
+    def __hash__(self) -> int:
+        return self.handle
+
     def __repr__(self) -> str:
         return (
             f"Request(handle={self.handle}, request_id={self.request_id}, choice={self.choice}, "
@@ -309,6 +317,7 @@ def choices_of(
             arrival_time=message.arrival_time,
             cache_salt=message.cache_salt,
             crash_count=message.crash_count,
+            tenant=message.tenant,
         )
         for choice in range(message.n)
         if choice not in message.finished_choices

@@ -5,6 +5,7 @@ workers that take over from others.
 """
 
 import logging
+import time
 
 from engine_core.intake import Intake
 from engine_core.orders import Orders
@@ -15,7 +16,7 @@ from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.transport import FrontEndLinks
 from proto.lifecycle import Notice, Paused
-from proto.sockets import Poller
+from proto.sockets import Link, Poller
 
 logger = logging.getLogger("tokend.service")
 
@@ -64,9 +65,7 @@ class Service:
         over, and ends the sessions that were at rest for too long.
         """
         limits = (timeout_seconds, self._scheduler.sessions.seconds_to_next_end)
-        ready = self._poller.wait(min((each for each in limits if each is not None), default=None))
-        if self._supervisor in ready:
-            self._obey()
+        ready = self._wait(min((each for each in limits if each is not None), default=None))
         received = self._front_ends.receive()
         for client, message in received:
             self._intake.take(client, message)
@@ -95,8 +94,22 @@ class Service:
         self._outbox.flush()
         self._bury_stalled()
 
-    def _obey(self) -> None:
-        self._orders.receive()
+    def _wait(self, timeout_seconds: float | None) -> list[Link | int]:
+        """What is readable, after at most this time; the supervisor has been obeyed.
+
+        A mere question of the supervisor is no news: idleness is not interrupted by it.
+        """
+        end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while True:
+            ready = self._poller.wait(timeout_seconds)
+            if self._supervisor not in ready or self._obey() or len(ready) > 1:
+                return ready
+            if end is not None:
+                timeout_seconds = max(0.0, end - time.monotonic())
+
+    def _obey(self) -> bool:
+        """Whether there was anything to obey."""
+        any_orders = self._orders.receive()
         for each in self._orders.take_front_ends():
             old, new = self._front_ends.replace(each.index, each.incarnation)
             for link in old:
@@ -105,6 +118,7 @@ class Service:
             self._poller.add(new)
             ended = self._scheduler.abort_client(each.index)
             logger.warning("front end %d died: %d requests are aborted", each.index, ended)
+        return any_orders
 
     def _tell_pause(self) -> None:
         if self._scheduler.pause_mode != self._pause_told:

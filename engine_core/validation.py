@@ -39,6 +39,8 @@ def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
         )
     if not 0 <= message.seed < 1 << 64:
         raise InvalidRequestError("seed must fit 64 bits", "seed")
+    if not 0 <= message.tenant < 1 << 64:
+        raise InvalidRequestError("tenant must fit 64 bits", "tenant")
     if message.cache_salt is not None and not _is_utf8(message.cache_salt):
         raise InvalidRequestError("cache_salt is not valid text", "cache_salt")
     params.validate(limits.vocab_size)

@@ -15,6 +15,7 @@ import msgspec
 from proto.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+TenantBy = Literal["api-key", "header", "none"]
 GIB: Final = 1 << 30
 
 
@@ -127,13 +128,21 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Front-end processes."""
     disable_log_requests: bool = False
     """Do not log a line for each request."""
+    api_key_file: str | None = None
+    """File with a name and a key in each line; every name is a tenant."""
+    tenant_by: TenantBy = "api-key"
+    """What tells tenants apart, who share fairly: their keys, X-Tenant-ID as well, or nothing."""
 
 
 class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What happens when a process dies, and when the daemon ends."""
+    """What happens when a process dies or hangs, and when the daemon ends."""
 
     max_restarts: int = 8
     """Restarts without a completed step in between; one death more ends the daemon."""
+    step_timeout: float = 60.0
+    """Seconds without progress after which a process is ended and restarted; 0 for never."""
+    start_timeout: float = 600.0
+    """Seconds without a sign of progress that a process may take to start; 0 for ever."""
     enable_fault_injection: bool = False
     """Let the environment variable TOKEND_FAULTS break things on purpose; for tests."""
     shutdown_timeout: float = 30.0
@@ -222,6 +231,10 @@ def validate(config: ServeConfig) -> None:
             f"--max-restarts must be 0 or more, got {config.reliability.max_restarts}",
             "max_restarts",
         )
+    for field in ("step_timeout", "start_timeout"):
+        value = getattr(config.reliability, field)
+        if not value >= 0.0:
+            raise ConfigError(f"{flag_name(field)} must be 0 or more, got {value}", field)
     if not 0.0 <= config.reliability.shutdown_timeout < math.inf:
         raise ConfigError(
             f"--shutdown-timeout must be 0 or more, got {config.reliability.shutdown_timeout}",
@@ -237,6 +250,8 @@ def validate(config: ServeConfig) -> None:
         raise ConfigError(f"--port must be between 0 and 65535, got {frontend.port}", "port")
     if frontend.api_key is not None and not frontend.api_key.strip():
         raise ConfigError("--api-key (or TOKEND_API_KEY) must not be empty", "api_key")
+    if frontend.api_key_file is not None and not frontend.api_key_file:
+        raise ConfigError("--api-key-file must name a file", "api_key_file")
     _check_tls(frontend)
     if config.model.seed is not None and not 0 <= config.model.seed < 1 << 63:
         raise ConfigError(f"--seed must be in [0, 2^63), got {config.model.seed}", "seed")

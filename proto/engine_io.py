@@ -57,6 +57,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     cache_salt: separates prefix caches; enters the hash of the first block.
     crash_count: processes that died while this request was computed, since its last token.
     resumable: opens a session, which the `last` SessionInput closes.
+    tenant: 64 bits, who shares the engine fairly with other tenants; 0 where nobody is named.
     """
 
     epoch: int
@@ -72,6 +73,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     finished_choices: tuple[int, ...] = ()
     crash_count: int = 0
     resumable: bool = False
+    tenant: int = 0
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2, frozen=True):

@@ -12,6 +12,10 @@ engine died      supervisor ──NewEngine──▶ workers, front ends
 worker died      supervisor ──NewWorkers──▶ engine ──WorkersReady──▶ supervisor
 front end died   supervisor ──NewFrontEnd──▶ engine
 
+Whether they still move is asked, because who hangs tells nothing:
+
+supervisor ──Ping──▶ engine, front ends ──EngineAlive, Alive──▶ supervisor ──Condition──▶ front ends
+
 A reload brings another engine and other workers, beside those of now or in their place:
 
 supervisor ──NextEngine──▶ front ends ──NextReady──▶ supervisor ──SwitchEngine──▶ front ends
@@ -229,9 +233,13 @@ class NewFrontEnd(msgspec.Struct, array_like=True, tag=21, frozen=True):
 
 
 class Restarted(msgspec.Struct, array_like=True, tag=22, frozen=True):
-    """For the statistics of the front ends: a process was started again."""
+    """For the statistics of the front ends: a process was started again.
+
+    hung: it was ended by force, because it did not move any more.
+    """
 
     role: Role
+    hung: bool = False
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag=23, frozen=True):
@@ -251,6 +259,43 @@ class Paused(msgspec.Struct, array_like=True, tag=25, frozen=True):
     """The engine is paused; None: no longer. For the engine that may follow."""
 
     mode: PauseMode | None
+
+
+class Ping(msgspec.Struct, array_like=True, tag=35, frozen=True):
+    """Answer as soon as your loop comes to it. One is under way at a time."""
+
+
+class Alive(msgspec.Struct, array_like=True, tag=36, frozen=True):
+    """Answer to a Ping: the loop of this process turns."""
+
+
+class EngineAlive(msgspec.Struct, array_like=True, tag=37, frozen=True):
+    """An engine's answer to a Ping.
+
+    num_steps: steps that all workers of this epoch have answered.
+    awaits: ranks of workers that owe an answer, to a step or to what their start needs.
+    ready: the workers of this epoch take steps.
+    has_work: there is something to schedule.
+    """
+
+    worker_epoch: int
+    num_steps: int = 0
+    awaits: tuple[int, ...] = ()
+    ready: bool = False
+    has_work: bool = False
+
+
+class NotReady(msgspec.Struct, array_like=True, frozen=True):
+    """A reason not to send requests here. since: seconds of the monotonic clock."""
+
+    what: str
+    since: float
+
+
+class Condition(msgspec.Struct, array_like=True, tag=38, frozen=True):
+    """For the health of the front ends: all that is amiss now; replaces what was said before."""
+
+    reasons: tuple[NotReady, ...] = ()
 
 
 class Drain(msgspec.Struct, array_like=True, tag=40, frozen=True):
@@ -339,6 +384,8 @@ ToSupervisor = (
     | Heartbeat
     | WorkersReady
     | Paused
+    | Alive
+    | EngineAlive
     | UnderWay
     | DrainWanted
     | NextReady
@@ -351,6 +398,8 @@ FromSupervisor = (
     | NewWorkers
     | NewFrontEnd
     | Restarted
+    | Ping
+    | Condition
     | Drain
     | NextEngine
     | SwitchEngine

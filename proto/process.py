@@ -1,11 +1,13 @@
 """The life of a child process of the supervisor: birth, last words, end.
 
 Owns what engine, worker and front end do alike: read the boot message from the
-inherited descriptor, take a title, leave Ctrl-C to the supervisor, end when the
-supervisor is gone, and report the error that ends them.
+inherited descriptor, take a title, leave Ctrl-C to the supervisor, show the stacks of
+all threads on SIGUSR1, end when the supervisor is gone, and report the error that ends
+them.
 """
 
 import argparse
+import faulthandler
 import logging
 import os
 import signal
@@ -90,6 +92,7 @@ def _read_boot() -> ProcessBoot:
 
 def _enter(boot: ProcessBoot, directory: RunDirectory) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)  # works also where no Python code runs any more
     name = process_name(boot.role, boot.index)
     logging.basicConfig(
         level=logging.INFO,

@@ -5,8 +5,8 @@ engine ── InitializeCache ──▶ allocate ── CacheReady ──▶ eng
 engine ── SchedulerOutput ──▶ ModelRunner ── ModelRunnerOutput ──▶ engine
 
 When the engine dies the supervisor names the epoch of the next one (NewEngine): rows and
-KV are given up, the weights stay, and all but the loading begins again. The supervisor is
-the parent of both and ends whoever is left over, so nobody here waits for an engine by the clock.
+KV are given up, the weights stay, and all but the loading begins again. For 30 s: a worker
+without an engine ends itself.
 """
 
 import json
@@ -37,6 +37,7 @@ from worker.attention.base import AttentionShape
 from worker.attention.registry import create_backend
 from worker.batch.rows import Rows
 from worker.device import CpuDevice
+from worker.engine_wait import EngineWait
 from worker.faulty_model import FaultyModel
 from worker.fingerprint import kv_fingerprint
 from worker.kv_cache import KVCache, kv_cache_geometry
@@ -70,6 +71,7 @@ class Service:
         self._epoch = boot.worker_epoch
         self._engine = meet(boot.worker_epoch)
         self._poller = Poller([supervisor, self._engine])
+        self._engine_wait = EngineWait()
         self._runner: ModelRunner | None = None
         self._saboteur = Saboteur.of(boot.faults, "worker", boot.index, boot.incarnation)
         self._device = CpuDevice(boot.config.device)
@@ -83,10 +85,10 @@ class Service:
         self._kv_cache_bytes = self._device.kv_cache_bytes(boot.config.cache)
 
     def run(self) -> None:
-        """Serve until Shutdown."""
+        """Serve until Shutdown; raises ProcessDiedError when no engine follows one that died."""
         self._engine.send(self._ready())
         while True:
-            readable = self._poller.wait()
+            readable = self._poller.wait(self._engine_wait.seconds_left())
             if self._supervisor in readable and self._obey():
                 return
             for message in self._engine.receive():
@@ -112,9 +114,11 @@ class Service:
         self._engine = self._meet(epoch)
         self._poller.add(self._engine)
         self._engine.send(self._ready())
+        self._engine_wait.begin()
 
     def _serve(self, message: InitializeCache | SchedulerOutput) -> None:
         if isinstance(message, InitializeCache):
+            self._engine_wait.end()
             self._runner = self._initialize(message)
             self._engine.send(CacheReady(message.epoch, self._boot.index))
         elif self._runner is None:

@@ -13,6 +13,7 @@ from api_server.routes.access import services_of
 from api_server.routes.body import read_fields
 from api_server.routes.prepare import Preparation, Wishes
 from api_server.routes.respond import GenerationResponse
+from api_server.tenants import tenant_of
 from proto.errors import InvalidRequestError
 
 router = APIRouter()
@@ -24,11 +25,12 @@ CHARACTERS_OF_A_MESSAGE: Final = 64
 @router.post("/v1/chat/completions")
 async def create_chat_completion(request: Request) -> Response:
     services = services_of(request)
+    tenant = tenant_of(request, services.config.tenant_by)
     reader = services.prompt_reader("messages")
     asked = parse(ChatCompletionRequest, await read_fields(request), CHAT_LATER)
     if asked.top_logprobs and not asked.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs", "top_logprobs")
-    preparation = Preparation(services, asked, "chatcmpl-")
+    preparation = Preparation(services, asked, "chatcmpl-", tenant)
     size = sum(len(message.content) for message in asked.messages)
     reader.check_characters(size)
     messages = [message.for_template() for message in asked.messages]

@@ -44,12 +44,15 @@ class Wishes:
 class Preparation:
     """One HTTP request on its way to the engine. Made when the request arrives."""
 
-    def __init__(self, services: Services, request: GenerationRequest, id_prefix: str) -> None:
+    def __init__(
+        self, services: Services, request: GenerationRequest, id_prefix: str, tenant: int
+    ) -> None:
         check_request(request)
         check_beams(request)
         services.check_model(request.model)
         self._services = services
         self._request = request
+        self._tenant = tenant
         self._arrival = time.monotonic()
         self.id = id_prefix + (request.request_id or secrets.token_hex(16))
 
@@ -138,6 +141,7 @@ class Preparation:
             arrival_time=self._arrival,
             n=self._request.n,
             priority=self._request.priority,
+            tenant=self._tenant,
         )
 
     def _stream(

@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from api_server.routes.access import services_of
 
@@ -17,11 +17,32 @@ router = APIRouter()
 @router.head("/ping", include_in_schema=False)
 @router.post("/ping")
 async def health(request: Request) -> Response:
-    """200 while requests are taken, 503 before and after."""
+    """200 while requests are taken, 503 before and after.
+
+    Also while a process is restarted, because requests wait for it.
+    """
     services = services_of(request)
     services.door.check()
     _ = services.client.engine
     return Response()
+
+
+@router.get("/health/live")
+@router.head("/health/live", include_in_schema=False)
+async def live() -> Response:
+    """200: this process answers."""
+    return Response()
+
+
+@router.get("/health/ready")
+@router.head("/health/ready", include_in_schema=False)
+async def ready(request: Request) -> Response:
+    """200 while requests come along as they should; 503 with the reasons why not."""
+    reasons = services_of(request).health.reasons()
+    if reasons:
+        body = {"ready": False, "reasons": reasons}
+        return JSONResponse(body, 503, {"retry-after": "1"})
+    return JSONResponse({"ready": True, "reasons": []})
 
 
 @router.get("/version")

@@ -34,6 +34,16 @@ class Executor(Protocol):
         """All workers have made their KV tensors and take steps."""
         ...
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that every rank has answered."""
+        ...
+
+    @property
+    def awaits(self) -> tuple[int, ...]:
+        """Ranks whose answer is missing: to a step, or to what comes before the first one."""
+        ...
+
     def initialize_cache(self, num_blocks: int, block_size: int, max_model_len: int) -> None:
         """Have the KV tensors made. num_blocks counts the null block."""
         ...

@@ -51,6 +51,21 @@ class Crew:
         return self._ready
 
     @property
+    def epoch(self) -> int:
+        """Of the workers of now."""
+        return self._epoch
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the workers of now have answered."""
+        return self._executor.num_steps
+
+    @property
+    def awaits(self) -> tuple[int, ...]:
+        """Ranks whose answer is missing: to a step, or to what comes before the first one."""
+        return self._executor.awaits
+
+    @property
     def workers(self) -> list[WorkerReady]:
         """What the workers of now said of themselves; empty until all of them have loaded."""
         return self._executor.workers

@@ -36,6 +36,9 @@ class LocalExecutor:
         self._ready: dict[int, WorkerReady] = {}
         self._cache_ready: set[int] = set()
         self._answers: list[deque[ModelRunnerOutput]] = [deque() for _ in self._links]
+        self._initializing = False
+        self._num_submitted = 0
+        self._num_answered = [0] * world_size
 
     @property
     def links(self) -> list[Link]:
@@ -51,7 +54,21 @@ class LocalExecutor:
     def cache_ready(self) -> bool:
         return len(self._cache_ready) == len(self._links)
 
+    @property
+    def num_steps(self) -> int:
+        return min(self._num_answered)
+
+    @property
+    def awaits(self) -> tuple[int, ...]:
+        ranks = range(len(self._links))
+        if not self._initializing:
+            return tuple(rank for rank in ranks if rank not in self._ready)
+        if not self.cache_ready:
+            return tuple(rank for rank in ranks if rank not in self._cache_ready)
+        return tuple(rank for rank in ranks if self._num_answered[rank] < self._num_submitted)
+
     def initialize_cache(self, num_blocks: int, block_size: int, max_model_len: int) -> None:
+        self._initializing = True
         message = InitializeCache(
             PROTOCOL_VERSION, self._epoch, num_blocks, block_size, max_model_len
         )
@@ -59,6 +76,7 @@ class LocalExecutor:
             link.send(message)
 
     def submit(self, output: SchedulerOutput) -> None:
+        self._num_submitted += 1
         for rank, link in enumerate(self._links):
             try:
                 link.send(output)
@@ -95,6 +113,7 @@ class LocalExecutor:
         if message.epoch != self._epoch:
             logger.warning("worker %d: dropped a message of epoch %d", rank, message.epoch)
         elif isinstance(message, ModelRunnerOutput):
+            self._num_answered[rank] += 1
             if message.error is None:
                 self._answers[rank].append(message)
             else:  # its own last words say more, and the supervisor sends others

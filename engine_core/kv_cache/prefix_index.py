@@ -38,10 +38,12 @@ class PrefixIndex:
         A hash covers everything before it, so the first miss ends the search.
         """
         blocks: list[int] = []
-        try:
-            blocks.extend(map(self._first.__getitem__, block_hashes))
-        except KeyError:  # a miss; what was found before it is in the list
-            return blocks
+        find = self._first.get
+        for block_hash in block_hashes:
+            block = find(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
         return blocks
 
     def remove(self, block_hash: bytes, block: int) -> None:

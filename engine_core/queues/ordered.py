@@ -21,7 +21,7 @@ class OrderedQueue:
     """Requests by ascending key; every operation but iteration is O(log n) or better.
 
     A request that leaves from the middle stays in the heap as a left-over: an entry
-    is in the line only while `_ready` holds this very entry for its handle. So
+    is in the line only while `_ready` holds the entry of its number for its handle. So
     clients that give up by the thousand cost no search.
     """
 
@@ -72,10 +72,13 @@ class OrderedQueue:
         return iter([request for _, _, request in entries])
 
     def _head(self) -> Entry:
-        heap = self._heap
-        while self._ready.get(heap[0][2].handle) is not heap[0]:
+        heap, ready = self._heap, self._ready
+        while True:
+            _, number, request = head = heap[0]
+            entry = ready.get(request.handle)
+            if entry is not None and entry[1] == number:
+                return head
             heappop(heap)
-        return heap[0]
 
     def _clean_up(self) -> None:
         if len(self._heap) > 2 * len(self._ready) + _SLACK:

@@ -14,6 +14,7 @@ from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_rules import AdmissionRule
 from engine_core.scheduler.chunking import ChunkRule
+from engine_core.scheduler.courtesy import Courtesy
 from engine_core.scheduler.gates import Candidate, Gate
 from engine_core.scheduler.idle_blocks import IdleBlocks
 from engine_core.scheduler.step_plan import StepPlan
@@ -27,10 +28,11 @@ class _Refusal:
     found, next_one: hash of the last block of its computed prefix, and of the block after
     it; empty where there is none.
 
-    Nothing is remembered where there are rules: they look at more than this. Otherwise,
-    until the pool is freer, or a request at rest holds blocks, or fewer tokens are wanted,
-    or that prefix is shorter (a chunk that begins earlier needs fewer blocks) or longer,
-    looking again is in vain.
+    Nothing is remembered where there are rules: they look at more than this; nor in a step
+    that admitted somebody, whose fork the request may be in the next. Otherwise,
+    until the pool is freer, or a request at rest holds blocks, or somebody has to give way,
+    or fewer tokens are wanted, or that prefix is shorter (a chunk that begins earlier needs
+    fewer blocks) or longer, looking again is in vain.
     """
 
     request: Request
@@ -54,6 +56,7 @@ class AdmissionPass:
         rules: Sequence[AdmissionRule],
         gates: Sequence[Gate],
         idle_blocks: IdleBlocks,
+        courtesy: Courtesy,
     ) -> None:
         self._waiting = waiting
         self._running = running
@@ -63,13 +66,14 @@ class AdmissionPass:
         self._rules = rules
         self._gates = gates
         self._idle_blocks = idle_blocks
+        self._courtesy = courtesy
         self._refusal: _Refusal | None = None
 
     def run(self, plan: StepPlan) -> None:
         for gate in self._gates:
             gate.begin(plan)
-        waiting, running = self._waiting, self._running
-        while plan.budget > 0 and waiting.num_ready and len(running) < self._max_num_seqs:
+        waiting = self._waiting
+        while plan.budget > 0 and waiting.num_ready and self._may_have_seat():
             request = waiting.peek()
             if self._refusal is not None and self._is_refused(request, self._refusal, plan):
                 return
@@ -77,20 +81,27 @@ class AdmissionPass:
             if not self._is_held(candidate) and not self._admit(candidate, plan):
                 return
 
+    def _has_seat(self) -> bool:
+        return len(self._running) < self._max_num_seqs
+
+    def _may_have_seat(self) -> bool:
+        return self._has_seat() or self._courtesy.may_claim(self._waiting.peek())
+
     def _is_refused(self, request: Request, refusal: _Refusal, plan: StepPlan) -> bool:
         kv_cache = self._kv_cache
         return (
             refusal.request is request
             and bool(self._running)
             and not self._idle_blocks.any_at_rest
+            and not self._courtesy.may_claim(request)
             and kv_cache.num_free_blocks <= refusal.num_free
             and self._chunks.first_chunk(refusal.num_missing, plan.budget) >= refusal.num_new
             and all(map(kv_cache.is_cached, refusal.found))
             and not any(map(kv_cache.is_cached, refusal.next_one))
         )
 
-    def _refuse(self, candidate: Candidate, num_new: int) -> None:
-        if self._rules:
+    def _refuse(self, candidate: Candidate, num_new: int, plan: StepPlan) -> None:
+        if self._rules or plan.admitted:
             return
         request, num_computed = candidate.request, candidate.num_computed_tokens
         num_blocks = num_computed // self._kv_cache.block_size
@@ -114,6 +125,9 @@ class AdmissionPass:
     def _admit(self, candidate: Candidate, plan: StepPlan) -> bool:
         """Take in the head of the queue; False, with nothing changed, if it has to wait.
 
+        True without that where somebody has given way: it is to be looked at once more, as
+        what it found in the cache may be gone.
+
         0          num_computed                  num_tokens
         |---its own-or--|           |                 |
         |---in cache----|--num_new--|---later steps---|
@@ -121,12 +135,20 @@ class AdmissionPass:
         request, num_computed = candidate.request, candidate.num_computed_tokens
         if request.num_output_placeholders:
             return False  # preempted; until its late token is here, nobody knows what to compute
+        if request in plan.preempted:
+            return False  # it gave way in this pass, and is not to take the room back in it
+        if self._courtesy.is_behind(request):
+            return False
+        if not self._has_seat():
+            return self._courtesy.claim(request, plan)
         num_missing = request.num_tokens - num_computed
         num_new = self._chunks.first_chunk(num_missing, plan.budget)
         if num_new == 0:
             return False
         if not self._has_room(request, num_new, candidate.computed):
-            self._refuse(candidate, num_new)
+            if self._courtesy.claim(request, plan):
+                return True
+            self._refuse(candidate, num_new, plan)
             return False
         self._refusal = None
         self._waiting.pop()

@@ -15,6 +15,7 @@ the group waits for: they give way too, until the group moves on.
 """
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 
@@ -69,7 +70,7 @@ class BeamGroup:
 class BeamGroups:
     """A gate for rows that have nothing to compute, and the place where rows report."""
 
-    status = RequestStatus.WAITING_FOR_BEAMS
+    status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_BEAMS
 
     def __init__(
         self, kv_cache: KVCacheManager, preemption: Preemption, dictation: Dictation

@@ -7,7 +7,7 @@ place, those behind it pass, and nobody looks at it again until its gate wakes i
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from engine_core.kv_cache.manager import ComputedBlocks, KVCacheManager
 from engine_core.request import Request, RequestStatus
@@ -54,7 +54,7 @@ class Gate(Protocol):
     status: of a request that is held.
     """
 
-    status: RequestStatus
+    status: ClassVar[RequestStatus]
 
     def attach(self, wake: Wake) -> None:
         """Called once, before everything else, with the way to wake a request."""

@@ -4,6 +4,7 @@ Owns the mode and the requests that wait for its end.
 """
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.gates import Candidate, Wake
@@ -19,7 +20,7 @@ class Pause:
     engine that died. freeze: the scheduler plans nothing.
     """
 
-    status = RequestStatus.WAITING_FOR_RESUME
+    status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_RESUME
 
     def __init__(self, choices: Mapping[int, Mapping[int, Request]]) -> None:
         """choices: unfinished choices by number, by request id; read only."""

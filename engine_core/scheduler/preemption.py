@@ -64,19 +64,17 @@ class Preemption:
         return index
 
     def evict(self, victim: Request, plan: StepPlan) -> None:
-        """Preempt this running request, for which nothing is planned."""
+        """Preempt this running request, which may be in the plan already."""
         self._running.remove(victim)
+        if plan.withdraw(victim):
+            self._kv_cache.withdraw(victim, victim.num_computed_tokens)
         self._send_back(victim, plan.now)
         plan.preempted.append(victim)
 
     def evict_running(self, plan: StepPlan) -> None:
-        """Preempt everyone, also who is in the plan already."""
-        while self._running:
-            victim = self._running.pop()
-            if plan.withdraw(victim):
-                self._kv_cache.withdraw(victim, victim.num_computed_tokens)
-            self._send_back(victim, plan.now)
-            plan.preempted.append(victim)
+        """Preempt everyone, the last one first."""
+        for victim in self._running[::-1]:
+            self.evict(victim, plan)
 
     def evict_all(self, now: float) -> list[Request]:
         """Between two steps: nobody keeps a block. Returns those that ran, the last one first."""

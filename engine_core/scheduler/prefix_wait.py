@@ -12,7 +12,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import ClassVar, Final
 
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.gates import Candidate, Wake
@@ -58,7 +58,7 @@ class PrefixWait:
         _time_is_up      those whose time is up, by the step in which it is
     """
 
-    status = RequestStatus.WAITING_FOR_PREFIX
+    status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_PREFIX
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -88,6 +88,8 @@ class PrefixWait:
             return False
         hashes = request.block_hashes
         for leader in self._leaders.values():
+            if leader.request.status is not RequestStatus.RUNNING:
+                continue  # it has given way in this very pass, perhaps to this request
             theirs = leader.request.block_hashes
             if found < len(theirs) and theirs[found] == hashes[found]:
                 shared = _num_shared(hashes, theirs, found + 1, min(most, len(theirs)))

@@ -14,7 +14,7 @@ requests; where the engine itself died they come from the front ends.
 """
 
 from collections.abc import Callable
-from typing import Final
+from typing import ClassVar, Final
 
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.gates import Candidate, Wake
@@ -34,7 +34,7 @@ class Quarantine:
     crashes_until_alone: crashes in a row that make a suspect.
     """
 
-    status = RequestStatus.WAITING_FOR_TRIAL
+    status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_TRIAL
 
     def __init__(
         self,

@@ -7,7 +7,13 @@ running request was served, and what a running request asks for (the rest of its
 prompt, then one token) never grows. So the running requests together never ask
 for more than the step has, and the order of admission is also fair. This is why
 fewer requests than --max-num-seqs run when the token budget is smaller.
+
+Prompts that give way to another tenant (`courtesy.py`) are served behind the second
+half. They may go without, for a while: what they wait for are requests that were
+served less and are served now.
 """
+
+from collections.abc import Sequence
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
@@ -31,15 +37,32 @@ class RunningPass:
         self._longest_chunk = chunks.longest_chunk
         self._preemption = preemption
 
-    def run(self, plan: StepPlan) -> None:
-        """Plan the running requests until the budget or the list ends.
+    def run(self, plan: StepPlan, late: Sequence[Request]) -> None:
+        """Plan the running requests but for those at the end that are to be served late."""
+        self._run(plan, 0, len(self._running) - len(late))
+
+    def run_late(self, plan: StepPlan, late: Sequence[Request]) -> None:
+        """Plan the rest with what is left.
+
+        Where somebody was admitted they take no blocks from anyone: it may be the
+        one that they have given way to.
+        """
+        late = [each for each in late if each.status is RequestStatus.RUNNING]
+        if late and plan.admitted:
+            self._run_without_preemption(plan, late)
+        elif late:
+            end = len(self._running)
+            self._run(plan, end - len(late), end)
+
+    def _run(self, plan: StepPlan, position: int, end: int) -> None:
+        """Plan running requests until the budget or the range of the list ends.
 
         The list may lose requests meanwhile, in front of the position and behind it.
         Most of schedule() is this loop; what it reads often is in local names.
         """
         running, longest_chunk = self._running, self._longest_chunk
         allocate_slots = self._kv_cache.allocate_slots
-        position, end, budget = 0, len(running), plan.budget
+        budget = plan.budget
         while position < end and budget > 0:
             request = running[position]
             position += 1
@@ -53,9 +76,9 @@ class RunningPass:
             blocks = allocate_slots(request, num_new)
             while blocks is None:
                 plan.budget = budget
-                if self._preemption.evict_one(plan, position - 1) < position:
-                    position -= 1
-                end, budget = len(running), plan.budget
+                index = self._preemption.evict_one(plan, position - 1)
+                position -= index < position
+                end, budget = end - (index < end), plan.budget
                 if request.status is not RequestStatus.RUNNING:
                     break  # it gave way itself
                 blocks = allocate_slots(request, num_new)
@@ -65,3 +88,14 @@ class RunningPass:
                 plan.continued_blocks.append(blocks)
                 budget -= num_new
         plan.budget = budget
+
+    def _run_without_preemption(self, plan: StepPlan, late: Sequence[Request]) -> None:
+        for request in late:
+            num_missing = request.num_tokens - request.num_computed_tokens
+            num_new = min(num_missing, self._longest_chunk, plan.budget)
+            blocks = self._kv_cache.allocate_slots(request, num_new) if num_new else None
+            if blocks is not None:
+                plan.continued.append(request)
+                plan.continued_tokens.append(num_new)
+                plan.continued_blocks.append(blocks)
+                plan.budget -= num_new

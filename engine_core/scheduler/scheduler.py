@@ -22,6 +22,7 @@ from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.completion import completion, stop_token
 from engine_core.scheduler.corruption import corrupted_output
+from engine_core.scheduler.courtesy import Courtesy
 from engine_core.scheduler.dictation import Dictation
 from engine_core.scheduler.gates import Gate
 from engine_core.scheduler.idle_blocks import IdleBlocks
@@ -38,6 +39,7 @@ from engine_core.scheduler.sessions import Sessions
 from engine_core.scheduler.sibling_forks import SiblingForks
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.scheduler.step_results import check_result, ends_of_rows
+from engine_core.scheduler.tenants import TenantLedger
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput, FirstTokenInfo, PauseMode
 from proto.errors import ProtocolError
@@ -73,7 +75,8 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._clock = clock
-        policy = policy_of(config.scheduling_policy)
+        ledger = TenantLedger(max_model_len)
+        policy = policy_of(config.scheduling_policy, ledger)
         self.mint_handle: Callable[[], int] = itertools.count().__next__
         self.waiting: RequestQueue = policy.make_queue()
         self.running: list[Request] = []
@@ -86,6 +89,7 @@ class Scheduler:
         self._preemption = Preemption(
             policy, self.waiting, self.running, kv_cache, pressure, idle_blocks
         )
+        self._courtesy = Courtesy(ledger, policy, self.waiting, self.running, self._preemption)
         self._running_pass = RunningPass(self.running, kv_cache, chunks, self._preemption)
         self._pause = Pause(self._choices)
         dictation = Dictation()
@@ -105,6 +109,7 @@ class Scheduler:
         self._gates: tuple[Gate, ...] = (
             self._pause,
             self._quarantine,
+            self._courtesy,
             self.sessions,
             *gates,
             self._beams,
@@ -122,6 +127,7 @@ class Scheduler:
             rules_of(config, kv_cache, self.running, pressure),
             self._gates,
             idle_blocks,
+            self._courtesy,
         )
         self._output_builder = OutputBuilder(kv_cache, dictation, epoch)
         self._placeholders: Placeholders = (
@@ -244,9 +250,11 @@ class Scheduler:
         plan = StepPlan(self._step_budget, self._clock())
         if not self._pause.frozen:
             self._preemption.relieve(plan)
-            self._running_pass.run(plan)
+            late = self._courtesy.line_up()
+            self._running_pass.run(plan, late)
             if not plan.preempted:
                 self._admission_pass.run(plan)
+            self._running_pass.run_late(plan, late)
         output = self._output_builder.build(plan)
         self._advance(plan)
         self._placeholders.reserve(plan)

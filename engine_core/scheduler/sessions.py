@@ -18,7 +18,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 import msgspec
 
@@ -78,7 +78,7 @@ class Sessions:
     timeout: seconds that a session may be at rest.
     """
 
-    status = RequestStatus.WAITING_FOR_STREAMING_REQ
+    status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_STREAMING_REQ
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ others, and none of them waits again: else each would end before the next begins
 """
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from engine_core.kv_cache.manager import NOTHING_COMPUTED, ComputedBlocks, KVCacheManager
 from engine_core.request import Request, RequestStatus
@@ -28,7 +29,7 @@ class SiblingForks:
     choices: unfinished choices by number, by request id; read only.
     """
 
-    status = RequestStatus.WAITING_FOR_FORK
+    status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_FORK
 
     def __init__(
         self, kv_cache: KVCacheManager, choices: Mapping[int, Mapping[int, Request]]

@@ -18,9 +18,13 @@ from proto.codec import encode
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 from proto.lifecycle import (
+    Alive,
+    Condition,
     Fatal,
     FrontEndReady,
     NewEngine,
+    NotReady,
+    Ping,
     Restarted,
     Shutdown,
     ToSupervisor,
@@ -49,6 +53,7 @@ class Process:
         """The next message of this kind to the supervisor."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             while True:
+                self.supervisor.flush()
                 for message in self.supervisor.receive():
                     if isinstance(message, kind):
                         return message
@@ -127,7 +132,7 @@ async def test_it_meets_the_next_engine_when_it_is_told_of_it(run_dir, model):
         path = front_end_path(os.path.dirname(process.engine.link.path), 5, 0)
         process.engine = FakeEngine(path, vocab_size=model.vocab_size, epoch=5, accepts=True)
         process.supervisor.send(NewEngine(5, 5))
-        process.supervisor.send(Restarted("engine_core"))
+        process.supervisor.send(Restarted("engine_core", hung=True))
         process.engine.announce()
         again = await process.engine.requests.get()
         assert (again.request_id, again.epoch) == (request.request_id, 5)
@@ -135,6 +140,8 @@ async def test_it_meets_the_next_engine_when_it_is_told_of_it(run_dir, model):
         assert (await answer).status_code == 200
         metrics = (await process.http.get("/metrics")).text
         assert 'tokend:restarts_total{role="engine"} 1.0' in metrics
+        assert 'tokend:watchdog_kills_total{role="engine"} 1.0' in metrics
+        assert 'tokend:watchdog_kills_total{role="worker"} 0.0' in metrics
 
 
 async def test_sigterm(run_dir, model):
@@ -147,6 +154,29 @@ async def test_sigterm(run_dir, model):
         process.child.send_signal(signal.SIGTERM)
         assert (await answer).status_code == 503
         assert await process.status() == 0
+
+
+async def test_it_answers_the_supervisor_from_the_start_and_shows_its_stacks(run_dir, model, capfd):
+    async with running(run_dir, model) as process:
+        process.supervisor.send(Ping())
+        await process.say(Alive)
+        process.engine.announce()
+        await process.say(FrontEndReady)
+        for _ in range(20):
+            process.supervisor.send(Ping())
+            await process.say(Alive)
+        process.child.send_signal(signal.SIGUSR1)
+        shown = ""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while "api_server/server.py" not in shown:
+                shown += capfd.readouterr().err
+                await asyncio.sleep(0.01)
+        process.supervisor.send(Condition((NotReady("draining", 0.0),)))
+        process.supervisor.send(Ping())
+        await process.say(Alive)
+        ready = await process.http.get("/health/ready")
+        assert ready.status_code == 503
+        assert ready.json()["reasons"][0].startswith("draining for ")
 
 
 async def test_ctrl_c_is_left_to_the_supervisor(run_dir, model):

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import json
 import logging
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,6 +13,7 @@ from api_server import middleware
 from api_server.routes import completions
 from proto.config import FrontEndConfig
 from proto.errors import ErrorInfo
+from proto.lifecycle import Condition, NotReady
 from proto.stats import KVEviction, SchedulerStats
 from tests.api_server.conftest import MODEL
 
@@ -37,6 +39,51 @@ async def test_before_the_engine_is_ready(start):
         head = await front_end.http.head("/health")
         assert (head.status_code, head.content) == (200, b"")
         assert (await front_end.http.post("/ping")).status_code == 200
+
+
+async def readiness(front_end) -> tuple[int, list[str]]:
+    response = await front_end.http.get("/health/ready")
+    head = await front_end.http.head("/health/ready")
+    assert (head.status_code, head.content) == (response.status_code, b"")
+    body = response.json()
+    assert body["ready"] == (not body["reasons"]) == (response.status_code == 200)
+    assert ("retry-after" in response.headers) == (response.status_code == 503)
+    return response.status_code, body["reasons"]
+
+
+async def test_ready_follows_this_front_ends_own_engine(start):
+    async with start(ready=False) as front_end:
+        assert (await front_end.http.get("/health/live")).status_code == 200
+        assert await readiness(front_end) == (503, ["the server is starting"])
+        front_end.engine.announce()
+        await front_end.services.client.wait_ready()
+        assert await readiness(front_end) == (200, [])
+        engine = await front_end.lose_engine()
+        assert await readiness(front_end) == (503, ["no engine is connected"])
+        assert (await front_end.http.get("/health")).status_code == 200, "requests wait for it"
+        engine.announce()
+        while not front_end.services.client.connected:
+            await asyncio.sleep(0)
+        assert await readiness(front_end) == (200, [])
+        front_end.services.client.close()
+        assert await readiness(front_end) == (503, ["the server is shutting down"])
+        assert (await front_end.http.get("/health")).status_code == 503
+        assert (await front_end.http.head("/health/live")).status_code == 200
+
+
+async def test_ready_says_what_the_supervisor_said(start):
+    async with start() as front_end:
+        now = time.monotonic()
+        front_end.services.health.hear(
+            Condition(
+                (NotReady("worker 0: no completed step", now - 42), NotReady("draining", now))
+            )
+        )
+        status, reasons = await readiness(front_end)
+        assert status == 503
+        assert reasons == ["worker 0: no completed step for 42 s", "draining for 0 s"]
+        front_end.services.health.hear(Condition())
+        assert await readiness(front_end) == (200, [])
 
 
 async def test_models_and_version(start):
@@ -128,7 +175,7 @@ async def test_api_key(start, say):
     config = FrontEndConfig(api_key="sésame")
     key = "sésame".encode()
     async with start(say("!"), config=config) as front_end:
-        for path in ("/health", "/ping", "/version"):
+        for path in ("/health", "/health/live", "/health/ready", "/ping", "/version"):
             assert (await front_end.http.get(path)).status_code == 200
         guarded = ("/v1/models", "/metrics", "/openapi.json", "/nowhere", "//health", "/health/")
         for path in guarded:
@@ -175,7 +222,7 @@ async def test_the_key_guards_every_other_route(start):
         for path, methods in paths.items():
             for method in methods:
                 response = await front_end.http.request(method, path)
-                is_open = path in ("/health", "/ping", "/version")
+                is_open = path.startswith("/health") or path in ("/ping", "/version")
                 assert (response.status_code != 401) == is_open, (method, path)
 
 

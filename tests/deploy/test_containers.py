@@ -31,9 +31,10 @@ class TestDockerfile:
         assert "tini" not in path.read_text()
 
     def test_the_health_check_asks_an_open_path(self, path: Path) -> None:
-        found = re.search(r"urlopen\('http://127.0.0.1:(\d+)(/\w+)'", path.read_text())
+        found = re.search(r"urlopen\('http://127.0.0.1:(\d+)(/[\w/]+)'", path.read_text())
         assert found is not None
         assert int(found[1]) == PORT
+        assert found[2] == "/health/ready"
         assert found[2] in OPEN_PATHS
 
 
@@ -92,8 +93,15 @@ def test_the_deployment_probes_open_paths_and_waits_for_the_end() -> None:
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["ports"] == [{"name": "http", "containerPort": PORT}]
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container[probe]["httpGet"]["path"] in OPEN_PATHS
+    probes = {"startupProbe": "ready", "readinessProbe": "ready", "livenessProbe": "live"}
+    for probe, kind in probes.items():
+        path = container[probe]["httpGet"]["path"]
+        assert path == f"/health/{kind}"
+        assert path in OPEN_PATHS
+    patience = (
+        container["livenessProbe"]["periodSeconds"] * container["livenessProbe"]["failureThreshold"]
+    )
+    assert patience > 1.5 * ReliabilityConfig().step_timeout, "what heals itself is given time to"
     _, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
     assert pod["terminationGracePeriodSeconds"] > int(seconds) + LONGEST_END
     uids = {re.search(r"--uid (\d+)", path.read_text())[1] for path in DOCKERFILES}  # type: ignore[index]

@@ -75,7 +75,7 @@ def test_the_life_of_a_daemon(manager: Manager) -> None:
     assert manager.hears() == ["READY=1", "STATUS=serving"]
     notifier.stopping(34.0)
     assert manager.hears() == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=44000000", "STATUS=stopping"]
-    notifier.beat()
+    notifier.beat(True)
     assert manager.hears_no_more(), "no heartbeat is expected, and none comes"
     assert notifier.seconds_to_next_beat() is None
 
@@ -89,14 +89,14 @@ def test_a_heartbeat_comes_twice_in_a_period(manager: Manager) -> None:
     }
     notifier = notifier_for(variables, clock)
     assert notifier.seconds_to_next_beat() == 0.0
-    notifier.beat()
+    notifier.beat(True)
     assert manager.hears() == ["WATCHDOG=1"]
     clock.now += 5.0
-    notifier.beat()
+    notifier.beat(True)
     assert manager.hears_no_more()
     assert notifier.seconds_to_next_beat() == pytest.approx(10.0)
     clock.now += 10.0
-    notifier.beat()
+    notifier.beat(True)
     assert manager.hears() == ["WATCHDOG=1"]
 
 
@@ -106,9 +106,21 @@ def test_a_heartbeat_comes_twice_in_a_period(manager: Manager) -> None:
 )
 def test_a_heartbeat_that_is_not_asked_of_us(manager: Manager, watchdog: dict[str, str]) -> None:
     notifier = notifier_for({"NOTIFY_SOCKET": manager.address, **watchdog})
-    notifier.beat()
+    notifier.beat(True)
     assert manager.hears_no_more()
     assert notifier.seconds_to_next_beat() is None
+
+
+def test_of_a_daemon_that_cannot_mend_itself_the_manager_hears_nothing(manager: Manager) -> None:
+    clock = FakeClock()
+    told = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "30000000"}
+    notifier = notifier_for(told, clock)
+    notifier.beat(False)
+    assert manager.hears_no_more()
+    assert notifier.seconds_to_next_beat() == pytest.approx(15.0), "or the loop would spin"
+    clock.now += 15.0
+    notifier.beat(True)
+    assert manager.hears() == ["WATCHDOG=1"]
 
 
 @pytest.mark.parametrize("address", [None, "", "vsock:2:1234", "notify"])
@@ -120,7 +132,7 @@ def test_nobody_listens(address: str | None) -> None:
     notifier.ready("x")
     notifier.reloading()
     notifier.reloaded()
-    notifier.beat()
+    notifier.beat(True)
     notifier.stopping(1.0)
     assert notifier.seconds_to_next_beat() is None
 

@@ -18,6 +18,7 @@ from proto.lifecycle import (
     NewEngine,
     NewFrontEnd,
     NewWorkers,
+    NotReady,
     Paused,
     ProcessBoot,
     Restarted,
@@ -170,6 +171,55 @@ def test_the_engine_comes_first_and_later_numbers_count() -> None:
     assert engine.boots[0].worker_epoch == 2
     assert workers.told[0] == ("engine_core", NewWorkers(3))
     assert {(each.epoch, each.worker_epoch) for each in workers.boots} == {(2, 3)}
+
+
+def test_the_others_hear_of_one_that_hangs_before_it_is_dead_and_only_then() -> None:
+    case = Case()
+    worker = case.processes[1]
+    assert case.recovery.cut_off(worker) == [("engine_core", NewWorkers(2))]
+    assert case.recovery.cut_off(case.processes[0]) == [], "they compute together"
+    assert not case.recovery.must_go("worker")
+    assert case.due(0, 2, 3, 4) == []
+    assert case.die(1)
+    assert case.recovery.must_go("worker")
+    assert case.die(0)
+    (succession,) = case.due(2, 3, 4)
+    assert succession.told == [("api_server", Restarted("worker", hung=True))]
+    assert {each.worker_epoch for each in succession.boots} == {2}
+    assert case.die(2)
+    (succession,) = case.due(0, 1, 3, 4)
+    assert ("api_server", Restarted("engine_core")) in succession.told
+
+
+def test_who_dies_between_a_hang_and_its_end_changes_the_numbers_of_both() -> None:
+    """The engine hangs, a worker dies of itself, then the engine is killed."""
+    case = Case()
+    message = NewEngine(2, 2)
+    told = case.recovery.cut_off(case.processes[2])
+    assert told == [("worker", message), ("api_server", message)]
+    case.die(0)
+    case.die(1)
+    (workers,) = case.due(2, 3, 4)
+    assert workers.told[0] == ("engine_core", NewWorkers(3))
+    case.die(2)
+    (engine,) = case.due(0, 1, 3, 4)
+    assert engine.told == [("api_server", Restarted("engine_core", hung=True))]
+    for boot in (*workers.boots, *engine.boots):
+        assert (boot.epoch, boot.worker_epoch) == (2, 3)
+
+
+def test_what_requests_wait_for_is_a_reason_not_to_come() -> None:
+    case = Case()
+    assert case.recovery.not_ready() == []
+    case.die(2)
+    case.now += 2
+    assert case.recovery.not_ready() == [NotReady("engine 0 is being restarted", 1000.0)]
+    case.due(0, 1, 3, 4)
+    assert len(case.recovery.not_ready()) == 1
+    case.recovery.note(EngineReady(PROTOCOL_VERSION, 2, 1, 1, 1, 1, "x"))
+    assert case.recovery.not_ready() == []
+    case.die(3)
+    assert case.recovery.not_ready() == [], "clients of a front end find another one"
 
 
 def test_in_a_row_they_come_later_and_later_and_at_last_not_at_all() -> None:

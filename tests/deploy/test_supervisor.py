@@ -301,13 +301,13 @@ def others_than(role: str, children: dict[str, psutil.Process]) -> dict[str, int
 HEARD = {
     "worker": [
         "engine 0: heard NewWorkers(worker_epoch=2)",
-        "api 0: heard Restarted(role='worker')",
+        "api 0: heard Restarted(role='worker', hung=False)",
         "worker 0: life 1, epochs 1 and 2",
     ],
     "engine_core": [
         "worker 0: heard NewEngine(epoch=2, worker_epoch=2, died=True)",
         "api 0: heard NewEngine(epoch=2, worker_epoch=2, died=True)",
-        "api 0: heard Restarted(role='engine_core')",
+        "api 0: heard Restarted(role='engine_core', hung=False)",
         "engine 0: life 1, epochs 2 and 2, front ends (0,)",
     ],
     "api_server": [
@@ -377,7 +377,7 @@ def test_who_raises_is_named_with_its_traceback_and_started_again(
 ) -> None:
     daemon = start()
     daemon.wait_ready()
-    os.kill(daemon.children()[role].pid, signal.SIGUSR1)
+    os.kill(daemon.children()[role].pid, signal.SIGUSR2)
     daemon.wait_for(f"{TITLES[role]}: is back after")
     failed = rf"{TITLES[role]}: \(pid \d+\) failed with RuntimeError: the core is cracked; it is"
     assert re.search(failed, daemon.text)
@@ -385,15 +385,72 @@ def test_who_raises_is_named_with_its_traceback_and_started_again(
     assert daemon.text.count("Traceback") == 1
 
 
+def assert_in_this_order(text: str, *parts: str) -> None:
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places), text
+
+
+HUNG = {
+    "worker": ("no completed step", "engine 0: heard NewWorkers(worker_epoch=2)"),
+    "engine_core": (
+        "no sign of life",
+        "worker 0: heard NewEngine(epoch=2, worker_epoch=2, died=True)",
+    ),
+    "api_server": ("no sign of life", "engine 0: heard NewFrontEnd(index=0, incarnation=1)"),
+}
+"""What is said of each when it is stopped, and what the others hear before it is killed."""
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_who_hangs_is_cut_off_and_shows_where_before_it_is_started_again(
+    start: Callable[..., FakeDaemon], role: str
+) -> None:
+    """A worker because the engine waits for it, the engine and a front end for their silence.
+
+    The latter is not continued for its stacks: it would take connections with it.
+    """
+    daemon = start("step_timeout=0.5")
+    daemon.wait_ready()
+    before = daemon.children()
+    pid, (what, heard) = before[role].pid, HUNG[role]
+    before[role].suspend()
+    if role == "worker":
+        before["engine_core"].send_signal(signal.SIGHUP)
+    daemon.wait_for(f"{TITLES[role]}: is back after", f"{TITLES[role]}: life 1, ")
+    stacks = "fake_process.py"
+    assert_in_this_order(
+        daemon.text,
+        f"{TITLES[role]}: (pid {pid}) hangs, {what} for ",
+        heard,
+        f"{TITLES[role]}: (pid {pid}) was killed by SIGKILL; it is started again",
+        f"{TITLES[role]}: life 1, ",
+    )
+    if role == "api_server":
+        assert stacks not in daemon.text
+    else:
+        assert_in_this_order(daemon.text, "hangs", stacks, "was killed by SIGKILL")
+    assert daemon.text.count(heard) == 1
+    after = daemon.children()
+    assert after[role].pid != pid
+    assert others_than(role, after) == others_than(role, before)
+    if role != "api_server":
+        daemon.wait_for(
+            f"NotReady(what='{TITLES[role]} hangs and is killed'",
+            f"NotReady(what='{TITLES[role]} is being restarted'",
+            f"heard Restarted(role='{role}', hung=True)",
+            "api 0: heard Condition(reasons=())",
+        )
+
+
 def test_without_progress_it_is_not_tried_for_ever(start: Callable[..., FakeDaemon]) -> None:
     daemon = start("max_restarts=2")
     daemon.wait_ready()
     pids = {daemon.children()["worker"].pid}
     for life in (1, 2):
-        os.kill(daemon.children()["worker"].pid, signal.SIGUSR1)
+        os.kill(daemon.children()["worker"].pid, signal.SIGUSR2)
         daemon.wait_for(f"worker 0: life {life}", f"NewWorkers(worker_epoch={life + 1})")
         pids.add(daemon.children()["worker"].pid)
-    os.kill(daemon.children()["worker"].pid, signal.SIGUSR1)
+    os.kill(daemon.children()["worker"].pid, signal.SIGUSR2)
     assert daemon.wait_exit() == 1
     assert len(pids) == 3
     assert "tokend: 2 restarts have not led to one completed step" in daemon.text

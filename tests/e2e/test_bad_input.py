@@ -51,9 +51,13 @@ def control(daemon: Daemon) -> str:
     return response.json()["choices"][0]["text"]
 
 
+@pytest.fixture(scope="module")
+def before(daemon: Daemon) -> str:
+    return control(daemon)
+
+
 @pytest.mark.parametrize("name", BAD_COMPLETIONS)
-def test_bad_completion(daemon: Daemon, name: str) -> None:
-    before = control(daemon)
+def test_bad_completion(daemon: Daemon, before: str, name: str) -> None:
     body, status, words = BAD_COMPLETIONS[name]
     content = {"content": body} if isinstance(body, bytes) else {"json": body}
     response = httpx.post(

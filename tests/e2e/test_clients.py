@@ -60,14 +60,14 @@ def test_chat_streamed_equals_not_streamed(client: openai.OpenAI) -> None:
 async def test_async_streams_at_once(async_client: openai.AsyncOpenAI) -> None:
     async def ask(seed: int) -> str:
         stream = await async_client.completions.create(
-            model=MODEL, prompt="Once upon a time", max_tokens=24, seed=seed, stream=True
+            model=MODEL, prompt="Once upon a time", max_tokens=16, seed=seed, stream=True
         )
         return "".join([chunk.choices[0].text async for chunk in stream])
 
     together = await asyncio.gather(*(ask(seed) for seed in range(8)))
     assert len(set(together)) == 8
-    alone = [await ask(seed) for seed in range(8)]
-    assert together == alone
+    alone = [await ask(seed) for seed in range(0, 8, 2)]
+    assert together[::2] == alone
 
 
 async def test_async_chat(async_client: openai.AsyncOpenAI) -> None:

@@ -7,7 +7,7 @@ blocks than full attention in every layer would.
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
@@ -101,6 +101,43 @@ async def test_a_longer_prompt_over_the_prefix_of_another(
     found = daemon.metric("vllm:prefix_cache_hits_total") - hits
     assert found == len(shared) // BLOCK * BLOCK
     check(gemma, [shared + other], outputs)
+
+
+async def test_with_half_of_them_aborted(
+    daemon: Daemon, gemma: Reference, token_prompts: Prompts
+) -> None:
+    """Every second client goes away in the middle; what the others get is not changed."""
+
+    async def leave_early(client: httpx.AsyncClient, prompt: list[int]) -> None:
+        request = body(prompt, stream=True, max_tokens=MOST_TOKENS_OF_A_DECODE)
+        async with client.stream("POST", "/v1/completions", json=request) as response:
+            lines = [line async for line in limited(response.aiter_lines(), 6)]
+        assert any(line.startswith("data: {") for line in lines)
+
+    async with httpx.AsyncClient(base_url=daemon.url, timeout=600) as client:
+        pending = [
+            leave_early(client, prompt) if i % 2 else complete(client, prompt)
+            for i, prompt in enumerate(token_prompts)
+        ]
+        outputs = (await asyncio.gather(*pending))[::2]
+    assert eventually(lambda: daemon.metric("vllm:num_requests_running") == 0)
+    assert daemon.metric("vllm:kv_cache_usage_perc") == 0
+    check(gemma, token_prompts[::2], outputs)
+
+
+async def limited(lines: AsyncIterator[str], count: int) -> AsyncIterator[str]:
+    async for line in lines:
+        yield line
+        count -= 1
+        if not count:
+            return
+
+
+async def test_a_budget_of_64_tokens(gemma: Reference, token_prompts: Prompts) -> None:
+    """So a window is passed in the middle of a prompt, many steps after it began."""
+    with Daemon(MODEL, "--dtype", "float32", "--max-num-batched-tokens", "64") as narrow:
+        outputs = await all_at_once(narrow, token_prompts[:3])
+    check(gemma, token_prompts[:3], outputs)
 
 
 def test_chat_needs_a_template(daemon: Daemon) -> None:

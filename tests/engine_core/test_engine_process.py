@@ -25,6 +25,7 @@ from proto.errors import ErrorInfo
 from proto.kv_events import AllBlocksCleared, KVEventBatch
 from proto.lifecycle import (
     CacheReady,
+    EngineAlive,
     EngineReady,
     Fatal,
     Heartbeat,
@@ -34,6 +35,7 @@ from proto.lifecycle import (
     NewWorkers,
     Notice,
     Paused,
+    Ping,
     WorkersReady,
 )
 from proto.model_runner_output import ModelRunnerOutput
@@ -502,6 +504,41 @@ def test_a_session_that_hears_nothing_ends_though_nothing_else_happens(start, se
     front_end.send(engine.request(2, [4], 1))
     (output,) = outputs_of(engine, 2)
     assert output.new_token_ids == undisturbed([4], 1)
+    assert engine.shutdown() == 0
+
+
+def ask(engine: EngineProcess) -> EngineAlive:
+    engine.supervisor.send(Ping())
+    return engine.expect(engine.supervisor, EngineAlive)
+
+
+def test_it_says_whom_it_waits_for_when_it_is_asked(start):
+    engine = start()
+    assert ask(engine) == EngineAlive(EPOCH, 0, (0,)), "the worker has not said anything"
+    engine.worker.send(engine.worker_ready())
+    engine.expect(engine.worker, InitializeCache)
+    assert ask(engine) == EngineAlive(EPOCH, 0, (0,)), "its cache is not there"
+    engine.worker.send(CacheReady(EPOCH, 0))
+    engine.expect(engine.supervisor, EngineReady)
+    assert ask(engine) == EngineAlive(EPOCH, 0, (), ready=True)
+    engine.front_ends[0].send(engine.request(1, [1, 2], 2))
+    step = engine.expect(engine.worker, SchedulerOutput)
+    assert ask(engine) == EngineAlive(EPOCH, 0, (0,), ready=True, has_work=True)
+    engine.worker.send(engine.runner.execute(step))
+    engine.expect(engine.worker, SchedulerOutput)
+    assert ask(engine) == EngineAlive(EPOCH, 1, (0,), ready=True, has_work=True)
+    take_over(engine, EPOCH + 1)
+    engine.expect(engine.worker, InitializeCache)
+    assert ask(engine) == EngineAlive(EPOCH + 1, 0, (0,), has_work=True)
+    engine.worker.send(CacheReady(EPOCH + 1, 0))
+    engine.answer_step()
+    finished = engine.expect(engine.worker, SchedulerOutput)
+    assert ask(engine).awaits == (0,), "an answer to a step without tokens is one, too"
+    engine.worker.send(engine.runner.execute(finished))
+    while ask(engine).awaits:
+        pass
+    idle = ask(engine)
+    assert (idle.worker_epoch, idle.awaits, idle.has_work) == (EPOCH + 1, (), False)
     assert engine.shutdown() == 0
 
 

@@ -144,6 +144,7 @@ def test_the_longest_possible_request_is_taken():
     assert desk.outbox.accepted
 
 
+@pytest.mark.interpreted
 def test_an_unforeseen_error_ends_that_request_only(monkeypatch):
     desk = Desk()
     add_request = desk.engine.scheduler.add_request
@@ -351,6 +352,7 @@ def test_input_for_nobody_and_for_others_is_dropped():
     assert len(desk.engine.tokens[1, 0]) == 4
 
 
+@pytest.mark.interpreted
 def test_an_unforeseen_error_in_an_input_ends_that_session_only(monkeypatch):
     desk = Desk()
     desk.take(request(1, resumable=True))

@@ -17,9 +17,11 @@ from proto import PROTOCOL_VERSION, sockets
 from proto.engine_io import Abort, AdminReply, EngineCoreOutput, EngineCoreOutputs
 from proto.lifecycle import (
     CacheReady,
+    EngineAlive,
     InitializeCache,
     KVCacheGeometry,
     Notice,
+    Ping,
     Shutdown,
     ToSupervisor,
     WorkerReady,
@@ -68,6 +70,24 @@ def test_front_ends_are_told_apart_and_other_epochs_dropped(run_dir, closing):
         assert poller.wait(WAIT_SECONDS)
         received += links.receive()
     assert sorted((client, message.request_id) for client, message in received) == [(0, 0), (1, 1)]
+
+
+def test_a_question_of_the_supervisor_is_answered_and_does_not_end_a_wait(run_dir, closing):
+    engine = EngineHarness()
+    front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0,)))
+    link = closing(Link.bind(f"{run_dir}/s", Ping | Shutdown))
+    supervisor = closing(Link.connect(f"{run_dir}/s", EngineAlive))
+    outbox = Outbox(front_ends, engine.scheduler, EPOCH)
+    intake = Intake(engine.scheduler, engine.kv_cache, outbox, RequestLimits(1000, 100), lambda: [])
+    orders = Orders(link, lambda: EngineAlive(EPOCH, 7))
+    service = Service(orders, front_ends, Poller([link]), engine.scheduler, intake, outbox)
+    supervisor.send(Ping())
+    assert not service.serve(0.2), "nothing has happened"
+    assert receive(supervisor) == [EngineAlive(EPOCH, 7)]
+    supervisor.send(Ping())
+    supervisor.send(Shutdown())
+    assert service.serve()
+    assert service.stopped
 
 
 def test_a_front_end_that_does_not_read_is_given_up_with_its_requests(
@@ -155,6 +175,7 @@ def test_a_start_waits_for_every_rank(run_dir, closing):
     ranks.peers[1].send(worker_ready(1))
     ranks.receive()
     assert ranks.executor.workers == []
+    assert ranks.executor.awaits == (0,)
     ranks.peers[0].send(worker_ready(0))
     ranks.receive()
     assert [each.rank for each in ranks.executor.workers] == [0, 1]
@@ -164,6 +185,7 @@ def test_a_start_waits_for_every_rank(run_dir, closing):
     ranks.peers[0].send(CacheReady(EPOCH, 0))
     ranks.receive()
     assert not ranks.executor.cache_ready
+    assert ranks.executor.awaits == (1,)
     ranks.peers[1].send(CacheReady(EPOCH, 1))
     ranks.receive()
     assert ranks.executor.cache_ready
@@ -172,14 +194,25 @@ def test_a_start_waits_for_every_rank(run_dir, closing):
 def test_a_step_is_complete_when_every_rank_has_answered(run_dir, closing):
     ranks = Ranks(run_dir, closing)
     ranks.greet()
+    ranks.executor.initialize_cache(10, 16, 100)
+    for rank, peer in enumerate(ranks.peers):
+        receive(peer)
+        peer.send(CacheReady(EPOCH, rank))
+    while not ranks.executor.cache_ready:
+        ranks.receive()
     ranks.executor.submit(step(1))
+    assert (ranks.executor.awaits, ranks.executor.num_steps) == ((0, 1), 0)
     assert [receive(peer) for peer in ranks.peers] == [[step(1)], [step(1)]]
     ranks.peers[0].send(ModelRunnerOutput(EPOCH - 1, 1, [], []))
     ranks.peers[0].send(ModelRunnerOutput(EPOCH, 1, [7], [[8]]))
+    ranks.executor.submit(step(2))
     ranks.peers[0].send(ModelRunnerOutput(EPOCH, 2, [7], [[9]]))
-    assert ranks.receive() == []
+    while 0 in ranks.executor.awaits:
+        assert ranks.receive() == []
+    assert (ranks.executor.awaits, ranks.executor.num_steps) == ((1,), 0)
     ranks.peers[1].send(ModelRunnerOutput(EPOCH, 1, [7], [[8]]))
     assert [each.step for each in ranks.receive()] == [1]
+    assert (ranks.executor.awaits, ranks.executor.num_steps) == ((1,), 1)
     ranks.peers[1].send(ModelRunnerOutput(EPOCH, 2, [7], [[9]]))
     assert [each.sampled_token_ids for each in ranks.receive()] == [[[9]]]
 

@@ -3,7 +3,8 @@
 import pytest
 
 from engine_core.kv_cache.sizing import blocks_of_request, longest_request
-from engine_core.pool_plan import longest_chunk, plan_pool
+from engine_core.pool_plan import plan_pool
+from engine_core.scheduler.chunking import ChunkRule
 from proto import PROTOCOL_VERSION
 from proto.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
 from proto.errors import ConfigError
@@ -106,7 +107,7 @@ def test_every_group_needs_a_block():
 
 
 def test_the_longest_chunk_is_bounded_by_threshold_and_budget():
-    assert longest_chunk(SchedulerConfig(max_num_batched_tokens=64)) == 64
+    assert ChunkRule.from_config(SchedulerConfig(max_num_batched_tokens=64)).longest_chunk == 64
     for threshold in (16, 640):
         config = SchedulerConfig(max_num_batched_tokens=64, long_prefill_token_threshold=threshold)
-        assert longest_chunk(config) == min(threshold, 64)
+        assert ChunkRule.from_config(config).longest_chunk == min(threshold, 64)

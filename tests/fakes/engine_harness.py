@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.observers import PoolObserver
-from engine_core.pool_plan import longest_chunk
 from engine_core.request import Request, choices_of
+from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.gates import Gate
 from engine_core.scheduler.scheduler import Scheduler
@@ -53,7 +53,7 @@ class EngineHarness:
             enable_prefix_caching,
             b"f" * 32,
             groups=[KVGroup(window) for window in windows],
-            longest_chunk=longest_chunk(config),
+            longest_chunk=ChunkRule.from_config(config).longest_chunk,
             observers=observers,
         )
         self.scheduler = Scheduler(

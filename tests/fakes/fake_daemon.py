@@ -1,8 +1,8 @@
 """The real supervisor over fake processes: `fake_daemon.py RUN_PARENT ROLE=BEHAVIOUR…`.
 
-`max_restarts=N`, `shutdown_timeout=X` and `reload_strategy=S` among the behaviours are the
-settings; `model=broken` is one that a reload finds so. Prints the ready line of `tokend serve`, and
-ends as it would.
+`max_restarts=N`, `step_timeout=X`, `shutdown_timeout=X` and `reload_strategy=S` among the
+behaviours are the settings; `model=broken` is one that a reload finds so. Prints the ready line
+of `tokend serve`, and ends as it would.
 """
 
 import os
@@ -11,9 +11,10 @@ from pathlib import Path
 
 from deploy import ready
 from deploy.display import open_display
+from deploy.launch import Launch
 from deploy.listening import listen, url_of
 from deploy.notify import NotifyingDisplay, notifier_for
-from deploy.supervisor import Launch, Supervisor
+from deploy.supervisor import Supervisor
 from deploy.surroundings import Surroundings
 from proto.codec import to_json_line
 from proto.config import ReliabilityConfig, ServeConfig
@@ -28,6 +29,7 @@ def main(run_parent: str, choices: list[str]) -> int:
     behaviours = {**dict.fromkeys(ROLES, "good"), **dict(each.split("=") for each in choices)}
     reliability = ReliabilityConfig(
         max_restarts=int(behaviours.pop("max_restarts", 8)),
+        step_timeout=float(behaviours.pop("step_timeout", 60)),
         shutdown_timeout=float(behaviours.pop("shutdown_timeout", 30)),
         reload_strategy=behaviours.pop("reload_strategy", "side-by-side"),  # type: ignore[arg-type]
     )

@@ -10,7 +10,8 @@ busy             is good, and in its first life has two requests under way until
 asked_to_drain   is good, and an operator asks it at SIGUSR2 that the daemon drains
 orphans          leaves a process without its parent behind, names it, and is good
 
-Whoever is sent SIGUSR1 fails with an error.
+Whoever else is sent SIGUSR2 fails with an error. Of an engine that is sent SIGHUP the first worker
+owes an answer from then on.
 """
 
 import os
@@ -25,9 +26,11 @@ from proto import PROTOCOL_VERSION, process
 from proto.codec import Message
 from proto.errors import ModelError
 from proto.lifecycle import (
+    Alive,
     Drain,
     DrainWanted,
     DropEngine,
+    EngineAlive,
     EngineLeft,
     EngineReady,
     FrontEndReady,
@@ -36,6 +39,7 @@ from proto.lifecycle import (
     NextEngine,
     NextReady,
     Notice,
+    Ping,
     ProcessBoot,
     Progress,
     Shutdown,
@@ -55,7 +59,9 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
     bad_lives = {"bad_model": range(99), "bad_model_later": range(1, 99), "bad_model_once": [1]}
     if boot.incarnation in bad_lives.get(behaviour, ()):
         raise ModelError("config.json asks for rope type 'moebius'")
-    signal.signal(signal.SIGUSR1, _crack)
+    signal.signal(signal.SIGUSR2, _crack)
+    waits: list[int] = []
+    signal.signal(signal.SIGHUP, lambda number, frame: waits.append(number))
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "orphans":
@@ -67,7 +73,7 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
         supervisor.send(Notice(boot.role, boot.index, f"{lives}, front ends {boot.front_ends}"))
     front_end = FrontEnd(boot, supervisor, behaviour)
     _report_ready(boot, supervisor)
-    poller = Poller([supervisor])
+    poller, worker_epoch = Poller([supervisor]), boot.worker_epoch
     while True:
         poller.wait(LOOK_SECONDS if boot.role == "api_server" else None)
         for message in supervisor.receive():
@@ -75,10 +81,15 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
                 if behaviour != "stubborn":
                     return
                 continue
+            if isinstance(message, Ping):
+                for answer in _answers(boot, worker_epoch, bool(waits)):
+                    supervisor.send(answer)
+                continue
             told = message if not isinstance(message, NextEngine) else "NextEngine"
             supervisor.send(Notice(boot.role, boot.index, f"heard {told}"))
             if isinstance(message, NewWorkers):
-                supervisor.send(WorkersReady(message.worker_epoch))
+                worker_epoch = message.worker_epoch
+                supervisor.send(WorkersReady(worker_epoch))
             if boot.role == "api_server":
                 front_end.obey(message)
         front_end.look()
@@ -95,7 +106,8 @@ class FrontEnd:
         self.epoch = boot.epoch
         self.met: list[NextEngine] = []
         self.left: list[Message] = []
-        signal.signal(signal.SIGUSR2, self.finish)
+        if behaviour in ("busy", "asked_to_drain"):
+            signal.signal(signal.SIGUSR2, self.finish)
 
     def finish(self, number: int, frame: FrameType | None) -> None:
         """The requests end, or an operator calls."""
@@ -131,6 +143,15 @@ class FrontEnd:
 def ready_file(run_dir: str, epoch: int) -> str:
     """Is there when the engine of the epoch is ready."""
     return os.path.join(run_dir, f"ready{epoch}")
+
+
+def _answers(boot: ProcessBoot, worker_epoch: int, waits: bool) -> list[Message]:
+    """To a Ping. The engine knows of the next workers before there are any: it says so again."""
+    if boot.role != "engine_core":
+        return [Alive()]
+    awaits = (0,) if waits and worker_epoch == 1 else ()
+    alive = EngineAlive(worker_epoch, 100, awaits, ready=True, has_work=bool(awaits))
+    return [alive, WorkersReady(worker_epoch)]
 
 
 def _crack(number: int, frame: FrameType | None) -> None:

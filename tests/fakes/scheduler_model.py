@@ -13,7 +13,10 @@ LONGEST_WAIT = 64
 
 @dataclass(eq=False)
 class Sequence:
-    """One choice of a family; `order` decides under PRIORITY."""
+    """One choice of a family; `order` decides under PRIORITY.
+
+    decoding: it was seen with no more than a token to compute. came: when it was last admitted.
+    """
 
     handle: int
     tokens: list[int]
@@ -25,6 +28,10 @@ class Sequence:
     table: list[int] = field(default_factory=list)
     waited: int = 0
     described: bool = False
+    tenant: int = 0
+    decoding: bool = False
+    came: int = 0
+    charged: bool = False
 
     def __post_init__(self) -> None:
         self.end = len(self.tokens) + self.max_tokens
@@ -45,7 +52,7 @@ class Decision:
 
 
 class SchedulerModel:
-    """Pool, queue and both passes."""
+    """Pool, queue and both passes. Tenants are all here from the start, and nobody is lifted."""
 
     def __init__(
         self,
@@ -72,10 +79,21 @@ class SchedulerModel:
         self.running: list[Sequence] = []
         self.held: dict[Sequence, tuple[Sequence, int]] = {}
         self.over: set[int] = set()  # families of which one has come to its end
+        self.served: dict[int, int] = {}
+        self.aside: dict[int, list[Sequence]] = {}  # by family, while its prompt is computed
+        self.admissions = 0
+        self.mixed = False
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
+        self.served.setdefault(sequence.tenant, 0)
         self._sort()
+
+    @property
+    def line(self) -> list[int]:
+        """Handles of all that wait, as they would be admitted if nothing were charged."""
+        key = lambda each: (*self._rank(each), each.tenant)  # noqa: E731
+        return [each.handle for each in sorted(self.waiting, key=key)]
 
     def remove(self, handle: int) -> None:
         """A sequence is over or aborted."""
@@ -84,14 +102,19 @@ class SchedulerModel:
                 (self.waiting if sequence in self.waiting else self.running).remove(sequence)
                 self._release(sequence)
                 self.held.pop(sequence, None)
+                self.aside.pop(sequence.family, None)
                 self.held = {who: why for who, why in self.held.items() if why[0] is not sequence}
 
     def step(self) -> Decision:
         decision = Decision()
         planned: dict[Sequence, int] = {}
-        budget = self._run_running(decision, planned, self.step_budget)
+        self._charge_decodes()
+        late = self._line_up()
+        in_time = [each for each in self.running if each not in late]
+        budget = self._run_running(in_time, decision, planned, self.step_budget)
         if not decision.victims:
-            self._run_waiting(decision, planned, budget)
+            budget = self._run_waiting(decision, planned, budget, late)
+        self._run_running(late, decision, planned, budget)
         decision.tokens = {each.handle: number for each, number in planned.items()}
         for sequence, number in planned.items():
             sequence.computed += number
@@ -105,8 +128,95 @@ class SchedulerModel:
                 self.remove(sequence.handle)
         return decision
 
-    def _run_running(self, decision: Decision, planned: dict[Sequence, int], budget: int) -> int:
-        for sequence in list(self.running):
+    def _rank(self, sequence: Sequence) -> tuple[int, int]:
+        """Who comes behind whom, among tenants: urgency, then what the tenant was served."""
+        urgency = sequence.order[0] if self.by_priority else 0
+        return urgency, self.served[sequence.tenant]
+
+    @property
+    def _num_tenants(self) -> int:
+        return len({each.tenant for each in self.waiting + self.running})
+
+    def _charge_decodes(self) -> None:
+        for sequence in self.running:
+            if sequence.decoding:
+                self.served[sequence.tenant] += 2
+            elif sequence.computed + 1 >= len(sequence.tokens):
+                sequence.decoding = True
+
+    def _line_up(self) -> list[Sequence]:
+        """Prompts go to the end of the list, and those that give way to the end of these."""
+        prompts = [each for each in self.running if not each.decoding]
+        several = self._num_tenants > 1
+        if not prompts or not (several or self.mixed):
+            return []
+        self.mixed = several
+        prompts.sort(key=lambda each: (*self._rank(each), each.came))
+        head = self._head()
+        late = []
+        if head is not None:
+            late = [each for each in prompts if self._rank(each) > self._rank(head)]
+            late = [each for each in late if each.tenant != head.tenant]
+        in_time = [each for each in prompts if each not in late]
+        self.running = [each for each in self.running if each.decoding] + in_time + late
+        return late
+
+    def _head(self) -> Sequence | None:
+        """The first of each tenant that is not held; of these the one whose turn it is."""
+        firsts: dict[int, Sequence] = {}
+        for sequence in self.waiting:
+            aside = self.aside.get(sequence.family, ())
+            if sequence not in self.held and sequence not in aside:
+                firsts.setdefault(sequence.tenant, sequence)
+        return min(firsts.values(), key=lambda each: (*self._rank(each), each.order), default=None)
+
+    def _victim(self, candidates: list[Sequence]) -> Sequence:
+        last = max(map(self._rank, candidates))
+        candidates = [each for each in candidates if self._rank(each) == last]
+        if self.by_priority:
+            return max(candidates, key=lambda each: each.order)
+        return candidates[-1]
+
+    def _may_claim(self, sequence: Sequence) -> bool:
+        most = max((self.served[each.tenant] for each in self.running), default=0)
+        return self._num_tenants > 1 and most > self.served[sequence.tenant] + len(sequence.tokens)
+
+    def _claim(
+        self, sequence: Sequence, decision: Decision, planned: dict[Sequence, int]
+    ) -> int | None:
+        """Preempt somebody for one that waits; tokens that come free, None for nobody."""
+        if decision.hits or not self._may_claim(sequence):
+            return None
+        least = self.served[sequence.tenant] + len(sequence.tokens)
+        urgency = self._rank(sequence)[0]
+        candidates = [
+            each
+            for each in self.running
+            if self.served[each.tenant] > least and self._rank(each)[0] >= urgency
+        ]
+        if not candidates:
+            return None
+        return self._evict(self._victim(candidates), decision, planned)
+
+    def _evict(self, victim: Sequence, decision: Decision, planned: dict[Sequence, int]) -> int:
+        """Preempt one; returns the tokens that were planned for it."""
+        tokens = 0
+        if victim in planned:
+            tokens = planned.pop(victim)
+            never_filled = victim.table[victim.computed // self.size :]
+            self.known = [each for each in self.known if each[1] not in never_filled]
+        self._preempt(victim)
+        decision.victims.append(victim.handle)
+        return tokens
+
+    def _run_running(
+        self,
+        sequences: list[Sequence],
+        decision: Decision,
+        planned: dict[Sequence, int],
+        budget: int,
+    ) -> int:
+        for sequence in sequences:
             if budget == 0:
                 break
             if sequence not in self.running:
@@ -114,15 +224,10 @@ class SchedulerModel:
             missing = len(sequence.tokens) - sequence.computed
             number = min(missing, self.longest, budget)
             while not self._take(sequence, sequence.computed + number, []):
-                victim = self.running[-1]
-                if self.by_priority:
-                    victim = max(self.running, key=lambda each: each.order)
-                if victim in planned:
-                    budget += planned.pop(victim)
-                    never_filled = victim.table[victim.computed // self.size :]
-                    self.known = [each for each in self.known if each[1] not in never_filled]
-                self._preempt(victim)
-                decision.victims.append(victim.handle)
+                if decision.hits:
+                    break  # somebody was admitted in this step
+                victim = self._victim(self.running)
+                budget += self._evict(victim, decision, planned)
                 if victim is sequence:
                     break
             else:
@@ -130,18 +235,28 @@ class SchedulerModel:
                 budget -= number
         return budget
 
-    def _run_waiting(self, decision: Decision, planned: dict[Sequence, int], budget: int) -> None:
+    def _run_waiting(
+        self,
+        decision: Decision,
+        planned: dict[Sequence, int],
+        budget: int,
+        late: list[Sequence],
+    ) -> int:
         self._let_go(planned)
         already_running = list(self.running)
-        for sequence in list(self.waiting):
-            if sequence in self.held:
-                continue
-            if budget == 0 or len(self.running) == self.seats:
-                return
+        for family, (first, *_) in list(self.aside.items()):
+            if self._longest_fork(first, already_running)[1] or not self._prompt_is_coming(first):
+                del self.aside[family]
+        while budget and (sequence := self._head()) is not None:
+            has_seat = len(self.running) < self.seats
+            if not has_seat and not self._may_claim(sequence):
+                break
+            already_running = [each for each in already_running if each in self.running]
             hits = self._hits(sequence)
             found = len(hits) * self.size
             table, shared = self._longest_fork(sequence, already_running)
             if not shared and self._prompt_is_coming(sequence):
+                self.aside.setdefault(sequence.family, []).append(sequence)
                 continue
             tail = 0
             if shared and shared >= found:
@@ -150,14 +265,28 @@ class SchedulerModel:
                 tail = table[found // self.size] if found % self.size else 0
             if self._waits(sequence, found // self.size, planned):
                 continue
+            if sequence.handle in decision.victims:
+                break
+            if late and self._rank(sequence) >= self._rank(late[0]):
+                break
             missing = len(sequence.tokens) - found
-            if not self.chunked and budget < missing <= self.step_budget:
-                return
             number = min(missing, self.longest, budget)
-            if not self._take(sequence, found + number, hits):
-                return
+            if has_seat and not self.chunked and budget < missing <= self.step_budget:
+                break
+            if not has_seat or not self._take(sequence, found + number, hits):
+                freed = self._claim(sequence, decision, planned)
+                if freed is None:
+                    break
+                budget += freed
+                continue
             self.waiting.remove(sequence)
             self.running.append(sequence)
+            if not sequence.charged:
+                self.served[sequence.tenant] += missing
+            sequence.charged = True
+            sequence.decoding = number == missing
+            self.admissions += 1
+            sequence.came = self.admissions
             sequence.computed = found
             sequence.waited = 0
             planned[sequence] = number
@@ -165,6 +294,7 @@ class SchedulerModel:
             if tail:
                 decision.copies += [tail, sequence.table[len(hits)]]
             budget -= number
+        return budget
 
     def _siblings(self, sequence: Sequence) -> list[Sequence]:
         """Running choices of the same request, the first choice first."""

@@ -307,7 +307,10 @@ def test_a_row_whose_scores_are_no_numbers_ends_all(failed, overlapped):
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("seed", range(40))
 def test_random_lives(seed, overlapped):
-    """Searches and other requests in small pools, some aborted: everyone gets what is his."""
+    """Searches and other requests in small pools, some aborted: everyone gets what is his.
+
+    The requests are of one tenant, two or three, by turns.
+    """
     draw = random.Random(seed)
     windows = draw.choice([(None,), (None,), (None, 6), (5, None, 14)])
     engine = engine_of(
@@ -328,11 +331,13 @@ def test_random_lives(seed, overlapped):
         if draw.random() < 0.15 and len(wanted) < 30:
             prompt = [draw.choice([0, 100]) + each for each in range(draw.randrange(1, 25))]
             max_tokens, width = draw.randrange(1, 15), draw.randrange(1, 5)
+            tenant = len(wanted) % (1 + seed % 3)
             if draw.random() < 0.6:
-                rows = add(engine, prompt, width, max_tokens, priority=draw.randrange(3))
+                priority = draw.randrange(3)
+                rows = add(engine, prompt, width, max_tokens, priority=priority, tenant=tenant)
                 results = expected(prompt, width, max_tokens)
             else:
-                rows = engine.add(prompt, max_tokens, n=width, eos_token_ids=())
+                rows = engine.add(prompt, max_tokens, n=width, tenant=tenant, eos_token_ids=())
                 results = [undisturbed(prompt, max_tokens, each.choice) for each in rows]
             wanted.update(zip(rows, results, strict=True))
         if draw.random() < 0.05 and wanted:

@@ -124,6 +124,7 @@ def test_a_waiting_request_can_be_aborted():
     engine.assert_at_rest()
 
 
+@pytest.mark.interpreted
 def test_the_wait_is_bounded(monkeypatch):
     monkeypatch.setattr(prefix_wait, "LONGEST_WAIT", 3)
     engine = chunked()
@@ -136,6 +137,7 @@ def test_the_wait_is_bounded(monkeypatch):
     engine.assert_at_rest()
 
 
+@pytest.mark.interpreted
 def test_time_spent_waiting_for_one_leader_counts_when_it_waits_for_the_next(monkeypatch):
     monkeypatch.setattr(prefix_wait, "LONGEST_WAIT", 3)
     engine = chunked()
@@ -152,6 +154,7 @@ def test_time_spent_waiting_for_one_leader_counts_when_it_waits_for_the_next(mon
     engine.assert_at_rest()
 
 
+@pytest.mark.interpreted
 def test_with_all_that_one_leader_shares_it_waits_for_another_that_shares_more(monkeypatch):
     monkeypatch.setattr(prefix_wait, "LONGEST_WAIT", 5)
     engine = chunked()
@@ -216,6 +219,7 @@ def num_lines_run(function):
     return count
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_a_step_does_not_look_at_those_who_go_on_waiting(policy):
     costs = []

@@ -164,6 +164,7 @@ def test_the_last_one_is_never_preempted_for_pressure():
     engine.assert_at_rest()
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_a_request_without_room_is_looked_up_once(policy, monkeypatch):
     engine = small_pool(scheduling_policy=policy)

@@ -22,6 +22,7 @@ additions = st.tuples(
     st.integers(1, 12),  # max_tokens
     st.integers(1, 3),  # n
     st.integers(-1, 1),  # priority
+    st.sampled_from([0, 0, 0, 1, 1, 2]),  # tenant
 )
 aborts = st.tuples(st.just("abort"), st.integers(0, 30), st.sampled_from([None, 0, 1]))
 steps = st.tuples(st.just("step"))
@@ -90,9 +91,9 @@ class Life:
         getattr(self, kind)(*details)
         assert check(self.engine.kv_cache) == []
 
-    def add(self, family, length, max_tokens, n, priority=0) -> None:
+    def add(self, family, length, max_tokens, n, priority=0, tenant=0) -> None:
         prompt = prompt_of(family, length)
-        self.requests += self.engine.add(prompt, max_tokens, n=n, priority=priority)
+        self.requests += self.engine.add(prompt, max_tokens, n=n, priority=priority, tenant=tenant)
 
     def step(self) -> None:
         waits = bool(self.engine.in_flight)
@@ -156,10 +157,11 @@ def test_whatever_arrives_everyone_ends_with_the_tokens_of_an_undisturbed_run(
     life.end()
 
 
+@pytest.mark.parametrize("num_tenants", [1, 3])
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("windows", [(None,), (None, 8), (8, 4)])
-def test_the_same_under_heavy_preemption(policy, windows, overlapped):
+def test_the_same_under_heavy_preemption(policy, windows, overlapped, num_tenants):
     life = Life(
         scheduling_policy=policy,
         async_scheduling=overlapped,
@@ -171,6 +173,6 @@ def test_the_same_under_heavy_preemption(policy, windows, overlapped):
         enable_chunked_prefill=True,
     )
     for each in range(40):
-        life.add(each % 3, 4 + each % 5, 12, 1, -each)
+        life.add(each % 3, 4 + each % 5, 12, 1, -each, each * each % 7 % num_tenants)
     life.end()
     assert sum(each.num_preemptions for each in life.requests) >= 20

@@ -55,6 +55,7 @@ settings_of_engine = st.fixed_dictionaries(
         "stop_admission_above": st.sampled_from([1.0, 1.0, 0.6]),
         "preempt_above": st.sampled_from([1.0, 1.0, 0.7]),
         "async_scheduling": st.booleans(),
+        "num_tenants": st.sampled_from([1, 3]),
     }
 )
 
@@ -92,7 +93,8 @@ class Talk:
 class Life:
     """One random run, with what must come out of it."""
 
-    def __init__(self, **config) -> None:
+    def __init__(self, num_tenants=1, **config) -> None:
+        self.num_tenants = num_tenants
         config["num_blocks"] *= len(config["windows"])
         config["preempt_above"] = max(config["preempt_above"], config["stop_admission_above"])
         self.now = 0.0
@@ -126,6 +128,7 @@ class Life:
             prompt,
             max_tokens,
             priority=priority,
+            tenant=family % self.num_tenants,
             arrival_time=self.now,
             resumable=resumable,
             eos_token_ids=(),
@@ -242,10 +245,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("overlapped", [True, False])
+@pytest.mark.parametrize(("overlapped", "num_tenants"), [(True, 1), (False, 1), (True, 2)])
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_busy_life(windows, caching, overlapped):
+def test_a_busy_life(windows, caching, overlapped, num_tenants):
     """A crowd in a pool with room for a few of them; counted, so that it is one."""
     draw = random.Random(len(windows))
     life = Life(
@@ -257,6 +260,7 @@ def test_a_busy_life(windows, caching, overlapped):
         preempt_above=1.0,
         stop_admission_above=1.0,
         async_scheduling=overlapped,
+        num_tenants=num_tenants,
     )
     for _ in range(3000):
         (kind,) = draw.choices(list(KINDS), list(KINDS.values()))

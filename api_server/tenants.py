@@ -1,0 +1,52 @@
+"""Whose request it is: a tenant, as a number that only says who is the same.
+
+It comes from the name of the API key and, where a proxy is trusted with that, from a header.
+The engine hears neither of them. Every front end makes the same number of the same names,
+so tenants stay who they are when processes die.
+"""
+
+import re
+from hashlib import blake2b
+from typing import Final
+
+from starlette.requests import Request
+
+from proto.config import TenantBy
+from proto.errors import InvalidRequestError
+
+TENANT_HEADER: Final = "X-Tenant-ID"
+MAX_TENANT_CHARACTERS: Final = 128
+NOBODY: Final = 0
+"""The tenant of all whom nothing tells apart."""
+
+_NAME: Final = re.compile(rf"[A-Za-z0-9._:@/+=-]{{1,{MAX_TENANT_CHARACTERS}}}")
+
+
+def tenant_of(request: Request, by: TenantBy) -> int:
+    """The tenant of a request that is let in; raises InvalidRequestError for a wrong header.
+
+    With "header" a key and a name in the header make a tenant together: one key's clients
+    cannot pass for those of another.
+    """
+    if by == "none":
+        return NOBODY
+    key_name = getattr(request.state, "key_name", "")
+    name = _header(request) if by == "header" else ""
+    if not key_name and not name:
+        return NOBODY
+    digest = blake2b(f"{key_name}\n{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _header(request: Request) -> str:
+    """Two of them would leave open which one the proxy wrote."""
+    names = request.headers.getlist(TENANT_HEADER)
+    if not names:
+        return ""
+    if len(names) > 1 or not _NAME.fullmatch(names[0]):
+        raise InvalidRequestError(
+            f"{TENANT_HEADER} takes one name of 1 to {MAX_TENANT_CHARACTERS} letters, digits and "
+            "any of ._:@/+=-",
+            TENANT_HEADER,
+        )
+    return names[0]

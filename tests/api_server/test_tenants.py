@@ -1,0 +1,116 @@
+"""Whose request it is: from the key, from the header of a trusted proxy, or nobody's."""
+
+import pytest
+
+from api_server.tenants import MAX_TENANT_CHARACTERS, NOBODY, TENANT_HEADER
+from proto.config import FrontEndConfig
+
+PATHS = {
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+}
+
+
+@pytest.fixture
+def keys(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("alice a1\nalice a2\nbob b1\n")
+    return str(path)
+
+
+async def tenant(front_end, path="/v1/completions", key=None, **headers):
+    """What the engine hears, or the answer where it hears nothing."""
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    if key is not None:
+        given["authorization"] = f"Bearer {key}"
+    response = await front_end.http.post(path, json=PATHS[path], headers=given)
+    if response.status_code != 200:
+        return response
+    return (await front_end.engine.requests.get()).tenant
+
+
+async def test_without_keys_everyone_is_one_tenant_whatever_the_header_says(start, say):
+    async with start(say("!")) as front_end:
+        assert await tenant(front_end) == NOBODY
+        assert await tenant(front_end, x_tenant_id="alice") == NOBODY
+        assert await tenant(front_end, x_tenant_id="no name") == NOBODY
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_name_of_the_key_file_is_a_tenant(start, say, keys, path):
+    config = FrontEndConfig(api_key="k", api_key_file=keys)
+    async with start(say("!"), config=config) as front_end:
+        found = {key: await tenant(front_end, path, key) for key in ("k", "a1", "a2", "b1")}
+        assert found["k"] == NOBODY
+        assert found["a1"] == found["a2"]
+        assert len(set(found.values())) == 3
+        assert all(0 <= each < 1 << 64 for each in found.values())
+        assert await tenant(front_end, path, "a1", x_tenant_id="bob") == found["a1"]
+        assert (await tenant(front_end, path, "b2")).status_code == 401
+        assert (await tenant(front_end, path)).status_code == 401
+
+
+async def test_an_x_api_key_names_its_tenant_too(start, say, keys):
+    async with start(say("!"), config=FrontEndConfig(api_key_file=keys)) as front_end:
+        assert await tenant(front_end, x_api_key="b1") == await tenant(front_end, key="b1")
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_trusted_header_names_the_tenant(start, say, path):
+    async with start(say("!"), config=FrontEndConfig(tenant_by="header")) as front_end:
+        assert await tenant(front_end, path) == NOBODY
+        alice = await tenant(front_end, path, x_tenant_id="alice@example.org")
+        bob = await tenant(front_end, path, x_tenant_id="bob")
+        assert len({NOBODY, alice, bob}) == 3
+        assert await tenant(front_end, path, x_tenant_id="bob") == bob
+
+
+async def test_the_header_of_one_key_is_not_that_of_another(start, say, keys):
+    config = FrontEndConfig(api_key_file=keys, tenant_by="header")
+    async with start(say("!"), config=config) as front_end:
+        found = [
+            await tenant(front_end, key=key, **header)
+            for key in ("a1", "b1")
+            for header in ({}, {"x_tenant_id": "carol"}, {"x_tenant_id": "dave"})
+        ]
+        assert len(set(found)) == 6
+
+
+async def test_every_front_end_makes_the_same_of_the_same_names(start, say):
+    """The number may not change from start to start, or a restart would change who is who."""
+    async with start(say("!"), config=FrontEndConfig(tenant_by="header")) as front_end:
+        assert await tenant(front_end, x_tenant_id="alice") == 1433568293330041613
+
+
+async def test_nothing_tells_tenants_apart_if_so_asked(start, say, keys):
+    config = FrontEndConfig(api_key_file=keys, tenant_by="none")
+    async with start(say("!"), config=config) as front_end:
+        assert await tenant(front_end, key="a1", x_tenant_id="x") == NOBODY
+        assert await tenant(front_end, key="b1") == NOBODY
+
+
+@pytest.mark.parametrize("name", ["", "two words", "a,b", "é", "x" * (MAX_TENANT_CHARACTERS + 1)])
+async def test_a_header_that_is_wrong_is_a_400_that_names_it(start, name):
+    async with start(config=FrontEndConfig(tenant_by="header")) as front_end:
+        response = await front_end.http.post(
+            "/v1/completions",
+            json={"prompt": "hello"},
+            headers={TENANT_HEADER: name.encode("latin-1")},
+        )
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == TENANT_HEADER
+        assert TENANT_HEADER in response.json()["error"]["message"]
+        longest = await front_end.http.post(
+            "/v1/completions", json={}, headers={TENANT_HEADER: "x" * MAX_TENANT_CHARACTERS}
+        )
+        assert TENANT_HEADER not in longest.text
+
+
+async def test_two_headers_say_nothing(start):
+    """A proxy that appends instead of replacing would let clients choose."""
+    async with start(config=FrontEndConfig(tenant_by="header")) as front_end:
+        headers = [(TENANT_HEADER, "alice"), (TENANT_HEADER, "bob")]
+        response = await front_end.http.post(
+            "/v1/completions", json={"prompt": "hello"}, headers=headers
+        )
+        assert response.status_code == 400

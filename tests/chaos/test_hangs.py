@@ -1,0 +1,151 @@
+"""A process stops in the middle of everything, without dying, and no client notices.
+
+Each test uses the daemon that the one before has left. In its first life the worker hangs by
+itself, so the streams of the first test are compared with those that come after them.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import psutil
+import pytest
+
+from tests.chaos.streams import Stream, assert_same, requests, undisturbed
+from tests.e2e.daemon import ROLES, Daemon, eventually
+
+pytestmark = pytest.mark.long
+
+STEP_TIMEOUT = 3.0
+HANG_AT = 20
+"""The step: later than the first ones, which may take longer, and amid all streams."""
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    flags = ("--dtype", "float32", "--step-timeout", str(STEP_TIMEOUT), "--enable-fault-injection")
+    with Daemon(*flags, environment={"TOKEND_FAULTS": f"worker:hang@{HANG_AT}"}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def first(daemon: Daemon) -> tuple[list[Stream], set[str], float]:
+    """The worker hangs among these."""
+    return asyncio.run(with_a_hang(daemon, lambda: None))
+
+
+@pytest.fixture(scope="module")
+def expected(daemon: Daemon, first: object) -> list[Stream]:
+    return asyncio.run(undisturbed(daemon.url, requests()))
+
+
+async def watch(client: httpx.AsyncClient, reasons: set[str]) -> None:
+    """Collect why requests should not come, numbers left out."""
+    while True:
+        response = await client.get("/health/ready")
+        found = response.json()["reasons"]
+        assert response.status_code == (503 if found else 200)
+        reasons.update(re.sub(r" for \d+ s$", "", each) for each in found)
+        assert (await client.get("/health/live")).status_code == 200
+        await asyncio.sleep(0.05)
+
+
+async def with_a_hang(
+    daemon: Daemon, stop: Callable[[], object]
+) -> tuple[list[Stream], set[str], float]:
+    """The streams, why the daemon was not ready meanwhile, and the longest wait for a token."""
+    streams, reasons, longest = [Stream(body) for body in requests()], set[str](), 0.0
+    async with httpx.AsyncClient(base_url=daemon.url, timeout=120) as client:
+        watching = asyncio.create_task(watch(client, reasons))
+        running = [asyncio.create_task(each.run(client)) for each in streams]
+        await asyncio.gather(*(each.reach(4) for each in streams))
+        stop()
+        moved, before = time.monotonic(), 0
+        while not all(each.done() for each in running):
+            assert not any(each.done() and each.exception() for each in (*running, watching))
+            num_tokens = sum(each.num_tokens for each in streams)
+            if num_tokens > before:
+                moved, before = time.monotonic(), num_tokens
+            longest = max(longest, time.monotonic() - moved)
+            await asyncio.sleep(0.01)
+        watching.cancel()
+    return streams, reasons, longest
+
+
+def assert_nobody_noticed(
+    daemon: Daemon, expected: list[Stream], happened: tuple[list[Stream], set[str], float]
+) -> None:
+    streams, _, longest = happened
+    assert len(streams) >= 8
+    for was, now in zip(expected, streams, strict=True):
+        assert_same(was, now)
+    print(f"{longest:.2f} s without a token, {STEP_TIMEOUT} s of them allowed")
+    assert eventually(lambda: httpx.get(f"{daemon.url}/health/ready").status_code == 200)
+    gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    assert eventually(lambda: not any(daemon.metric(f"vllm:{name}") for name in gauges))
+    assert daemon.text.count("Traceback") == 0
+
+
+def test_a_worker_that_hangs_in_a_step(
+    daemon: Daemon, first: tuple[list[Stream], set[str], float], expected: list[Stream]
+) -> None:
+    """A fault, so that the process itself is alive and obeys signals."""
+    assert_nobody_noticed(daemon, expected, first)
+    assert first[1] >= {"worker 0: no completed step", "worker 0 is being restarted"}
+    assert first[2] > STEP_TIMEOUT
+    assert re.search(r"worker 0: \(pid \d+\) hangs, no completed step for 3\.\d s", daemon.text)
+    assert re.search(r'worker/service.py", line \d+ in _execute', daemon.text)
+    assert daemon.metric("tokend:watchdog_kills_total") == 1
+
+
+@pytest.mark.parametrize(
+    ("role", "what", "where"),
+    [
+        ("worker", "no completed step", r'worker/service.py", line \d+ in run'),
+        ("engine_core", "no sign of life", r'engine_core/stepper.py", line \d+ in run'),
+    ],
+)
+def test_who_is_stopped(
+    daemon: Daemon, expected: list[Stream], role: str, what: str, where: str
+) -> None:
+    before, kills = daemon.processes(), daemon.metric("tokend:watchdog_kills_total")
+    printed = len(daemon.text)
+    pid, title = before[role].pid, f"{ROLES[role]} 0"
+    happened = asyncio.run(with_a_hang(daemon, psutil.Process(pid).suspend))
+    assert_nobody_noticed(daemon, expected, happened)
+    assert happened[1] >= {f"{title}: {what}", f"{title} is being restarted"}
+    text = daemon.text[printed:]
+    verdict = re.search(rf"{title}: \(pid {pid}\) hangs, {what} for [34]\.\d s", text)
+    stacks = re.search(where, text)
+    death = text.index(f"{title}: (pid {pid}) was killed by SIGKILL")
+    assert verdict is not None
+    assert stacks is not None
+    assert verdict.start() < stacks.start() < death
+    after = daemon.processes()
+    assert {each for each in ROLES if before[each].pid != after[each].pid} == {role}
+    assert daemon.metric("tokend:watchdog_kills_total") == kills + 1
+
+
+def test_who_is_stopped_while_nothing_is_to_do_is_noticed_when_requests_come(
+    daemon: Daemon, expected: list[Stream]
+) -> None:
+    before = daemon.processes()
+    before["worker"].suspend()
+    streams = asyncio.run(undisturbed(daemon.url, requests()[:2]))
+    for was, now in zip(expected, streams, strict=False):
+        assert_same(was, now)
+    after = daemon.processes()
+    assert {each for each in ROLES if before[each].pid != after[each].pid} == {"worker"}
+
+
+def test_a_front_end_that_is_stopped_is_replaced_and_whoever_connects_meanwhile_waits(
+    daemon: Daemon, expected: list[Stream]
+) -> None:
+    before = daemon.processes()
+    before["api_server"].suspend()
+    (stream,) = asyncio.run(undisturbed(daemon.url, requests()[:1]))
+    assert_same(expected[0], stream)
+    after = daemon.processes()
+    assert {each for each in ROLES if before[each].pid != after[each].pid} == {"api_server"}

@@ -1,0 +1,245 @@
+"""Who gives way to whom among tenants: tokens of a step, seats, blocks."""
+
+import pytest
+
+from engine_core.request import RequestStatus
+from tests.fakes.engine_harness import EngineHarness, scheduled
+from tests.fakes.paged_runner import undisturbed
+
+HEAVY, LIGHT, OTHER = 1, 2, 3
+
+
+def prompt(length, start=0):
+    return [(start * 101 + position * 7) % 900 for position in range(length)]
+
+
+def engine_with(**settings):
+    return EngineHarness(**{"max_num_batched_tokens": 64, "block_size": 4, **settings})
+
+
+def add(engine, tenant, length, max_tokens=16, **params):
+    start = next(engine.ids)
+    return engine.add_one(
+        prompt(length, start), max_tokens, tenant=tenant, eos_token_ids=(), **params
+    )
+
+
+def run_and_check(engine, *requests):
+    engine.run()
+    for each in requests:
+        wanted = undisturbed(each.prompt_token_ids, each.max_tokens)
+        assert engine.tokens_of(each) == wanted
+    engine.assert_at_rest()
+
+
+def test_a_prompt_under_way_gives_way_and_takes_what_is_left():
+    engine = engine_with()
+    heavy = add(engine, HEAVY, 300)
+    assert scheduled(engine.step()) == {heavy.handle: 64}
+    light = add(engine, LIGHT, 40)
+    assert scheduled(engine.step()) == {light.handle: 40, heavy.handle: 24}
+    assert scheduled(engine.step()) == {light.handle: 1, heavy.handle: 63}
+    run_and_check(engine, heavy, light)
+
+
+def test_a_prompt_of_several_steps_is_not_interrupted_by_the_one_that_gave_way():
+    engine = engine_with()
+    heavy = add(engine, HEAVY, 600)
+    for _ in range(4):
+        engine.step()
+    light = add(engine, LIGHT, 150)
+    steps = [scheduled(engine.step()) for _ in range(3)]
+    assert steps == [
+        {light.handle: 64},
+        {light.handle: 64},
+        {light.handle: 22, heavy.handle: 42},
+    ]
+    run_and_check(engine, heavy, light)
+
+
+def test_who_decodes_keeps_its_token():
+    engine = engine_with()
+    writers = [add(engine, HEAVY, 10) for _ in range(3)]
+    engine.step()
+    heavy = add(engine, HEAVY, 300)
+    engine.step()
+    light = add(engine, LIGHT, 100)
+    tokens = scheduled(engine.step())
+    assert tokens == {each.handle: 1 for each in writers} | {light.handle: 61}
+    run_and_check(engine, heavy, light, *writers)
+
+
+def test_prompts_of_the_same_tenant_keep_their_order():
+    engine = engine_with()
+    first = add(engine, HEAVY, 300)
+    engine.step()
+    second = add(engine, HEAVY, 20)
+    light = add(engine, LIGHT, 30, max_tokens=1)
+    assert scheduled(engine.step()) == {light.handle: 30, first.handle: 34}
+    assert scheduled(engine.step()) == {first.handle: 64}
+    assert second.status is RequestStatus.WAITING
+    run_and_check(engine, first, second)
+
+
+def test_nobody_gives_way_to_a_tenant_that_was_served_more():
+    engine = engine_with(max_model_len=400)
+    add(engine, HEAVY, 320, max_tokens=1)
+    engine.run()
+    light = add(engine, LIGHT, 100)
+    engine.step()
+    heavy = add(engine, HEAVY, 30)
+    assert scheduled(engine.step()) == {light.handle: 36, heavy.handle: 28}
+    run_and_check(engine, heavy, light)
+
+
+def test_of_several_prompts_the_one_of_the_tenant_served_least_goes_first():
+    engine = engine_with(long_prefill_token_threshold=30)
+    heavy = add(engine, HEAVY, 300)
+    engine.step()
+    other = add(engine, OTHER, 200)
+    engine.step()
+    light = add(engine, LIGHT, 60)
+    assert scheduled(engine.step()) == {light.handle: 30, other.handle: 30, heavy.handle: 4}
+    assert scheduled(engine.step()) == {light.handle: 30, other.handle: 30, heavy.handle: 4}
+    run_and_check(engine, heavy, light, other)
+
+
+def test_a_seat_is_claimed_from_the_youngest_of_the_tenant_served_most():
+    engine = engine_with(max_num_seqs=3)
+    add(engine, OTHER, 4)
+    old, young = add(engine, HEAVY, 20), add(engine, HEAVY, 20)
+    engine.step()
+    light = add(engine, LIGHT, 8)
+    output = engine.step()
+    assert output.preempted_handles == [young.handle]
+    assert scheduled(output)[light.handle] == 8
+    assert old.status is RequestStatus.RUNNING
+    assert list(engine.scheduler.waiting) == [young]
+    run_and_check(engine, old, young, light)
+
+
+def test_a_seat_is_claimed_only_by_who_is_behind_by_more_than_its_own_tokens():
+    engine = engine_with(max_num_seqs=1, max_model_len=200)
+    heavy = add(engine, HEAVY, 20, max_tokens=40)
+    engine.step()
+    light = add(engine, LIGHT, 30)  # both began at the same place, and 20 tokens were served
+    num_steps = 0
+    while light.status is RequestStatus.WAITING:
+        output = engine.step()
+        num_steps += 1
+    assert output.preempted_handles == [heavy.handle]
+    assert heavy.num_output_tokens < 40
+    assert num_steps == 6  # 20 input tokens and 2 for each of 6 steps are more than 30
+    run_and_check(engine, heavy, light)
+
+
+def test_blocks_are_claimed_one_victim_after_the_other():
+    """24 usable blocks of 4; the light prompt takes 12."""
+    engine = engine_with(num_blocks=25, max_num_batched_tokens=128)
+    heavy = [add(engine, HEAVY, 28, max_tokens=4) for _ in range(3)]
+    engine.step()
+    assert engine.kv_cache.num_free_blocks == 3
+    light = add(engine, LIGHT, 48, max_tokens=4)
+    output = engine.step()
+    assert output.preempted_handles == [heavy[2].handle, heavy[1].handle]
+    assert scheduled(output) == {heavy[0].handle: 1, light.handle: 48}
+    run_and_check(engine, light, *heavy)
+
+
+def test_what_a_victim_was_to_compute_in_this_step_is_found_by_nobody():
+    """The light prompt begins as the victim's does, which is taken out of the very step."""
+    engine = engine_with(num_blocks=25)
+    texts = [prompt(80, 1), prompt(40, 2)]
+    heavy = engine.add_one(texts[0], 4, tenant=HEAVY, eos_token_ids=())
+    engine.step()
+    light = engine.add_one(texts[0][:70] + texts[1][:20], 4, tenant=LIGHT, eos_token_ids=())
+    engine.step()
+    engine.step()
+    run_and_check(engine, light, heavy)
+
+
+def test_no_room_is_claimed_in_a_step_that_admitted_somebody():
+    engine = engine_with(max_num_seqs=2)
+    add(engine, HEAVY, 30)
+    engine.step()
+    first, second = add(engine, LIGHT, 4), add(engine, LIGHT, 4)
+    output = engine.step()
+    assert output.preempted_handles == []
+    assert (first.status, second.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
+    assert len(engine.step().preempted_handles) == 1
+    assert second.status is RequestStatus.RUNNING
+
+
+def test_urgency_goes_before_fairness():
+    engine = engine_with(max_num_seqs=1, scheduling_policy="priority")
+    urgent = add(engine, HEAVY, 200, priority=0)
+    engine.step()
+    light = add(engine, LIGHT, 8, priority=1)
+    output = engine.step()
+    assert scheduled(output) == {urgent.handle: 64}
+    assert output.preempted_handles == []
+    run_and_check(engine, urgent, light)
+
+
+def test_an_urgent_request_does_not_wait_for_prompts_of_others():
+    engine = engine_with(scheduling_policy="priority")
+    add(engine, LIGHT, 300, priority=1)
+    engine.step()
+    urgent = add(engine, HEAVY, 60, priority=0)
+    assert scheduled(engine.step())[urgent.handle] == 60
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_who_gives_way_for_want_of_blocks_is_of_the_tenant_served_most(policy):
+    """11 usable blocks: the light request came last and would be the victim otherwise."""
+    engine = engine_with(num_blocks=12, scheduling_policy=policy)
+    old = add(engine, HEAVY, 16, max_tokens=20)
+    young = add(engine, HEAVY, 16, max_tokens=20)
+    engine.step()
+    light = add(engine, LIGHT, 4, max_tokens=20)
+    while not old.num_preemptions + young.num_preemptions + light.num_preemptions:
+        engine.step()
+    assert young.num_preemptions == 1
+    run_and_check(engine, old, young, light)
+
+
+def test_a_refused_head_is_looked_at_again_once_it_may_claim():
+    """The pool gets no freer meanwhile; the other tenant is served, and that is enough."""
+    engine = engine_with(num_blocks=26, max_model_len=100)
+    heavy = add(engine, HEAVY, 70, max_tokens=29)
+    engine.step()
+    light = add(engine, LIGHT, 90, max_tokens=2)
+    steps = 0
+    while light.status is not RequestStatus.RUNNING:
+        engine.step()
+        steps += 1
+    assert heavy.num_preemptions == 1
+    assert heavy.num_output_tokens < 29
+    run_and_check(engine, heavy, light)
+
+
+def test_two_tenants_do_not_take_one_seat_from_each_other_all_the_time():
+    engine = engine_with(max_num_seqs=1, max_model_len=300)
+    requests = [add(engine, tenant, 20, max_tokens=200) for tenant in (1, 2)]
+    steps = engine.run()
+    preemptions = sum(each.num_preemptions for each in requests)
+    assert 1 <= preemptions <= 8
+    assert steps <= 400 + 2 * preemptions + 2
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_choices_beams_and_lost_workers(overlapped):
+    engine = engine_with(max_num_seqs=4, num_blocks=60, async_scheduling=overlapped)
+    heavy = [add(engine, HEAVY, 30, max_tokens=30) for _ in range(8)]
+    for _ in range(5):
+        engine.step()
+    choices = engine.add(prompt(20, 5), 6, n=3, tenant=LIGHT, eos_token_ids=())
+    for _ in range(4):
+        engine.step()
+    engine.lose_workers()
+    late = add(engine, OTHER, 12, max_tokens=3)
+    engine.run()
+    for each in [*heavy, *choices, late]:
+        wanted = undisturbed(each.prompt_token_ids, each.max_tokens, each.choice)
+        assert engine.tokens_of(each) == wanted
+    engine.assert_at_rest()

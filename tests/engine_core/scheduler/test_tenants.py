@@ -1,0 +1,152 @@
+"""The counters of tenants: what is charged, who is lifted, what is forgotten."""
+
+import pytest
+
+from engine_core.scheduler.tenants import MAX_DEBTS, OUTPUT_WEIGHT, TenantLedger
+from tests.fakes.engine_harness import EngineHarness
+
+CREDIT = 100
+
+
+class Book:
+    """A ledger, with requests that a test moves about."""
+
+    def __init__(self, credit=CREDIT):
+        self.ledger = TenantLedger(credit)
+        self.engine = EngineHarness()
+
+    def waiting(self, tenant, length=10):
+        request = self.engine.add_one(list(range(length)), tenant=tenant)
+        self.ledger.enter(request)
+        self.ledger.line_up(tenant)
+        return request
+
+    def running(self, tenant, length=10, chunk=None):
+        request = self.waiting(tenant, length)
+        self.ledger.admit(request, chunk or length)
+        return request
+
+    def steps(self, number):
+        for _ in range(number):
+            self.ledger.begin_step()
+
+    def ahead(self, one, other):
+        """How much more `one` was served than `other`."""
+        return self.ledger.served(one) - self.ledger.served(other)
+
+
+@pytest.fixture
+def book():
+    return Book()
+
+
+def test_input_is_charged_when_it_is_admitted_and_output_step_by_step(book):
+    request = book.waiting(1, length=30)
+    before = book.ledger.served(1)
+    book.ledger.admit(request, 30)
+    assert book.ledger.served(1) - before == 30
+    book.steps(5)
+    assert book.ledger.served(1) - before == 30 + 5 * OUTPUT_WEIGHT
+
+
+def test_what_the_cache_holds_costs_nothing(book):
+    request = book.waiting(1, length=30)
+    before = book.ledger.served(1)
+    request.num_computed_tokens = 24
+    book.ledger.admit(request, 6)
+    assert book.ledger.served(1) - before == 6
+
+
+def test_a_prompt_of_several_chunks_decodes_when_one_token_is_left(book):
+    request = book.running(1, length=30, chunk=16)
+    before = book.ledger.served(1)
+    assert list(book.ledger.prefills.values()) == [request]
+    request.num_computed_tokens = 16
+    book.steps(1)
+    assert book.ledger.prefills
+    request.num_computed_tokens = 30
+    book.steps(1)
+    assert not book.ledger.prefills
+    assert book.ledger.served(1) == before
+    book.steps(1)
+    assert book.ledger.served(1) == before + OUTPUT_WEIGHT
+
+
+def test_a_preemption_is_charged_to_nobody(book):
+    request = book.running(1, length=30)
+    book.steps(3)
+    served = book.ledger.served(1)
+    book.ledger.stop(request)
+    request.num_preemptions = 1
+    book.steps(3)
+    book.ledger.admit(request, 30)
+    assert book.ledger.served(1) == served
+    assert book.ledger.num_tenants == 1
+
+
+def test_who_returns_is_behind_by_the_credit_and_no_more(book):
+    book.running(1, length=500)
+    book.waiting(2)
+    assert book.ahead(1, 2) == CREDIT
+    book.steps(1000)
+    book.ledger.line_up(2)  # nothing of it waited meanwhile, as it seems
+    assert book.ahead(1, 2) == CREDIT
+
+
+def test_who_is_behind_by_less_than_the_credit_stays_there(book):
+    book.running(1, length=80)
+    book.running(2, length=10)
+    ahead = book.ahead(1, 2)
+    assert 0 < ahead < CREDIT
+    book.ledger.line_up(2)
+    assert book.ahead(1, 2) == ahead
+
+
+def test_the_first_has_no_start_over_those_who_come_with_it(book):
+    book.waiting(1)
+    book.waiting(2)
+    assert book.ahead(1, 2) == 0
+
+
+def test_a_debt_is_remembered_while_its_tenant_is_away(book):
+    heavy = book.running(1, length=80)
+    book.running(2, length=1)
+    ahead = book.ahead(1, 2)
+    book.ledger.leave(heavy)
+    assert book.ledger.num_tenants == 1
+    book.waiting(1)
+    assert book.ahead(1, 2) == ahead
+
+
+def test_only_so_many_tenants_that_are_away_are_remembered(book):
+    for tenant in range(MAX_DEBTS + 1):
+        book.ledger.leave(book.running(tenant, length=5))
+    assert book.ledger.num_tenants == 0
+    for tenant in (0, 1, MAX_DEBTS, -1):
+        book.waiting(tenant)
+    assert [book.ahead(tenant, -1) for tenant in (0, 1, MAX_DEBTS)] == [0, 5, 5]
+
+
+def test_new_tenants_without_end_do_not_stay_ahead_of_one_that_waits(book):
+    """Each begins behind by the credit, but the clock moves with what they are given."""
+    book.running(1, length=400)
+    waits = book.waiting(1)
+    number, served = 0, 0
+    while True:
+        number += 1
+        newcomer = book.waiting(number + 10, length=50)
+        if book.ahead(waits.tenant, newcomer.tenant) <= 0:
+            break
+        book.ledger.admit(newcomer, 50)
+        book.ledger.leave(newcomer)
+        served += 50
+        assert served < 10 * CREDIT
+
+
+def test_most_served_speaks_of_those_that_run(book):
+    assert book.ledger.most_served() == float("-inf")
+    heavy = book.running(1, length=90)
+    book.running(2, length=20)
+    assert book.ledger.most_served() == book.ledger.served(1)
+    book.ledger.stop(heavy)
+    assert book.ledger.most_served() == book.ledger.served(2)

@@ -1,0 +1,65 @@
+"""Keys from the settings and from a file; what is wrong is named, and a key never."""
+
+import pytest
+
+from proto.api_keys import MAX_KEYS, ApiKey, read_api_keys
+from proto.config import FrontEndConfig
+from proto.errors import ConfigError
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        path = tmp_path / "keys"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return FrontEndConfig(api_key_file=str(path))
+
+    return write
+
+
+def test_no_keys_and_the_one_of_the_settings():
+    assert read_api_keys(FrontEndConfig()) == ()
+    assert read_api_keys(FrontEndConfig(api_key="sésame")) == (ApiKey("", "sésame".encode()),)
+
+
+def test_names_and_keys_of_a_file(write):
+    config = write("# ours\n\nalice k1\n  bob\tk2  \nalice k3\n")
+    assert read_api_keys(config) == (
+        ApiKey("alice", b"k1"),
+        ApiKey("bob", b"k2"),
+        ApiKey("alice", b"k3"),
+    )
+
+
+def test_both_together(write):
+    config = write("bob k2")
+    both = FrontEndConfig(api_key="k1", api_key_file=config.api_key_file)
+    assert [each.name for each in read_api_keys(both)] == ["", "bob"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("alice hush\nhush2\n", "line 2 is not a name and a key"),
+        ("alice hush more", "line 1 is not a name and a key"),
+        ("a" * 129 + " hush", "line 1 is not a name and a key"),
+        ("# nobody\n", "there is no key in it"),
+        (b"alice hush\xff", "is not UTF-8 text"),
+        ("".join(f"n hush{number}\n" for number in range(MAX_KEYS + 1)), "more than 1024 keys"),
+        ("alice hush\nbob hush", "the same API key was given twice"),
+    ],
+)
+def test_a_file_that_is_wrong(write, text, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        read_api_keys(write(text))
+    assert caught.value.parameter == "api_key_file"
+    assert "hush" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(ConfigError, match="--api-key-file /nowhere/keys: No such file"):
+        read_api_keys(FrontEndConfig(api_key_file="/nowhere/keys"))
+
+
+def test_a_key_shows_itself_to_nobody():
+    assert "hush" not in repr(ApiKey("alice", b"hush"))
