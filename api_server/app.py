@@ -1,10 +1,10 @@
-"""The application: routes, error bodies, the key. Everything it needs is passed in."""
+"""The application: routes, error bodies, the door, the key. Everything it needs is passed in."""
 
 from fastapi import FastAPI
 
 from api_server import errors
-from api_server.middleware import RequireApiKey
-from api_server.routes import chat, completions, models, system
+from api_server.middleware import PassTheDoor, RequireApiKey
+from api_server.routes import admin, chat, completions, models, system
 from api_server.services import Services
 from proto.api_keys import read_api_keys
 
@@ -14,8 +14,9 @@ def create_app(services: Services) -> FastAPI:
     app = FastAPI(title="tokend", version=system.daemon_version(), docs_url=None, redoc_url=None)
     app.state.services = services
     errors.install(app)
-    for module in (completions, chat, models, system):
+    for module in (completions, chat, models, system, admin):
         app.include_router(module.router)
+    app.add_middleware(PassTheDoor)
     keys = read_api_keys(services.config)
     if keys:
         app.add_middleware(RequireApiKey, keys=keys)

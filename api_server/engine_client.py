@@ -1,10 +1,12 @@
-"""The one owner of open requests: sends them to the engine, hands out what comes back.
+"""The one owner of open requests: sends them to an engine, hands out what comes back.
 
-Runs on the event loop alone. Nothing here blocks: a link takes what is sent, and
-its descriptor wakes the loop. Knows nothing of HTTP.
+Runs on the event loop alone. Knows nothing of HTTP.
 
     engine of epoch 1 ─ dies ─▶ gap: requests wait, aborts are remembered ─▶ engine of epoch 2
                                 by forgetting                                is sent what is open
+
+    a reload    engine of epoch 2 ── what is open there ───────▶ its last request ends, or it
+                engine of epoch 3 ── whatever is asked anew ──▶  dies: then 3 is sent the rest
 """
 
 import asyncio
@@ -13,10 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal
 
+from api_server.engine_connection import EngineConnection, FromEngine
 from api_server.errors import NotAvailableError
 from api_server.metrics import Metrics
-from api_server.open_requests import OpenRequest, OutputStream
-from proto import PROTOCOL_VERSION
+from api_server.open_requests import NOBODY, OpenRequest, OutputStream
 from proto.codec import changed
 from proto.engine_io import (
     Abort,
@@ -29,22 +31,15 @@ from proto.engine_io import (
     PauseMode,
     SessionInput,
 )
-from proto.errors import (
-    InternalRequestError,
-    OverloadedError,
-    ProtocolError,
-    RequestError,
-    TimeLimitError,
-)
+from proto.errors import InternalRequestError, OverloadedError, RequestError, TimeLimitError
 from proto.lifecycle import EngineReady
 from proto.sockets import Link, PeerStalledError
 from proto.stats import SchedulerStats
 
+__all__ = ["EngineClient", "FromEngine"]
+
 logger = logging.getLogger("tokend.api")
 
-FromEngine = EngineReady | EngineCoreOutputs | AdminReply
-FLUSH_SECONDS = 0.01
-"""How soon to try again when the engine does not take what is sent."""
 GAP_SECONDS = 0.1
 """How often to look, while there is no engine, for requests whose time is over."""
 MAX_WAITING = 4096
@@ -53,7 +48,7 @@ NOTHING_RUNS: Final = SchedulerStats(num_running=0, num_waiting=0, kv_cache_usag
 
 
 class EngineClient:
-    """A front end's connection to the engine, and to the next one when that dies.
+    """A front end's way to the engine of now, and to others that come or go beside it.
 
     link: to the engine of `epoch`; receives `FromEngine`. request_ids: mints the internal
     ids. crashes_until_alone: as in the settings of the scheduler.
@@ -67,8 +62,6 @@ class EngineClient:
         metrics: Metrics,
         crashes_until_alone: int,
     ) -> None:
-        self._link = link
-        self.epoch = epoch
         self._crashes_until_alone = crashes_until_alone
         self._request_ids = request_ids
         self._metrics = metrics
@@ -76,16 +69,16 @@ class EngineClient:
         self._calls: dict[int, tuple[AdminCall, asyncio.Future[AdminReply]]] = {}
         self._num_calls = 0
         self._engine: EngineReady | None = None
-        self._connected = False
-        self._refusal: ProtocolError | None = None
-        self._ready = asyncio.Event()
         self._closed = False
-        self._drain_planned = False
-        self._deaf = False
         self._on_nonsense: Callable[[int], None] = lambda epoch: None
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(link.fileno(), self._drain)
-        self._plan_drain()
+        self._connections: dict[int, EngineConnection] = {}
+        self._current = self._connect(link, epoch)
+
+    @property
+    def epoch(self) -> int:
+        """Of the engine that is asked."""
+        return self._current.epoch
 
     def when_nonsense(self, tell: Callable[[int], None]) -> None:
         """Have `tell` called with the epoch of an engine that sends what is no message.
@@ -110,7 +103,7 @@ class EngineClient:
     @property
     def connected(self) -> bool:
         """An engine takes what is sent now."""
-        return self._connected
+        return self._current.ready
 
     @property
     def num_open(self) -> int:
@@ -118,9 +111,10 @@ class EngineClient:
 
     async def wait_ready(self) -> EngineReady:
         """Return when the engine takes requests; raises ProtocolError for another version."""
-        await self._ready.wait()
-        if self._refusal is not None:
-            raise self._refusal
+        while not self._current.ready:
+            await self._current.settled()  # or it died before that, and another one takes over
+            if self._closed:
+                break
         return self.engine
 
     def next_request_id(self) -> int:
@@ -129,13 +123,15 @@ class EngineClient:
     def submit(self, request: EngineCoreRequest, stream: OutputStream) -> None:
         """Send a request, or let it wait for the engine; `stream` gets all that comes of it.
 
-        Raises OverloadedError when the engine does not keep up.
+        It goes to the engine of its epoch, as long as that one is there. Raises
+        OverloadedError when the engine does not keep up.
         """
         _ = self.engine
         entry = OpenRequest(request, stream)
-        if self._connected:
-            self._ask(entry.message(self.epoch))
-            entry.sent = True
+        connection = self._connections.get(request.epoch, self._current)
+        if connection.ready:
+            self._ask(connection, entry.message(connection.epoch))
+            entry.sent_to = connection.epoch
         elif len(self._open) >= MAX_WAITING:
             self._metrics.admission_rejected("restart")
             raise OverloadedError("the engine is being restarted and too many requests wait")
@@ -146,13 +142,15 @@ class EngineClient:
 
         Raises OverloadedError when the engine does not keep up.
         """
-        if message.request_id in self._open:
-            self._ask(message)
+        entry = self._open.get(message.request_id)
+        if entry is not None:
+            self._ask(self._connections.get(entry.sent_to, self._current), message)
 
     def abandon(self, stream: OutputStream) -> None:
         """Nobody waits for this request any more: forget it and tell the engine."""
-        if self._open.pop(stream.request_id, None) is not None:
-            self._abort(stream.request_id, "disconnect", None)
+        entry = self._open.pop(stream.request_id, None)
+        if entry is not None:
+            self._abort(entry, "disconnect", None)
 
     async def admin(
         self,
@@ -167,27 +165,46 @@ class EngineClient:
         reply: asyncio.Future[AdminReply] = self._loop.create_future()
         call = AdminCall(self.epoch, self._num_calls, name, pause_mode, reset_running_requests)
         self._calls[self._num_calls] = call, reply
-        if self._connected:
-            self._send(call)
+        if self._current.ready:
+            self._current.send(call)
         return await reply
 
-    def reconnect(self, link: Link, epoch: int) -> None:
-        """The engine died: what is open goes to the one of this epoch, as soon as it is ready."""
+    def reconnect(self, link: Link, epoch: int, *, died: bool = True) -> None:
+        """Another engine takes over at once: what is open goes to it as soon as it is ready.
+
+        died: the one before did, and its requests may be the reason.
+        """
         if self._closed:
             link.close()
             return
-        self._drain()  # what it said before it died counts
-        self._loop.remove_reader(self._link.fileno())
-        self._link.close()
-        self._link, self.epoch, self._connected, self._deaf = link, epoch, False, False
-        for entry in list(self._open.values()):
-            entry.note_crash(self._crashes_until_alone)
-            if entry.request.resumable:
-                del self._open[entry.request.request_id]
-                entry.stream.fail(InternalRequestError("the session ended with its engine"))
-        self._loop.add_reader(link.fileno(), self._drain)
-        self._plan_drain()
+        old, self._current = self._current, self._connect(link, epoch)
+        self._lose(old.epoch, died)
         self._watch_gap(epoch)
+
+    def meet(self, link: Link, epoch: int) -> EngineConnection:
+        """Get to know an engine that may take over later (`switch`), or never (`drop`)."""
+        return self._connect(link, epoch)
+
+    def switch(self, epoch: int) -> None:
+        """Ask the engine of this epoch from now on, which is ready; what is open stays."""
+        self._current = self._connections[epoch]
+        self._engaged()
+
+    def drop(self, epoch: int, *, movable: bool = True) -> None:
+        """An engine beside that of now is gone; what is open there goes to the one of now.
+
+        movable: its tokens mean the same there; without that they fail.
+        """
+        assert epoch != self.epoch, "the engine of now is replaced, not dropped"
+        if epoch not in self._connections or self._closed:
+            return
+        held = [entry for entry in self._open.values() if entry.sent_to == epoch]
+        self._lose(epoch, died=True)
+        if not movable:
+            for entry in held:
+                self._fail(entry.stream, InternalRequestError("the engine of this request died"))
+        if self._current.ready:
+            self._send_again()
 
     def close(self) -> None:
         """Fail all that is open and stop listening."""
@@ -195,117 +212,114 @@ class EngineClient:
             return
         error = NotAvailableError("the server is shutting down")
         self._closed = True
-        self._loop.remove_reader(self._link.fileno())
         for entry in list(self._open.values()):
             entry.stream.fail(error)
         for _, reply in self._calls.values():
             reply.cancel()
         self._open.clear()
-        self._link.close()
+        for connection in self._connections.values():
+            connection.close()
 
     def _watch_gap(self, epoch: int) -> None:
         """Until the engine of an epoch is there, nobody else ends requests whose time is over."""
-        if self._closed or self._connected or epoch != self.epoch:
+        if self._closed or self._current.ready or epoch != self.epoch:
             return
         now = time.monotonic()
         for entry in list(self._open.values()):
+            if entry.sent_to in self._connections:
+                continue  # with an engine that goes on, and looks itself
             try:
                 entry.check_time(now)
             except TimeLimitError as error:
                 self._fail(entry.stream, error)
         self._loop.call_later(GAP_SECONDS, self._watch_gap, epoch)
 
-    def _ask(self, message: EngineCoreRequest | SessionInput) -> None:
+    def _connect(self, link: Link, epoch: int) -> EngineConnection:
+        def dispatch(message: Any) -> None:
+            if not self._closed:
+                self._dispatch(epoch, message)
+
+        connection = EngineConnection(link, epoch, dispatch, self._distrust)
+        self._connections[epoch] = connection
+        return connection
+
+    def _distrust(self, epoch: int) -> None:
+        """An engine sent what is no message: the one of now is replaced, another one left."""
+        if epoch == self.epoch:
+            self._on_nonsense(epoch)
+        else:
+            self._loop.call_soon(self.drop, epoch)
+
+    def _lose(self, epoch: int, died: bool) -> None:
+        """The engine of this epoch is no more: what is open there belongs to nobody now."""
+        connection = self._connections[epoch]
+        connection.drain()  # what it said before it died counts
+        connection.close()
+        del self._connections[epoch]
+        self._metrics.forget_engine(epoch)
+        for entry in list(self._open.values()):
+            if entry.sent_to in self._connections:
+                continue  # with an engine that goes on
+            entry.lose_engine(self._crashes_until_alone if died else None)
+            if entry.request.resumable:
+                del self._open[entry.request.request_id]
+                entry.stream.fail(InternalRequestError("the session ended with its engine"))
+
+    def _ask(self, connection: EngineConnection, message: EngineCoreRequest | SessionInput) -> None:
         _ = self.engine
         try:
-            self._send(message)
+            connection.send(message)
         except PeerStalledError:
             raise OverloadedError("the engine does not keep up") from None
 
     def _abort(
-        self, request_id: int, reason: Literal["disconnect", "stop_string"], choice: int | None
+        self, entry: OpenRequest, reason: Literal["disconnect", "stop_string"], choice: int | None
     ) -> None:
-        if self._closed or not self._connected:
+        connection = self._connections.get(entry.sent_to)
+        if self._closed or connection is None:
             return  # the next engine never hears of what is not open any more
         try:
-            self._send(Abort(self.epoch, request_id, reason, choice))
+            connection.send(Abort(connection.epoch, entry.request.request_id, reason, choice))
         except PeerStalledError as error:
             logger.warning("an abort waits: %s", error)
 
-    def _send(self, message: EngineCoreRequest | SessionInput | Abort | AdminCall) -> None:
-        try:
-            self._link.send(message)
-        finally:
-            self._plan_drain()
-
-    def _plan_drain(self) -> None:
-        """The link's descriptor is edge-triggered and a send may swallow its edge."""
-        if not self._drain_planned:
-            self._drain_planned = True
-            self._loop.call_soon(self._planned_drain)
-
-    def _planned_drain(self) -> None:
-        self._drain_planned = False
-        self._drain()
-
-    def _drain(self) -> None:
-        if self._closed or self._deaf:
-            return
-        if not self._link.flush() and not self._drain_planned:
-            self._drain_planned = True
-            self._loop.call_later(FLUSH_SECONDS, self._planned_drain)
-        messages = self._link.receive()
-        if self._link.num_undecodable and self._connected:
-            logger.error("the engine sent what is no message: waiting for the next one")
-            self._deaf, self._connected = True, False
-            self._on_nonsense(self.epoch)
-            return  # what came with it may have a hole in it
-        for message in messages:
-            self._dispatch(message)
-
-    def _dispatch(self, message: Any) -> None:
-        if message.epoch != self.epoch:
-            logger.warning("dropped a message of epoch %d", message.epoch)
-        elif isinstance(message, EngineCoreOutputs):
+    def _dispatch(self, epoch: int, message: Any) -> None:
+        if isinstance(message, EngineCoreOutputs):
             self._on_outputs(message)
         elif isinstance(message, EngineReady):
-            self._on_ready(message)
+            if epoch == self.epoch:
+                self._engaged()
         else:
             _, reply = self._calls.pop(message.call_id, (None, None))
             if reply is not None and not reply.done():
                 reply.set_result(message)
 
-    def _on_ready(self, message: EngineReady) -> None:
-        if message.protocol_version != PROTOCOL_VERSION:
-            self._refusal = ProtocolError(
-                f"the engine speaks protocol {message.protocol_version}, not {PROTOCOL_VERSION}"
-            )
-        else:
-            self._engine = message
-            self._metrics.queue_limits(message.max_num_queued_reqs, message.max_num_queued_tokens)
-            self._connected = True
-            self._send_again()
-        self._ready.set()
+    def _engaged(self) -> None:
+        """The engine of now is ready."""
+        engine = self._engine = self._current.engine
+        assert engine is not None, "it is ready"
+        self._metrics.queue_limits(engine.max_num_queued_reqs, engine.max_num_queued_tokens)
+        self._metrics.scheduler_stats(NOTHING_RUNS, self.epoch)  # until it says otherwise
+        self._send_again()
 
     def _send_again(self) -> None:
-        """To the engine that is ready: all that is open and all calls that have no answer.
+        """To the engine of now: all that no engine has, and all calls that have no answer.
 
         Suspects go first: nothing else can then be under way when they are computed.
         """
-        self._metrics.scheduler_stats(NOTHING_RUNS)  # until it says otherwise
         for call, _ in self._calls.values():
-            self._send(changed(call, epoch=self.epoch))
-        entries = [entry for entry in self._open.values() if not entry.sent]
+            self._current.send(changed(call, epoch=self.epoch))
+        entries = [entry for entry in self._open.values() if entry.sent_to == NOBODY]
         for entry in sorted(entries, key=lambda each: -each.crash_count):
             try:
-                self._ask(entry.message(self.epoch))
-                entry.sent = True
+                self._ask(self._current, entry.message(self.epoch))
+                entry.sent_to = self.epoch
             except OverloadedError as error:
                 self._fail(entry.stream, error)
 
     def _on_outputs(self, message: EngineCoreOutputs) -> None:
         if message.stats is not None:
-            self._metrics.scheduler_stats(message.stats)
+            self._metrics.scheduler_stats(message.stats, message.epoch)
         for request_id in message.accepted:
             entry = self._open.get(request_id)
             if entry is not None:
@@ -317,10 +331,11 @@ class EngineClient:
         for output in message.outputs:
             entry = self._open.get(output.request_id)
             if entry is not None:
-                self._feed(entry.stream, output, message.timestamp)
+                self._feed(entry, output, message.timestamp)
 
-    def _feed(self, stream: OutputStream, output: EngineCoreOutput, timestamp: float) -> None:
+    def _feed(self, entry: OpenRequest, output: EngineCoreOutput, timestamp: float) -> None:
         """Whatever goes wrong here is the fault of one request and ends only that one."""
+        stream = entry.stream
         try:
             engine_goes_on = stream.feed(output, timestamp)
         except RequestError as error:
@@ -331,9 +346,9 @@ class EngineClient:
             self._fail(stream, InternalRequestError("internal error"))
             return
         if stream.error is not None and stream.num_choices > 1:
-            self._abort(stream.request_id, "disconnect", None)  # the choices that still run
+            self._abort(entry, "disconnect", None)  # the choices that still run
         elif engine_goes_on:
-            self._abort(stream.request_id, "stop_string", output.choice)
+            self._abort(entry, "stop_string", output.choice)
         if stream.finished:
             self._open.pop(stream.request_id, None)
 

@@ -51,6 +51,14 @@ class NotAvailableError(OverloadedError):
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 """What Python shows of an object that has no better words for itself."""
 
+
+class DrainingError(NotAvailableError):
+    """The daemon is about to end: what is under way finishes, nothing else begins."""
+
+    def __init__(self) -> None:
+        super().__init__("draining: the server is shutting down and takes no more requests")
+
+
 _HTTP_TYPES = {404: "NotFoundError", 405: "MethodNotAllowedError"}
 
 
@@ -72,7 +80,7 @@ def error_response(error: RequestError) -> JSONResponse:
         headers["retry-after"] = str(error.retry_after_seconds)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.status in (408, 431):
+    if error.status in (408, 431) or isinstance(error, DrainingError):
         headers["connection"] = "close"
     return JSONResponse(error_body(error), error.status, headers)
 

@@ -7,6 +7,7 @@ end knows by itself.
 import time
 from collections.abc import Callable
 
+from api_server.door import Door
 from api_server.engine_client import EngineClient
 from api_server.errors import NotAvailableError
 from proto.lifecycle import Condition
@@ -15,8 +16,11 @@ from proto.lifecycle import Condition
 class Health:
     """Of the whole daemon, as far as one front end is told."""
 
-    def __init__(self, client: EngineClient, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, client: EngineClient, door: Door, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._client = client
+        self._door = door
         self._clock = clock
         self._told = Condition()
 
@@ -35,4 +39,5 @@ class Health:
             _ = self._client.engine
         except NotAvailableError as error:
             return [error.message]
-        return [] if self._client.connected else ["no engine is connected"]
+        draining = ["draining"] if self._door.closed else []
+        return draining if self._client.connected else [*draining, "no engine is connected"]

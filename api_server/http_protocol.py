@@ -1,7 +1,8 @@
 """HTTP/1.1 on one connection: uvicorn's protocol with limits in bytes and in time.
 
 Owns the limits of what stands before the body, of how long a client may take to send it or
-to read an answer, and the reply to who exceeds them. Knows nothing of routes.
+to read an answer, and the reply to who exceeds them; lets a response that has begun say
+that it is the last one of its connection. Knows nothing of routes.
 
     connection ─▶ headers ─▶ body ─▶ answer ─▶ headers …
     |HEADER_SECONDS|  (routes)  |STALL_SECONDS without a byte taken|
@@ -9,8 +10,9 @@ to read an answer, and the reply to who exceeds them. Knows nothing of routes.
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -29,6 +31,8 @@ LEFTOVER_SECONDS: Final = 60.0
 
 STALL_SECONDS: Final = 60.0
 """A client that does not take one byte of what waits for it in such a time is cut off."""
+_LAST: Final = "tokend.last_response"
+"""Name of the ASGI extension: a function without arguments."""
 
 LINGER_SECONDS: Final = 1.0
 """A refused client may still be sending; closing at once would reset what it should read."""
@@ -61,6 +65,15 @@ class Alarm:
     @property
     def is_set(self) -> bool:
         return self._handle is not None
+
+
+def close_after_response(scope: Scope) -> None:
+    """Close the connection of this request when its response is complete.
+
+    For a stream that fails after its headers, which could not say so. Nothing where the
+    server has no such extension.
+    """
+    scope.get("extensions", {}).get(_LAST, _nothing)()
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
@@ -115,6 +128,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._in_headers, self._in_body = False, True
         self._arrival.cancel()
         super().on_headers_complete()
+        scope: dict[str, Any] = self.scope  # type: ignore[assignment]
+        scope["extensions"] = {_LAST: partial(setattr, self.cycle, "keep_alive", False)}
 
     def on_message_complete(self) -> None:
         self._in_body = False
@@ -201,3 +216,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self._refused = True
         self._arrival.set(LINGER_SECONDS, self.transport.close)
+
+
+def _nothing() -> None:
+    """There is no connection of ours."""

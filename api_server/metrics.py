@@ -81,7 +81,7 @@ class Metrics(Collector):
     def __init__(self, model_name: str, max_model_len: int) -> None:
         self._labels = (model_name, ENGINE)
         tokens = one_two_five(max_model_len)
-        self._stats = SchedulerStats(num_running=0, num_waiting=0, kv_cache_usage=0.0)
+        self._stats: dict[int, SchedulerStats] = {}
         self._num_preemptions = 0
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
@@ -121,9 +121,13 @@ class Metrics(Collector):
         self._restarts[process_title(role)] += 1
         self._watchdog_kills[process_title(role)] += hung
 
-    def scheduler_stats(self, stats: SchedulerStats) -> None:
-        """Gauges and deltas of a step."""
-        self._stats = stats
+    def forget_engine(self, epoch: int) -> None:
+        """It is gone, and with it what its gauges showed."""
+        self._stats.pop(epoch, None)
+
+    def scheduler_stats(self, stats: SchedulerStats, epoch: int) -> None:
+        """Gauges and deltas of a step; gauges of engines beside each other are added up."""
+        self._stats[epoch] = stats
         self._num_preemptions += stats.num_preemptions
         self._prefix_cache_queries += stats.prefix_cache_queries
         self._prefix_cache_hits += stats.prefix_cache_hits
@@ -180,29 +184,37 @@ class Metrics(Collector):
         yield from self._histograms()
 
     def _gauges(self) -> Iterator[Metric]:
+        engines = self._stats.values()
+        num_running = sum(each.num_running for each in engines)
+        num_waiting = sum(each.num_waiting for each in engines)
+        usage = max((each.kv_cache_usage for each in engines), default=0.0)
         for name, text, value in (
-            ("num_requests_running", "Requests in execution batches.", self._stats.num_running),
-            ("num_requests_waiting", "Requests waiting to run.", self._stats.num_waiting),
-            ("kv_cache_usage_perc", "KV blocks in use, 0 to 1.", self._stats.kv_cache_usage),
+            ("num_requests_running", "Requests in execution batches.", num_running),
+            ("num_requests_waiting", "Requests waiting to run.", num_waiting),
+            ("kv_cache_usage_perc", "KV blocks in use, 0 to 1.", usage),
         ):
             family = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
             family.add_metric(self._labels, value)
             yield family
         num_requests, num_tokens = self._queue_limits
         for name, text, value in (
-            ("queued_reqs", "Choices not begun.", self._stats.num_queued_reqs),
-            ("queued_tokens", "Prompt tokens of those.", self._stats.num_queued_tokens),
+            ("queued_reqs", "Choices not begun.", sum(each.num_queued_reqs for each in engines)),
+            (
+                "queued_tokens",
+                "Prompt tokens of those.",
+                sum(each.num_queued_tokens for each in engines),
+            ),
             ("max_num_queued_reqs", "Most choices not begun; 0: any.", num_requests),
             ("max_num_queued_tokens", "Most prompt tokens of those; 0: any.", num_tokens),
         ):
             yield GaugeMetricFamily(f"tokend:{name}", text, value)
-        deferred = self._stats.num_deferred
+        deferred = sum(each.num_deferred for each in engines)
         waiting = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
             "Requests waiting to run: for room, or for something else.",
             labels=(*LABELS, "reason"),
         )
-        waiting.add_metric((*self._labels, "capacity"), self._stats.num_waiting - deferred)
+        waiting.add_metric((*self._labels, "capacity"), num_waiting - deferred)
         waiting.add_metric((*self._labels, "deferred"), deferred)
         yield waiting
 

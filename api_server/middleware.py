@@ -1,4 +1,4 @@
-"""What happens to a request before its route: the API key.
+"""What happens to a request before its route: the API key, and the door.
 
 Denies by default: a path is open only when it is listed here, exactly as routing
 sees it.
@@ -10,11 +10,14 @@ from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api_server.errors import error_response
+from api_server.errors import DrainingError, error_response
+from api_server.services import SERVICES, Services
 from proto.api_keys import ApiKey
 from proto.errors import AuthenticationError
 
 OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/version"})
+OPERATORS: Final = frozenset({"health", "ping", "version", "metrics", "admin"})
+"""First parts of paths that pass by the door: they answer to the end, which waits for none."""
 
 
 class RequireApiKey:
@@ -47,6 +50,29 @@ class RequireApiKey:
         return names
 
 
+class PassTheDoor:
+    """Counts who is inside, and answers 503 when nobody is let in any more."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services: Services = scope["app"].state.services
+        scope[SERVICES] = services
+        if scope["type"] != "http" or _first_part(scope["path"]) in OPERATORS:
+            await self._app(scope, receive, send)
+        elif services.door.closed:
+            await error_response(DrainingError())(scope, receive, send)
+        else:
+            with services.visitors:
+                await self._app(scope, receive, send)
+
+
 def _bearer(value: bytes) -> bytes | None:
     scheme, _, token = value.partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else None
+
+
+def _first_part(path: str) -> str:
+    """What stands between the first two slashes."""
+    return path.removeprefix("/").partition("/")[0]

@@ -5,11 +5,14 @@ an engine; the engine that follows is told all of it and goes on from there.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from proto.codec import changed
 from proto.engine_io import EngineCoreOutput, EngineCoreRequest
 from proto.errors import RequestError, TimeLimitError
+
+NOBODY: Final = 0
+"""In the place of an epoch: no engine has it."""
 
 
 class OutputStream(Protocol):
@@ -64,13 +67,13 @@ class OutputStream(Protocol):
 class OpenRequest:
     """request: as it was first asked. alone: the engine has said that nothing runs beside it.
 
-    sent: to the engine of now. accepted: by it or by one before. crash_count: engines that
-    died since its last token, as far as it may have been the reason.
+    sent_to: the epoch of the engine that has it. accepted: by it or by one before.
+    crash_count: engines that died since its last token, as far as it may have been the reason.
     """
 
     request: EngineCoreRequest
     stream: OutputStream
-    sent: bool = False
+    sent_to: int = NOBODY
     alone: bool = False
     accepted: bool = False
     crash_count: int = 0
@@ -88,20 +91,24 @@ class OpenRequest:
             message = f"the request was not over within {seconds:g} s"
             raise TimeLimitError(message, "timeout_ms")
 
-    def note_crash(self, crashes_until_alone: int) -> None:
-        """The engine died. Who is a suspect by now is blamed only for what it did alone."""
+    def lose_engine(self, crashes_until_alone: int | None) -> None:
+        """No engine has it any more. None: nobody died.
+
+        Who is a suspect by now is blamed only for what it did alone.
+        """
         num_tokens = sum(map(len, self.stream.output_token_ids))
         if num_tokens > self._num_tokens:
             self.crash_count = 0
-        if self.sent and (self.alone or self.crash_count < crashes_until_alone):
-            self.crash_count += 1
+        if crashes_until_alone is not None and self.sent_to != NOBODY:
+            self.crash_count += self.alone or self.crash_count < crashes_until_alone
         self._num_tokens = num_tokens
-        self.sent = self.alone = False
+        self.sent_to, self.alone = NOBODY, False
 
     def message(self, epoch: int) -> EngineCoreRequest:
         """What the engine of an epoch is asked: to go on where the stream ends."""
-        if not self.crash_count and not self._num_tokens and self.request.epoch == epoch:
-            return self.request
+        if not self.crash_count and not self._num_tokens:
+            same = self.request.epoch == epoch
+            return self.request if same else changed(self.request, epoch=epoch)
         return changed(
             self.request,
             epoch=epoch,

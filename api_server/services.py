@@ -6,7 +6,9 @@ Owns nothing itself; a test makes one with a scripted engine behind it.
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
+from api_server.door import Door, Visitors
 from api_server.engine_client import EngineClient
 from api_server.health import Health
 from api_server.inputs.prompts import PromptReader
@@ -18,12 +20,17 @@ from proto.config import FrontEndConfig
 from proto.errors import UnknownModelError
 from proto.prepared_model import PreparedModel
 
+SERVICES: Final = "tokend.services"
+"""Where a request's scope holds what it is answered with."""
+
 
 @dataclass(frozen=True, slots=True)
 class Services:
     """Dependencies of the application.
 
-    model_name: as clients call it. seeds: for requests without a seed.
+    model_name: as clients call it. seeds: for requests without a seed. visitors: the
+    requests that are answered with these services. epoch: of the engine that they go to, as
+    long as that one is there. vocabulary: changes with what token ids mean.
     """
 
     model: PreparedModel
@@ -34,6 +41,10 @@ class Services:
     tokenizer: ModelTokenizer
     health: Health
     chat_template: TimedRendering
+    door: Door
+    epoch: int
+    vocabulary: str
+    visitors: Visitors = field(default_factory=Visitors)
     seeds: Iterator[int] = field(default_factory=lambda: seeds(None, 0))
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -4,6 +4,7 @@ Owns the epochs and the incarnations: which life of which process this is. Start
 """
 
 import contextlib
+import copy
 import itertools
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from proto.codec import Message, changed
 from proto.engine_io import PauseMode
 from proto.lifecycle import NewEngine, NewFrontEnd, NewWorkers, ProcessBoot, Role
+from proto.prepared_model import PreparedModel
 
 Announcement = tuple[Role, Message]
 """Who is to be told, and what."""
@@ -31,6 +33,31 @@ class Births:
         self._lives: Counter[tuple[Role, int]] = Counter()
         self.epoch = self.worker_epoch = 1
         self.pause_mode: PauseMode | None = None
+
+    @property
+    def generation(self) -> int:
+        """Of the engine and the workers that are born now."""
+        return self._template.generation
+
+    @property
+    def model(self) -> PreparedModel:
+        return self._template.model
+
+    def sibling(self, model: PreparedModel) -> "Births":
+        """Those of another generation, in epochs of its own; lives are counted together."""
+        other = copy.copy(self)
+        other.epoch = other.worker_epoch = next(self._epochs)
+        other._template = changed(self._template, model=model, generation=other.epoch)
+        return other
+
+    def as_it_is(self) -> "Births":
+        """The present numbers, to be kept when others are adopted."""
+        return copy.copy(self)
+
+    def adopt(self, other: "Births") -> None:
+        """From now on the other generation is the one that counts."""
+        self.epoch, self.worker_epoch = other.epoch, other.worker_epoch
+        self._template = other._template
 
     def boot(self, role: Role, index: int) -> ProcessBoot:
         """The boot message of a process that is about to start, in the present epochs."""
@@ -53,8 +80,8 @@ class Births:
 
     def new_engine(self) -> list[Announcement]:
         """An engine is about to start in the place of one that died."""
-        self._remove_sockets(self.epoch)
-        self._remove_sockets(self.worker_epoch)
+        self.remove_sockets(self.epoch)
+        self.remove_sockets(self.worker_epoch)
         self.epoch = self.worker_epoch = next(self._epochs)
         message = NewEngine(self.epoch, self.worker_epoch)
         return [("worker", message), ("api_server", message)]
@@ -68,8 +95,8 @@ class Births:
         """A front end is about to start in the place of one that died."""
         return [("engine_core", NewFrontEnd(index, self._lives["api_server", index]))]
 
-    def _remove_sockets(self, epoch: int) -> None:
-        """What a killed engine has bound stays behind as a file."""
+    def remove_sockets(self, epoch: int) -> None:
+        """What an engine has bound stays behind as a file."""
         for path in Path(self._template.run_dir).glob(f"e{epoch}.*"):
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -37,6 +37,7 @@ class Child:
         self.role = boot.role
         self.index = boot.index
         self.incarnation = boot.incarnation
+        self.generation = boot.generation
         self.last_words: ErrorInfo | None = None
         self.link = Link.bind(
             supervisor_path(boot.run_dir, boot.role, boot.index, boot.incarnation), ToSupervisor

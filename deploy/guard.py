@@ -73,13 +73,17 @@ class Guard:
         if isinstance(message, EngineAlive):
             self._detector.note_engine(message, self._births.worker_epoch)
 
-    def turn(self, running: Sequence[Child], serving: bool) -> None:
-        """Do what is due. running: all processes. serving: who dies is started again."""
+    def turn(self, running: Sequence[Child], recovers: Callable[[Child], bool]) -> None:
+        """Do what is due.
+
+        running: all processes, one of each kind. recovers: whether who dies is followed by
+        another one, by `Recovery`.
+        """
         self._meet(running)
         for process in self._detector.take_questions():
             self._watched[process].tell(Ping())
         for hang in self._detector.hangs():
-            self._remove(hang, running, serving)
+            self._remove(hang, running, recovers)
         self._removals = [each for each in self._removals if not each.done]
         for removal in self._removals:
             removal.press()
@@ -103,7 +107,9 @@ class Guard:
                 self._detector.begin(process)
                 self._watched[process] = child
 
-    def _remove(self, hang: Hang, running: Sequence[Child], serving: bool) -> None:
+    def _remove(
+        self, hang: Hang, running: Sequence[Child], recovers: Callable[[Child], bool]
+    ) -> None:
         child = self._watched[hang.process]
         self._detector.condemn(hang.process)
         self._reporter.notice(
@@ -111,7 +117,7 @@ class Guard:
             "it shows its stacks and is killed",
             child.name,
         )
-        if serving:
+        if recovers(child):
             for role, message in self._recovery.cut_off(child):
                 for other in running:
                     if other.role == role:

@@ -19,6 +19,8 @@ VARIABLES: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 _SEND_SECONDS: Final = 1.0
 _START_SECONDS: Final = 300
 """A start that reports progress may take this much longer, counted from each report."""
+_STOP_SLACK_SECONDS: Final = 10
+"""For all that an end does beside waiting."""
 _STATUS_SECONDS: Final = 1.0
 """Progress of one and the same thing is passed on this often at most."""
 
@@ -34,8 +36,14 @@ class Notifier(Protocol):
     def ready(self, status: str) -> None:
         """Requests are taken."""
 
-    def stopping(self) -> None:
-        """The end has begun."""
+    def reloading(self) -> None:
+        """A reload has begun."""
+
+    def reloaded(self) -> None:
+        """It is over, however it went."""
+
+    def stopping(self, seconds: float) -> None:
+        """The end has begun, and may take so long."""
 
     def beat(self, well: bool) -> None:
         """The supervisor's loop has turned; may be called as often as one likes.
@@ -56,7 +64,13 @@ class NobodyListens:
     def ready(self, status: str) -> None:
         """Nothing."""
 
-    def stopping(self) -> None:
+    def reloading(self) -> None:
+        """Nothing."""
+
+    def reloaded(self) -> None:
+        """Nothing."""
+
+    def stopping(self, seconds: float) -> None:
         """Nothing."""
 
     def beat(self, well: bool) -> None:
@@ -109,17 +123,27 @@ class SystemdNotifier:
     def __init__(self, address: str, watchdog: Watchdog | NoWatchdog) -> None:
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._watchdog = watchdog
+        self._serving = _status("serving")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._socket.settimeout(_SEND_SECONDS)
 
     def starting(self, what: str) -> None:
-        self._send(f"EXTEND_TIMEOUT_USEC={_START_SECONDS * 1_000_000}", _status(what))
+        self._send(_more_time(_START_SECONDS), _status(what))
 
     def ready(self, status: str) -> None:
-        self._send("READY=1", _status(status))
+        self._serving = _status(status)
+        self._send("READY=1", self._serving)
 
-    def stopping(self) -> None:
-        self._send("STOPPING=1", _status("stopping"))
+    def reloading(self) -> None:
+        now = round(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)
+        more_time = _more_time(_START_SECONDS)
+        self._send("RELOADING=1", f"MONOTONIC_USEC={now}", more_time, _status("reloading"))
+
+    def reloaded(self) -> None:
+        self._send("READY=1", self._serving)
+
+    def stopping(self, seconds: float) -> None:
+        self._send("STOPPING=1", _more_time(seconds + _STOP_SLACK_SECONDS), _status("stopping"))
 
     def beat(self, well: bool) -> None:
         if self._watchdog.due() and well:
@@ -148,6 +172,11 @@ def _watchdog_for(variables: Mapping[str, str], clock: Clock) -> Watchdog | NoWa
     if variables.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return NoWatchdog()
     return Watchdog(int(period) / 1e6, clock)
+
+
+def _more_time(seconds: float) -> str:
+    """What is going on may take so long from now, whatever the unit says."""
+    return f"EXTEND_TIMEOUT_USEC={round(seconds * 1e6)}"
 
 
 def _status(text: str) -> str:

@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Iterable
 
+from proto.codec import Message
 from proto.config import ServeConfig
 from proto.lifecycle import EngineReady, FrontEndReady
 from proto.prepared_model import PreparedModel
@@ -15,15 +16,25 @@ class Readiness:
     def __init__(self, engines: int, front_ends: Iterable[int]) -> None:
         self._engines_missing = engines
         self._front_ends_missing = set(front_ends)
-        self.engine: EngineReady | None = None
+        self._engines: list[EngineReady] = []
 
     def note(self, message: EngineReady | FrontEndReady) -> None:
         """Take a report into account."""
         if isinstance(message, EngineReady):
-            self.engine = message
+            self._engines.append(message)
             self._engines_missing -= 1
         else:
             self._front_ends_missing.discard(message.index)
+
+    def note_again(self, message: Message) -> None:
+        """An engine that has taken the place of another counts in its stead."""
+        if isinstance(message, EngineReady):
+            self._engines = [message]
+
+    @property
+    def engine(self) -> EngineReady:
+        """What it told of itself; there is one when this is complete."""
+        return self._engines[-1]
 
     @property
     def complete(self) -> bool:

@@ -114,6 +114,11 @@ class Recovery:
             lines.append(textwrap.indent(dead.last_words.traceback.rstrip(), "  "))
         self._reporter.notice("\n".join(lines), dead.name)
 
+    @property
+    def has_gaps(self) -> bool:
+        """Somebody is missing, or about to be ended, or not at work yet."""
+        return bool(self._gaps or self._cut_off)
+
     def must_go(self, role: Role) -> bool:
         """Those that still run in this role are to be killed.
 

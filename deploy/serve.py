@@ -9,10 +9,11 @@ import time
 from deploy import ready
 from deploy.child import Commands
 from deploy.display import Display, open_display
+from deploy.launch import Launch
 from deploy.listening import listen, url_of
 from deploy.notify import NotifyingDisplay, notifier_for
 from deploy.prepare.store import prepared_model
-from deploy.supervisor import Launch, Supervisor
+from deploy.supervisor import Supervisor
 from deploy.surroundings import FAULTS_VARIABLE, Surroundings
 from proto.api_keys import read_api_keys
 from proto.config import ServeConfig
@@ -48,7 +49,8 @@ def serve(config: ServeConfig, around: Surroundings, commands: Commands) -> int:
 
         faulthandler.enable()  # a watchdog aborts a supervisor that hangs: show where
         display.progress(f"starting {model.name}")
-        launch = Launch(config, model, (listener,), around.variables, commands, faults)
+        prepare = (sys.executable, "-P", "-m", "deploy.cli", "prepare", config.model.model)
+        launch = Launch(config, model, (listener,), around.variables, commands, prepare, faults)
         return Supervisor(launch, run_parent, display, announce, notifier).run()
     finally:
         display.close()

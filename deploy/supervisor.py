@@ -12,32 +12,35 @@ worker with those that compute together with it), and the others are told.
 
 import os
 import signal
-import socket
-import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Final
 
-from deploy import obituary
 from deploy.adopted import reap_adopted
 from deploy.births import Births
-from deploy.child import Child, Commands
+from deploy.child import Child
 from deploy.child_environment import child_environment
 from deploy.display import Display
+from deploy.draining import Draining, NotDraining
 from deploy.ending import AFTER_A_DEATH, ON_REQUEST, Ending, NotEnding, Patience
+from deploy.failures import Failures
 from deploy.guard import Guard
+from deploy.hang_up import HangUp
 from deploy.hangs import HangDetector, Limits
+from deploy.launch import Launch
 from deploy.notify import Notifier
 from deploy.ready import Readiness
 from deploy.recovery import Recovery
+from deploy.reload import NoReload, Reload
+from deploy.reload_hands import ReloadHands
+from deploy.reload_news import ReloadNews
 from deploy.restart_budget import RestartBudget
 from deploy.signals import SignalInbox
 from proto import PROTOCOL_VERSION
-from proto.config import ServeConfig
-from proto.faults import Fault
 from proto.lifecycle import (
     Distrust,
+    Drain,
+    DrainWanted,
     EngineReady,
     FrontEndReady,
     FrontEndStalled,
@@ -45,47 +48,14 @@ from proto.lifecycle import (
     ProcessBoot,
     Progress,
     Role,
+    UnderWay,
 )
-from proto.prepared_model import PreparedModel
 from proto.run_directory import RunDirectory
 from proto.sockets import Poller
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
-_CHAIN_SECONDS: Final = 0.1
-"""Failures this close to the first are taken for one chain with one culprit."""
 _SAME_SIGNAL_SECONDS: Final = 0.05
 """A signal sent to a process group arrives again when a parent such as make passes it on."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What is to be started.
-
-    listeners: listening sockets, inherited by every front end.
-    variables: environment that the processes get, each role with its own additions.
-    commands: how the process of each role is started.
-    faults: that tests have asked for.
-    """
-
-    config: ServeConfig
-    model: PreparedModel
-    listeners: tuple[socket.socket, ...]
-    variables: Mapping[str, str]
-    commands: Commands
-    faults: tuple[Fault, ...] = ()
-
-    def processes(self) -> list[tuple[Role, int]]:
-        """Every process, as (role, index)."""
-        found: list[tuple[Role, int]] = [
-            ("worker", rank) for rank in range(self.config.parallel.tensor_parallel_size)
-        ]
-        found.append(("engine_core", 0))
-        found.extend(("api_server", index) for index in range(self.front_ends))
-        return found
-
-    @property
-    def front_ends(self) -> int:
-        return self.config.frontend.api_server_count
 
 
 class Supervisor:
@@ -106,9 +76,13 @@ class Supervisor:
         self._notifier = notifier
         self._running: list[Child] = []
         self._poller = Poller()
-        self._failed: list[Child] = []
-        self._first_failure = 0.0
-        self._stopped_at = 0.0
+        self._failures = Failures(display)
+        self._signalled_at = 0.0
+        self._num_signals = 0
+        self._hang_up = HangUp()
+        self._reload: Reload | NoReload = NoReload()
+        self._preparing: set[int] = set()
+        self._draining: Draining | NotDraining = NotDraining()
         self._ending: Ending | NotEnding = NotEnding()
         self._status = 0
         self._readiness = Readiness(1, range(launch.front_ends))
@@ -116,16 +90,18 @@ class Supervisor:
     def run(self) -> int:
         """Exit status of the command, when nothing of the daemon is left.
 
-        0 after a stop signal, 128 + n when a second one had to force it, 1 when a
-        process failed, 2 when it failed over something that the user must change.
+        0 after a stop signal, also where requests were aborted; 128 + n when one more
+        had to force it, 1 when a process failed, 2 when it failed over something that
+        the user must change.
         """
-        with SignalInbox((*_STOP_SIGNALS, signal.SIGCHLD)) as signals:
+        with SignalInbox((*_STOP_SIGNALS, signal.SIGHUP, signal.SIGCHLD)) as signals:
             directory = RunDirectory.create(self._run_parent)
             death_pipe = os.pipe()
             try:
                 births = self._births(directory.path, death_pipe[0])
                 recovery = self._recovery(births)
                 guard = self._guard(births, recovery)
+                self._reload = self._reloads(births, recovery, directory.path)
                 for role, index in self._launch.processes():
                     self._start(births.boot(role, index))
                 self._watch(signals, recovery, guard)
@@ -135,7 +111,7 @@ class Supervisor:
                 for descriptor in death_pipe:
                     os.close(descriptor)
                 directory.leave()
-        return self._conclude()
+        return self._failures.conclude(self._status, serving=self._readiness.complete)
 
     def _births(self, run_dir: str, death_fd: int) -> Births:
         launch = self._launch
@@ -163,11 +139,36 @@ class Supervisor:
         detector = HangDetector(Limits.of(self._launch.config.reliability))
         return Guard(detector, births, recovery, self._display)
 
+    def _reloads(self, births: Births, recovery: Recovery, run_dir: str) -> Reload:
+        launch = self._launch
+        hands = ReloadHands(
+            self._running,
+            self._start,
+            self._poller,
+            launch.config,
+            launch.prepare,
+            launch.variables,
+            lambda: self._readiness.engine,
+            self._preparing,
+        )
+        news = ReloadNews(run_dir, self._display, self._notifier)
+        return Reload(
+            births,
+            recovery,
+            hands,
+            news,
+            launch.config.reliability.reload_strategy,
+            launch.front_ends,
+            launch.config.parallel.tensor_parallel_size,
+        )
+
     def _start(self, boot: ProcessBoot) -> None:
         """Start a process; it waits by itself for those that it needs."""
         launch = self._launch
         env = child_environment(launch.variables, boot.role, launch.config.device)
         child = Child(boot, launch.commands[boot.role], env)
+        if self._draining.begun and boot.role == "api_server":
+            child.tell(Drain())
         self._running.append(child)
         self._poller.add(child.link)
         self._poller.add(child.pidfd)
@@ -179,18 +180,25 @@ class Supervisor:
             self._poller.wait(self._seconds_to_sleep(recovery, guard))
             self._notifier.beat(guard.copes)
             for number in signals.take():
-                if number in _STOP_SIGNALS:
-                    self._stop(number)
+                self._obey(number)
             for child in list(self._running):
                 self._hear(child, recovery, guard)
                 if child.has_ended():
                     self._bury(child, recovery)
-            reap_adopted({child.pid for child in self._running})
+            reap_adopted({child.pid for child in self._running} | self._preparing)
+            if self._draining.over and not self._ending.begun:
+                self._abort()
             if self._ending.begun:
                 self._ending.press()
             else:
-                self._replace_the_dead(recovery)
-                guard.turn(self._running, self._serving)
+                self._go_on(recovery, guard)
+
+    def _go_on(self, recovery: Recovery, guard: Guard) -> None:
+        """While the daemon is not ending, also while it drains."""
+        if self._serving:
+            self._reload.press()
+            self._replace_the_dead(recovery)
+        guard.turn(self._of_now(), self._recovers)
 
     def _seconds_to_sleep(self, recovery: Recovery, guard: Guard) -> float | None:
         """Until something must be done though nothing has happened; None for never."""
@@ -199,19 +207,28 @@ class Supervisor:
             limits.append(self._ending.seconds_to_next_step())
         else:
             limits += (recovery.seconds_to_next(), guard.seconds_to_next())
+            limits += (self._draining.seconds_left(), self._reload.seconds_left())
         return min((each for each in limits if each is not None), default=None)
 
     def _replace_the_dead(self, recovery: Recovery) -> None:
-        for child in self._running:
+        for child in self._of_now():
             if recovery.must_go(child.role):
                 child.signal(signal.SIGKILL)
-        for each in recovery.take_due(self._running):
+        for each in recovery.take_due(self._of_now()):
             for role, message in each.told:
-                for child in self._running:
+                for child in self._of_now():  # also those that were started just now
                     if child.role == role:
                         child.tell(message)
             for boot in each.boots:
                 self._start(boot)
+
+    def _of_now(self) -> list[Child]:
+        """All but those of a generation that comes or goes."""
+        return [child for child in self._running if self._reload.is_of_now(child)]
+
+    def _recovers(self, child: Child) -> bool:
+        """Whether another one takes its place when it dies, and nothing else comes of it."""
+        return self._serving and not self._reload.owns(child)
 
     def _hear(self, child: Child, recovery: Recovery, guard: Guard) -> None:
         for message in child.receive():
@@ -232,12 +249,18 @@ class Supervisor:
             self._display.notice(message.message, child.name)
         elif isinstance(message, FrontEndStalled):
             self._kill_life("api_server", message.index, message.incarnation)
+        elif isinstance(message, UnderWay):
+            self._draining.note(message)
+        elif isinstance(message, DrainWanted):
+            self._drain()
         elif self._readiness.complete or isinstance(message, Distrust):
-            recovery.note(message)
+            self._reload.note(message)
+            self._readiness.note_again(message)
+            if self._reload.is_of_now(child):
+                recovery.note(message)
         elif isinstance(message, EngineReady | FrontEndReady):
             self._readiness.note(message)
             if self._readiness.complete and not self._ending.begun:
-                assert self._readiness.engine is not None, "complete without an engine"
                 self._display.close()
                 self._on_ready(self._readiness.engine)
 
@@ -253,38 +276,76 @@ class Supervisor:
         self._poller.remove(child.link)
         self._poller.remove(child.pidfd)
         self._running.remove(child)
-        if self._serving and recovery.can_replace(child):
+        if self._serving and self._reload.note_death(child):
+            pass  # of a generation that comes or goes
+        elif self._serving and recovery.can_replace(child):
             recovery.note_death(child)
         elif child.exit_status != 0 or not self._ending.begun:
             self._fail(child)
         child.close()
 
     def _fail(self, child: Child) -> None:
-        """Note a failure. The first ends the daemon; later ones are mostly its echo."""
-        if child in self._failed:
-            return
-        now = time.monotonic()
-        if not self._ending.begun:
-            self._first_failure = now
-            self._failed.append(child)
+        """The first failure ends the daemon; later ones are mostly its echo."""
+        if self._ending.begun:
+            self._failures.add(child, expected=self._ending.caused(child.exit_status))
+        else:
+            self._failures.begin(child)
             self._end(AFTER_A_DEATH)
-        elif self._failed and now - self._first_failure < _CHAIN_SECONDS:
-            self._failed.append(child)
-        elif not self._failed and not self._ending.caused(child.exit_status):
-            self._display.notice(f"{obituary.manner(child)} while it was ending", child.name)
+
+    def _obey(self, number: signal.Signals) -> None:
+        """SIGCHLD wakes the loop and means nothing else."""
+        if number in _STOP_SIGNALS:
+            self._stop(number)
+        elif number == signal.SIGHUP:
+            meaning = self._hang_up.meaning()
+            if meaning == "reload":
+                self._reload.ask()
+            elif meaning == "end":
+                self._stop(number)
 
     def _stop(self, number: signal.Signals) -> None:
+        """A first signal lets requests finish, a second aborts them, one more kills.
+
+        The first may follow an operator's call that has begun or even ended the drain: it
+        is what a container is sent after its preStop hook.
+        """
         now = time.monotonic()
-        if self._ending.begun and now - self._stopped_at > _SAME_SIGNAL_SECONDS:
+        if now - self._signalled_at <= _SAME_SIGNAL_SECONDS:
+            return
+        self._signalled_at = now
+        self._num_signals += 1
+        if self._num_signals == 1:
+            self._drain()
+        elif self._ending.begun:
             self._status = 128 + number
             self._ending.force()
-        elif not self._ending.begun:
-            self._stopped_at = now
-            self._display.notice("stopping; a second signal ends everything at once")
-            self._end(ON_REQUEST)
+        else:
+            self._abort()
+
+    def _drain(self) -> None:
+        """Let requests that are under way finish, and no others begin; then end."""
+        if self._draining.begun or self._ending.begun:
+            return
+        if not self._serving:
+            self._abort()
+            return
+        self._reload.give_up("the daemon is about to end")
+        seconds = self._launch.config.reliability.shutdown_timeout
+        self._notifier.stopping(seconds + ON_REQUEST.until_kill)
+        self._draining = Draining(range(self._launch.front_ends), seconds, self._display)
+        for child in self._running:
+            if child.role == "api_server":
+                child.tell(Drain())
+
+    def _abort(self) -> None:
+        """End in order, whatever is under way."""
+        self._draining.report_left()
+        self._display.notice("stopping; another signal ends everything at once")
+        self._end(ON_REQUEST)
 
     def _end(self, patience: Patience) -> None:
-        self._notifier.stopping()
+        self._reload.give_up("the daemon ends")
+        self._notifier.stopping(patience.until_kill)
         for listener in self._launch.listeners:
             listener.close()
         self._ending = Ending(self._running, patience)
@@ -296,15 +357,3 @@ class Supervisor:
             child.wait()
             child.close()
         self._running.clear()
-
-    def _conclude(self) -> int:
-        if not self._failed:
-            return self._status
-        culprit = obituary.culprit_of(self._failed)
-        message = obituary.user_error(culprit.last_words)
-        if message is not None:
-            print(f"tokend: {message}", file=sys.stderr, flush=True)
-            return 2
-        moment = "while serving" if self._readiness.complete else "while starting"
-        print(obituary.render(culprit, moment), file=sys.stderr, flush=True)
-        return 1

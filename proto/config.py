@@ -52,6 +52,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_metrics_one_in: int = 0
     """Measure how long one KV block in this many keeps its content; 0 measures none."""
 
+    @property
+    def has_fixed_kv_events_endpoint(self) -> bool:
+        """Only one engine at a time can publish there."""
+        return self.kv_events_endpoint not in (None, "ipc")
+
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How requests share a step."""
@@ -136,7 +141,7 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What happens when a process dies or hangs."""
+    """What happens when a process dies or hangs, and when the daemon ends."""
 
     max_restarts: int = 8
     """Restarts without a completed step in between; one death more ends the daemon."""
@@ -146,6 +151,10 @@ class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds without a sign of progress that a process may take to start; 0 for ever."""
     enable_fault_injection: bool = False
     """Let the environment variable TOKEND_FAULTS break things on purpose; for tests."""
+    shutdown_timeout: float = 30.0
+    """Seconds in which requests may finish after SIGTERM; what is left is aborted."""
+    reload_strategy: Literal["auto", "side-by-side", "in-place"] = "auto"
+    """At a reload the new engine comes beside the old one, or after it; auto looks for memory."""
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,6 +244,17 @@ def validate(config: ServeConfig) -> None:
         value = getattr(config.reliability, field)
         if not value >= 0.0:
             raise ConfigError(f"{flag_name(field)} must be 0 or more, got {value}", field)
+    if not 0.0 <= config.reliability.shutdown_timeout < math.inf:
+        raise ConfigError(
+            f"--shutdown-timeout must be 0 or more, got {config.reliability.shutdown_timeout}",
+            "shutdown_timeout",
+        )
+    if config.reliability.reload_strategy == "side-by-side" and cache.has_fixed_kv_events_endpoint:
+        raise ConfigError(
+            "--reload-strategy side-by-side has two engines at a time, which cannot both publish "
+            f"at --kv-events-endpoint {cache.kv_events_endpoint}: give ipc, or another strategy",
+            "reload_strategy",
+        )
     if not 0 <= frontend.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {frontend.port}", "port")
     if frontend.api_key is not None and not frontend.api_key.strip():

@@ -7,6 +7,7 @@
     │   ├── InvalidRequestError   400  names the parameter
     │   ├── UnsupportedMediaError 415
     │   ├── AuthenticationError   401
+    │   ├── ForbiddenError        403
     │   ├── UnknownModelError     404
     │   ├── OverloadedError       503  may be retried
     │   │   ├── QueueFullError       503
@@ -93,6 +94,11 @@ class InvalidRequestError(RequestError):
 class AuthenticationError(RequestError):
     status = 401
     type = "AuthenticationError"
+
+
+class ForbiddenError(RequestError):
+    status = 403
+    type = "PermissionDeniedError"
 
 
 class UnknownModelError(RequestError):

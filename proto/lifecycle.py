@@ -18,6 +18,15 @@ Whether they still move is asked, because who hangs tells nothing:
 
 supervisor ──Ping──▶ engine, front ends ──EngineAlive, Alive──▶ supervisor ──Condition──▶ front ends
 
+A reload brings another engine and other workers, beside those of now or in their place:
+
+supervisor ──NextEngine──▶ front ends ──NextReady──▶ supervisor ──SwitchEngine──▶ front ends
+front ends ──Switched, EngineLeft──▶ supervisor ──Shutdown──▶ the old engine, its workers
+
+Before the end the daemon drains:
+
+supervisor ──Drain──▶ front ends ──UnderWay──▶ supervisor ──Shutdown──▶ any process
+
 Links of the data path are numbered by epochs, all from one counter of the supervisor:
 those between engine and workers by the worker epoch, those between engine and front
 ends by the engine's own. A new engine has a new number for both.
@@ -65,6 +74,8 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     front_ends: for an engine, the incarnation of each front end, by index.
     pause_mode: for an engine, the pause that it goes on with; None for none.
     faults: that tests have asked for, in any process.
+    generation: engine and workers that a start or a reload has brought, and those that
+        took their places, have the same; it is the first epoch of theirs.
     """
 
     protocol_version: int
@@ -81,6 +92,7 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     front_ends: tuple[int, ...] = (0,)
     pause_mode: PauseMode | None = None
     faults: tuple[Fault, ...] = ()
+    generation: int = 1
 
 
 class KVGroup(msgspec.Struct, array_like=True, frozen=True):
@@ -152,6 +164,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     max_model_len: usable length: the model's, the setting's or the pool's, the least.
     num_blocks: usable KV blocks, without the null block.
     max_num_queued_reqs, max_num_queued_tokens: limits of the queue; 0 for none.
+    kv_cache_bytes: memory of the pool, of all workers together.
     """
 
     protocol_version: int
@@ -163,6 +176,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     device_name: str
     max_num_queued_reqs: int = 0
     max_num_queued_tokens: int = 0
+    kv_cache_bytes: int = 0
 
 
 class FrontEndReady(msgspec.Struct, array_like=True, tag=14, frozen=True):
@@ -202,10 +216,12 @@ class NewEngine(msgspec.Struct, array_like=True, tag=19, frozen=True):
     """The engine died and another one starts: meet it at the paths of these epochs.
 
     A worker forgets rows and KV and keeps its weights. A front end sends what is open again.
+    died: it did; or it ends in order and makes room, for a reload in place.
     """
 
     epoch: int
     worker_epoch: int
+    died: bool = True
 
 
 class NewWorkers(msgspec.Struct, array_like=True, tag=20, frozen=True):
@@ -307,6 +323,83 @@ class Distrust(msgspec.Struct, array_like=True, tag=60, frozen=True):
     reason: str
 
 
+class Drain(msgspec.Struct, array_like=True, tag=40, frozen=True):
+    """Let no more requests in, and tell of those that are under way (UnderWay)."""
+
+
+class UnderWay(msgspec.Struct, array_like=True, tag=41, frozen=True):
+    """HTTP requests that a draining front end still answers; comes at once, and with 0."""
+
+    index: int
+    num_requests: int
+
+
+class DrainWanted(msgspec.Struct, array_like=True, tag=42, frozen=True):
+    """An operator has asked a front end that the daemon drains and ends."""
+
+    index: int
+
+
+class NextEngine(msgspec.Struct, array_like=True, tag=43, frozen=True):
+    """A reload: get ready for another engine, and for another version of the model.
+
+    in_place: it comes when the one of now is gone, and takes its requests over.
+    """
+
+    epoch: int
+    model: PreparedModel
+    in_place: bool
+
+
+class NextReady(msgspec.Struct, array_like=True, tag=44, frozen=True):
+    """A front end is ready for that engine, and that engine for it; or not, and why."""
+
+    index: int
+    epoch: int
+    error: ErrorInfo | None = None
+
+
+class SwitchEngine(msgspec.Struct, array_like=True, tag=45, frozen=True):
+    """Ask that engine from now on; what is open stays with the one before, if that goes on."""
+
+    epoch: int
+
+
+class Switched(msgspec.Struct, array_like=True, tag=48, frozen=True):
+    """A front end asks that engine: whoever comes from now on is answered by it."""
+
+    index: int
+    epoch: int
+
+
+class EngineLeft(msgspec.Struct, array_like=True, tag=46, frozen=True):
+    """A front end has nothing open any more at the engine of before."""
+
+    index: int
+    epoch: int
+
+
+class DropEngine(msgspec.Struct, array_like=True, tag=47, frozen=True):
+    """An engine beside that of now is gone: one that was to come, or one that was to be left.
+
+    What is open there goes to the engine of now.
+    """
+
+    epoch: int
+
+
+class ReloadState(msgspec.Struct, frozen=True):
+    """A file in the run directory, for `tokend reload`. pid: of the supervisor.
+
+    count: reloads that are over. under_way: one is, or is wanted. problem: of the last one.
+    """
+
+    pid: int
+    count: int = 0
+    under_way: bool = False
+    problem: str = ""
+
+
 ToSupervisor = (
     EngineReady
     | FrontEndReady
@@ -320,5 +413,22 @@ ToSupervisor = (
     | EngineAlive
     | FrontEndStalled
     | Distrust
+    | UnderWay
+    | DrainWanted
+    | NextReady
+    | Switched
+    | EngineLeft
 )
-FromSupervisor = Shutdown | NewEngine | NewWorkers | NewFrontEnd | Restarted | Ping | Condition
+FromSupervisor = (
+    Shutdown
+    | NewEngine
+    | NewWorkers
+    | NewFrontEnd
+    | Restarted
+    | Ping
+    | Condition
+    | Drain
+    | NextEngine
+    | SwitchEngine
+    | DropEngine
+)

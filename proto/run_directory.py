@@ -95,6 +95,23 @@ def sweep(parent: str) -> list[str]:
     return removed
 
 
+def in_use(path: str) -> bool:
+    """Whether a daemon lives in this run directory."""
+    try:
+        descriptor = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not _lock_exclusively(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def run_directories(parent: str) -> list[str]:
+    """Those under `parent` in which daemons live."""
+    return sorted(str(path) for path in Path(parent).glob(_PREFIX + "*") if in_use(str(path)))
+
+
 def default_parent(environment_runtime_dir: str | None) -> str:
     """Where run directories go: XDG_RUNTIME_DIR if it can be used, or the temporary directory."""
     if environment_runtime_dir and os.access(environment_runtime_dir, os.W_OK | os.X_OK):

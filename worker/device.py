@@ -12,6 +12,7 @@ import torch
 
 from proto.config import GIB, CacheConfig, DeviceConfig, DType
 from proto.errors import ConfigError
+from proto.memory import available_memory
 
 DEFAULT_KV_CACHE_BYTES: Final = 4 * GIB
 _DTYPES: Final = {
@@ -100,29 +101,6 @@ class CpuDevice:
 
     def _matrix_flags(self) -> tuple[str, ...]:
         return tuple(flag for flag in _MATRIX_FLAGS if flag in self._flags)
-
-
-def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be allocated without swapping, within the limit of the control group."""
-    fields = dict(
-        line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if line
-    )
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    group = root / "sys/fs/cgroup"
-    limit, used = _read_number(group / "memory.max"), _read_number(group / "memory.current")
-    if limit is None or used is None:
-        return free
-    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    return max(0, min(free, limit - used + int(stat["inactive_file"])))
-
-
-def _read_number(path: Path) -> int | None:
-    """The number in a file; None where there is no such file or it says "max"."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def _read_cpuinfo(root: Path) -> tuple[str, frozenset[str]]:

@@ -4,9 +4,9 @@ from typing import cast
 
 from starlette.requests import Request
 
-from api_server.services import Services
+from api_server.services import SERVICES, Services
 
 
 def services_of(request: Request) -> Services:
-    """The services of the application that the request came to."""
-    return cast(Services, request.app.state.services)
+    """The services that the request got at the door: a reload may have brought others since."""
+    return cast(Services, request.scope[SERVICES])

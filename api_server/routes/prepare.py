@@ -171,7 +171,7 @@ class Preparation:
             max_tokens_field=wishes.max_tokens_field,
         )
         return EngineCoreRequest(
-            epoch=services.client.epoch,
+            epoch=services.epoch,
             request_id=services.client.next_request_id(),
             prompt_token_ids=prompt.token_ids,
             sampling_params=params,

@@ -7,14 +7,18 @@ wake-up and one send for each new piece of text.
 
 import asyncio
 import json
+import logging
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api_server.errors import error_body
-from api_server.http_protocol import is_stalled
+from api_server.http_protocol import close_after_response, is_stalled
 from api_server.outputs.generation import Generation
 from api_server.protocol.answers import DONE, Answer, error_event
+from proto.errors import InternalRequestError, RequestError
+
+logger = logging.getLogger("tokend.api")
 
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -40,7 +44,7 @@ class GenerationResponse(Response):
             if generation.disconnected:
                 return
             if self._stream:
-                await self._send_events(send)
+                await self._send_events(scope, send)
             else:
                 await self._send_whole(send)
         finally:
@@ -53,16 +57,17 @@ class GenerationResponse(Response):
             pass
         self._generation.disconnect("slow_reader" if is_stalled(scope) else "disconnect")
 
-    async def _send_events(self, send: Send) -> None:
-        generation, chunk = self._generation, self._answer.chunk
+    async def _send_events(self, scope: Scope, send: Send) -> None:
+        """Event by event. A failure is an event, then [DONE], then the end of the connection."""
+        generation = self._generation
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
         while True:  # look, then wait: what came with the acceptance has rung already
             if generation.disconnected:
                 return
-            events = "".join([chunk(delta) for delta in generation.take()])
-            over = generation.finished or generation.error is not None
-            if over:
-                events += self._closing_events()
+            events, over, error = self._next_events()
+            if error is not None:
+                close_after_response(scope)
+                events += error_event(error_body(error)) + DONE
             if events:
                 body = events.encode()
                 generation.unsent.is_blocked = True  # seen by others only if `send` has to wait
@@ -72,11 +77,19 @@ class GenerationResponse(Response):
                 return
             await generation.wait()
 
-    def _closing_events(self) -> str:
-        error = self._generation.error
-        if error is not None:
-            return error_event(error_body(error)) + DONE
-        return self._answer.usage_chunk(self._generation.usage()) + DONE
+    def _next_events(self) -> tuple[str, bool, RequestError | None]:
+        """What there is to send, whether it is the last, and the failure that makes it so."""
+        generation = self._generation
+        try:
+            events = "".join([self._answer.chunk(delta) for delta in generation.take()])
+            if generation.error is not None:
+                return events, True, generation.error
+            if generation.finished:
+                events += self._answer.usage_chunk(generation.usage()) + DONE
+            return events, generation.finished, None
+        except Exception:  # the status is sent: no other handler could tell the client
+            logger.exception("%s: an answer could not be put into words", generation.label)
+            return "", True, InternalRequestError("internal error")
 
     async def _send_whole(self, send: Send) -> None:
         generation = self._generation

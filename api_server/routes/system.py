@@ -21,7 +21,9 @@ async def health(request: Request) -> Response:
 
     Also while a process is restarted, because requests wait for it.
     """
-    _ = services_of(request).client.engine
+    services = services_of(request)
+    services.door.check()
+    _ = services.client.engine
     return Response()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import socket
 import tempfile
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from api_server.app import create_app
 from api_server.engine_client import FromEngine
 from api_server.server import Server, make_server, make_services
 from api_server.services import Services
@@ -117,6 +120,7 @@ class FrontEnd:
     url: str
     run_dir: str
     server: Server
+    app: FastAPI
 
     async def lose_engine(self) -> FakeEngine:
         """The engine dies; returns the next one, which has not announced itself."""
@@ -125,6 +129,7 @@ class FrontEnd:
         path = front_end_path(self.run_dir, epoch, 0)
         self.engine = FakeEngine(path, vocab_size=old.vocab_size, epoch=epoch, accepts=old.accepts)
         self.services.client.reconnect(Link.connect(path, FromEngine), epoch)
+        self.app.state.services = dataclasses.replace(self.services, epoch=epoch)
         return self.engine
 
     async def complete(self, **fields: object) -> httpx.Response:
@@ -180,13 +185,14 @@ def start(run_dir: str, model: PreparedModel) -> StartFrontEnd:
         if ready:
             engine.announce()
             await services.client.wait_ready()
-        server = make_server(services)
+        app = create_app(services)
+        server = make_server(app, services.config)
         listener = socket.create_server(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-                front_end = FrontEnd(services, engine, http, url, run_dir, server)
+                front_end = FrontEnd(services, engine, http, url, run_dir, server, app)
                 yield front_end
         finally:
             services.client.close()

@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 DOCKERFILES = sorted((ROOT / "deploy" / "docker").glob("Dockerfile.*"))
 DASHBOARDS = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
 PORT = FrontEndConfig().port
+LONGEST_END = ReliabilityConfig().shutdown_timeout + ON_REQUEST.until_kill
+"""Seconds from SIGTERM until the last process is gone."""
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.suffix)
@@ -71,7 +73,7 @@ def test_compose_mounts_what_is_there_and_waits_for_the_end() -> None:
     services: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
     assert (ROOT / services["tokend"]["build"]["dockerfile"]).is_file()
     assert services["tokend"]["ports"] == [f"127.0.0.1:{PORT}:{PORT}"]
-    assert int(services["tokend"]["stop_grace_period"].removesuffix("s")) > ON_REQUEST.until_kill
+    assert int(services["tokend"]["stop_grace_period"].removesuffix("s")) > LONGEST_END
     mounted = [
         volume.split(":")[0]
         for service in services.values()
@@ -101,7 +103,7 @@ def test_the_deployment_probes_open_paths_and_waits_for_the_end() -> None:
     )
     assert patience > 1.5 * ReliabilityConfig().step_timeout, "what heals itself is given time to"
     _, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
-    assert pod["terminationGracePeriodSeconds"] > int(seconds) + ON_REQUEST.until_kill
+    assert pod["terminationGracePeriodSeconds"] > int(seconds) + LONGEST_END
     uids = {re.search(r"--uid (\d+)", path.read_text())[1] for path in DOCKERFILES}  # type: ignore[index]
     assert uids == {str(pod["securityContext"]["runAsUser"])}
     labels = deployment["spec"]["template"]["metadata"]["labels"]

@@ -92,7 +92,7 @@ class Daemon:
             if len(child.of(Ping)) > child.num_answered and child.answer is not None:
                 child.num_answered += 1
                 self.guard.hear(child, child.answer)
-        self.guard.turn(self.children, self.serving)
+        self.guard.turn(self.children, lambda _: self.serving)
 
 
 def test_engine_and_front_ends_are_asked_one_question_at_a_time() -> None:

@@ -3,6 +3,7 @@
 import io
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,8 +65,16 @@ def test_the_life_of_a_daemon(manager: Manager) -> None:
     assert manager.hears() == ["EXTEND_TIMEOUT_USEC=300000000", "STATUS=loading READY=1"]
     notifier.ready("serving")
     assert manager.hears() == ["READY=1", "STATUS=serving"]
-    notifier.stopping()
-    assert manager.hears() == ["STOPPING=1", "STATUS=stopping"]
+    notifier.reloading()
+    reloading, clock, more_time, status = manager.hears()
+    assert (reloading, status) == ("RELOADING=1", "STATUS=reloading")
+    microseconds = int(clock.removeprefix("MONOTONIC_USEC="))
+    assert abs(microseconds / 1e6 - time.clock_gettime(time.CLOCK_MONOTONIC)) < LIMIT_SECONDS
+    assert more_time == "EXTEND_TIMEOUT_USEC=300000000"
+    notifier.reloaded()
+    assert manager.hears() == ["READY=1", "STATUS=serving"]
+    notifier.stopping(34.0)
+    assert manager.hears() == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=44000000", "STATUS=stopping"]
     notifier.beat(True)
     assert manager.hears_no_more(), "no heartbeat is expected, and none comes"
     assert notifier.seconds_to_next_beat() is None
@@ -121,15 +130,17 @@ def test_nobody_listens(address: str | None) -> None:
     assert isinstance(notifier, NobodyListens)
     notifier.starting("x")
     notifier.ready("x")
+    notifier.reloading()
+    notifier.reloaded()
     notifier.beat(True)
-    notifier.stopping()
+    notifier.stopping(1.0)
     assert notifier.seconds_to_next_beat() is None
 
 
 def test_a_manager_that_is_gone_is_no_error(tmp_path: Path) -> None:
     notifier = notifier_for({"NOTIFY_SOCKET": str(tmp_path / "gone")})
     notifier.ready("serving")
-    notifier.stopping()
+    notifier.stopping(1.0)
 
 
 def test_progress_is_passed_on_once_a_second(tmp_path: Path) -> None:

@@ -222,6 +222,78 @@ def test_a_signal_that_comes_twice_at_once_is_one(start: Callable[..., FakeDaemo
     assert_nothing_left(daemon, children)
 
 
+def test_a_first_signal_waits_for_requests(start: Callable[..., FakeDaemon]) -> None:
+    daemon = start("api_server=busy")
+    url = daemon.wait_ready()
+    children = daemon.children()
+    daemon.process.send_signal(signal.SIGTERM)
+    daemon.wait_for("api 0: heard Drain()", "2 requests under way may finish within 30 s")
+    assert "engine 0: heard Drain()" not in daemon.text
+    port = int(url.rsplit(":", 1)[1])
+    socket.create_connection(("127.0.0.1", port)).close()
+    children["api_server"].send_signal(signal.SIGUSR2)
+    assert daemon.wait_exit() == 0, daemon.text
+    assert "aborted\n" not in daemon.text
+    assert_nothing_left(daemon, children)
+
+
+def test_a_second_signal_aborts_them_and_a_third_kills(start: Callable[..., FakeDaemon]) -> None:
+    daemon = start("api_server=busy", "worker=stubborn")
+    daemon.wait_ready()
+    children = daemon.children()
+    daemon.process.send_signal(signal.SIGTERM)
+    daemon.wait_for("2 requests under way")
+    time.sleep(ECHO_SECONDS)
+    daemon.process.send_signal(signal.SIGTERM)
+    daemon.wait_for("2 requests not finished: aborted")
+    assert eventually(lambda: not children["api_server"].is_running())
+    assert children["worker"].is_running()
+    time.sleep(ECHO_SECONDS)
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.wait_exit() == 128 + signal.SIGTERM
+    assert_nothing_left(daemon, children)
+
+
+def test_requests_that_take_too_long_are_aborted(start: Callable[..., FakeDaemon]) -> None:
+    daemon = start("api_server=busy", "shutdown_timeout=0.2")
+    daemon.wait_ready()
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.wait_exit() == 0
+    assert "2 requests under way may finish within 0.2 s" in daemon.text
+    assert "2 requests not finished: aborted" in daemon.text
+
+
+def test_who_dies_while_the_daemon_drains_is_started_again(
+    start: Callable[..., FakeDaemon],
+) -> None:
+    """The engine, because requests need it; the front end knows at birth that it drains."""
+    daemon = start("api_server=busy")
+    daemon.wait_ready()
+    daemon.process.send_signal(signal.SIGTERM)
+    daemon.wait_for("2 requests under way")
+    daemon.children()["engine_core"].kill()
+    daemon.wait_for("engine 0: is back after")
+    daemon.children()["api_server"].kill()
+    assert daemon.wait_exit() == 0, daemon.text
+    assert daemon.text.count("api 0: heard Drain()") == 2
+    assert "aborted\n" not in daemon.text
+
+
+def test_an_operator_drains_by_http_and_the_signal_after_it_is_the_first(
+    start: Callable[..., FakeDaemon],
+) -> None:
+    """As in a container, which sends SIGTERM as soon as its preStop hook returns."""
+    daemon = start("api_server=asked_to_drain", "worker=stubborn")
+    daemon.wait_ready()
+    children = daemon.children()
+    children["api_server"].send_signal(signal.SIGUSR2)
+    assert eventually(lambda: not children["api_server"].is_running())
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.wait_exit() == 0, daemon.text
+    assert "api 0: heard Drain()" in daemon.text
+    assert_nothing_left(daemon, children)
+
+
 def others_than(role: str, children: dict[str, psutil.Process]) -> dict[str, int]:
     return {each: child.pid for each, child in children.items() if each != role}
 
@@ -233,8 +305,8 @@ HEARD = {
         "worker 0: life 1, epochs 1 and 2",
     ],
     "engine_core": [
-        "worker 0: heard NewEngine(epoch=2, worker_epoch=2)",
-        "api 0: heard NewEngine(epoch=2, worker_epoch=2)",
+        "worker 0: heard NewEngine(epoch=2, worker_epoch=2, died=True)",
+        "api 0: heard NewEngine(epoch=2, worker_epoch=2, died=True)",
         "api 0: heard Restarted(role='engine_core', hung=False)",
         "engine 0: life 1, epochs 2 and 2, front ends (0,)",
     ],
@@ -284,7 +356,7 @@ def test_engine_and_worker_that_die_together_meet_again(start: Callable[..., Fak
             f"{title}: life 1, epochs 2 and {latest}",
             f"{title}: life 1, epochs 1 and {latest}",
             f"{title}: heard NewWorkers(worker_epoch={latest})",
-            f"{title}: heard NewEngine(epoch={latest}, worker_epoch={latest})",
+            f"{title}: heard NewEngine(epoch={latest}, worker_epoch={latest}, died=True)",
         )
 
 
@@ -320,7 +392,10 @@ def assert_in_this_order(text: str, *parts: str) -> None:
 
 HUNG = {
     "worker": ("no completed step", "engine 0: heard NewWorkers(worker_epoch=2)"),
-    "engine_core": ("no sign of life", "worker 0: heard NewEngine(epoch=2, worker_epoch=2)"),
+    "engine_core": (
+        "no sign of life",
+        "worker 0: heard NewEngine(epoch=2, worker_epoch=2, died=True)",
+    ),
     "api_server": ("no sign of life", "engine 0: heard NewFrontEnd(index=0, incarnation=1)"),
 }
 """What is said of each when it is stopped, and what the others hear before it is killed."""
@@ -491,6 +566,7 @@ def test_a_service_manager_is_told_of_everything(
         heard = ""
         while "STOPPING=1" not in heard:
             heard += manager.recv(4096).decode()
+        assert "EXTEND_TIMEOUT_USEC=44000000" in heard, "30 s for requests and all that follows"
 
 
 def test_a_worker_that_the_engine_does_not_trust_is_replaced(

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from deploy.ending import ON_REQUEST
+from proto.config import ReliabilityConfig
+
 UNIT = Path(__file__).parents[2] / "deploy" / "systemd" / "tokend.service"
 MOST_EXPOSED = 2.0
 """Of 10, by systemd's count; a service that hardens nothing has 9.6."""
@@ -53,3 +56,6 @@ def test_the_unit_expects_what_the_daemon_sends() -> None:
     assert unit["KillMode"] == "mixed"
     assert unit["RestartPreventExitStatus"] == "2"
     assert unit["WatchdogSec"] == "30s"
+    assert unit["ExecReload"] == "/opt/tokend/bin/tokend reload --pid $MAINPID"
+    longest = ReliabilityConfig().shutdown_timeout + ON_REQUEST.until_kill
+    assert int(unit["TimeoutStopSec"].removesuffix("s")) > longest

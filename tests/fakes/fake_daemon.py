@@ -1,7 +1,8 @@
 """The real supervisor over fake processes: `fake_daemon.py RUN_PARENT ROLE=BEHAVIOUR…`.
 
-`max_restarts=N` and `step_timeout=X` among the behaviours are the settings. Prints the ready
-line of `tokend serve`, and ends as it would.
+`max_restarts=N`, `step_timeout=X`, `shutdown_timeout=X` and `reload_strategy=S` among the
+behaviours are the settings; `model=broken` is one that a reload finds so. Prints the ready line
+of `tokend serve`, and ends as it would.
 """
 
 import os
@@ -10,10 +11,12 @@ from pathlib import Path
 
 from deploy import ready
 from deploy.display import open_display
+from deploy.launch import Launch
 from deploy.listening import listen, url_of
 from deploy.notify import NotifyingDisplay, notifier_for
-from deploy.supervisor import Launch, Supervisor
+from deploy.supervisor import Supervisor
 from deploy.surroundings import Surroundings
+from proto.codec import to_json_line
 from proto.config import ReliabilityConfig, ServeConfig
 from proto.lifecycle import EngineReady
 from proto.prepared_model import PreparedModel
@@ -27,7 +30,10 @@ def main(run_parent: str, choices: list[str]) -> int:
     reliability = ReliabilityConfig(
         max_restarts=int(behaviours.pop("max_restarts", 8)),
         step_timeout=float(behaviours.pop("step_timeout", 60)),
+        shutdown_timeout=float(behaviours.pop("shutdown_timeout", 30)),
+        reload_strategy=behaviours.pop("reload_strategy", "side-by-side"),  # type: ignore[arg-type]
     )
+    broken = behaviours.pop("model", "") == "broken"
     config = ServeConfig(reliability=reliability)
     model = PreparedModel(
         folder="/nowhere",
@@ -50,7 +56,9 @@ def main(run_parent: str, choices: list[str]) -> int:
         notifier.ready(f"serving {model.name} at {url}")
 
     commands = {role: (sys.executable, "-P", FAKE, behaviours[role]) for role in ROLES}
-    launch = Launch(config, model, (listener,), around.variables, commands)
+    script = "sys.exit('tokend: the model is broken')" if broken else "print(sys.argv[1])"
+    prepare = (sys.executable, "-c", f"import sys; {script}", to_json_line(model).decode())
+    launch = Launch(config, model, (listener,), around.variables, commands, prepare)
     return Supervisor(launch, run_parent, display, announce, notifier).run()
 
 

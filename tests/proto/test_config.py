@@ -3,7 +3,14 @@
 import msgspec
 import pytest
 
-from proto.config import NOT_AVAILABLE_YET, ServeConfig, flag_name, validate
+from proto.config import (
+    NOT_AVAILABLE_YET,
+    CacheConfig,
+    ReliabilityConfig,
+    ServeConfig,
+    flag_name,
+    validate,
+)
 from proto.errors import ConfigError
 
 
@@ -42,6 +49,8 @@ def test_the_defaults_are_valid():
             },
         ),
         ("frontend", {"port": 0}),
+        ("reliability", {"shutdown_timeout": 0.0}),
+        ("reliability", {"reload_strategy": "side-by-side"}),
         ("model", {"seed": 0}),
         ("device", {"device": "cpu", "attention_backend": "reference"}),
     ],
@@ -53,6 +62,9 @@ def test_unusual_settings_that_work(section, changes):
 @pytest.mark.parametrize(
     ("section", "changes", "parameter"),
     [
+        ("reliability", {"shutdown_timeout": -1.0}, "shutdown_timeout"),
+        ("reliability", {"shutdown_timeout": float("inf")}, "shutdown_timeout"),
+        ("reliability", {"shutdown_timeout": float("nan")}, "shutdown_timeout"),
         ("cache", {"block_size": 0}, "block_size"),
         ("cache", {"block_size": 24}, "block_size"),
         ("cache", {"block_size": 2048}, "block_size"),
@@ -135,3 +147,15 @@ def test_field_names_are_unique_across_sections():
 def test_configuration_is_frozen():
     with pytest.raises(AttributeError):
         ServeConfig().model.model = "other"
+
+
+def test_two_engines_at_a_time_do_not_publish_at_one_endpoint():
+    both = ServeConfig(
+        cache=CacheConfig(kv_events_endpoint="tcp://127.0.0.1:5557"),
+        reliability=ReliabilityConfig(reload_strategy="side-by-side"),
+    )
+    with pytest.raises(ConfigError) as error:
+        validate(both)
+    assert error.value.parameter == "reload_strategy"
+    validate(msgspec.structs.replace(both, cache=CacheConfig(kv_events_endpoint="ipc")))
+    validate(msgspec.structs.replace(both, reliability=ReliabilityConfig()))

@@ -1,0 +1,123 @@
+"""A front end that drains: who is inside finishes, who comes is refused; and who may ask for it."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from api_server.routes.admin import _is_loopback
+from proto.config import FrontEndConfig
+from proto.engine_io import FinishReason
+from proto.lifecycle import Drain, DrainWanted, FrontEndReady, Shutdown, UnderWay
+from tests.api_server.test_process import running
+
+
+def begin(http: httpx.AsyncClient, **fields: object) -> asyncio.Task[httpx.Response]:
+    body = {"prompt": "hello", "max_tokens": 2, **fields}
+    return asyncio.create_task(http.post("/v1/completions", json=body))
+
+
+async def test_who_is_inside_finishes_and_who_comes_is_refused(run_dir, model):
+    """On a connection that was there before, too; it is closed."""
+    async with running(run_dir, model) as process:
+        process.engine.announce()
+        await process.say(FrontEndReady)
+        assert (await process.http.get("/v1/models")).headers.get("connection") is None
+        answer = begin(process.http)
+        request = await process.engine.requests.get()
+        process.supervisor.send(Drain())
+        assert await process.say(UnderWay) == UnderWay(0, 1)
+        for refused in (
+            await process.http.get("/v1/models"),
+            await begin(process.http),
+            await process.http.post("/v1/chat/completions", content=b"{"),
+        ):
+            assert refused.status_code == 503
+            assert "draining" in refused.json()["error"]["message"]
+            assert refused.headers["retry-after"]
+            assert refused.headers["connection"] == "close"
+        health = await process.http.get("/health")
+        assert health.status_code == 503
+        assert "draining" in health.json()["error"]["message"]
+        assert (await process.http.get("/metrics")).status_code == 200
+        process.engine.emit(request, [40, 41], finish=FinishReason.LENGTH)
+        assert (await answer).json()["choices"][0]["finish_reason"] == "length"
+        assert await process.say(UnderWay) == UnderWay(0, 0)
+        process.supervisor.send(Shutdown())
+        assert await process.status() == 0
+
+
+async def test_a_request_counts_from_its_headers_on(start):
+    """One whose body has not come yet is not lost."""
+    async with start(accepts=True) as front_end:
+        visitors = front_end.services.visitors
+        reader, writer = await asyncio.open_connection("127.0.0.1", front_end.http.base_url.port)
+        body = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode())
+        while not visitors.number:
+            await asyncio.sleep(0)
+        front_end.services.door.close()
+        gone = asyncio.create_task(visitors.gone())
+        writer.write(body)
+        request = await front_end.engine.requests.get()
+        assert not gone.done()
+        front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
+        assert b"200 OK" in await reader.readline()
+        await gone
+        writer.close()
+
+
+async def test_an_operator_asks_for_it(run_dir, model):
+    async with running(run_dir, model) as process:
+        process.engine.announce()
+        await process.say(FrontEndReady)
+        asked = await process.http.post("/admin/drain")
+        assert (asked.status_code, asked.json()["status"]) == (202, "draining")
+        assert await process.say(DrainWanted) == DrainWanted(0)
+        assert (await begin(process.http)).status_code == 503, "at once, whatever comes next"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "https://example.org"},
+        {"sec-fetch-site": "cross-site"},
+        {"x-forwarded-for": "192.0.2.1"},
+        {"forwarded": "for=192.0.2.1"},
+    ],
+)
+async def test_without_a_key_neither_browsers_nor_proxies_are_heard(start, headers):
+    async with start() as front_end:
+        refused = await front_end.http.post("/admin/drain", headers=headers)
+        assert refused.status_code == 403
+        assert refused.json()["error"]["type"] == "PermissionDeniedError"
+        assert not front_end.services.door.closed
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.9.1", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("10.0.0.1", False),
+        ("::ffff:10.0.0.1", False),
+        ("", False),
+        ("testclient", False),
+    ],
+)
+def test_what_is_local(address, local):
+    assert _is_loopback(address) is local
+
+
+async def test_with_a_key_whoever_has_it_is_heard(start):
+    async with start(config=FrontEndConfig(api_key="k")) as front_end:
+        assert (await front_end.http.post("/admin/drain")).status_code == 401
+        assert not front_end.services.door.closed
+        headers = {"authorization": "Bearer k", "x-forwarded-for": "192.0.2.1"}
+        asked = await front_end.http.post("/admin/drain", headers=headers)
+        assert asked.status_code == 202
+        assert front_end.services.door.closed

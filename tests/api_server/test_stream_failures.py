@@ -1,0 +1,103 @@
+"""A stream that fails after its first chunk: an error event, [DONE], the end of the connection."""
+
+import asyncio
+import json
+
+from api_server.protocol.answers import CompletionAnswer
+from proto.engine_io import FinishReason
+from proto.errors import ErrorInfo
+
+LIMIT_SECONDS = 20
+BODY = json.dumps({"prompt": "hello", "stream": True}).encode()
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\n\r\n" % len(BODY)
+)
+
+
+class Connection:
+    """One kept alive by the client; `events` are those of the last stream."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+        self.events: list[str] = []
+
+    async def read_head(self) -> None:
+        """The status; what fails from now on fails in the stream."""
+        async with asyncio.timeout(LIMIT_SECONDS):
+            head = await self.reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK")
+
+    async def read_stream(self) -> None:
+        """Until the last chunk of a chunked body."""
+        async with asyncio.timeout(LIMIT_SECONDS):
+            answer = (await self.reader.readuntil(b"\r\n0\r\n\r\n")).decode()
+        self.events = [each for each in answer.splitlines() if each.startswith("data: ")]
+
+    async def is_closed(self) -> bool:
+        """By the server."""
+        try:
+            async with asyncio.timeout(0.2):
+                return await self.reader.read() == b""
+        except TimeoutError:
+            return False
+
+
+async def ask(front_end):
+    reader, writer = await asyncio.open_connection("127.0.0.1", front_end.http.base_url.port)
+    writer.write(HEAD + BODY)
+    connection = Connection(reader, writer)
+    await connection.read_head()
+    return connection, await front_end.engine.requests.get()
+
+
+async def test_an_engines_failure(start):
+    async with start(accepts=True) as front_end:
+        connection, request = await ask(front_end)
+        front_end.engine.emit(request, [40])
+        front_end.engine.refuse(request, ErrorInfo("internal", "broken"))
+        await connection.read_stream()
+        assert '"message": "broken"' in connection.events[-2]
+        assert connection.events[-1] == "data: [DONE]"
+        assert await connection.is_closed()
+        connection.writer.close()
+
+
+async def test_the_end_of_the_daemon(start):
+    """The choice that is not finished has no finish reason."""
+    async with start(accepts=True) as front_end:
+        connection, request = await ask(front_end)
+        front_end.engine.emit(request, [40])
+        while not front_end.services.metrics._generation_tokens:
+            await asyncio.sleep(0)
+        front_end.services.client.close()
+        await connection.read_stream()
+        assert '"code": 503' in connection.events[-2]
+        assert not any('"finish_reason": "' in each for each in connection.events)
+        assert await connection.is_closed()
+        connection.writer.close()
+
+
+async def test_a_mistake_of_ours(start, monkeypatch):
+    async with start(accepts=True) as front_end:
+        connection, request = await ask(front_end)
+        monkeypatch.setattr(CompletionAnswer, "chunk", lambda self, delta: 1 // 0)
+        front_end.engine.emit(request, [40])
+        await connection.read_stream()
+        error = json.loads(connection.events[-2].removeprefix("data: "))["error"]
+        assert (error["message"], error["code"]) == ("internal error", 500)
+        assert connection.events[-1] == "data: [DONE]"
+        assert await connection.is_closed()
+        assert (await front_end.engine.aborts.get()).request_id == request.request_id
+        connection.writer.close()
+
+
+async def test_after_a_stream_that_succeeds_the_connection_stays(start):
+    async with start(accepts=True) as front_end:
+        connection, request = await ask(front_end)
+        front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
+        await connection.read_stream()
+        assert connection.events[-1] == "data: [DONE]"
+        assert not await connection.is_closed()
+        connection.writer.close()

@@ -1,0 +1,86 @@
+"""A real daemon that is told to end while it streams."""
+
+import asyncio
+import json
+import signal
+import time
+
+import httpx
+import pytest
+
+from tests.chaos.streams import Stream, assert_same, requests, undisturbed
+from tests.e2e.daemon import Daemon
+
+pytestmark = pytest.mark.long
+
+BODIES = requests()[:4]
+ENDLESS = {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
+
+
+async def until_draining(client: httpx.AsyncClient) -> None:
+    while (await client.get("/health")).status_code != 503:
+        await asyncio.sleep(0.01)
+
+
+def test_sigterm_lets_streams_finish_with_their_tokens_and_refuses_others() -> None:
+    async def drained(daemon: Daemon, expected: list[Stream]) -> None:
+        streams = [Stream(body) for body in BODIES]
+        async with httpx.AsyncClient(base_url=daemon.url, timeout=60) as client:
+            running = [asyncio.create_task(each.run(client)) for each in streams]
+            await asyncio.gather(*(each.reach(3) for each in streams))
+            assert (await client.get("/health")).status_code == 200, "a connection to keep"
+            daemon.process.send_signal(signal.SIGTERM)
+            await until_draining(client)
+            refused = await client.post("/v1/completions", json=BODIES[0])
+            assert refused.status_code == 503
+            assert "draining" in refused.json()["error"]["message"]
+            assert refused.headers["retry-after"]
+            assert refused.headers["connection"] == "close"
+            assert not any(each.done() for each in running)
+            await asyncio.gather(*running)
+        for was, now in zip(expected, streams, strict=True):
+            assert_same(was, now)
+
+    daemon = Daemon("--dtype", "float32")
+    daemon.wait_ready()
+    expected = asyncio.run(undisturbed(daemon.url, BODIES))
+    asyncio.run(drained(daemon, expected))
+    assert daemon.wait_exit() == 0, daemon.text
+    assert "4 requests under way may finish" in daemon.text
+
+
+def test_what_takes_too_long_is_aborted_and_never_looks_complete() -> None:
+    daemon = Daemon("--shutdown-timeout", "1")
+    daemon.wait_ready()
+    body = ENDLESS | {"stream": True}
+    with httpx.stream("POST", f"{daemon.url}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        asked = time.monotonic()
+        drain = httpx.post(f"{daemon.url}/admin/drain")
+        assert (drain.status_code, drain.json()["requests_under_way"]) == (202, 1)
+        rest = [line for line in lines if line]
+    assert 0.9 < time.monotonic() - asked < 3.0
+    assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == 503
+    assert rest[-1] == "data: [DONE]"
+    assert not any('"finish_reason": "' in line for line in rest)
+    assert daemon.wait_exit() == 0, daemon.text
+    assert "1 request not finished: aborted" in daemon.text
+
+
+def test_a_second_signal_aborts_at_once() -> None:
+    daemon = Daemon()
+    daemon.wait_ready()
+    body = ENDLESS | {"stream": True}
+    with httpx.stream("POST", f"{daemon.url}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        daemon.process.send_signal(signal.SIGINT)
+        while httpx.get(f"{daemon.url}/health").status_code != 503:
+            pass
+        time.sleep(0.1)  # sooner it may be taken for the first one
+        asked = time.monotonic()
+        daemon.process.send_signal(signal.SIGINT)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert daemon.wait_exit() == 0, daemon.text
+    assert time.monotonic() - asked < 4.0

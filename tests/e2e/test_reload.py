@@ -1,0 +1,147 @@
+"""A real daemon is reloaded while it streams: no stream is lost, and new files count.
+
+The old worker is stopped for the time of a reload, so that its streams are surely not over.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from tests.chaos.streams import Stream, assert_same, requests, undisturbed
+from tests.e2e.daemon import TOKEND, Daemon, eventually
+from tests.e2e.reference import Reference
+from tests.e2e.test_own_models import PROMPT, greedy, save_qwen3
+
+pytestmark = pytest.mark.long
+
+BODIES = requests()[3:7]
+"""Greedy and seeded, with a prefix that some share."""
+SMALL = ("--dtype", "float32", "--kv-cache-memory", "256M")
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon(*SMALL, "--reload-strategy", "side-by-side") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(daemon: Daemon) -> list[Stream]:
+    return asyncio.run(undisturbed(daemon.url, BODIES))
+
+
+async def printed(daemon: Daemon, text: str, times: int) -> None:
+    async with asyncio.timeout(60):
+        while daemon.text.count(text) < times:
+            await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def half_way(
+    client: httpx.AsyncClient, worker: psutil.Process
+) -> AsyncIterator[list[Stream]]:
+    """Streams that have begun and cannot go on before the end of the block; then they must end."""
+    streams = [Stream(body) for body in BODIES]
+    running = [asyncio.create_task(each.run(client)) for each in streams]
+    await asyncio.gather(*(each.reach(3) for each in streams))
+    worker.suspend()
+    assert not any(each.done() for each in running)
+    yield streams
+    with contextlib.suppress(psutil.NoSuchProcess):
+        worker.resume()
+    await asyncio.gather(*running)
+
+
+def is_settled(daemon: Daemon, before: dict[str, psutil.Process]) -> bool:
+    """The front end is the old one, all others are new, and nobody else is there."""
+    children = {each.pid for each in psutil.Process(daemon.process.pid).children()}
+    old = {each.pid for each in before.values()}
+    return len(children) == 3 and children & old == {before["api_server"].pid}
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_side_by_side(daemon: Daemon, expected: list[Stream], dies: bool) -> None:
+    """New requests are served while the old worker stands still; its streams go on there, or,
+    when the old engine dies, at the new one."""
+
+    async def reload() -> list[Stream]:
+        times = daemon.text.count("tokend: reloaded after")
+        async with httpx.AsyncClient(base_url=daemon.url, timeout=120) as client:
+            async with half_way(client, before["worker"]) as streams:
+                daemon.process.send_signal(signal.SIGHUP)
+                await printed(daemon, "tokend: reloaded after", times + 1)
+                late = await Stream(BODIES[0]).run(client)
+                assert_same(expected[0], late)
+                if dies:
+                    before["engine_core"].kill()
+            return streams
+
+    before = daemon.processes()
+    for was, now in zip(expected, asyncio.run(reload()), strict=True):
+        assert_same(was, now)
+    assert eventually(lambda: is_settled(daemon, before))
+    assert "it is started again" not in daemon.text
+    assert eventually(lambda: daemon.metric("vllm:num_requests_running") == 0)
+    assert daemon.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_in_place(expected: list[Stream]) -> None:
+    """What is open, and what comes meanwhile, waits in the front end."""
+
+    async def reload() -> list[Stream]:
+        async with httpx.AsyncClient(base_url=daemon.url, timeout=120) as client:
+            async with half_way(client, before["worker"]) as streams:
+                daemon.process.send_signal(signal.SIGHUP)
+                await printed(daemon, "makes room for another one", 1)
+                late = asyncio.create_task(Stream(BODIES[0]).run(client))
+            await printed(daemon, "tokend: reloaded after", 1)
+            return [*streams, await late]
+
+    with Daemon(*SMALL, "--reload-strategy", "in-place") as daemon:
+        before = daemon.processes()
+        for was, now in zip([*expected, expected[0]], asyncio.run(reload()), strict=True):
+            assert_same(was, now)
+        assert eventually(lambda: is_settled(daemon, before))
+        assert "it is started again" not in daemon.text
+
+
+def test_files_that_have_changed(tmp_path: Path) -> None:
+    """A broken folder changes nothing; one with other weights, and another tokenizer, counts."""
+
+    def reload() -> subprocess.CompletedProcess[str]:
+        words = [str(TOKEND), "reload", "--pid", str(daemon.process.pid)]
+        environment = os.environ | {"XDG_RUNTIME_DIR": str(daemon.runtime_dir)}
+        return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
+
+    folder = tmp_path / "mine"
+    model = save_qwen3(folder)
+    before = Reference(model, None)
+    with Daemon(str(folder), *SMALL) as daemon:
+        pids = {each.pid for each in daemon.processes().values()}
+        config = (folder / "config.json").read_text()
+        for text in ("{", config.replace("Qwen3ForCausalLM", "AnotherForCausalLM")):
+            (folder / "config.json").write_text(text)
+            done = reload()
+            assert done.returncode == 1
+            assert "the reload failed, nothing has changed: " in done.stderr
+            assert "Traceback" not in done.stderr
+            before.assert_greedy([(PROMPT, greedy(daemon, PROMPT, 12))])
+        assert {each.pid for each in daemon.processes().values()} == pids
+        (folder / "config.json").write_text(config)
+        torch.manual_seed(5)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(torch.randn_like(weight) * 0.05)
+        model.save_pretrained(folder)
+        done = reload()
+        assert (done.returncode, done.stdout) == (0, "reloaded\n"), done.stderr
+        Reference(model, None).assert_greedy([(PROMPT, greedy(daemon, PROMPT, 12))])
