@@ -16,6 +16,7 @@ Owns the order of prompts in the running list. Who was served how much says the 
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
@@ -29,7 +30,7 @@ from engine_core.scheduler.tenants import TenantLedger
 class Courtesy:
     """A gate that holds nobody, so that it hears who begins and who is over."""
 
-    status = RequestStatus.WAITING
+    status: ClassVar[RequestStatus] = RequestStatus.WAITING
 
     def __init__(
         self,
