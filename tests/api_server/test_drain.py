@@ -40,6 +40,9 @@ async def test_who_is_inside_finishes_and_who_comes_is_refused(run_dir, model):
         health = await process.http.get("/health")
         assert health.status_code == 503
         assert "draining" in health.json()["error"]["message"]
+        ready = await process.http.get("/health/ready")
+        assert (ready.status_code, ready.json()["reasons"]) == (503, ["draining"])
+        assert (await process.http.get("/health/live")).status_code == 200
         assert (await process.http.get("/metrics")).status_code == 200
         process.engine.emit(request, [40, 41], finish=FinishReason.LENGTH)
         assert (await answer).json()["choices"][0]["finish_reason"] == "length"

@@ -75,6 +75,7 @@ class Daemon:
         self.children += [Child("api_server", 0), Child("api_server", 1)]
         self.engine.answer = EngineAlive(1, 100, ready=True)
         self.serving = True
+        self.replaced: Child | None = None
 
     @property
     def engine(self) -> Child:
@@ -92,7 +93,10 @@ class Daemon:
             if len(child.of(Ping)) > child.num_answered and child.answer is not None:
                 child.num_answered += 1
                 self.guard.hear(child, child.answer)
-        self.guard.turn(self.children, lambda _: self.serving)
+        self.guard.turn(self.children, self.recovers)
+
+    def recovers(self, child: Any) -> bool:
+        return self.serving and child is not self.replaced
 
 
 def test_engine_and_front_ends_are_asked_one_question_at_a_time() -> None:
@@ -144,6 +148,17 @@ def test_while_the_daemon_starts_nobody_else_is_told() -> None:
     daemon.wait(STEP + 4)
     assert daemon.children[1].got == ["stacks", "SIGKILL"]
     assert daemon.engine.of(NewWorkers) == []
+
+
+def test_of_one_that_somebody_else_replaces_the_others_hear_nothing_here() -> None:
+    """And of the next one that dies in its place they hear as ever."""
+    daemon = Daemon()
+    daemon.replaced = daemon.engine
+    daemon.engine.answer = None
+    daemon.wait(600 + STEP)
+    assert daemon.engine.got == ["stacks", "SIGKILL"]
+    assert daemon.children[0].of(NewEngine) == []
+    assert not daemon.case.recovery.has_gaps
 
 
 def test_front_ends_hear_what_is_amiss_once_and_new_ones_what_there_is() -> None:

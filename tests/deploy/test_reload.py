@@ -307,6 +307,18 @@ def test_one_that_is_asked_for_while_somebody_is_missing_waits() -> None:
     assert case.num_begun == 1
 
 
+def test_one_that_hangs_is_missing_before_it_is_dead() -> None:
+    """Its place in the generation of now has other numbers already."""
+    case = Case()
+    hung = next(each for each in case.running if each.role == "engine_core")
+    case.recovery.cut_off(hung)
+    case.reload.ask()
+    assert case.reasons
+    assert not case.num_begun
+    case.reload.press()
+    assert not case.num_begun
+
+
 def test_a_death_while_the_model_is_prepared_only_delays_it() -> None:
     case = Case()
     case.reload.ask()
@@ -469,3 +481,19 @@ def test_at_the_end_nothing_is_begun_and_nothing_needed_is_given_up(moment: str)
 def test_what_a_hang_up_means(before: bool, after: bool, meaning: str) -> None:
     answers = iter([before, after])
     assert HangUp(lambda: next(answers, after)).meaning() == meaning
+
+
+def test_in_place_what_starts_is_the_affair_of_the_reload() -> None:
+    case = Case("in-place")
+    before = next(each for each in case.running if each.role == "engine_core")
+    assert not case.reload.owns(before)
+    case.ask()
+    case.switch(2)
+    assert case.reload.owns(before), "it makes room"
+    case.end(1)
+    coming = next(each for each in case.running if each.role == "engine_core")
+    assert case.reload.owns(coming)
+    assert case.reload.is_of_now(coming)
+    assert not case.reload.owns(case.front_ends[0])
+    case.say(EngineReady(1, 2, 128, 64, 16, 256, "fake"))
+    assert not case.reload.owns(coming)

@@ -279,6 +279,18 @@ def test_who_dies_while_the_daemon_drains_is_started_again(
     assert "aborted\n" not in daemon.text
 
 
+def test_who_hangs_while_requests_finish_is_started_again(start: Callable[..., FakeDaemon]) -> None:
+    daemon = start("api_server=busy", "step_timeout=0.5")
+    daemon.wait_ready()
+    children = daemon.children()
+    daemon.process.send_signal(signal.SIGTERM)
+    daemon.wait_for("2 requests under way")
+    children["engine_core"].suspend()
+    daemon.wait_for("engine 0: (pid", "hangs, no sign of life", "engine 0: is back after")
+    children["api_server"].send_signal(signal.SIGUSR2)
+    assert daemon.wait_exit() == 0, daemon.text
+
+
 def test_an_operator_drains_by_http_and_the_signal_after_it_is_the_first(
     start: Callable[..., FakeDaemon],
 ) -> None:
