@@ -197,7 +197,7 @@ class Supervisor:
         """While the daemon is not ending, also while it drains."""
         if self._serving:
             self._reload.press()
-            self._replace_the_dead(recovery)
+        self._replace_the_dead(recovery)
         guard.turn(self._of_now(), self._recovers)
 
     def _seconds_to_sleep(self, recovery: Recovery, guard: Guard) -> float | None:

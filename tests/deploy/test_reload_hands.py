@@ -33,7 +33,7 @@ def machine(root: Path, free: int) -> Path:
 
 
 def hands(root: Path, config: ServeConfig) -> ReloadHands:
-    engine = EngineReady(1, 1, 1, 1, 1, 1, "x", POOL)
+    engine = EngineReady(1, 1, 1, 1, 1, 1, "x", kv_cache_bytes=POOL)
     running = [Worker(7), Worker(8, "api_server")]
     return ReloadHands(
         running, lambda boot: None, Poller(), config, (), {}, lambda: engine, set(), root
