@@ -230,7 +230,7 @@ def pending(pid: int) -> str:
 
 @pytest.mark.parametrize("nohup", [False, True])
 def test_a_terminal_that_closes_ends_the_daemon_unless_it_was_told_to_ignore_that(
-    tmp_path: Path, nohup: bool
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, nohup: bool
 ) -> None:
     """Started with a terminal of its own, which is closed then."""
     master, slave = os.openpty()
@@ -241,8 +241,7 @@ def test_a_terminal_that_closes_ends_the_daemon_unless_it_was_told_to_ignore_tha
         signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
 
     log = tmp_path / "log"
-    parent = tmp_path / "run"
-    parent.mkdir()
+    parent = tmp_path_factory.mktemp("run")  # a short path, for sockets
     with log.open("w") as stream:
         daemon = subprocess.Popen(
             [sys.executable, str(FAKE_DAEMON), str(parent)],
