@@ -24,6 +24,13 @@ ECHO_SECONDS = 0.1
 """A signal that follows another sooner than this may be taken for the same one."""
 
 
+def _catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for this signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
 class FakeDaemon:
     """A supervisor process; `run_parent` is where its run directory lies.
 
@@ -78,16 +85,16 @@ class FakeDaemon:
         return found[1]
 
     def children(self) -> dict[str, psutil.Process]:
-        """By role, told by the title; waits until all have one."""
+        """By role, told by the title; waits until all have one, and obey signals."""
         titles = {"tokend: worker 0", "tokend: engine 0", "tokend: api 0"}
         roles = {"worker": "worker", "engine": "engine_core", "api": "api_server"}
 
         def named() -> dict[str, psutil.Process]:
             found = {}
             for child in psutil.Process(self.process.pid).children():
-                with contextlib.suppress(psutil.NoSuchProcess):  # it has just died
+                with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):  # just died
                     title = " ".join(child.cmdline()).strip()
-                    if title in titles:
+                    if title in titles and _catches(child.pid, signal.SIGUSR2):
                         found[roles[title.split()[1]]] = child
             return found
 
