@@ -70,7 +70,11 @@ def causal_attention(
     if window is not None:
         hidden |= distance >= window
     weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
-    return torch.einsum("hgqn,hnd->qhgd", weights, value).reshape(query.shape)
+    # Zero times NaN is NaN: what is no number reaches those who see it, and nobody else.
+    broken = ~value.isfinite().all(dim=-1)
+    output = torch.einsum("hgqn,hnd->qhgd", weights, value.masked_fill(broken[..., None], 0.0))
+    seen = torch.einsum("qn,hn->qh", (~hidden).float(), broken.float()) > 0
+    return output.masked_fill(seen[:, :, None, None], float("nan")).reshape(query.shape)
 
 
 def _gather(pages: torch.Tensor, table: torch.Tensor, first: int, end: int) -> torch.Tensor:

@@ -80,7 +80,8 @@ TOKEND_INLINE void few_scores(const T* const* queries, const T* const* keys, con
 }
 
 // output[r][dims] = output * rescale[r] + weights[r][t] * V[t][dims], over V vectors of dims.
-template <int N, int R, int V, class T>
+// Where not all rows see all tokens, a weight of zero takes nothing: zero times NaN would.
+template <int N, int R, int V, bool ALL_SEEN, class T>
 TOKEND_INLINE void few_values_slice(const float* weights, const float* rescale, const T* const* values,
                                     const T* const* next, int64_t count, int64_t dim, float* output, int64_t head_dim) {
     F<N> sums[R][V];
@@ -93,7 +94,10 @@ TOKEND_INLINE void few_values_slice(const float* weights, const float* rescale, 
         each<R>([&](auto r) { weight[r] = splat<N>(weights[r * CHUNK + token]); });
         each<V>([&](auto v) {
             const F<N> value = load<N>(values[token] + dim + v * N);
-            each<R>([&](auto r) { sums[r][v] += weight[r] * value; });
+            each<R>([&](auto r) {
+                const F<N> product = weight[r] * value;
+                sums[r][v] += ALL_SEEN ? product : weight[r] == F<N>{} ? F<N>{} : product;
+            });
         });
     }
     each<R>([&](auto r) {
@@ -101,15 +105,15 @@ TOKEND_INLINE void few_values_slice(const float* weights, const float* rescale, 
     });
 }
 
-template <int N, int R, class T>
+template <int N, int R, bool ALL_SEEN, class T>
 TOKEND_INLINE void few_values(const float* weights, const float* rescale, const T* const* values, const T* const* next,
                               int64_t count, float* output, int64_t head_dim) {
     constexpr int V = N == 16 ? 4 : 2;
     int64_t dim = 0;
     for (; dim + V * N <= head_dim; dim += V * N)
-        few_values_slice<N, R, V, T>(weights, rescale, values, next, count, dim, output, head_dim);
+        few_values_slice<N, R, V, ALL_SEEN, T>(weights, rescale, values, next, count, dim, output, head_dim);
     for (; dim < head_dim; dim += N)
-        few_values_slice<N, R, 1, T>(weights, rescale, values, next, count, dim, output, head_dim);
+        few_values_slice<N, R, 1, ALL_SEEN, T>(weights, rescale, values, next, count, dim, output, head_dim);
 }
 
 // Turns scores[first, seen) of one row into weights, the rest of the chunk into zeros.
@@ -206,13 +210,17 @@ struct FewRows {
     TOKEND_FLATTEN void attend(int64_t row, const Chunk<T>& now, const Chunk<T>& next, int64_t head_dim, float scale) {
         alignas(64) float scores[R * CHUNK];
         float rescale[R];
+        bool all_seen = true;
         few_scores<N, R, T>(queries + row, now.keys, next.keys, round_up(now.count, N), head_dim, scores);
         for (int r = 0; r < R; r++) {
             const int64_t seen = std::min(now.count, limits[row + r] - now.from);
             const int64_t first = std::max<int64_t>(0, limits[row + r] - window - now.from);
+            all_seen &= first == 0 && seen == now.count;
             rescale[r] = weigh_row(scores + r * CHUNK, first, seen, scale, best + row + r, total + row + r);
         }
-        few_values<N, R, T>(scores, rescale, now.values, next.values, now.count, output + row * head_dim, head_dim);
+        float* rows = output + row * head_dim;
+        if (all_seen) few_values<N, R, true, T>(scores, rescale, now.values, next.values, now.count, rows, head_dim);
+        else few_values<N, R, false, T>(scores, rescale, now.values, next.values, now.count, rows, head_dim);
     }
 };
 

@@ -34,8 +34,9 @@ TOKEND_FLATTEN void many_scores(const float* const* keys, const float* queries, 
     });
 }
 
-// output[m][n] of TILE_M dims and V vectors of rows, over `count` tokens.
-template <int V>
+// output[m][n] of TILE_M dims and V vectors of rows, over `count` tokens. Where not all
+// rows see all tokens, a weight of zero takes nothing: zero times NaN would.
+template <int V, bool ALL_SEEN>
 TOKEND_FLATTEN void many_values(const float* const* values, int64_t dim, const float* weights, int64_t count, int64_t width,
                  float* output) {
     constexpr int N = LANES;
@@ -49,7 +50,10 @@ TOKEND_FLATTEN void many_values(const float* const* values, int64_t dim, const f
         each<V>([&](auto v) { weight[v] = load<N>(weights + token * width + v * N); });
         each<TILE_M>([&](auto m) {
             const F<N> one = splat<N>(value[m]);
-            each<V>([&](auto v) { sums[m][v] += one * weight[v]; });
+            each<V>([&](auto v) {
+                const F<N> product = one * weight[v];
+                sums[m][v] += ALL_SEEN ? product : weight[v] == F<N>{} ? F<N>{} : product;
+            });
         });
     }
     each<TILE_M>([&](auto m) {
@@ -132,16 +136,23 @@ struct ManyRows {
                     many_scores<vectors>(float_keys + token, queries + column, head_dim, width,
                                          scores + token * width + column);
             });
-            weigh(from, count, piece.all_see(from, from + count), piece.scale, head_dim);
-            over_columns(width, [&](int64_t column, auto vectors) {
-                for (int64_t dim = 0; dim < head_dim; dim += TILE_M)
-                    many_values<vectors>(float_values, dim, scores + column, count, width,
-                                         output + dim * width + column);
-            });
+            const bool all_seen = piece.all_see(from, from + count);
+            weigh(from, count, all_seen, piece.scale, head_dim);
+            if (all_seen) add_values<true>(float_values, count, head_dim);
+            else add_values<false>(float_values, count, head_dim);
         }
     }
 
   private:
+    template <bool ALL_SEEN>
+    void add_values(const float* const* float_values, int64_t count, int64_t head_dim) {
+        over_columns(width, [&](int64_t column, auto vectors) {
+            for (int64_t dim = 0; dim < head_dim; dim += TILE_M)
+                many_values<vectors, ALL_SEEN>(float_values, dim, scores + column, count, width,
+                                               output + dim * width + column);
+        });
+    }
+
     void transpose_query(const Piece<T>& piece, int64_t row) {
         alignas(32) float query[8];
         const T* from = piece.query(row);

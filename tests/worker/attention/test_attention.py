@@ -112,6 +112,38 @@ def test_a_row_does_not_depend_on_its_batch(variant, window: int | None) -> None
         assert torch.equal(output, batch[tokens])
 
 
+def rows_before_what_is_no_number(step: Step, backend: AttentionBackend) -> None:
+    """Rows before the last token of each sequence do not see it; the last one does."""
+    clean = step.run(backend)
+    last = torch.from_numpy(step.inputs.query_start[1:].astype(np.int64)) - 1
+    step.key[last] = step.value[last] = float("nan")
+    output = step.run(backend)
+    assert output[last].isnan().all()
+    before = torch.ones(len(output), dtype=torch.bool)
+    before[last] = False
+    assert torch.equal(output[before], clean[before])
+
+
+NO_NUMBERS = Case(((0, 60), (0, 3), (30, 5), (600, 1), (1200, 90)))
+
+
+@each_variant
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_no_number_stays_with_those_who_see_it(
+    variant, dtype: torch.dtype, window: int | None
+) -> None:
+    step = Step(replace(NO_NUMBERS, dtype=dtype, window=window))
+    rows_before_what_is_no_number(
+        step, CpuAttention(load_variant(variant), step.kv_cache, step.case.shape)
+    )
+
+
+def test_what_is_no_number_stays_with_those_who_see_it_in_the_reference() -> None:
+    step = Step(NO_NUMBERS)
+    rows_before_what_is_no_number(step, ReferenceAttention(step.kv_cache, step.case.shape))
+
+
 @each_variant
 def test_number_of_threads_does_not_change_a_bit(variant) -> None:
     step = Step(Case(((600, 1), (0, 150), (1400, 1))))
