@@ -13,9 +13,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
-from api_server.engine_connection import EngineConnection, FromEngine
+from api_server.engine_connection import FLUSH_SECONDS, EngineConnection, FromEngine
 from api_server.errors import NotAvailableError
 from api_server.metrics import Metrics
 from api_server.open_requests import NOBODY, OpenRequest, OutputStream
@@ -31,10 +31,9 @@ from proto.engine_io import (
     PauseMode,
     SessionInput,
 )
-from proto.errors import InternalRequestError, OverloadedError, RequestError, TimeLimitError
+from proto.errors import InternalRequestError, OverloadedError, RequestError
 from proto.lifecycle import EngineReady
-from proto.sockets import Link, PeerStalledError
-from proto.stats import SchedulerStats
+from proto.sockets import Link
 
 __all__ = ["EngineClient", "FromEngine"]
 
@@ -44,7 +43,6 @@ GAP_SECONDS = 0.1
 """How often to look, while there is no engine, for requests whose time is over."""
 MAX_WAITING = 4096
 """Requests that wait for an engine that is being restarted; more are refused."""
-NOTHING_RUNS: Final = SchedulerStats(num_running=0, num_waiting=0, kv_cache_usage=0.0)
 
 
 class EngineClient:
@@ -73,6 +71,7 @@ class EngineClient:
         self._on_nonsense: Callable[[int], None] = lambda epoch: None
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, EngineConnection] = {}
+        self._without_heir: set[int] = set()
         self._current = self._connect(link, epoch)
 
     @property
@@ -124,9 +123,12 @@ class EngineClient:
         """Send a request, or let it wait for the engine; `stream` gets all that comes of it.
 
         It goes to the engine of its epoch, as long as that one is there. Raises
-        OverloadedError when the engine does not keep up.
+        OverloadedError when the engine does not keep up, which then hears nothing of it, and
+        InternalRequestError where that one is gone and its tokens mean something else now.
         """
         _ = self.engine
+        if request.epoch in self._without_heir:
+            raise InternalRequestError("the engine of this request died")
         entry = OpenRequest(request, stream)
         connection = self._connections.get(request.epoch, self._current)
         if connection.ready:
@@ -186,9 +188,12 @@ class EngineClient:
         return self._connect(link, epoch)
 
     def switch(self, epoch: int) -> None:
-        """Ask the engine of this epoch from now on, which is ready; what is open stays."""
+        """Ask the engine of this epoch from now on, which was ready; what is open stays."""
         self._current = self._connections[epoch]
-        self._engaged()
+        if self.connected:
+            self._engaged()
+        else:
+            self._distrust(epoch)
 
     def drop(self, epoch: int, *, movable: bool = True) -> None:
         """An engine beside that of now is gone; what is open there goes to the one of now.
@@ -201,10 +206,10 @@ class EngineClient:
         held = [entry for entry in self._open.values() if entry.sent_to == epoch]
         self._lose(epoch, died=True)
         if not movable:
+            self._without_heir.add(epoch)
             for entry in held:
                 self._fail(entry.stream, InternalRequestError("the engine of this request died"))
-        if self._current.ready:
-            self._send_again()
+        self._send_waiting()
 
     def close(self) -> None:
         """Fail all that is open and stop listening."""
@@ -230,7 +235,7 @@ class EngineClient:
                 continue  # with an engine that goes on, and looks itself
             try:
                 entry.check_time(now)
-            except TimeLimitError as error:
+            except RequestError as error:
                 self._fail(entry.stream, error)
         self._loop.call_later(GAP_SECONDS, self._watch_gap, epoch)
 
@@ -241,14 +246,16 @@ class EngineClient:
 
         connection = EngineConnection(link, epoch, dispatch, self._distrust)
         self._connections[epoch] = connection
+        self._metrics.meet_engine(epoch)
         return connection
 
     def _distrust(self, epoch: int) -> None:
-        """An engine sent what is no message: the one of now is replaced, another one left."""
-        if epoch == self.epoch:
+        """An engine sent what is no message.
+
+        Of one that is to come nobody wants to know until it has come (`switch`).
+        """
+        if epoch <= self.epoch:
             self._on_nonsense(epoch)
-        else:
-            self._loop.call_soon(self.drop, epoch)
 
     def _lose(self, epoch: int, died: bool) -> None:
         """The engine of this epoch is no more: what is open there belongs to nobody now."""
@@ -257,20 +264,19 @@ class EngineClient:
         connection.close()
         del self._connections[epoch]
         self._metrics.forget_engine(epoch)
-        for entry in list(self._open.values()):
-            if entry.sent_to in self._connections:
-                continue  # with an engine that goes on
-            entry.lose_engine(self._crashes_until_alone if died else None)
+        # but for those with an engine that goes on
+        lost = [each for each in self._open.values() if each.sent_to not in self._connections]
+        any_begun = any(each.begun for each in lost)
+        for entry in lost:
+            entry.lose_engine(self._crashes_until_alone if died else None, others_begun=any_begun)
             if entry.request.resumable:
                 del self._open[entry.request.request_id]
                 entry.stream.fail(InternalRequestError("the session ended with its engine"))
 
     def _ask(self, connection: EngineConnection, message: EngineCoreRequest | SessionInput) -> None:
-        _ = self.engine
-        try:
-            connection.send(message)
-        except PeerStalledError:
-            raise OverloadedError("the engine does not keep up") from None
+        if connection.stalled:
+            raise OverloadedError("the engine does not keep up")
+        connection.send(message)
 
     def _abort(
         self, entry: OpenRequest, reason: Literal["disconnect", "stop_string"], choice: int | None
@@ -278,10 +284,7 @@ class EngineClient:
         connection = self._connections.get(entry.sent_to)
         if self._closed or connection is None:
             return  # the next engine never hears of what is not open any more
-        try:
-            connection.send(Abort(connection.epoch, entry.request.request_id, reason, choice))
-        except PeerStalledError as error:
-            logger.warning("an abort waits: %s", error)
+        connection.send(Abort(connection.epoch, entry.request.request_id, reason, choice))
 
     def _dispatch(self, epoch: int, message: Any) -> None:
         if isinstance(message, EngineCoreOutputs):
@@ -299,27 +302,28 @@ class EngineClient:
         engine = self._engine = self._current.engine
         assert engine is not None, "it is ready"
         self._metrics.queue_limits(engine.max_num_queued_reqs, engine.max_num_queued_tokens)
-        self._metrics.scheduler_stats(NOTHING_RUNS, self.epoch)  # until it says otherwise
-        self._send_again()
+        for call, _ in self._calls.values():
+            self._current.send(changed(call, epoch=self.epoch))
+        self._send_waiting()
 
-    def _send_again(self) -> None:
-        """To the engine of now: all that no engine has, and all calls that have no answer.
+    def _send_waiting(self) -> None:
+        """To the engine of now: all that no engine has, as fast as that one takes it.
 
         Suspects go first: nothing else can then be under way when they are computed.
         """
-        for call, _ in self._calls.values():
-            self._current.send(changed(call, epoch=self.epoch))
+        if self._closed or not self._current.ready:
+            return
         entries = [entry for entry in self._open.values() if entry.sent_to == NOBODY]
         for entry in sorted(entries, key=lambda each: -each.crash_count):
-            try:
-                self._ask(self._current, entry.message(self.epoch))
-                entry.sent_to = self.epoch
-            except OverloadedError as error:
-                self._fail(entry.stream, error)
+            if self._current.stalled:
+                self._loop.call_later(FLUSH_SECONDS, self._send_waiting)
+                return
+            entry.sent_to = self.epoch
+            self._current.send(entry.message(self.epoch))
 
     def _on_outputs(self, message: EngineCoreOutputs) -> None:
         if message.stats is not None:
-            self._metrics.scheduler_stats(message.stats, message.epoch)
+            self._metrics.scheduler_stats(message.stats, message.epoch, message.timestamp)
         for request_id in message.accepted:
             entry = self._open.get(request_id)
             if entry is not None:
@@ -328,6 +332,10 @@ class EngineClient:
             entry = self._open.get(request_id)
             if entry is not None:
                 entry.alone = True
+        for progress in message.progress:
+            entry = self._open.get(progress.request_id)
+            if entry is not None:
+                entry.note_progress(progress)
         for output in message.outputs:
             entry = self._open.get(output.request_id)
             if entry is not None:

@@ -5,6 +5,7 @@ is sent, and its descriptor wakes the loop. Knows no requests.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any, Final
@@ -14,7 +15,7 @@ from proto.codec import Message
 from proto.engine_io import AdminReply, EngineCoreOutputs
 from proto.errors import ProtocolError
 from proto.lifecycle import EngineReady
-from proto.sockets import Link
+from proto.sockets import Link, PeerStalledError
 
 logger = logging.getLogger("tokend.api")
 
@@ -71,12 +72,16 @@ class EngineConnection:
         if self._refusal is not None:
             raise self._refusal
 
+    @property
+    def stalled(self) -> bool:
+        """The engine does not keep up: send it nothing that can be refused or put off."""
+        return self._link.is_stalled
+
     def send(self, message: Message) -> None:
-        """Queue a message; raises PeerStalledError when the engine does not keep up."""
-        try:
+        """Queue a message, also when the engine is stalled."""
+        with contextlib.suppress(PeerStalledError):
             self._link.send(message)
-        finally:
-            self._plan_drain()
+        self._plan_drain()
 
     def drain(self) -> None:
         """Take in what has arrived, and hand on what waits."""
@@ -89,6 +94,7 @@ class EngineConnection:
         if self._link.num_undecodable and self.ready:
             logger.error("the engine sent what is no message: waiting for the next one")
             self._deaf = True
+            self._settled.clear()
             self._on_nonsense(self.epoch)
             return  # what came with it may have a hole in it
         for message in messages:

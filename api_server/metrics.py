@@ -1,13 +1,11 @@
 """What /metrics shows, under the names that vLLM's dashboards look for.
 
-Owns every counter and histogram of the front end. They are plain numbers, changed
-on the event loop only and turned into Prometheus' text when someone asks: an
-observation costs a bisection, no lock.
+Owns the names of what is counted. The numbers lie in the `MetricSheet`, changed on the
+event loop only and turned into Prometheus' text when someone asks: an observation costs
+a bisection, no lock. Whichever front end is asked shows those of all.
 """
 
-from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final, get_args
 
@@ -26,6 +24,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from api_server.engine_gauges import EngineGauges
+from api_server.metric_sheet import Counter, Histogram, MetricSheet, News
 from proto.lifecycle import Role, process_title
 from proto.stats import SchedulerStats
 
@@ -49,67 +49,56 @@ BLOCK_SECONDS: Final = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
     *(10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0),
 )
+REQUEST_TOKENS: Final = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-class Histogram:
-    """Counts per bucket. `bounds`: upper ends, ascending, without infinity."""
-
-    __slots__ = ("_bounds", "_counts", "_sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def family(self, name: str, text: str, labels: Sequence[str]) -> HistogramMetricFamily:
-        """Prometheus' form: cumulative counts."""
-        names = [*(repr(float(bound)) for bound in self._bounds), "+Inf"]
-        buckets = list(zip(names, accumulate(self._counts), strict=True))
-        family = HistogramMetricFamily(name, text, labels=LABELS)
-        family.add_metric(labels, buckets, self._sum)
-        return family
-
-
 class Metrics(Collector):
-    """The daemon's statistics, as seen by one front end."""
+    """The daemon's statistics.
 
-    def __init__(self, model_name: str, max_model_len: int) -> None:
+    incarnation: how often this front end was started again. num_hung: because it hung.
+    """
+
+    def __init__(
+        self, model_name: str, sheet: MetricSheet, incarnation: int = 0, num_hung: int = 0
+    ) -> None:
         self._labels = (model_name, ENGINE)
-        tokens = one_two_five(max_model_len)
-        self._stats: dict[int, SchedulerStats] = {}
-        self._num_preemptions = 0
-        self._prefix_cache_queries = 0
-        self._prefix_cache_hits = 0
-        self._corrupted_requests = 0
+
+        def counters(*names: str) -> dict[str, Counter]:
+            return {name: Counter(sheet) for name in names}
+
+        def news() -> dict[str, News]:
+            return {process_title(role): News(sheet) for role in get_args(Role)}
+
+        self._engines = EngineGauges(sheet)
+        self._num_preemptions = Counter(sheet)
+        self._prefix_cache_queries = Counter(sheet)
+        self._prefix_cache_hits = Counter(sheet)
+        self._corrupted_requests = Counter(sheet)
         self._queue_limits = (0, 0)
-        self._rejections: defaultdict[str, int] = defaultdict(int)
-        self._rejections.update(max_num_queued_reqs=0, max_num_queued_tokens=0, restart=0)
-        self._cut_short: defaultdict[str, int] = defaultdict(int)
-        self._cut_short.update(disconnect=0, slow_reader=0, queue_timeout=0, timeout=0)
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
-        self._restarts = {process_title(role): 0 for role in get_args(Role)}
-        self._watchdog_kills = dict(self._restarts)
-        self._ended: defaultdict[str, int] = defaultdict(int)
-        self._ended.update(stop=0, length=0, abort=0, error=0)
-        self._first_token = Histogram(FIRST_TOKEN_SECONDS)
-        self._inter_token = Histogram(INTER_TOKEN_SECONDS)
-        self._latency = Histogram(REQUEST_SECONDS)
-        self._queue = Histogram(REQUEST_SECONDS)
-        self._prompt_lengths = Histogram(tokens)
-        self._generation_lengths = Histogram(tokens)
-        self._step_tokens = Histogram(STEP_TOKENS)
-        self._block_lifetime = Histogram(BLOCK_SECONDS)
-        self._block_idle = Histogram(BLOCK_SECONDS)
-        self._block_reuse_gap = Histogram(BLOCK_SECONDS)
+        self._rejections = counters("max_num_queued_reqs", "max_num_queued_tokens", "restart")
+        self._cut_short = counters("disconnect", "slow_reader", "queue_timeout", "timeout")
+        self._prompt_tokens = Counter(sheet)
+        self._generation_tokens = Counter(sheet)
+        self._restarts = news()
+        self._restarts[process_title("api_server")].raise_to(incarnation)
+        self._watchdog_kills = news()
+        self._watchdog_kills[process_title("api_server")].raise_to(num_hung)
+        self._ended = counters("stop", "length", "abort", "error")
+        self._first_token = Histogram(sheet, FIRST_TOKEN_SECONDS)
+        self._inter_token = Histogram(sheet, INTER_TOKEN_SECONDS)
+        self._latency = Histogram(sheet, REQUEST_SECONDS)
+        self._queue = Histogram(sheet, REQUEST_SECONDS)
+        self._prompt_lengths = Histogram(sheet, REQUEST_TOKENS)
+        self._generation_lengths = Histogram(sheet, REQUEST_TOKENS)
+        self._step_tokens = Histogram(sheet, STEP_TOKENS)
+        self._block_lifetime = Histogram(sheet, BLOCK_SECONDS)
+        self._block_idle = Histogram(sheet, BLOCK_SECONDS)
+        self._block_reuse_gap = Histogram(sheet, BLOCK_SECONDS)
         self._registry = CollectorRegistry()
-        for collector in (ProcessCollector, PlatformCollector, GCCollector):
-            collector(registry=self._registry)
+        if sheet.num_rows == 1:  # else they would be of whichever process is asked
+            for collector in (ProcessCollector, PlatformCollector, GCCollector):
+                collector(registry=self._registry)
         self._registry.register(self)
 
     def text(self) -> bytes:
@@ -118,20 +107,28 @@ class Metrics(Collector):
 
     def restarted(self, role: Role, hung: bool) -> None:
         """A process died and was started again. hung: it was killed, because it did not move."""
-        self._restarts[process_title(role)] += 1
-        self._watchdog_kills[process_title(role)] += hung
+        self._restarts[process_title(role)].add()
+        if hung:
+            self._watchdog_kills[process_title(role)].add()
+
+    def meet_engine(self, epoch: int) -> None:
+        """There is an engine; what it tells any front end counts."""
+        self._engines.meet(epoch)
 
     def forget_engine(self, epoch: int) -> None:
         """It is gone, and with it what its gauges showed."""
-        self._stats.pop(epoch, None)
+        self._engines.forget(epoch)
 
-    def scheduler_stats(self, stats: SchedulerStats, epoch: int) -> None:
-        """Gauges and deltas of a step; gauges of engines beside each other are added up."""
-        self._stats[epoch] = stats
-        self._num_preemptions += stats.num_preemptions
-        self._prefix_cache_queries += stats.prefix_cache_queries
-        self._prefix_cache_hits += stats.prefix_cache_hits
-        self._corrupted_requests += stats.num_corrupted
+    def scheduler_stats(self, stats: SchedulerStats, epoch: int, timestamp: float) -> None:
+        """Gauges and deltas of a step; gauges of engines beside each other are added up.
+
+        timestamp: monotonic seconds of the engine.
+        """
+        self._engines.write(epoch, timestamp, stats)
+        self._num_preemptions.add(stats.num_preemptions)
+        self._prefix_cache_queries.add(stats.prefix_cache_queries)
+        self._prefix_cache_hits.add(stats.prefix_cache_hits)
+        self._corrupted_requests.add(stats.num_corrupted)
         if stats.num_scheduled_tokens:
             self._step_tokens.observe(stats.num_scheduled_tokens)
         for eviction in stats.kv_evictions:
@@ -146,14 +143,14 @@ class Metrics(Collector):
 
     def admission_rejected(self, reason: str) -> None:
         """A request was refused because too many wait; `reason`: the limit."""
-        self._rejections[reason] += 1
+        self._rejections[reason].add()
 
     def cut_short(self, cause: str) -> None:
         """A request was ended before its end: by its client, by a limit of time."""
-        self._cut_short[cause] += 1
+        self._cut_short[cause].add()
 
     def prompt_accepted(self, num_tokens: int) -> None:
-        self._prompt_tokens += num_tokens
+        self._prompt_tokens.add(num_tokens)
         self._prompt_lengths.observe(num_tokens)
 
     def queue_time(self, seconds: float) -> None:
@@ -162,16 +159,16 @@ class Metrics(Collector):
     def first_token(self, seconds: float, num_tokens: int) -> None:
         """`seconds` from the arrival of the request to the first token of a choice."""
         self._first_token.observe(seconds)
-        self._generation_tokens += num_tokens
+        self._generation_tokens.add(num_tokens)
 
     def next_tokens(self, seconds: float, num_tokens: int) -> None:
         """`seconds` since the choice's last output."""
         self._inter_token.observe(seconds)
-        self._generation_tokens += num_tokens
+        self._generation_tokens.add(num_tokens)
 
     def choice_ended(self, reason: str, num_tokens: int) -> None:
         """`reason`: stop, length, abort or error."""
-        self._ended[reason] += 1
+        self._ended[reason].add()
         self._generation_lengths.observe(num_tokens)
 
     def request_ended(self, seconds: float) -> None:
@@ -184,7 +181,7 @@ class Metrics(Collector):
         yield from self._histograms()
 
     def _gauges(self) -> Iterator[Metric]:
-        engines = self._stats.values()
+        engines = list(self._engines.latest())
         num_running = sum(each.num_running for each in engines)
         num_waiting = sum(each.num_waiting for each in engines)
         usage = max((each.kv_cache_usage for each in engines), default=0.0)
@@ -219,7 +216,7 @@ class Metrics(Collector):
         yield waiting
 
     def _counters(self) -> Iterator[Metric]:
-        for name, text, value in (
+        for name, text, counter in (
             ("num_preemptions", "Preemptions by the scheduler.", self._num_preemptions),
             ("prompt_tokens", "Prompt tokens accepted.", self._prompt_tokens),
             ("generation_tokens", "Tokens generated.", self._generation_tokens),
@@ -232,34 +229,17 @@ class Metrics(Collector):
             ("corrupted_requests", "Requests with scores not finite.", self._corrupted_requests),
         ):
             family = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
-            family.add_metric(self._labels, value)
+            family.add_metric(self._labels, counter.value)
             yield family
-        ended = CounterMetricFamily(
-            "vllm:request_success", "Choices that ended.", labels=(*LABELS, "finished_reason")
-        )
-        for reason, count in self._ended.items():
-            ended.add_metric((*self._labels, reason), count)
-        yield ended
-        for name, text, by_role in (
-            ("restarts", "Processes that were started again.", self._restarts),
-            ("watchdog_kills", "Those of them that were killed for a hang.", self._watchdog_kills),
+        own = dict(zip(LABELS, self._labels, strict=True))
+        for name, text, label, counters, others in (
+            ("vllm:request_success", "Choices ended.", "finished_reason", self._ended, own),
+            ("vllm:admission_rejections", "Refused by limit.", "reason", self._rejections, own),
+            ("tokend:requests_cut_short", "Requests ended.", "cause", self._cut_short, {}),
+            ("tokend:restarts", "Processes started again.", "role", self._restarts, {}),
+            ("tokend:watchdog_kills", "Those that hung.", "role", self._watchdog_kills, {}),
         ):
-            family = CounterMetricFamily(f"tokend:{name}", text, labels=("role",))
-            for role, count in by_role.items():
-                family.add_metric((role,), count)
-            yield family
-        rejections = CounterMetricFamily(
-            "vllm:admission_rejections", "Requests refused by limit.", labels=(*LABELS, "reason")
-        )
-        for reason, count in self._rejections.items():
-            rejections.add_metric((*self._labels, reason), count)
-        yield rejections
-        cut_short = CounterMetricFamily(
-            "tokend:requests_cut_short", "Requests ended by cause.", labels=("cause",)
-        )
-        for cause, count in self._cut_short.items():
-            cut_short.add_metric((cause,), count)
-        yield cut_short
+            yield _by_label(name, text, others, label, counters)
 
     def _histograms(self) -> Iterator[Metric]:
         for name, text, histogram in (
@@ -274,16 +254,29 @@ class Metrics(Collector):
             ("kv_block_idle_before_evict_seconds", "Last use to overwritten.", self._block_idle),
             ("kv_block_reuse_gap_seconds", "Time between uses.", self._block_reuse_gap),
         ):
-            yield histogram.family(f"vllm:{name}", text, self._labels)
+            yield _family(histogram, f"vllm:{name}", text, self._labels)
 
 
-def one_two_five(limit: int) -> list[int]:
-    """1, 2, 5, 10, 20, 50, … up to `limit`."""
-    values: list[int] = []
-    scale = 1
-    while True:
-        for digit in (1, 2, 5):
-            if digit * scale > limit:
-                return values
-            values.append(digit * scale)
-        scale *= 10
+def _by_label(
+    name: str,
+    text: str,
+    others: Mapping[str, str],
+    label: str,
+    counters: Mapping[str, Counter] | Mapping[str, News],
+) -> Metric:
+    """A counter for each value of `label`. others: labels that all of them have."""
+    family = CounterMetricFamily(name, text, labels=(*others, label))
+    for value, counter in counters.items():
+        family.add_metric((*others.values(), value), counter.value)
+    return family
+
+
+def _family(
+    histogram: Histogram, name: str, text: str, labels: Sequence[str]
+) -> HistogramMetricFamily:
+    """Prometheus' form: cumulative counts."""
+    counts, total = histogram.totals()
+    names = [*(repr(float(bound)) for bound in histogram.bounds), "+Inf"]
+    family = HistogramMetricFamily(name, text, labels=LABELS)
+    family.add_metric(labels, list(zip(names, accumulate(counts), strict=True)), total)
+    return family

@@ -24,6 +24,7 @@ from api_server.engine_client import EngineClient, FromEngine
 from api_server.health import Health
 from api_server.http_protocol import LimitedHttpProtocol
 from api_server.inputs.sampling import seeds
+from api_server.metric_sheet import MetricSheet
 from api_server.metrics import Metrics
 from api_server.model_texts import ModelTexts
 from api_server.orders import Orders
@@ -85,7 +86,7 @@ def make_services(
     """Everything the routes need, over a link to the engine. ask_drain: for the door."""
     model, config = boot.model, boot.config
     name = config.model.served_model_name or model.name
-    metrics = Metrics(name, model.max_position)
+    metrics = Metrics(name, metric_sheet(boot), boot.incarnation, boot.num_hung)
     ids = request_ids(boot.index, boot.incarnation)
     crashes_until_alone = config.scheduler.crashes_until_alone
     client = EngineClient(link, boot.epoch, ids, metrics, crashes_until_alone)
@@ -105,6 +106,13 @@ def make_services(
         vocabulary=texts.vocabulary,
         seeds=seeds(config.model.seed, boot.index),
     )
+
+
+def metric_sheet(boot: ProcessBoot) -> MetricSheet:
+    """Where this front end counts."""
+    if boot.metrics_fd is None:
+        return MetricSheet.of_one()
+    return MetricSheet.shared(boot.metrics_fd, boot.index, boot.config.frontend.api_server_count)
 
 
 async def _serve(boot: ProcessBoot, supervisor: Link) -> None:

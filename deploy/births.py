@@ -8,6 +8,7 @@ import copy
 import itertools
 from collections import Counter
 from pathlib import Path
+from typing import Protocol
 
 from proto.codec import Message, changed
 from proto.engine_io import PauseMode
@@ -18,10 +19,21 @@ Announcement = tuple[Role, Message]
 """Who is to be told, and what."""
 
 
+class Born(Protocol):
+    """A process, and the generation that it belongs to; that of a front end says nothing."""
+
+    @property
+    def role(self) -> Role: ...
+
+    @property
+    def generation(self) -> int: ...
+
+
 class Births:
     """Counts lives.
 
-    template: a boot message, complete but for role, index, numbers and listeners.
+    template: a boot message, complete but for role, index, numbers and listeners. Its
+        metrics_fd is for front ends only.
     listen_fds: what front ends listen on.
     pause_mode: what the engine said last of itself; the next one goes on with it.
     """
@@ -31,6 +43,7 @@ class Births:
         self._listen_fds = listen_fds
         self._epochs = itertools.count(2)
         self._lives: Counter[tuple[Role, int]] = Counter()
+        self._hangs: Counter[tuple[Role, int]] = Counter()
         self.epoch = self.worker_epoch = 1
         self.pause_mode: PauseMode | None = None
 
@@ -38,6 +51,10 @@ class Births:
     def generation(self) -> int:
         """Of the engine and the workers that are born now."""
         return self._template.generation
+
+    def is_of_now(self, process: Born) -> bool:
+        """Neither of a generation that comes nor of one that goes; front ends are of all."""
+        return process.role == "api_server" or process.generation == self.generation
 
     @property
     def model(self) -> PreparedModel:
@@ -59,10 +76,14 @@ class Births:
         self.epoch, self.worker_epoch = other.epoch, other.worker_epoch
         self._template = other._template
 
-    def boot(self, role: Role, index: int) -> ProcessBoot:
-        """The boot message of a process that is about to start, in the present epochs."""
+    def boot(self, role: Role, index: int, *, hung: bool = False) -> ProcessBoot:
+        """The boot message of a process that is about to start, in the present epochs.
+
+        hung: its last life ended by force.
+        """
         incarnation = self._lives[role, index]
         self._lives[role, index] += 1
+        self._hangs[role, index] += hung
         is_front_end = role == "api_server"
         count = self._template.config.frontend.api_server_count
         lives = [self._lives["api_server", each] for each in range(count)]
@@ -71,9 +92,11 @@ class Births:
             role=role,
             index=index,
             incarnation=incarnation,
+            num_hung=self._hangs[role, index],
             epoch=self.epoch,
             worker_epoch=self.worker_epoch,
             listen_fds=self._listen_fds if is_front_end else (),
+            metrics_fd=self._template.metrics_fd if is_front_end else None,
             front_ends=tuple(max(0, each - 1) for each in lives),
             pause_mode=self.pause_mode,
         )

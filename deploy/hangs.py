@@ -81,7 +81,8 @@ class _Life:
 
 
 class HangDetector:
-    """Watches the processes of a daemon that is not ending.
+    """Watches the front ends of a daemon that is not ending, or the engine and workers of one
+    generation.
 
     Time counts while somebody looks, which has to be once an interval.
     """

@@ -176,7 +176,7 @@ class Recovery:
         self._cut_off.discard(place)
         told.append(("api_server", Restarted(role, hung)))
         indices = range(self._num_workers) if role == "worker" else (index,)
-        return Succession(told, [self._births.boot(role, each) for each in indices])
+        return Succession(told, [self._births.boot(role, each, hung=hung) for each in indices])
 
     def _announce(self, place: Place) -> list[Announcement]:
         """Take the numbers of those who follow; what the others hear of it."""

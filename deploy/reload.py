@@ -9,7 +9,8 @@ from typing import Protocol
 
 from deploy.births import Births
 from deploy.recovery import Recovery
-from deploy.reload_phases import Hands, Idle, Member, Phase, Preparing, Surface
+from deploy.reload_phases import Preparing
+from deploy.reload_surface import Hands, Idle, Member, Phase, Surface
 from proto.codec import Message
 
 
@@ -87,8 +88,12 @@ class Reload:
         return self._phase.seconds_left()
 
     def is_of_now(self, process: Member) -> bool:
-        """Neither of a generation that comes nor of one that goes; front ends are of all."""
-        return process.role == "api_server" or process.generation == self._births.generation
+        """Neither of a generation that comes nor of one that goes."""
+        return self._births.is_of_now(process)
+
+    def is_ending(self, process: Member) -> bool:
+        """It was asked to end, and will be made to."""
+        return self._phase.is_ending(process)
 
     def note(self, message: Message) -> None:
         """What a process says of itself."""
@@ -97,6 +102,12 @@ class Reload:
     def owns(self, process: Member) -> bool:
         """Whether its death would be our affair, and nobody else's."""
         return self._phase.owns(process)
+
+    def cut_off(self, hung: Member) -> bool:
+        """It hangs and will be killed; True when nobody else needs to do anything about it."""
+        owned = self.owns(hung)
+        self._phase = self._phase.cut_off(hung)
+        return owned
 
     def note_death(self, dead: Member) -> bool:
         """Of any process; True when nobody else needs to do anything about it."""
@@ -138,11 +149,19 @@ class NoReload:
         """There is one generation."""
         return True
 
+    def is_ending(self, process: Member) -> bool:
+        """Nobody is replaced."""
+        return False
+
     def note(self, message: Message) -> None:
         """Nothing."""
 
     def owns(self, process: Member) -> bool:
         """Nobody's."""
+        return False
+
+    def cut_off(self, hung: Member) -> bool:
+        """Not our affair."""
         return False
 
     def note_death(self, dead: Member) -> bool:

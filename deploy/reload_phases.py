@@ -10,25 +10,24 @@ old generation goes on, or in place is started again. Processes are reached by `
 """
 
 import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from deploy import obituary
 from deploy.births import Births
-from deploy.ending import AFTER_A_DEATH, ON_REQUEST, Endable, Ending, Patience
+from deploy.ending import AFTER_A_DEATH, ON_REQUEST, Ending, Patience
 from deploy.obituary import Deceased
-from deploy.recovery import Recovery
+from deploy.reload_surface import Idle, Member, Phase, Surface
 from proto.codec import Message
 from proto.errors import ModelError
 from proto.lifecycle import (
+    Distrust,
     DropEngine,
     EngineLeft,
     EngineReady,
     NewEngine,
     NextEngine,
     NextReady,
-    ProcessBoot,
+    Paused,
     Switched,
     SwitchEngine,
 )
@@ -36,113 +35,6 @@ from proto.prepared_model import PreparedModel
 
 MEETING_SECONDS: Final = 600.0
 """For another generation to load and to be met by every front end."""
-
-
-class Member(Endable, Deceased, Protocol):
-    """A process, and the generation that it belongs to; that of a front end says nothing."""
-
-    @property
-    def generation(self) -> int: ...
-
-
-class Preparation(Protocol):
-    """The model is looked at once more."""
-
-    def has_ended(self) -> bool: ...
-
-    def result(self) -> PreparedModel:
-        """Of one that has ended; raises ModelError."""
-        ...
-
-
-class Hands(Protocol):
-    """What a reload does to processes."""
-
-    def prepare(self) -> Preparation:
-        """Begin to, and wake up when it is over; raises OSError."""
-        ...
-
-    def let_go(self, preparation: Preparation) -> None:
-        """Nobody needs it any more."""
-        ...
-
-    def fits(self) -> bool:
-        """Whether there is memory for one more generation beside that of now."""
-        ...
-
-    def start(self, boot: ProcessBoot) -> None:
-        """Raises OSError."""
-        ...
-
-    def members(self, generation: int) -> list[Member]:
-        """Engine and workers that live."""
-        ...
-
-    def tell_front_ends(self, message: Message) -> None: ...
-
-
-@dataclass(frozen=True)
-class Surface:
-    """What all phases touch.
-
-    num_front_ends, num_workers: of a generation. clock: monotonic seconds.
-    conclude: called once in each reload: why the old generation goes on, or "", and whether
-    to try again.
-    """
-
-    births: Births
-    recovery: Recovery
-    hands: Hands
-    strategy: str
-    num_front_ends: int
-    num_workers: int
-    clock: Callable[[], float]
-    conclude: Callable[[str, bool], None]
-
-    def start(self, births: Births) -> None:
-        """Start engine and workers."""
-        for rank in range(self.num_workers):
-            self.hands.start(births.boot("worker", rank))
-        self.hands.start(births.boot("engine_core", 0))
-
-
-class Phase:
-    """Nothing is under way; and what the phases have in common."""
-
-    idle = False
-
-    def __init__(self, on: Surface) -> None:
-        self._on = on
-
-    def press(self) -> "Phase":
-        """The loop has turned."""
-        return self
-
-    def seconds_left(self) -> float | None:
-        """How long nothing is to do though nothing happens; None for ever."""
-        return None
-
-    def note(self, message: Message) -> "Phase":
-        """A process said something."""
-        return self
-
-    def owns(self, dead: Member) -> bool:
-        """Whether this death is the affair of the reload, and of nobody else."""
-        return False
-
-    def note_death(self, dead: Member) -> "Phase":
-        """Of any process."""
-        return self
-
-    def give_up(self, why: str) -> "Phase":
-        """The daemon is about to end: do nothing that is not needed for the requests there are."""
-        return self
-
-
-class Idle(Phase):
-    """There is one generation."""
-
-    idle = True
 
 
 class Preparing(Phase):
@@ -178,9 +70,14 @@ class Waiting(Phase):
     def press(self) -> Phase:
         if self._on.recovery.has_gaps:
             return self
+        return Meeting(self._on, self._model, in_place=not self._side_by_side()).begin()
+
+    def _side_by_side(self) -> bool:
+        """Not beside a frozen engine, which would never finish what it has."""
+        if self._on.births.pause_mode == "freeze":
+            return False
         strategy = self._on.strategy
-        side_by_side = strategy == "side-by-side" or (strategy == "auto" and self._on.hands.fits())
-        return Meeting(self._on, self._model, in_place=not side_by_side).begin()
+        return strategy == "side-by-side" or (strategy == "auto" and self._on.hands.fits())
 
     def give_up(self, why: str) -> Phase:
         self._on.conclude(why, False)
@@ -218,6 +115,11 @@ class Meeting(Phase):
         return max(0.0, self._deadline - self._on.clock())
 
     def note(self, message: Message) -> Phase:
+        if _is_distrust(message, self._births):
+            return self.give_up("one of its processes is not to be trusted")
+        if isinstance(message, Paused) and message.mode != self._births.pause_mode:
+            # who is born knows of another pause, or of none
+            return self._stop("the engine was paused or resumed meanwhile", again=True)
         if not isinstance(message, NextReady) or message.epoch != self._births.epoch:
             return self
         if message.error is not None:
@@ -270,19 +172,36 @@ class Leaving(Phase):
             self._switched(message.index)
         elif isinstance(message, EngineLeft) and message.epoch == self._old.epoch:
             return self._left(message.index)
+        elif _is_distrust(message, self._old):
+            return self._abandon()
+        elif isinstance(message, Paused):
+            self._pause(message)
         return self
+
+    def _pause(self, message: Paused) -> None:
+        """Who pauses the daemon asks the engine of now, and means all that is computed."""
+        for each in self._on.hands.members(self._old.generation):
+            if each.role == "engine_core":
+                each.tell(message)
 
     def owns(self, dead: Member) -> bool:
         return dead.role != "api_server" and dead.generation == self._old.generation
 
+    def cut_off(self, hung: Member) -> Phase:
+        return self._abandon() if self.owns(hung) else self
+
     def note_death(self, dead: Member) -> Phase:
-        """With a front end go its requests; those of a dead engine go on at that of now."""
+        """With a front end go its requests."""
         if self.owns(dead):
-            self._on.hands.tell_front_ends(DropEngine(self._old.epoch))
-            for index in list(self._switching):
-                self._switched(index)  # it will have, before it hears of that
-            return Parting(self._on, self._old, AFTER_A_DEATH)
+            return self._abandon()
         return self._left(dead.index) if dead.role == "api_server" else self
+
+    def _abandon(self) -> Phase:
+        """The old generation is of no use any more: its requests go on at the engine of now."""
+        self._on.hands.tell_front_ends(DropEngine(self._old.epoch))
+        for index in list(self._switching):
+            self._switched(index)  # it will have, before it hears of that
+        return Parting(self._on, self._old, AFTER_A_DEATH)
 
     def _switched(self, index: int) -> None:
         if index in self._switching:
@@ -317,6 +236,9 @@ class Parting(Phase):
 
     def owns(self, dead: Member) -> bool:
         return dead.role != "api_server" and dead.generation == self._births.generation
+
+    def is_ending(self, process: Member) -> bool:
+        return self.owns(process)
 
     def _after(self) -> Phase:
         return Idle(self._on)
@@ -365,6 +287,13 @@ class Starting(Phase):
         births.adopt(births.sibling(self._model))
         hands.tell_front_ends(NewEngine(births.epoch, births.worker_epoch, died=False))
         return Clearing(self._on, failed, restores=True)
+
+
+def _is_distrust(message: Message, births: Births) -> bool:
+    """Somebody has said what it cannot mean, and belongs to these."""
+    if not isinstance(message, Distrust):
+        return False
+    return message.epoch == (births.worker_epoch if message.role == "worker" else births.epoch)
 
 
 def told(dead: Deceased) -> str:

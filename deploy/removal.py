@@ -21,9 +21,6 @@ _PATIENCE_SECONDS: Final = 10.0
 class Removable(Protocol):
     """A process that can be ended."""
 
-    @property
-    def name(self) -> str: ...
-
     def has_ended(self) -> bool: ...
 
     def show_stacks(self) -> None: ...
@@ -43,10 +40,6 @@ class Removal:
             (until_stacks, process.show_stacks),
             (until_stacks + STACKS_SECONDS, lambda: process.signal(signal.SIGKILL)),
         ]
-
-    @property
-    def name(self) -> str:
-        return self._process.name
 
     @property
     def done(self) -> bool:

@@ -13,11 +13,11 @@ worker with those that compute together with it), and the others are told.
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from deploy.adopted import reap_adopted
-from deploy.births import Births
+from deploy.births import Announcement, Births
 from deploy.child import Child
 from deploy.child_environment import child_environment
 from deploy.display import Display
@@ -26,7 +26,7 @@ from deploy.ending import AFTER_A_DEATH, ON_REQUEST, Ending, NotEnding, Patience
 from deploy.failures import Failures
 from deploy.guard import Guard
 from deploy.hang_up import HangUp
-from deploy.hangs import HangDetector, Limits
+from deploy.hangs import Limits
 from deploy.launch import Launch
 from deploy.notify import Notifier
 from deploy.ready import Readiness
@@ -44,6 +44,7 @@ from proto.lifecycle import (
     EngineReady,
     FrontEndReady,
     FrontEndStalled,
+    NewFrontEnd,
     Notice,
     ProcessBoot,
     Progress,
@@ -52,6 +53,7 @@ from proto.lifecycle import (
 )
 from proto.run_directory import RunDirectory
 from proto.sockets import Poller
+from proto.stats import METRIC_BYTES
 
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _SAME_SIGNAL_SECONDS: Final = 0.05
@@ -97,8 +99,10 @@ class Supervisor:
         with SignalInbox((*_STOP_SIGNALS, signal.SIGHUP, signal.SIGCHLD)) as signals:
             directory = RunDirectory.create(self._run_parent)
             death_pipe = os.pipe()
+            metrics_fd = os.memfd_create("tokend-metrics")
+            os.ftruncate(metrics_fd, self._launch.front_ends * METRIC_BYTES)
             try:
-                births = self._births(directory.path, death_pipe[0])
+                births = self._births(directory.path, death_pipe[0], metrics_fd)
                 recovery = self._recovery(births)
                 guard = self._guard(births, recovery)
                 self._reload = self._reloads(births, recovery, directory.path)
@@ -108,12 +112,12 @@ class Supervisor:
             finally:
                 self._kill_rest()
                 self._display.close()
-                for descriptor in death_pipe:
+                for descriptor in (*death_pipe, metrics_fd):
                     os.close(descriptor)
                 directory.leave()
         return self._failures.conclude(self._status, serving=self._readiness.complete)
 
-    def _births(self, run_dir: str, death_fd: int) -> Births:
+    def _births(self, run_dir: str, death_fd: int, metrics_fd: int) -> Births:
         launch = self._launch
         template = ProcessBoot(
             protocol_version=PROTOCOL_VERSION,
@@ -127,6 +131,7 @@ class Supervisor:
             config=launch.config,
             model=launch.model,
             faults=launch.faults,
+            metrics_fd=metrics_fd,
         )
         return Births(template, tuple(listener.fileno() for listener in launch.listeners))
 
@@ -136,8 +141,8 @@ class Supervisor:
         return Recovery(births, budget, self._display, config.parallel.tensor_parallel_size)
 
     def _guard(self, births: Births, recovery: Recovery) -> Guard:
-        detector = HangDetector(Limits.of(self._launch.config.reliability))
-        return Guard(detector, births, recovery, self._display)
+        limits = Limits.of(self._launch.config.reliability)
+        return Guard(limits, births, recovery, self._display)
 
     def _reloads(self, births: Births, recovery: Recovery, run_dir: str) -> Reload:
         launch = self._launch
@@ -198,7 +203,8 @@ class Supervisor:
         if self._serving:
             self._reload.press()
         self._replace_the_dead(recovery)
-        guard.turn(self._of_now(), self._recovers)
+        watched = [child for child in self._running if not self._reload.is_ending(child)]
+        guard.turn(watched, lambda hung: self._cut_off(hung, recovery))
 
     def _seconds_to_sleep(self, recovery: Recovery, guard: Guard) -> float | None:
         """Until something must be done though nothing has happened; None for never."""
@@ -215,20 +221,26 @@ class Supervisor:
             if recovery.must_go(child.role):
                 child.signal(signal.SIGKILL)
         for each in recovery.take_due(self._of_now()):
-            for role, message in each.told:
-                for child in self._of_now():  # also those that were started just now
-                    if child.role == role:
-                        child.tell(message)
+            self._announce(each.told)  # also to those that were started just now
             for boot in each.boots:
                 self._start(boot)
+
+    def _announce(self, announcements: Sequence[Announcement]) -> None:
+        """To the generation of now; an engine beside it may have requests of a dead front end."""
+        for role, message in announcements:
+            for child in self._running:
+                is_meant = isinstance(message, NewFrontEnd) or self._reload.is_of_now(child)
+                if child.role == role and is_meant:
+                    child.tell(message)
 
     def _of_now(self) -> list[Child]:
         """All but those of a generation that comes or goes."""
         return [child for child in self._running if self._reload.is_of_now(child)]
 
-    def _recovers(self, child: Child) -> bool:
-        """Whether another one takes its place when it dies, and nothing else comes of it."""
-        return self._serving and not self._reload.owns(child)
+    def _cut_off(self, hung: Child, recovery: Recovery) -> None:
+        """The others let go of one that will be killed, if they are to go on without it."""
+        if self._serving and not self._reload.cut_off(hung):
+            self._announce(recovery.cut_off(hung))
 
     def _hear(self, child: Child, recovery: Recovery, guard: Guard) -> None:
         for message in child.receive():

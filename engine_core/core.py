@@ -5,7 +5,7 @@ KV tensors, front ends and supervisor hear that the engine is ready.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from engine_core.executor.base import Executor
@@ -14,7 +14,7 @@ from engine_core.executor.local import LocalExecutor
 from engine_core.executor.sabotaged import SabotagedExecutor
 from engine_core.heap import settle_heap
 from engine_core.intake import Intake
-from engine_core.kv_cache.integrity import check
+from engine_core.kv_cache.integrity import check, check_in_slices
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.residency import ResidencyMeter
 from engine_core.kv_events import KVEventSink, make_kv_events
@@ -37,9 +37,6 @@ from proto.lifecycle import EngineReady, Notice, ProcessBoot, WorkerReady
 from proto.sockets import Link, Poller
 
 logger = logging.getLogger("tokend.engine")
-
-IDLE_CHECK_BLOCKS = 1 << 15
-"""Pools up to this size are checked when idle: some 30 ms in which nobody is served."""
 
 
 class IntegrityError(TokendError):
@@ -162,6 +159,7 @@ def build_parts(
         vocab_size=worker.vocab_size,
     )
     outbox = Outbox(front_ends, scheduler, epoch, kv_events=kv_events)
+    scheduler.tell_begun(outbox)
     limits = RequestLimits(
         worker.vocab_size,
         plan.max_model_len,
@@ -188,14 +186,13 @@ def _build(
     if boot.pause_mode is not None:
         parts.scheduler.pause(boot.pause_mode)
 
-    def check_when_idle() -> None:
-        if plan.num_blocks > IDLE_CHECK_BLOCKS:
-            return
-        found = check(kv_cache)
+    def check_when_idle() -> Iterator[None]:
+        for found in check_in_slices(kv_cache):
+            if found:
+                raise IntegrityError("; ".join(found))
+            yield
         if kv_cache.usage > 0 and not parts.scheduler.num_unfinished:
-            found.append(f"leak: {kv_cache.usage:.1%} of the blocks are in use by nobody")
-        if found:
-            raise IntegrityError("; ".join(found))
+            raise IntegrityError(f"leak: {kv_cache.usage:.1%} of the blocks are in use by nobody")
 
     service = Service(orders, front_ends, poller, parts.scheduler, parts.intake, parts.outbox)
     max_in_flight = OVERLAPPED if boot.config.scheduler.async_scheduling else SYNCHRONOUS

@@ -7,7 +7,7 @@ somebody acts on it. Whether the engine is still there is answered at once.
 from collections.abc import Callable
 
 from proto.codec import Message
-from proto.lifecycle import Alive, NewFrontEnd, NewWorkers, Ping, Shutdown
+from proto.lifecycle import Alive, NewFrontEnd, NewWorkers, Paused, Ping, Shutdown
 from proto.sockets import Link
 
 
@@ -20,6 +20,7 @@ class Orders:
         self._report = report
         self._worker_epochs: list[int] = []
         self._front_ends: list[NewFrontEnd] = []
+        self._pauses: list[Paused] = []
 
     def receive(self) -> bool:
         """Take in what has arrived; whether there is anything to do but for what is done here."""
@@ -33,6 +34,8 @@ class Orders:
                 self._worker_epochs.append(message.worker_epoch)
             elif isinstance(message, NewFrontEnd):
                 self._front_ends.append(message)
+            elif isinstance(message, Paused):
+                self._pauses.append(message)
         return not all(isinstance(each, Ping) for each in messages)
 
     def take_worker_epochs(self) -> list[int]:
@@ -45,4 +48,9 @@ class Orders:
     def take_front_ends(self) -> list[NewFrontEnd]:
         """The front ends that take the place of others."""
         taken, self._front_ends = self._front_ends, []
+        return taken
+
+    def take_pauses(self) -> list[Paused]:
+        """What the engine of now was told by its operators, for one that is left to do as well."""
+        taken, self._pauses = self._pauses, []
         return taken

@@ -12,10 +12,7 @@ from engine_core.request import Request
 from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.transport import FrontEndLinks
-from proto.engine_io import AdminReply, EngineCoreOutput, EngineCoreOutputs
-
-STATS_CLIENT = 0
-"""The front end that keeps the statistics."""
+from proto.engine_io import AdminReply, EngineCoreOutput, EngineCoreOutputs, RequestProgress
 
 
 class Outbox:
@@ -36,7 +33,7 @@ class Outbox:
         self._kv_events = kv_events
         self._accepted: dict[int, list[int]] = {}
         self._outputs: ClientOutputs = {}
-        self._alone: dict[int, list[int]] = {}
+        self._progress: dict[int, list[RequestProgress]] = {}
 
     def accept(self, client: int, request_id: int) -> None:
         """A request was taken in."""
@@ -51,22 +48,42 @@ class Outbox:
         for client, each in outputs.items():
             self._outputs.setdefault(client, []).extend(each)
 
-    def add_trials(self, requests: list[Request]) -> None:
-        """These are computed with nothing beside them from now on."""
-        for request in requests:
-            self._alone.setdefault(request.client_index, []).append(request.request_id)
+    def begins(self, request: Request, *, alone: bool) -> None:
+        """Say at once that a request is begun with: deciding its step may be the end."""
+        self._front_ends.send(
+            request.client_index,
+            EngineCoreOutputs(
+                epoch=self._epoch,
+                step=self._scheduler.step,
+                timestamp=self._clock(),
+                alone=[request.request_id] if alone else [],
+                progress=[RequestProgress(request.request_id, 0, 0)],
+            ),
+        )
+
+    def add_progress(self, progress: list[tuple[Request, int]]) -> None:
+        """So far these are computed: the tokens in complete steps."""
+        for request, num_tokens in progress:
+            self._progress.setdefault(request.client_index, []).append(
+                RequestProgress(request.request_id, num_tokens, request.num_computed_tokens)
+            )
 
     def reply(self, client: int, reply: AdminReply) -> None:
         """Answer a call, at once."""
         self._front_ends.send(client, reply)
 
     def flush(self) -> None:
-        """Send everything. The statistics go out even if there is nothing else to say."""
+        """Send everything. The statistics go out even if there is nothing else to say.
+
+        They ride with what one front end is told anyway, if it is alive.
+        """
         self._kv_events.publish()
         outputs, self._outputs = self._outputs, {}
         accepted, self._accepted = self._accepted, {}
-        alone, self._alone = self._alone, {}
-        for client in {STATS_CLIENT, *outputs, *accepted, *alone}:
+        progress, self._progress = self._progress, {}
+        told, alive = {*outputs, *accepted, *progress}, self._front_ends.alive
+        clients = [each for each in alive if each in told] or alive[:1]
+        for index, client in enumerate(clients):
             self._front_ends.send(
                 client,
                 EngineCoreOutputs(
@@ -75,7 +92,7 @@ class Outbox:
                     timestamp=self._clock(),
                     outputs=outputs.get(client, []),
                     accepted=accepted.get(client, []),
-                    stats=self._scheduler.take_stats() if client == STATS_CLIENT else None,
-                    alone=alone.get(client, []),
+                    stats=self._scheduler.take_stats() if index == 0 else None,
+                    progress=progress.get(client, []),
                 ),
             )

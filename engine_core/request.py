@@ -93,8 +93,9 @@ class Request:
         status, stop_reason (the stop token that ended it, unless it is an EOS),
         num_preemptions; queued_at, scheduled_at (first time), preempted_at (every
         time): seconds on the machine's monotonic clock, None before it happened.
+        place: while it runs, a number that grows along the running list.
         first_info_sent: FirstTokenInfo has left with an output.
-        crash_count: processes that died while this was computed, since its last token.
+        crash_count: processes that died while this was computed, since it got further.
     """
 
     __slots__ = (
@@ -116,6 +117,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "order",
+        "place",
         "preempted_at",
         "priority",
         "prompt_token_ids",
@@ -174,6 +176,7 @@ class Request:
         self.num_output_placeholders = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.place = 0
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None

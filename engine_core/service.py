@@ -87,10 +87,13 @@ class Service:
         self._pulse.beat(self._scheduler.worker_epoch, self._scheduler.step)
         self.tell(outputs)
 
-    def announce(self, trials: list[Request]) -> None:
-        """Tell the front ends of these that they are computed alone now."""
-        if trials:
-            self._outbox.add_trials(trials)
+    def announce(self, progress: list[tuple[Request, int]]) -> None:
+        """Tell the front ends what they count crashes by, before there is another one.
+
+        progress: requests, and tokens of theirs in complete steps.
+        """
+        if progress:
+            self._outbox.add_progress(progress)
             self._outbox.flush()
 
     def tell(self, outputs: ClientOutputs) -> None:
@@ -115,6 +118,12 @@ class Service:
     def _obey(self) -> bool:
         """Whether there was anything to obey."""
         any_orders = self._orders.receive()
+        for pause in self._orders.take_pauses():
+            if pause.mode is None:
+                self._scheduler.resume()
+            else:
+                self._scheduler.pause(pause.mode)
+            self._pause_told = pause.mode
         for each in self._orders.take_front_ends():
             old, new = self._front_ends.replace(each.index, each.incarnation)
             for link in old:
@@ -123,6 +132,7 @@ class Service:
             self._poller.add(new)
             ended = self._scheduler.abort_client(each.index)
             logger.warning("front end %d died: %d requests are aborted", each.index, ended)
+            self._outbox.flush()  # the gauges that it was told are gone with it
         return any_orders
 
     def _tell_pause(self) -> None:

@@ -8,7 +8,7 @@ Owns the order of these, and the steps that the workers have not answered yet.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from engine_core.executor.base import WorkerFailedError
@@ -33,8 +33,9 @@ class Stepper:
 
     More than one needs a scheduler that counts placeholders; without them it has
     nothing to add to what is in flight.
-    check_when_idle: raises when the books of the engine do not add up; called when
-    a second has gone by without work or messages.
+    check_when_idle: raises when the books of the engine do not add up; begun when a
+    second has gone by without work or messages, and given up, however far it is, when
+    any come.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Stepper:
         scheduler: Scheduler,
         crew: Crew,
         service: Service,
-        check_when_idle: Callable[[], None],
+        check_when_idle: Callable[[], Iterator[None]],
         max_in_flight: int = SYNCHRONOUS,
     ) -> None:
         self._scheduler = scheduler
@@ -81,7 +82,9 @@ class Stepper:
         elif self._in_flight:
             self._service.serve()
         elif not self._service.serve(IDLE_SECONDS):
-            self._check_when_idle()
+            for _ in self._check_when_idle():
+                if self._service.serve(0):
+                    return
             self._service.serve()
 
     def _send(self) -> bool:
@@ -91,7 +94,7 @@ class Stepper:
         if not self._crew.ready:
             return False
         output = self._scheduler.schedule()
-        self._service.announce(self._scheduler.take_trials())
+        self._service.announce(self._scheduler.crash_progress())
         if output.total_num_scheduled_tokens:
             self._in_flight.append(output)
         elif not (output.finished_handles or output.preempted_handles):

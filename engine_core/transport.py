@@ -39,6 +39,11 @@ class FrontEndLinks:
         """Of the front ends that are alive."""
         return list(self._links.values())
 
+    @property
+    def alive(self) -> list[int]:
+        """Client indices of those."""
+        return list(self._links)
+
     def receive(self) -> list[tuple[int, ToEngine]]:
         """What has arrived, with the client index of the sender; of this epoch only."""
         received = []

@@ -19,11 +19,13 @@ class RequestRecipe(msgspec.Struct, frozen=True):
         of one seed begin alike.
     max_tokens: it ends after so many outputs; no token stops it sooner.
     priority: lower goes first, where the policy asks.
+    tenant: whose it is, where the scheduler shares between tenants.
     """
 
     segments: tuple[tuple[int, int], ...]
     max_tokens: int
     priority: int = 0
+    tenant: int = 0
 
 
 class SchedulerWorkload(msgspec.Struct, frozen=True, kw_only=True):

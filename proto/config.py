@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from proto.errors import ConfigError
+from proto.ids import MAX_CLIENTS
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 TenantBy = Literal["api-key", "header", "none"]
@@ -86,7 +87,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     session_timeout: float = 600.0
     """Seconds that a session (a request with input in parts) waits for input before it ends."""
     crashes_until_alone: int = 3
-    """Crashes in a row, without a token in between, after which a request is computed alone."""
+    """Crashes in a row, getting no further in between, after which a request is computed alone."""
     max_num_queued_reqs: int | None = None
     """Most choices waiting for their first step; by default 4 times what can run; 0: no limit."""
     max_num_queued_tokens: int | None = None
@@ -173,7 +174,6 @@ NOT_AVAILABLE_YET: Final[dict[str, tuple[Any, ...]]] = {
     "tensor_parallel_size": (1,),
     "device": ("auto", "cpu"),
     "attention_backend": ("auto", "cpu", "reference"),
-    "api_server_count": (1,),
 }
 """Settings whose feature comes later, with the values that work today."""
 
@@ -191,8 +191,18 @@ def validate(config: ServeConfig) -> None:
     _positive("max_num_seqs", scheduler.max_num_seqs)
     _positive("max_num_batched_tokens", scheduler.max_num_batched_tokens)
     _positive("max_model_len", config.model.max_model_len)
+    for field in ("served_model_name", "tokenizer"):
+        value = getattr(config.model, field)
+        if value is not None and not value.strip():
+            raise ConfigError(f"{flag_name(field)} must not be empty", field)
     _positive("kv_cache_memory", cache.kv_cache_memory)
     _positive("cpu_threads", config.device.cpu_threads)
+    _positive("api_server_count", frontend.api_server_count)
+    if frontend.api_server_count > MAX_CLIENTS:
+        raise ConfigError(
+            f"--api-server-count must be at most {MAX_CLIENTS}, got {frontend.api_server_count}",
+            "api_server_count",
+        )
     if cache.block_size > 1024 or cache.block_size & (cache.block_size - 1):
         raise ConfigError(
             f"--block-size must be a power of two up to 1024, got {cache.block_size}", "block_size"

@@ -56,7 +56,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     arrival_time: seconds on the monotonic clock of the machine.
     priority: lower goes first, where the policy asks.
     cache_salt: separates prefix caches; enters the hash of the first block.
-    crash_count: processes that died while this request was computed, since its last token.
+    crash_count: processes that died while this request was computed, since it got further.
     resumable: opens a session, which the `last` SessionInput closes.
     tenant: 64 bits, who shares the engine fairly with other tenants; 0 where nobody is named.
     accepted: an engine has taken it in before, so no limit of the queue refuses it now.
@@ -201,15 +201,29 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     goes_on: bool = False
 
 
+class RequestProgress(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """How far the computation of a choice is that brought crashes along and has no token since.
+
+    Comes first, with zeros, when the engine begins with it, before its first step is decided.
+    num_computed_tokens: of prompt and outputs, in steps that are complete.
+    num_tokens_under_way: the same and those of the steps that are not.
+    """
+
+    request_id: int
+    num_computed_tokens: int
+    num_tokens_under_way: int
+
+
 class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=5, frozen=True):
     """Everything the engine tells one front end at the end of a step.
 
     timestamp: monotonic seconds at which the tokens left the engine.
     accepted: ids of requests that were taken in since the last message; a request
     that is refused gets an output with an error instead.
-    stats: goes to front end 0 only.
+    stats: to one front end, of those that are told something if there are any.
     alone: ids of requests that are computed with nothing beside them from now on, because
     they may be what the engine or its workers died of.
+    progress: comes before the step is computed, because afterwards there may be no engine.
     """
 
     epoch: int
@@ -219,6 +233,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=5, frozen=True):
     accepted: list[int] = []
     stats: SchedulerStats | None = None
     alone: list[int] = []
+    progress: list[RequestProgress] = []
 
 
 ToEngine = EngineCoreRequest | SessionInput | Abort | AdminCall

@@ -16,7 +16,6 @@ from itertools import count
 
 MAX_CLIENTS = 1 << 8
 MAX_INCARNATIONS = 1 << 15
-HANDLE_LIMIT = 1 << 32
 
 
 def request_ids(client_index: int, incarnation: int) -> Iterator[int]:
@@ -30,8 +29,3 @@ def request_ids(client_index: int, incarnation: int) -> Iterator[int]:
     if not 0 <= incarnation < MAX_INCARNATIONS:
         raise ValueError(f"incarnation {incarnation} is outside [0, {MAX_INCARNATIONS})")
     return count((client_index << 55) | (incarnation << 40))
-
-
-def client_index_of(request_id: int) -> int:
-    """The index of the front end that made this request id."""
-    return request_id >> 55

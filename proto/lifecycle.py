@@ -66,11 +66,13 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
 
     role, index: which process this is ("worker", 0).
     incarnation: counts restarts of this very process, from 0.
+    num_hung: of them, those after a life that did not move any more.
     epoch: of the engine; names its links to the front ends.
     worker_epoch: names the links between the engine and its workers.
     run_dir: the daemon's private directory, for sockets.
     death_fd: read end of a pipe that closes when the supervisor is gone.
     listen_fds: listening sockets of a front end.
+    metrics_fd: memory that all front ends share, METRIC_BYTES for each; None for none.
     front_ends: for an engine, the incarnation of each front end, by index.
     pause_mode: for an engine, the pause that it goes on with; None for none.
     faults: that tests have asked for, in any process.
@@ -93,6 +95,8 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     pause_mode: PauseMode | None = None
     faults: tuple[Fault, ...] = ()
     generation: int = 1
+    metrics_fd: int | None = None
+    num_hung: int = 0
 
 
 class KVGroup(msgspec.Struct, array_like=True, frozen=True):
@@ -261,7 +265,10 @@ class WorkersReady(msgspec.Struct, array_like=True, tag=24, frozen=True):
 
 
 class Paused(msgspec.Struct, array_like=True, tag=25, frozen=True):
-    """The engine is paused; None: no longer. For the engine that may follow."""
+    """The engine is paused; None: no longer. For the engine that may follow.
+
+    From the supervisor, to an engine that a reload has left: be so, too.
+    """
 
     mode: PauseMode | None
 
@@ -424,6 +431,7 @@ FromSupervisor = (
     | NewEngine
     | NewWorkers
     | NewFrontEnd
+    | Paused
     | Restarted
     | Ping
     | Condition

@@ -108,13 +108,16 @@ class Link:
         return int(self._socket.getsockopt(zmq.FD))
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue a message; raises PeerStalledError when the peer does not keep up."""
+        """Queue a message; raises PeerStalledError when the peer does not keep up.
+
+        The message is queued all the same: whoever goes on with that peer asks `is_stalled` first.
+        """
         frame = encode(message)
         if self._pending or not self._try_send(frame):
             self._pending.append(frame)
             self._pending_bytes += len(frame)
             self.flush()
-            if self._pending_bytes > MAX_PENDING_BYTES:
+            if self.is_stalled:
                 raise PeerStalledError(f"{self.path}: {self._pending_bytes} bytes wait unread")
 
     def flush(self) -> bool:
@@ -162,6 +165,11 @@ class Link:
     @property
     def has_pending(self) -> bool:
         return bool(self._pending)
+
+    @property
+    def is_stalled(self) -> bool:
+        """More waits for the peer than may."""
+        return self._pending_bytes > MAX_PENDING_BYTES
 
     @property
     def zmq_socket(self) -> "zmq.Socket[bytes]":

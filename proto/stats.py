@@ -3,7 +3,13 @@
 A total would jump back when the engine restarts; a delta only stops.
 """
 
+from typing import Final
+
 import msgspec
+
+METRIC_CELLS: Final = 512
+"""Numbers that a front end counts in; those of all front ends lie in one shared memory."""
+METRIC_BYTES: Final = 8 * METRIC_CELLS
 
 
 class KVEviction(msgspec.Struct, array_like=True, frozen=True):

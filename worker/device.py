@@ -48,8 +48,8 @@ class Device(Protocol):
         """
         ...
 
-    def apply_threads(self) -> None:
-        """Make torch use the threads of this device, in the calling process."""
+    def check_blocks(self, config: CacheConfig, bytes_per_token: int) -> None:
+        """Raise ConfigError where a number of blocks is set that has no room."""
         ...
 
 
@@ -85,19 +85,27 @@ class CpuDevice:
 
         Raises ConfigError with both numbers for a setting beyond the free memory.
         """
-        free = available_memory(self._root)
-        if config.kv_cache_memory is None:
-            return min(DEFAULT_KV_CACHE_BYTES, free // 2)
-        if config.kv_cache_memory > free:
-            raise ConfigError(
-                f"--kv-cache-memory {config.kv_cache_memory} ({_gib(config.kv_cache_memory)}) "
-                f"is more than the {free} bytes ({_gib(free)}) of memory that are free",
-                "kv_cache_memory",
-            )
-        return config.kv_cache_memory
+        wanted = config.kv_cache_memory
+        if wanted is None:
+            return min(DEFAULT_KV_CACHE_BYTES, available_memory(self._root) // 2)
+        self._check_room(wanted, f"--kv-cache-memory {wanted} ({_gib(wanted)})", "kv_cache_memory")
+        return wanted
 
-    def apply_threads(self) -> None:
-        torch.set_num_threads(self.num_threads)
+    def check_blocks(self, config: CacheConfig, bytes_per_token: int) -> None:
+        """As the Protocol says; the error has both numbers."""
+        num_blocks = config.num_gpu_blocks_override
+        if num_blocks is not None:
+            wanted = num_blocks * config.block_size * bytes_per_token
+            what = f"--num-gpu-blocks-override {num_blocks}: {wanted} bytes ({_gib(wanted)})"
+            self._check_room(wanted, what, "num_gpu_blocks_override")
+
+    def _check_room(self, wanted: int, what: str, setting: str) -> None:
+        free = available_memory(self._root)
+        if wanted > free:
+            raise ConfigError(
+                f"{what} is more than the {free} bytes ({_gib(free)}) of memory that are free",
+                setting,
+            )
 
     def _matrix_flags(self) -> tuple[str, ...]:
         return tuple(flag for flag in _MATRIX_FLAGS if flag in self._flags)

@@ -84,6 +84,7 @@ class Service:
         self._model = self._load()
         self._layout = kv_layout(self._model.spec.windows)
         self._geometry = self._cache_geometry()
+        self._device.check_blocks(boot.config.cache, self._geometry.bytes_per_token)
         # What is granted once holds for every engine: they plan alike, whatever is free by then.
         self._kv_cache_bytes = self._device.kv_cache_bytes(boot.config.cache)
 

@@ -41,14 +41,18 @@ class TimedRendering:
     async def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt; raises InvalidRequestError when the template refuses or takes too long.
 
-        Raises OverloadedError when those before it take all the time there is.
+        Raises OverloadedError when those before it take all the time or all the threads there are.
         """
         try:
             async with asyncio.timeout(self._limit):
                 await self._turn.acquire()
         except TimeoutError:
             raise OverloadedError("other conversations keep the chat template busy") from None
-        render = _Render(self._template, messages)
+        try:
+            render = _Render(self._template, messages)
+        except RuntimeError:  # the machine has no thread left
+            self._turn.release()
+            raise OverloadedError("there is no thread for the chat template") from None
         try:
             done, _ = await asyncio.wait({render.text}, timeout=self._limit)
         finally:

@@ -52,7 +52,7 @@ class TokenBytes:
         self._texts: dict[int, str | None] = {}
 
     def raw(self, token_id: int) -> bytes:
-        """The token's bytes; empty for an id without a token."""
+        """The token's bytes; empty for an id without a token. Kept, for those who ask again."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._look_up(token_id)
@@ -69,7 +69,7 @@ class TokenBytes:
         if token_id in self._special_ids:
             return ""
         try:
-            return self.raw(token_id).decode()
+            return self._look_up(token_id).decode()  # its bytes are seldom asked for as well
         except UnicodeDecodeError:
             return None
 

@@ -59,7 +59,11 @@ class Generation:
         Raises the RequestError of the first prompt that was refused.
         """
         for request, stream in zip(self.requests, self.streams, strict=True):
-            self.client.submit(request, stream)
+            try:
+                self.client.submit(request, stream)
+            except RequestError as error:
+                stream.fail(error)  # counted and logged as what it is
+                raise
         while not self.disconnected and not all(each.status_is_known for each in self.streams):
             self._raise_error()
             await self.bell.wait()

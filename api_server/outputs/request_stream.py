@@ -49,7 +49,6 @@ class Timeline:
     queued: float | None = None
     scheduled: float | None = None
     first_token: float | None = None
-    end: float | None = None
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from proto.errors import InvalidRequestError
+from proto.errors import InvalidRequestError, shown
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -83,8 +83,8 @@ def given_fields(
             if not is_neutral(value, later[name]):
                 raise InvalidRequestError(f"{where}{name} is not available yet", f"{where}{name}")
         elif name not in IGNORED:
-            shown = name.encode("ascii", "backslashreplace").decode()[:100]
-            raise InvalidRequestError(f"unknown field {where}{shown}", f"{where}{shown}")
+            written = shown(name.encode("ascii", "backslashreplace").decode())
+            raise InvalidRequestError(f"unknown field {where}{written}", f"{where}{written}")
     return fields
 
 
@@ -99,7 +99,7 @@ def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
 
 def _from_validation(error: ValidationError) -> InvalidRequestError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
+    place = shown(".".join(str(part) for part in first["loc"]))
     name = str(first["loc"][0]) if first["loc"] else None
     text = first["msg"].removeprefix("Value error, ")
     return InvalidRequestError(f"{place}: {text}", name)

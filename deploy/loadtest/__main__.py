@@ -5,34 +5,16 @@ load goes to another OpenAI-compatible server of this machine in the same run.
 """
 
 import argparse
-import statistics
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
-from deploy.loadtest.client import Load, LoadResult, run_load
+from deploy.loadtest.client import Figures, Load, run_load
 from deploy.loadtest.daemon import MeasuredDaemon
 from deploy.loadtest.processes import Usage, usage_by_title
 
 CPU_BUDGET_MS = 1.5
 """What engine and front end together may take of a step at 16 at once."""
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What one server did under both loads."""
-
-    alone: LoadResult
-    together: LoadResult
-
-    @property
-    def first_token_ms(self) -> float:
-        return 1e3 * statistics.median(x.time_to_first_token for x in self.alone.exchanges)
-
-    @property
-    def per_token_ms(self) -> float:
-        return 1e3 * statistics.median(x.time_per_output_token for x in self.alone.exchanges)
 
 
 def main() -> None:
@@ -95,8 +77,8 @@ def _comparison(options: argparse.Namespace, ours: Figures) -> Table:
         table.add_column(column, justify="left" if column == "figure" else "right")
     peer = _peer(options)
     rows = [
-        ("time to first token alone, ms", lambda x: x.first_token_ms),
-        ("time per token alone, ms", lambda x: x.per_token_ms),
+        ("time to first token alone, ms", lambda x: x.alone.first_token_ms),
+        ("time per token alone, ms", lambda x: x.alone.per_token_ms),
         (
             f"output tokens/s, {options.concurrency} at once",
             lambda x: x.together.output_tokens_per_second,

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import statistics
 import time
 from dataclasses import dataclass, field
 
@@ -59,6 +60,24 @@ class LoadResult:
     @property
     def output_tokens_per_second(self) -> float:
         return sum(each.output_tokens for each in self.exchanges) / self.seconds
+
+    @property
+    def first_token_ms(self) -> float:
+        """Median."""
+        return 1e3 * statistics.median(each.time_to_first_token for each in self.exchanges)
+
+    @property
+    def per_token_ms(self) -> float:
+        """Median over the requests of the mean of each."""
+        return 1e3 * statistics.median(each.time_per_output_token for each in self.exchanges)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one server did with one request after the other, and with many at once."""
+
+    alone: LoadResult
+    together: LoadResult
 
 
 def run_load(url: str, model: str, load: Load) -> LoadResult:

@@ -9,19 +9,20 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Final
 
 import httpx
 
+from deploy.loadtest.program import Program
 from proto.errors import TokendError
 
 _KEPT_LINES: Final = 10_000
 _READY: Final = re.compile(r"ready.* (https?://\S+)")
-_END_SECONDS: Final = 30.0
+_ANSWER_SECONDS: Final = 30.0
 
 
-class MeasuredDaemon:
+class MeasuredDaemon(Program):
     """A daemon on a free port; ready when the constructor returns.
 
     command: the words of `tokend` that start it. variables: environment beside ours.
@@ -36,12 +37,14 @@ class MeasuredDaemon:
     ) -> None:
         started = time.monotonic()
         words = [str(Path(sys.executable).with_name("tokend")), *command, "--port", "0", *flags]
-        self._process = subprocess.Popen(
-            [*words, "--disable-log-requests"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **variables},
+        super().__init__(
+            subprocess.Popen(
+                [*words, "--disable-log-requests"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **variables},
+            )
         )
         self.lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self.url = ""
@@ -51,22 +54,6 @@ class MeasuredDaemon:
         if not self.url:
             raise TokendError("the daemon did not start:\n" + "\n".join(self.lines))
         self.seconds_to_ready = time.monotonic() - started
-
-    def __enter__(self) -> "MeasuredDaemon":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # its processes end with it
-            self._process.wait()
 
     @property
     def pid(self) -> int:
@@ -80,7 +67,7 @@ class MeasuredDaemon:
 
     def metric(self, name: str) -> float:
         """Sum over the samples of a metric; 0 where there is none."""
-        text = httpx.get(f"{self.url}/metrics", timeout=_END_SECONDS).text
+        text = httpx.get(f"{self.url}/metrics", timeout=_ANSWER_SECONDS).text
         found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
         return sum(map(float, found))
 

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
+from deploy.loadtest.program import Program
 from proto.benchmark import SchedulerTimings, SchedulerWorkload
 from proto.codec import from_json, to_json_line
 from proto.errors import TokendError
@@ -27,28 +27,17 @@ def peer_command(python: str) -> list[str]:
     return [python, str(PEER_PROGRAM)]
 
 
-class Player:
+class Player(Program):
     """A program that answers a workload with its timings, a line each."""
 
     def __init__(self, command: Sequence[str]) -> None:
         """Raises TokendError when there is no such program."""
         self._command = command
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            pipe = subprocess.PIPE
+            super().__init__(subprocess.Popen(command, stdin=pipe, stdout=pipe))
         except OSError as error:
             raise TokendError(f"{command[0]}: {error.strerror}") from None
-
-    def __enter__(self) -> "Player":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._process.terminate()
-        self._process.communicate()
 
     def play(self, workload: SchedulerWorkload) -> SchedulerTimings:
         """Measure one workload; raises TokendError when the program fails."""

@@ -22,7 +22,7 @@ _LONG: Final = 32_768
 
 def all_workloads() -> list[SchedulerWorkload]:
     """Every row that today's settings allow, in the order of the table."""
-    rows = [_decode(256), _decode(1024), _mixed(), _preempting()]
+    rows = [_decode(256), _decode(1024), _mixed(), _preempting(), _tenants()]
     if "priority" in NOT_AVAILABLE_YET.get("scheduling_policy", ("priority",)):
         rows.append(_priority())
     rows += [_long_prefix(), _hashing()]
@@ -91,6 +91,18 @@ def _preempting() -> SchedulerWorkload:
     )
 
 
+def _tenants() -> SchedulerWorkload:
+    """The same pressure, with two tenants who take the blocks from each other."""
+    return _workload(
+        "tenants",
+        _small_requests("preempt", 1, num_tenants=2),
+        concurrency=64,
+        num_blocks=100,
+        measured_steps=2_000,
+        measure="preempting steps",
+    )
+
+
 def _priority() -> SchedulerWorkload:
     """The same pressure under the policy that chooses by priority, of which there are ten."""
     return _workload(
@@ -103,11 +115,14 @@ def _priority() -> SchedulerWorkload:
     )
 
 
-def _small_requests(name: str, num_priorities: int) -> list[RequestRecipe]:
+def _small_requests(name: str, num_priorities: int, num_tenants: int = 1) -> list[RequestRecipe]:
     rng = random.Random(name)
     return [
         RequestRecipe(
-            ((seed, rng.randint(4, 15)),), rng.randint(64, 256), rng.randrange(num_priorities)
+            ((seed, rng.randint(4, 15)),),
+            rng.randint(64, 256),
+            rng.randrange(num_priorities),
+            seed % num_tenants,
         )
         for seed in range(1_000)
     ]

@@ -26,6 +26,10 @@ class KeptMessages(FrontEndLinks):
         super().__init__("", EPOCH, ())
         self.last = EngineCoreOutputs(EPOCH, 0, 0.0)
 
+    @property
+    def alive(self) -> list[int]:
+        return [_CLIENT]
+
     def send(self, client: int, message: msgspec.Struct) -> None:
         assert isinstance(message, EngineCoreOutputs)
         self.last = message

@@ -33,4 +33,5 @@ def requests_of(workload: SchedulerWorkload) -> Iterator[EngineCoreRequest]:
             seed=request_id,
             arrival_time=float(request_id),
             priority=recipe.priority,
+            tenant=recipe.tenant,
         )

@@ -80,8 +80,8 @@ class KVGroup(Protocol):
     def tables(self) -> dict[int, list[int]]:
         """The tables themselves, by handle; to be read only."""
 
-    def violations(self) -> list[str]:
-        """What is wrong with the tables by the group's own rules, a sentence each."""
+    def violations(self, handle: int) -> list[str]:
+        """What is wrong with a sequence's table by the group's own rules, a sentence each."""
 
 
 class _Sequence:
@@ -188,28 +188,32 @@ class FullAttentionGroup:
     def tables(self) -> dict[int, list[int]]:
         return {handle: sequence.blocks for handle, sequence in self._sequences.items()}
 
-    def violations(self) -> list[str]:
+    def violations(self, handle: int) -> list[str]:
         found = []
-        keys = dict(enumerate(self._pool.hashes))
-        for handle, sequence in self._sequences.items():
-            blocks, num_passed = sequence.blocks, sequence.num_passed
-            if NULL_BLOCK in blocks[num_passed:]:
-                found.append(f"null block: it stands in the table of sequence {handle}")
-            if any(blocks[:num_passed]) or num_passed > len(blocks):
-                found.append(
-                    f"passed blocks: sequence {handle} counts {num_passed}, not all of them null"
-                )
-            # A withdrawn block has no hash although its sequence counts it.
-            early = [block for block in blocks[sequence.num_cached :] if keys.get(block)]
-            if early or sequence.num_cached > len(blocks):
-                found.append(
-                    f"cached count: sequence {handle} counts {sequence.num_cached} cached blocks "
-                    f"of {len(blocks)}, but of the others {len(early)} have a hash"
-                )
-            found += [
-                f"group: block {block} of sequence {handle} is in group {self._keys.number} "
-                f"but cached for group {parts(key)[1]}"
-                for block in blocks
-                if (key := keys.get(block)) and parts(key)[1] != self._keys.number
-            ]
+        sequence = self._sequences[handle]
+        blocks, num_passed = sequence.blocks, sequence.num_passed
+        if NULL_BLOCK in blocks[num_passed:]:
+            found.append(f"null block: it stands in the table of sequence {handle}")
+        if any(blocks[:num_passed]) or num_passed > len(blocks):
+            found.append(
+                f"passed blocks: sequence {handle} counts {num_passed}, not all of them null"
+            )
+        # A withdrawn block has no hash although its sequence counts it.
+        early = [block for block in blocks[sequence.num_cached :] if self._key_on(block)]
+        if early or sequence.num_cached > len(blocks):
+            found.append(
+                f"cached count: sequence {handle} counts {sequence.num_cached} cached blocks "
+                f"of {len(blocks)}, but of the others {len(early)} have a hash"
+            )
+        found += [
+            f"group: block {block} of sequence {handle} is in group {self._keys.number} "
+            f"but cached for group {parts(key)[1]}"
+            for block in blocks
+            if (key := self._key_on(block)) and parts(key)[1] != self._keys.number
+        ]
         return found
+
+    def _key_on(self, block: int) -> bytes | None:
+        """None also for what is no block, which the check of the pool names."""
+        hashes = self._pool.hashes
+        return hashes[block] if 0 <= block < len(hashes) else None

@@ -3,46 +3,72 @@
 Owns no state. Reads the pool, the tables and the prefix index, and names each
 contradiction in a sentence that starts with its kind. Takes time in proportion
 to the pool: for idle moments, operators and tests, never for a step.
+
+    free queue ─▶ tables ─▶ counts ─▶ prefix index ─▶ groups       a slice at a time
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Final
 
 from engine_core.kv_cache.block import NULL_BLOCK
 from engine_core.kv_cache.free_queue import FreeQueue
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.pool import BlockPool
 
+SLICE: Final = 4096
+"""Blocks that are looked at before somebody else may have a turn: a few milliseconds."""
+
 
 def check(manager: KVCacheManager) -> list[str]:
     """Every violation in the manager, its groups and its pool; empty when all is well."""
+    return list(chain.from_iterable(check_in_slices(manager)))
+
+
+def check_in_slices(manager: KVCacheManager) -> Iterator[list[str]]:
+    """The same in pieces: of SLICE blocks, or of one table.
+
+    Void as soon as anything changes in between: then it is to be begun anew.
+    """
     tables = [table for group in manager.groups for table in group.tables().values()]
-    return check_pool(manager.pool, tables) + manager.violations()
+    yield from _pool_in_slices(manager.pool, tables)
+    yield from manager.violations()
 
 
 def check_pool(pool: BlockPool, tables: Iterable[list[int]]) -> list[str]:
     """Every violation in a pool whose blocks are referenced by exactly these tables."""
-    free, found = _walk(pool.free_queue, pool.num_blocks)
-    references: Counter[int] = Counter()
+    return list(chain.from_iterable(_pool_in_slices(pool, tables)))
+
+
+def _pool_in_slices(pool: BlockPool, tables: Iterable[list[int]]) -> Iterator[list[str]]:
+    is_free = bytearray(pool.num_blocks)
+    references = [0] * pool.num_blocks
+    yield from _walk(pool.free_queue, is_free)
     for table in tables:
-        found += _check_table(table, pool.num_blocks)
-        references.update(block for block in table if block != NULL_BLOCK)
-    found += _check_counts(pool, free, references)
-    found += _check_index(pool)
-    found += _check_null_block(pool)
-    return found
+        yield _check_table(table, references)
+    for blocks in _slices(pool.num_blocks):
+        yield _check_counts(pool, blocks, is_free, references)
+    yield from _check_index(pool)
+    yield _check_null_block(pool)
 
 
-def _walk(queue: FreeQueue, num_blocks: int) -> tuple[set[int], list[str]]:
-    """Follow the ring once: the blocks on it, and what is wrong with its links."""
-    free: set[int] = set()
+def _slices(num_blocks: int) -> Iterator[range]:
+    """All blocks but the null block."""
+    for first in range(1, num_blocks, SLICE):
+        yield range(first, min(first + SLICE, num_blocks))
+
+
+def _walk(queue: FreeQueue, is_free: bytearray) -> Iterator[list[str]]:
+    """Follow the ring once, marking the blocks on it: what is wrong with its links."""
     found = []
+    num_linked = 0
     before, block = NULL_BLOCK, queue.next_of[NULL_BLOCK]
     while block != NULL_BLOCK:
-        if not 0 < block < num_blocks:
+        if not 0 < block < len(is_free):
             found.append(f"broken link: block {before} is followed by {block}, which is no block")
             break
-        if block in free:
+        if is_free[block]:
             found.append(f"cycle: the free queue comes back to block {block}")
             break
         if queue.prev_of[block] != before:
@@ -50,59 +76,81 @@ def _walk(queue: FreeQueue, num_blocks: int) -> tuple[set[int], list[str]]:
                 f"broken link: block {block} follows {before}, "
                 f"but says that it follows {queue.prev_of[block]}"
             )
-        free.add(block)
+        is_free[block] = 1
+        num_linked += 1
         before, block = block, queue.next_of[block]
+        if num_linked % SLICE == 0:
+            yield found
+            found = []
     else:
         if queue.prev_of[NULL_BLOCK] != before:
             found.append(
                 f"broken link: the free queue ends with block {before}, "
                 f"but says that it ends with {queue.prev_of[NULL_BLOCK]}"
             )
-    if queue.num_free != len(free):
-        found.append(f"free count: {queue.num_free} is recorded, {len(free)} blocks are linked")
-    return free, found
+    if queue.num_free != num_linked:
+        found.append(f"free count: {queue.num_free} is recorded, {num_linked} blocks are linked")
+    yield found
 
 
-def _check_table(table: list[int], num_blocks: int) -> list[str]:
+def _check_table(table: list[int], references: list[int]) -> list[str]:
+    """What is wrong with a table by itself; its blocks are counted in `references`."""
     found = []
-    times = Counter(table)
-    for block, number in times.items():
-        if not 0 <= block < num_blocks:
+    for block, number in Counter(table).items():
+        if not 0 <= block < len(references):
             found.append(f"unknown block: {block} stands in a table")
-        elif number > 1 and block != NULL_BLOCK:
-            found.append(f"duplicate block: {block} stands {number} times in one table")
+        elif block != NULL_BLOCK:
+            references[block] += number
+            if number > 1:
+                found.append(f"duplicate block: {block} stands {number} times in one table")
     return found
 
 
-def _check_counts(pool: BlockPool, free: set[int], references: Counter[int]) -> list[str]:
+def _check_counts(
+    pool: BlockPool, blocks: range, is_free: bytearray, references: Sequence[int]
+) -> list[str]:
     found = []
-    for block in range(1, pool.num_blocks):
+    for block in blocks:
         count = pool.ref_counts[block]
         if count != references[block]:
             found.append(
                 f"reference count: block {block} counts {count}, "
                 f"but stands in {references[block]} tables"
             )
-        if block in free and (count or references[block]):
+        if is_free[block] and (count or references[block]):
             found.append(f"free and referenced: block {block}")
-        if block not in free and count == 0:
+        if not is_free[block] and count == 0:
             found.append(f"lost block: {block} is neither free nor referenced")
     return found
 
 
-def _check_index(pool: BlockPool) -> list[str]:
+def _check_index(pool: BlockPool) -> Iterator[list[str]]:
+    is_indexed = bytearray(pool.num_blocks)
+    items = pool.index.items()
+    while entries := list(islice(items, SLICE)):
+        yield _check_entries(pool, entries, is_indexed)
+    for blocks in _slices(pool.num_blocks):
+        yield [
+            f"hash not in index: block {block} carries {carried.hex()[:8]}"
+            for block in blocks
+            if (carried := pool.hashes[block]) is not None and not is_indexed[block]
+        ]
+
+
+def _check_entries(
+    pool: BlockPool, entries: Sequence[tuple[bytes, int]], is_indexed: bytearray
+) -> list[str]:
+    """What is wrong with entries of the prefix index; their blocks are marked."""
     found = []
-    indexed = set()
-    for block_hash, block in pool.index.items():
-        name = block_hash.hex()[:8]
-        if block in indexed:
-            found.append(f"hash: the index has block {block} twice")
-        indexed.add(block)
-        if not 0 <= block < pool.num_blocks or pool.hashes[block] != block_hash:
+    for block_hash, block in entries:
+        is_block = 0 <= block < pool.num_blocks
+        if not is_block or pool.hashes[block] != block_hash:
+            name = block_hash.hex()[:8]
             found.append(f"hash not on block: the index has block {block} under {name}")
-    for block, carried in enumerate(pool.hashes):
-        if carried is not None and block not in indexed:
-            found.append(f"hash not in index: block {block} carries {carried.hex()[:8]}")
+        if is_block:
+            if is_indexed[block]:
+                found.append(f"hash: the index has block {block} twice")
+            is_indexed[block] = 1
     return found
 
 

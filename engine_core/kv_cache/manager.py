@@ -5,7 +5,7 @@ only by their counters, token ids and hashes, which it never changes. It does
 not decide who waits or who is preempted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Final
 
@@ -241,26 +241,27 @@ class KVCacheManager:
         """Residency of the sampled blocks that were overwritten since the last call."""
         return self._residency.take()
 
-    def violations(self) -> list[str]:
+    def violations(self) -> Iterator[list[str]]:
         """Where the manager and its groups disagree with themselves, a sentence each.
 
-        The pool is checked by `integrity`, which calls this too.
+        Table by table, as long as nothing changes. The pool is checked by `integrity`,
+        which calls this too.
         """
-        found = []
         for number, group in enumerate(self.groups):
-            found += group.violations()
             tables = group.tables()
             if tables.keys() != self._quiet_until.keys():
                 odd = sorted(tables.keys() ^ self._quiet_until.keys())
-                found.append(f"sequences: group {number} and the manager disagree on handles {odd}")
-            for handle in tables.keys() & self._quiet_until.keys():
-                room = len(tables[handle]) * group.block_size
-                if self._quiet_until[handle] > room + 1:
+                yield [f"sequences: group {number} and the manager disagree on handles {odd}"]
+            for handle, table in tables.items():
+                found = group.violations(handle)
+                room = len(table) * group.block_size
+                quiet_until = self._quiet_until.get(handle, 0)
+                if quiet_until > room + 1:
                     found.append(
                         f"room: sequence {handle} has {room} slots in group {number}, but is "
-                        f"not looked at before {self._quiet_until[handle]} are wanted"
+                        f"not looked at before {quiet_until} are wanted"
                     )
-        return found
+                yield found
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:

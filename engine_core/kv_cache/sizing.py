@@ -17,10 +17,10 @@ def blocks_of_request(
     longest_chunk: most tokens of it in one step; None for all of them.
 
     A window group holds what the first token of a step sees and what the step
-    computes; wherever that starts within a block, it touches one more:
+    computes. It touches most blocks where the first of these tokens ends a block:
 
-        |<- window - 1 ->|<- chunk ->|
-      | . . . . | . . . . | . . . . |
+            |<- window - 1 ->|<- chunk ->|
+      | . . . . | . . . . | . . . . | . . . . |
     """
     num_whole = -(-num_tokens // block_size)
     chunk = num_tokens if longest_chunk is None else min(longest_chunk, num_tokens)
@@ -29,8 +29,8 @@ def blocks_of_request(
         if group.sliding_window is None:
             total += num_whole
         else:
-            num_seen = -(-(group.sliding_window - 1 + chunk) // block_size) + 1
-            total += min(num_whole, num_seen)
+            num_near = group.sliding_window - 1 + chunk
+            total += min(num_whole, 1 + -(-(num_near - 1) // block_size))
     return total
 
 

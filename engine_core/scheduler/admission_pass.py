@@ -28,8 +28,9 @@ class _Refusal:
     found, next_one: hash of the last block of its computed prefix, and of the block after
     it; empty where there is none.
 
-    Nothing is remembered where there are rules: they look at more than this; nor in a step
-    that admitted somebody, whose fork the request may be in the next. Otherwise,
+    Nothing is remembered where there are rules: they look at more than this; nor where there
+    are windows, in which a block before the last one may be lost, or a later one found; nor in
+    a step that admitted somebody, whose fork the request may be in the next. Otherwise,
     until the pool is freer, or a request at rest holds blocks, or somebody has to give way,
     or fewer tokens are wanted, or that prefix is shorter (a chunk that begins earlier needs
     fewer blocks) or longer, looking again is in vain.
@@ -62,12 +63,13 @@ class AdmissionPass:
         self._running = running
         self._kv_cache = kv_cache
         self._chunks = chunks
-        self._max_num_seqs = max_num_seqs
+        self._num_seats = min(max_num_seqs, chunks.step_budget)  # a token each in a step
         self._rules = rules
         self._gates = gates
         self._idle_blocks = idle_blocks
         self._courtesy = courtesy
         self._refusal: _Refusal | None = None
+        self._remembers = not rules and all(group.has_prefixes for group in kv_cache.groups)
 
     def run(self, plan: StepPlan) -> None:
         for gate in self._gates:
@@ -82,7 +84,7 @@ class AdmissionPass:
                 return
 
     def _has_seat(self) -> bool:
-        return len(self._running) < self._max_num_seqs
+        return len(self._running) < self._num_seats
 
     def _may_have_seat(self) -> bool:
         return self._has_seat() or self._courtesy.may_claim(self._waiting.peek())
@@ -101,7 +103,7 @@ class AdmissionPass:
         )
 
     def _refuse(self, candidate: Candidate, num_new: int, plan: StepPlan) -> None:
-        if self._rules or plan.admitted:
+        if not self._remembers or plan.admitted:
             return
         request, num_computed = candidate.request, candidate.num_computed_tokens
         num_blocks = num_computed // self._kv_cache.block_size

@@ -1,12 +1,10 @@
 """Scheduling policies: who is admitted first, and who gives way first.
 
-A policy owns no request. It names the queue for those that wait and picks the
-victim among those that run. FairShares puts the order of tenants around another one.
+A policy owns no request. It names the queue for those that wait and the order of
+victims for those that run. FairShares puts the order of tenants around another one.
 """
 
-from collections.abc import Sequence
-from operator import attrgetter
-from typing import Final, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from engine_core.queues.base import RequestQueue
 from engine_core.queues.fair import FairQueue
@@ -14,10 +12,9 @@ from engine_core.queues.fcfs import FCFSQueue
 from engine_core.queues.priority import PriorityQueue
 from engine_core.request import Request
 from engine_core.scheduler.tenants import TenantLedger
+from engine_core.scheduler.victims import LastInOrder, LastInPlace, VictimOrder
 
 PolicyName = Literal["fcfs", "priority"]
-
-_order: Final = attrgetter("order")
 
 
 class SchedulingPolicy(Protocol):
@@ -27,8 +24,12 @@ class SchedulingPolicy(Protocol):
         """An empty queue for waiting requests."""
         ...
 
-    def victim(self, running: Sequence[Request]) -> int:
-        """Index of the running request that gives way; `running` is in order of admission."""
+    def make_victim_order(self) -> VictimOrder:
+        """For the running requests of one tenant, those that are less urgent first."""
+        ...
+
+    def lateness(self, request: Request) -> Any:
+        """Where tenants are equal, the one of the higher gives way; of a running request."""
         ...
 
     def urgency(self, request: Request) -> int:
@@ -42,8 +43,11 @@ class FirstComeFirstServed:
     def make_queue(self) -> RequestQueue:
         return FCFSQueue()
 
-    def victim(self, running: Sequence[Request]) -> int:
-        return len(running) - 1
+    def make_victim_order(self) -> VictimOrder:
+        return LastInPlace()
+
+    def lateness(self, request: Request) -> Any:
+        return request.place
 
     def urgency(self, request: Request) -> int:
         return 0
@@ -55,8 +59,11 @@ class ByPriority:
     def make_queue(self) -> RequestQueue:
         return PriorityQueue()
 
-    def victim(self, running: Sequence[Request]) -> int:
-        return running.index(max(running, key=_order))
+    def make_victim_order(self) -> VictimOrder:
+        return LastInOrder()
+
+    def lateness(self, request: Request) -> Any:
+        return request.order
 
     def urgency(self, request: Request) -> int:
         return request.priority
@@ -66,13 +73,13 @@ class FairShares:
     """Among tenants the one that was served least goes first and gives way last.
 
     inner: orders the requests of one tenant; what is urgent to it goes before fairness.
-    With one tenant there is only the inner policy.
     """
 
     def __init__(self, inner: SchedulingPolicy, ledger: TenantLedger) -> None:
         self._inner = inner
         self._ledger = ledger
         self.urgency = inner.urgency
+        self.make_victim_order = inner.make_victim_order
 
     def make_queue(self) -> RequestQueue:
         return FairQueue(self._inner.make_queue, self.urgency, self._ledger)
@@ -81,13 +88,13 @@ class FairShares:
         """The lower goes first."""
         return self.urgency(request), self._ledger.served(request.tenant)
 
-    def victim(self, running: Sequence[Request]) -> int:
-        if self._ledger.num_tenants == 1:
-            return self._inner.victim(running)
-        ranks = [self.rank(each) for each in running]
-        last = max(ranks)
-        candidates = [index for index, rank in enumerate(ranks) if rank == last]
-        return candidates[self._inner.victim([running[index] for index in candidates])]
+    def served(self, tenant: int) -> float:
+        return self._ledger.served(tenant)
+
+    def victim_rank(self, request: Request) -> tuple[int, float, Any]:
+        """The higher gives way first."""
+        urgency, served = self.rank(request)
+        return urgency, served, self._inner.lateness(request)
 
 
 def policy_of(name: PolicyName, ledger: TenantLedger) -> FairShares:

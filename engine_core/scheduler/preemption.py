@@ -1,6 +1,6 @@
 """Taking the blocks of a running request away, to compute it again later.
 
-Owns the way back into the queue; the policy picks the victim. Nothing is copied
+Owns the way back into the queue; who gives way say the `Victims`. Nothing is copied
 out: tokens and counters stay in the Request, and what the prefix cache still
 holds when it comes back is not computed twice.
 """
@@ -9,9 +9,9 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.idle_blocks import IdleBlocks
-from engine_core.scheduler.policies import SchedulingPolicy
 from engine_core.scheduler.pressure import Pressure
 from engine_core.scheduler.step_plan import StepPlan
+from engine_core.scheduler.victims import Victims, index_of
 
 
 class Preemption:
@@ -19,14 +19,14 @@ class Preemption:
 
     def __init__(
         self,
-        policy: SchedulingPolicy,
+        victims: Victims,
         waiting: RequestQueue,
         running: list[Request],
         kv_cache: KVCacheManager,
         pressure: Pressure,
         idle_blocks: IdleBlocks,
     ) -> None:
-        self._policy = policy
+        self._victims = victims
         self._waiting = waiting
         self._running = running
         self._kv_cache = kv_cache
@@ -55,8 +55,10 @@ class Preemption:
             return num_running
         if num_running == 1 and self._idle_blocks.take_from_line(self._running[0]):
             return num_running
-        index = self._policy.victim(self._running)
-        victim = self._running.pop(index)
+        victim = self._victims.first()
+        assert victim is not None, "nobody runs"
+        index = index_of(self._running, victim)
+        del self._running[index]
         if index < num_visited and plan.withdraw(victim):
             self._kv_cache.withdraw(victim, victim.num_computed_tokens)
         self._send_back(victim, plan.now)
@@ -65,7 +67,7 @@ class Preemption:
 
     def evict(self, victim: Request, plan: StepPlan) -> None:
         """Preempt this running request, which may be in the plan already."""
-        self._running.remove(victim)
+        del self._running[index_of(self._running, victim)]
         if plan.withdraw(victim):
             self._kv_cache.withdraw(victim, victim.num_computed_tokens)
         self._send_back(victim, plan.now)
@@ -86,6 +88,7 @@ class Preemption:
         return victims
 
     def _send_back(self, victim: Request, now: float) -> None:
+        self._victims.leave(victim)
         self._kv_cache.free(victim)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0

@@ -3,12 +3,13 @@
 Owns nothing; changes the running list only through preemption.
 
 Why nobody starves: a request is admitted only with budget left after every
-running request was served, and what a running request asks for (the rest of its
-prompt, then one token) never grows. So the running requests together never ask
-for more than the step has, and the order of admission is also fair. This is why
-fewer requests than --max-num-seqs run when the token budget is smaller.
+running request was served, there are no more seats than tokens in a step, and what a
+running request asks for (the rest of its prompt, then one token) never grows. So the
+running requests together never ask for more than the step has, and the order of
+admission is also fair. This is why fewer requests than --max-num-seqs run when the token
+budget is smaller.
 
-Prompts that give way to another tenant (`courtesy.py`) are served behind the second
+Those that give way to another tenant (`courtesy.py`) are served behind the second
 half. They may go without, for a while: what they wait for are requests that were
 served less and are served now.
 """
@@ -91,9 +92,9 @@ class RunningPass:
 
     def _run_without_preemption(self, plan: StepPlan, late: Sequence[Request]) -> None:
         for request in late:
-            num_missing = request.num_tokens - request.num_computed_tokens
+            num_missing = request.num_tokens_ahead - request.num_computed_tokens
             num_new = min(num_missing, self._longest_chunk, plan.budget)
-            blocks = self._kv_cache.allocate_slots(request, num_new) if num_new else None
+            blocks = self._kv_cache.allocate_slots(request, num_new) if num_new > 0 else None
             if blocks is not None:
                 plan.continued.append(request)
                 plan.continued_tokens.append(num_new)

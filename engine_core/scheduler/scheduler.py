@@ -18,11 +18,10 @@ from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_pass import AdmissionPass
 from engine_core.scheduler.admission_rules import pressure_of, rules_of
 from engine_core.scheduler.backlog import Backlog, queue_limits
-from engine_core.scheduler.beams import BeamGroup, BeamGroups
+from engine_core.scheduler.beams import BeamGroups
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.client_outputs import ClientOutputs
-from engine_core.scheduler.completion import completion, stop_token
-from engine_core.scheduler.corruption import corrupted_output
+from engine_core.scheduler.completion import stop_token
 from engine_core.scheduler.courtesy import Courtesy
 from engine_core.scheduler.deadlines import Deadlines
 from engine_core.scheduler.dictation import Dictation
@@ -34,20 +33,18 @@ from engine_core.scheduler.placeholders import NoPlaceholders, OutputPlaceholder
 from engine_core.scheduler.policies import policy_of
 from engine_core.scheduler.preemption import Preemption
 from engine_core.scheduler.prefix_wait import PrefixWait
-from engine_core.scheduler.quarantine import Quarantine, poison_output
+from engine_core.scheduler.quarantine import Herald, Quarantine, poison_output
 from engine_core.scheduler.restart import start_over
+from engine_core.scheduler.result_pass import ResultPass
 from engine_core.scheduler.running_pass import RunningPass
 from engine_core.scheduler.sessions import Sessions
 from engine_core.scheduler.sibling_forks import SiblingForks
 from engine_core.scheduler.step_plan import StepPlan
-from engine_core.scheduler.step_results import (
-    ImpossibleResultError,
-    check_result,
-    ends_of_rows,
-)
+from engine_core.scheduler.step_results import ImpossibleResultError, check_result
 from engine_core.scheduler.tenants import TenantLedger
+from engine_core.scheduler.victims import Victims
 from proto.config import SchedulerConfig
-from proto.engine_io import EngineCoreOutput, FirstTokenInfo, PauseMode
+from proto.engine_io import PauseMode
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
 from proto.stats import SchedulerStats
@@ -91,10 +88,13 @@ class Scheduler:
         self._step_budget = chunks.step_budget
         pressure = pressure_of(config, kv_cache)
         idle_blocks = IdleBlocks(kv_cache)
+        victims = Victims(policy)
         self._preemption = Preemption(
-            policy, self.waiting, self.running, kv_cache, pressure, idle_blocks
+            victims, self.waiting, self.running, kv_cache, pressure, idle_blocks
         )
-        self._courtesy = Courtesy(ledger, policy, self.waiting, self.running, self._preemption)
+        self._courtesy = Courtesy(
+            ledger, policy, victims, self.waiting, self.running, self._preemption, chunks
+        )
         self._running_pass = RunningPass(self.running, kv_cache, chunks, self._preemption)
         self._pause = Pause(self._choices)
         dictation = Dictation()
@@ -140,12 +140,14 @@ class Scheduler:
             self._courtesy,
         )
         self._output_builder = OutputBuilder(kv_cache, dictation, epoch)
+        self._result_pass = ResultPass(
+            self._requests, kv_cache, self._beams, max_model_len, self._finish, self.abort
+        )
         self._placeholders: Placeholders = (
             OutputPlaceholders() if config.async_scheduling else NoPlaceholders()
         )
         self._num_preemptions = 0
         self._num_scheduled_tokens = 0
-        self._num_corrupted = 0
 
     # Requests
 
@@ -233,12 +235,16 @@ class Scheduler:
         outputs: ClientOutputs = {}
         for request in poisonous:
             if request.handle in self._requests:
-                self._end_with(poison_output(request), request, outputs)
+                self._result_pass.end_with(poison_output(request), request, outputs)
         return outputs
 
-    def take_trials(self) -> list[Request]:
-        """Requests that the last step has begun to compute alone, as suspects."""
-        return self._quarantine.take_trials()
+    def tell_begun(self, herald: Herald) -> None:
+        """Who tells front ends of requests that an engine may die of, while a step is decided."""
+        self._quarantine.tell(herald)
+
+    def crash_progress(self) -> list[tuple[Request, int]]:
+        """Running requests that an engine may have died of, and their tokens in complete steps."""
+        return self._quarantine.progress()
 
     def reset_prefix_cache(self, *, preempting: bool = False) -> bool:
         """Forget all cached prefixes; False, changing nothing, while any block is in use.
@@ -281,60 +287,9 @@ class Scheduler:
         this step; the workers that follow compute it anew.
         """
         check_result(output, result, self._vocab_size)
-        logprobs = {row.handle: row.arrays for row in result.logprobs}
-        prompt_logprobs = {row.handle: row.arrays for row in result.prompt_logprobs}
-        candidates = {row.handle: row.arrays for row in result.candidates}
         outputs: ClientOutputs = {}
         num_unfinished = len(self._requests)
-        self._fail(result.failed_handles, outputs)
-        requests, wrong = self._requests, ""
-        for handle, token_ids, end in zip(
-            result.handles, result.sampled_token_ids, ends_of_rows(output), strict=True
-        ):
-            request = requests.get(handle)
-            if request is None:
-                continue
-            tokens, finish_reason, first = request.all_token_ids, None, None
-            token_index = len(tokens) - request.num_prompt_tokens
-            if bool(token_ids) is (end < len(tokens)):
-                if self._beams.report(request, candidates.get(handle)):
-                    continue
-                wrong = f"sequence {handle} has {len(token_ids)} tokens at {end}"
-                break
-            # Nearly every row is one token that ends nothing.
-            if (
-                len(token_ids) == 1
-                and token_index + 1 < request.max_tokens
-                and token_ids[0] not in request.stop_ids
-            ):
-                tokens.append(token_ids[0])
-            elif token_ids:
-                token_ids = self._append(request, token_ids)
-                if handle not in requests:
-                    finish_reason = request.status.finish_reason
-            elif handle not in prompt_logprobs:
-                continue
-            if token_ids and not request.first_info_sent:
-                first = _first_token_info(request)
-            client = request.client_index
-            if client not in outputs:
-                outputs[client] = []
-            outputs[client].append(
-                EngineCoreOutput(
-                    request.request_id,
-                    request.choice,
-                    token_index,
-                    token_ids,
-                    finish_reason,
-                    request.stop_reason,
-                    first,
-                    logprobs.get(handle) if logprobs else None,
-                    prompt_logprobs.get(handle) if prompt_logprobs else None,
-                )
-            )
-        if candidates:
-            for group in self._beams.advance():
-                self._end_beams(group, outputs)
+        wrong = self._result_pass.run(output, result, outputs)
         if len(self._requests) < num_unfinished:
             self._clear_running()
             self.sessions.begin_turns(outputs)
@@ -356,11 +311,11 @@ class Scheduler:
             num_scheduled_tokens=self._num_scheduled_tokens,
             kv_evictions=self._kv_cache.take_evictions(),
             num_deferred=len(self.waiting) - self.waiting.num_ready,
-            num_corrupted=self._num_corrupted,
+            num_corrupted=self._result_pass.take_num_corrupted(),
             num_queued_reqs=len(self.backlog),
             num_queued_tokens=self.backlog.num_tokens,
         )
-        self._num_preemptions = self._num_scheduled_tokens = self._num_corrupted = 0
+        self._num_preemptions = self._num_scheduled_tokens = 0
         return stats
 
     # Parts of the above
@@ -380,52 +335,6 @@ class Scheduler:
             request.num_computed_tokens += num_tokens
         self._num_preemptions += len(plan.preempted)
         self._num_scheduled_tokens += self._step_budget - plan.budget
-
-    def _fail(self, handles: Sequence[int], outputs: ClientOutputs) -> None:
-        """End requests whose scores are no numbers; nobody is to build on their KV."""
-        for request in filter(None, map(self._requests.get, handles)):
-            self._kv_cache.forget(request)
-            request.num_computed_tokens = 0
-            self._num_corrupted += 1
-            self._end_with(corrupted_output(request), request, outputs)
-
-    def _end_with(self, error: EngineCoreOutput, request: Request, outputs: ClientOutputs) -> None:
-        """End a request that failed; the rows of a beam search end with the one that tells why."""
-        is_row = self._beams.owns(request.request_id)
-        self._finish(request, RequestStatus.FINISHED_ERROR)
-        if is_row:
-            self.abort(request.request_id)
-        outputs.setdefault(request.client_index, []).append(error)
-
-    def _append(self, request: Request, token_ids: list[int]) -> list[int]:
-        """Append tokens up to the one that ends the request; returns those appended."""
-        for count, token_id in enumerate(token_ids, 1):
-            request.all_token_ids.append(token_id)
-            status = completion(request, self._max_model_len)
-            if status is not request.status:
-                self._finish(request, status)
-                return token_ids[:count]
-        return token_ids
-
-    def _end_beams(self, group: BeamGroup, outputs: ClientOutputs) -> None:
-        """The finished hypotheses are the outputs of the choices; no row holds its own any more."""
-        for row, token_ids in group.results():
-            self._kv_cache.free(row)
-            row.all_token_ids[row.num_prompt_tokens :] = token_ids
-            row.max_tokens = row.sampling_params.max_tokens
-            self._finish(row, completion(row, self._max_model_len))
-            first = None if row.choice else _first_token_info(row)
-            outputs.setdefault(row.client_index, []).append(
-                EngineCoreOutput(
-                    row.request_id,
-                    row.choice,
-                    0,
-                    token_ids,
-                    row.status.finish_reason,
-                    row.stop_reason,
-                    first,
-                )
-            )
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         """End a request by itself; the caller clears it from the running list."""
@@ -447,6 +356,8 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self._kv_cache.free(request)
+        if request.scheduled_at is not None:
+            self._result_pass.depart(request, self.step)
         self._output_builder.forget(request.handle)
         for gate in self._gates:
             gate.forget(request)
@@ -458,10 +369,3 @@ class Scheduler:
 
     def _clear_running(self) -> None:
         self.running[:] = [each for each in self.running if not each.is_finished]
-
-
-def _first_token_info(request: Request) -> FirstTokenInfo:
-    request.first_info_sent = True
-    assert request.queued_at is not None
-    assert request.scheduled_at is not None
-    return FirstTokenInfo(request.num_cached_tokens, request.queued_at, request.scheduled_at)

@@ -12,15 +12,26 @@ is waited for, one with the prompt is forked, and where there is neither (the fi
 was preempted, or aborted) the next in line computes the prompt itself. Where the first
 is over with its first token, what it left in the prefix cache has to do for all the
 others, and none of them waits again: else each would end before the next begins.
+
+A step looks at the choices that are waited for, which run, and at nobody who waits.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from engine_core.kv_cache.manager import NOTHING_COMPUTED, ComputedBlocks, KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.gates import Candidate, Wake
 from engine_core.scheduler.step_plan import StepPlan
+
+
+@dataclass(slots=True)
+class _Wait:
+    """waiters: until `source` has the prompt, or does not run any more."""
+
+    source: Request
+    waiters: list[Request] = field(default_factory=list)
 
 
 class SiblingForks:
@@ -36,7 +47,7 @@ class SiblingForks:
     ) -> None:
         self._kv_cache = kv_cache
         self._choices = choices
-        self._waiters: dict[int, list[Request]] = {}
+        self._waits: dict[int, _Wait] = {}
         self._just_admitted: set[Request] = set()
         self._over: set[int] = set()  # ids of requests with a choice that has come to its end
 
@@ -45,8 +56,8 @@ class SiblingForks:
 
     def begin(self, plan: StepPlan) -> None:
         self._just_admitted.clear()
-        for request_id, waiters in list(self._waiters.items()):
-            if not self._is_coming(waiters[0]) or self._fork(waiters[0]).num_tokens:
+        for request_id, wait in list(self._waits.items()):
+            if not self._is_computing(wait.source):
                 self._release(request_id)
 
     def holds(self, candidate: Candidate) -> bool:
@@ -57,10 +68,13 @@ class SiblingForks:
         if fork.num_tokens:
             candidate.offer(fork)
             return False
-        if self._is_coming(request):
-            self._waiters.setdefault(request.request_id, []).append(request)
-            return True
-        return False
+        source = self._coming(request)
+        if source is None:
+            return False  # also where the source has given way in this very pass
+        wait = self._waits.setdefault(request.request_id, _Wait(source))
+        wait.source = source
+        wait.waiters.append(request)
+        return True
 
     def admitted(self, request: Request, num_new_tokens: int) -> None:
         siblings = self._choices[request.request_id]
@@ -77,11 +91,11 @@ class SiblingForks:
             self._over.discard(request.request_id)
         elif request.status is not RequestStatus.FINISHED_ABORTED:
             self._over.add(request.request_id)
-        waiters = self._waiters.get(request.request_id)
-        if waiters is None:
+        wait = self._waits.get(request.request_id)
+        if wait is None:
             return
-        if request in waiters:
-            waiters.remove(request)
+        if request in wait.waiters:
+            wait.waiters.remove(request)
         self._release(request.request_id)
 
     def _fork(self, request: Request) -> ComputedBlocks:
@@ -95,14 +109,16 @@ class SiblingForks:
                     longest = fork if fork.num_tokens else longest
         return longest
 
-    def _is_coming(self, request: Request) -> bool:
-        """A running choice has not computed the prompt yet, so there is something to wait for."""
+    def _coming(self, request: Request) -> Request | None:
+        """A running choice that has not computed the prompt yet, so that it can be waited for."""
         if request.num_prompt_tokens == 1 or request.request_id in self._over:
-            return False
-        return any(
-            each.status is RequestStatus.RUNNING and not self._has_prompt(each)
-            for each in self._choices[request.request_id].values()
-        )
+            return None
+        siblings = self._choices[request.request_id].values()
+        return next((each for each in siblings if self._is_computing(each)), None)
+
+    def _is_computing(self, source: Request) -> bool:
+        """It runs, and what is copied of the prompt is not there yet."""
+        return source.status is RequestStatus.RUNNING and not self._has_prompt(source)
 
     def _has_prompt(self, source: Request) -> bool:
         """It was computed in earlier steps, so that whatever is copied is there."""
@@ -113,7 +129,7 @@ class SiblingForks:
         )
 
     def _release(self, request_id: int) -> None:
-        for request in self._waiters.pop(request_id):
+        for request in self._waits.pop(request_id).waiters:
             self._wake(request)
 
 

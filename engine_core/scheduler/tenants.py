@@ -136,9 +136,13 @@ class TenantLedger:
             del self._running[request.tenant]
         self._clock = max(self._clock, account.served)
 
+    def runs(self, request: Request) -> bool:
+        """It was admitted and has not stopped since."""
+        return request.handle in self._decoding or request.handle in self.prefills
+
     def leave(self, request: Request) -> None:
         """A request is over, wherever it was."""
-        if request.handle in self._decoding or request.handle in self.prefills:
+        if self.runs(request):
             self.stop(request)
         account = self._accounts[request.tenant]
         account.num_unfinished -= 1

@@ -13,17 +13,18 @@ from pathlib import Path
 import httpx
 import pytest
 from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from api_server.app import create_app
 from api_server.engine_client import FromEngine
 from api_server.server import Server, make_server, make_services
 from api_server.services import Services
-from proto import PROTOCOL_VERSION
 from proto.config import FrontEndConfig, ModelConfig, ServeConfig
 from proto.lifecycle import ProcessBoot
 from proto.prepared_model import PreparedModel
 from proto.sockets import Link, front_end_path
+from tests.fakes import boots
 from tests.fakes.fake_engine import FakeEngine, Script
 
 CORPUS = [
@@ -73,15 +74,13 @@ def model(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Pre
 
 
 def prepared(folder: Path, vocab_size: int, *, has_chat_template: bool) -> PreparedModel:
-    return PreparedModel(
+    return boots.model(
         folder=str(folder),
         name=MODEL,
         source=str(folder),
-        architecture="LlamaForCausalLM",
         vocab_size=vocab_size,
         max_position=256,
         eos_token_ids=(2,),
-        weights_sha256="0" * 64,
         has_chat_template=has_chat_template,
     )
 
@@ -96,18 +95,8 @@ def run_dir() -> Iterator[str]:
 def make_boot(
     run_dir: str, model: PreparedModel, frontend: FrontEndConfig, seed: int | None = None
 ) -> ProcessBoot:
-    return ProcessBoot(
-        protocol_version=PROTOCOL_VERSION,
-        role="api_server",
-        index=0,
-        incarnation=0,
-        epoch=1,
-        worker_epoch=1,
-        run_dir=run_dir,
-        death_fd=-1,
-        config=ServeConfig(model=ModelConfig(seed=seed), frontend=frontend),
-        model=model,
-    )
+    config = ServeConfig(model=ModelConfig(seed=seed), frontend=frontend)
+    return boots.boot("api_server", run_dir=run_dir, config=config, model=model)
 
 
 @dataclass
@@ -151,6 +140,21 @@ class FrontEnd:
             data = event.removeprefix("data: ")
             found.append(data if data == "[DONE]" else json.loads(data))
         return found
+
+
+async def samples(front_end: FrontEnd) -> dict[str, float]:
+    """What /metrics shows, by the name of the sample and the values of its further labels."""
+    response = await front_end.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    found = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            if sample.name.startswith("vllm:"):
+                assert labels.pop("model_name") == MODEL
+                assert labels.pop("engine") == "0"
+            found[sample.name + "".join(f",{value}" for value in labels.values())] = sample.value
+    return found
 
 
 StartFrontEnd = Callable[..., contextlib.AbstractAsyncContextManager[FrontEnd]]

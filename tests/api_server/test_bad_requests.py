@@ -104,6 +104,7 @@ BAD_FIELDS = [
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options", "x"),
+    ({"stream": True, "stream_options": {"x" * 10**6: 1}}, "stream_options", "xxx…"),
     ({"stream": "yes"}, "stream", "stream"),
     ({"request_id": "a b\n"}, "request_id", ""),
     ({"temprature": 1}, "temprature", "temprature"),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -140,6 +141,27 @@ async def test_requests_of_an_engine_that_dies_while_it_is_left_go_on_at_the_nex
     assert case.told.empty(), "it is known that there is nobody to leave"
 
 
+async def test_an_engine_that_is_left_and_sends_garbage_is_left_to_the_supervisor(case, model):
+    """What was lost may have been the end of a stream: its requests wait until it is dropped."""
+    answer, request = await case.begin()
+    await case.side_by_side(2, model)
+    await case.switch(2)
+    distrusted = asyncio.Queue()
+    case.front_end.services.client.when_nonsense(distrusted.put_nowait)
+    case.engines[1].link.zmq_socket.send(b"\xc1")
+    case.engines[1].emit(request, [99])
+    async with asyncio.timeout(LIMIT_SECONDS):
+        assert await distrusted.get() == 1
+    assert case.engines[2].requests.empty()
+    case.changeover.drop(1)
+    async with asyncio.timeout(LIMIT_SECONDS):
+        again = await case.engines[2].requests.get()
+    assert again.output_token_ids == ((),)
+    case.engines[2].emit(again, [40, 41], finish=FinishReason.LENGTH)
+    assert await case.tokens(answer) == [40, 41]
+    assert distrusted.empty()
+
+
 async def test_the_next_engine_may_die_as_any_other(case, model):
     """Requests at the one that is left are not touched by that."""
     old, first = await case.begin()
@@ -179,6 +201,49 @@ async def test_a_model_that_cannot_be_read_is_said(case, model, tmp_path):
     assert (said.index, said.epoch) == (0, 2)
     assert said.error is not None
     assert "tokenizer.json" in said.error.message
+
+
+async def test_a_next_engine_that_sends_garbage_before_its_time_is_replaced_when_that_comes(
+    case, model
+):
+    client = case.front_end.services.client
+    distrusted = []
+    client.when_nonsense(distrusted.append)
+    engine = await case.side_by_side(2, model)
+    engine.link.zmq_socket.send(b"\xc1")
+    async with asyncio.timeout(LIMIT_SECONDS):
+        while client._connections[2].ready:
+            await asyncio.sleep(0.001)
+    assert distrusted == [], "nobody asks it yet"
+    await case.switch(2)
+    assert distrusted == [2]
+    assert await case.next() == EngineLeft(0, 1)
+    late = asyncio.create_task(case.front_end.complete(return_token_ids=True, max_tokens=1))
+    while not client.num_open:
+        await asyncio.sleep(0.001)
+    case.changeover.replace_engine(NewEngine(3, 3))
+    following = case.bear(3)
+    following.announce()
+    async with asyncio.timeout(LIMIT_SECONDS):
+        request = await following.requests.get()
+    following.emit(request, [40], finish=FinishReason.LENGTH)
+    assert await case.tokens(late) == [40]
+    assert engine.requests.empty()
+
+
+async def test_in_place_the_next_engine_hears_who_was_accepted(case, model):
+    """Their status may be sent, so no limit of a queue refuses them."""
+    answer, request = await case.begin()
+    while not case.front_end.services.client._open[request.request_id].accepted:
+        await asyncio.sleep(0)
+    case.changeover.replace_engine(NewEngine(2, 2, died=False))
+    engine = case.bear(2)
+    engine.announce()
+    async with asyncio.timeout(LIMIT_SECONDS):
+        again = await engine.requests.get()
+    assert (again.accepted, again.crash_count) == (True, 0)
+    engine.emit(again, [40], finish=FinishReason.LENGTH)
+    assert await case.tokens(answer) == [40]
 
 
 async def test_an_engine_of_another_version_is_said(case, model):
@@ -298,8 +363,9 @@ async def test_a_drain_waits_for_those_at_either_engine(case, model):
     await gone
 
 
-async def test_a_request_whose_body_came_before_the_switch_is_the_old_engines(case, model):
-    """It was let in with the old tokenizer."""
+@asynccontextmanager
+async def inside(case, model):
+    """A request that is let in before the switch, and its body comes after it."""
     port = case.front_end.http.base_url.port
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
@@ -310,10 +376,34 @@ async def test_a_request_whose_body_came_before_the_switch_is_the_old_engines(ca
         await asyncio.sleep(0)
     await case.switch(2)
     assert case.told.empty()
-    writer.write(body)
-    async with asyncio.timeout(LIMIT_SECONDS):
-        request = await case.engines[1].requests.get()
-    case.engines[1].emit(request, [40], finish=FinishReason.LENGTH)
-    assert b"200 OK" in await reader.readline()
-    assert await case.next() == EngineLeft(0, 1)
+    yield reader, lambda: writer.write(body)
     writer.close()
+
+
+async def test_a_request_whose_body_came_before_the_switch_is_the_old_engines(case, model):
+    """It was let in with the old tokenizer."""
+    async with inside(case, model) as (reader, go_on):
+        go_on()
+        async with asyncio.timeout(LIMIT_SECONDS):
+            request = await case.engines[1].requests.get()
+        case.engines[1].emit(request, [40], finish=FinishReason.LENGTH)
+        assert b"200 OK" in await reader.readline()
+        assert await case.next() == EngineLeft(0, 1)
+
+
+async def test_it_fails_where_that_one_died_and_no_other_has_its_tokenizer(case, model, tmp_path):
+    async with inside(case, other_version(model, tmp_path / "other")) as (reader, go_on):
+        case.changeover.drop(1)
+        go_on()
+        assert b"500" in await reader.readline()
+        assert case.engines[2].requests.empty()
+
+
+async def test_it_is_the_next_engines_where_that_one_died(case, model):
+    async with inside(case, model) as (reader, go_on):
+        case.changeover.drop(1)
+        go_on()
+        async with asyncio.timeout(LIMIT_SECONDS):
+            request = await case.engines[2].requests.get()
+        case.engines[2].emit(request, [40], finish=FinishReason.LENGTH)
+        assert b"200 OK" in await reader.readline()

@@ -113,3 +113,10 @@ def test_bytes_of_tokens_concatenate(tokenizer: Tokenizer) -> None:
     text = "naïve 你好 😀"
     ids = tokenizer.encode(text).ids
     assert b"".join(model.token_bytes(token_id) for token_id in ids) == text.encode()
+
+
+def test_text_is_kept_once(tokenizer: Tokenizer) -> None:
+    """A front end that has said every token of a large vocabulary holds no second copy of it."""
+    detokenizer = ModelTokenizer(tokenizer).detokenizer(())
+    assert "".join(map(detokenizer.feed, tokenizer.encode("hello fox").ids)) == "hello fox"
+    assert not detokenizer._tokens._bytes

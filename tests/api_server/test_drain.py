@@ -124,3 +124,19 @@ async def test_with_a_key_whoever_has_it_is_heard(start):
         asked = await front_end.http.post("/admin/drain", headers=headers)
         assert asked.status_code == 202
         assert front_end.services.door.closed
+
+
+async def test_a_tenant_with_a_key_may_not_end_the_daemon_from_afar(start, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("alice a-key\n")
+    for api_key in (None, "k"):
+        config = FrontEndConfig(api_key=api_key, api_key_file=str(keys))
+        async with start(config=config) as front_end:
+            headers = {"authorization": "Bearer a-key", "x-forwarded-for": "192.0.2.1"}
+            refused = await front_end.http.post("/admin/drain", headers=headers)
+            assert refused.status_code == 403
+            assert "--api-key" in refused.json()["error"]["message"]
+            assert not front_end.services.door.closed
+            del headers["x-forwarded-for"]
+            asked = await front_end.http.post("/admin/drain", headers=headers)
+            assert asked.status_code == 202, "it is a program of this machine"

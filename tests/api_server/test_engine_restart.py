@@ -145,6 +145,46 @@ async def test_crashes_are_counted_until_there_is_a_token_and_then_only_alone(st
         assert "crashed 5 times" in refused.json()["error"]["message"]
 
 
+async def test_who_got_further_than_where_the_last_engine_died_is_not_blamed(start):
+    """By what the engines said: none says it before a first crash."""
+    async with start(accepts=True) as front_end:
+        answer, request = await begin(front_end)
+        entry = front_end.services.client._open[request.request_id]
+        counts = []
+        for computed, under_way in [(0, 0), (0, 16), (15, 31), (30, 40), (40, 50), (49, 60)]:
+            if under_way:
+                front_end.engine.say_progress(request, computed, under_way)
+                while entry._under_way != under_way:
+                    await asyncio.sleep(0)
+            engine, request = await restart(front_end)
+            counts.append(request.crash_count)
+        assert counts == [1, 2, 3, 3, 1, 2], "the third is one too many where it was not alone"
+        engine.emit(request, [40], finish=FinishReason.LENGTH)
+        assert (await answer).status_code == 200
+
+
+async def test_who_only_waited_is_not_blamed_from_the_second_death_on(start):
+    async with start(accepts=True) as front_end:
+        old, guilty = await begin(front_end, prompt="fox")
+        young, queued = await begin(front_end, prompt="dog")
+        counts = []
+        for num_begun in (0, 1, 1, 0):
+            if num_begun:
+                front_end.engine.say_progress(guilty, 0, 0)
+                entry = front_end.services.client._open[guilty.request_id]
+                while not entry.begun:
+                    await asyncio.sleep(0)
+            engine = await front_end.lose_engine()
+            engine.announce()
+            asked = [await engine.requests.get() for _ in range(2)]
+            count_of = {each.request_id: each.crash_count for each in asked}
+            counts.append((count_of[guilty.request_id], count_of[queued.request_id]))
+        assert counts == [(1, 1), (2, 1), (3, 1), (3, 2)], "nothing had begun with the last one"
+        for each in asked:
+            engine.emit(each, [41], finish=FinishReason.LENGTH)
+        assert (await old).status_code == (await young).status_code == 200
+
+
 async def test_suspects_are_sent_before_the_others(start):
     async with start(accepts=True) as front_end:
         old, fine = await begin(front_end, prompt="fox", max_tokens=50)
@@ -258,8 +298,12 @@ async def test_an_engine_that_sends_garbage_is_given_up_and_requests_wait_for_th
             while not told:
                 await asyncio.sleep(0.01)
         assert told == [1]
+        ready_again = asyncio.create_task(front_end.services.client.wait_ready())
+        await asyncio.sleep(0)
+        assert not ready_again.done()
         late = asyncio.create_task(front_end.complete(max_tokens=1))
         engine, again = await restart(front_end)
+        await ready_again
         assert again.output_token_ids == ((40,),)
         engine.emit(again, [41, 42], finish=FinishReason.LENGTH)
         other = await engine.requests.get()

@@ -2,16 +2,18 @@
 
 import asyncio
 import json
+import logging
 
 import pytest
 
 from api_server import engine_client
+from proto import sockets
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason, FirstTokenInfo
 from proto.errors import ErrorInfo
-from proto.lifecycle import EngineReady
 from proto.stats import SchedulerStats
-from tests.api_server.test_system import samples
+from tests.api_server.conftest import samples
+from tests.fakes import boots
 
 FULL = ErrorInfo(
     "queue_full",
@@ -65,7 +67,11 @@ async def test_one_prompt_without_a_place_frees_those_of_the_others(start):
 async def test_prompts_that_could_never_wait_together_are_refused_for_good(start, say):
     async with start(say("!"), ready=False) as front_end:
         vocab_size = front_end.engine.vocab_size
-        front_end.engine._send(EngineReady(1, 1, 256, 64, 16, vocab_size, "fake", 4, 30))
+        front_end.engine._send(
+            boots.engine_ready(
+                vocab_size=vocab_size, max_num_queued_reqs=4, max_num_queued_tokens=30
+            )
+        )
         await front_end.services.client.wait_ready()
         for fields, word in (
             ({"prompt": ["one"] * 5}, "--max-num-queued-reqs lets 4 wait"),
@@ -202,6 +208,77 @@ async def test_time_goes_on_while_there_is_no_engine(start, monkeypatch):
         assert engine.requests.empty()
         engine.emit(again, [40], finish=FinishReason.LENGTH)
         assert (await long).status_code == 200
+
+
+async def test_the_time_in_the_queue_goes_on_while_there_is_no_engine(start, monkeypatch):
+    """But not for who has a token, and so had begun."""
+    monkeypatch.setattr(engine_client, "GAP_SECONDS", 0.001)
+    async with start(accepts=True) as front_end:
+        waiting, _ = await begin(front_end, queue_timeout_ms=1)
+        begun, request = await begin(front_end, queue_timeout_ms=1)
+        front_end.engine.emit(request, [40])
+        stream = front_end.services.client._open[request.request_id].stream
+        while not stream.output_token_ids[0]:
+            await asyncio.sleep(0)
+        engine = await front_end.lose_engine()
+        async with asyncio.timeout(20):
+            refused = await waiting
+        assert refused.status_code == 503
+        assert refused.json()["error"]["param"] == "queue_timeout_ms"
+        assert (await samples(front_end))["tokend:requests_cut_short_total,queue_timeout"] == 1
+        engine.announce()
+        again = await engine.requests.get()
+        assert engine.requests.empty()
+        engine.emit(again, [41], finish=FinishReason.LENGTH)
+        assert (await begun).status_code == 200
+
+
+def stall(monkeypatch, client):
+    """The engine takes nothing more; the call returned makes it go on."""
+    monkeypatch.setattr(sockets, "MAX_PENDING_BYTES", 0)
+    link = client._current._link
+    monkeypatch.setattr(link, "_try_send", lambda frame: False)
+    return lambda: monkeypatch.delattr(link, "_try_send")
+
+
+async def test_what_a_stalled_engine_is_not_asked_it_never_hears_of(start, monkeypatch, caplog):
+    async with start(accepts=True) as front_end:
+        go_on = stall(monkeypatch, front_end.services.client)
+        first = asyncio.create_task(front_end.complete(prompt="hello"))
+        async with asyncio.timeout(20):
+            while not front_end.services.client.num_open:
+                await asyncio.sleep(0.001)
+        with caplog.at_level(logging.INFO, logger="tokend.requests"):
+            refused = await front_end.complete(prompt="fox")
+        assert refused.status_code == 503
+        assert "keep up" in refused.json()["error"]["message"]
+        assert "finish=error 503" in caplog.text
+        go_on()
+        request = await front_end.engine.requests.get()
+        front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
+        assert (await first).status_code == 200
+        assert front_end.engine.requests.empty()
+        assert front_end.engine.aborts.empty()
+
+
+async def test_who_waits_is_sent_as_fast_as_the_next_engine_takes_it(start, monkeypatch):
+    """And not refused, because its status may be sent."""
+    async with start(accepts=True) as front_end:
+        answers = [(await begin(front_end, max_tokens=1))[0] for _ in range(3)]
+        engine = await front_end.lose_engine()
+        client = front_end.services.client
+        go_on = stall(monkeypatch, client)
+        engine.announce()
+        while not client.connected:
+            await asyncio.sleep(0.001)
+        assert sorted(entry.sent_to for entry in client._open.values()) == [0, 0, 2]
+        go_on()
+        async with asyncio.timeout(20):
+            for _ in answers:
+                again = await engine.requests.get()
+                engine.emit(again, [40], finish=FinishReason.LENGTH)
+            for answer in answers:
+                assert (await answer).status_code == 200
 
 
 async def test_an_engine_that_follows_hears_who_was_accepted(start):

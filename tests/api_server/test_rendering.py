@@ -94,6 +94,18 @@ async def test_a_render_that_nobody_waits_for_gives_its_turn_back() -> None:
     assert await rendering.render(MESSAGES) == "done"
 
 
+async def test_where_no_thread_can_be_started_the_turn_is_not_lost(monkeypatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    rendering = timed("done")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(OverloadedError, match="no thread"):
+            await rendering.render(MESSAGES)
+    assert await rendering.render(MESSAGES) == "done"
+
+
 @pytest.mark.parametrize(
     "expression",
     [

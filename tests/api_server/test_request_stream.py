@@ -4,6 +4,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from api_server.inputs.tokenizer import ModelTokenizer
+from api_server.metric_sheet import MetricSheet
 from api_server.metrics import Metrics
 from api_server.outputs.choice import Choice
 from api_server.outputs.request_stream import Bell, RequestStream, Timeline
@@ -15,7 +16,7 @@ from tests.fakes.fake_engine import made_up_logprobs
 
 @pytest.fixture
 def metrics() -> Metrics:
-    return Metrics("toy", 256)
+    return Metrics("toy", MetricSheet.of_one())
 
 
 @pytest.fixture

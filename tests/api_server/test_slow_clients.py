@@ -12,7 +12,7 @@ from api_server import http_protocol
 from api_server.outputs import unsent
 from api_server.outputs.unsent import Unsent
 from proto.engine_io import FinishReason
-from tests.api_server.test_system import samples
+from tests.api_server.conftest import samples
 
 
 def post(body: dict, *headers: bytes) -> bytes:

@@ -69,7 +69,7 @@ async def test_the_end_of_the_daemon(start):
     async with start(accepts=True) as front_end:
         connection, request = await ask(front_end)
         front_end.engine.emit(request, [40])
-        while not front_end.services.metrics._generation_tokens:
+        while not front_end.services.metrics._generation_tokens.value:
             await asyncio.sleep(0)
         front_end.services.client.close()
         await connection.read_stream()

@@ -17,10 +17,13 @@ SHOWN_ONLY = {
 
 
 def looks_at_the_wall(source: str) -> set[str]:
-    """Names of wall clocks that a module mentions."""
-    names = {
-        ast.unparse(node) for node in ast.walk(ast.parse(source)) if type(node) is ast.Attribute
-    }
+    """Names of wall clocks that a module mentions, however it has imported them."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if type(node) is ast.Attribute:
+            names.add(".".join(ast.unparse(node).split(".")[-2:]))
+        elif type(node) is ast.ImportFrom:
+            names |= {f"{node.module}.{each.name}" for each in node.names}
     return names & WALL_CLOCKS
 
 
@@ -39,3 +42,8 @@ def test_time_limits_do_not_depend_on_the_wall_clock() -> None:
 def test_the_search_sees_a_wall_clock(name: str) -> None:
     assert looks_at_the_wall(f"import time\ndeadline = {name}() + 5") == {name}
     assert looks_at_the_wall(f"clock = {name}") == {name}
+    assert looks_at_the_wall(f"import datetime\nclock = datetime.{name}") == {name}
+
+
+def test_the_search_sees_one_that_is_imported_by_itself() -> None:
+    assert looks_at_the_wall("from time import monotonic, time") == {"time.time"}

@@ -11,12 +11,14 @@ import httpx
 import psutil
 import pytest
 
+from deploy.loadtest.processes import pids_by_title
 from tests.chaos.aftermath import FRONT_END, control, unharmed
 from tests.chaos.streams import Stream, assert_same, requests, undisturbed
 from tests.e2e.daemon import ROLES, Daemon
 
 pytestmark = pytest.mark.long
 
+OTHER_FRONT_END = "tokend: api 1"
 SEATS = 9
 """Fewer than the streams have choices: the last ones wait in the queue when it happens."""
 
@@ -94,3 +96,45 @@ def test_with_a_front_end_only_its_own_streams_end(daemon: Daemon) -> None:
             with pytest.raises(httpx.RemoteProtocolError):
                 list(lines)
         control(daemon)
+
+
+LONG = requests()[0] | {"max_tokens": 200}
+MOST = 24
+"""Connections that it may take until each front end has one."""
+
+
+def num_connections(front_end: psutil.Process) -> int:
+    """Of clients."""
+    found = front_end.net_connections("tcp")
+    return sum(each.status == psutil.CONN_ESTABLISHED for each in found)
+
+
+async def with_one_of_two_killed(daemon: Daemon) -> tuple[list[Stream], int]:
+    """The streams of the other one, to their end, and how many there must be."""
+    pids = pids_by_title(daemon.pid)
+    dead, other = psutil.Process(pids[FRONT_END]), psutil.Process(pids[OTHER_FRONT_END])
+    running: list[asyncio.Task[Stream]] = []
+    async with httpx.AsyncClient(base_url=daemon.url, timeout=120) as client:
+        while not (num_connections(dead) and num_connections(other)):
+            assert len(running) < MOST, "one front end has all connections"
+            stream = Stream(LONG)
+            running.append(asyncio.create_task(stream.run(client)))
+            await stream.reach(1)
+        assert not any(each.done() for each in running)
+        num_lost = num_connections(dead)
+        dead.kill()
+        ends = await asyncio.gather(*running, return_exceptions=True)
+    lost = [each for each in ends if isinstance(each, httpx.TransportError)]
+    assert len(lost) == num_lost
+    assert len(ends) > num_lost
+    return [each for each in ends if isinstance(each, Stream)], len(ends) - num_lost
+
+
+def test_the_streams_of_the_other_front_end_go_on() -> None:
+    with Daemon("--dtype", "float32", "--api-server-count", "2") as daemon:
+        (expected,) = asyncio.run(undisturbed(daemon.url, [LONG]))
+        with unharmed(daemon, {FRONT_END}):
+            streams, number = asyncio.run(with_one_of_two_killed(daemon))
+        assert len(streams) == number
+        for stream in streams:
+            assert_same(expected, stream)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from api_server.metric_sheet import MetricSheet
 from api_server.metrics import Metrics
 from api_server.middleware import OPEN_PATHS
 from deploy.ending import ON_REQUEST
@@ -49,10 +50,20 @@ def test_the_build_gets_what_the_package_is_made_of_and_nothing_else() -> None:
     assert {line[1:] for line in lines if line.startswith("!")} == needed
 
 
+def shown() -> str:
+    """What a daemon shows under /metrics."""
+    return Metrics("model", MetricSheet.of_one()).text().decode()
+
+
 def exposed() -> set[str]:
     """The names of all samples that a daemon shows."""
-    text = Metrics("model", 1000).text().decode()
-    return set(re.findall(r"^([a-z0-9_:]+)[{ ]", text, re.MULTILINE))
+    return set(re.findall(r"^([a-z0-9_:]+)[{ ]", shown(), re.MULTILINE))
+
+
+def labels(name: str) -> set[str]:
+    """Of a metric, by the name of its samples."""
+    found = re.search(rf"^{name}{{(.*)}} ", shown(), re.MULTILINE)
+    return set(re.findall(r'(\w+)="', found[1])) if found is not None else set()
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
@@ -62,9 +73,13 @@ def test_the_dashboard_shows_metrics_that_exist(path: Path) -> None:
     asked += [
         each["definition"] for each in dashboard["templating"]["list"] if "definition" in each
     ]
-    names = {name for expr in asked for name in re.findall(r"(?:vllm:|process_)\w+", expr)}
-    assert len(names) >= 15
+    names = {name for expr in asked for name in re.findall(r"\b(?:\w+:|process_)\w+", expr)}
+    assert len(names) >= 20
     assert names <= exposed()
+    assert {each for each in exposed() if each.startswith("tokend:")} <= names
+    for expr in asked:
+        name, by = re.search(r"[\w:]*:\w+", expr), re.search(r"by \((\w+)\)", expr)
+        assert by is None or (name is not None and by[1] in labels(name[0]))
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(ids)) == len(ids)
 

@@ -4,15 +4,13 @@ import signal
 from typing import Any
 
 from deploy.guard import Guard
-from deploy.hangs import HangDetector, Limits
+from deploy.hangs import Limits
 from proto.config import ReliabilityConfig
 from proto.lifecycle import (
     Alive,
     Condition,
     EngineAlive,
     FrontEndReady,
-    NewEngine,
-    NewWorkers,
     NotReady,
     Ping,
     Role,
@@ -29,8 +27,8 @@ class Child:
     exit_status = None
     last_words = None
 
-    def __init__(self, role: Role, index: int = 0) -> None:
-        self.role, self.index, self.pid = role, index, 7
+    def __init__(self, role: Role, index: int = 0, generation: int = 1) -> None:
+        self.role, self.index, self.generation, self.pid = role, index, generation, 7
         self.name = process_name(role, index)
         self.heard: list[Any] = []
         self.got: list[str] = []
@@ -59,12 +57,9 @@ class Daemon:
 
     def __init__(self) -> None:
         self.case = Case()
-        detector = HangDetector(
-            Limits.of(ReliabilityConfig(step_timeout=STEP)), lambda: self.case.now
-        )
         self.reasons: list[NotReady] = []
         self.guard = Guard(
-            detector,
+            Limits.of(ReliabilityConfig(step_timeout=STEP)),
             self.case.births,
             self.case.recovery,
             self.case.notices,
@@ -74,8 +69,7 @@ class Daemon:
         self.children: list[Any] = [Child("worker", 0), Child("worker", 1), Child("engine_core")]
         self.children += [Child("api_server", 0), Child("api_server", 1)]
         self.engine.answer = EngineAlive(1, 100, ready=True)
-        self.serving = True
-        self.replaced: Child | None = None
+        self.cut_off: list[Child] = []
 
     @property
     def engine(self) -> Child:
@@ -93,10 +87,16 @@ class Daemon:
             if len(child.of(Ping)) > child.num_answered and child.answer is not None:
                 child.num_answered += 1
                 self.guard.hear(child, child.answer)
-        self.guard.turn(self.children, self.recovers)
+        self.guard.turn(self.children, self.let_go)
 
-    def recovers(self, child: Any) -> bool:
-        return self.serving and child is not self.replaced
+    def let_go(self, hung: Any) -> None:
+        assert hung.got == [], "first the others hear of it"
+        self.cut_off.append(hung)
+
+    def reasons_told(self) -> list[str]:
+        """Why requests should not come, as a front end knows it."""
+        told = self.children[3].of(Condition)
+        return [each.what for each in told[-1].reasons] if told else []
 
 
 def test_engine_and_front_ends_are_asked_one_question_at_a_time() -> None:
@@ -119,13 +119,10 @@ def test_an_engine_that_hangs_is_cut_off_before_anything_is_done_to_it() -> None
     assert daemon.case.notices.lines[0].startswith(
         "engine 0: (pid 7) hangs, no sign of life for 8."
     )
-    for child in (each for each in daemon.children if each is not daemon.engine):
-        assert child.of(NewEngine) == [NewEngine(2, 2)]
+    assert daemon.cut_off == [daemon.engine]
     daemon.wait(1.0)
     assert daemon.engine.got == ["stacks", "SIGKILL"]
-    for child in daemon.children[3:]:
-        (reason,) = child.of(Condition)[-1].reasons
-        assert reason.what == "engine 0 hangs and is killed"
+    assert daemon.reasons_told() == ["engine 0 hangs and is killed"]
     daemon.wait(5 * STEP)
     assert len(daemon.case.notices.lines) == 1, "one verdict is enough"
     assert not daemon.guard.copes, "it cannot be ended"
@@ -133,32 +130,74 @@ def test_an_engine_that_hangs_is_cut_off_before_anything_is_done_to_it() -> None
     assert daemon.guard.copes
 
 
-def test_one_of_two_workers_that_hangs_is_cut_off_with_the_other() -> None:
+def test_of_two_workers_the_one_that_hangs_is_taken_away() -> None:
     daemon = Daemon()
     daemon.engine.answer = EngineAlive(1, 100, (1,), True, True)
     daemon.wait(STEP + 4)
-    assert daemon.engine.of(NewWorkers) == [NewWorkers(2)]
+    assert daemon.cut_off == [daemon.children[1]]
     assert [each.got for each in daemon.children[:2]] == [[], ["stacks", "SIGKILL"]]
 
 
-def test_while_the_daemon_starts_nobody_else_is_told() -> None:
+def test_workers_that_the_engine_has_not_heard_of_yet_owe_nothing() -> None:
     daemon = Daemon()
-    daemon.serving = False
     daemon.engine.answer = EngineAlive(1, 100, (1,), True, True)
-    daemon.wait(STEP + 4)
-    assert daemon.children[1].got == ["stacks", "SIGKILL"]
-    assert daemon.engine.of(NewWorkers) == []
+    daemon.case.births.new_workers()
+    daemon.wait(2 * STEP)
+    assert daemon.cut_off == []
 
 
-def test_of_one_that_somebody_else_replaces_the_others_hear_nothing_here() -> None:
-    """And of the next one that dies in its place they hear as ever."""
+def beside_another(daemon: Daemon) -> list[Child]:
+    """The engine and the worker of a generation that is left; those of now have begun to live."""
+    daemon.wait(1.0)
+    old = [daemon.engine, daemon.children[0]]
+    births = daemon.case.births
+    births.adopt(births.sibling(births.model))
+    new = [Child("worker", index, births.generation) for index in range(2)]
+    engine = Child("engine_core", 0, births.generation)
+    engine.answer = EngineAlive(births.worker_epoch, 100, ready=True)
+    daemon.children += [*new, engine]
+    return old
+
+
+def test_an_engine_that_is_left_is_taken_away_as_any_other() -> None:
+    """Nobody is kept from coming: who comes now is answered by the next one."""
     daemon = Daemon()
-    daemon.replaced = daemon.engine
-    daemon.engine.answer = None
+    engine, _ = beside_another(daemon)
+    engine.answer = None
+    daemon.wait(STEP + 4)
+    assert daemon.cut_off == [engine]
+    assert engine.got == ["stacks", "SIGKILL"]
+    assert daemon.reasons_told() == []
+    daemon.wait(5 * STEP)
+    assert daemon.cut_off == [engine]
+
+
+def test_a_worker_that_is_left_is_judged_by_its_own_engine() -> None:
+    daemon = Daemon()
+    engine, worker = beside_another(daemon)
+    engine.answer = EngineAlive(1, 100, (0,), True, True)
+    daemon.wait(STEP + 4)
+    assert daemon.cut_off == [worker]
+
+
+def test_the_engine_of_now_is_watched_beside_one_that_is_left() -> None:
+    daemon = Daemon()
+    beside_another(daemon)
+    daemon.wait(STEP)
+    daemon.children[-1].answer = None
+    daemon.wait(STEP)
+    assert daemon.reasons_told() == ["engine 0: no sign of life"]
+    daemon.wait(4.0)
+    assert daemon.cut_off == [daemon.children[-1]]
+
+
+def test_of_those_who_were_asked_to_end_nothing_is_expected() -> None:
+    daemon = Daemon()
+    engine, _ = beside_another(daemon)
+    engine.answer = None
+    daemon.children = daemon.children[3:]
     daemon.wait(600 + STEP)
-    assert daemon.engine.got == ["stacks", "SIGKILL"]
-    assert daemon.children[0].of(NewEngine) == []
-    assert not daemon.case.recovery.has_gaps
+    assert daemon.cut_off == []
 
 
 def test_front_ends_hear_what_is_amiss_once_and_new_ones_what_there_is() -> None:

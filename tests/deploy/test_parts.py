@@ -18,9 +18,9 @@ from deploy.signals import SignalInbox
 from deploy.surroundings import Surroundings
 from proto.config import DeviceConfig, FrontEndConfig, ModelConfig, ServeConfig
 from proto.errors import ConfigError, ErrorInfo, ModelError
-from proto.lifecycle import EngineReady, FrontEndReady, Role, process_name
-from proto.prepared_model import PreparedModel
+from proto.lifecycle import FrontEndReady, Role, process_name
 from proto.process import describe
+from tests.fakes import boots
 
 
 @dataclass
@@ -115,7 +115,7 @@ class TestObituary:
         assert obituary.user_error(None) is None
 
 
-ENGINE_READY = EngineReady(1, 1, 8192, 100, 16, 256, "some cpu")
+ENGINE_READY = boots.engine_ready(max_model_len=8192, device_name="some cpu")
 
 
 class TestReady:
@@ -133,16 +133,8 @@ class TestReady:
             model=ModelConfig(served_model_name="it's mine"),
             frontend=FrontEndConfig(api_key="hush"),
         )
-        model = PreparedModel(
-            folder="/f",
-            name="file",
-            source="/s",
-            architecture="A",
-            vocab_size=256,
-            max_position=8192,
-            weights_sha256="",
-        )
-        text = ready.render("http://127.0.0.1:81", config, model, ENGINE_READY, 3.21)
+        url = "http://127.0.0.1:81"
+        text = ready.render(url, config, boots.model(name="file"), ENGINE_READY, 3.21)
         assert "is ready: it's mine on some cpu at http://127.0.0.1:81 (length 8,192" in text
         assert "Bearer $TOKEND_API_KEY" in text
         assert "hush" not in text

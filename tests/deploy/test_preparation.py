@@ -9,7 +9,7 @@ import pytest
 from deploy.preparation import Preparation
 from proto.codec import to_json_line
 from proto.errors import ModelError
-from tests.deploy.test_recovery import MODEL
+from tests.fakes import boots
 
 LIMIT_MILLISECONDS = 20_000
 
@@ -25,8 +25,8 @@ def ended(script: str, *arguments: str) -> Preparation:
 
 
 def test_the_manifest_is_the_result() -> None:
-    preparation = ended("import sys; print(sys.argv[1])", to_json_line(MODEL).decode())
-    assert preparation.result() == MODEL
+    preparation = ended("import sys; print(sys.argv[1])", to_json_line(boots.model()).decode())
+    assert preparation.result() == boots.model()
     preparation.close()
 
 

@@ -1,19 +1,17 @@
 """Who is started again, when, and how often: without processes."""
 
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 
 from deploy.births import Births
 from deploy.recovery import Recovery
 from deploy.restart_budget import RestartBudget
-from proto import PROTOCOL_VERSION
 from proto.config import FrontEndConfig, ParallelConfig, ServeConfig
 from proto.errors import ErrorInfo, ModelError
 from proto.lifecycle import (
     Distrust,
-    EngineReady,
     FrontEndReady,
     Heartbeat,
     NewEngine,
@@ -21,24 +19,14 @@ from proto.lifecycle import (
     NewWorkers,
     NotReady,
     Paused,
-    ProcessBoot,
     Restarted,
     Role,
     WorkersReady,
     process_name,
 )
-from proto.prepared_model import PreparedModel
 from proto.process import describe
-
-MODEL = PreparedModel(
-    folder="/f",
-    name="fake",
-    source="/s",
-    architecture="A",
-    vocab_size=256,
-    max_position=8192,
-    weights_sha256="",
-)
+from tests.fakes import boots
+from tests.fakes.notices import Notices
 
 
 @dataclass
@@ -54,17 +42,6 @@ class Process:
         return process_name(self.role, self.index)
 
 
-@dataclass
-class Notices:
-    lines: list[str] = field(default_factory=list)
-
-    def progress(self, what: str, fraction: float | None = None, who: str = "tokend") -> None:
-        raise AssertionError("nothing takes long here")
-
-    def notice(self, message: str, who: str = "tokend") -> None:
-        self.lines.append(f"{who}: {message}")
-
-
 class Case:
     """Two workers and two front ends that have been started once."""
 
@@ -74,18 +51,7 @@ class Case:
             parallel=ParallelConfig(tensor_parallel_size=2),
             frontend=FrontEndConfig(api_server_count=2),
         )
-        template = ProcessBoot(
-            protocol_version=PROTOCOL_VERSION,
-            role="worker",
-            index=0,
-            incarnation=0,
-            epoch=0,
-            worker_epoch=0,
-            run_dir="/nowhere",
-            death_fd=3,
-            config=config,
-            model=MODEL,
-        )
+        template = boots.boot("worker", epoch=0, worker_epoch=0, config=config)
         self.births = Births(template, (9,))
         self.notices = Notices()
         budget = RestartBudget(max_restarts, lambda: self.now)
@@ -199,7 +165,7 @@ def test_an_engine_is_given_what_there_is() -> None:
     assert (boot.epoch, boot.worker_epoch, boot.incarnation) == (2, 2, 1)
     assert (boot.front_ends, boot.pause_mode) == ((0, 1), "freeze")
     case.now += 1.5
-    case.recovery.note(EngineReady(PROTOCOL_VERSION, 2, 1, 1, 1, 1, "x"))
+    case.recovery.note(boots.engine_ready(epoch=2))
     assert case.notices.lines[-1] == "engine 0: is back after 1.5 s"
 
 
@@ -232,6 +198,20 @@ def test_the_others_hear_of_one_that_hangs_before_it_is_dead_and_only_then() -> 
     assert ("api_server", Restarted("engine_core")) in succession.told
 
 
+def test_a_front_end_hears_at_birth_how_many_of_its_lives_hung() -> None:
+    """It may be the only one, so that nobody else was there to be told."""
+    case = Case()
+    for hangs, num_hung in ((True, 1), (False, 1), (True, 2)):
+        if hangs:
+            case.recovery.cut_off(case.processes[3])
+        assert case.die(3)
+        case.now += 60
+        (succession,) = case.due(0, 1, 2, 4)
+        (boot,) = succession.boots
+        assert boot.num_hung == num_hung
+        case.recovery.note(FrontEndReady(boot.index))
+
+
 def test_who_dies_between_a_hang_and_its_end_changes_the_numbers_of_both() -> None:
     """The engine hangs, a worker dies of itself, then the engine is killed."""
     case = Case()
@@ -257,7 +237,7 @@ def test_what_requests_wait_for_is_a_reason_not_to_come() -> None:
     assert case.recovery.not_ready() == [NotReady("engine 0 is being restarted", 1000.0)]
     case.due(0, 1, 3, 4)
     assert len(case.recovery.not_ready()) == 1
-    case.recovery.note(EngineReady(PROTOCOL_VERSION, 2, 1, 1, 1, 1, "x"))
+    case.recovery.note(boots.engine_ready(epoch=2))
     assert case.recovery.not_ready() == []
     case.die(3)
     assert case.recovery.not_ready() == [], "clients of a front end find another one"

@@ -1,43 +1,17 @@
-"""Reloads of the supervisor over fake processes, by signal and by command."""
+"""Reloads of the supervisor over fake processes."""
 
-import contextlib
-import fcntl
 import os
 import signal
-import subprocess
-import sys
-import termios
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
-from deploy import reload_command
-from proto.errors import ConfigError
-from tests.deploy.test_supervisor import FAKE_DAEMON, FakeDaemon, assert_nothing_left, eventually
+from tests.fakes.supervised import FakeDaemon, Start, assert_nothing_left, eventually
 
-Start = Callable[..., FakeDaemon]
 BEGUN = "tokend: reloading"
 DONE = "tokend: reloaded after"
 FAILED = "tokend: the reload failed, nothing has changed: "
 MOEBIUS = "config.json asks for rope type 'moebius'"
-
-
-@pytest.fixture
-def begin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """A daemon that is ready."""
-    daemons = []
-
-    def ready(*choices: str) -> FakeDaemon:
-        daemon = FakeDaemon(tmp_path_factory.mktemp("run"), *choices)
-        daemons.append(daemon)
-        daemon.wait_ready()
-        return daemon
-
-    yield ready
-    for daemon in daemons:
-        daemon.discard()
 
 
 def pids(daemon: FakeDaemon) -> dict[str, int]:
@@ -55,6 +29,22 @@ def ends_well(daemon: FakeDaemon) -> None:
     daemon.process.send_signal(signal.SIGTERM)
     assert daemon.wait_exit() == 0, daemon.text
     assert_nothing_left(daemon, children)
+
+
+def being_left(begin: Start, *choices: str) -> tuple[FakeDaemon, dict[str, psutil.Process]]:
+    """A daemon after the switch, and its processes of before, which have requests to finish."""
+    daemon = begin("api_server=busy", *choices)
+    before = daemon.children()
+    hang_up(daemon)
+    daemon.wait_for(DONE)
+    return daemon, before
+
+
+def assert_all_but_the_front_end_are_new(
+    daemon: FakeDaemon, before: dict[str, psutil.Process]
+) -> None:
+    old = {child.pid for child in before.values()}
+    assert set(pids(daemon).values()) & old == {before["api_server"].pid}
 
 
 def test_side_by_side_all_but_the_front_end_are_new(begin: Start) -> None:
@@ -76,20 +66,16 @@ def test_side_by_side_all_but_the_front_end_are_new(begin: Start) -> None:
 
 def test_the_old_ones_stay_until_their_requests_have_ended(begin: Start) -> None:
     """A second reload waits for that."""
-    daemon = begin("api_server=busy")
-    before = pids(daemon)
-    hang_up(daemon)
-    daemon.wait_for(DONE)
-    assert all(psutil.pid_exists(pid) for pid in before.values())
+    daemon, before = being_left(begin)
+    assert all(child.is_running() for child in before.values())
     hang_up(daemon)
     daemon.wait_for("tokend: a reload is under way: another one follows it")
     hang_up(daemon)
     daemon.wait_for("tokend: a reload is under way and another one follows it already")
     assert daemon.text.count(BEGUN) == 1
-    os.kill(before["api_server"], signal.SIGUSR2)
+    before["api_server"].send_signal(signal.SIGUSR2)
     daemon.wait_for("api 0: heard SwitchEngine(epoch=3)")
-    after = pids(daemon)
-    assert set(after.values()) & set(before.values()) == {before["api_server"]}
+    assert_all_but_the_front_end_are_new(daemon, before)
     assert daemon.text.count(DONE) == daemon.text.count(BEGUN) == 2
     ends_well(daemon)
 
@@ -116,16 +102,63 @@ def test_a_model_that_is_broken_changes_nothing(begin: Start) -> None:
 
 def test_the_old_engine_dies_before_its_requests_have_ended(begin: Start) -> None:
     """The new one takes them over; what is left of the old generation ends."""
-    daemon = begin("api_server=busy")
-    before = pids(daemon)
-    hang_up(daemon)
-    daemon.wait_for(DONE)
-    os.kill(before["engine_core"], signal.SIGKILL)
+    daemon, before = being_left(begin)
+    before["engine_core"].kill()
     daemon.wait_for("api 0: heard DropEngine(epoch=1)")
-    after = pids(daemon)
-    assert set(after.values()) & set(before.values()) == {before["api_server"]}
+    assert_all_but_the_front_end_are_new(daemon, before)
     assert "it is started again" not in daemon.text
-    os.kill(before["api_server"], signal.SIGUSR2)
+    before["api_server"].send_signal(signal.SIGUSR2)
+    ends_well(daemon)
+
+
+@pytest.mark.parametrize(
+    ("role", "what"), [("engine_core", "no sign of life"), ("worker", "no completed step")]
+)
+def test_one_of_the_old_hangs_before_its_requests_have_ended(
+    begin: Start, role: str, what: str
+) -> None:
+    """They go on before it shows its stacks: what it says after that is heard by nobody."""
+    daemon, before = being_left(begin, "step_timeout=0.5")
+    if role == "worker":
+        before["engine_core"].send_signal(signal.SIGHUP)
+    before[role].suspend()
+    verdict = f"(pid {before[role].pid}) hangs, {what} for "
+    dropped = "api 0: heard DropEngine(epoch=1)"
+    daemon.wait_for(verdict, dropped, "fake_process.py")
+    assert_all_but_the_front_end_are_new(daemon, before)
+    places = [daemon.text.index(each) for each in (verdict, dropped, "fake_process.py")]
+    assert places == sorted(places)
+    assert daemon.text.count(dropped) == 1
+    assert "it is started again" not in daemon.text
+    assert "Condition" not in daemon.text, "the engine of now was ready all the time"
+    before["api_server"].send_signal(signal.SIGUSR2)
+    ends_well(daemon)
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_the_old_engine_hears_of_a_front_end_that_is_gone(begin: Start, how: str) -> None:
+    """It has requests of it, and of the other one."""
+    daemon, before = being_left(
+        begin, "api_server_count=2", "step_timeout=0.5", "shutdown_timeout=0.1"
+    )
+    first = before["api_server"]
+    if how == "dies":
+        first.kill()
+    else:
+        first.suspend()
+    heard = "engine 0: heard NewFrontEnd(index=0, incarnation=1)"
+    assert eventually(lambda: daemon.text.count(heard) == 2), daemon.text
+    assert before["engine_core"].is_running()
+    daemon.wait_for("api 0: is back after")
+    ends_well(daemon)
+
+
+def test_an_old_worker_that_its_engine_does_not_trust_is_left_at_once(begin: Start) -> None:
+    daemon, before = being_left(begin)
+    before["engine_core"].send_signal(signal.SIGALRM)
+    daemon.wait_for("api 0: heard DropEngine(epoch=1)")
+    assert_all_but_the_front_end_are_new(daemon, before)
+    before["api_server"].send_signal(signal.SIGUSR2)
     ends_well(daemon)
 
 
@@ -177,90 +210,3 @@ def test_a_daemon_that_drains_is_not_reloaded(begin: Start) -> None:
     daemon.children()["api_server"].send_signal(signal.SIGUSR2)
     assert daemon.wait_exit() == 0
     assert BEGUN not in daemon.text
-
-
-def test_the_command_waits_and_says_how_it_went(
-    begin: Start, capsys: pytest.CaptureFixture[str]
-) -> None:
-    daemon = begin()
-    parent = str(daemon.run_parent)
-    (run_dir,) = daemon.run_parent.iterdir()
-    for words in ([], ["--pid", str(daemon.process.pid)], ["--run-directory", str(run_dir)]):
-        assert reload_command.main(words, parent) == 0
-        assert capsys.readouterr().out == "reloaded\n"
-    assert daemon.text.count(DONE) == 3
-
-
-def test_the_command_fails_with_the_reload(
-    begin: Start, capsys: pytest.CaptureFixture[str]
-) -> None:
-    daemon = begin("model=broken")
-    assert reload_command.main([f"--pid={daemon.process.pid}"], str(daemon.run_parent)) == 1
-    assert capsys.readouterr().err == f"{FAILED}the model is broken\n"
-
-
-@pytest.mark.parametrize("words", [["--pid"], ["--pid", "1", "2"], ["now"], ["--pid", "1"], []])
-def test_a_command_that_finds_nobody(words: list[str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
-        reload_command.main(words, str(tmp_path))
-
-
-def test_a_daemon_that_ends_meanwhile_is_an_error(begin: Start, tmp_path: Path) -> None:
-    daemon = begin()
-    parent, pid = daemon.run_parent, daemon.process.pid
-    os.kill(pid, signal.SIGSTOP)
-    words = [sys.executable, "-m", "deploy.cli", "reload", f"--pid={pid}"]
-    environment = os.environ | {"XDG_RUNTIME_DIR": str(parent)}
-    command = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment)
-    assert eventually(lambda: "SIGHUP" in pending(pid))
-    daemon.process.kill()
-    daemon.process.wait()
-    assert command.wait() == 1
-    assert "ended" in command.stderr.read()
-
-
-def pending(pid: int) -> str:
-    """SIGHUP, when it waits to be handled by a stopped process."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    masks = [
-        line.split()[1] for line in status.splitlines() if line.startswith(("SigPnd", "ShdPnd"))
-    ]
-    return "SIGHUP" if any(int(mask, 16) & 1 << signal.SIGHUP - 1 for mask in masks) else ""
-
-
-@pytest.mark.parametrize("nohup", [False, True])
-def test_a_terminal_that_closes_ends_the_daemon_unless_it_was_told_to_ignore_that(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, nohup: bool
-) -> None:
-    """Started with a terminal of its own, which is closed then."""
-    master, slave = os.openpty()
-
-    def take_terminal() -> None:
-        os.setsid()
-        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
-
-    log = tmp_path / "log"
-    parent = tmp_path_factory.mktemp("run")  # a short path, for sockets
-    with log.open("w") as stream:
-        daemon = subprocess.Popen(
-            [sys.executable, str(FAKE_DAEMON), str(parent)],
-            stdin=slave,
-            stdout=stream,
-            stderr=stream,
-            preexec_fn=take_terminal,
-        )
-    try:
-        os.close(slave)
-        assert eventually(lambda: "is ready" in log.read_text())
-        os.kill(daemon.pid, signal.SIGHUP)
-        assert eventually(lambda: DONE in log.read_text()), "the terminal is there: a reload"
-        os.close(master)
-        if nohup:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(daemon.pid, signal.SIGTERM)
-        assert daemon.wait(30) == 0
-        assert log.read_text().count(BEGUN) == 1
-    finally:
-        daemon.kill()
-        daemon.wait()

@@ -8,9 +8,9 @@ import pytest
 
 from deploy.reload_hands import ReloadHands
 from proto.config import GIB, CacheConfig, DeviceConfig, ServeConfig
-from proto.lifecycle import EngineReady
 from proto.memory import resident_memory
 from proto.sockets import Poller
+from tests.fakes import boots
 
 POOL = 4 * GIB
 RESIDENT = 1 * GIB
@@ -33,7 +33,7 @@ def machine(root: Path, free: int) -> Path:
 
 
 def hands(root: Path, config: ServeConfig) -> ReloadHands:
-    engine = EngineReady(1, 1, 1, 1, 1, 1, "x", kv_cache_bytes=POOL)
+    engine = boots.engine_ready(kv_cache_bytes=POOL)
     running = [Worker(7), Worker(8, "api_server")]
     return ReloadHands(
         running, lambda boot: None, Poller(), config, (), {}, lambda: engine, set(), root

@@ -6,16 +6,17 @@ import subprocess
 import sys
 
 from api_server.engine_client import EngineClient, FromEngine
+from api_server.metric_sheet import MetricSheet
 from api_server.metrics import Metrics
 from deploy.child_environment import child_environment
-from proto import PROTOCOL_VERSION
 from proto.codec import encode
 from proto.config import ServeConfig
 from proto.ids import request_ids
-from proto.lifecycle import ProcessBoot, Role, Shutdown, ToSupervisor
+from proto.lifecycle import Role, Shutdown, ToSupervisor
 from proto.run_directory import RunDirectory
 from proto.sockets import Link, front_end_path, supervisor_path
 from tests.e2e.reference import packaged_model
+from tests.fakes import boots
 
 EPOCH = 1
 READY_LIMIT_SECONDS = 120.0
@@ -37,7 +38,7 @@ class EngineAndWorker:
         self._start("worker")
         self._start("engine_core")
         link = Link.connect(front_end_path(self._directory.path, EPOCH, 0), FromEngine)
-        metrics = Metrics(self._model.name, self._model.max_position)
+        metrics = Metrics(self._model.name, MetricSheet.of_one())
         self.client = EngineClient(link, EPOCH, request_ids(0, 0), metrics, 3)
         async with asyncio.timeout(READY_LIMIT_SECONDS):
             await self.client.wait_ready()
@@ -61,11 +62,8 @@ class EngineAndWorker:
             self._directory.leave()
 
     def _start(self, role: Role) -> None:
-        boot = ProcessBoot(
-            protocol_version=PROTOCOL_VERSION,
-            role=role,
-            index=0,
-            incarnation=0,
+        boot = boots.boot(
+            role,
             epoch=EPOCH,
             worker_epoch=EPOCH,
             run_dir=self._directory.path,

@@ -8,9 +8,13 @@ import time
 import pytest
 import zmq
 
+from engine_core import kv_events
 from engine_core.kv_events import MAX_SUBSCRIPTION_BYTES, KVEventPublisher
 from proto.codec import MessageDecoder
 from proto.kv_events import AllBlocksCleared, KVEventBatch
+
+NUM_BATCHES = 20_000
+"""More than the buffers of the kernel hold."""
 
 
 @pytest.mark.parametrize(
@@ -42,5 +46,38 @@ def test_nobody_can_disturb_the_others(frame: bytes) -> None:
         batch = MessageDecoder(KVEventBatch).decode(good.recv())
         assert batch.epoch == 3
         assert set(map(type, batch.events)) == {AllBlocksCleared}
+        publisher.close()
+        context.destroy(0)
+
+
+def test_who_reads_slowly_misses_some_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "MAX_QUEUED_BATCHES", 500)
+    context = zmq.Context()
+    with tempfile.TemporaryDirectory(prefix="t-") as place:
+        publisher = KVEventPublisher(f"ipc://{place}/kv", 3)
+        (log,) = publisher.observers
+        quick, slow = context.socket(zmq.SUB), context.socket(zmq.SUB)
+        for each in (quick, slow):
+            each.setsockopt(zmq.SUBSCRIBE, b"")
+            each.setsockopt(zmq.RCVHWM, 1)
+            each.connect(publisher.endpoint)
+
+        def publish() -> None:
+            log.cleared()
+            publisher.publish()
+
+        while not (quick.poll(5) and slow.poll(5)):
+            publish()
+        while quick.poll(50):
+            quick.recv()
+        for _ in range(NUM_BATCHES):
+            publish()
+            assert quick.poll(5_000), "who reads gets every batch"
+            quick.recv()
+        num_late = 0
+        while slow.poll(200):
+            slow.recv()
+            num_late += 1
+        assert 0 < num_late < NUM_BATCHES
         publisher.close()
         context.destroy(0)

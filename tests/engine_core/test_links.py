@@ -1,8 +1,8 @@
 """The engine's links: front ends that stall, workers that answer wrongly or apart."""
 
 import tempfile
+import time
 
-import msgspec
 import pytest
 
 from engine_core.executor.base import WorkerFailedError
@@ -20,16 +20,16 @@ from proto.lifecycle import (
     EngineAlive,
     FrontEndStalled,
     InitializeCache,
-    KVCacheGeometry,
+    NewFrontEnd,
     Notice,
     Ping,
     Shutdown,
     ToSupervisor,
-    WorkerReady,
 )
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import CachedRequestData, SchedulerOutput
 from proto.sockets import Link, Poller, front_end_path, worker_path
+from tests.fakes import boots
 from tests.fakes.engine_harness import EngineHarness
 
 WAIT_SECONDS = 10.0
@@ -56,6 +56,17 @@ def receive(link, count=1):
     while len(messages) < count:
         assert poller.wait(WAIT_SECONDS)
         messages += link.receive()
+    return messages
+
+
+def hear(link, front_ends):
+    """What a front end is told next; it may not have been connected when that was sent."""
+    end = time.monotonic() + WAIT_SECONDS
+    while not (messages := link.receive()):
+        assert time.monotonic() < end
+        for each in front_ends.links:
+            each.flush()
+        time.sleep(0.001)
     return messages
 
 
@@ -89,6 +100,56 @@ def test_a_question_of_the_supervisor_is_answered_and_does_not_end_a_wait(run_di
     supervisor.send(Shutdown())
     assert service.serve()
     assert service.stopped
+
+
+def test_statistics_ride_with_what_somebody_is_told_and_go_to_no_dead_one(run_dir, closing):
+    engine = EngineHarness()
+    front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0, 0)))
+    outbox = Outbox(front_ends, engine.scheduler, EPOCH)
+    first, second = (
+        closing(Link.connect(front_end_path(run_dir, EPOCH, client), EngineCoreOutputs))
+        for client in range(2)
+    )
+    engine.add_one([1], client=1)
+    outbox.accept(1, 100)
+    outbox.flush()
+    (message,) = hear(second, front_ends)
+    assert (message.accepted, message.stats.num_waiting) == ([100], 1)
+    outbox.flush()
+    (message,) = hear(first, front_ends)
+    assert message.stats.num_waiting == 1
+    engine.step()
+    outbox.accept(0, 101)
+    outbox.accept(1, 102)
+    outbox.flush()
+    assert hear(first, front_ends)[0].stats.num_scheduled_tokens == 1
+    assert hear(second, front_ends)[0].stats is None, "a step counts once"
+    engine.step()
+    old, _ = front_ends.replace(0, 1)
+    for link in old:
+        closing(link)
+    outbox.flush()
+    assert hear(second, front_ends)[0].stats.num_scheduled_tokens == 1, (
+        "the one that is surely there"
+    )
+
+
+def test_what_a_dead_front_end_knew_of_the_engine_is_told_to_another(run_dir, closing):
+    """Its requests are over, and without a word the gauges would still show them."""
+    engine = EngineHarness()
+    front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0, 0)))
+    link = closing(Link.bind(f"{run_dir}/s", NewFrontEnd | Shutdown))
+    supervisor = closing(Link.connect(f"{run_dir}/s", EngineAlive))
+    outbox = Outbox(front_ends, engine.scheduler, EPOCH)
+    intake = Intake(engine.scheduler, engine.kv_cache, outbox, RequestLimits(1000, 100), lambda: [])
+    orders = Orders(link, lambda: EngineAlive(EPOCH, 7))
+    service = Service(orders, front_ends, Poller([link]), engine.scheduler, intake, outbox)
+    other = closing(Link.connect(front_end_path(run_dir, EPOCH, 1), EngineCoreOutputs))
+    engine.add_one([1], client=0)
+    supervisor.send(NewFrontEnd(0, 1))
+    assert service.serve(WAIT_SECONDS)
+    (message,) = hear(other, front_ends)
+    assert (message.stats.num_waiting, message.stats.num_running) == (0, 0)
 
 
 def test_a_front_end_that_does_not_read_is_given_up_with_its_requests(
@@ -130,9 +191,7 @@ def test_a_front_end_that_does_not_read_is_given_up_with_its_requests(
 
 
 def worker_ready(rank, **changes):
-    geometry = KVCacheGeometry(1, 1, 8, "float32", 100)
-    message = WorkerReady(PROTOCOL_VERSION, EPOCH, rank, geometry, 1000, 10, b"", "fake")
-    return msgspec.structs.replace(message, **changes)
+    return boots.worker_ready(epoch=EPOCH, rank=rank, **changes)
 
 
 def step(number):

@@ -1,20 +1,26 @@
 """How the pool is sized, and what its size means for requests."""
 
+import itertools
+
+import msgspec
 import pytest
 
 from engine_core.kv_cache.sizing import blocks_of_request, longest_request
 from engine_core.pool_plan import plan_pool
 from engine_core.scheduler.chunking import ChunkRule
-from proto import PROTOCOL_VERSION
 from proto.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
 from proto.errors import ConfigError
-from proto.lifecycle import KVCacheGeometry, KVGroup, WorkerReady
+from proto.lifecycle import KVGroup
+from tests.fakes import boots
 
 
 def worker(kv_cache_bytes, bytes_per_token=100, windows=(None,)):
+    ready = boots.worker_ready(kv_cache_bytes=kv_cache_bytes)
     groups = tuple(KVGroup(window) for window in windows)
-    geometry = KVCacheGeometry(1, 1, 8, "float32", bytes_per_token, groups)
-    return WorkerReady(PROTOCOL_VERSION, 1, 0, geometry, kv_cache_bytes, 1000, b"", "fake")
+    geometry = msgspec.structs.replace(
+        ready.geometry, bytes_per_token=bytes_per_token, groups=groups
+    )
+    return msgspec.structs.replace(ready, geometry=geometry)
 
 
 def plan(workers, max_position=4096, max_model_len=None, budget=512, **cache):
@@ -73,6 +79,16 @@ def test_blocks_of_a_request(windows, num_blocks):
     # One that is shorter than the window needs no more than full attention would.
     assert blocks_of_request(groups, 100, 16, 1024) == 7 * len(windows)
     assert blocks_of_request(groups, 16384, 16, None) == 1024 * len(windows)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 5])
+def test_a_window_group_holds_as_many_blocks_as_a_step_can_touch(block_size):
+    for window, chunk in itertools.product(range(1, 12), range(1, 8)):
+        most = max(
+            len({token // block_size for token in range(start, start + window - 1 + chunk)})
+            for start in range(block_size)
+        )
+        assert blocks_of_request([KVGroup(window)], 1000, block_size, chunk) == most
 
 
 def test_the_longest_request_is_the_last_one_that_fits():

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from engine_core.stepper import OVERLAPPED, SYNCHRONOUS, Stepper
+from engine_core.stepper import IDLE_SECONDS, OVERLAPPED, SYNCHRONOUS, Stepper
 from proto.model_runner_output import ModelRunnerOutput
 from tests.fakes.engine_harness import EOS, EngineHarness
 from tests.fakes.paged_runner import PagedRunner, hashed_token, undisturbed
@@ -93,15 +93,15 @@ class ScriptedService:
     def tell(self, outputs):
         self.published += [each for client in outputs.values() for each in client]
 
-    def announce(self, trials):
-        assert trials == []
+    def announce(self, progress):
+        assert progress == []
 
     def publish(self, outputs):
         self.published += [each for client in outputs.values() for each in client]
 
 
 class Loop:
-    def __init__(self, actions=(), check=lambda: None, depth=SYNCHRONOUS, **settings):
+    def __init__(self, actions=(), check=lambda: iter(()), depth=SYNCHRONOUS, **settings):
         self.engine = EngineHarness(async_scheduling=depth == OVERLAPPED, **settings)
         self.executor = LazyExecutor(self.engine.runner)
         self.service = ScriptedService(actions)
@@ -120,7 +120,7 @@ class Loop:
 @pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
 def test_it_steps_until_nothing_is_left_and_checks_its_books_once(depth):
     checks = []
-    loop = Loop(check=lambda: checks.append(1), depth=depth)
+    loop = Loop(check=lambda: iter([checks.append(1)]), depth=depth)
     request = loop.engine.add_one([1, 2], max_tokens=3)
     loop.stepper.run()
     assert loop.tokens_of(request) == undisturbed([1, 2], 3)
@@ -175,11 +175,37 @@ def test_workers_that_take_over_compute_what_was_in_flight_again(depth):
 
 def test_books_that_do_not_add_up_end_the_engine():
     def check():
+        yield
         raise RuntimeError("lost block")
 
     loop = Loop(check=check)
     with pytest.raises(RuntimeError, match="lost block"):
         loop.stepper.run()
+    assert loop.service.waits == [0, IDLE_SECONDS, 0]
+
+
+def test_a_check_of_the_books_makes_way_for_whatever_arrives():
+    """It is begun anew when the engine is idle again, since what it had read may have changed."""
+    begun, pieces = [], []
+
+    def check():
+        begun.append(len(loop.tokens_of(request)))
+        for piece in range(5):
+            pieces.append(piece)
+            if len(begun) == 1 and piece == 2:
+                loop.service.actions.append(resume)
+            yield
+
+    def resume(service):
+        loop.engine.scheduler.resume()
+
+    loop = Loop(check=check)
+    loop.engine.scheduler.pause("finish_running")
+    request = loop.engine.add_one([1, 2], max_tokens=3)
+    loop.stepper.run()
+    assert pieces == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert begun == [0, 3]
+    assert loop.tokens_of(request) == undisturbed([1, 2], 3)
 
 
 def test_it_stops_between_steps_without_starting_another():

@@ -9,31 +9,28 @@ from typing import Any
 
 import msgspec
 
-from proto import PROTOCOL_VERSION
 from proto.codec import encode
 from proto.config import ServeConfig
-from proto.engine_io import AdminReply, EngineCoreOutputs, EngineCoreRequest
+from proto.engine_io import AdminReply, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from proto.lifecycle import (
     CacheReady,
     EngineReady,
     InitializeCache,
-    KVCacheGeometry,
-    ProcessBoot,
+    NewWorkers,
     Shutdown,
     ToSupervisor,
     WorkerReady,
 )
 from proto.model_runner_output import ModelRunnerOutput
-from proto.prepared_model import PreparedModel
 from proto.run_directory import RunDirectory
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import SchedulerOutput
 from proto.sockets import Link, Poller, front_end_path, supervisor_path, worker_path
+from tests.fakes import boots
 from tests.fakes.paged_runner import PagedRunner
 
 EPOCH = 3
 BLOCK_SIZE = 16
-BYTES_PER_TOKEN = 64
 VOCAB_SIZE = 1000
 PATIENCE_SECONDS = 20.0
 
@@ -62,17 +59,14 @@ class EngineProcess:
             link: [] for link in (self.supervisor, self.worker, *self.front_ends)
         }
         death, self._alive = os.pipe()
-        boot = ProcessBoot(
-            protocol_version=PROTOCOL_VERSION,
-            role="engine_core",
-            index=0,
-            incarnation=0,
+        boot = boots.boot(
+            "engine_core",
             epoch=EPOCH,
             worker_epoch=EPOCH,
             run_dir=run_dir,
             death_fd=death,
             config=config,
-            model=_model(),
+            model=boots.model(vocab_size=VOCAB_SIZE, max_position=4096),
             front_ends=(0,) * num_front_ends,
             **boot_changes,
         )
@@ -97,6 +91,12 @@ class EngineProcess:
         self.inbox[self.worker] = []
         self.runner = PagedRunner(BLOCK_SIZE)
 
+    def take_over(self, epoch: int, **changes: Any) -> None:
+        """Workers of another epoch take the place of those there were; the engine hears of it."""
+        self.replace_worker(epoch)
+        self.supervisor.send(NewWorkers(epoch))
+        self.worker.send(self.worker_ready(epoch=epoch, **changes))
+
     def add_front_end(self, index: int, incarnation: int) -> Link:
         """Another life of a front end."""
         path = front_end_path(self.directory.path, EPOCH, index, incarnation)
@@ -106,17 +106,7 @@ class EngineProcess:
 
     def worker_ready(self, **changes: Any) -> WorkerReady:
         """What the worker says first; room for 100 blocks."""
-        message = WorkerReady(
-            PROTOCOL_VERSION,
-            EPOCH,
-            0,
-            KVCacheGeometry(1, 1, 8, "float32", BYTES_PER_TOKEN),
-            100 * BLOCK_SIZE * BYTES_PER_TOKEN,
-            VOCAB_SIZE,
-            b"f" * 32,
-            "fake",
-        )
-        return msgspec.structs.replace(message, **changes)
+        return boots.worker_ready(**{"epoch": EPOCH, "vocab_size": VOCAB_SIZE, **changes})
 
     def start(self) -> EngineReady:
         """Load the worker, make its cache, and hear that the engine is ready."""
@@ -147,6 +137,16 @@ class EngineProcess:
             self.worker.send(result)
             if step.total_num_scheduled_tokens:
                 return step
+
+    def outputs_of(self, request_id: int, front_end: int = 0) -> list[EngineCoreOutput]:
+        """Serve steps until the request, or a turn of it, is over; all its outputs."""
+        link = self.front_ends[front_end]
+        found: list[EngineCoreOutput] = []
+        while not found or found[-1].finish_reason is None:
+            self.answer_step()
+            message = self.expect(link, EngineCoreOutputs, lambda each: each.outputs)
+            found += [each for each in message.outputs if each.request_id == request_id]
+        return found
 
     def expect(self, link: Link, kind: type, where: Callable[[Any], bool] = bool) -> Any:
         """The next message of a kind on a link; others of it before that are dropped."""
@@ -192,13 +192,7 @@ class EngineProcess:
                 link.close()
 
 
-def _model() -> PreparedModel:
-    return PreparedModel(
-        folder="/nowhere",
-        name="fake",
-        source="/nowhere",
-        architecture="LlamaForCausalLM",
-        vocab_size=VOCAB_SIZE,
-        max_position=4096,
-        weights_sha256="0" * 64,
-    )
+def is_idle(message: EngineCoreOutputs) -> bool:
+    """It says that nothing runs and nothing waits."""
+    stats = message.stats
+    return stats is not None and stats.num_running == stats.num_waiting == 0

@@ -1,8 +1,8 @@
 """The real supervisor over fake processes: `fake_daemon.py RUN_PARENT ROLE=BEHAVIOUR…`.
 
-`max_restarts=N`, `step_timeout=X`, `shutdown_timeout=X` and `reload_strategy=S` among the
-behaviours are the settings; `model=broken` is one that a reload finds so. Prints the ready line
-of `tokend serve`, and ends as it would.
+`max_restarts=N`, `step_timeout=X`, `shutdown_timeout=X`, `reload_strategy=S` and
+`api_server_count=N` among the behaviours are the settings; `model=broken` is one that a reload
+finds so. Prints the ready line of `tokend serve`, and ends as it would.
 """
 
 import os
@@ -17,7 +17,7 @@ from deploy.notify import NotifyingDisplay, notifier_for
 from deploy.supervisor import Supervisor
 from deploy.surroundings import Surroundings
 from proto.codec import to_json_line
-from proto.config import ReliabilityConfig, ServeConfig
+from proto.config import FrontEndConfig, ReliabilityConfig, ServeConfig
 from proto.lifecycle import EngineReady
 from proto.prepared_model import PreparedModel
 
@@ -34,7 +34,8 @@ def main(run_parent: str, choices: list[str]) -> int:
         reload_strategy=behaviours.pop("reload_strategy", "side-by-side"),  # type: ignore[arg-type]
     )
     broken = behaviours.pop("model", "") == "broken"
-    config = ServeConfig(reliability=reliability)
+    frontend = FrontEndConfig(api_server_count=int(behaviours.pop("api_server_count", 1)))
+    config = ServeConfig(reliability=reliability, frontend=frontend)
     model = PreparedModel(
         folder="/nowhere",
         name="fake",

@@ -24,13 +24,14 @@ from proto.engine_io import (
     FinishReason,
     FirstTokenInfo,
     LogprobsArrays,
+    RequestProgress,
     SessionInput,
     ToEngine,
 )
 from proto.errors import ErrorInfo
-from proto.lifecycle import EngineReady
 from proto.sockets import Link
 from proto.stats import SchedulerStats
+from tests.fakes import boots
 
 Script = Callable[[EngineCoreRequest, int], Sequence[int]]
 """(request, choice) → the tokens that the model would draw; their end is the length limit."""
@@ -101,8 +102,11 @@ class FakeEngine:
     def announce(self, protocol_version: int = PROTOCOL_VERSION) -> None:
         """Tell the front end that requests are welcome."""
         self._send(
-            EngineReady(
-                protocol_version, self.epoch, self.max_model_len, 64, 16, self.vocab_size, "fake"
+            boots.engine_ready(
+                protocol_version=protocol_version,
+                epoch=self.epoch,
+                max_model_len=self.max_model_len,
+                vocab_size=self.vocab_size,
             )
         )
 
@@ -118,6 +122,16 @@ class FakeEngine:
                 time.monotonic(),
                 [],
                 alone=[request.request_id],
+                progress=[RequestProgress(request.request_id, 0, 0)],
+            )
+        )
+
+    def say_progress(self, request: EngineCoreRequest, computed: int, under_way: int) -> None:
+        """A step is about to be computed."""
+        progress = [RequestProgress(request.request_id, computed, under_way)]
+        self._send(
+            EngineCoreOutputs(
+                self.epoch, next(self._steps), time.monotonic(), [], progress=progress
             )
         )
 

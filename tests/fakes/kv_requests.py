@@ -10,6 +10,8 @@ from proto.lifecycle import KVGroup
 from proto.sampling_params import SamplingParams
 
 FINGERPRINT = bytes(range(32))
+COMMON = [token for block in range(3) for token in [block] * 16]
+"""Three full blocks of 16 tokens that requests share."""
 
 
 def make_manager(
@@ -93,3 +95,15 @@ class Requests:
     def table(self, request: Request) -> list[int]:
         """The request's block table in the first group."""
         return self._manager.block_ids(request.handle)[0]
+
+
+class Setup:
+    """A manager with its pool, and requests for it."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self.manager = manager
+        self.pool = manager.pool
+        self.requests = Requests(manager)
+
+    def free_order(self) -> list[int]:
+        return list(self.pool.free_queue)

@@ -52,6 +52,8 @@ STEPS: Final = 3
 class _Nowhere:
     """Front ends that read nothing."""
 
+    alive = (0,)
+
     def send(self, client: int, message: Any) -> None:
         encode(message)
 

@@ -111,6 +111,8 @@ def test_unusual_settings_that_work(section, changes):
         ("frontend", {"port": 65536}, "port"),
         ("frontend", {"api_key": " "}, "api_key"),
         ("frontend", {"api_key_file": ""}, "api_key_file"),
+        ("model", {"served_model_name": " "}, "served_model_name"),
+        ("model", {"tokenizer": ""}, "tokenizer"),
         ("model", {"max_model_len": 0}, "max_model_len"),
         ("model", {"seed": -1}, "seed"),
         ("device", {"cpu_threads": 0}, "cpu_threads"),

@@ -13,7 +13,7 @@ from proto.errors import (
     RequestError,
     TokendError,
 )
-from proto.ids import MAX_CLIENTS, MAX_INCARNATIONS, client_index_of, request_ids
+from proto.ids import MAX_CLIENTS, MAX_INCARNATIONS, request_ids
 from proto.process import describe
 
 
@@ -22,11 +22,6 @@ def test_ids_are_unique_over_clients_and_incarnations():
     ids = [each for source in sources for each in islice(request_ids(*source), 1000)]
     assert len(set(ids)) == len(ids)
     assert all(0 <= each < 1 << 63 for each in ids)
-
-
-def test_the_client_can_be_read_from_an_id():
-    for client in (0, 1, 255):
-        assert client_index_of(next(request_ids(client, 7))) == client
 
 
 @pytest.mark.parametrize("source", [(-1, 0), (MAX_CLIENTS, 0), (0, -1), (0, MAX_INCARNATIONS)])

@@ -78,18 +78,18 @@ def test_a_kv_cache_beyond_the_free_memory_is_refused_with_both_numbers(tmp_path
         device.kv_cache_bytes(CacheConfig(kv_cache_memory=7 * GIB))
 
 
+def test_blocks_beyond_the_free_memory_are_refused_with_both_numbers(tmp_path: Path) -> None:
+    device = CpuDevice(DeviceConfig(), machine(tmp_path, free=6 * GIB))
+    device.check_blocks(CacheConfig(), GIB)
+    device.check_blocks(CacheConfig(block_size=16, num_gpu_blocks_override=6 << 10), 1 << 16)
+    beyond = CacheConfig(block_size=16, num_gpu_blocks_override=7 << 10)
+    with pytest.raises(ConfigError, match=rf"override 7168: {7 * GIB} bytes .*{6 * GIB} bytes"):
+        device.check_blocks(beyond, 1 << 16)
+
+
 @pytest.mark.parametrize(
     ("limit", "expected"), [(str(8 * GIB), 6 * GIB), ("max", 16 * GIB), (str(64 * GIB), 16 * GIB)]
 )
 def test_the_limit_of_the_control_group_counts(limit: str, expected: int, tmp_path: Path) -> None:
     root = machine(tmp_path, group=(limit, 3 * GIB))
     assert available_memory(root) == expected
-
-
-def test_threads_are_applied() -> None:
-    before = torch.get_num_threads()
-    try:
-        CpuDevice(DeviceConfig(cpu_threads=before + 1)).apply_threads()
-        assert torch.get_num_threads() == before + 1
-    finally:
-        torch.set_num_threads(before)

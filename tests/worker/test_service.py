@@ -18,44 +18,19 @@ from proto.lifecycle import (
     Distrust,
     InitializeCache,
     NewEngine,
-    ProcessBoot,
     Shutdown,
     ToSupervisor,
     WorkerReady,
 )
 from proto.model_runner_output import ModelRunnerOutput
-from proto.prepared_model import PreparedModel
 from proto.scheduler_output import SchedulerOutput
 from proto.sockets import Link, Poller, worker_path
+from tests.fakes import boots
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker import engine_wait, service
 
 LIMIT_SECONDS = 20.0
-NO_MODEL = PreparedModel(
-    folder="/nowhere",
-    name="none",
-    source="/nowhere",
-    architecture="LlamaForCausalLM",
-    vocab_size=10,
-    max_position=16,
-    weights_sha256="0" * 64,
-)
-
-
-def boot(config: ServeConfig, model: PreparedModel = NO_MODEL) -> ProcessBoot:
-    return ProcessBoot(
-        protocol_version=PROTOCOL_VERSION,
-        role="worker",
-        index=0,
-        incarnation=0,
-        epoch=1,
-        worker_epoch=1,
-        run_dir="/nowhere",
-        death_fd=-1,
-        config=config,
-        model=model,
-    )
 
 
 def test_a_kv_pool_beyond_the_memory_is_refused_before_the_weights_are_loaded(
@@ -65,8 +40,22 @@ def test_a_kv_pool_beyond_the_memory_is_refused_before_the_weights_are_loaded(
     monkeypatch.setattr(service, "load_model", load_model)
     config = ServeConfig(cache=CacheConfig(kv_cache_memory=1 << 60))
     with pytest.raises(ConfigError, match="--kv-cache-memory"):
-        service.Service(boot(config), Mock(), Mock())
+        service.Service(boots.boot("worker", config=config), Mock(), Mock())
     load_model.assert_not_called()
+
+
+def pretend_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SimpleNamespace(windows=(None,), num_kv_heads=1, head_dim=8, vocab_size=10)
+    monkeypatch.setattr(service, "load_model", lambda *_: SimpleNamespace(spec=spec))
+    monkeypatch.setattr(service, "spec_from_config", Mock())
+    monkeypatch.setattr(service, "read_config", lambda _: {})
+
+
+def test_more_blocks_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_to_load(monkeypatch)
+    config = ServeConfig(cache=CacheConfig(num_gpu_blocks_override=1 << 50))
+    with pytest.raises(ConfigError, match="--num-gpu-blocks-override"):
+        service.Service(boots.boot("worker", config=config), Mock(), Mock())
 
 
 class Running:
@@ -74,14 +63,14 @@ class Running:
 
     def __init__(self, folder: Path, run_dir: str) -> None:
         save_tiny("llama", folder)
+        model = prepare_checkpoint(folder, folder / "prepared")
         self._run_dir = run_dir
         self.supervisor = Link.bind(f"{run_dir}/s", ToSupervisor)
         self.links = [self.supervisor]
         link = Link.connect(f"{run_dir}/s", NewEngine | Shutdown)
         config = ServeConfig(cache=CacheConfig(kv_cache_memory=1 << 20))
-        worker = service.Service(
-            boot(config, prepare_checkpoint(folder, folder / "prepared")), self._meet, link
-        )
+        boot = boots.boot("worker", config=config, model=model)
+        worker = service.Service(boot, self._meet, link)
         self.errors: list[BaseException] = []
         self.thread = threading.Thread(target=self._run, args=(worker,), daemon=True)
         self.thread.start()
@@ -144,10 +133,7 @@ def heard(link: Link, count: int = 1) -> list[Any]:
 def test_an_engine_that_sends_garbage_is_told_of_once_and_the_next_one_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spec = SimpleNamespace(windows=(None,), num_kv_heads=1, head_dim=8, vocab_size=10)
-    monkeypatch.setattr(service, "load_model", lambda *_: SimpleNamespace(spec=spec))
-    monkeypatch.setattr(service, "spec_from_config", Mock())
-    monkeypatch.setattr(service, "read_config", lambda _: {})
+    pretend_to_load(monkeypatch)
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
 
         def meet(epoch: int) -> Link:
@@ -157,7 +143,7 @@ def test_an_engine_that_sends_garbage_is_told_of_once_and_the_next_one_served(
         supervisor = Link.bind(f"{run_dir}/s", ToSupervisor)
         engine = Link.bind(worker_path(run_dir, 1, 0), answers)
         own = Link.connect(f"{run_dir}/s", Shutdown | NewEngine)
-        worker = service.Service(boot(ServeConfig()), meet, own)
+        worker = service.Service(boots.boot("worker"), meet, own)
         thread = threading.Thread(target=worker.run, daemon=True)
         thread.start()
         assert heard(engine)[0].epoch == 1

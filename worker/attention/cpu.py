@@ -24,6 +24,10 @@ _UNBOUNDED: Final = 1 << 40
 """As a window: more tokens than any sequence has."""
 
 
+class UnsupportedShapeError(Exception):
+    """The kernels cannot do heads like these; the message says why."""
+
+
 class StepPlan:
     """How the kernels cut the current step into tasks, for one window."""
 
@@ -48,12 +52,12 @@ class StepPlan:
 class CpuAttention:
     """AttentionBackend over the kernels.
 
-    Raises ValueError for a head_dim that is not a multiple of 8.
+    Raises UnsupportedShapeError for a head_dim that is not a multiple of 8.
     """
 
     def __init__(self, kernels: Kernels, kv_cache: KVCache, shape: AttentionShape) -> None:
         if shape.head_dim % 8:
-            raise ValueError(f"head_dim must be a multiple of 8, got {shape.head_dim}")
+            raise UnsupportedShapeError(f"head_dim must be a multiple of 8, got {shape.head_dim}")
         assert shape.scale > 0, "the kernels look for the largest score before scaling"
         self._kernels = kernels
         self._kv_cache = kv_cache

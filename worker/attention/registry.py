@@ -4,7 +4,7 @@ import logging
 
 from proto.errors import ConfigError
 from worker.attention.base import AttentionBackend, AttentionShape
-from worker.attention.cpu import CpuAttention
+from worker.attention.cpu import CpuAttention, UnsupportedShapeError
 from worker.attention.reference import ReferenceAttention
 from worker.kernels import KernelsUnavailableError, load_kernels
 from worker.kv_cache import KVCache
@@ -16,8 +16,8 @@ def create_backend(name: str, kv_cache: KVCache, shape: AttentionShape) -> Atten
     """The backend called `name` on a CPU.
 
     "auto" takes the kernels, or the reference with a warning when this machine has
-    none. Raises ConfigError when "cpu" is asked for and there are no kernels, or
-    when the name is unknown here.
+    none or they cannot do heads of this size. Raises ConfigError when "cpu" is asked
+    for and there are no such kernels, or when the name is unknown here.
     """
     if name == "reference":
         return ReferenceAttention(kv_cache, shape)
@@ -25,7 +25,8 @@ def create_backend(name: str, kv_cache: KVCache, shape: AttentionShape) -> Atten
         raise ConfigError(f"--attention-backend {name} does not run on a CPU", "attention_backend")
     try:
         kernels = load_kernels()
-    except KernelsUnavailableError as reason:
+        backend = CpuAttention(kernels, kv_cache, shape)
+    except (KernelsUnavailableError, UnsupportedShapeError) as reason:
         if name == "cpu":
             raise ConfigError(
                 f"--attention-backend cpu needs kernels: {reason}", "attention_backend"
@@ -33,4 +34,4 @@ def create_backend(name: str, kv_cache: KVCache, shape: AttentionShape) -> Atten
         logger.warning("attention runs on the slow reference: %s", reason)
         return ReferenceAttention(kv_cache, shape)
     logger.info("attention runs on the %s kernels", kernels.variant)
-    return CpuAttention(kernels, kv_cache, shape)
+    return backend

@@ -87,7 +87,9 @@ def test_the_engine_has_the_defaults_of_the_daemon() -> None:
     assert BenchEngine(select(["decode256"])[0]).parts.kv_cache.enable_caching
 
 
-@pytest.mark.parametrize("name", ["decode1024", "mixed", "preempt", "waiting100", "blocks10000"])
+@pytest.mark.parametrize(
+    "name", ["decode1024", "mixed", "preempt", "tenants", "waiting100", "blocks10000"]
+)
 def test_the_rows_of_the_table_can_be_played(name: str) -> None:
     (workload,) = select([name])
     short = msgspec.structs.replace(

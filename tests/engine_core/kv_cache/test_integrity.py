@@ -175,3 +175,14 @@ def test_each_planted_corruption_is_named(plant: Callable[[Scene], None], expect
     plant(scene)
     found = integrity.check(scene.manager)
     assert any(violation.startswith(expected) for violation in found), found
+
+
+def test_a_large_pool_is_checked_in_many_pieces():
+    """None of them looks at more than a slice, and a fault at the end is found all the same."""
+    manager = make_manager(10 * integrity.SLICE, block_size=4)
+    pieces = list(integrity.check_in_slices(manager))
+    assert len(pieces) > 30
+    assert not any(pieces)
+    manager.pool.ref_counts[10 * integrity.SLICE - 1] = 1
+    found = integrity.check(manager)
+    assert [each.split(":")[0] for each in found] == ["reference count", "free and referenced"]

@@ -357,3 +357,25 @@ def test_random_lives(seed, overlapped):
     for row, tokens in wanted.items():
         if row.request_id not in aborted:
             assert engine.tokens_of(row) == tokens
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 5])
+def test_a_search_that_crashes_may_be_due_to_is_tried_with_all_its_rows(num_steps, overlapped):
+    """None of them gets further without the others."""
+    engine = engine_of(async_scheduling=overlapped)
+    rows = add(engine, PROMPT, 3)
+    for _ in range(num_steps):
+        engine.step()
+    for epoch in range(2, 6):
+        engine.send()
+        engine.lose_workers(epoch)
+    late = engine.add_one([9], 3)
+    handles = {row.handle for row in rows}
+    while not engine.tokens_of(late):
+        output = engine.step_on()
+        assert set(scheduled(output)) <= handles or late.handle in scheduled(output)
+    engine.run()
+    assert outputs(engine, rows) == expected(PROMPT, 3)
+    assert engine.tokens_of(late) == undisturbed([9], 3)
+    engine.assert_at_rest()

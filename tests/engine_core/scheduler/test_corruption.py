@@ -116,6 +116,27 @@ def test_a_block_that_it_filled_last_does_not_become_findable_by_its_end():
     engine.assert_at_rest()
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_it_was_aborted_while_the_step_was_under_way(overlapped):
+    """Nobody hears of it any more, but others would find its blocks."""
+    engine = EngineHarness(block_size=4, async_scheduling=overlapped)
+    gone = engine.add_one(prompt(20), max_tokens=8)
+    other = engine.add_one(prompt(20, 5), max_tokens=8)
+    steps = [engine.scheduler.schedule()]
+    if overlapped:
+        steps.append(engine.scheduler.schedule())
+    engine.scheduler.abort(gone.request_id)
+    assert all(map(engine.kv_cache.is_cached, gone.block_hashes))
+    for step in steps[:-1]:
+        engine.collect(step)
+    assert answer(engine, steps[-1], gone).keys() == {0}, "the other one's token"
+    assert not any(map(engine.kv_cache.is_cached, gone.block_hashes))
+    assert all(map(engine.kv_cache.is_cached, other.block_hashes))
+    assert engine.scheduler.take_stats().num_corrupted == 0, "no request ended because of it"
+    engine.run()
+    engine.assert_at_rest()
+
+
 def test_it_was_preempted_meanwhile():
     """Its blocks are free already, and full of what must not be found."""
     engine = EngineHarness(async_scheduling=True, num_blocks=11)

@@ -69,6 +69,45 @@ def test_who_decodes_keeps_its_token():
     run_and_check(engine, heavy, light, *writers)
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("num_writers", [20, 40, 60, 63, 64, 80])
+def test_a_long_prompt_takes_one_step_more_at_most_however_many_decode(num_writers, overlapped):
+    """Four steps of 64 tokens are what it takes on an idle server."""
+    engine = engine_with(async_scheduling=overlapped, max_num_seqs=100, num_blocks=1000)
+    writers = [add(engine, HEAVY, 10, max_tokens=30) for _ in range(num_writers)]
+    while engine.scheduler.waiting and len(engine.scheduler.running) < 64:
+        engine.step()
+    light = add(engine, LIGHT, 230, max_tokens=2)
+    num_steps = 0
+    while light.num_computed_tokens < 230:
+        engine.step()
+        num_steps += 1
+    assert num_steps <= 5
+    run_and_check(engine, light, *writers)
+
+
+def test_who_makes_way_gets_its_token_again_when_the_prompt_can_spare_it():
+    engine = engine_with(max_num_seqs=60, num_blocks=1000)
+    writers = [add(engine, HEAVY, 10, max_tokens=50) for _ in range(40)]
+    while not all(map(engine.tokens_of, writers)):
+        engine.step()
+    light = add(engine, LIGHT, 150, max_tokens=2)
+    assert scheduled(engine.step()) == {light.handle: 64}
+    assert scheduled(engine.step()) == {light.handle: 64}
+    all_of_them = {each.handle: 1 for each in writers}
+    assert scheduled(engine.step()) == all_of_them | {light.handle: 22}
+    run_and_check(engine, light, *writers)
+
+
+def test_nobody_makes_way_for_who_would_then_be_served_more():
+    engine = engine_with(max_num_seqs=60, num_blocks=1000, max_model_len=300)
+    writers = [add(engine, HEAVY, 1, max_tokens=100) for _ in range(50)]
+    engine.step()
+    light = add(engine, LIGHT, 250, max_tokens=2)
+    assert scheduled(engine.step()) == {each.handle: 1 for each in writers} | {light.handle: 14}
+    run_and_check(engine, light, *writers)
+
+
 def test_prompts_of_the_same_tenant_keep_their_order():
     engine = engine_with()
     first = add(engine, HEAVY, 300)

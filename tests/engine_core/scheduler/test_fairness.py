@@ -19,6 +19,7 @@ FLOODS = {
     "answers that fill the pool": ((60, 300), {"num_blocks": 300}),
     "a pool for two of the longest": ((60, 100), {"num_blocks": 303}),
     "hardly any seats": ((500, 50), {"max_num_seqs": 2}),
+    "decodes that fill a step": ((10, 200), {"max_num_seqs": 100, "num_blocks": 4000}),
 }
 
 
@@ -88,6 +89,7 @@ def waits(flood, settings):
         *[(kind, False) for kind in FLOODS],
         ("short prompts", True),
         ("answers that fill the pool", True),
+        ("decodes that fill a step", True),
     ],
 )
 def test_under_a_flood_the_first_token_is_two_steps_later_at_most(kind, overlapped):

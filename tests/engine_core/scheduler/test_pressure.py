@@ -192,3 +192,26 @@ def test_a_smaller_chunk_may_fit_where_a_larger_one_did_not():
     second = engine.add_one(prompt(20, 1), max_tokens=1)
     assert scheduled(engine.step()) == {first.handle: 16}
     assert scheduled(engine.step()) == {first.handle: 12, second.handle: 4}
+
+
+def test_a_request_without_room_is_looked_up_again_when_a_window_has_lost_a_part_of_its_prefix():
+    """Of the blocks 10 to 13 that it starts from, two are given away, but not the last one.
+
+    Without them it starts from nothing, and its first eight tokens need fewer blocks than the
+    four that it found in the free queue and the four new ones.
+    """
+    engine = EngineHarness(
+        num_blocks=19, block_size=2, windows=(9,), long_prefill_token_threshold=8
+    )
+    engine.add_one(prompt(36, 0), max_tokens=1)
+    engine.run()
+    goes_on = [*prompt(36, 0), 998]
+    runners = [engine.add_one(each, max_tokens=9) for each in (goes_on, prompt(7, 2), prompt(5, 3))]
+    engine.step()
+    assert engine.scheduler.running == runners
+    head = engine.add_one([*prompt(28, 0), *prompt(10, 4)], max_tokens=1)
+    assert head.handle not in scheduled(engine.step())
+    assert scheduled(engine.step())[head.handle] == 8
+    assert head.num_cached_tokens == 0
+    engine.run()
+    engine.assert_at_rest()

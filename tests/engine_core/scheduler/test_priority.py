@@ -115,22 +115,22 @@ def test_a_victim_that_was_planned_is_taken_out_of_the_plan():
 
 
 def test_a_chunk_that_is_taken_back_leaves_nothing_to_be_found():
-    """Five usable blocks: the second chunk of `low` takes the last two, then `high` needs one."""
+    """Seven usable blocks: the third chunk of `low` takes the last two, then `high` needs one."""
     engine = by_priority(
-        num_blocks=6, block_size=4, max_num_batched_tokens=12, long_prefill_token_threshold=8
+        num_blocks=8, block_size=4, max_num_batched_tokens=12, long_prefill_token_threshold=8
     )
-    low = engine.add_one(list(range(17)), priority=5, max_tokens=1)
+    low = engine.add_one(list(range(25)), priority=5, max_tokens=1)
+    assert scheduled(engine.step()) == {low.handle: 8}
     high = engine.add_one(list(range(100, 104)), priority=1, max_tokens=8)
-    assert scheduled(engine.step()) == {high.handle: 4, low.handle: 8}
-    engine.scheduler.running.reverse()  # as if `low` had come first
+    assert scheduled(engine.step()) == {low.handle: 8, high.handle: 4}
     output = engine.scheduler.schedule()
     assert output.preempted_handles == [low.handle]
     assert scheduled(output) == {high.handle: 1}
-    assert engine.kv_cache.get_computed_blocks(low).num_tokens == 8
+    assert engine.kv_cache.get_computed_blocks(low).num_tokens == 16
     assert check(engine.kv_cache) == []
     engine.collect(output)
     engine.run()
-    assert engine.tokens_of(low) == undisturbed(list(range(17)), 1)
+    assert engine.tokens_of(low) == undisturbed(list(range(25)), 1)
     assert engine.tokens_of(high) == undisturbed(list(range(100, 104)), 8)
     engine.assert_at_rest()
 

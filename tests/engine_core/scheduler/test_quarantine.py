@@ -10,6 +10,43 @@ from tests.fakes.paged_runner import undisturbed
 BOTH = pytest.mark.parametrize("overlapped", [False, True])
 
 
+class Herald:
+    """told: whose beginning was told, and whether it is alone."""
+
+    def __init__(self, engine):
+        self.told = []
+        engine.scheduler.tell_begun(self)
+
+    def begins(self, request, *, alone):
+        self.told.append((request, alone))
+
+    @property
+    def trials(self):
+        return [request for request, alone in self.told if alone]
+
+
+class DeadlyGate:
+    """The engine dies in its own books when it decides about this prompt."""
+
+    status = RequestStatus.WAITING
+
+    def __init__(self, prompt):
+        self._prompt = prompt
+
+    def attach(self, wake): ...
+
+    def begin(self, plan): ...
+
+    def holds(self, candidate):
+        if candidate.request.prompt_token_ids == self._prompt:
+            raise ZeroDivisionError
+        return False
+
+    def admitted(self, request, num_new_tokens): ...
+
+    def forget(self, request): ...
+
+
 def crash(engine):
     """The workers die over the step that is sent."""
     sent = engine.send()
@@ -20,20 +57,22 @@ def crash(engine):
 @BOTH
 def test_three_crashes_without_a_token_make_suspects_who_are_tried_one_by_one(overlapped):
     engine = EngineHarness(async_scheduling=overlapped)
+    herald = Herald(engine)
     requests = [engine.add_one([each], 3) for each in range(1, 4)]
     for _ in range(3):
         sent, _ = crash(engine)
         assert set(scheduled(sent)) == {each.handle for each in requests}
-        assert engine.scheduler.take_trials() == []
+        assert herald.told == []
     late = engine.add_one([9], 3)
     for suspect in requests:
         output = engine.step()
         assert set(scheduled(output)) == {suspect.handle}
-        assert engine.scheduler.take_trials() == [suspect]
+        assert herald.trials[-1] is suspect
         assert late.status in (RequestStatus.WAITING_FOR_TRIAL, RequestStatus.WAITING)
         while not engine.tokens_of(suspect):
             assert set(scheduled(engine.step())) <= {suspect.handle}
     engine.run()
+    assert herald.told == [(each, True) for each in requests]
     for each in [*requests, late]:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 3)
         assert each.crash_count == 0 or each is late
@@ -60,14 +99,96 @@ def test_the_one_that_crashes_alone_is_ended_and_the_others_go_on():
 
 def test_a_token_in_between_starts_the_count_anew():
     engine = EngineHarness()
+    herald = Herald(engine)
     request = engine.add_one([1], 20)
     for _ in range(6):
         crash(engine)
         crash(engine)
         engine.step()
-        assert engine.scheduler.take_trials() == []
+        assert herald.trials == []
     engine.run()
     assert engine.tokens_of(request) == undisturbed([1], 20)
+
+
+@BOTH
+def test_a_long_prompt_that_gets_further_each_time_is_no_suspect(overlapped):
+    engine = EngineHarness(async_scheduling=overlapped, max_num_batched_tokens=8)
+    herald = Herald(engine)
+    request = engine.add_one(list(range(200)), 3)
+    for num_steps in range(2, 20, 3):
+        for _ in range(num_steps):
+            engine.step()
+        crash(engine)
+        assert herald.trials == []
+        assert request.crash_count == 1
+    engine.run()
+    assert engine.tokens_of(request) == undisturbed(list(range(200)), 3)
+    engine.assert_at_rest()
+
+
+@BOTH
+def test_who_has_computed_all_that_was_under_way_is_no_suspect_any_more(overlapped):
+    engine = EngineHarness(async_scheduling=overlapped, max_num_batched_tokens=8)
+    suspect = engine.add_one(list(range(200)), 3)
+    for _ in range(3):
+        for _ in range(4):
+            engine.step()
+        crash(engine)
+    assert suspect.crash_count == 3
+    while suspect.crash_count:
+        engine.step()
+        assert not engine.tokens_of(suspect)
+    assert suspect.num_computed_tokens >= 40, "four steps and the one of the crash"
+    engine.run()
+    assert engine.tokens_of(suspect) == undisturbed(list(range(200)), 3)
+
+
+@BOTH
+@pytest.mark.parametrize("place", [0, 7, 8, 100, 177, 199])
+def test_what_dies_at_one_place_is_ended_after_five_crashes_however_it_is_cut(overlapped, place):
+    """Those beside it have another length in each life, and so has its own share of a step."""
+    engine = EngineHarness(
+        async_scheduling=overlapped, max_num_batched_tokens=16, num_blocks=200, max_model_len=400
+    )
+    others = [engine.add_one([each], 150, ignore_eos=True) for each in range(5)]
+    for _ in range(5):
+        engine.step()
+    poison = engine.add_one(list(range(200)), 3)
+    chunks = set()
+    for _ in range(5):
+        assert engine.reason_of(poison) is None
+        while poison.num_computed_tokens <= place:
+            engine.send()
+            if poison.num_computed_tokens <= place:
+                engine.receive()
+        chunks.add(poison.num_computed_tokens)
+        engine.lose_workers(engine.scheduler.worker_epoch + 1)
+    assert engine.reason_of(poison) is FinishReason.ERROR
+    assert len(chunks) > 1 or place not in (100, 177)
+    engine.run()
+    for each in others:
+        assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 150)
+
+
+@BOTH
+def test_how_far_it_is_can_be_told_of_who_saw_an_engine_die(overlapped):
+    engine = EngineHarness(async_scheduling=overlapped, max_num_batched_tokens=8)
+    request = engine.add_one(list(range(30)), 3, crash_count=1)
+    other = engine.add_one([9], 3)
+    told = []
+    while not engine.tokens_of(request):
+        engine.send()
+        ((who, computed),) = engine.scheduler.crash_progress() or [(None, 0)]
+        if who is not None:
+            assert who is request
+            told.append((computed, request.num_computed_tokens))
+        engine.receive()
+    assert [under_way for _, under_way in told] == sorted(under_way for _, under_way in told)
+    assert all(computed <= under_way - 8 for computed, under_way in told[:3])
+    assert told[3][0] >= 8
+    engine.run()
+    assert engine.scheduler.crash_progress() == []
+    assert engine.tokens_of(other) == undisturbed([9], 3)
 
 
 def test_who_only_waited_is_no_suspect():
@@ -127,3 +248,36 @@ def test_a_suspect_with_a_long_prompt_keeps_its_trial_until_its_token():
     engine.run()
     assert engine.tokens_of(suspect) == undisturbed(list(range(30)), 3)
     assert engine.tokens_of(other) == undisturbed([9], 3)
+
+
+def test_a_trial_is_told_before_the_engine_can_die_of_deciding_its_step():
+    engine = EngineHarness(gates=[DeadlyGate([1])])
+    herald = Herald(engine)
+    poison = engine.add_one([1], 3, crash_count=3)
+    engine.add_one([2], 3, crash_count=3)
+    with pytest.raises(ZeroDivisionError):
+        engine.send()
+    assert herald.told == [(poison, True)]
+
+
+def test_who_saw_an_engine_die_is_told_of_when_it_is_begun_with_and_not_while_it_waits():
+    engine = EngineHarness(max_num_seqs=1, gates=[DeadlyGate([3])])
+    herald = Herald(engine)
+    first, second, third = [engine.add_one([each], 3, crash_count=1) for each in range(1, 4)]
+    engine.step()
+    assert herald.told == [(first, False)]
+    with pytest.raises(ZeroDivisionError):
+        engine.run()
+    assert herald.told == [(first, False), (second, False), (third, False)]
+    assert third.status is RequestStatus.WAITING
+
+
+def test_who_finds_no_room_is_told_of_once():
+    engine = EngineHarness(num_blocks=5, block_size=4, max_model_len=16)
+    herald = Herald(engine)
+    engine.add_one([1] * 12, 4, ignore_eos=True)
+    waits = engine.add_one([2] * 12, 4, crash_count=1)
+    for _ in range(3):
+        engine.step()
+        assert waits.status is RequestStatus.WAITING
+    assert herald.told == [(waits, False)]

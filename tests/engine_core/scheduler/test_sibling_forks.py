@@ -3,6 +3,9 @@
 import pytest
 
 from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.gates import Candidate
+from engine_core.scheduler.sibling_forks import SiblingForks
+from engine_core.scheduler.step_plan import StepPlan
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.gates import FakeGate
 from tests.fakes.paged_runner import undisturbed
@@ -292,3 +295,57 @@ def test_a_gate_before_it_may_hold_any_of_them():
     assert scheduled(engine.step())[requests[0].handle] == 1
     engine.run()
     assert_right(engine, requests, 4)
+
+
+class Watched(dict):
+    """Choices by number; counts how often somebody goes through them."""
+
+    num_looks = 0
+
+    def values(self):
+        self.num_looks += 1
+        return super().values()
+
+
+def test_a_step_looks_at_nobody_who_waits_for_the_prompt():
+    engine = engine_of()
+    requests = engine.add(PROMPT, max_tokens=2, n=50)
+    choices = Watched({each.choice: each for each in requests})
+    gate = SiblingForks(engine.kv_cache, {requests[0].request_id: choices})
+    woken = []
+    gate.attach(woken.append)
+    first = requests[0]
+    first.status = RequestStatus.RUNNING
+    for each in requests[1:]:
+        assert gate.holds(Candidate(each, engine.kv_cache))
+    choices.num_looks = 0
+    for _ in range(10):
+        gate.begin(StepPlan(100, 0.0))
+    assert (choices.num_looks, woken) == (0, [])
+    first.num_computed_tokens = len(PROMPT)
+    gate.begin(StepPlan(100, 0.0))
+    assert woken == requests[1:]
+    assert choices.num_looks == 0
+
+
+def test_who_gives_way_in_the_pass_itself_does_not_wait_for_its_own_prompt():
+    engine = engine_of()
+    first, second = engine.add(PROMPT, max_tokens=2, n=2)
+    gate = SiblingForks(engine.kv_cache, {first.request_id: {0: first, 1: second}})
+    first.status = RequestStatus.RUNNING
+    assert gate.holds(Candidate(second, engine.kv_cache))
+    first.status = RequestStatus.PREEMPTED
+    assert not gate.holds(Candidate(first, engine.kv_cache))
+
+
+def test_where_one_that_computes_the_prompt_gives_way_another_is_waited_for():
+    engine = engine_of(long_prefill_token_threshold=4)
+    requests = engine.add(PROMPT, max_tokens=2, n=4)
+    engine.step()
+    assert [each.status for each in requests[1:]] == [WAITS] * 3
+    engine.scheduler.reset_prefix_cache(preempting=True)
+    engine.step()
+    assert requests[0].status is RequestStatus.RUNNING
+    assert [each.status for each in requests[1:]] == [WAITS] * 3
+    engine.run()
+    assert_right(engine, requests, 2)

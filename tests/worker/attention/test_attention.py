@@ -10,7 +10,7 @@ import torch
 from tests.worker.attention.steps import LAYER, Case, Step
 from tests.worker.kernel_variants import each_variant, load_variant
 from worker.attention.base import AttentionBackend, AttentionInputs, AttentionShape
-from worker.attention.cpu import CpuAttention, StepPlan
+from worker.attention.cpu import CpuAttention, StepPlan, UnsupportedShapeError
 from worker.attention.reference import ReferenceAttention
 from worker.kernels import Step as StepStructure
 from worker.kv_cache import KVCache, kv_cache_geometry
@@ -211,7 +211,7 @@ def test_infinite_scores_in_float16_stay_apart(variant) -> None:
 def test_head_dim_must_be_a_multiple_of_eight() -> None:
     layout = kv_layout([None])
     cache = KVCache(kv_cache_geometry(layout, 1, 12, torch.float32), layout, 2, 16)
-    with pytest.raises(ValueError, match="multiple of 8"):
+    with pytest.raises(UnsupportedShapeError, match="multiple of 8"):
         CpuAttention(None, cache, Case(((0, 1),), head_dim=12).shape)  # type: ignore[arg-type]
 
 

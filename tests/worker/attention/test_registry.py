@@ -57,6 +57,21 @@ def test_cpu_without_kernels_is_a_config_error(kv_cache: KVCache, no_kernels: No
     assert raised.value.parameter == "attention_backend"
 
 
+def test_heads_that_the_kernels_cannot_do(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        load_kernels()
+    except KernelsUnavailableError as reason:
+        pytest.skip(str(reason))
+    layout = kv_layout([None])
+    kv_cache = KVCache(kv_cache_geometry(layout, 1, 12, torch.float32), layout, 2, 4)
+    shape = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=12, scale=1.0)
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(registry.create_backend("auto", kv_cache, shape), ReferenceAttention)
+    assert "head_dim must be a multiple of 8, got 12" in caplog.text
+    with pytest.raises(ConfigError, match="--attention-backend cpu needs kernels: head_dim"):
+        registry.create_backend("cpu", kv_cache, shape)
+
+
 def test_a_backend_of_another_device_is_a_config_error(kv_cache: KVCache) -> None:
     with pytest.raises(ConfigError, match="flashinfer does not run on a CPU"):
         registry.create_backend("flashinfer", kv_cache, SHAPE)

@@ -1,0 +1,130 @@
+"""Whom the API key lets in, and to what."""
+
+import asyncio
+import hmac
+import importlib
+import pkgutil
+
+import httpx
+import pytest
+from fastapi import APIRouter
+
+from api_server import middleware, routes
+from api_server.app import create_app
+from proto.config import FrontEndConfig
+
+
+async def test_api_key(start, say):
+    config = FrontEndConfig(api_key="sésame")
+    key = "sésame".encode()
+    async with start(say("!"), config=config) as front_end:
+        for path in ("/health", "/health/live", "/health/ready", "/ping", "/version"):
+            assert (await front_end.http.get(path)).status_code == 200
+        guarded = ("/v1/models", "/metrics", "/openapi.json", "/nowhere", "//health", "/health/")
+        for path in guarded:
+            assert (await front_end.http.get(path)).status_code == 401, path
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": b"Basic " + key},
+            {"authorization": "Bearer"},
+            {"x-api-key": ""},
+        ):
+            response = await front_end.http.post(
+                "/v1/completions", json={"prompt": "x"}, headers=headers
+            )
+            assert response.status_code == 401
+            assert response.json()["error"]["type"] == "AuthenticationError"
+        for headers in ({"authorization": b"Bearer " + key}, {"x-api-key": key}):
+            response = await front_end.http.post(
+                "/v1/completions", json={"prompt": "x"}, headers=headers
+            )
+            assert response.status_code == 200
+
+
+async def test_keys_are_compared_in_constant_time(start, monkeypatch):
+    compared = []
+
+    def watched(given, key):
+        compared.append((given, key))
+        return compare_digest(given, key)
+
+    compare_digest = hmac.compare_digest
+    monkeypatch.setattr(middleware.hmac, "compare_digest", watched)
+    async with start(config=FrontEndConfig(api_key="right")) as front_end:
+        for headers in ({"authorization": "Bearer wrong"}, {"x-api-key": "wr"}):
+            assert (await front_end.http.get("/v1/models", headers=headers)).status_code == 401
+    assert compared == [(b"wrong", b"right"), (b"wr", b"right")]
+
+
+OPEN = {"/health", "/health/live", "/health/ready", "/ping", "/version"}
+"""What may be open; a path that is not here must not be opened by the way."""
+TRICKS = (
+    *("//v1/models", "/v1//models", "/v1/models/", "/./v1/models", "/health/../v1/models"),
+    *("/v1/%6dodels", "/%76%31/models", "/v1%2fmodels", "/health%2f..%2fmetrics", "/metrics%00"),
+    *("/metrics;/health", "/metrics?/health", "/health;/../metrics", "/HEALTH", "/health%20"),
+    *("/health/", "//health", "/version/../metrics", "\\health", "/openapi.json", "/docs"),
+    *("http://x/metrics", "http://health/v1/models", "/nowhere", "*"),
+)
+"""Ways to name a path that is guarded, or one that is not there."""
+
+
+def all_paths(app) -> set[str]:
+    """Of the application itself and of every module with routes."""
+    modules = [
+        importlib.import_module(f"{routes.__name__}.{each.name}")
+        for each in pkgutil.iter_modules(routes.__path__)
+    ]
+    routers = [each.__dict__.get("router", APIRouter()) for each in modules]
+    found = [*app.routes, *(route for router in routers for route in router.routes)]
+    return {route.path for route in found if hasattr(route, "path")}
+
+
+async def test_the_key_guards_every_other_route(start):
+    """Every route that the application has, whether or not it is documented."""
+    async with start(config=FrontEndConfig(api_key="k")) as front_end:
+        paths = all_paths(create_app(front_end.services))
+        assert {"/v1/completions", "/v1/chat/completions", "/metrics"} <= paths
+        assert OPEN & paths >= middleware.OPEN_PATHS
+        methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PURGE")
+        for path in sorted(paths):
+            for method in methods:
+                response = await front_end.http.request(method, path.replace("{name:path}", "x"))
+                is_open = path in middleware.OPEN_PATHS
+                assert (response.status_code != 401) == is_open, (method, path)
+
+
+async def raw_status(front_end, target: str, *lines: str) -> int:
+    """The status for a request target that no client library would send as it is."""
+    url = httpx.URL(front_end.url)
+    reader, writer = await asyncio.open_connection("127.0.0.1", url.port)
+    head = [f"GET {target} HTTP/1.1", *(lines or ["Host: x"]), "Connection: close", "", ""]
+    writer.write("\r\n".join(head).encode())
+    status = (await reader.readline()).split()[1]
+    writer.close()
+    return int(status)
+
+
+async def test_no_way_of_writing_a_path_or_a_host_gets_past_the_key(start):
+    async with start(config=FrontEndConfig(api_key="k")) as front_end:
+        for target in TRICKS:
+            assert await raw_status(front_end, target) in (400, 401), target
+        for host in ("", "localhost", "127.0.0.1", "/health", "health", "x:y", "x@health"):
+            assert await raw_status(front_end, "/metrics", f"Host: {host}") in (400, 401), host
+        for name in ("X-Forwarded-Prefix", "X-Original-URL", "X-Rewrite-URL", "X-HTTP-Method"):
+            lines = ("Host: x", f"{name}: /health")
+            assert await raw_status(front_end, "/metrics", *lines) == 401, name
+        assert await raw_status(front_end, "/health") == 200
+        assert await raw_status(front_end, "/metrics", "Host: x", "X-Api-Key: k") == 200
+
+
+@pytest.mark.parametrize(("key", "status"), [(None, 405), ("secret", 401)])
+async def test_browsers_of_other_origins_are_not_let_in(start, key, status):
+    headers = {"Origin": "http://elsewhere", "Access-Control-Request-Method": "POST"}
+    async with start(config=FrontEndConfig(api_key=key)) as front_end:
+        preflight = await front_end.http.options("/v1/completions", headers=headers)
+        health = await front_end.http.get("/health", headers=headers)
+    assert preflight.status_code == status
+    assert health.status_code == 200
+    for response in (preflight, health):
+        assert not [name for name in response.headers if name.startswith("access-control")]

@@ -1,0 +1,130 @@
+"""Several front ends and one /metrics: whichever of them is asked, it shows the same."""
+
+import os
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from api_server.metric_sheet import MetricSheet
+from api_server.metrics import Metrics
+from proto.stats import METRIC_BYTES, SchedulerStats
+
+ENGINE = 4
+
+
+class Daemon:
+    """The shared memory, and front ends over it."""
+
+    def __init__(self, num_front_ends=2):
+        self.descriptor = os.memfd_create("metrics")
+        os.ftruncate(self.descriptor, num_front_ends * METRIC_BYTES)
+        self.front_ends = [self.front_end(row, num_front_ends) for row in range(num_front_ends)]
+
+    def front_end(self, row, num_rows=2, incarnation=0, num_hung=0):
+        sheet = MetricSheet.shared(self.descriptor, row, num_rows)
+        metrics = Metrics("toy", sheet, incarnation, num_hung)
+        metrics.meet_engine(ENGINE)
+        return metrics
+
+    def shown(self, name):
+        """What every front end shows, which is to be one number."""
+        (value,) = {sample(each, name) for each in self.front_ends}
+        return value
+
+
+def sample(metrics, name, **labels):
+    wanted = {**labels}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        for each in family.samples:
+            if each.name == name and wanted.items() <= each.labels.items():
+                return each.value
+    raise AssertionError(f"{name} is not shown")
+
+
+def test_counters_and_histograms_are_those_of_all_front_ends():
+    daemon = Daemon()
+    first, second = daemon.front_ends
+    first.prompt_accepted(7)
+    second.prompt_accepted(40)
+    second.choice_ended("stop", 3)
+    assert daemon.shown("vllm:prompt_tokens_total") == 47
+    assert daemon.shown("vllm:request_prompt_tokens_count") == 2
+    assert daemon.shown("vllm:request_prompt_tokens_sum") == 47
+    for each in daemon.front_ends:
+        assert sample(each, "vllm:request_prompt_tokens_bucket", le="10.0") == 1
+        assert sample(each, "vllm:request_success_total", finished_reason="stop") == 1
+
+
+def test_a_step_counts_once_and_its_gauges_hold_until_the_next_whoever_is_told():
+    daemon = Daemon()
+    first, second = daemon.front_ends
+    first.scheduler_stats(SchedulerStats(3, 4, 0.25, num_preemptions=2), ENGINE, 10.0)
+    second.scheduler_stats(SchedulerStats(5, 0, 0.5, num_preemptions=1), ENGINE, 11.0)
+    assert daemon.shown("vllm:num_requests_running") == 5
+    assert daemon.shown("vllm:kv_cache_usage_perc") == 0.5
+    assert daemon.shown("vllm:num_preemptions_total") == 3
+    first.scheduler_stats(SchedulerStats(1, 0, 0.125), ENGINE, 12.0)
+    assert daemon.shown("vllm:num_requests_running") == 1
+    assert daemon.shown("vllm:kv_cache_usage_perc") == 0.125
+
+
+def test_engines_beside_each_other_are_added_up_and_one_that_is_gone_shows_nothing():
+    daemon = Daemon()
+    first, second = daemon.front_ends
+    for each in daemon.front_ends:
+        each.meet_engine(9)
+    first.scheduler_stats(SchedulerStats(3, 1, 0.25), ENGINE, 10.0)
+    second.scheduler_stats(SchedulerStats(2, 0, 0.5), 9, 11.0)
+    assert daemon.shown("vllm:num_requests_running") == 5
+    for each in daemon.front_ends:
+        each.forget_engine(ENGINE)
+    assert daemon.shown("vllm:num_requests_running") == 2
+    for epoch in range(20, 40):
+        for each in daemon.front_ends:
+            each.meet_engine(epoch)
+        first.scheduler_stats(SchedulerStats(epoch, 0, 0.0), epoch, float(epoch))
+        assert daemon.shown("vllm:num_requests_running") == epoch + 2
+        for each in daemon.front_ends:
+            each.forget_engine(epoch)
+
+
+def test_a_front_end_that_dies_leaves_its_counts_to_the_next():
+    daemon = Daemon()
+    first, second = daemon.front_ends
+    first.prompt_accepted(7)
+    first.scheduler_stats(SchedulerStats(3, 4, 0.25, num_preemptions=2), ENGINE, 10.0)
+    second.restarted("api_server", hung=False)
+    daemon.front_ends[0] = daemon.front_end(0, incarnation=1)
+    assert daemon.shown("vllm:prompt_tokens_total") == 7
+    assert daemon.shown("vllm:num_preemptions_total") == 2
+    assert daemon.shown("vllm:num_requests_running") == 3
+    daemon.front_ends[0].prompt_accepted(1)
+    assert daemon.shown("vllm:prompt_tokens_total") == 8
+
+
+def test_what_all_are_told_counts_once_also_where_one_was_dead():
+    daemon = Daemon()
+    second = daemon.front_ends[1]
+    for each in daemon.front_ends:
+        each.restarted("worker", hung=True)
+    second.restarted("api_server", hung=False)  # front end 0 is dead and hears nothing
+    second.restarted("worker", hung=False)
+    daemon.front_ends[0] = daemon.front_end(0, incarnation=1)
+    for each in daemon.front_ends:
+        each.restarted("worker", hung=False)
+        assert sample(each, "tokend:restarts_total", role="api") == 1
+    for each in daemon.front_ends:
+        assert sample(each, "tokend:restarts_total", role="worker") == 3
+        assert sample(each, "tokend:watchdog_kills_total", role="worker") == 1
+
+
+def test_a_lone_front_end_knows_of_its_own_restarts():
+    """While it was dead there was nobody to be told of it."""
+    daemon = Daemon(1)
+    reborn = daemon.front_end(0, 1, incarnation=2, num_hung=1)
+    assert sample(reborn, "tokend:restarts_total", role="api") == 2
+    assert sample(reborn, "tokend:watchdog_kills_total", role="api") == 1
+
+
+def test_figures_of_a_process_are_shown_where_there_is_one():
+    assert "process_resident_memory_bytes" in Metrics("toy", MetricSheet.of_one()).text().decode()
+    assert "process_resident_memory_bytes" not in Daemon().front_ends[0].text().decode()

@@ -1,0 +1,66 @@
+"""What /metrics shows."""
+
+import asyncio
+
+from proto.errors import ErrorInfo
+from proto.stats import KVEviction, SchedulerStats
+from tests.api_server.conftest import samples
+
+
+async def test_metrics(start, say, tokenizer):
+    async with start(say(" world")) as front_end:
+        before = await samples(front_end)
+        assert before["vllm:request_success_total,stop"] == 0
+        assert before["vllm:corrupted_requests_total"] == 0
+        assert "process_resident_memory_bytes" in before
+        await front_end.complete(n=2)
+        await front_end.complete(max_tokens=1)
+        front_end.engine.send_outputs(
+            stats=SchedulerStats(3, 4, 0.25, 5, 60, 30, num_scheduled_tokens=17, num_corrupted=2)
+        )
+        evictions = [KVEviction(12.0, 7.0, [2.0, 3.0]), KVEviction(0.25, 0.25)]
+        front_end.engine.send_outputs(
+            stats=SchedulerStats(1, 5, 0.5, 1, 4, 2, kv_evictions=evictions, num_deferred=2)
+        )
+        await front_end.services.client.admin("check_integrity")
+        found = await samples(front_end)
+        output = len(tokenizer.encode(" world").ids) + 1
+        prompt = len(tokenizer.encode("hello").ids)
+        assert found["vllm:num_requests_running"] == 1
+        assert found["vllm:num_requests_waiting"] == 5
+        assert found["vllm:num_requests_waiting_by_reason,capacity"] == 3
+        assert found["vllm:num_requests_waiting_by_reason,deferred"] == 2
+        assert found["vllm:kv_cache_usage_perc"] == 0.5
+        assert found["vllm:num_preemptions_total"] == 6
+        assert found["vllm:corrupted_requests_total"] == 2
+        assert found["vllm:prefix_cache_queries_total"] == 64
+        assert found["vllm:prefix_cache_hits_total"] == 32
+        assert found["vllm:prompt_tokens_total"] == 2 * prompt
+        assert found["vllm:generation_tokens_total"] == 2 * output + 1
+        assert found["vllm:request_success_total,stop"] == 2
+        assert found["vllm:request_success_total,length"] == 1
+        assert found["vllm:time_to_first_token_seconds_count"] == 3
+        assert found["vllm:inter_token_latency_seconds_count"] == 2 * (output - 1)
+        assert found["vllm:e2e_request_latency_seconds_count"] == 2
+        assert found["vllm:request_queue_time_seconds_count"] == 2
+        assert found["vllm:request_prompt_tokens_sum"] == 2 * prompt
+        assert found["vllm:request_generation_tokens_sum"] == 2 * output + 1
+        assert found["vllm:iteration_tokens_total_count"] == 1
+        assert found["vllm:iteration_tokens_total_bucket,16.0"] == 0
+        assert found["vllm:iteration_tokens_total_bucket,32.0"] == 1
+        assert found["vllm:iteration_tokens_total_bucket,+Inf"] == 1
+        assert found["vllm:kv_block_lifetime_seconds_count"] == 2
+        assert found["vllm:kv_block_lifetime_seconds_sum"] == 12.25
+        assert found["vllm:kv_block_lifetime_seconds_bucket,0.5"] == 1
+        assert found["vllm:kv_block_idle_before_evict_seconds_sum"] == 7.25
+        assert found["vllm:kv_block_reuse_gap_seconds_count"] == 2
+        assert found["vllm:kv_block_reuse_gap_seconds_sum"] == 5
+
+
+async def test_only_whole_answers_have_a_latency(start):
+    async with start(accepts=True) as front_end:
+        waiting = asyncio.create_task(front_end.complete())
+        request = await front_end.engine.requests.get()
+        front_end.engine.refuse(request, ErrorInfo("internal", "broken"))
+        assert (await waiting).status_code >= 400
+        assert (await samples(front_end))["vllm:e2e_request_latency_seconds_count"] == 0

@@ -1,0 +1,107 @@
+"""`tokend reload`, and what SIGHUP means where there is a terminal."""
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from deploy import reload_command
+from proto.errors import ConfigError
+from tests.fakes.supervised import FAKE_DAEMON, Start, eventually
+
+BEGUN = "tokend: reloading"
+DONE = "tokend: reloaded after"
+FAILED = "tokend: the reload failed, nothing has changed: "
+
+
+def test_the_command_waits_and_says_how_it_went(
+    begin: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon = begin()
+    parent = str(daemon.run_parent)
+    (run_dir,) = daemon.run_parent.iterdir()
+    for words in ([], ["--pid", str(daemon.process.pid)], ["--run-directory", str(run_dir)]):
+        assert reload_command.main(words, parent) == 0
+        assert capsys.readouterr().out == "reloaded\n"
+    assert daemon.text.count(DONE) == 3
+
+
+def test_the_command_fails_with_the_reload(
+    begin: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon = begin("model=broken")
+    assert reload_command.main([f"--pid={daemon.process.pid}"], str(daemon.run_parent)) == 1
+    assert capsys.readouterr().err == f"{FAILED}the model is broken\n"
+
+
+@pytest.mark.parametrize("words", [["--pid"], ["--pid", "1", "2"], ["now"], ["--pid", "1"], []])
+def test_a_command_that_finds_nobody(words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        reload_command.main(words, str(tmp_path))
+
+
+def test_a_daemon_that_ends_meanwhile_is_an_error(begin: Start, tmp_path: Path) -> None:
+    daemon = begin()
+    parent, pid = daemon.run_parent, daemon.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    words = [sys.executable, "-m", "deploy.cli", "reload", f"--pid={pid}"]
+    environment = os.environ | {"XDG_RUNTIME_DIR": str(parent)}
+    command = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment)
+    assert eventually(lambda: "SIGHUP" in pending(pid))
+    daemon.process.kill()
+    daemon.process.wait()
+    assert command.wait() == 1
+    assert "ended" in command.stderr.read()
+
+
+def pending(pid: int) -> str:
+    """SIGHUP, when it waits to be handled by a stopped process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    masks = [
+        line.split()[1] for line in status.splitlines() if line.startswith(("SigPnd", "ShdPnd"))
+    ]
+    return "SIGHUP" if any(int(mask, 16) & 1 << signal.SIGHUP - 1 for mask in masks) else ""
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_terminal_that_closes_ends_the_daemon_unless_it_was_told_to_ignore_that(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, nohup: bool
+) -> None:
+    """Started with a terminal of its own, which is closed then."""
+    master, slave = os.openpty()
+
+    def take_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+
+    log = tmp_path / "log"
+    parent = tmp_path_factory.mktemp("run")  # a short path, for sockets
+    with log.open("w") as stream:
+        daemon = subprocess.Popen(
+            [sys.executable, str(FAKE_DAEMON), str(parent)],
+            stdin=slave,
+            stdout=stream,
+            stderr=stream,
+            preexec_fn=take_terminal,
+        )
+    try:
+        os.close(slave)
+        assert eventually(lambda: "is ready" in log.read_text())
+        os.kill(daemon.pid, signal.SIGHUP)
+        assert eventually(lambda: DONE in log.read_text()), "the terminal is there: a reload"
+        os.close(master)
+        if nohup:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(daemon.pid, signal.SIGTERM)
+        assert daemon.wait(30) == 0
+        assert log.read_text().count(BEGUN) == 1
+    finally:
+        daemon.kill()
+        daemon.wait()

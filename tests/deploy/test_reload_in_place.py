@@ -1,0 +1,55 @@
+"""Reloads in place, phase by phase: one generation after the other."""
+
+from proto import PROTOCOL_VERSION
+from proto.errors import ModelError
+from proto.lifecycle import DropEngine, EngineReady, NewEngine, NextEngine, SwitchEngine
+from tests.fakes import boots
+from tests.fakes.reload_case import NEW, Case, roles
+
+
+def test_in_place() -> None:
+    case = Case("in-place")
+    case.ask()
+    assert case.told == [NextEngine(2, NEW, in_place=True)]
+    assert case.members(2) == []
+    case.switch(2)
+    assert case.told[1:] == [NewEngine(2, 2, died=False)]
+    assert case.ended == []
+    case.end(1)
+    assert roles(case.members(2)) == ["worker", "worker", "engine_core"]
+    case.say(EngineReady(PROTOCOL_VERSION, 2, 1, 1, 1, 1, "x"))
+    assert case.told[-1] == SwitchEngine(2)
+    assert case.ended == [("", False)]
+    assert not case.die(case.members(2)[0]), "from now on a death is one like any other"
+
+
+def test_in_place_the_old_model_comes_back_when_the_new_one_cannot() -> None:
+    case = Case("in-place")
+    case.ask()
+    case.switch(2)
+    case.end(1)
+    worker, other, engine = case.members(2)
+    assert case.die(worker, ModelError("no weights"))
+    assert case.ended == [("no weights", False)]
+    assert case.told[-2:] == [DropEngine(2), NewEngine(3, 3, died=False)]
+    assert (other.asked, engine.asked) == (True, True)
+    case.end(2)
+    assert roles(case.members(3)) == ["worker", "worker", "engine_core"]
+    assert (case.births.model, case.births.generation) == (boots.model(), 3)
+    assert not case.die(case.members(3)[0]), "there is nothing else to go back to"
+
+
+def test_in_place_what_starts_is_the_affair_of_the_reload() -> None:
+    case = Case("in-place")
+    before = next(each for each in case.running if each.role == "engine_core")
+    assert not case.reload.owns(before)
+    case.ask()
+    case.switch(2)
+    assert case.reload.owns(before), "it makes room"
+    case.end(1)
+    coming = next(each for each in case.running if each.role == "engine_core")
+    assert case.reload.owns(coming)
+    assert case.reload.is_of_now(coming)
+    assert not case.reload.owns(case.front_ends[0])
+    case.say(EngineReady(1, 2, 128, 64, 16, 256, "fake"))
+    assert not case.reload.owns(coming)

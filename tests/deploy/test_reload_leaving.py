@@ -1,0 +1,105 @@
+"""Reloads after the switch: the old generation is left, and something goes wrong."""
+
+from typing import Literal
+
+import pytest
+
+from proto.lifecycle import (
+    Distrust,
+    DropEngine,
+    EngineLeft,
+    NextReady,
+    Paused,
+    Switched,
+    SwitchEngine,
+)
+from tests.fakes.reload_case import Case
+
+
+def switched() -> Case:
+    """The old engine has requests of both front ends."""
+    case = Case()
+    case.ask()
+    case.switch(2)
+    return case
+
+
+def test_a_front_end_that_dies_while_it_switches_is_born_with_the_new_engine() -> None:
+    case = Case()
+    case.ask()
+    case.say(NextReady(0, 2), NextReady(1, 2))
+    case.say(Switched(0, 2))
+    assert not case.die(case.front_ends[1])
+    assert case.ended == [("", False)]
+    assert case.births.boot("api_server", 1).epoch == 2
+
+
+def test_the_old_engine_dies_while_front_ends_switch() -> None:
+    case = Case()
+    case.ask()
+    case.say(NextReady(0, 2), NextReady(1, 2))
+    assert case.die(case.members(1)[2])
+    assert case.told[-2:] == [SwitchEngine(2), DropEngine(1)]
+    assert case.ended == [("", False)]
+
+
+def test_with_a_front_end_its_requests_have_left() -> None:
+    case = switched()
+    case.say(EngineLeft(0, 1))
+    assert not case.die(case.front_ends[1])
+    assert all(each.asked for each in case.members(1))
+
+
+def test_who_pauses_the_daemon_pauses_the_engine_that_is_left_too() -> None:
+    case = switched()
+    case.say(Paused("freeze"), Paused(None))
+    heard = {(each.role, each.generation): each.heard for each in case.running if each.heard}
+    assert heard == {("engine_core", 1): [Paused("freeze"), Paused(None)]}
+
+
+def test_an_engine_that_dies_while_it_is_left_is_not_replaced() -> None:
+    case = switched()
+    assert case.die(case.members(1)[2])
+    assert case.told[-1] == DropEngine(1)
+    case.end(1)
+    case.ask()
+    assert case.num_begun == 2
+
+
+def test_the_engine_of_now_is_the_affair_of_others() -> None:
+    case = switched()
+    assert not case.die(case.members(2)[2])
+    assert case.told[-1] == SwitchEngine(2)
+
+
+def test_whoever_hangs_is_cut_off_and_its_requests_go_on_before_it_is_dead() -> None:
+    for hung in range(3):
+        case = switched()
+        assert case.reload.cut_off(case.members(1)[hung])
+        assert case.told[-1] == DropEngine(1)
+        assert all(case.reload.is_ending(each) for each in case.members(1))
+        case.end(1)
+        assert case.told.count(DropEngine(1)) == 1
+        case.ask()
+        assert case.num_begun == 2
+
+
+def test_a_hang_elsewhere_is_the_affair_of_others() -> None:
+    case = switched()
+    for hung in (*case.members(2), case.front_ends[0]):
+        assert not case.reload.cut_off(hung)
+    assert case.told[-1] == SwitchEngine(2)
+    assert not any(case.reload.is_ending(each) for each in case.running)
+
+
+@pytest.mark.parametrize("role", ["engine_core", "worker"])
+def test_one_that_is_not_to_be_trusted_is_left_at_once(
+    role: Literal["engine_core", "worker"],
+) -> None:
+    case = switched()
+    case.say(Distrust(role, 0, 2, "it babbles"))
+    assert case.told[-1] == SwitchEngine(2), "of the generation of now"
+    case.say(Distrust(role, 0, 1, "it babbles"))
+    assert case.told[-1] == DropEngine(1)
+    case.end(1)
+    assert all(not each.asked for each in case.members(2))

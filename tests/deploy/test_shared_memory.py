@@ -1,0 +1,67 @@
+"""The memory for figures: every front end inherits the same, and it outlives them."""
+
+import mmap
+import os
+import sys
+import tempfile
+
+from deploy.births import Births
+from deploy.child import Child
+from proto import PROTOCOL_VERSION
+from proto.config import FrontEndConfig, ServeConfig
+from proto.lifecycle import ProcessBoot
+from proto.prepared_model import PreparedModel
+from proto.stats import METRIC_BYTES, METRIC_CELLS
+
+MODEL = PreparedModel(
+    folder="/f",
+    name="fake",
+    source="/s",
+    architecture="A",
+    vocab_size=256,
+    max_position=8192,
+    weights_sha256="",
+)
+COUNT = """
+import os, sys
+from api_server.server import metric_sheet
+from proto.codec import MessageDecoder
+from proto.lifecycle import ProcessBoot
+
+with os.fdopen(int(sys.argv[2]), "rb") as stream:
+    stream.seek(0)
+    boot = MessageDecoder(ProcessBoot).decode(stream.read())
+metric_sheet(boot).add(3)
+"""
+
+
+def test_front_ends_count_in_rows_of_the_same_memory() -> None:
+    death, alive = os.pipe()
+    descriptor = os.memfd_create("metrics")
+    os.ftruncate(descriptor, 2 * METRIC_BYTES)
+    with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
+        template = ProcessBoot(
+            protocol_version=PROTOCOL_VERSION,
+            role="engine_core",
+            index=0,
+            incarnation=0,
+            epoch=1,
+            worker_epoch=1,
+            run_dir=run_dir,
+            death_fd=death,
+            config=ServeConfig(frontend=FrontEndConfig(api_server_count=2)),
+            model=MODEL,
+            metrics_fd=descriptor,
+        )
+        births = Births(template, ())
+        assert births.boot("engine_core", 0).metrics_fd is None
+        for index in (1, 0, 1):
+            boot = births.boot("api_server", index)
+            child = Child(boot, [sys.executable, "-c", COUNT], os.environ)
+            child.wait()
+            assert child.exit_status == 0
+            child.close()
+    cells = memoryview(mmap.mmap(descriptor, 2 * METRIC_BYTES)).cast("d")
+    assert [cells[3], cells[METRIC_CELLS + 3]] == [1, 2]
+    for each in (death, alive, descriptor):
+        os.close(each)

@@ -1,0 +1,79 @@
+"""The supervisor over fake processes: requests finish before the daemon ends."""
+
+import signal
+import socket
+import time
+
+from tests.fakes.supervised import ECHO_SECONDS, Start, assert_nothing_left, eventually
+
+
+def test_a_first_signal_waits_for_requests(start: Start) -> None:
+    daemon = start("api_server=busy")
+    url = daemon.wait_ready()
+    children = daemon.children()
+    daemon.process.send_signal(signal.SIGTERM)
+    daemon.wait_for("api 0: heard Drain()", "2 requests under way may finish within 30 s")
+    assert "engine 0: heard Drain()" not in daemon.text
+    port = int(url.rsplit(":", 1)[1])
+    socket.create_connection(("127.0.0.1", port)).close()
+    children["api_server"].send_signal(signal.SIGUSR2)
+    assert daemon.wait_exit() == 0, daemon.text
+    assert "aborted\n" not in daemon.text
+    assert_nothing_left(daemon, children)
+
+
+def test_a_second_signal_aborts_them_and_a_third_kills(start: Start) -> None:
+    daemon = start("api_server=busy", "worker=stubborn")
+    daemon.wait_ready()
+    children = daemon.children()
+    daemon.process.send_signal(signal.SIGTERM)
+    daemon.wait_for("2 requests under way")
+    time.sleep(ECHO_SECONDS)
+    daemon.process.send_signal(signal.SIGTERM)
+    daemon.wait_for("2 requests not finished: aborted")
+    assert eventually(lambda: not children["api_server"].is_running())
+    assert children["worker"].is_running()
+    time.sleep(ECHO_SECONDS)
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.wait_exit() == 128 + signal.SIGTERM
+    assert_nothing_left(daemon, children)
+
+
+def test_requests_that_take_too_long_are_aborted(start: Start) -> None:
+    daemon = start("api_server=busy", "shutdown_timeout=0.2")
+    daemon.wait_ready()
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.wait_exit() == 0
+    assert "2 requests under way may finish within 0.2 s" in daemon.text
+    assert "2 requests not finished: aborted" in daemon.text
+
+
+def test_who_dies_while_the_daemon_drains_is_started_again(
+    start: Start,
+) -> None:
+    """The engine, because requests need it; the front end knows at birth that it drains."""
+    daemon = start("api_server=busy")
+    daemon.wait_ready()
+    daemon.process.send_signal(signal.SIGTERM)
+    daemon.wait_for("2 requests under way")
+    daemon.children()["engine_core"].kill()
+    daemon.wait_for("engine 0: is back after")
+    daemon.children()["api_server"].kill()
+    assert daemon.wait_exit() == 0, daemon.text
+    assert daemon.text.count("api 0: heard Drain()") == 2
+    assert "aborted\n" not in daemon.text
+
+
+def test_an_operator_drains_by_http_and_the_signal_after_it_is_the_first(
+    start: Start,
+) -> None:
+    """As in a container, which sends SIGTERM as soon as its preStop hook returns."""
+    daemon = start("api_server=asked_to_drain", "worker=stubborn")
+    daemon.wait_ready()
+    children = daemon.children()
+    children["api_server"].send_signal(signal.SIGUSR2)
+    assert eventually(lambda: not children["api_server"].is_running())
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.wait_exit() == 0, daemon.text
+    assert "api 0: heard Drain()" in daemon.text
+    assert_nothing_left(daemon, children)

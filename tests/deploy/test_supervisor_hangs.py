@@ -1,0 +1,76 @@
+"""The supervisor over fake processes, one of which stops."""
+
+import signal
+
+import pytest
+
+from tests.fakes.supervised import ROLES, TITLES, Start, others_than
+
+
+def assert_in_this_order(text: str, *parts: str) -> None:
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places), text
+
+
+HUNG = {
+    "worker": ("no completed step", "engine 0: heard NewWorkers(worker_epoch=2)"),
+    "engine_core": (
+        "no sign of life",
+        "worker 0: heard NewEngine(epoch=2, worker_epoch=2, died=True)",
+    ),
+    "api_server": ("no sign of life", "engine 0: heard NewFrontEnd(index=0, incarnation=1)"),
+}
+"""What is said of each when it is stopped, and what the others hear before it is killed."""
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_who_hangs_is_cut_off_and_shows_where_before_it_is_started_again(
+    start: Start, role: str
+) -> None:
+    """A worker because the engine waits for it, the engine and a front end for their silence.
+
+    The latter is not continued for its stacks: it would take connections with it.
+    """
+    daemon = start("step_timeout=0.5")
+    daemon.wait_ready()
+    before = daemon.children()
+    pid, (what, heard) = before[role].pid, HUNG[role]
+    before[role].suspend()
+    if role == "worker":
+        before["engine_core"].send_signal(signal.SIGHUP)
+    daemon.wait_for(f"{TITLES[role]}: is back after", f"{TITLES[role]}: life 1, ")
+    stacks = "fake_process.py"
+    assert_in_this_order(
+        daemon.text,
+        f"{TITLES[role]}: (pid {pid}) hangs, {what} for ",
+        heard,
+        f"{TITLES[role]}: (pid {pid}) was killed by SIGKILL; it is started again",
+        f"{TITLES[role]}: life 1, ",
+    )
+    if role == "api_server":
+        assert stacks not in daemon.text
+    else:
+        assert_in_this_order(daemon.text, "hangs", stacks, "was killed by SIGKILL")
+    assert daemon.text.count(heard) == 1
+    after = daemon.children()
+    assert after[role].pid != pid
+    assert others_than(role, after) == others_than(role, before)
+    if role != "api_server":
+        daemon.wait_for(
+            f"NotReady(what='{TITLES[role]} hangs and is killed'",
+            f"NotReady(what='{TITLES[role]} is being restarted'",
+            f"heard Restarted(role='{role}', hung=True)",
+            "api 0: heard Condition(reasons=())",
+        )
+
+
+def test_who_hangs_while_requests_finish_is_started_again(start: Start) -> None:
+    daemon = start("api_server=busy", "step_timeout=0.5")
+    daemon.wait_ready()
+    children = daemon.children()
+    daemon.process.send_signal(signal.SIGTERM)
+    daemon.wait_for("2 requests under way")
+    children["engine_core"].suspend()
+    daemon.wait_for("engine 0: (pid", "hangs, no sign of life", "engine 0: is back after")
+    children["api_server"].send_signal(signal.SIGUSR2)
+    assert daemon.wait_exit() == 0, daemon.text

@@ -1,0 +1,199 @@
+"""Blocks of sessions between two turns: who gets them, and when they are kept."""
+
+import pytest
+
+from engine_core.kv_cache.integrity import check
+from engine_core.request import RequestStatus
+from tests.fakes.engine_harness import EngineHarness, scheduled
+from tests.fakes.paged_runner import undisturbed
+from tests.fakes.sessions import current, flat, open_session, rest, turns
+
+
+def test_a_running_request_takes_the_blocks_of_the_session_that_has_rested_longest():
+    """Six usable blocks: two sessions of two blocks each, one request that grows to three."""
+    engine = EngineHarness(num_blocks=7, enable_prefix_caching=False)
+    first = rest(engine, list(range(20)))
+    second = rest(engine, list(range(100, 120)))
+    runner = engine.add_one(list(range(200, 230)), 5)
+    engine.run_until_over(runner)
+    assert engine.tokens_of(runner) == undisturbed(list(range(200, 230)), 5)
+    assert runner.num_preemptions == 0
+    assert current(engine, first).num_computed_tokens == 0
+    assert current(engine, second).num_computed_tokens == 21
+    for each in (first, second):
+        engine.give(each, [7, 7], 2, last=True)
+    engine.run()
+    for each, start in (first, 0), (second, 100):
+        expected = turns((list(range(start, start + 20)), 2), ([7, 7], 2))
+        assert engine.tokens_of(each) == flat(expected)
+    engine.assert_at_rest()
+
+
+def test_a_waiting_request_takes_the_blocks_of_sessions_at_rest():
+    engine = EngineHarness(num_blocks=5)
+    session = rest(engine, list(range(40)))
+    other = engine.add_one(list(range(500, 540)), 2)
+    assert scheduled(engine.step()) == {other.handle: 40}
+    assert check(engine.kv_cache) == []
+    engine.give(session, [1], 1, last=True)
+    engine.run()
+    assert engine.tokens_of(session) == flat(turns((list(range(40)), 2), ([1], 1)))
+
+
+def test_a_head_of_the_line_without_room_looks_again_when_a_session_comes_to_rest():
+    """Nothing else has changed: no block is free that was not free before."""
+    engine = EngineHarness(num_blocks=7, enable_prefix_caching=False)
+    runner = engine.add_one(list(range(20)), 9)
+    session = open_session(engine, list(range(100, 140)), 3)
+    engine.step()
+    head = engine.add_one(list(range(200, 240)), 2)
+    engine.step()
+    assert engine.scheduler.running == [runner, session]
+    engine.step()
+    output = engine.step()
+    assert engine.scheduler.running == [runner, head]
+    assert output.preempted_handles == []
+
+
+def test_a_session_in_line_keeps_its_blocks_as_long_as_someone_else_can_give_way():
+    """Of eight blocks it has three, and two requests grow until they need six."""
+    engine = EngineHarness(num_blocks=9, max_num_seqs=2, enable_prefix_caching=False)
+    session = rest(engine, list(range(40)), 2)
+    runners = [engine.add_one(list(range(each, each + 30)), 20) for each in (100, 200)]
+    engine.step()
+    engine.give(session, [1], 2)
+    engine.run_until_over(runners[0])
+    assert [each.num_preemptions for each in runners] == [0, 1]
+    assert engine.tokens_of(session) == undisturbed(list(range(40)), 2)
+    assert current(engine, session).num_computed_tokens == 41
+    engine.give(session, [], last=True)
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_the_only_one_that_runs_takes_the_blocks_of_those_in_line_rather_than_give_way():
+    """If it gave way to a session that cannot run either, a step would bring nothing."""
+    engine = EngineHarness(num_blocks=7, max_num_seqs=1, enable_prefix_caching=False)
+    session = rest(engine, list(range(40)), 2)
+    runner = engine.add_one(list(range(100, 130)), 25)
+    engine.step()
+    engine.give(session, [1], 2)
+    engine.run_until_over(runner)
+    assert runner.num_preemptions == 0
+    assert current(engine, session).num_computed_tokens == 0
+    engine.give(session, [], last=True)
+    engine.run()
+    assert engine.tokens_of(session) == flat(turns((list(range(40)), 2), ([1], 2)))
+    assert engine.tokens_of(runner) == undisturbed(list(range(100, 130)), 25)
+    engine.assert_at_rest()
+
+
+def test_where_nobody_runs_the_head_of_the_line_takes_the_blocks_of_those_behind_it():
+    """Otherwise nobody would ever: the session holds what the head lacks."""
+    engine = EngineHarness(num_blocks=6, enable_prefix_caching=False, scheduling_policy="priority")
+    session = rest(engine, list(range(40)), 2, priority=1)
+    engine.scheduler.pause("freeze")
+    head = engine.add_one(list(range(100, 160)), 2)
+    engine.give(session, [1], 2)
+    engine.scheduler.resume()
+    assert scheduled(engine.step()) == {head.handle: 60}
+    engine.give(session, [], last=True)
+    engine.run()
+    assert engine.tokens_of(session) == flat(turns((list(range(40)), 2), ([1], 2)))
+    engine.assert_at_rest()
+
+
+def test_a_session_at_the_head_of_the_line_is_not_robbed_for_itself():
+    engine = EngineHarness(num_blocks=6, enable_prefix_caching=False, max_model_len=80)
+    session = rest(engine, list(range(40)), 2)
+    other = rest(engine, list(range(100, 120)), 2)
+    engine.scheduler.pause("freeze")
+    engine.give(session, list(range(30)), 2)
+    engine.give(other, [1], 2)
+    engine.scheduler.resume()
+    output = engine.step()
+    (new,) = output.new_requests
+    assert (new.num_computed_tokens, new.num_scheduled_tokens) == (41, 30)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"watermark": 0.5},
+        {"scheduler_reserve_full_isl": True},
+        {"stop_admission_above": 0.5, "resume_admission_below": 0.4},
+    ],
+)
+def test_rules_of_admission_count_the_blocks_at_rest_as_room(settings):
+    engine = EngineHarness(num_blocks=11, enable_prefix_caching=False, **settings)
+    rest(engine, list(range(96)))
+    running = engine.add_one([1], 9)
+    engine.step()
+    engine.add_one(list(range(200, 250)), 2)
+    assert len(scheduled(engine.step())) == 2
+    assert engine.scheduler.running[0] is running
+
+
+def test_a_session_with_blocks_is_admitted_though_its_whole_prompt_would_not_fit_again():
+    engine = EngineHarness(
+        num_blocks=8, enable_prefix_caching=False, scheduler_reserve_full_isl=True
+    )
+    session = rest(engine, list(range(60)), 2)
+    engine.add_one([1], 9)
+    engine.step()
+    engine.give(session, [2], 1)
+    assert len(scheduled(engine.step())) == 2
+
+
+def test_pressure_is_relieved_at_the_cost_of_sessions_at_rest():
+    engine = EngineHarness(
+        num_blocks=11, preempt_above=0.5, stop_admission_above=0.5, enable_prefix_caching=False
+    )
+    session = rest(engine, list(range(60)))
+    only = engine.add_one([1], 30)
+    engine.run_until_over(only)
+    assert only.num_preemptions == 0
+    assert current(engine, session).num_computed_tokens == 0
+
+
+def test_a_session_waits_for_nobody_who_computes_the_same_prefix():
+    """It has blocks of its own, and could not use the other's."""
+    engine = EngineHarness(block_size=4, long_prefill_token_threshold=4)
+    session = rest(engine, [1, 2, 3, 4, 5, 6], 1)
+    leader = engine.add_one([1, 2, 3, 4, 5, 6, *range(100, 130)], 1)
+    engine.step()
+    engine.give(session, list(range(100, 110)), 1)
+    following = current(engine, session)
+    assert scheduled(engine.step()) == {leader.handle: 4, following.handle: 4}
+
+
+def test_a_turn_that_ends_while_the_request_has_lost_its_blocks():
+    engine = EngineHarness()
+    session = open_session(engine, list(range(20)), 2)
+    engine.step()
+    output = engine.scheduler.schedule()
+    assert engine.scheduler.reset_prefix_cache(preempting=True)
+    engine.collect(output)
+    following = current(engine, session)
+    assert following.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+    assert following.num_computed_tokens == 0
+    assert engine.kv_cache.usage == 0
+    engine.give(session, [1], 2, last=True)
+    engine.run()
+    assert engine.tokens_of(session) == flat(turns((list(range(20)), 2), ([1], 2)))
+    engine.assert_at_rest()
+
+
+def test_a_pause_holds_the_next_turn_and_its_blocks_stay():
+    engine = EngineHarness()
+    session = rest(engine, list(range(20)), 2)
+    engine.scheduler.pause("finish_running")
+    engine.give(session, [1], 2)
+    engine.step()
+    following = current(engine, session)
+    assert following.status is RequestStatus.WAITING_FOR_RESUME
+    assert following.num_computed_tokens == 21
+    assert not engine.scheduler.has_work
+    engine.scheduler.resume()
+    assert scheduled(engine.step()) == {following.handle: 1}
+    assert len(engine.scheduler.sessions.idle_blocks) == 0

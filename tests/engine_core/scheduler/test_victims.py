@@ -1,0 +1,109 @@
+"""Who gives way, against a search through all that run."""
+
+import random
+
+import pytest
+
+from engine_core.scheduler.policies import policy_of
+from engine_core.scheduler.tenants import TenantLedger
+from engine_core.scheduler.victims import Victims, index_of
+from tests.fakes.engine_harness import EngineHarness
+
+
+class Book:
+    """A running list, told to victims and ledger as the scheduler does; `served` is drawn."""
+
+    def __init__(self, policy: str) -> None:
+        self.ledger = TenantLedger(0)
+        self.policy = policy_of(policy, self.ledger)
+        self.victims = Victims(self.policy)
+        self.running = []
+        self.engine = EngineHarness()
+
+    def admit(self, tenant, priority, num_tokens):
+        request = self.engine.add_one(list(range(num_tokens)), tenant=tenant, priority=priority)
+        self.ledger.enter(request)
+        self.running.append(request)
+        self.victims.admit(request)
+        self.ledger.admit(request, num_tokens)
+        return request
+
+    def remove(self, request):
+        del self.running[index_of(self.running, request)]
+        self.victims.leave(request)
+        self.ledger.leave(request)
+
+    def to_the_end(self, requests):
+        self.running[:] = [each for each in self.running if each not in requests] + requests
+        self.victims.move_to_end(requests)
+
+    def searched(self, by_priority, served_above=float("-inf")):
+        """The rule as it is told: the rank of the tenant, then the last of those of that rank."""
+        candidates = [
+            each for each in self.running if self.ledger.served(each.tenant) > served_above
+        ]
+        if not candidates:
+            return None
+        last = max(self.policy.rank(each) for each in candidates)
+        equals = [each for each in candidates if self.policy.rank(each) == last]
+        return max(equals, key=lambda each: each.order) if by_priority else equals[-1]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("num_tenants", [1, 2, 7])
+def test_victims_are_those_of_a_search_through_all_that_run(policy, num_tenants):
+    draw = random.Random(num_tenants)
+    book = Book(policy)
+    num_found = 0
+    for _ in range(3000):
+        kind = draw.random()
+        if kind < 0.45 or not book.running:
+            # Few lengths, so that tenants are often served the same.
+            book.admit(draw.randrange(num_tenants), draw.randrange(3), draw.choice([1, 2, 4]))
+        elif kind < 0.7:
+            book.remove(draw.choice(book.running))
+        elif kind < 0.8:
+            book.to_the_end(draw.sample(book.running, draw.randint(1, len(book.running))))
+        elif kind < 0.9:
+            book.remove(book.victims.first())
+        else:
+            book.ledger.begin_step()
+        assert book.victims.first() is book.searched(policy == "priority")
+        level = book.ledger.most_served() - draw.choice([0, 1, 3, 10])
+        found = book.victims.first(served_above=level)
+        assert found is book.searched(policy == "priority", level)
+        num_found += found is not None
+        for each in draw.sample(book.running, min(3, len(book.running))):
+            assert book.running[index_of(book.running, each)] is each
+    assert num_found > 1000
+
+
+def test_a_victim_costs_a_look_at_each_tenant():
+    """However many of its requests run."""
+    book = Book("fcfs")
+    for number in range(500):
+        book.admit(number % 3, 0, 2)
+    looks = 0
+
+    class Counting:
+        make_victim_order = book.policy.make_victim_order
+        victim_rank = book.policy.victim_rank
+
+        def served(self, tenant):
+            nonlocal looks
+            looks += 1
+            return book.ledger.served(tenant)
+
+    victims = Victims(Counting())
+    for request in book.running:
+        victims.admit(request)
+    assert victims.first() is book.running[-1]
+    assert looks == 3
+
+
+def test_who_left_leaves_nothing():
+    book = Book("priority")
+    for number in range(1000):
+        book.remove(book.admit(0, number % 5, 1))
+    survivor = book.admit(0, 0, 1)
+    assert book.victims.first() is survivor

@@ -1,0 +1,211 @@
+"""The engine as a process whose workers and front ends die, come back, or send garbage."""
+
+import os
+import pickle
+
+import pytest
+
+from proto.config import FrontEndConfig
+from proto.engine_io import Abort, AdminCall, AdminReply, EngineCoreOutputs
+from proto.errors import ErrorInfo
+from proto.lifecycle import (
+    CacheReady,
+    Distrust,
+    EngineAlive,
+    EngineReady,
+    Fatal,
+    Heartbeat,
+    InitializeCache,
+    NewFrontEnd,
+    NewWorkers,
+    Ping,
+    WorkersReady,
+)
+from proto.model_runner_output import ModelRunnerOutput
+from proto.scheduler_output import SchedulerOutput
+from tests.fakes.engine_process import EPOCH, EngineProcess
+from tests.fakes.paged_runner import undisturbed
+
+
+def test_requests_outlive_their_worker(start):
+    """The old one has said that it failed, and takes a step with it."""
+    engine = start()
+    engine.start()
+    (front_end,) = engine.front_ends
+    front_end.send(engine.request(1, [1, 2], 6))
+    front_end.send(engine.request(2, [3], 1000))
+    for _ in range(3):
+        engine.answer_step()
+    step = engine.expect(engine.worker, SchedulerOutput)
+    error = ErrorInfo("internal", "ValueError: nan", rank=0, traceback="Traceback: in forward()")
+    engine.worker.send(ModelRunnerOutput(EPOCH, step.step, [], [], error=error))
+    engine.take_over(EPOCH + 4)
+    assert engine.expect(engine.worker, InitializeCache).epoch == EPOCH + 4
+    front_end.send(Abort(EPOCH, 2, "disconnect"))
+    front_end.send(engine.request(3, [9], 1))
+    engine.expect(front_end, EngineCoreOutputs, lambda each: each.accepted == [3])
+    engine.worker.send(CacheReady(EPOCH + 4, 0))
+    assert engine.expect(engine.supervisor, WorkersReady, is_of(EPOCH + 4))
+    step = engine.answer_step()
+    assert step.epoch == EPOCH + 4
+    assert [len(new.output_token_ids) for new in step.new_requests] == [3, 0]
+    assert step.cached_requests.handles == step.finished_handles == []
+    engine.expect(engine.supervisor, Heartbeat, is_of(EPOCH + 4))
+    for _ in range(2):
+        engine.answer_step()
+    outputs = []
+    while not outputs or outputs[-1].finish_reason is None:
+        message = engine.expect(front_end, EngineCoreOutputs)
+        outputs += [each for each in message.outputs if each.request_id == 1]
+    tokens = {}
+    for each in outputs:
+        for index, token in enumerate(each.new_token_ids, each.token_index):
+            assert index not in tokens, "a token came twice"
+            tokens[index] = token
+    assert [tokens[index] for index in range(6 - len(tokens), 6)] == undisturbed([1, 2], 6)[
+        6 - len(tokens) :
+    ]
+    assert max(tokens) == 5
+    assert engine.shutdown() == 0
+
+
+def is_of(epoch: int):
+    return lambda message: message.worker_epoch == epoch
+
+
+@pytest.mark.parametrize(
+    ("what", "changes"),
+    [("fingerprint", {"fingerprint": b"g" * 32}), ("vocab size", {"vocab_size": 7})],
+)
+def test_a_worker_that_comes_back_with_another_model_is_refused_by_name(start, what, changes):
+    engine = start()
+    engine.start()
+    engine.take_over(EPOCH + 1, **changes)
+    fatal = engine.expect(engine.supervisor, Fatal)
+    assert f"ModelError: worker 0 came back with another {what}" in fatal.error.message
+
+
+def test_a_worker_may_die_while_the_engine_waits_for_it(start):
+    engine = start()
+    engine.worker.send(engine.worker_ready())
+    engine.expect(engine.worker, InitializeCache)
+    engine.take_over(EPOCH + 1)
+    engine.expect(engine.worker, InitializeCache, lambda each: each.epoch == EPOCH + 1)
+    engine.worker.send(CacheReady(EPOCH + 1, 0))
+    engine.expect(engine.supervisor, EngineReady)
+    engine.front_ends[0].send(engine.request(1, [1], 2))
+    assert engine.answer_step().epoch == EPOCH + 1
+
+
+def test_a_front_end_that_takes_over_begins_with_nothing(start):
+    engine = start()
+    ready = engine.start()
+    (front_end,) = engine.front_ends
+    front_end.send(engine.request(1, [1], 1000))
+    engine.answer_step()
+    under_way = engine.expect(engine.worker, SchedulerOutput)
+    engine.supervisor.send(NewFrontEnd(0, 1))
+    following = engine.add_front_end(0, incarnation=1)
+    assert engine.expect(following, EngineReady) == ready
+    following.send(AdminCall(EPOCH, 1, "get_num_unfinished"))
+    assert engine.expect(following, AdminReply).value == 0
+    engine.worker.send(engine.runner.execute(under_way))
+    following.send(engine.request(1 << 40, [4], 2))
+    engine.answer_step()
+    engine.answer_step()
+    message = engine.expect(following, EngineCoreOutputs, lambda each: each.outputs)
+    assert message.outputs[0].request_id == 1 << 40
+    assert engine.shutdown() == 0
+
+
+@pytest.mark.parametrize("tokens", [[[1000]], [[]], []])
+def test_a_worker_whose_result_cannot_be_is_given_up(start, tokens):
+    engine = start()
+    engine.start()
+    engine.front_ends[0].send(engine.request(1, [1], 10))
+    step = engine.expect(engine.worker, SchedulerOutput)
+    engine.worker.send(ModelRunnerOutput(EPOCH, step.step, [0], tokens))
+    assert "worker 0" in engine.expect(engine.supervisor, Distrust).reason
+    assert engine.shutdown() == 0
+
+
+def test_a_worker_that_sends_garbage_is_given_up_and_its_requests_go_on(start):
+    engine = start()
+    engine.start()
+    (front_end,) = engine.front_ends
+    front_end.send(engine.request(1, [1, 2], 5))
+    engine.answer_step()
+    engine.worker.zmq_socket.send(b"\xc1 not a message")
+    distrust = engine.expect(engine.supervisor, Distrust)
+    assert (distrust.role, distrust.index, distrust.epoch) == ("worker", 0, EPOCH)
+    front_end.send(AdminCall(EPOCH, 1, "get_num_unfinished"))
+    assert engine.expect(front_end, AdminReply).value == 1
+    engine.supervisor.send(NewWorkers(EPOCH + 1))
+    engine.replace_worker(EPOCH + 1)
+    engine.worker.send(engine.worker_ready(epoch=EPOCH + 1))
+    engine.expect(engine.worker, InitializeCache)
+    engine.worker.send(CacheReady(EPOCH + 1, 0))
+    assert engine.expect(engine.supervisor, WorkersReady) == WorkersReady(EPOCH + 1)
+    tokens = [token for each in engine.outputs_of(1) for token in each.new_token_ids]
+    assert tokens == undisturbed([1, 2], 5)[-len(tokens) :]
+    assert engine.shutdown() == 0
+
+
+def test_garbage_from_a_worker_that_was_never_ready_ends_the_engine(start):
+    """What cannot start once will not start twice."""
+    engine = start()
+    engine.worker.zmq_socket.send(b"\xc1 not a message")
+    fatal = engine.expect(engine.supervisor, Fatal)
+    assert "worker 0" in fatal.error.message
+    assert engine.process.wait(20) == 1
+
+
+def test_garbage_from_a_front_end_is_dropped_and_others_are_served(start):
+    engine = start(frontend=FrontEndConfig(api_server_count=2))
+    engine.start()
+    bad, good = engine.front_ends
+    for frame in (b"", b"\xc1", b"\x91" * 100_000, pickle.dumps(print), os.urandom(5000)):
+        bad.zmq_socket.send(frame)
+    good.send(engine.request(1 << 55, [1, 2], 3))
+    tokens = [
+        token for each in engine.outputs_of(1 << 55, front_end=1) for token in each.new_token_ids
+    ]
+    assert tokens == undisturbed([1, 2], 3)
+    bad.send(AdminCall(EPOCH, 1, "check_integrity"))
+    assert engine.expect(bad, AdminReply).ok
+    assert engine.shutdown() == 0
+
+
+def ask(engine: EngineProcess) -> EngineAlive:
+    engine.supervisor.send(Ping())
+    return engine.expect(engine.supervisor, EngineAlive)
+
+
+def test_it_says_whom_it_waits_for_when_it_is_asked(start):
+    engine = start()
+    assert ask(engine) == EngineAlive(EPOCH, 0, (0,)), "the worker has not said anything"
+    engine.worker.send(engine.worker_ready())
+    engine.expect(engine.worker, InitializeCache)
+    assert ask(engine) == EngineAlive(EPOCH, 0, (0,)), "its cache is not there"
+    engine.worker.send(CacheReady(EPOCH, 0))
+    engine.expect(engine.supervisor, EngineReady)
+    assert ask(engine) == EngineAlive(EPOCH, 0, (), ready=True)
+    engine.front_ends[0].send(engine.request(1, [1, 2], 2))
+    step = engine.expect(engine.worker, SchedulerOutput)
+    assert ask(engine) == EngineAlive(EPOCH, 0, (0,), ready=True, has_work=True)
+    engine.worker.send(engine.runner.execute(step))
+    engine.expect(engine.worker, SchedulerOutput)
+    assert ask(engine) == EngineAlive(EPOCH, 1, (0,), ready=True, has_work=True)
+    engine.take_over(EPOCH + 1)
+    engine.expect(engine.worker, InitializeCache)
+    assert ask(engine) == EngineAlive(EPOCH + 1, 0, (0,), has_work=True)
+    engine.worker.send(CacheReady(EPOCH + 1, 0))
+    engine.answer_step()
+    finished = engine.expect(engine.worker, SchedulerOutput)
+    assert ask(engine).awaits == (0,), "an answer to a step without tokens is one, too"
+    engine.worker.send(engine.runner.execute(finished))
+    while ask(engine).awaits:
+        pass
+    idle = ask(engine)
+    assert (idle.worker_epoch, idle.awaits, idle.has_work) == (EPOCH + 1, (), False)
+    assert engine.shutdown() == 0

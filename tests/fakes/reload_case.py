@@ -1,0 +1,174 @@
+"""A reload over processes that are only pretended, on a fake clock."""
+
+import signal
+from dataclasses import dataclass, field
+
+from deploy.births import Births
+from deploy.recovery import Recovery
+from deploy.reload import Reload
+from deploy.restart_budget import RestartBudget
+from proto import PROTOCOL_VERSION
+from proto.codec import Message, changed
+from proto.config import FrontEndConfig, ServeConfig
+from proto.errors import ErrorInfo, ModelError
+from proto.lifecycle import NextReady, ProcessBoot, Role, Switched, process_name
+from proto.prepared_model import PreparedModel
+from proto.process import describe
+from tests.fakes import boots
+from tests.fakes.notices import Notices
+
+NEW = changed(boots.model(), folder="/new")
+
+
+@dataclass
+class Process:
+    role: Role
+    index: int
+    generation: int
+    exit_status: int | None = None
+    last_words: ErrorInfo | None = None
+    pid: int = 77
+    asked: bool = False
+    signals: list[signal.Signals] = field(default_factory=list)
+    heard: list[Message] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return process_name(self.role, self.index)
+
+    def ask_to_end(self) -> None:
+        self.asked = True
+
+    def tell(self, message: Message) -> None:
+        self.heard.append(message)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.signals.append(number)
+
+
+@dataclass
+class Preparation:
+    """What comes of it: None while it goes on."""
+
+    outcome: PreparedModel | ModelError | None = None
+
+    def has_ended(self) -> bool:
+        return self.outcome is not None
+
+    def result(self) -> PreparedModel:
+        if isinstance(self.outcome, ModelError):
+            raise self.outcome
+        assert self.outcome is not None
+        return self.outcome
+
+
+class Case:
+    """Two front ends, two workers, one engine, and everybody who is told of something."""
+
+    def __init__(self, strategy: str = "side-by-side") -> None:
+        self.now = 1000.0
+        config = ServeConfig(frontend=FrontEndConfig(api_server_count=2))
+        template = ProcessBoot(
+            protocol_version=PROTOCOL_VERSION,
+            role="worker",
+            index=0,
+            incarnation=0,
+            epoch=0,
+            worker_epoch=0,
+            run_dir="/nowhere",
+            death_fd=3,
+            config=config,
+            model=boots.model(),
+        )
+        self.births = Births(template, (9,))
+        self.recovery = Recovery(
+            self.births, RestartBudget(8), Notices(), 2, clock=lambda: self.now
+        )
+        self.running: list[Process] = []
+        self.boots: list[ProcessBoot] = []
+        self.front_ends = [Process("api_server", each, 1) for each in range(2)]
+        for role, index in (("worker", 0), ("worker", 1), ("engine_core", 0)):
+            self.start(self.births.boot(role, index))
+        for each in range(2):
+            self.births.boot("api_server", each)
+        self.told: list[Message] = []
+        self.ended: list[tuple[str, bool]] = []
+        self.reasons: list[str] = []
+        self.num_begun = 0
+        self.preparations: list[Preparation] = []
+        self.has_room = True
+        self.reload = Reload(
+            self.births, self.recovery, self, self, strategy, 2, 2, lambda: self.now
+        )
+
+    # what is done to processes
+
+    def prepare(self) -> Preparation:
+        self.preparations.append(Preparation())
+        return self.preparations[-1]
+
+    def let_go(self, preparation: Preparation) -> None:
+        self.preparations.remove(preparation)
+
+    def fits(self) -> bool:
+        return self.has_room
+
+    def start(self, boot: ProcessBoot) -> None:
+        assert boot.epoch == boot.generation or boot.epoch == boot.worker_epoch
+        self.boots.append(boot)
+        self.running.append(Process(boot.role, boot.index, boot.generation))
+
+    def members(self, generation: int) -> list[Process]:
+        return [each for each in self.running if each.generation == generation]
+
+    def tell_front_ends(self, message: Message) -> None:
+        self.told.append(message)
+
+    # who hears of it
+
+    def reload_begins(self) -> None:
+        self.num_begun += 1
+
+    def reload_waits(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+    def reload_ends(self, problem: str, seconds: float, *, another: bool) -> None:
+        self.ended.append((problem, another))
+
+    # what happens
+
+    def ask(self, outcome: PreparedModel | ModelError = NEW) -> None:
+        """Up to the meeting."""
+        self.reload.ask()
+        self.reload.press()
+        self.preparations[0].outcome = outcome
+        self.reload.press()
+
+    def say(self, *messages: Message) -> None:
+        for each in messages:
+            self.reload.note(each)
+        self.reload.press()
+
+    def switch(self, epoch: int) -> None:
+        self.say(NextReady(0, epoch), NextReady(1, epoch))
+        self.say(Switched(0, epoch), Switched(1, epoch))
+
+    def die(self, dead: Process, error: Exception | None = None) -> bool:
+        """Whether it is the affair of the reload."""
+        if dead in self.running:
+            self.running.remove(dead)
+        dead.exit_status = -9 if error is None else 1
+        dead.last_words = None if error is None else describe(error)
+        owned = self.reload.note_death(dead)
+        self.reload.press()
+        return owned
+
+    def end(self, generation: int) -> None:
+        """Everybody of it does as asked."""
+        for each in self.members(generation):
+            assert each.asked
+            assert self.die(each)
+
+
+def roles(processes: list[Process]) -> list[str]:
+    return [each.role for each in processes]

@@ -1,0 +1,44 @@
+"""Sessions in tests: how one is opened and brought to rest, and the tokens that it must give."""
+
+from engine_core.request import Request, RequestStatus
+from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.paged_runner import undisturbed
+
+
+def open_session(
+    engine: EngineHarness, prompt: list[int], max_tokens: int = 2, **params: object
+) -> Request:
+    return engine.add_one(prompt, max_tokens, resumable=True, **params)
+
+
+def rest(
+    engine: EngineHarness, prompt: list[int], max_tokens: int = 2, **params: object
+) -> Request:
+    """A session whose first turn is over and that waits for more; returns its request."""
+    session = open_session(engine, prompt, max_tokens, **params)
+    while engine.scheduler.has_work:
+        engine.step()
+    assert current(engine, session).status is RequestStatus.WAITING_FOR_STREAMING_REQ
+    return session
+
+
+def current(engine: EngineHarness, session: Request) -> Request:
+    """The request of the turn that goes on or comes next."""
+    unfinished = [*engine.scheduler.running, *engine.scheduler.waiting]
+    (found,) = [each for each in unfinished if each.request_id == session.request_id]
+    return found
+
+
+def turns(*inputs: tuple[list[int], int]) -> list[list[int]]:
+    """The tokens of a session, turn by turn, as fresh requests would give them."""
+    prompt: list[int] = []
+    found: list[list[int]] = []
+    for tokens, max_tokens in inputs:
+        prompt = prompt + tokens
+        found.append(undisturbed(prompt, max_tokens))
+        prompt = prompt + found[-1][:-1]
+    return found
+
+
+def flat(lists: list[list[int]]) -> list[int]:
+    return [token for each in lists for token in each]

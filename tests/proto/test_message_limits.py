@@ -1,0 +1,88 @@
+"""What is no message costs its sender an error, and the receiver neither memory nor its stack."""
+
+import tracemalloc
+
+import msgspec
+import pytest
+
+from proto.codec import MessageDecoder, encode
+from proto.engine_io import Abort, ToEngine
+from proto.errors import ProtocolError
+from tests.proto.test_messages import MESSAGES
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        b"\x93\x01",
+        b"\x00",
+        b"garbage",
+        b"\x81\xa1a\x01",
+        b"\x91" * 100_000 + b"\x00",
+        msgspec.msgpack.encode([2, 1, "not a number", "disconnect"]),
+        msgspec.msgpack.encode([2, 1, 2, "some other reason"]),
+        msgspec.msgpack.encode([99, 1]),
+        msgspec.msgpack.encode({"epoch": 1}),
+        b"\x95\x02\x01\x02\xa4\x80\x80\x80\x80\xc0",  # a text that is not UTF-8
+        b"\x9e\x01\x01\x02\x91\x01\x91\x01\x00\xcb\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\xa1\x80\x90\x90\x00",
+    ],
+)
+def test_garbage_is_a_protocol_error(frame):
+    with pytest.raises(ProtocolError):
+        MessageDecoder(ToEngine).decode(frame)
+
+
+DEEPEST = 10
+"""Levels of Structs and lists in one another that the messages have any need of."""
+
+
+def depth_of(each, above=()):
+    """Levels of a type; fails for one that may hold anything, or itself."""
+    assert not isinstance(each, msgspec.inspect.AnyType | msgspec.inspect.RawType), above
+    inner = []
+    if isinstance(each, msgspec.inspect.StructType):
+        assert each.cls not in above
+        above = (*above, each.cls)
+        inner = [field.type for field in each.fields]
+    elif isinstance(each, msgspec.inspect.UnionType):
+        return max(depth_of(part, above) for part in each.types)
+    elif isinstance(each, msgspec.inspect.TupleType):
+        inner = each.item_types
+    elif isinstance(each, msgspec.inspect.DictType):
+        inner = [each.key_type, each.value_type]
+    elif isinstance(each, msgspec.inspect.CollectionType):
+        inner = [each.item_type]
+    return 1 + max((depth_of(part, above) for part in inner), default=0)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda each: type(each).__name__)
+def test_the_types_limit_how_deep_a_message_is(message):
+    assert depth_of(msgspec.inspect.type_info(type(message))) <= DEEPEST
+
+
+@pytest.mark.parametrize("bracket", [b"\x91", b"\x81\xa1a", b"\xdd\x00\x00\x00\x01"])
+@pytest.mark.parametrize("times", [50, 5_000, 1_000_000])
+def test_nesting_where_no_field_is_ends_in_an_error(bracket, times):
+    """Fields of a newer process are skipped, but not for ever."""
+    fields = encode(Abort(1, 2, "disconnect", None))
+    frame = b"\x96" + fields[1:] + bracket * times + b"\x00"
+    if times > 50:
+        with pytest.raises(ProtocolError):
+            MessageDecoder(ToEngine).decode(frame)
+    else:
+        assert MessageDecoder(ToEngine).decode(frame) == Abort(1, 2, "disconnect", None)
+
+
+@pytest.mark.parametrize(
+    "frame", [b"\xdd\xff\xff\xff\xff", b"\x9d\x01\x01\x02\xdd\xff\xff\xff\xff\x01"]
+)
+def test_a_length_that_is_only_announced_takes_no_memory(frame):
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            MessageDecoder(ToEngine).decode(frame)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
