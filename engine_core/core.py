@@ -6,6 +6,7 @@ KV tensors, front ends and supervisor hear that the engine is ready.
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 
 from engine_core.executor.base import Executor
@@ -45,8 +46,12 @@ class IntegrityError(TokendError):
 
 def main(boot: ProcessBoot, supervisor: Link) -> None:
     """Run the engine of one epoch until the supervisor asks for its end."""
+    with closing(FrontEndLinks(boot.run_dir, boot.epoch, boot.front_ends)) as front_ends:
+        _serve(boot, supervisor, front_ends)
+
+
+def _serve(boot: ProcessBoot, supervisor: Link, front_ends: FrontEndLinks) -> None:
     config, poller = boot.config, Poller([supervisor])
-    front_ends = FrontEndLinks(boot.run_dir, boot.epoch, boot.front_ends)
     crew = Crew(
         _executors(boot),
         lambda workers: plan_pool(workers, config, boot.model.max_position),

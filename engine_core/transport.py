@@ -6,13 +6,18 @@ which of them still read what they are sent. Knows nothing of requests.
 
 import logging
 from collections.abc import Sequence
+from typing import Any, Final
 
 import msgspec
+import zmq
 
 from proto.engine_io import AdminCall, EngineCoreRequest, ToEngine
 from proto.sockets import Link, PeerStalledError, front_end_path
 
 logger = logging.getLogger("tokend.transport")
+
+LAST_WORDS_SECONDS: Final = 1.0
+"""How long the end waits for what front ends have been told last."""
 
 
 class FrontEndLinks:
@@ -26,6 +31,7 @@ class FrontEndLinks:
     def __init__(self, run_dir: str, epoch: int, incarnations: Sequence[int]) -> None:
         self._run_dir = run_dir
         self._epoch = epoch
+        self._context: zmq.Context[Any] = zmq.Context()
         self._incarnations = dict(enumerate(incarnations))
         self._links = {
             client: self._bind(client, incarnation)
@@ -98,11 +104,16 @@ class FrontEndLinks:
 
     def _bind(self, client: int, incarnation: int) -> Link:
         path = front_end_path(self._run_dir, self._epoch, client, incarnation)
-        return Link.bind(path, ToEngine)
+        return Link.bind(path, ToEngine, self._context)
 
     def close(self) -> None:
+        """Close the links when all has been sent, which an engine that dies has to wait for.
+
+        What it said last is what it died of (`Outbox.begins`).
+        """
         for link in self._links.values():
-            link.close()
+            link.close(LAST_WORDS_SECONDS)
+        self._context.destroy(int(LAST_WORDS_SECONDS * 1000))
 
 
 def _name(message: ToEngine, epoch: int) -> str:

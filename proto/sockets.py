@@ -87,9 +87,9 @@ class Link:
             self._socket.connect(f"ipc://{path}")
 
     @classmethod
-    def bind(cls, path: str, receives: Any) -> "Link":
-        """The end that owns the path."""
-        return cls(path, receives, bind=True)
+    def bind(cls, path: str, receives: Any, context: "zmq.Context[Any] | None" = None) -> "Link":
+        """The end that owns the path. context: as for `connect`."""
+        return cls(path, receives, bind=True, context=context)
 
     @classmethod
     def connect(cls, path: str, receives: Any, context: "zmq.Context[Any] | None" = None) -> "Link":

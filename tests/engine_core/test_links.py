@@ -1,5 +1,7 @@
 """The engine's links: front ends that stall, workers that answer wrongly or apart."""
 
+import subprocess
+import sys
 import tempfile
 import time
 
@@ -82,6 +84,30 @@ def test_front_ends_are_told_apart_and_other_epochs_dropped(run_dir, closing):
         assert poller.wait(WAIT_SECONDS)
         received += links.receive()
     assert sorted((client, message.request_id) for client, message in received) == [(0, 0), (1, 1)]
+
+
+DYING_ENGINE = """
+import contextlib, os, sys
+from engine_core.transport import FrontEndLinks
+from proto.engine_io import EngineCoreOutput, EngineCoreOutputs
+with contextlib.suppress(ZeroDivisionError), \\
+     contextlib.closing(FrontEndLinks(sys.argv[1], 4, (0,))) as front_ends:
+    while not front_ends.receive():
+        pass
+    words = EngineCoreOutput(1, 0, 0, list(range(2_000_000)))
+    front_ends.send(0, EngineCoreOutputs(4, 1, 0.0, [words]))
+    1 / 0
+os._exit(1)
+"""
+
+
+def test_what_an_engine_said_last_arrives_though_it_dies_of_an_exception(run_dir, closing):
+    """Nothing else says whom it had begun with, alone."""
+    peer = closing(Link.connect(front_end_path(run_dir, EPOCH, 0), EngineCoreOutputs))
+    peer.send(Abort(EPOCH, 1, "disconnect"))
+    assert subprocess.run([sys.executable, "-c", DYING_ENGINE, run_dir], timeout=60).returncode == 1
+    (message,) = receive(peer)
+    assert len(message.outputs[0].new_token_ids) == 2_000_000
 
 
 def test_a_question_of_the_supervisor_is_answered_and_does_not_end_a_wait(run_dir, closing):
