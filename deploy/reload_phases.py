@@ -175,14 +175,8 @@ class Leaving(Phase):
         elif _is_distrust(message, self._old):
             return self._abandon()
         elif isinstance(message, Paused):
-            self._pause(message)
+            _pause_all(self._on, self._old, message)
         return self
-
-    def _pause(self, message: Paused) -> None:
-        """Who pauses the daemon asks the engine of now, and means all that is computed."""
-        for each in self._on.hands.members(self._old.generation):
-            if each.role == "engine_core":
-                each.tell(message)
 
     def owns(self, dead: Member) -> bool:
         return dead.role != "api_server" and dead.generation == self._old.generation
@@ -230,6 +224,11 @@ class Parting(Phase):
         self._births.remove_sockets(self._births.epoch)
         self._births.remove_sockets(self._births.worker_epoch)
         return self._after()
+
+    def note(self, message: Message) -> Phase:
+        if isinstance(message, Paused):
+            _pause_all(self._on, self._births, message)
+        return self
 
     def seconds_left(self) -> float | None:
         return self._ending.seconds_to_next_step()
@@ -287,6 +286,24 @@ class Starting(Phase):
         births.adopt(births.sibling(self._model))
         hands.tell_front_ends(NewEngine(births.epoch, births.worker_epoch, died=False))
         return Clearing(self._on, failed, restores=True)
+
+
+def _pause_all(on: Surface, beside: Births, message: Paused) -> None:
+    """Who pauses the daemon means all that is computed, whichever engine was asked.
+
+    That was the one of before where a front end had not switched yet, or where its word was
+    still on its way here when the others did:
+
+        operator ─▶ front end ─▶ engine 1 ─ Paused ──────────────┐
+        supervisor ──── SwitchEngine(2) ─────────────────────────┴─▶ engine 2 hears of it now
+
+    Each engine hears all of it in the order in which it was heard here, so they end up alike.
+    """
+    on.births.pause_mode = message.mode
+    for generation in (beside.generation, on.births.generation):
+        for each in on.hands.members(generation):
+            if each.role == "engine_core":
+                each.tell(message)
 
 
 def _is_distrust(message: Message, births: Births) -> bool:

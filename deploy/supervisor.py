@@ -189,6 +189,7 @@ class Supervisor:
             for child in list(self._running):
                 self._hear(child, recovery, guard)
                 if child.has_ended():
+                    self._hear(child, recovery, guard)  # what it said since
                     self._bury(child, recovery)
             reap_adopted({child.pid for child in self._running} | self._preparing)
             if self._draining.over and not self._ending.begun:

@@ -77,8 +77,8 @@ class Service:
         self._outbox.add_step(resting)
         overdue = self._intake.end_overdue() or bool(resting)
         if received or overdue:
+            self._tell_pause()  # before anybody relies on it
             self._outbox.flush()
-            self._tell_pause()
         self._bury_stalled()
         return bool(ready or received or overdue)
 

@@ -93,6 +93,7 @@ class Stepper:
             return False
         if not self._crew.ready:
             return False
+        self._scheduler.convene()
         output = self._scheduler.schedule()
         self._service.announce(self._scheduler.crash_progress())
         if output.total_num_scheduled_tokens:

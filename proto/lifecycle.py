@@ -267,7 +267,7 @@ class WorkersReady(msgspec.Struct, array_like=True, tag=24, frozen=True):
 class Paused(msgspec.Struct, array_like=True, tag=25, frozen=True):
     """The engine is paused; None: no longer. For the engine that may follow.
 
-    From the supervisor, to an engine that a reload has left: be so, too.
+    From the supervisor, to all engines that there are in a reload: be so, too.
     """
 
     mode: PauseMode | None

@@ -163,10 +163,6 @@ class Link:
                 os.unlink(self.path)
 
     @property
-    def has_pending(self) -> bool:
-        return bool(self._pending)
-
-    @property
     def is_stalled(self) -> bool:
         """More waits for the peer than may."""
         return self._pending_bytes > MAX_PENDING_BYTES

@@ -8,7 +8,7 @@ from typing import Any, Final
 from starlette.requests import Request
 
 from api_server.errors import BodyTooLargeError, SlowUploadError
-from proto.errors import InvalidRequestError, UnsupportedMediaError
+from proto.errors import InvalidRequestError, UnsupportedMediaError, shown
 
 MAX_BODY_BYTES: Final = 32 << 20
 NUMBER_HEADERS: Final = {"x-vllm-priority": "priority", "x-request-timeout-ms": "timeout_ms"}
@@ -30,7 +30,7 @@ async def read_fields(request: Request) -> Any:
         raise UnsupportedMediaError("the content type must be application/json")
     body = await _read(request)
     try:
-        fields = json.loads(body)
+        fields = json.loads(body, object_pairs_hook=_object)
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply") from None
     except ValueError as error:
@@ -43,6 +43,24 @@ async def read_fields(request: Request) -> Any:
             if not _WHOLE.fullmatch(text):
                 raise InvalidRequestError(f"{header} must be a whole number", name)
             fields[name] = int(text)
+    return fields
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of the body; raises InvalidRequestError where a key is there twice.
+
+    JSON leaves open which of them counts, so a filter before this server and the server
+    itself may mean different requests.
+    """
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise InvalidRequestError(
+                    f"{shown(key)} is there more than once in an object", shown(key)
+                )
+            seen.add(key)
     return fields
 
 

@@ -32,16 +32,12 @@ def check_in_slices(manager: KVCacheManager) -> Iterator[list[str]]:
     Void as soon as anything changes in between: then it is to be begun anew.
     """
     tables = [table for group in manager.groups for table in group.tables().values()]
-    yield from _pool_in_slices(manager.pool, tables)
+    yield from check_pool(manager.pool, tables)
     yield from manager.violations()
 
 
-def check_pool(pool: BlockPool, tables: Iterable[list[int]]) -> list[str]:
-    """Every violation in a pool whose blocks are referenced by exactly these tables."""
-    return list(chain.from_iterable(_pool_in_slices(pool, tables)))
-
-
-def _pool_in_slices(pool: BlockPool, tables: Iterable[list[int]]) -> Iterator[list[str]]:
+def check_pool(pool: BlockPool, tables: Iterable[list[int]]) -> Iterator[list[str]]:
+    """In pieces, every violation in a pool whose blocks are referenced by exactly these tables."""
     is_free = bytearray(pool.num_blocks)
     references = [0] * pool.num_blocks
     yield from _walk(pool.free_queue, is_free)

@@ -55,9 +55,15 @@ class Pause:
     def begin(self, plan: StepPlan) -> None:
         """Nothing changes by a step."""
 
+    def stops(self, request: Request) -> bool:
+        """Whether a request is not to begin as long as this lasts."""
+        if self._mode is None or request.request_id in self._begun:
+            return False
+        return not request.num_output_tokens
+
     def holds(self, candidate: Candidate) -> bool:
         request = candidate.request
-        if self._mode is None or request.request_id in self._begun or request.num_output_tokens:
+        if not self.stops(request):
             return False
         self._held[request.handle] = request
         return True

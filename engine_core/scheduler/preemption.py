@@ -35,6 +35,7 @@ class Preemption:
 
     def relieve(self, plan: StepPlan) -> None:
         """Before anyone is planned: make room while the pool is too full, but keep the last."""
+        self._pressure.observe()
         idle_blocks = self._idle_blocks
         while (len(self._running) > 1 or idle_blocks.any_at_rest) and self._pressure.too_high():
             self.evict_one(plan, 0)

@@ -16,8 +16,16 @@ from engine_core.request import Request
 class Pressure(Protocol):
     """What the occupancy of the pool asks for."""
 
+    def observe(self) -> None:
+        """A step begins: look, though nobody asks.
+
+        The occupancy may fall below a threshold while one request runs, or none, and be between
+        the two again when somebody wants to come in.
+        """
+        ...
+
     def too_high(self) -> bool:
-        """Whether a running request should give way; asked in every step."""
+        """Whether a running request should give way."""
         ...
 
     def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
@@ -27,6 +35,8 @@ class Pressure(Protocol):
 
 class NoPressure:
     """Only the end of the pool counts."""
+
+    def observe(self) -> None: ...
 
     def too_high(self) -> bool:
         return False
@@ -52,15 +62,18 @@ class Thresholds:
         self._preempt_above = preempt_above * self._num_usable
         self._open = True
 
+    def observe(self) -> None:
+        self._in_use()
+
     def too_high(self) -> bool:
-        return self._observe() > self._preempt_above
+        return self._in_use() > self._preempt_above
 
     def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
-        in_use = self._observe()
+        in_use = self._in_use()
         needed = self._kv_cache.num_blocks_needed(request, num_new_tokens, computed)
         return self._open and in_use + needed <= self._preempt_above
 
-    def _observe(self) -> int:
+    def _in_use(self) -> int:
         """Blocks in use; moves the doors."""
         in_use = self._num_usable - self._kv_cache.num_free_blocks
         if in_use > self._stop_above:

@@ -18,7 +18,11 @@ long prompt, or a beam search, that happens to run when processes are killed, mo
 
 The choices of a request are tried together, since the rows of a beam search need each other.
 As long as there are suspects nobody else is computed: one that has got further waits, too,
-until the others have had their trials.
+until the others have had their trials. Who is tried is chosen before the step is decided
+(`convene`), and all others leave the line, so that the decision does not even look at them:
+
+    take messages in ─▶ convene: "alone" is told ─▶ schedule() ─▶ send ─▶ …
+                                                    └── a death anywhere from here counts ──▶
 
 Owns the suspects and those who wait for the end of a trial. The counts are in the
 requests; where the engine itself died they come from the front ends. So these are told whom
@@ -30,6 +34,7 @@ import sys
 from collections.abc import Callable
 from typing import ClassVar, Final, Protocol
 
+from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.gates import Candidate, Wake
 from engine_core.scheduler.step_plan import StepPlan
@@ -103,7 +108,8 @@ class _Record:
 class Quarantine:
     """A gate that is open as long as there are no suspects.
 
-    running: the running requests; read only.
+    running: the running requests; read only. waiting: the line; only who is not to be tried
+        is taken out of it. stopped: whether a request may not begin for another reason.
     make_room: takes everyone out of the running list and the plan; they wait again.
     crashes_until_alone: crashes in a row that make a suspect.
     """
@@ -113,10 +119,14 @@ class Quarantine:
     def __init__(
         self,
         running: list[Request],
+        waiting: RequestQueue,
+        stopped: Callable[[Request], bool],
         make_room: Callable[[StepPlan], None],
         crashes_until_alone: int,
     ) -> None:
         self._running = running
+        self._waiting = waiting
+        self._stopped = stopped
         self._make_room = make_room
         self._crashes_until_alone = crashes_until_alone
         self._records: dict[int, _Record] = {}
@@ -152,6 +162,24 @@ class Quarantine:
         """Who is begun with is told to this one from now on."""
         self._herald = herald
 
+    def convene(self) -> None:
+        """Choose who is tried next, or go on with who is; nothing happens without suspects.
+
+        The one is told at once, the others are set aside: what the engine dies of before a gate
+        is asked is known to be the fault of what is tried, too.
+        """
+        if not self._suspects or not self._waiting.num_ready:
+            return
+        ready = [each for each in self._waiting if not each.status.is_blocked]
+        tried = next(filter(self._may_be_tried, self._running or ready), None)
+        if tried is None:
+            return
+        for each in ready:
+            if each.request_id != tried.request_id:
+                self._hold(each)
+                self._waiting.set_aside(each)
+        self._say_begun(tried)
+
     def progress(self) -> list[tuple[Request, int]]:
         """What runs and brought crashes of an engine along, and what of it is computed."""
         if not self._records:
@@ -185,7 +213,7 @@ class Quarantine:
             return False
         request = candidate.request
         if self._suspects and not (self._is_suspected(request) and self._is_alone(request)):
-            self._held[request.handle] = request
+            self._hold(request)
             return True
         self._say_begun(request)
         return False
@@ -197,6 +225,13 @@ class Quarantine:
         self._records.pop(request.handle, None)
         if self._suspects:
             self._clear(request)
+
+    def _hold(self, request: Request) -> None:
+        request.status = self.status
+        self._held[request.handle] = request
+
+    def _may_be_tried(self, request: Request) -> bool:
+        return self._is_suspected(request) and not self._stopped(request)
 
     def _say_begun(self, request: Request) -> None:
         """Once: the same request may be looked at in many steps before there is room for it."""

@@ -112,7 +112,11 @@ class Scheduler:
         self.backlog = Backlog(limits, clock)
         self.deadlines = Deadlines(clock)
         self._quarantine = Quarantine(
-            self.running, self._preemption.evict_running, config.crashes_until_alone
+            self.running,
+            self.waiting,
+            self._pause.stops,
+            self._preemption.evict_running,
+            config.crashes_until_alone,
         )
         self._gates: tuple[Gate, ...] = (
             self._pause,
@@ -260,6 +264,10 @@ class Scheduler:
         return self._kv_cache.reset_prefix_cache()
 
     # A step
+
+    def convene(self) -> None:
+        """Before a step that may be the last thing this engine does: see `Quarantine`."""
+        self._quarantine.convene()
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step. Where running requests had to give way, nothing is admitted."""

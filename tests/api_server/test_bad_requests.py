@@ -167,6 +167,26 @@ async def test_bad_bodies(start, say, content):
         assert front_end.engine.requests.empty()
 
 
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [
+        (b'{"prompt": "x", "max_tokens": 1, "max_tokens": 1}', "max_tokens"),
+        (b'{"prompt": "x", "logit_bias": {"5": 1, "6": 1, "5": 2}}', "5"),
+        (b'{"prompt": "x", "\\u0061": 1, "a": 2}', "a"),
+        (b'{"prompt": "x", "' + b"k" * 5000 + b'": 1, "' + b"k" * 5000 + b'": 1}', "k…"),
+    ],
+    ids=["at the top", "within", "in another spelling", "of any length"],
+)
+async def test_a_key_that_is_there_twice(start, say, content, param):
+    """The last one would win here, and perhaps the first one where a proxy looked at it."""
+    async with start(say("!")) as front_end:
+        error = await expect_error(front_end, PATH, content, 400)
+        assert error["param"].endswith(param)
+        assert "more than once" in error["message"]
+        assert len(error["message"]) < 400
+        assert front_end.engine.requests.empty()
+
+
 async def test_content_types(start, say):
     async with start(say("!")) as front_end:
         content = b'{"prompt": "x"}'

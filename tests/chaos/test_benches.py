@@ -1,6 +1,6 @@
 """The random chaos and the soak, shortened: they run, and find nothing."""
 
-import re
+import json
 import subprocess
 from pathlib import Path
 
@@ -11,24 +11,29 @@ from tests.e2e.daemon import TOKEND
 pytestmark = pytest.mark.long
 
 
-def bench(*words: str) -> str:
-    done = subprocess.run(
+def bench(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [str(TOKEND), "bench", *words], capture_output=True, text=True, timeout=580, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
-def test_a_little_chaos() -> None:
-    text = bench("chaos", "--minutes", "0.3", "--kills", "4", "--tokens", "32")
-    figures = dict(re.findall(r"^(\w+) +([\d,]+)", text, re.MULTILINE))
-    assert (figures["kills"], figures["failed"], figures["different"]) == ("4", "0", "0")
-    assert int(figures["tokens"].replace(",", "")) > 1_000
+def test_a_little_chaos(tmp_path: Path) -> None:
+    """What is counted must be right on any machine; how long it took depends on who else runs."""
+    file = tmp_path / "chaos.json"
+    words = ("--minutes", "0.3", "--kills", "4", "--tokens", "32", "--json", str(file))
+    done = bench("chaos", *words)
+    found = json.loads(file.read_text())
+    missed = [each["name"] for each in found["limits"] if not each["kept"]]
+    assert [each for each in missed if "gap" not in each] == [], done.stdout + done.stderr
+    assert done.returncode == (1 if missed else 0)
+    assert len(found["kills"]) == 4
+    assert found["tokens"] > 1_000
 
 
 def test_a_short_soak(tmp_path: Path) -> None:
     plot = tmp_path / "soak.html"
-    text = bench("soak", "--requests", "3000", "--every", "1", "--plot", str(plot))
-    assert "3,0" in text
-    assert "against a worker without one" in text
+    done = bench("soak", "--requests", "3000", "--every", "1", "--plot", str(plot))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3,0" in done.stdout
+    assert "against a worker without one" in done.stdout
     assert plot.read_text().count("<svg") == 6

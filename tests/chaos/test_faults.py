@@ -1,18 +1,20 @@
 """Faults that are injected: a request that kills everything, and an exception in a worker."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
 from tests.chaos.aftermath import unharmed
-from tests.e2e.daemon import Daemon
+from tests.e2e.daemon import Daemon, eventually
 
-BODY = {"prompt": "The sea is", "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+BODY = {"max_tokens": 12, "temperature": 0, "return_token_ids": True}
 
 
-def complete(daemon: Daemon) -> httpx.Response:
-    return httpx.post(f"{daemon.url}/v1/completions", json=BODY, timeout=120)
+def complete(daemon: Daemon, prompt: str = "The sea is") -> httpx.Response:
+    body = BODY | {"prompt": prompt}
+    return httpx.post(f"{daemon.url}/v1/completions", json=body, timeout=240)
 
 
 @pytest.mark.slow
@@ -23,9 +25,26 @@ def test_a_request_that_kills_every_engine_is_given_up_and_the_next_one_served()
         poison = complete(daemon)
         assert poison.status_code == 500
         assert "crashed 5 times" in poison.json()["error"]["message"]
-        assert daemon.text.count("engine 0: is back after") == 5
+        assert eventually(lambda: daemon.text.count("engine 0: is back after") == 5)
         assert daemon.metric("tokend:restarts_total") == 5
         assert complete(daemon).status_code == 200
+
+
+@pytest.mark.slow
+def test_a_stream_beside_a_request_that_kills_five_engines_goes_on() -> None:
+    """It comes while the first of them is dead, waits for all trials, and is no suspect itself."""
+    faults = {"TOKEND_FAULTS": "engine:kill@1x5"}
+    flags = ("--enable-fault-injection", "--dtype", "float32")
+    with Daemon(*flags, environment=faults) as daemon, ThreadPoolExecutor() as pool:
+        poison = pool.submit(complete, daemon)
+        assert eventually(lambda: "it is started again" in daemon.text, 60)
+        innocent = pool.submit(complete, daemon, "Once upon a time")
+        assert poison.result().status_code == 500
+        assert "crashed 5 times" in poison.result().json()["error"]["message"]
+        assert innocent.result().status_code == 200
+        again = complete(daemon, "Once upon a time")
+        assert innocent.result().json()["choices"] == again.json()["choices"]
+        assert daemon.metric("tokend:restarts_total") == 5
 
 
 @pytest.mark.long

@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from deploy import cli
-from deploy.loadtest.overload.bench import OverloadRun, Record
+from deploy.loadtest.overload.bench import OverloadRun
 from deploy.loadtest.overload.churn import churn
 from deploy.loadtest.overload.memory import Memory
 from deploy.loadtest.overload.offers import Offer, Outcome, Recipe, customers
+from deploy.loadtest.overload.verdict import Record
 
 RECIPE = Recipe(input_tokens=4, output_tokens=2)
 EVENT = json.dumps({"choices": [{"token_ids": [7, 8]}]})
@@ -102,11 +103,79 @@ async def test_the_table_has_a_row_for_each_part() -> None:
     assert len(run.record.outcomes) == 4
     assert run.record.table().row_count == 4
     assert run.record.problems() == []
+    assert run.record.full.offers
+    assert run.record.flood.offers
+    assert run.record.alone.offers
+    assert run.record.beside.offers
 
 
 def test_problems_name_the_part() -> None:
     record = Record({"flood": Outcome([Offer(status=500)], 1.0)})
     assert record.problems() == ["flood: 1 failed, such as: 500 "]
+
+
+def accepted(first_token: float, tokens: int = 10) -> Offer:
+    return Offer(200, first_token=first_token, token_ids=[7] * tokens)
+
+
+def refused(seconds: float = 0.01, hint: str = "3") -> Offer:
+    return Offer(503, answered=seconds, retry_after=hint)
+
+
+def judged(
+    flood: list[Offer], beside: list[Offer], grown: float = 0.0, left: list[str] | None = None
+) -> list[str]:
+    """The limits missed by a run whose usual wait is 1 s and whose clients get 10 tokens/s."""
+    record = Record(
+        full=Outcome([accepted(1.0)], 1.0),
+        flood=record_of(flood),
+        alone=Outcome([accepted(1.0)], 1.0),
+        beside=record_of(beside),
+    )
+    for name in ("full", "flood", "alone", "beside"):
+        record.note(name, getattr(record, name))
+    memory = Memory(1)
+    memory.sizes["tokend: api 0"] = [100.0, 100.0, 100.0 + grown]
+    return [each.name for each in record.limits(memory, left or []) if not each.kept]
+
+
+def record_of(offers: list[Offer]) -> Outcome:
+    return Outcome(offers, 1.0)
+
+
+GOOD_FLOOD = [accepted(1.2), refused()]
+GOOD_CHURN = [accepted(1.0)]
+
+
+@pytest.mark.parametrize(
+    ("flood", "beside", "missed"),
+    [
+        (GOOD_FLOOD, GOOD_CHURN, []),
+        (GOOD_FLOOD, [accepted(1.0, 9)], []),
+        (GOOD_FLOOD, [accepted(1.0, 8)], ["throughput beside those who leave"]),
+        (GOOD_FLOOD, [refused()], ["throughput beside those who leave"]),
+        ([accepted(1.3), refused()], GOOD_CHURN, ["first token of the accepted, flood / full"]),
+        ([refused()], GOOD_CHURN, ["first token of the accepted, flood / full"]),
+        ([accepted(1.0), refused(1.1)], GOOD_CHURN, ["answer to the refused, p99"]),
+        ([accepted(1.0)], GOOD_CHURN, ["answer to the refused, p99"]),
+        ([accepted(1.0), refused(hint="")], GOOD_CHURN, ["refused without Retry-After"]),
+        ([*GOOD_FLOOD, Offer(500)], GOOD_CHURN, ["failed requests"]),
+    ],
+)
+def test_each_limit_is_missed_by_what_it_is_for(
+    flood: list[Offer], beside: list[Offer], missed: list[str]
+) -> None:
+    assert judged(flood, beside) == missed
+
+
+def test_memory_that_grows_and_gauges_that_stay_are_limits_too() -> None:
+    assert judged(GOOD_FLOOD, GOOD_CHURN, grown=8.5) == ["api 0: growth"]
+    assert judged(GOOD_FLOOD, GOOD_CHURN, left=["a gauge stays at 1"]) == ["left behind"]
+
+
+def test_a_part_that_was_not_run_has_no_limits() -> None:
+    names = [each.name for each in Record().limits(Memory(1), [])]
+    assert names == ["failed requests", "left behind"]
 
 
 def test_growth_is_counted_after_the_first_tenth() -> None:

@@ -102,6 +102,12 @@ def test_compose_mounts_what_is_there_and_waits_for_the_end() -> None:
     assert job["static_configs"][0]["targets"] == [f"tokend:{PORT}"]
 
 
+def test_compose_does_not_start_a_daemon_for_ever_that_cannot() -> None:
+    """A wrong setting is status 2, and compose has nothing to tell it from a crash but a number."""
+    services: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    assert re.fullmatch(r"on-failure:[1-9]", services["tokend"]["restart"])
+
+
 def test_the_deployment_probes_open_paths_and_waits_for_the_end() -> None:
     documents = list(yaml.safe_load_all((ROOT / "deploy/kubernetes/tokend.yaml").read_text()))
     deployment = next(each for each in documents if each["kind"] == "Deployment")

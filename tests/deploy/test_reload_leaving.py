@@ -4,6 +4,7 @@ from typing import Literal
 
 import pytest
 
+from proto.codec import Message
 from proto.lifecycle import (
     Distrust,
     DropEngine,
@@ -50,11 +51,34 @@ def test_with_a_front_end_its_requests_have_left() -> None:
     assert all(each.asked for each in case.members(1))
 
 
-def test_who_pauses_the_daemon_pauses_the_engine_that_is_left_too() -> None:
+def heard(case: Case) -> dict[tuple[str, int], list[Message]]:
+    return {(each.role, each.generation): each.heard for each in case.running if each.heard}
+
+
+def test_who_pauses_the_daemon_pauses_both_engines_whichever_was_asked() -> None:
+    """A front end that had not heard of the switch asks the one of before, and nobody else."""
     case = switched()
     case.say(Paused("freeze"), Paused(None))
-    heard = {(each.role, each.generation): each.heard for each in case.running if each.heard}
-    assert heard == {("engine_core", 1): [Paused("freeze"), Paused(None)]}
+    said = [Paused("freeze"), Paused(None)]
+    assert heard(case) == {("engine_core", 1): said, ("engine_core", 2): said}
+
+
+def test_a_pause_that_was_on_its_way_at_the_switch_reaches_the_engine_of_now() -> None:
+    """Its supervisor hears of it when no front end has anything open at the old engine."""
+    case = switched()
+    case.say(EngineLeft(0, 1), EngineLeft(1, 1))
+    case.say(Paused("finish_running"))
+    assert heard(case)["engine_core", 2] == [Paused("finish_running")]
+    assert case.births.boot("engine_core", 0).pause_mode == "finish_running"
+
+
+def test_a_pause_that_was_on_its_way_when_an_engine_made_room_is_born_with_the_next() -> None:
+    case = Case("in-place")
+    case.ask()
+    case.say(NextReady(0, 2), NextReady(1, 2))
+    case.say(Paused("freeze"))
+    case.end(1)
+    assert [each.pause_mode for each in case.boots[-3:]] == ["freeze"] * 3
 
 
 def test_an_engine_that_dies_while_it_is_left_is_not_replaced() -> None:

@@ -143,6 +143,7 @@ class EngineHarness:
 
     def send(self) -> SchedulerOutput:
         """Schedule a step."""
+        self.scheduler.convene()
         output = self.scheduler.schedule()
         self.in_flight.append(output)
         return output

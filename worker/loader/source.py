@@ -100,7 +100,14 @@ class WeightSource:
                 "both scale the rotary frequencies"
             )
         _check_shape(entry, (self._spec.head_dim // 2,))
-        scaled = FactorsRope(rope.theta, tuple(self._files.read(entry).tolist()))
+        factors = self._files.read(entry)
+        wrong = factors[~(factors.isfinite() & (factors > 0))].tolist()
+        if wrong:
+            raise ModelError(
+                f"tensor {entry.name} divides rotary frequencies by {wrong[0]:g}, which "
+                "is no positive number"
+            )
+        scaled = FactorsRope(rope.theta, tuple(factors.tolist()))
         return (scaled,) * self._spec.num_layers
 
     def _drop_copy_of_embedding(self, in_file: dict[str, TensorEntry], name: str) -> None:

@@ -23,6 +23,7 @@ from deploy.loadtest.chaos.oracle import Verdict, compare, gap, undisturbed
 from deploy.loadtest.chaos.report import Findings, show
 from deploy.loadtest.chaos.stream import BrokenStreamError, Stream
 from deploy.loadtest.daemon import MeasuredDaemon
+from deploy.loadtest.limits import check_writable, judge, write_json
 from deploy.loadtest.options import Parser, at_least_one, positive
 from deploy.loadtest.processes import pids_by_title
 from deploy.loadtest.rest import Rest, left_over
@@ -40,14 +41,15 @@ _REQUEST_SECONDS: Final = 300
 
 
 def main(words: Sequence[str]) -> None:
-    """Run and print; raises TokendError when a request failed or a token differed."""
+    """Run and print; raises TokendError naming each limit that was missed."""
     options = _parse(words)
+    check_writable(options.json)
     with MeasuredDaemon([*_FLAGS, *options.serve_flags]) as daemon:
         findings = asyncio.run(_run(daemon, options))
         findings.lines = list(daemon.lines)
     show(Console(width=110), findings)
-    if findings.faults:
-        raise TokendError(f"bench chaos: {len(findings.faults)} findings")
+    write_json(options.json, findings.limits, findings.plain())
+    judge("bench chaos", findings.limits)
 
 
 async def _run(daemon: MeasuredDaemon, options: argparse.Namespace) -> Findings:
@@ -126,5 +128,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--front-ends", action="store_true", help="kill front ends, whose streams end with them"
     )
+    parser.add_argument("--json", metavar="FILE", help="file to write the figures to")
     parser.add_argument("serve_flags", nargs="*", help="after --: more flags of tokend serve")
     return parser.parse_args(words)

@@ -1,20 +1,24 @@
-"""What a chaos run found, as tables and as a verdict."""
+"""What a chaos run found, as tables, as limits and as data."""
 
 import re
+import signal
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
 from deploy.loadtest.chaos.crowd import Tally
-from deploy.loadtest.chaos.killer import Strike
+from deploy.loadtest.chaos.killer import ENGINE, WORKER, Strike
 from deploy.loadtest.chaos.oracle import MAX_TIE_RATE, TIE_GAP, Difference
+from deploy.loadtest.limits import Limit, limits_table
 from deploy.loadtest.summary import quantile
 
+MAX_GAP_SECONDS: Final = 2.0
+"""From an engine's death to the next token; a worker has its start and as much again."""
 _BACK: Final = re.compile(r"^(\w+) \d+: is back after ([0-9.]+) s")
 
 
@@ -39,17 +43,48 @@ class Findings:
         return [each for each in self.differences if each[1] >= TIE_GAP]
 
     @property
+    def num_ties(self) -> int:
+        """Differences between tokens that were as good as each other."""
+        return len(self.differences) - len(self.different)
+
+    @property
     def faults(self) -> list[str]:
-        """Everything that must not be, in words."""
-        verdict = self.tally.verdict
+        """Everything that must not be and can be shown, in words."""
         found = [f"failed: {each}" for each in self.tally.failures]
         found += [f"different: {one.describe()}, gap {gap:.2g}" for one, gap in self.different]
-        found += [f"different: {each}" for each in verdict.wrong]
-        num_ties = len(self.differences) - len(self.different)
-        if num_ties > max(1, verdict.num_tokens * MAX_TIE_RATE):
-            found.append(f"{num_ties} ties in {verdict.num_tokens} tokens are too many")
+        found += [f"different: {each}" for each in self.tally.verdict.wrong]
         found += [f"afterwards: {each}" for each in self.after]
         return found + self.trouble
+
+    @property
+    def limits(self) -> list[Limit]:
+        """What the run is judged by; the gaps of those who were there to die."""
+        verdict = self.tally.verdict
+        most_ties = max(1.0, verdict.num_tokens * MAX_TIE_RATE)
+        num_different = len(self.different) + len(verdict.wrong)
+        return [
+            Limit("failed requests", len(self.tally.failures), "at most", 0),
+            Limit("different answers", num_different, "at most", 0),
+            Limit("ties", self.num_ties, "at most", most_ties),
+            Limit("left over", len(self.after), "at most", 0),
+            Limit("ended early", len(self.trouble), "at most", 0),
+            *self._gap_limits(),
+        ]
+
+    def _gap_limits(self) -> list[Limit]:
+        """Medians: one step of other people's prompts may be longer than all of a restart."""
+        limits = []
+        for title, start in ((ENGINE, 0.0), (WORKER, self._start_of("worker"))):
+            gaps = [each.gap for each in self.strikes if _is_plain_death(each, title)]
+            if gaps:
+                name = f"{title.removeprefix('tokend: ')}: median gap"
+                bound = start + MAX_GAP_SECONDS
+                limits.append(Limit(name, statistics.median(gaps), "at most", bound, "s"))
+        return limits
+
+    def _start_of(self, role: str) -> float:
+        seconds = self.starts.get(role)
+        return statistics.median(seconds) if seconds else 0.0
 
     @property
     def starts(self) -> dict[str, list[float]]:
@@ -59,6 +94,26 @@ class Findings:
             if back := _BACK.match(line):
                 found[back[1]].append(float(back[2]))
         return found
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "kills": [
+                {"blow": each.blow.name, "gap": each.gap, "gaps": list(each.gaps)}
+                for each in self.strikes
+            ],
+            "starts": self.starts,
+            "requests": self.tally.num_requests,
+            "left": self.tally.num_left,
+            "excused": self.tally.num_excused,
+            "tokens": self.tally.verdict.num_tokens,
+            "faults": self.faults,
+        }
+
+
+def _is_plain_death(strike: Strike, title: str) -> bool:
+    """Of this process alone, and at once: who is stopped is first missed."""
+    return strike.blow.titles == (title,) and strike.blow.signal is not signal.SIGSTOP
 
 
 def show(console: Console, findings: Findings) -> None:
@@ -82,6 +137,7 @@ def show(console: Console, findings: Findings) -> None:
             console.print(f"a tie: {difference.describe()}, gap {gap:.2g}", markup=False)
     for fault in findings.faults:
         console.print(fault, markup=False)
+    console.print(limits_table(findings.limits))
 
 
 def _strikes(strikes: Sequence[Strike]) -> Table:

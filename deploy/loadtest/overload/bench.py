@@ -3,15 +3,13 @@
 Starts a daemon of its own with few seats and a short queue. First as many clients as have a
 place keep it full: that is its capacity, and the longest that whoever is let in should wait.
 Then many times as many requests as it can answer arrive at a fixed rate. Then a few clients
-work beside a hundred a second that connect, ask and leave. Exit status 1 when a request failed
-that was neither refused nor left by its client, or when anything is left behind.
+work beside a hundred a second that connect, ask and leave. Exit status 1 when a limit was missed
+(verdict.py): each is in the last table.
 """
 
 import argparse
 import asyncio
 import re
-import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,61 +17,20 @@ from typing import Final
 
 import httpx
 from rich.console import Console
-from rich.table import Table
 
 from deploy.loadtest.daemon import MeasuredDaemon
+from deploy.loadtest.limits import check_writable, judge, limits_table, write_json
+from deploy.loadtest.options import Parser
 from deploy.loadtest.overload.churn import churn
 from deploy.loadtest.overload.memory import Memory
 from deploy.loadtest.overload.offers import Customers, Outcome, Recipe, customers
+from deploy.loadtest.overload.verdict import Record
 
 GAUGES: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting", "tokend:queued_tokens")
 REST_SECONDS: Final = 10.0
 WARM_UP_SECONDS: Final = 5.0
 SMALL_POOL: Final = "128M"
 """Memory of a pool is taken when it is first used; this one is in use before the flood begins."""
-
-
-@dataclass
-class Record:
-    """What each part of the run came to, in order."""
-
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-
-    def problems(self) -> list[str]:
-        """Of requests that were neither answered nor refused, some."""
-        return [
-            f"{name}: {len(outcome.failed)} failed, such as: "
-            f"{outcome.failed[0].status} {outcome.failed[0].error}"
-            for name, outcome in self.outcomes.items()
-            if outcome.failed
-        ]
-
-    def table(self) -> Table:
-        table = Table(title="times in ms, p50 / p99")
-        for column in (
-            "load",
-            "answered",
-            "per s",
-            "tokens/s",
-            "refused",
-            "first token of the accepted",
-            "answer to the refused",
-            "Retry-After, s",
-        ):
-            table.add_column(column, justify="left" if column == "load" else "right")
-        for name, outcome in self.outcomes.items():
-            accepted, refused = outcome.accepted, outcome.refused
-            table.add_row(
-                name,
-                str(len(accepted)),
-                f"{outcome.requests_per_second:.1f}",
-                f"{outcome.tokens_per_second:.0f}",
-                str(len(refused)),
-                _milliseconds([each.first_token for each in accepted]),
-                _milliseconds([each.answered for each in refused]),
-                _range([int(each.retry_after) for each in refused]),
-            )
-        return table
 
 
 @dataclass
@@ -90,25 +47,26 @@ class OverloadRun:
         """As many clients as there are places; returns requests per second."""
         await self.clients.keep(places, min(seconds, WARM_UP_SECONDS))
         outcome = await self.clients.keep(places, seconds)
-        self.record.outcomes[f"{places} clients, one for each place"] = outcome
+        self.record.full = self.record.note(f"{places} clients, one for each place", outcome)
         return outcome.requests_per_second
 
     async def flood(self, per_second: float, seconds: float) -> Outcome:
         """New requests at this rate."""
         outcome = await self.clients.flood(per_second, seconds, self.memory.look)
-        self.record.outcomes[f"{per_second:.1f} new ones a second"] = outcome
+        self.record.flood = self.record.note(f"{per_second:.1f} new ones a second", outcome)
         return outcome
 
     async def beside_churn(self, number: int, per_second: float, seconds: float) -> Outcome:
         """So many clients, by themselves for a quarter of the time, then beside the others."""
         alone = await self.clients.keep(number, seconds / 4)
-        self.record.outcomes[f"{number} clients"] = alone
+        self.record.alone = self.record.note(f"{number} clients", alone)
         until = time.monotonic() + seconds
         others = asyncio.create_task(
             churn(self.url, self.recipe, per_second, lambda: time.monotonic() >= until)
         )
         beside = await self.clients.keep(number, seconds)
-        self.record.outcomes[f"{number} beside {await others} that left"] = beside
+        name = f"{number} beside {await others} that left"
+        self.record.beside = self.record.note(name, beside)
         return beside
 
 
@@ -121,8 +79,9 @@ def left_behind(url: str) -> list[str]:
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure and print."""
+    """Measure and print; raises TokendError naming each limit that was missed."""
     options = _parse(words)
+    check_writable(options.json)
     console = Console(width=130)
     flags = [
         *("--max-num-seqs", str(options.seats), "--max-num-queued-reqs", str(options.queue)),
@@ -131,16 +90,17 @@ def main(words: Sequence[str]) -> None:
     with MeasuredDaemon([*flags, *options.serve_flags]) as daemon:
         memory = Memory(daemon.pid)
         record = asyncio.run(_run(daemon.url, memory, options))
-        problems = [*record.problems(), *left_behind(daemon.url)]
+        left = left_behind(daemon.url)
+    limits = record.limits(memory, left)
     console.print(record.table())
     for title, sizes in memory.sizes.items():
         console.print(
-            f"{title}: {sizes[0]:.0f} MiB before, {max(sizes):.0f} at most, {sizes[-1]:.0f} after, "
-            f"{memory.growth(title):+.1f} after the first tenth of the flood"
+            f"{title}: {sizes[0]:.0f} MiB before, {max(sizes):.0f} at most, {sizes[-1]:.0f} after"
         )
-    if problems:
-        console.print(*problems, sep="\n")
-        sys.exit(1)
+    console.print(*record.problems(), *left, sep="\n", markup=False)
+    console.print(limits_table(limits))
+    write_json(options.json, limits, record.plain() | {"memory_mib": memory.sizes})
+    judge("bench overload", limits)
 
 
 async def _run(url: str, memory: Memory, options: argparse.Namespace) -> Record:
@@ -164,19 +124,8 @@ def _not_at_rest(url: str) -> list[str]:
     return [f"{name} stays at {value:g}" for name, value in found.items() if value]
 
 
-def _milliseconds(seconds: list[float]) -> str:
-    if len(seconds) < 2:
-        return "-"
-    p99 = statistics.quantiles(seconds, n=100)[98]
-    return f"{1e3 * statistics.median(seconds):.0f} / {1e3 * p99:.0f}"
-
-
-def _range(numbers: list[int]) -> str:
-    return f"{min(numbers)} to {max(numbers)}" if numbers else "-"
-
-
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tokend bench overload",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -190,5 +139,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--flood-minutes", type=float, default=5.0)
     parser.add_argument("--churn-rate", type=float, default=100.0, help="clients a second")
     parser.add_argument("--churn-minutes", type=float, default=2.0)
+    parser.add_argument("--json", metavar="FILE", help="file to write the figures to")
     parser.add_argument("serve_flags", nargs="*", help="after --: flags of tokend serve")
     return parser.parse_args(words)

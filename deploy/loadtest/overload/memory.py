@@ -1,8 +1,12 @@
 """Whether memory stays flat: the resident size of each process, second by second."""
 
 from collections import defaultdict
+from typing import Final
 
 from deploy.loadtest.processes import usage_by_title
+
+MAX_MIB: Final = 8.0
+"""Most growth of a process under a flood: less than half a KiB of each that is refused."""
 
 
 class Memory:

@@ -6,7 +6,6 @@ front end, engine, supervisor and all sockets are real.
 
 import argparse
 import asyncio
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from deploy.loadtest.daemon import MeasuredDaemon
+from deploy.loadtest.limits import check_writable, judge, write_json
 from deploy.loadtest.options import Parser, at_least_one, positive
 from deploy.loadtest.processes import usage_by_title
 from deploy.loadtest.rest import Rest, left_over
@@ -23,25 +23,22 @@ from deploy.loadtest.soak.load import Load
 from deploy.loadtest.soak.report import Report
 from deploy.loadtest.soak.samples import Sample
 from deploy.loadtest.summary import quantile
-from proto.errors import ConfigError, TokendError
 
 _REQUESTS: Final = 1_000_000
 _WARM_UP_ROUNDS: Final = 20
 
 
 def main(words: Sequence[str]) -> None:
-    """Run, print and plot; raises TokendError for what grows, stays behind or fails."""
+    """Run, print and plot; raises TokendError naming each limit that was missed."""
     options = _parse(words)
     for file in (options.plot, options.json):
-        _check_writable(file)
+        check_writable(file)
     report = _soak(options)
     report.show(Console(width=110))
     if options.plot:
         Path(options.plot).write_text(report.plot())
-    if options.json:
-        Path(options.json).write_text(json.dumps([each.plain() for each in report.samples]))
-    if report.faults:
-        raise TokendError(f"bench soak: {len(report.faults)} findings")
+    write_json(options.json, report.limits, report.plain())
+    judge("bench soak", report.limits)
 
 
 def _soak(options: argparse.Namespace) -> Report:
@@ -103,16 +100,6 @@ async def _observe(daemon: MeasuredDaemon, load: Load, every: float) -> list[Sam
     return samples
 
 
-def _check_writable(file: str | None) -> None:
-    """A name that is no good must not cost an hour."""
-    if file is None:
-        return
-    try:
-        Path(file).touch()
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from None
-
-
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="tokend bench soak", description=__doc__)
     parser.add_argument("--requests", type=at_least_one, help="in all; a million by default")
@@ -122,6 +109,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=at_least_one, default=3, help="of each answer (3)")
     parser.add_argument("--every", type=positive, default=10.0, help="seconds to a sample (10)")
     parser.add_argument("--plot", metavar="FILE", help="HTML file to draw the curves into")
-    parser.add_argument("--json", metavar="FILE", help="file to write the samples to")
+    parser.add_argument("--json", metavar="FILE", help="file to write the figures to")
     parser.add_argument("serve_flags", nargs="*", help="after --: more flags of tokend serve")
     return parser.parse_args(words)

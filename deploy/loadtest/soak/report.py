@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
+from deploy.loadtest.limits import Limit, limits_table
 from deploy.loadtest.soak.load import Load
 from deploy.loadtest.soak.plot import Panel, Points, page
-from deploy.loadtest.soak.samples import Sample, growths, settled
+from deploy.loadtest.soak.samples import MAX_DRIFT, MAX_MIB, Sample, drifts, growths, settled
 
 _SHOWN_FAULTS: Final = 20
 
@@ -25,12 +26,27 @@ class Report:
 
     @property
     def faults(self) -> list[str]:
-        """Everything that must not be, in words."""
-        found = [f"failed: {each}" for each in self.load.failures]
-        found += [
-            f"{each.describe()} is too much" for each in growths(self.samples) if each.too_much
+        """Everything that must not be and can be shown, in words."""
+        return [
+            *(f"failed: {each}" for each in self.load.failures),
+            *(f"afterwards: {each}" for each in self.after),
         ]
-        return found + [f"afterwards: {each}" for each in self.after]
+
+    @property
+    def limits(self) -> list[Limit]:
+        """What the run is judged by. A run too short for a drift of its latency has none."""
+        return [
+            Limit("failed requests", len(self.load.failures), "at most", 0),
+            Limit("left over", len(self.after), "at most", 0),
+            *(
+                Limit(f"{each.name}: growth", each.judged_mib, "at most", MAX_MIB, "MiB")
+                for each in growths(self.samples)
+            ),
+            *(
+                Limit("p99, last quarter / first", each, "at most", MAX_DRIFT)
+                for each in drifts(self.samples)
+            ),
+        ]
 
     @property
     def notes(self) -> list[str]:
@@ -62,6 +78,16 @@ class Report:
         console.print(table)
         for line in [*self.notes, *self.faults[:_SHOWN_FAULTS]]:
             console.print(line, markup=False, highlight=False)
+        console.print(limits_table(self.limits))
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "requests": self.load.num_requests,
+            "left": self.load.num_left,
+            "faults": self.faults,
+            "samples": [each.plain() for each in self.samples],
+        }
 
     def plot(self) -> str:
         """The curves, as an HTML file."""

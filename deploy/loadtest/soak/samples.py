@@ -5,12 +5,17 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from deploy.loadtest.processes import Usage
+from deploy.loadtest.summary import quantile
 
 WARM_UP: Final = 50_000
 """Requests in which caches and heaps may fill, or half of them all: a front end's takes so many."""
 REQUESTS: Final = 100_000
 MAX_MIB: Final = 1.0
 """Most growth of a process in so many requests; a shorter run may grow as much in all."""
+MAX_DRIFT: Final = 1.5
+"""What the 99th percentile may become, as part of what it was after the warm-up."""
+_DRIFT_SAMPLES: Final = 16
+"""Without so many the middle one of a quarter of them says nothing."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +48,20 @@ class Growth:
 
     def describe(self) -> str:
         """In words."""
-        return (
-            f"{self.title.removeprefix('tokend: ')}: {self.mib:+.3f} MiB in {REQUESTS:,} requests"
-        )
+        return f"{self.name}: {self.mib:+.3f} MiB in {REQUESTS:,} requests"
 
     @property
-    def too_much(self) -> bool:
-        """A few requests that let a heap grow once say nothing of the next ones."""
-        total = self.mib * self.requests / REQUESTS
-        return self.mib >= MAX_MIB and total >= MAX_MIB
+    def name(self) -> str:
+        """Of the process."""
+        return self.title.removeprefix("tokend: ")
+
+    @property
+    def judged_mib(self) -> float:
+        """Of REQUESTS, or of all where there were fewer.
+
+        A few requests that let a heap grow once say nothing of the next ones.
+        """
+        return self.mib * min(1.0, self.requests / REQUESTS)
 
 
 def growths(samples: Sequence[Sample]) -> list[Growth]:
@@ -62,6 +72,18 @@ def growths(samples: Sequence[Sample]) -> list[Growth]:
     return [
         Growth(title, REQUESTS * slope(_memory(later, title)), requests) for title in sorted(titles)
     ]
+
+
+def drifts(samples: Sequence[Sample]) -> list[float]:
+    """The p99 of the last quarter to that of the first one after the warm-up, each its median.
+
+    Empty for a run too short to say; a time without an answer counts for nothing.
+    """
+    later = [each.p99_ms for each in settled(samples) if each.p99_ms]
+    if len(later) < _DRIFT_SAMPLES:
+        return []
+    quarter = len(later) // 4
+    return [quantile(later[-quarter:], 0.5) / quantile(later[:quarter], 0.5)]
 
 
 def settled(samples: Sequence[Sample]) -> Sequence[Sample]:

@@ -1,6 +1,7 @@
 """When `tokend bench chaos` is not content, and what it prints."""
 
 import io
+import json
 import signal
 
 import pytest
@@ -31,11 +32,6 @@ def test_a_tie_is_none_and_a_difference_is_one() -> None:
     assert "token 1: 9 instead of 2" in fault
 
 
-def test_so_many_ties_are_none() -> None:
-    (fault,) = findings(differences=[(DIFFERENCE, 1e-4)] * 5).faults
-    assert "5 ties in 2000 tokens" in fault
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -49,6 +45,49 @@ def test_each_of_these_is_a_fault(changes: dict[str, object]) -> None:
     assert len(findings(**changes).faults) == 1
 
 
+def missed(found: Findings) -> list[str]:
+    return [each.name for each in found.limits if not each.kept]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"tally": Tally(failures=["ReadError"])}, "failed requests"),
+        ({"tally": Tally(verdict=Verdict(wrong=["2 tokens instead of 3"]))}, "different answers"),
+        ({"differences": [(DIFFERENCE, 2e-3)]}, "different answers"),
+        ({"differences": [(DIFFERENCE, 1e-4)] * 5}, "ties"),
+        ({"after": ["tokend: api 0: gone"]}, "left over"),
+        ({"trouble": ["waited 120 s for a process"]}, "ended early"),
+    ],
+)
+def test_each_fault_misses_the_limit_of_its_kind(changes: dict[str, object], name: str) -> None:
+    assert missed(findings(**changes)) == [name]
+
+
+def test_a_gap_is_judged_by_who_died() -> None:
+    """2 s after an engine's death, a worker's start and 2 s after a worker's; medians."""
+
+    def run(engine: float, worker: float) -> list[str]:
+        strikes = [
+            Strike(Blow((ENGINE,), signal.SIGKILL), (engine, 9.0)),
+            Strike(Blow((WORKER,), signal.SIGSEGV), (worker,)),
+            Strike(Blow((ENGINE,), signal.SIGSTOP), (7.0,)),
+            Strike(Blow((ENGINE, WORKER), signal.SIGKILL), (9.0,)),
+        ]
+        return missed(findings(strikes=strikes, lines=["worker 0: is back after 1.5 s"]))
+
+    assert run(2.0, 3.5) == []
+    assert run(2.1, 3.5) == ["engine 0: median gap"]
+    assert run(2.0, 3.6) == ["worker 0: median gap"]
+
+
+def test_the_figures_are_data() -> None:
+    strikes = [Strike(Blow((ENGINE,), signal.SIGKILL), (2.0, 3.0))]
+    read = json.loads(json.dumps(findings(strikes=strikes).plain()))
+    assert read["kills"] == [{"blow": "engine SIGKILL", "gap": 2.0, "gaps": [2.0, 3.0]}]
+    assert (read["requests"], read["tokens"], read["faults"]) == (5, 2_000, [])
+
+
 def test_what_is_printed() -> None:
     strikes = [
         Strike(Blow((WORKER,), signal.SIGKILL), (2.0, 3.0)),
@@ -59,6 +98,7 @@ def test_what_is_printed() -> None:
     show(Console(file=text, width=110), findings(strikes=strikes, lines=lines))
     assert "worker: at work 1.5 s after its death" in text.getvalue()
     assert "engine and worker SIGSEGV" in text.getvalue()
+    assert "kept" in text.getvalue()
     (row,) = [line for line in text.getvalue().splitlines() if "worker SIGKILL" in line]
     assert row.replace("│", "").split() == [
         "worker",

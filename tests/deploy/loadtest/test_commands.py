@@ -1,4 +1,4 @@
-"""What `tokend bench chaos` and `tokend bench soak` refuse before they start anything."""
+"""What `tokend bench` chaos, soak and overload refuse before they start anything."""
 
 from pathlib import Path
 
@@ -16,6 +16,10 @@ from deploy import cli
         (["soak", "--requests", "-5"], "--requests"),
         (["soak", "--minutes", "inf"], "--minutes"),
         (["soak", "--plot", "/nowhere/soak.html"], "/nowhere/soak.html"),
+        (["soak", "--json", "/nowhere/soak.json"], "/nowhere/soak.json"),
+        (["chaos", "--json", "/nowhere/chaos.json"], "/nowhere/chaos.json"),
+        (["overload", "--json", "/nowhere/overload.json"], "/nowhere/overload.json"),
+        (["overload", "--hours", "1"], "--hours"),
         (["serve", "--hots", "x"], "--hots"),
     ],
 )

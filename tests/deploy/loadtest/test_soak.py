@@ -11,6 +11,7 @@ from deploy.loadtest.processes import Usage
 from deploy.loadtest.soak.connection import AnswerError, Connection, request_bytes
 from deploy.loadtest.soak.load import Load
 from deploy.loadtest.soak.plot import Panel, page
+from deploy.loadtest.soak.report import Report
 from deploy.loadtest.soak.samples import Sample, growths, slope
 from deploy.loadtest.summary import quantile
 
@@ -93,14 +94,16 @@ async def test_a_wrong_answer_is_a_failure_and_not_for_ever() -> None:
     assert "completion_tokens" in load.failures[0]
 
 
-def samples(mib: Callable[[int], float]) -> list[Sample]:
+def samples(
+    mib: Callable[[int], float], p99_ms: Callable[[int], float] = lambda number: 2.0
+) -> list[Sample]:
     return [
         Sample(
             seconds=float(number),
             requests=number * 10_000,
             requests_per_second=1000.0,
             p50_ms=1.0,
-            p99_ms=2.0,
+            p99_ms=p99_ms(number),
             blocks=0.0,
             usage={"tokend: api 0": Usage(1, 0.0, mib(number), 10, 5)},
         )
@@ -108,19 +111,42 @@ def samples(mib: Callable[[int], float]) -> list[Sample]:
     ]
 
 
+def missed(taken: list[Sample], failures: int = 0, after: tuple[str, ...] = ()) -> list[str]:
+    load = Load("127.0.0.1", 1, 1, 3, lambda number: True)
+    load.failures += ["status 500"] * failures
+    return [each.name for each in Report(load, taken, after, "x").limits if not each.kept]
+
+
 def test_growth_is_per_hundred_thousand_requests_and_after_the_warm_up() -> None:
-    (growth,) = growths(samples(lambda number: max(number, 5) * 0.05))
-    assert growth.mib == pytest.approx(0.5)
-    assert not growth.too_much
-    (growth,) = growths(samples(lambda number: number * 0.2))
-    assert growth.mib == pytest.approx(2.0)
-    assert growth.too_much
+    slow = samples(lambda number: max(number, 5) * 0.05)
+    assert growths(slow)[0].mib == pytest.approx(0.5)
+    assert missed(slow) == []
+    fast = samples(lambda number: number * 0.2)
+    assert growths(fast)[0].mib == pytest.approx(2.0)
+    assert missed(fast) == ["api 0: growth"]
 
 
 def test_a_short_run_may_grow_a_little() -> None:
-    (growth,) = growths(samples(lambda number: number * 0.2)[:6])
-    assert growth.mib == pytest.approx(2.0)
-    assert not growth.too_much
+    short = samples(lambda number: number * 0.2)[:6]
+    assert growths(short)[0].mib == pytest.approx(2.0)
+    assert missed(short) == []
+
+
+def test_latency_may_not_drift_after_the_warm_up() -> None:
+    flat: Callable[[int], float] = lambda number: 1.0  # noqa: E731
+    assert missed(samples(flat, lambda number: 9.0 if number < 5 else 2.0)) == []
+    assert missed(samples(flat, lambda number: 2.0 + 0.02 * number)) == []
+    assert missed(samples(flat, lambda number: 2.0 + 0.1 * number)) == ["p99, last quarter / first"]
+    short = samples(flat, lambda number: 2.0 + number)[:16]
+    assert missed(short) == [], "too few to say"
+    silent = samples(flat, lambda number: 0.0)
+    assert missed(silent) == []
+
+
+def test_a_failure_and_what_stays_are_limits_too() -> None:
+    flat = samples(lambda number: 1.0)
+    assert missed(flat, failures=1) == ["failed requests"]
+    assert missed(flat, after=("tokend: api 0: gone",)) == ["left over"]
 
 
 def test_quantiles_are_values_that_there_were() -> None:

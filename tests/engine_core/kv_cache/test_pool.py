@@ -37,7 +37,7 @@ def test_too_few_free_blocks_is_an_error_and_takes_none():
     with pytest.raises(ValueError, match="No free blocks"):
         pool.get_new_blocks(6)
     assert pool.num_free == 5
-    assert check_pool(pool, []) == []
+    assert not any(check_pool(pool, []))
 
 
 def test_a_shared_block_is_free_when_its_last_user_leaves():
@@ -111,7 +111,7 @@ def test_the_null_block_is_neither_counted_nor_freed_nor_cached():
     assert pool.num_free == 5
     with pytest.raises(AssertionError, match="null block"):
         pool.cache_full_block(NULL_BLOCK, b"nothing")
-    assert check_pool(pool, []) == []
+    assert not any(check_pool(pool, []))
 
 
 def test_the_cache_is_reset_only_when_nothing_is_in_use():
@@ -126,4 +126,4 @@ def test_the_cache_is_reset_only_when_nothing_is_in_use():
     assert pool.reset_prefix_cache()
     assert len(pool.index) == 0
     assert set(pool.hashes) == {None}
-    assert check_pool(pool, []) == []
+    assert not any(check_pool(pool, []))

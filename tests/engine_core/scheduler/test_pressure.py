@@ -96,6 +96,35 @@ def test_between_the_thresholds_the_doors_stay_as_they_were():
     assert scheduled(engine.step()) == {late.handle: 4}
 
 
+def test_the_doors_open_in_a_step_in_which_nobody_asks():
+    """Three of ten are below 0.4 while one runs alone; when somebody comes it has grown to five."""
+    engine = small_pool(stop_admission_above=0.7, resume_admission_below=0.4)
+    stays = engine.add_one(prompt(11, 0), max_tokens=20, ignore_eos=True)
+    leaves = engine.add_one(prompt(19, 1), max_tokens=20)
+    engine.step()
+    assert blocks_in_use(engine) == 8
+    engine.step()  # the doors close
+    engine.scheduler.abort(leaves.request_id)
+    while blocks_in_use(engine) < 5:
+        engine.step()
+    late = engine.add_one(prompt(4, 7), max_tokens=1)
+    assert scheduled(engine.step()) == {stays.handle: 1, late.handle: 4}
+
+
+def test_the_doors_open_when_nobody_is_left():
+    engine = small_pool(stop_admission_above=0.7, resume_admission_below=0.4)
+    full = engine.add_one(prompt(31, 0), max_tokens=20)
+    engine.step()
+    engine.add_one(prompt(4, 5), max_tokens=1)
+    engine.step()
+    assert list(engine.scheduler.waiting), "the doors are closed"
+    for each in (full, *engine.scheduler.waiting):
+        engine.scheduler.abort(each.request_id)
+    first = engine.add_one(prompt(20, 1), max_tokens=2)
+    second = engine.add_one(prompt(4, 7), max_tokens=1)
+    assert scheduled(engine.step()) == {first.handle: 20, second.handle: 4}
+
+
 def test_above_the_highest_threshold_the_youngest_gives_way():
     engine = small_pool(
         resume_admission_below=0.5, stop_admission_above=0.6, preempt_above=0.8, max_num_seqs=3

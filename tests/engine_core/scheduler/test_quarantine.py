@@ -281,3 +281,65 @@ def test_who_finds_no_room_is_told_of_once():
         engine.step()
         assert waits.status is RequestStatus.WAITING
     assert herald.told == [(waits, False)]
+
+
+def test_who_is_tried_is_told_before_its_step_is_decided_and_all_others_leave_the_line():
+    """What the engine dies of without asking anybody is the fault of what it looks at."""
+    engine = EngineHarness()
+    herald = Herald(engine)
+    first, second = [engine.add_one([each], 3, crash_count=3) for each in (1, 2)]
+    late = engine.add_one([9], 3)
+    for _ in range(2):
+        engine.scheduler.convene()
+        assert herald.told == [(first, True)]
+        assert next(iter(engine.scheduler.waiting)) is first
+        assert engine.scheduler.waiting.num_ready == 1
+        assert {second.status, late.status} == {RequestStatus.WAITING_FOR_TRIAL}
+    engine.step()
+    newcomer = engine.add_one([8], 3)
+    engine.scheduler.convene()
+    assert newcomer.status is RequestStatus.WAITING_FOR_TRIAL
+    assert engine.scheduler.waiting.num_ready == 0
+    engine.run()
+    assert herald.trials == [first, second]
+    for each in (first, second, late, newcomer):
+        assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 3)
+    engine.assert_at_rest()
+
+
+def test_without_suspects_nobody_leaves_the_line():
+    engine = EngineHarness(max_num_seqs=1)
+    requests = [engine.add_one([each], 3, crash_count=2) for each in (1, 2)]
+    engine.step()
+    engine.scheduler.convene()
+    assert [each.status for each in requests] == [RequestStatus.RUNNING, RequestStatus.WAITING]
+
+
+def test_those_who_run_are_heard_to_the_end_of_the_step_that_is_under_way():
+    engine = EngineHarness()
+    herald = Herald(engine)
+    running = engine.add_one([1], 5)
+    engine.step()
+    engine.add_one([9], 5, crash_count=3)
+    engine.scheduler.convene()
+    assert herald.told == [], "it is not alone yet"
+    assert running.status is RequestStatus.RUNNING
+    assert engine.scheduler.waiting.num_ready == 1
+
+
+def test_who_may_not_begin_in_a_pause_keeps_nobody_from_a_trial():
+    engine = EngineHarness()
+    herald = Herald(engine)
+    fresh = engine.add_one([1], 3, crash_count=3)
+    begun = engine.add_one([2], 3, crash_count=3, output_token_ids=(tuple(undisturbed([2], 1)),))
+    engine.scheduler.pause("finish_running")
+    while engine.scheduler.has_work:
+        engine.step()
+    assert herald.trials == [begun]
+    assert begun.num_output_tokens > 1, "it had its trial"
+    assert fresh.num_output_tokens == 0
+    engine.scheduler.resume()
+    engine.run()
+    assert herald.trials == [begun, fresh]
+    assert engine.tokens_of(fresh) == undisturbed([1], 3)
+    assert engine.tokens_of(begun) == undisturbed([2], 3)[1:]

@@ -8,7 +8,7 @@ from tests.fakes.scheduler_model.waits import Start
 class RoomModel:
     """Thresholds of occupancy, whole prompts, watermark. Nothing is asked while nobody runs.
 
-    open: whether the occupancy was last seen below where admission goes on, or above
+    open: whether the occupancy was last, in any step, below where admission goes on, or above
     where it stops.
     """
 
@@ -20,8 +20,9 @@ class RoomModel:
         self.open = True
 
     def too_full(self) -> bool:
-        """Somebody is to give way before anything is planned."""
-        return len(self.running) > 1 and self._in_use() > self._part(self.settings.preempt_above)
+        """Somebody is to give way before anything is planned; asked in every step."""
+        in_use = self._in_use()
+        return len(self.running) > 1 and in_use > self._part(self.settings.preempt_above)
 
     def admits(self, sequence: Sequence, start: Start, number: int) -> bool:
         if not self.running:

@@ -1,6 +1,7 @@
 """GGUF types against the gguf package, tensor by tensor and through a whole model."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,19 @@ def test_rope_factors_of_the_file_scale_the_frequencies(tmp_path: Path) -> None:
     linear = {"rope_theta": 1000.0, "rope_type": "linear", "factor": 2.0}
     with pytest.raises(ModelError, match=r"rope_freqs\.weight.*LinearRope"):
         logits_from_file(tmp_path, unscaled | {"rope_parameters": linear}, tensors)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
+def test_rope_factors_that_nothing_can_be_divided_by(tmp_path: Path, wrong: float) -> None:
+    """They would make every position the same, or every number none, without a word."""
+    config = LlamaConfig(**SIZES)
+    with torch.no_grad():
+        _, tensors = tiny("F32", config, permuted=True)
+    factors = np.ones(32, dtype=np.float32)
+    factors[7] = wrong
+    tensors["rope_freqs.weight"] = ("F32", factors)
+    with pytest.raises(ModelError, match=rf"rope_freqs\.weight.* by {wrong:g}, which"):
+        logits_from_file(tmp_path, config_of(config), tensors)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""Figures that a run is judged by: what each was, what it may be, and whether that was kept.
+
+Knows nothing of what is measured; a figure that could not be taken is NaN and keeps no limit.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from rich.table import Table
+
+from proto.errors import ConfigError, TokendError
+
+_SIGNS: Final = {"at most": "≤", "at least": "≥"}
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One figure. bound: what it may be, in the same unit as the value."""
+
+    name: str
+    value: float
+    kind: Literal["at most", "at least"]
+    bound: float
+    unit: str = ""
+
+    @property
+    def kept(self) -> bool:
+        """Also a figure exactly at the bound keeps it; NaN does not."""
+        return self.value <= self.bound if self.kind == "at most" else self.value >= self.bound
+
+    def describe(self) -> str:
+        """In words, with the figure and the bound."""
+        return f"{self.name}: {self._figure(self.value)}, {self.kind} {self._figure(self.bound)}"
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON, which has no NaN."""
+        value = self.value if self.value == self.value else None
+        return asdict(self) | {"value": value, "kept": self.kept}
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """Name, value, bound, verdict."""
+        bound = f"{_SIGNS[self.kind]} {self._figure(self.bound)}"
+        return self.name, self._figure(self.value), bound, "kept" if self.kept else "MISSED"
+
+    def _figure(self, value: float) -> str:
+        return f"{value:,.3f}".rstrip("0").rstrip(".") + (f" {self.unit}" if self.unit else "")
+
+
+def limits_table(limits: Sequence[Limit]) -> Table:
+    """A row each, the verdict last."""
+    table = Table(title="limits")
+    for name in ("limit", "was", "may be", "verdict"):
+        table.add_column(name, justify="right" if name in ("was", "may be") else "left")
+    for each in limits:
+        table.add_row(*each.cells())
+    return table
+
+
+def judge(command: str, limits: Sequence[Limit]) -> None:
+    """Raises TokendError naming each limit that was missed."""
+    missed = [each.describe() for each in limits if not each.kept]
+    if missed:
+        raise TokendError(f"{command}: {len(missed)} limits missed: " + "; ".join(missed))
+
+
+def write_json(file: str | None, limits: Sequence[Limit], figures: Mapping[str, Any]) -> None:
+    """The limits with their verdicts, and beside them whatever else was measured."""
+    if file is not None:
+        content = {"limits": [each.plain() for each in limits], **figures}
+        Path(file).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def check_writable(file: str | None) -> None:
+    """A name that is no good must not cost an hour; raises ConfigError."""
+    if file is None:
+        return
+    try:
+        Path(file).touch()
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None

@@ -1,0 +1,148 @@
+"""Engines that die one after the other of one request: it ends, and the others go on.
+
+The counting is the front end's own; the engines die before they decide anything where the guilty
+one is in their line or runs, and of deciding about it where it comes into the line later.
+"""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from api_server.open_requests import OpenRequest
+from engine_core.request import RequestStatus
+from engine_core.scheduler.quarantine import TRIALS
+from proto.config import SchedulerConfig
+from proto.engine_io import EngineCoreRequest, FinishReason, RequestProgress
+from proto.sampling_params import SamplingParams
+from tests.fakes.engine_harness import EOS
+from tests.fakes.intake_desk import Desk
+from tests.fakes.paged_runner import undisturbed
+
+CRASHES = SchedulerConfig().crashes_until_alone
+GUILTY = [1, 2, 3]
+
+
+@dataclass
+class Stream:
+    request_id: int
+    tokens: list[int] = field(default_factory=list)
+    num_choices: int = 1
+    finished_choices: tuple[int, ...] = ()
+
+    @property
+    def output_token_ids(self):
+        return (tuple(self.tokens),)
+
+
+class DeadlyGate:
+    """The engine dies when it decides about the guilty one."""
+
+    status = RequestStatus.WAITING
+
+    def attach(self, wake): ...
+
+    def begin(self, plan): ...
+
+    def holds(self, candidate):
+        if candidate.request.prompt_token_ids == GUILTY:
+            raise EngineDiesError
+        return False
+
+    def admitted(self, request, num_new_tokens): ...
+
+    def forget(self, request): ...
+
+
+class EngineDiesError(Exception):
+    pass
+
+
+class FrontEnd:
+    """Sends what is open to one engine after the other, and counts as it hears."""
+
+    def __init__(self, prompts):
+        self.open = [
+            OpenRequest(
+                EngineCoreRequest(
+                    epoch=1,
+                    request_id=number,
+                    prompt_token_ids=prompt,
+                    sampling_params=SamplingParams(max_tokens=4, eos_token_ids=(EOS,)),
+                    seed=0,
+                    arrival_time=0.0,
+                ),
+                Stream(number),
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        self.errors = {}
+
+    def begins(self, request, *, alone):
+        entry = self.open[request.request_id]
+        entry.alone = entry.alone or alone
+        entry.note_progress(RequestProgress(request.request_id, 0, 0))
+
+    def meet(self, epoch):
+        """An engine that has everything that is open."""
+        desk = Desk(gates=[DeadlyGate()])
+        desk.engine.scheduler.tell_begun(self)
+        for entry in sorted(self.unfinished, key=lambda each: -each.crash_count):
+            entry.sent_to = epoch
+            desk.take(entry.message(epoch))
+        for _, output in desk.outbox.outputs:
+            assert output.finish_reason is FinishReason.ERROR
+            self.errors[output.request_id] = output.error
+        return desk.engine
+
+    def hear(self, engine):
+        """What its steps brought."""
+        for (number, _), tokens in engine.tokens.items():
+            self.open[number].stream.tokens += tokens
+        engine.tokens.clear()
+
+    def lose(self):
+        any_begun = any(each.begun for each in self.open)
+        for each in self.unfinished:
+            each.lose_engine(CRASHES, others_begun=any_begun)
+
+    @property
+    def unfinished(self):
+        return [
+            each
+            for each in self.open
+            if len(each.stream.tokens) < 4 and each.request.request_id not in self.errors
+        ]
+
+
+def step(engine):
+    """One that kills where the guilty one is in the line, or runs."""
+    scheduler = engine.scheduler
+    scheduler.convene()
+    ready = [each for each in scheduler.waiting if not each.status.is_blocked]
+    if any(each.prompt_token_ids == GUILTY for each in [*scheduler.running, *ready]):
+        raise EngineDiesError
+    engine.step()
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_request_that_kills_engines_before_they_decide_ends_and_nobody_else_does(place):
+    prompts = [[5] * 20, [6]]
+    prompts.insert(place, GUILTY)
+    front_end = FrontEnd(prompts)
+    num_deaths = 0
+    for epoch in range(1, 12):
+        engine = front_end.meet(epoch)
+        try:
+            while engine.scheduler.has_work:
+                step(engine)
+                front_end.hear(engine)
+        except EngineDiesError:
+            num_deaths += 1
+            front_end.lose()
+    assert num_deaths == CRASHES + TRIALS
+    assert list(front_end.errors) == [place]
+    assert f"crashed {num_deaths} times" in front_end.errors[place].message
+    for entry in front_end.open:
+        if entry.request.request_id != place:
+            prompt = entry.request.prompt_token_ids
+            assert entry.stream.tokens == undisturbed(list(prompt), 4)
