@@ -5,6 +5,8 @@
 // raw score and the sum of weights; several pieces are joined afterwards.
 #include "attention.h"
 
+#include <omp.h>
+
 #include "attention_few_rows.h"
 #include "attention_many_rows.h"
 #include "attention_piece.h"
@@ -32,26 +34,28 @@ void finish_row(const Piece& piece, const TokendPlan* plan, int64_t index, int64
 }
 
 template <class Q, class C>
-void compute_few_rows(const Piece& piece, const TokendPlan* plan, int64_t index, Scratch& scratch) {
+void compute_few_rows(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
+                      Scratch& scratch) {
     FewRows<Q, C> tile(piece, scratch);
     if (piece.head_dim % LANES == 0)
-        tile.template compute<LANES, 4>(piece);
+        tile.template compute<LANES, 4>(piece, following);
     else
-        tile.template compute<8, 1>(piece);
+        tile.template compute<8, 1>(piece, following);
     for (int64_t row = 0; row < piece.rows; row++)
         finish_row(piece, plan, index, row, tile.output + row * piece.head_dim, tile.best[row], tile.total[row]);
 }
 
 template <class C>
-void compute_piece(const Piece& piece, const TokendPlan* plan, int64_t index, Scratch& scratch) {
+void compute_piece(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
+                   Scratch& scratch) {
     if (piece.rows <= FEW_ROWS) {
 #if defined(__AVX512BF16__)
         if constexpr (std::is_same_v<C, bfloat16>) {
             if (piece.layer->dtype == TOKEND_BFLOAT16)
-                return compute_few_rows<bfloat16, bfloat16>(piece, plan, index, scratch);
+                return compute_few_rows<bfloat16, bfloat16>(piece, following, plan, index, scratch);
         }
 #endif
-        return compute_few_rows<float, C>(piece, plan, index, scratch);
+        return compute_few_rows<float, C>(piece, following, plan, index, scratch);
     }
     ManyRows<C> tile(piece, scratch);
     tile.compute(piece);
@@ -101,18 +105,30 @@ void write_token(const TokendStep* step, const TokendLayer* layer, int64_t token
 // Below this, some microseconds of one thread, waking others costs more than it saves.
 constexpr int64_t PARALLEL_ELEMENTS = 1 << 17;
 
+// Runs of tasks that each thread gets to take, one after the other.
+constexpr int64_t RUNS_PER_THREAD = 8;
+
 template <class C>
 void run(const TokendStep* step, const TokendPlan* plan, const TokendLayer* layer) {
+    const auto piece_of = [&](int64_t index) {
+        const TokendTask task = plan->tasks[index];
+        return Piece(step, layer, plan->tiles + task.tile, task.piece);
+    };
+    // A thread takes several neighbouring tasks, so that it can fetch ahead the beginning of
+    // the next, where there are enough for all to end at about the same time.
+    const int64_t grain = std::max<int64_t>(1, plan->num_tasks / (RUNS_PER_THREAD * omp_get_max_threads()));
 #pragma omp parallel if (plan->num_elements > PARALLEL_ELEMENTS)
     {
         static thread_local Scratch scratch;
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < step->num_tokens; token++) write_token<C>(step, layer, token, scratch);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t index = 0; index < plan->num_tasks; index++) {
-            const TokendTask task = plan->tasks[index];
-            const Piece piece(step, layer, plan->tiles + task.tile, task.piece);
-            compute_piece<C>(piece, plan, task.piece, scratch);
+        for (int64_t run = 0; run < plan->num_tasks; run += grain) {
+            const int64_t end = std::min(run + grain, plan->num_tasks);
+            for (int64_t index = run; index < end; index++) {
+                const Piece piece = piece_of(index), following = piece_of(std::min(index + 1, end - 1));
+                compute_piece<C>(piece, following, plan, plan->tasks[index].piece, scratch);
+            }
         }
         if (plan->num_partial_rows > 0) {
 #pragma omp for schedule(static)

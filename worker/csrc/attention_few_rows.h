@@ -169,15 +169,18 @@ struct Chunk {
     alignas(64) float key_scales[QUANTISED<C> ? CHUNK : 1];
     alignas(64) float value_scales[QUANTISED<C> ? CHUNK : 1];
 
-    // Scores come several at a time and the last chunk of a piece has nothing to
-    // prefetch: entries past the end repeat a row that may be read.
-    void locate(const Piece& piece, int64_t start, const C* harmless) {
+    // Past the end of the piece no token counts, and the rows are those that `following`
+    // begins with, to be fetched ahead. Scores come several at a time: entries past the
+    // last row repeat one that may be read.
+    void locate(const Piece& piece, int64_t start, const Piece& following) {
         from = start;
         count = std::min<int64_t>(CHUNK, piece.end - from);
-        piece.locate(from, from + count, keys, values);
-        const C* key = count > 0 ? keys[0] : harmless;
-        std::fill(keys + count, keys + CHUNK, key);
-        std::fill(values + count, values + CHUNK, key);
+        const Piece& source = count > 0 ? piece : following;
+        const int64_t begin = count > 0 ? from : following.begin;
+        const int64_t rows = std::min<int64_t>(CHUNK, source.end - begin);
+        source.locate(begin, begin + rows, keys, values);
+        std::fill(keys + rows, keys + CHUNK, keys[0]);
+        std::fill(values + rows, values + CHUNK, keys[0]);
     }
 
     // When they are needed, not when they are located: the pages are on their way till then.
@@ -220,15 +223,14 @@ struct FewRows {
 
     // N divides head_dim; R is the most rows that share a pass over a chunk.
     template <int N, int R>
-    void compute(const Piece& piece) {
+    void compute(const Piece& piece, const Piece& following) {
         Chunk<C> chunks[2];
-        const C* harmless = reinterpret_cast<const C*>(output);
-        chunks[0].locate(piece, piece.begin, harmless);
+        chunks[0].locate(piece, piece.begin, following);
         for (int64_t index = 0; chunks[index % 2].count > 0; index++) {
             Chunk<C>& now = chunks[index % 2];
             Chunk<C>& next = chunks[(index + 1) % 2];
             now.load_scales(piece);
-            next.locate(piece, now.from + now.count, harmless);
+            next.locate(piece, now.from + now.count, following);
             attend_from<N, R>(0, piece, now, next);
         }
     }
