@@ -99,9 +99,7 @@ def _turn(rng: random.Random, sizes: Sizes) -> tuple[str, int]:
 def _tool(rng: random.Random, number: int) -> dict[str, Any]:
     """A function with two parameters, as a JSON schema."""
     names = rng.sample(sorted(set(_WORDS.prompt(rng, 40).split())), 2)
-    parameters = {
-        name: {"type": "string", "description": _WORDS.prompt(rng, 8)} for name in names
-    }
+    parameters = {name: {"type": "string", "description": _WORDS.prompt(rng, 8)} for name in names}
     return {
         "type": "function",
         "function": {

@@ -23,7 +23,7 @@ MILLISECONDS: Final = 1e-3
 
 
 def add_sizes(parser: argparse.ArgumentParser, input_tokens: int, output_tokens: int) -> None:
-    """Flags of all measurements that send random prompts."""
+    """Flags of how long requests and answers are, and of what prompts are made of."""
     parser.add_argument(
         "--input-tokens", type=at_least_one, default=input_tokens, help=f"({input_tokens})"
     )
@@ -36,6 +36,11 @@ def add_sizes(parser: argparse.ArgumentParser, input_tokens: int, output_tokens:
         default=0.0,
         help="lengths vary evenly by so much of themselves to both sides (0)",
     )
+    add_prompts(parser)
+
+
+def add_prompts(parser: argparse.ArgumentParser) -> None:
+    """Flags of what random prompts are made of."""
     parser.add_argument(
         "--prompts",
         choices=("ids", "text"),

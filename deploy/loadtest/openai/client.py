@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-import httpx
-
 from deploy.loadtest.openai.answer import StreamedAnswer
 from deploy.loadtest.openai.connection import StreamConnection
 from deploy.loadtest.openai.exchange import Exchange
@@ -19,7 +17,6 @@ from proto.errors import ConfigError, TokendError
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
 _PORTS: Final = {"http": 80, "https": 443}
-_ANSWER_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True)
@@ -52,16 +49,6 @@ def base_url(text: str) -> str:
     if parts.scheme not in _PORTS or not parts.hostname:
         raise ConfigError(f"--url {text}: not a URL such as http://127.0.0.1:8000")
     return text.rstrip("/").removesuffix("/v1")
-
-
-def first_model(url: str, api_key: str = "") -> str:
-    """What the server says it serves; raises TokendError."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=_ANSWER_SECONDS)
-        return str(answer.raise_for_status().json()["data"][0]["id"])
-    except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise TokendError(f"{url}/v1/models does not name a model: {error}") from None
 
 
 class Client:

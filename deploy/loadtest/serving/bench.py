@@ -23,7 +23,8 @@ from deploy.loadtest.datasets.options import (
 )
 from deploy.loadtest.datasets.recorded import Trace
 from deploy.loadtest.datasets.sessions import Dataset, Draws
-from deploy.loadtest.openai.client import Target, base_url, first_model
+from deploy.loadtest.openai.client import Target, base_url
+from deploy.loadtest.openai.questions import first_model
 from deploy.loadtest.options import (
     Parser,
     at_least_one,
@@ -90,9 +91,7 @@ def _runs(options: argparse.Namespace, dataset: Dataset) -> Iterator[Run]:
             number += 1
 
 
-def _paces(
-    options: argparse.Namespace, dataset: Dataset, seed: int
-) -> Iterator[tuple[str, Pace]]:
+def _paces(options: argparse.Namespace, dataset: Dataset, seed: int) -> Iterator[tuple[str, Pace]]:
     duration = options.duration or math.inf
     if isinstance(dataset, Trace):
         (limit,) = options.concurrency or [None]

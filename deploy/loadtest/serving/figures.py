@@ -155,9 +155,7 @@ def _peak_rate(done: Sequence[Exchange]) -> float:
 
 def _peak_concurrency(done: Sequence[Exchange]) -> int:
     """Most requests under way at a moment; one that ends makes room for one that begins then."""
-    events = sorted(
-        [(each.started, 1) for each in done] + [(each.last, -1) for each in done]
-    )
+    events = sorted([(each.started, 1) for each in done] + [(each.last, -1) for each in done])
     now = peak = 0
     for _, change in events:
         now += change

@@ -7,14 +7,18 @@ open loop:   a client comes at each arrival, whatever has become of the others
 import asyncio
 import contextlib
 import gc
+import itertools
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from deploy.loadtest.datasets.sessions import Session
 from deploy.loadtest.openai.client import Ask, Client
 from deploy.loadtest.openai.exchange import Exchange
+
+_MADE_BEFORE: Final = 1_000
+"""Sessions whose prompts are made before the clock starts."""
 
 
 class Watcher(Protocol):
@@ -66,11 +70,10 @@ class Played:
     cpu_seconds: float = 0.0
 
 
-async def play(
-    client: Client, sessions: Iterator[Session], pace: Pace, watcher: Watcher
-) -> Played:
+async def play(client: Client, sessions: Iterator[Session], pace: Pace, watcher: Watcher) -> Played:
     """The whole run; failures are part of what came of it."""
-    player = _Player(client, sessions, pace, watcher)
+    made = list(itertools.islice(sessions, int(min(pace.max_requests, _MADE_BEFORE))))
+    player = _Player(client, itertools.chain(made, sessions), pace, watcher)
     gc.collect()
     gc.freeze()  # a collection of what the prompts are made of would stop the clock of a request
     try:
