@@ -74,11 +74,7 @@ def writable(flag: str, name: str | None) -> Iterator[Sequence[TextIO]]:
     if name is None:
         yield ()
         return
-    try:
-        file = open(name, "a", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{flag} {name}: {error.strerror}", flag.removeprefix("--")) from None
-    with file:
+    with _appendable(flag, name) as file:
         yield (file,)
 
 
@@ -88,3 +84,10 @@ def write(files: Sequence[TextIO], text: str) -> None:
         file.seek(0)
         file.truncate()
         file.write(text)
+
+
+def _appendable(flag: str, name: str) -> TextIO:
+    try:
+        return open(name, "a", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{flag} {name}: {error.strerror}", flag.removeprefix("--")) from None

@@ -5,7 +5,9 @@ A piece is bytes of the body, put into an HTTP chunk of their own. Notes every r
 
 import asyncio
 import contextlib
+import itertools
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -51,19 +53,26 @@ def well(path: str, body: dict[str, Any]) -> Iterable[bytes]:
 
 @dataclass
 class FakeOpenAI:
-    """seen: (path, body) of each request. num_connections: that were made."""
+    """seen, heads: (path, body) and the head of each request. num_connections: that were made.
+
+    hang_up_after: answers on one connection, after which it is closed without a word; 0: never.
+    """
 
     respond: Respond = well
     url: str = ""
     num_connections: int = 0
+    hang_up_after: int = 0
     seen: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    heads: list[str] = field(default_factory=list)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
+            for number in itertools.count(1):
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 await self._answer(head, reader, writer)
+                if number == self.hang_up_after:
+                    break
         writer.close()
 
     async def _answer(
@@ -77,29 +86,38 @@ class FakeOpenAI:
         length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
         body = json.loads(await reader.readexactly(length))
         self.seen.append((path, body))
+        self.heads.append(head)
         writer.write(HEAD)
         for piece in self.respond(path, body):
             writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
             await writer.drain()
         writer.write(b"0\r\n\r\n")
 
+    async def serve(self, listener: socket.socket, over: asyncio.Event) -> None:
+        """Until it is over; whoever is being answered then is cut off."""
+        server = await asyncio.start_server(self._serve, sock=listener)
+        await over.wait()
+        server.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
 
 @contextlib.contextmanager
 def fake_openai(respond: Respond = well) -> Iterator[FakeOpenAI]:
     """A server of this machine, as long as the block lasts."""
     fake = FakeOpenAI(respond)
-    loop = asyncio.new_event_loop()
-    server = loop.run_until_complete(asyncio.start_server(fake._serve, "127.0.0.1", 0))
-    fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    thread = threading.Thread(target=loop.run_forever)
+    listener = socket.create_server(("127.0.0.1", 0))
+    fake.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    loop, over = asyncio.new_event_loop(), asyncio.Event()
+    thread = threading.Thread(
+        target=asyncio.Runner(loop_factory=lambda: loop).run, args=(fake.serve(listener, over),)
+    )
     thread.start()
     try:
         yield fake
     finally:
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(over.set)
         thread.join()
-        server.close()
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0))
         loop.close()

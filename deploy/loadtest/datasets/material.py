@@ -13,7 +13,7 @@ LOWEST_TOKEN_ID: Final = 1000
 HIGHEST_TOKEN_ID: Final = 30_000
 """Plain tokens in any vocabulary of the usual size: special ones lie at the ends."""
 
-WORDS: Final = (
+_WORDS: Final = (
     "the of and to in is was for on as with by at from his her that it he she they we you this "
     "have had are were been has not but or an which their one all there when who will more no "
     "if out so said what up its about into than them can only other new some could time these "
@@ -23,7 +23,8 @@ WORDS: Final = (
     "between both life being under never day same another know while last might us great old "
     "year off come since against go came right used take three house water small city road door "
     "light night white black green red blue high low open close early late north south east west"
-).split()
+)
+WORDS: Final = tuple(_WORDS.split())
 
 Prompt = list[int] | str
 

@@ -38,9 +38,9 @@ class OneRequest:
 class Draws:
     """Chances of the sessions of a run: each has its own, so that their order is of no matter.
 
-    Of every 1 / check_share sessions one is checked, the first among them. What is checked is the same
-    whatever the seed is, and all else is new with each seed: answers can be compared between
-    rounds, and few of the prompts of a round are in the server's cache.
+    Of every 1 / check_share sessions one is checked, the first among them. What is checked is
+    the same whatever the seed is, and all else is new with each seed: answers can be compared
+    between rounds, and few of the prompts of a round are in the server's cache.
     """
 
     seed: int

@@ -127,7 +127,8 @@ def _fields(options: argparse.Namespace) -> dict[str, Any]:
     fields: dict[str, Any] = {"temperature": options.temperature}
     if options.ignore_eos:
         fields["ignore_eos"] = True
-    return fields | options.extra_body
+    fields.update(options.extra_body)
+    return fields
 
 
 def _document(

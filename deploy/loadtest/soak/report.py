@@ -7,8 +7,8 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from deploy.loadtest.soak.load import Load
 from deploy.loadtest.plot import Panel, Points, page
+from deploy.loadtest.soak.load import Load
 from deploy.loadtest.soak.samples import Sample, growths, settled
 
 _SHOWN_FAULTS: Final = 20

@@ -5,9 +5,9 @@ from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
 import pytest
+from deploy.loadtest.client import Exchange, Load, LoadResult
 
 from deploy.loadtest import compare
-from deploy.loadtest.client import Exchange, Load, LoadResult
 from proto.errors import ConfigError
 
 
