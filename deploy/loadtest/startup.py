@@ -27,7 +27,7 @@ from proto.errors import ConfigError
 
 _UNDER_WAY: Final = re.compile(r"^(?P<who>[\w ]+): (?P<what>.+) …$")
 _DURATIONS: Final = re.compile(r"(?P<what>[A-Za-z][\w /+-]*?):? (?P<seconds>\d+(?:\.\d+)?) s\b")
-_START: Final = re.compile(r"\bstart(?:[- ]?up)?\b.*:", re.IGNORECASE)
+_START: Final = re.compile(r"\bstart(?:[- ]?up)?\b[^:]*:", re.IGNORECASE)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from deploy import cli
         (["soak", "--requests", "-5"], "--requests"),
         (["soak", "--minutes", "inf"], "--minutes"),
         (["soak", "--plot", "/nowhere/soak.html"], "/nowhere/soak.html"),
-        (["serve", "--hots", "x"], "--hots"),
+        (["null", "--hots", "x"], "--hots"),
     ],
 )
 def test_a_word_that_is_wrong_is_one_line_and_status_2(
