@@ -51,7 +51,7 @@ audit:
 	@.venv-audit/bin/pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
 
 bench: $(VENV)/installed
-	@$(BIN)/python -m deploy.loadtest $(ARGS)
+	@$(BIN)/tokend bench processes $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-audit build dist *.egg-info engine_core/csrc/*.so worker/csrc/*.so

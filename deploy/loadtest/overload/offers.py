@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import httpx
 
-from deploy.loadtest.client import HIGHEST_TOKEN_ID, LOWEST_TOKEN_ID
+from deploy.loadtest.datasets.material import HIGHEST_TOKEN_ID, LOWEST_TOKEN_ID
 
 _UNLIMITED: Final = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 _PATIENCE_SECONDS: Final = 600.0

@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _soak(options: argparse.Namespace) -> Report:
-    command = ("serve",) if options.real else ("bench", "serve")
+    command = ("serve",) if options.real else ("bench", "null")
     with MeasuredDaemon(options.serve_flags, command) as daemon:
         warm_up = _load(daemon, options, lambda number: number >= _warm_up_requests(options))
         asyncio.run(warm_up.run())

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.loadtest.limits import Limit, limits_table
+from deploy.loadtest.plot import Panel, Points, page
 from deploy.loadtest.soak.load import Load
-from deploy.loadtest.soak.plot import Panel, Points, page
 from deploy.loadtest.soak.samples import MAX_DRIFT, MAX_MIB, Sample, drifts, growths, settled
 
 _SHOWN_FAULTS: Final = 20

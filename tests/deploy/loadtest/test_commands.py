@@ -20,7 +20,7 @@ from deploy import cli
         (["chaos", "--json", "/nowhere/chaos.json"], "/nowhere/chaos.json"),
         (["overload", "--json", "/nowhere/overload.json"], "/nowhere/overload.json"),
         (["overload", "--hours", "1"], "--hours"),
-        (["serve", "--hots", "x"], "--hots"),
+        (["null", "--hots", "x"], "--hots"),
     ],
 )
 def test_a_word_that_is_wrong_is_one_line_and_status_2(

@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from deploy.loadtest.plot import Panel, page
 from deploy.loadtest.processes import Usage
 from deploy.loadtest.soak.connection import AnswerError, Connection, request_bytes
 from deploy.loadtest.soak.load import Load
-from deploy.loadtest.soak.plot import Panel, page
 from deploy.loadtest.soak.report import Report
 from deploy.loadtest.soak.samples import Sample, growths, slope
 from deploy.loadtest.summary import quantile

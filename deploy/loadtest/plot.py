@@ -1,4 +1,4 @@
-"""Curves over requests as one HTML file that needs nothing else: inline SVG, no script."""
+"""Curves as one HTML file that needs nothing else: inline SVG, no script."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -14,20 +14,25 @@ _BOTTOM: Final = 30
 _TOP: Final = 10
 _COLOURS: Final = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
 _STEPS: Final = 4
+_FEW: Final = 24
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing. curves: (x, y) by name; y begins at 0."""
+    """One drawing. curves: (x, y) by name; both axes begin at 0.
+
+    x_title: where it is not that of the page. A curve of few points shows each of them.
+    """
 
     title: str
     curves: Mapping[str, Points]
+    x_title: str = ""
 
 
 def page(title: str, notes: Sequence[str], panels: Sequence[Panel], x_title: str) -> str:
     """The whole file. notes: lines above the drawings."""
     lines = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
-    drawings = "".join(_figure(panel, x_title) for panel in panels)
+    drawings = "".join(_figure(panel, panel.x_title or x_title) for panel in panels)
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
         "<style>body{font:14px sans-serif;max-width:60em;margin:2em auto}"
@@ -71,7 +76,7 @@ class _Frame:
                 f'<text x="{_LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">'
                 f"{part * self.max_y:,.4g}</text>",
                 f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="{_anchor(step)}">'
-                f"{part * self.max_x:,.0f}</text>",
+                f"{_label(part * self.max_x)}</text>",
             ]
         middle = (_LEFT + _WIDTH) / 2
         title = html.escape(x_title)
@@ -80,7 +85,13 @@ class _Frame:
 
     def curve(self, points: Points, colour: str) -> str:
         places = " ".join("{:.1f},{:.1f}".format(*self._place(x, y)) for x, y in points)
-        return f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+        line = f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+        if len(points) > _FEW:
+            return line
+        centres = (self._place(x, y) for x, y in points)
+        return line + "".join(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in centres
+        )
 
     def _place(self, x: float, y: float) -> tuple[float, float]:
         height = _HEIGHT - _BOTTOM - _TOP
@@ -88,6 +99,10 @@ class _Frame:
             _LEFT + x / self.max_x * (_WIDTH - _LEFT),
             _TOP + height - y / self.max_y * height,
         )
+
+
+def _label(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 or not value else f"{value:.3g}"
 
 
 def _anchor(step: int) -> str:

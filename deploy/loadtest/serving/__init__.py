@@ -1,0 +1,1 @@
+"""Load against one server: when requests go out, what is made of the answers, how it is shown."""
