@@ -25,7 +25,7 @@ class NormArithmetic(Protocol):
         ...
 
     def add_norm(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual [N, size] plus the norm of x [N, size], both contiguous, in residual's memory."""
+        """residual [N, size] plus the norm of x, both contiguous, in residual's memory."""
         ...
 
 
