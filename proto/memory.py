@@ -3,9 +3,11 @@
 import os
 from pathlib import Path
 
+from proto.control_group import memory_left
+
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be allocated without swapping, within the limit of the control group.
+    """Bytes that can be allocated without swapping, within the limits of the control groups.
 
     root: holds the `proc` and `sys` trees that describe the machine.
     """
@@ -13,12 +15,8 @@ def available_memory(root: Path = Path("/")) -> int:
         line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if line
     )
     free = int(fields["MemAvailable"].split()[0]) * 1024
-    group = root / "sys/fs/cgroup"
-    limit, used = _read_number(group / "memory.max"), _read_number(group / "memory.current")
-    if limit is None or used is None:
-        return free
-    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    return max(0, min(free, limit - used + int(stat["inactive_file"])))
+    left = memory_left(root)
+    return free if left is None else min(free, left)
 
 
 def resident_memory(pid: int, root: Path = Path("/")) -> int:
@@ -28,12 +26,3 @@ def resident_memory(pid: int, root: Path = Path("/")) -> int:
     except OSError:
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def _read_number(path: Path) -> int | None:
-    """The number in a file; None where there is no such file or it says "max"."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

@@ -4,13 +4,13 @@ Knows nothing of models; the worker asks it which dtype to load, how many thread
 to run and how much memory the KV cache may take.
 """
 
-import os
 from pathlib import Path
 from typing import Final, Protocol
 
 import torch
 
 from proto.config import GIB, CacheConfig, DeviceConfig, DType
+from proto.cores import usable_cores
 from proto.errors import ConfigError
 from proto.memory import available_memory
 
@@ -62,7 +62,7 @@ class CpuDevice:
     def __init__(self, config: DeviceConfig, root: Path = Path("/")) -> None:
         self._root = root
         self._model_name, self._flags = _read_cpuinfo(root)
-        self.num_threads = config.cpu_threads or _count_cores(root, os.sched_getaffinity(0))
+        self.num_threads = config.cpu_threads or usable_cores(root)
 
     @property
     def torch_device(self) -> torch.device:
@@ -125,18 +125,6 @@ def _read_cpuinfo(root: Path) -> tuple[str, frozenset[str]]:
         elif key in ("flags", "Features"):
             flags = frozenset(value.split())
     return name, flags
-
-
-def _count_cores(root: Path, cpus: set[int]) -> int:
-    """Physical cores among these CPUs: two hardware threads of a core count once."""
-    cores = set()
-    for cpu in cpus:
-        path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-        try:
-            cores.add(path.read_text().strip())
-        except OSError:
-            cores.add(str(cpu))
-    return len(cores)
 
 
 def _gib(number: int) -> str:

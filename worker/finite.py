@@ -1,13 +1,14 @@
 """Sequences whose numbers are none: found in passing, before anything is sampled.
 
-One pass over the hidden states and one over the logits; both are small beside the
-products that made them. −inf is legal among logits, because a mask puts it there, as
-long as something else is left.
+One pass over the hidden states, small beside the products that made them; that over the
+logits also finds their best, see sample/best.py.
 """
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from worker.kernels import DTYPE_CODES, Kernels, row_kernels
 
 
 def broken_sequences(hidden: torch.Tensor, query_start: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -15,11 +16,30 @@ def broken_sequences(hidden: torch.Tensor, query_start: NDArray[np.int32]) -> ND
 
     hidden: [T, H]. query_start: int32 [S + 1], where each sequence's tokens begin.
     """
-    sums = hidden.sum(dim=1, dtype=torch.float32).numpy()  # one odd term makes the sum odd
-    return np.logical_or.reduceat(~np.isfinite(sums), query_start[:-1])
+    kernels = row_kernels() if hidden.device.type == "cpu" else None
+    if kernels is None:
+        return broken_by_torch(hidden, query_start)
+    return broken_by_kernel(kernels, hidden, query_start)
 
 
-def broken_rows(logits: torch.Tensor) -> NDArray[np.bool_]:
-    """Bool [N]: rows of logits float32 [N, V] with a NaN or +inf, or without any number."""
-    best: NDArray[np.float32] = logits.amax(dim=1).numpy()  # of a NaN and a number it is the NaN
-    return ~np.isfinite(best)
+def broken_by_torch(hidden: torch.Tensor, query_start: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """As broken_sequences says."""
+    odd = (~hidden.isfinite()).any(dim=1).cpu().numpy()
+    return np.logical_or.reduceat(odd, query_start[:-1])
+
+
+def broken_by_kernel(
+    kernels: Kernels, hidden: torch.Tensor, query_start: NDArray[np.int32]
+) -> NDArray[np.bool_]:
+    """The same by a kernel."""
+    hidden = hidden.contiguous()
+    broken = np.empty(len(query_start) - 1, dtype=np.bool_)
+    kernels.find_broken(
+        DTYPE_CODES[hidden.dtype],
+        len(broken),
+        query_start.ctypes.data,
+        hidden.shape[1],
+        hidden.data_ptr(),
+        broken.ctypes.data,
+    )
+    return broken

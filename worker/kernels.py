@@ -5,15 +5,19 @@ its OpenMP runtime.
 """
 
 import ctypes
+import functools
+import logging
 import platform
 from collections.abc import Iterable
 from ctypes import POINTER, c_double, c_int64, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import torch  # noqa: F401  (its OpenMP runtime must be in the process first)
+import torch  # its OpenMP runtime must be in the process first
 
 from worker.build_kernels import SOURCE_DIR, Variant, machine_variants
+
+logger = logging.getLogger("tokend.kernels")
 
 
 class KernelsUnavailableError(Exception):
@@ -61,6 +65,26 @@ Layer = _structure(
 """TokendLayer of csrc/attention.h."""
 
 
+Norm = _structure(
+    "Norm",
+    {
+        **{"size": c_int64, "weight": c_void_p, "eps": c_double},
+        **dict.fromkeys(("dtype", "num_groups", "group_size", "group_stride"), c_int64),
+        **dict.fromkeys(("x", "out"), c_void_p),
+    },
+)
+"""TokendNorm of csrc/rows.h."""
+
+Gate = _structure(
+    "Gate",
+    {
+        **dict.fromkeys(("kind", "dtype", "num_rows", "size"), c_int64),
+        **dict.fromkeys(("x", "out"), c_void_p),
+    },
+)
+"""TokendGate of csrc/rows.h."""
+
+
 class Kernels:
     """The functions of one library. `variant` names its instruction set."""
 
@@ -81,6 +105,33 @@ class Kernels:
         self.filter = library.tokend_filter
         self.filter.argtypes = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 5]
         self.filter.restype = None
+        # These take a reference that is made once: no argtypes, which cost a check at each call.
+        self.rms_norm = library.tokend_rms_norm
+        self.add_rms_norm = library.tokend_add_rms_norm
+        self.gate = library.tokend_gate
+        self.find_broken = library.tokend_find_broken
+        self.find_broken.argtypes = [c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p]
+        self.find_best = library.tokend_find_best
+        self.find_best.argtypes = [*[c_int64] * 3, *[c_void_p] * 3]
+        for function in (
+            *(self.rms_norm, self.add_rms_norm),
+            *(self.gate, self.find_broken, self.find_best),
+        ):
+            function.restype = None
+
+
+DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""TokendDType of csrc/attention.h."""
+
+
+@functools.cache
+def row_kernels() -> Kernels | None:
+    """The kernels for rows of small operations; None where there are none, which is said once."""
+    try:
+        return load_kernels()
+    except KernelsUnavailableError as reason:
+        logger.warning("small operations run on the slow reference: %s", reason)
+        return None
 
 
 def load_kernels(folder: Path = SOURCE_DIR) -> Kernels:

@@ -15,8 +15,8 @@ from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.scheduler_output import SchedulerOutput
 from worker.attention.base import AttentionBackend, AttentionInputs
 from worker.batch.inputs import StepInputs, build_inputs
-from worker.batch.rows import Rows
-from worker.finite import broken_rows, broken_sequences
+from worker.batch.rows import NO_LOGPROBS, Rows
+from worker.finite import broken_sequences
 from worker.kv_cache import KVCache
 from worker.models.decoder import Decoder
 from worker.sample.logprobs import best_continuations, prompt_logprobs
@@ -72,7 +72,7 @@ class ModelRunner:
             logprobs,
             self._prompt_logprobs(inputs, hidden, handles, broken),
             time.monotonic() - started,
-            failed_handles=[handles[i] for i in np.flatnonzero(broken)],
+            failed_handles=[handles[i] for i in np.flatnonzero(broken).tolist()],
             candidates=candidates,
         )
 
@@ -105,12 +105,42 @@ class ModelRunner:
         broken: bool [S], marked further where logits are odd. Such a sequence samples
         nothing, but its row gets a token all the same: a step may be waiting for it.
         """
-        tokens: list[list[int]] = [[] for _ in handles]
         if len(inputs.last_token) == 0:
-            return tokens, [], []
+            return [[] for _ in handles], [], []
         sequences = np.flatnonzero(inputs.samples)
-        logits = self._model.logits(hidden[torch.from_numpy(inputs.last_token)])
-        broken[sequences] |= broken_rows(logits)
+        scores = self._model.scores(inputs.rows_that_sample(hidden))
+        best = self._sampler.best(scores)
+        broken[sequences] |= best.broken
+        if self._rows.plain[inputs.rows[sequences]].all():
+            return self._append(inputs, sequences, best.token_ids, broken), [], []
+        return self._sample_each(inputs, scores.float(), handles, sequences, broken)
+
+    def _append(
+        self,
+        inputs: StepInputs,
+        sequences: NDArray[np.int64],
+        token_ids: NDArray[np.int64],
+        broken: NDArray[np.bool_],
+    ) -> list[list[int]]:
+        """Give the rows of `sequences` their tokens; what each sequence of the step reports."""
+        self._rows.append_sampled(inputs.rows[sequences], token_ids)
+        tokens: list[list[int]] = [[] for _ in broken]
+        sound = ~broken[sequences]
+        for sequence, token_id in zip(
+            sequences[sound].tolist(), token_ids[sound].tolist(), strict=True
+        ):
+            tokens[sequence].append(token_id)
+        return tokens
+
+    def _sample_each(
+        self,
+        inputs: StepInputs,
+        logits: torch.Tensor,
+        handles: list[int],
+        sequences: NDArray[np.int64],
+        broken: NDArray[np.bool_],
+    ) -> tuple[list[list[int]], list[RowLogprobs], list[RowLogprobs]]:
+        """The same where rows want more than their best token; logits float32 [N, V] are spent."""
         if broken.any():
             logits[torch.from_numpy(broken[sequences])] = 0.0
         candidates: list[RowLogprobs] = []
@@ -123,14 +153,10 @@ class ModelRunner:
             logits, sequences = logits[torch.from_numpy(~beams)], sequences[~beams]
             candidates = list(map(RowLogprobs, [handles[i] for i in found], best))
         if len(sequences) == 0:
-            return tokens, [], candidates
-        sampling_rows = inputs.rows[sequences]
-        request = self._sampling_rows(sampling_rows, [handles[i] for i in sequences])
+            return [[] for _ in handles], [], candidates
+        request = self._sampling_rows(inputs.rows[sequences], [handles[i] for i in sequences])
         result = self._sampler.sample(logits, request)
-        self._rows.append_sampled(sampling_rows, result.token_ids)
-        for sequence, token_id in zip(sequences, result.token_ids.tolist(), strict=True):
-            if not broken[sequence]:
-                tokens[sequence].append(token_id)
+        tokens = self._append(inputs, sequences, result.token_ids, broken)
         logprobs = [
             RowLogprobs(handles[sequence], arrays)
             for sequence, arrays in zip(sequences, result.logprobs, strict=True)
@@ -183,10 +209,8 @@ class ModelRunner:
     ) -> list[RowLogprobs]:
         """Position p's hidden state gives the log-probability of prompt token p + 1."""
         found: list[RowLogprobs] = []
-        for sequence, handle in enumerate(handles):
-            wanted = self._rows.params(handle).prompt_logprobs
-            if wanted is None or broken[sequence]:
-                continue
+        asking = (self._rows.num_prompt_logprobs[inputs.rows] != NO_LOGPROBS) & ~broken
+        for sequence in np.flatnonzero(asking).tolist():
             row = inputs.rows[sequence]
             first = int(inputs.num_computed[sequence]) + 1
             end = min(int(inputs.seq_lens[sequence]) + 1, int(self._rows.num_prompt_tokens[row]))
@@ -196,10 +220,10 @@ class ModelRunner:
             arrays = self._prompt_arrays(
                 hidden[start : start + end - first],
                 self._rows.token_ids[row, first:end].astype(np.int64),
-                wanted,
+                int(self._rows.num_prompt_logprobs[row]),
                 first,
             )
-            found.append(RowLogprobs(handle, arrays))
+            found.append(RowLogprobs(handles[sequence], arrays))
         return found
 
     def _prompt_arrays(

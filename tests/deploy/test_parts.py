@@ -1,22 +1,21 @@
 """The supervisor's parts, each alone: ending, obituary, readiness, environment, socket, display."""
 
 import io
-import os
 import signal
 import socket
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
 from deploy import obituary, ready
-from deploy.child_environment import child_environment, usable_cores
+from deploy.child_environment import child_environment
 from deploy.display import PlainDisplay, open_display
 from deploy.ending import Ending, Patience
 from deploy.listening import listen, url_of
 from deploy.signals import SignalInbox
 from deploy.surroundings import Surroundings
 from proto.config import DeviceConfig, FrontEndConfig, ModelConfig, ServeConfig
+from proto.cores import usable_cores
 from proto.errors import ConfigError, ErrorInfo, ModelError
 from proto.lifecycle import FrontEndReady, Role, process_name
 from proto.process import describe
@@ -162,18 +161,6 @@ class TestEnvironment:
     def test_others_need_none(self, role: Role) -> None:
         given = child_environment({"PATH": "/bin"}, role, DeviceConfig())
         assert given == {"PATH": "/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-
-    @pytest.mark.parametrize(("text", "most"), [("150000 100000", 2), ("50000 100000", 1)])
-    def test_a_cpu_quota_counts(self, tmp_path: Path, text: str, most: int) -> None:
-        quota = tmp_path / "cpu.max"
-        quota.write_text(text)
-        assert usable_cores(quota) == min(most, len(os.sched_getaffinity(0)))
-
-    def test_no_quota(self, tmp_path: Path) -> None:
-        quota = tmp_path / "cpu.max"
-        assert usable_cores(quota) == len(os.sched_getaffinity(0))
-        quota.write_text("max 100000")
-        assert usable_cores(quota) == len(os.sched_getaffinity(0))
 
     def test_the_cache_follows_xdg(self) -> None:
         assert Surroundings.of({"XDG_CACHE_HOME": "/c"}).cache == "/c/tokend"

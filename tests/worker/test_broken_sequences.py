@@ -130,14 +130,14 @@ def test_odd_logits_of_finite_hidden_states_count_too(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Runner(decoder, "auto", SamplingParams(max_tokens=8, temperature=0.0))
-    logits_of = decoder.logits
+    scores_of = decoder.scores
 
-    def logits(hidden: torch.Tensor) -> torch.Tensor:
-        found = logits_of(hidden)
+    def scores(hidden: torch.Tensor) -> torch.Tensor:
+        found = scores_of(hidden)
         found[1, 7] = float("nan")
         return found
 
-    monkeypatch.setattr(decoder, "logits", logits)
+    monkeypatch.setattr(decoder, "scores", scores)
     found = runner.start({1: 5, 2: 3})
     assert found.failed_handles == [2]
     assert [len(tokens) for tokens in found.sampled_token_ids] == [1, 0]

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from proto.config import GIB, CacheConfig, DeviceConfig
+from proto.cores import usable_cores
 from proto.errors import ConfigError
-from worker.device import CpuDevice, available_memory
+from worker.device import CpuDevice
 
 
 def machine(
@@ -15,19 +16,12 @@ def machine(
     *,
     flags: str = "fpu sse2",
     free: int = 16 * GIB,
-    group: tuple[str, int] | None = None,
 ) -> Path:
-    """A tree with these CPU flags, free bytes, and (limit, used) of a control group."""
+    """A tree with these CPU flags and free bytes."""
     (root / "proc").mkdir(parents=True)
     cpu = f"processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: {flags}\n\n"
     (root / "proc/cpuinfo").write_text(cpu + "processor\t: 1\nmodel name\t: Other\n\n")
     (root / "proc/meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {free // 1024} kB\n")
-    if group is not None:
-        folder = root / "sys/fs/cgroup"
-        folder.mkdir(parents=True)
-        (folder / "memory.max").write_text(f"{group[0]}\n")
-        (folder / "memory.current").write_text(f"{group[1]}\n")
-        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {GIB}\n")
     return root
 
 
@@ -54,13 +48,8 @@ def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
     assert device.resolve_dtype("auto") == torch.float32
 
 
-def test_two_threads_of_a_core_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 5})
-    for cpu, siblings in ((0, "0,2"), (1, "1,3"), (2, "0,2")):
-        folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        folder.mkdir(parents=True)
-        (folder / "thread_siblings_list").write_text(siblings + "\n")
-    assert CpuDevice(DeviceConfig(), machine(tmp_path)).num_threads == 3
+def test_threads_are_those_of_the_cores(tmp_path: Path) -> None:
+    assert CpuDevice(DeviceConfig(), machine(tmp_path)).num_threads == usable_cores(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -85,11 +74,3 @@ def test_blocks_beyond_the_free_memory_are_refused_with_both_numbers(tmp_path: P
     beyond = CacheConfig(block_size=16, num_gpu_blocks_override=7 << 10)
     with pytest.raises(ConfigError, match=rf"override 7168: {7 * GIB} bytes .*{6 * GIB} bytes"):
         device.check_blocks(beyond, 1 << 16)
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"), [(str(8 * GIB), 6 * GIB), ("max", 16 * GIB), (str(64 * GIB), 16 * GIB)]
-)
-def test_the_limit_of_the_control_group_counts(limit: str, expected: int, tmp_path: Path) -> None:
-    root = machine(tmp_path, group=(limit, 3 * GIB))
-    assert available_memory(root) == expected

@@ -4,27 +4,42 @@ import numpy as np
 import pytest
 import torch
 
-from worker.finite import broken_rows, broken_sequences
+from tests.worker.kernel_variants import RUNNABLE, load_variant
+from worker.finite import broken_by_kernel, broken_by_torch, broken_sequences
 
 NAN, INF = float("nan"), float("inf")
+STARTS = np.array([0, 3, 4, 9], dtype=np.int32)
 
 
+def find(variant, hidden: torch.Tensor, starts: np.ndarray = STARTS) -> list[bool]:
+    if variant is None:
+        return broken_by_torch(hidden, starts).tolist()
+    return broken_by_kernel(load_variant(variant), hidden, starts).tolist()
+
+
+@pytest.mark.parametrize("variant", [pytest.param(None, id="torch"), *RUNNABLE])
 @pytest.mark.parametrize("odd", [NAN, INF, -INF])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_odd_number_anywhere_breaks_its_sequence(odd: float, dtype: torch.dtype) -> None:
-    starts = np.array([0, 3, 4, 9], dtype=np.int32)
-    for token, expected in ((0, [1, 0, 0]), (3, [0, 1, 0]), (6, [0, 0, 1])):
-        hidden = torch.randn(9, 16, dtype=dtype)
-        hidden[token, 5] = odd
-        assert broken_sequences(hidden, starts).tolist() == expected
-    assert not broken_sequences(torch.randn(9, 16, dtype=dtype), starts).any()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_odd_number_anywhere_breaks_its_sequence(
+    variant, odd: float, dtype: torch.dtype
+) -> None:
+    for size in (1, 5, 16, 37):
+        for token, expected in ((0, [1, 0, 0]), (3, [0, 1, 0]), (6, [0, 0, 1])):
+            hidden = torch.randn(9, size).to(dtype)
+            hidden[token, size // 2] = odd
+            assert find(variant, hidden) == expected
+        assert find(variant, torch.randn(9, size).to(dtype)) == [0, 0, 0]
 
 
-def test_logits_may_be_masked_but_not_odd() -> None:
-    logits = torch.randn(6, 32)
-    logits[0, :31] = -INF
-    logits[1, 4] = NAN
-    logits[2, 4] = INF
-    logits[3, :] = -INF
-    logits[4, 1], logits[4, 2] = NAN, -INF
-    assert broken_rows(logits).tolist() == [False, True, True, True, True, False]
+@pytest.mark.parametrize("variant", [pytest.param(None, id="torch"), *RUNNABLE])
+def test_large_numbers_of_one_sign_are_not_odd(variant) -> None:
+    """Their sum would be."""
+    hidden = torch.full((9, 32), 3e38)
+    assert find(variant, hidden) == [0, 0, 0]
+    assert find(variant, hidden, np.array([0, 9], dtype=np.int32)) == [0]
+
+
+def test_on_this_machine() -> None:
+    hidden = torch.randn(9, 16)
+    hidden[8, 0] = NAN
+    assert broken_sequences(hidden, STARTS).tolist() == [False, False, True]

@@ -1,4 +1,4 @@
-"""The arrays of one step, built from rows and counts with numpy alone.
+"""The arrays of one step, built from rows and counts with numpy.
 
 sequence    0          1     2
 tokens    | 0 1 2 3 4 | 5 | 6 7 8 |     query_start = [0 5 6 9]
@@ -9,6 +9,7 @@ seq_lens    5           18  35
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from proto.scheduler_output import SchedulerOutput
@@ -40,6 +41,12 @@ class StepInputs:
     samples: NDArray[np.bool_]
     last_token: NDArray[np.int64]
     attention: tuple[AttentionInputs, ...]
+
+    def rows_that_sample(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rows [N, H] of hidden states [T, H]: the last token of each sequence that samples."""
+        if len(self.last_token) == len(self.token_ids):
+            return hidden
+        return hidden[torch.from_numpy(self.last_token)]
 
 
 def build_inputs(step: SchedulerOutput, step_rows: NDArray[np.int64], rows: Rows) -> StepInputs:

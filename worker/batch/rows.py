@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from proto.sampling_params import SamplingParams
+from proto.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 from proto.scheduler_output import NewRequestData, SchedulerOutput
 from worker.batch.block_table import BlockTable
 
@@ -35,6 +35,8 @@ class Rows:
     num_tokens, num_prompt_tokens: int32.
     temperature, top_p, min_p: float32; top_k, num_logprobs: int32; seed: uint64; choice: uint32.
     num_candidates: int32, best next tokens that a row reports instead of sampling; 0: it samples.
+    num_prompt_logprobs: int32, alternatives beside each prompt token.
+    plain: bool, the row wants the best token of the model's logits as they are, and nothing else.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class Rows:
         self.num_logprobs = np.full(num_rows, NO_LOGPROBS, dtype=np.int32)
         self.num_candidates = np.zeros(num_rows, dtype=np.int32)
         self.min_output = np.zeros(num_rows, dtype=np.int32)
+        self.num_prompt_logprobs = np.full(num_rows, NO_LOGPROBS, dtype=np.int32)
+        self.plain = np.zeros(num_rows, dtype=np.bool_)
         self._free = list(range(num_rows - 1, -1, -1))
         self._row_of: dict[int, int] = {}
         self._sequences: dict[int, Sequence] = {}
@@ -134,6 +138,15 @@ class Rows:
         self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.num_candidates[row] = params.num_candidates
         self.min_output[row] = params.min_tokens
+        self.num_prompt_logprobs[row] = (
+            NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
+        )
+        self.plain[row] = (
+            params.temperature < GREEDY_TEMPERATURE
+            and params.logprobs is None
+            and params.num_candidates == 0
+            and params.min_tokens == 0
+        )
 
     def _release_row(self, handle: int) -> None:
         self._free.append(self._row_of.pop(handle))

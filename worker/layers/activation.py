@@ -1,26 +1,71 @@
-"""The gate of the MLP."""
+"""The gate of the MLP: half of a row, through a function, times the other half.
 
-from collections.abc import Callable, Mapping
-from typing import Final
+Owns which function has which kernel of csrc/gate.cpp, and the same in torch.
+"""
+
+import ctypes
+from typing import Final, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from worker.kernels import DTYPE_CODES, Kernels, row_kernels
+from worker.kernels import Gate as GateCall
+from worker.layers.buffer import Space
+from worker.models.spec import Activation
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up for gate_up [N, 2 * size] = gate ‖ up; a new contiguous [N, size]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
-
-
-def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """The same with GELU in its tanh approximation (Hendrycks and Gimpel, 2016, section 2)."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh").mul_(up)
+_CODES: Final = {"silu": 0, "gelu_tanh": 1}
+"""TokendGateKind of csrc/rows.h."""
 
 
-ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
-    "silu": silu_and_mul,
-    "gelu_tanh": gelu_tanh_and_mul,
-}
-"""By their names in a ModelSpec."""
+class Gate(Protocol):
+    """f(gate) * up for gate_up [N, 2 * size] = gate ‖ up."""
+
+    def __call__(self, gate_up: torch.Tensor, out: Space) -> torch.Tensor:
+        """[N, size] in the memory of out, of the dtype of contiguous gate_up.
+
+        Computed in float32, rounded once.
+        """
+        ...
+
+
+class TorchGate:
+    """In torch; f by its name in a ModelSpec.
+
+    gelu_tanh: GELU in its tanh approximation (Hendrycks and Gimpel, 2016, section 2).
+    """
+
+    def __init__(self, name: Activation) -> None:
+        self._name = name
+
+    def __call__(self, gate_up: torch.Tensor, out: Space) -> torch.Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        inner = F.silu(gate) if self._name == "silu" else F.gelu(gate, approximate="tanh")
+        return out.tensor.copy_(inner * up)
+
+
+class KernelGate:
+    """The same by a kernel."""
+
+    def __init__(self, kernels: Kernels, name: Activation) -> None:
+        self._gate = kernels.gate
+        self._call = GateCall(kind=_CODES[name])
+        self._reference = ctypes.byref(self._call)
+        self._known: Space | None = None
+
+    def __call__(self, gate_up: torch.Tensor, out: Space) -> torch.Tensor:
+        call = self._call
+        if out is not self._known:
+            self._known = out
+            call.dtype = DTYPE_CODES[out.tensor.dtype]
+            call.num_rows, call.size = out.tensor.shape
+            call.out = out.address
+        call.x = gate_up.data_ptr()
+        self._gate(self._reference)
+        return out.tensor
+
+
+def make_gate(name: Activation, device: torch.device) -> Gate:
+    """The gate called `name` in a ModelSpec, for tensors of a device."""
+    kernels = row_kernels() if device.type == "cpu" else None
+    return TorchGate(name) if kernels is None else KernelGate(kernels, name)

@@ -20,8 +20,8 @@ class NormedAddition:
     """The norm of a product: blocks that are normed before and after (Gemma 2, section 2)."""
 
     def __init__(self, linear: Linear, norm: RMSNorm) -> None:
-        self._linear = linear
-        self._norm = norm
+        self.linear = linear
+        self.norm = norm
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return residual.add_(self._norm(self._linear(x)))
+        return self.norm.add_to(residual, self.linear(x))

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from worker.attention.base import AttentionBackend
-from worker.layers.activation import ACTIVATIONS
+from worker.layers.activation import make_gate
+from worker.layers.buffer import RowBuffer
 from worker.layers.embedding import Embedding
 from worker.layers.linear import Linear
 from worker.layers.norm import RMSNorm
@@ -55,7 +56,9 @@ class Decoder:
         self._embedding = embedding
         self._layers = layers
         self._rotaries = {layer.rotary for layer in layers}
-        self._activation = ACTIVATIONS[spec.activation]
+        self._gate = make_gate(spec.activation, norm.device)
+        self._normed = RowBuffer(spec.hidden_size)
+        self._inner = RowBuffer(spec.intermediate_size)
         self._norm = norm
         self._head = head
 
@@ -69,32 +72,38 @@ class Decoder:
         key and value and attends for the whole batch.
         """
         hidden = self._embedding(token_ids)
+        normed, inner = self._normed.rows(hidden), self._inner.rows(hidden)
         rotations = {rotary: rotary.at(positions) for rotary in self._rotaries}
         for index, layer in enumerate(self._layers):
-            attended = self._attend(index, layer, hidden, rotations[layer.rotary], attention)
+            layer.attention_norm.into(hidden, normed)
+            attended = self._attend(index, layer, normed.tensor, rotations[layer.rotary], attention)
             hidden = layer.output.add_to(hidden, attended)
-            inner = self._activation(layer.gate_up(layer.mlp_norm(hidden)))
-            hidden = layer.down.add_to(hidden, inner)
+            gate_up = layer.gate_up(layer.mlp_norm.into(hidden, normed))
+            hidden = layer.down.add_to(hidden, self._gate(gate_up, inner))
         return hidden
 
     @torch.inference_mode()
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rows of `forward`'s result, [N, hidden], to logits [N, vocab] in the model's dtype."""
+        return self._head(self._norm(hidden))
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows of `forward`'s result, [N, hidden], to float32 [N, vocab]."""
-        return self._head(self._norm(hidden)).float()
+        """The same in float32."""
+        return self.scores(hidden).float()
 
     def _attend(
         self,
         index: int,
         layer: LayerWeights,
-        hidden: torch.Tensor,
+        normed: torch.Tensor,
         rotation: Rotation,
         attention: AttentionBackend,
     ) -> torch.Tensor:
         """The attention of one layer before its output projection, [T, query size]."""
         spec = self.spec
-        tokens = hidden.shape[0]
+        tokens = normed.shape[0]
         # heads  [ q0 q1 … | k0 … | v0 … ]
-        heads = layer.qkv(layer.attention_norm(hidden)).view(tokens, -1, spec.head_dim)
+        heads = layer.qkv(normed).view(tokens, -1, spec.head_dim)
         query, key, value = heads.split(
             (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1
         )

@@ -1,4 +1,4 @@
-"""The two hot parts of sampling, filtering and drawing: what they must do, and by whom.
+"""The hot parts of sampling, the best token, filtering and drawing: what they do, and by whom.
 
 The draw is Gumbel-max over one row of scores:
 
@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from worker.kernels import Kernels
+from worker.sample.best import Best, best_by_kernel, best_by_torch
 from worker.sample.filters import apply_filters
 from worker.sample.philox import gumbel_noise
 
@@ -49,6 +50,10 @@ class DrawKeys:
 class SamplingBackend(Protocol):
     """Works on `rows` int64 [N] of logits float32 [M, V], temperatures float32 [N] above 0."""
 
+    def best(self, logits: torch.Tensor) -> Best:
+        """The best token of each row of logits [M, V], in any floating dtype."""
+        ...
+
     def filter(
         self,
         logits: torch.Tensor,
@@ -72,6 +77,9 @@ class SamplingBackend(Protocol):
 
 class ReferenceBackend:
     """Filters in torch, draws in numpy and float64, row by row."""
+
+    def best(self, logits: torch.Tensor) -> Best:
+        return best_by_torch(logits)
 
     def filter(
         self,
@@ -111,10 +119,13 @@ class ReferenceBackend:
 
 
 class KernelBackend:
-    """The C++ kernels, csrc/filter.cpp and csrc/draw.cpp; same answers as the reference."""
+    """The C++ kernels, csrc/best.cpp, filter.cpp and draw.cpp; same answers as the reference."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
+
+    def best(self, logits: torch.Tensor) -> Best:
+        return best_by_kernel(self._kernels, logits)
 
     def filter(
         self,

@@ -26,6 +26,7 @@ from worker.sample.backend import (
     RowFilters,
     SamplingBackend,
 )
+from worker.sample.best import Best
 from worker.sample.logprobs import row_logprobs
 from worker.sample.rows import Sampled, SamplingRows
 
@@ -41,10 +42,14 @@ class Sampler:
     def __init__(self, backend: SamplingBackend) -> None:
         self._backend = backend
 
+    def best(self, logits: torch.Tensor) -> Best:
+        """The best token of each row of logits [N, V] as they come from the model."""
+        return self._backend.best(logits)
+
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> Sampled:
         """One token for each row of logits, float32 [N, V], which is overwritten."""
         wanted = np.flatnonzero(rows.num_logprobs >= 0)
-        raw = logits[torch.from_numpy(wanted)]
+        raw = logits[torch.from_numpy(wanted)] if len(wanted) else logits[:0]
         for row, token_ids in rows.suppressed:
             logits[row, torch.from_numpy(token_ids)] = float("-inf")
         token_ids = self._choose(logits, rows)
@@ -53,11 +58,11 @@ class Sampler:
     def _choose(self, logits: torch.Tensor, rows: SamplingRows) -> npt.NDArray[np.int64]:
         random = rows.temperature >= GREEDY_TEMPERATURE
         if not random.any():
-            return logits.argmax(dim=1).numpy()
+            return self._backend.best(logits).token_ids
         token_ids = np.empty(logits.shape[0], dtype=np.int64)
         if not random.all():
             greedy = np.flatnonzero(~random)
-            token_ids[greedy] = logits[torch.from_numpy(greedy)].argmax(dim=1).numpy()
+            token_ids[greedy] = self._backend.best(logits[torch.from_numpy(greedy)]).token_ids
         drawn = np.flatnonzero(random)
         self._filter(logits, drawn, rows)
         keys = DrawKeys(rows.seed[drawn], rows.choice[drawn], rows.position[drawn])

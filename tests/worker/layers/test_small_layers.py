@@ -1,9 +1,8 @@
-"""Norm, activation and embedding against their formulas in float64."""
+"""Norm and embedding against their formulas in float64."""
 
 import pytest
 import torch
 
-from worker.layers.activation import gelu_tanh_and_mul, silu_and_mul
 from worker.layers.embedding import Embedding
 from worker.layers.norm import RMSNorm
 
@@ -28,26 +27,6 @@ def test_rms_norm_with_a_weight_wider_than_its_input() -> None:
     result = RMSNorm(weight, 1e-6)(x)
     assert result.dtype == torch.bfloat16
     assert torch.equal(result, RMSNorm(weight, 1e-6)(x.float()).bfloat16())
-
-
-def test_gelu_tanh_and_mul() -> None:
-    gate_up = torch.randn(7, 20, generator=torch.Generator().manual_seed(0))
-    gate, up = gate_up[:, :10].double(), gate_up[:, 10:].double()
-    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
-    expected = 0.5 * gate * (1 + inner.tanh()) * up
-    torch.testing.assert_close(gelu_tanh_and_mul(gate_up).double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_silu_and_mul() -> None:
-    gate_up = torch.randn(7, 20, generator=torch.Generator().manual_seed(0))
-    before = gate_up.clone()
-    gate, up = before[:, :10].double(), before[:, 10:].double()
-    result = silu_and_mul(gate_up)
-    assert result.is_contiguous()
-    torch.testing.assert_close(
-        result.double(), gate / (1 + (-gate).exp()) * up, rtol=1e-6, atol=1e-6
-    )
-    torch.testing.assert_close(gate_up, before)
 
 
 def test_embedding_is_a_copy() -> None:

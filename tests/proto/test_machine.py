@@ -1,0 +1,112 @@
+"""What this process may take of made-up machines: files in the place of /proc and /sys."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from proto.control_group import cpu_limit
+from proto.cores import usable_cores
+from proto.memory import available_memory
+
+GIB = 1 << 30
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {16 * GIB // 1024} kB\n")
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, None),
+        ({"sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
+        ({"sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
+        (
+            {
+                "proc/self/cgroup": "0::/system.slice/tokend.service\n",
+                "sys/fs/cgroup/system.slice/cpu.max": "300000 100000\n",
+                "sys/fs/cgroup/system.slice/tokend.service/cpu.max": "200000 100000\n",
+                "sys/fs/cgroup/other.slice/cpu.max": "10000 100000\n",
+            },
+            2.0,
+        ),
+        (
+            {
+                "proc/self/cgroup": "3:cpu,cpuacct:/docker/abc\n2:memory:/docker/abc\n",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "50000\n",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+            },
+            0.5,
+        ),
+        (
+            {
+                "proc/self/cgroup": "1:cpu:/\n0::/\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
+    ],
+)
+def test_the_least_cpu_limit_of_all_groups_counts(
+    files: dict[str, str], limit: float | None, tmp_path: Path
+) -> None:
+    assert cpu_limit(write(tmp_path, files)) == limit
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"), [("150000", 2), ("50000", 1), ("900000", 3), ("max", 3)]
+)
+def test_threads_follow_affinity_hardware_threads_and_quota(
+    quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 5})
+    siblings = {0: "0,2", 1: "1,3", 2: "0,2"}
+    files = {
+        f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{text}\n"
+        for cpu, text in siblings.items()
+    }
+    write(tmp_path, files | {"sys/fs/cgroup/cpu.max": f"{quota} 100000\n"})
+    assert usable_cores(tmp_path) == cores
+
+
+def test_threads_of_a_machine_that_tells_nothing(tmp_path: Path) -> None:
+    assert usable_cores(tmp_path) == len(os.sched_getaffinity(0))
+
+
+def memory(folder: str, limit: str, used: int, names: tuple[str, str, str]) -> dict[str, str]:
+    return {
+        f"{folder}/{names[0]}": f"{limit}\n",
+        f"{folder}/{names[1]}": f"{used}\n",
+        f"{folder}/memory.stat": f"anon 5\n{names[2]} {GIB}\n",
+    }
+
+
+NEW = ("memory.max", "memory.current", "inactive_file")
+OLD = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+@pytest.mark.parametrize(
+    ("limit", "left"), [(str(8 * GIB), 6 * GIB), ("max", 16 * GIB), (str(64 * GIB), 16 * GIB)]
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limit_of_the_control_group_counts(
+    version: int, limit: str, left: int, tmp_path: Path
+) -> None:
+    own, folder, names = {
+        1: ("7:memory:/a/b\n", "sys/fs/cgroup/memory/a", OLD),
+        2: ("0::/a/b\n", "sys/fs/cgroup/a", NEW),
+    }[version]
+    files = {"proc/self/cgroup": own, **memory(folder, limit, 3 * GIB, names)}
+    assert available_memory(write(tmp_path, files)) == left
+
+
+def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
+    files = memory("sys/fs/cgroup", str(GIB), 9 * GIB, NEW)
+    assert available_memory(write(tmp_path, files)) == 0

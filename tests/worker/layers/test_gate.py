@@ -1,0 +1,69 @@
+"""The gate of the MLP by the kernels and by torch against float64."""
+
+import pytest
+import torch
+
+from tests.worker.kernel_variants import RUNNABLE, load_variant
+from worker.layers.activation import Gate, KernelGate, TorchGate, make_gate
+from worker.layers.buffer import RowBuffer
+from worker.models.spec import Activation
+
+# float32 arithmetic, then one rounding to the dtype.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+SHAPES = ((1, 1), (3, 5), (2, 16), (1, 1536), (7, 531), (40, 600))
+NAMES: tuple[Activation, ...] = ("silu", "gelu_tanh")
+
+each_gate = pytest.mark.parametrize("variant", [pytest.param(None, id="torch"), *RUNNABLE])
+each_name = pytest.mark.parametrize("name", NAMES)
+
+
+def gate_of(variant, name: Activation) -> Gate:
+    return TorchGate(name) if variant is None else KernelGate(load_variant(variant), name)
+
+
+def expected(name: Activation, gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.double().chunk(2, dim=1)
+    if name == "silu":
+        return gate / (1 + (-gate).exp()) * up
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    return 0.5 * gate * (1 + inner.tanh()) * up
+
+
+def apply(gate: Gate, gate_up: torch.Tensor) -> torch.Tensor:
+    return gate(gate_up, RowBuffer(gate_up.shape[1] // 2).rows(gate_up))
+
+
+@each_gate
+@each_name
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_it_matches_float64(variant, name: Activation, dtype: torch.dtype) -> None:
+    gate = gate_of(variant, name)
+    generator = torch.Generator().manual_seed(5)
+    for rows, size in SHAPES:
+        gate_up = (torch.randn(rows, 2 * size, generator=generator) * 6).to(dtype)
+        before = gate_up.clone()
+        found = apply(gate, gate_up)
+        assert found.is_contiguous()
+        assert found.dtype == dtype
+        tolerance = TOLERANCE[dtype]
+        # 1 + tanh of a large negative number has few digits in float32, and is nothing beside up.
+        torch.testing.assert_close(
+            found.double(), expected(name, gate_up), rtol=tolerance, atol=20 * tolerance
+        )
+        assert torch.equal(gate_up, before)
+
+
+@each_gate
+@each_name
+def test_large_numbers_are_passed_or_stopped_and_odd_ones_stay_odd(variant, name) -> None:
+    gate = torch.tensor([1e30, 300.0, -300.0, -1e4, 0.0, float("nan"), float("inf")])
+    gate_up = torch.cat((gate, torch.full((7,), 2.0)))[None]
+    found = apply(gate_of(variant, name), gate_up)[0]
+    assert found[:5].tolist() == [pytest.approx(2e30), 600.0, 0.0, 0.0, 0.0]
+    assert not found[5:].isfinite().any()
+
+
+def test_a_gate_for_this_machine() -> None:
+    gate_up = torch.tensor([[1.0, -2.0, 3.0, 5.0]])
+    found = apply(make_gate("silu", torch.device("cpu")), gate_up)
+    torch.testing.assert_close(found.double(), expected("silu", gate_up), rtol=1e-6, atol=1e-6)

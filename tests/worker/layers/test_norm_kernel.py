@@ -1,0 +1,132 @@
+"""RMSNorm by the kernels and by torch against float64, on random shapes."""
+
+import random
+
+import pytest
+import torch
+
+from tests.worker.kernel_variants import each_variant, load_variant
+from worker.layers.buffer import RowBuffer
+from worker.layers.norm import KernelNorm, NormArithmetic, TorchNorm
+
+# Largest error beside the value: float32 sums, then one rounding to the dtype.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+EPS = 1e-5
+
+
+def arithmetic(variant, weight: torch.Tensor) -> NormArithmetic:
+    return KernelNorm(load_variant(variant), weight, EPS)
+
+
+def expected(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x.double()
+    return wide / (wide.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+def check(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    tolerance = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def cases() -> list[tuple[torch.dtype, torch.Generator, int, int]]:
+    rng = random.Random(3)
+    return [
+        (dtype, torch.Generator().manual_seed(rng.randrange(99)), rows, size)
+        for dtype in TOLERANCE
+        for rows, size in [
+            (1, 1),
+            (2, 7),
+            (70, 576),
+            *[(rng.randint(1, 9), rng.randint(1, 700))] * 6,
+        ]
+    ]
+
+
+def each_row_alike(norm: NormArithmetic, weight: torch.Tensor, case) -> None:
+    dtype, generator, rows, size = case
+    x = (torch.randn(rows, size, generator=generator) * 9).to(dtype)
+    check(norm.norm(x), expected(x, weight))
+    into = RowBuffer(size).rows(x)
+    assert norm.norm_into(x, into).data_ptr() == into.address
+    assert torch.equal(into.tensor, norm.norm(x))
+    residual = torch.randn(rows, size, generator=generator).to(dtype)
+    wanted = residual.double() + expected(x, weight)
+    added = norm.add_norm(residual, x)
+    assert added.data_ptr() == residual.data_ptr()
+    # Without kernels the norm is rounded before it is added.
+    tolerance = 2 * TOLERANCE[dtype]
+    torch.testing.assert_close(added.double(), wanted, rtol=tolerance, atol=4 * tolerance)
+
+
+@each_variant
+def test_kernels_match_float64(variant) -> None:
+    for case in cases():
+        dtype, generator, _, size = case
+        weight = torch.randn(size, generator=generator).to(dtype)
+        each_row_alike(arithmetic(variant, weight), weight, case)
+
+
+def test_torch_matches_float64() -> None:
+    for case in cases():
+        dtype, generator, _, size = case
+        weight = torch.randn(size, generator=generator).to(dtype)
+        each_row_alike(TorchNorm(weight, EPS), weight, case)
+
+
+@each_variant
+def test_heads_may_be_slices_of_wider_rows(variant) -> None:
+    weight = torch.rand(24) + 0.5
+    norm = arithmetic(variant, weight)
+    wide = torch.randn(5, 9, 24, generator=torch.Generator().manual_seed(1))
+    for x in (wide[:, :4], wide[:, 4:7], wide[2:3, :1], wide.transpose(0, 1), wide[..., :24:1]):
+        found = norm.norm(x)
+        assert found.is_contiguous()
+        check(found, expected(x, weight))
+    assert norm.norm(wide[:0]).shape == (0, 9, 24)
+
+
+@each_variant
+def test_a_weight_wider_than_its_input_counts_until_the_rounding(variant) -> None:
+    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = 1 + torch.arange(48) * 1e-5
+    norm = arithmetic(variant, weight)
+    assert torch.equal(norm.norm(x), norm.norm(x.float()).bfloat16())
+
+
+@each_variant
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_in_its_row(variant, odd: float) -> None:
+    x = torch.randn(4, 33, generator=torch.Generator().manual_seed(0))
+    norm = arithmetic(variant, torch.ones(33))
+    sound = norm.norm(x)
+    x[2, 32] = odd
+    found = norm.norm(x)
+    assert torch.equal(found[[0, 1, 3]], sound[[0, 1, 3]])
+    assert found[2].isnan().any()
+
+
+@each_variant
+def test_the_number_of_threads_does_not_change_a_bit(variant) -> None:
+    x = torch.randn(100, 577, generator=torch.Generator().manual_seed(0))
+    norm = arithmetic(variant, torch.rand(577))
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(norm.norm(x))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+def test_a_buffer_is_allocated_once() -> None:
+    buffer = RowBuffer(8)
+    large = buffer.rows(torch.empty(6, 3))
+    small = buffer.rows(torch.empty(2, 3))
+    assert (large.address, large.num_rows) == (small.address, 6)
+    assert small.tensor.shape == (2, 8)
+    assert buffer.rows(torch.empty(2, 9)) is small
+    wide = buffer.rows(torch.empty(2, 3, dtype=torch.bfloat16))
+    assert wide.tensor.dtype == torch.bfloat16
+    assert wide.tensor.data_ptr() == wide.address
