@@ -111,6 +111,7 @@ def _announce(boot: ProcessBoot, crew: Crew, front_ends: FrontEndLinks, supervis
         queue.num_requests,
         queue.num_tokens,
         plan.num_blocks * plan.block_size * worker.geometry.bytes_per_token * len(crew.workers),
+        weight_memory(crew.workers),
     )
     if plan.notice:
         supervisor.send(Notice(boot.role, boot.index, plan.notice))
