@@ -33,7 +33,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: DType = "auto"
     """Arithmetic of weights and activations; auto takes what the device does best."""
     cpu_weights: CpuWeights = "auto"
-    """Form of weights on a CPU: a GGUF's own blocks, 8 bits, dense; auto: f32 for --dtype float32."""
+    """Form of weights on a CPU; packed keeps a GGUF\'s blocks; auto: f32 where --dtype is float32."""
     max_model_len: int | None = None
     """Most tokens of prompt and output together; by default what the model was made for."""
     seed: int | None = None

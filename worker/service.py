@@ -43,8 +43,8 @@ from worker.device import CpuDevice
 from worker.engine_wait import EngineWait
 from worker.faulty_model import FaultyModel
 from worker.fingerprint import kv_fingerprint
-from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kernels import load_kernels
+from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 from worker.loader.choice import activation_dtype, choose_form
 from worker.loader.form_report import dense_notice, memory_line

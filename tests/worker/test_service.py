@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from proto import PROTOCOL_VERSION
 from proto.config import CacheConfig, ServeConfig
@@ -29,6 +30,7 @@ from tests.fakes import boots
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker import engine_wait, service
+from worker.loader.forms import DenseForm
 
 LIMIT_SECONDS = 20.0
 
@@ -48,6 +50,8 @@ def pretend_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SimpleNamespace(windows=(None,), num_kv_heads=1, head_dim=8, vocab_size=10)
     monkeypatch.setattr(service, "load_model", lambda *_: SimpleNamespace(spec=spec))
     monkeypatch.setattr(service, "spec_from_config", Mock())
+    monkeypatch.setattr(service, "read_index", Mock())
+    monkeypatch.setattr(service, "choose_form", lambda *_: DenseForm(torch.float32))
     monkeypatch.setattr(service, "read_config", lambda _: {})
 
 

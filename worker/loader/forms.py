@@ -18,7 +18,7 @@ from typing import Final, Protocol
 import torch
 
 from worker.kernels import Kernels
-from worker.layers.block_linear import block_linear
+from worker.layers.block_linear import BlockHead, block_linear
 from worker.layers.embedding import BlockTable, DenseTable, Table
 from worker.layers.linear import Linear, can_pack, make_linear
 from worker.layers.mixed_linear import Crossover, MixedLinear
@@ -29,7 +29,7 @@ from worker.loader.source import WeightSource
 
 DENSE_NAMES: Final = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 _SAMPLED_WEIGHTS: Final = 8 << 20
-"""Numbers in the products that a crossover is measured on: a few layers, more than a cache holds."""
+"""Numbers in the products that a crossover is measured on: several layers, from memory."""
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,15 @@ class DenseForm:
     def read_ends(self, source: WeightSource, ends: Ends) -> FinishEnds:
         table = source.read(ends.embedding)
         head = table if ends.tied else source.read(ends.head)
-        return lambda: (self._table(table, head), self.make(head, None))
+        return lambda: (self.table(table, head), self.make(head, None))
 
     def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """The product of a weight [out, in] that nobody changes."""
         self.memory[self.name] += weight.nbytes
         return make_linear(weight, bias)
 
-    def _table(self, table: torch.Tensor, head: torch.Tensor) -> Table:
-        """A tied head that is laid out anew leaves the table beside it."""
+    def table(self, table: torch.Tensor, head: torch.Tensor) -> Table:
+        """Rows of an embedding. A tied head that is laid out anew leaves the table beside it."""
         if table is not head or can_pack(table.device, table.dtype):
             self.memory[self.name] += table.nbytes
         return DenseTable(table)
@@ -202,7 +202,7 @@ class BlockForm:
         head = table if ends.tied else self.pack(source, [ends.head])
         if not table or not head:
             return self._dense.read_ends(source, ends)
-        return lambda: (self.table(table, ends), self.make(head, None))
+        return lambda: (self.table(table, ends), self.make_head(head))
 
     def pack(self, source: WeightSource, names: Sequence[str]) -> list[PackedWeight]:
         """The blocks of these weights; empty, and noted, where they stay dense."""
@@ -215,6 +215,12 @@ class BlockForm:
         """The product of weights that lie one below the other."""
         self.memory[self.name] += sum(part.nbytes for part in parts)
         return block_linear(parts, bias)
+
+    def make_head(self, parts: list[PackedWeight]) -> Linear:
+        """The product that gives scores; the one weight there is."""
+        (weight,) = parts
+        self.memory[self.name] += weight.nbytes
+        return BlockHead(weight)
 
     def table(self, parts: list[PackedWeight], ends: Ends) -> Table:
         """Rows of an embedding."""
@@ -251,7 +257,7 @@ class MixedForm:
         bias, numbers = read_bias(source, product), self._numbers(parts)
 
         def finish() -> Linear:
-            mixed = self._make(parts, numbers, bias)
+            mixed = self._make(self._blocks.make(parts, bias), numbers, bias)
             self._layers.setdefault((numbers.shape[0], numbers.shape[1]), []).append(mixed)
             return mixed
 
@@ -263,18 +269,22 @@ class MixedForm:
         if not table or not head:
             return self._dense.read_ends(source, ends)
         numbers = self._numbers(head)
-        return lambda: (self._blocks.table(table, ends), self._make(head, numbers, None))
+
+        def finish() -> tuple[Table, Linear]:
+            mixed = self._make(self._blocks.make_head(head), numbers, None)
+            return self._blocks.table(table, ends), mixed
+
+        return finish
 
     def _numbers(self, parts: list[PackedWeight]) -> torch.Tensor:
         """What the blocks stand for, rounded to the dense form's dtype: [out, in]."""
-        return torch.cat([part.rows(torch.arange(part.shape[0]), self._dtype) for part in parts])
+        return torch.cat(
+            [part.rows(torch.arange(part.out_features), self._dtype) for part in parts]
+        )
 
-    def _make(
-        self, parts: list[PackedWeight], numbers: torch.Tensor, bias: torch.Tensor | None
-    ) -> MixedLinear:
-        few, many = self._blocks.make(parts, bias), self._dense.make(numbers, bias)
+    def _make(self, few: Linear, numbers: torch.Tensor, bias: torch.Tensor | None) -> MixedLinear:
         self._doubled += numbers.nbytes
-        self._mixed.append(MixedLinear(few, many, self._crossover))
+        self._mixed.append(MixedLinear(few, self._dense.make(numbers, bias), self._crossover))
         return self._mixed[-1]
 
     def settle(self) -> None:

@@ -107,9 +107,7 @@ class WeightSource:
         """Heads whose rows the file interleaves; 0 where it has them in our order."""
         if not self._permuted:
             return 0
-        return {"q": self._spec.num_heads, "k": self._spec.num_kv_heads}.get(
-            name.split(".")[-2], 0
-        )
+        return {"q": self._spec.num_heads, "k": self._spec.num_kv_heads}.get(name.split(".")[-2], 0)
 
     def _read_into(self, name: str, destination: torch.Tensor) -> None:
         stored = self._files.read(self._entries[name])

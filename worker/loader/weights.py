@@ -29,7 +29,12 @@ from worker.models.spec import ModelSpec, layer_parameter_shapes
 _READER_THREADS: Final = 2
 _LAYERS_AHEAD: Final = 4
 """Layers read before their turn; bounds the memory beside the finished ones."""
-_PRODUCTS: Final = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+_PRODUCTS: Final = {
+    "qkv": ("q", "k", "v"),
+    "o": ("o",),
+    "gate_up": ("gate", "up"),
+    "down": ("down",),
+}
 """The weights of a layer that are multiplied as one."""
 
 
@@ -117,9 +122,7 @@ def _read_ends(
     return source.read_norm("norm.weight"), form.read_ends(source, ends)
 
 
-def _read_layer(
-    source: WeightSource, spec: ModelSpec, form: WeightForm, layer: int
-) -> LayerParts:
+def _read_layer(source: WeightSource, spec: ModelSpec, form: WeightForm, layer: int) -> LayerParts:
     """One layer; weights that one product serves are joined."""
     names = {name: f"layers.{layer}.{name}" for name in layer_parameter_shapes(spec)}
 
