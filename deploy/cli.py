@@ -38,6 +38,7 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
   compare     one setting of the daemon against another, in turns
   overload    ten times the load that a daemon can take, and clients that do not stay
   chaos       processes die under load; exit status 1 when a client notices
+  quality     perplexity with each form of weights and KV, beside float32; exit status 1 when off
   soak        a million short requests or hours of load; what grows
   serve       as tokend serve, but the worker computes nothing and answers at once
 """
@@ -46,6 +47,7 @@ _BENCHES: Final = {
     "compare": "deploy.loadtest.compare",
     "overload": "deploy.loadtest.overload.bench",
     "chaos": "deploy.loadtest.chaos.bench",
+    "quality": "deploy.loadtest.quality.bench",
     "soak": "deploy.loadtest.soak.bench",
 }
 
