@@ -33,7 +33,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: DType = "auto"
     """Arithmetic of weights and activations; auto takes what the device does best."""
     cpu_weights: CpuWeights = "auto"
-    """Form of weights on a CPU; packed keeps a GGUF\'s blocks; auto: f32 where --dtype is float32."""
+    """Form of weights on a CPU; packed: the blocks of a GGUF; auto: f32 if --dtype is float32."""
     max_model_len: int | None = None
     """Most tokens of prompt and output together; by default what the model was made for."""
     seed: int | None = None
