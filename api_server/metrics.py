@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 
 from api_server.engine_gauges import EngineGauges
 from api_server.metric_sheet import Counter, Histogram, MetricSheet, News
-from proto.lifecycle import Role, process_title
+from proto.lifecycle import Role, WeightMemory, process_title
 from proto.stats import SchedulerStats
 
 LABELS: Final = ("model_name", "engine")
@@ -76,6 +76,7 @@ class Metrics(Collector):
         self._prefix_cache_hits = Counter(sheet)
         self._corrupted_requests = Counter(sheet)
         self._queue_limits = (0, 0)
+        self._weights: tuple[WeightMemory, ...] = ()
         self._rejections = counters("max_num_queued_reqs", "max_num_queued_tokens", "restart")
         self._cut_short = counters("disconnect", "slow_reader", "queue_timeout", "timeout")
         self._prompt_tokens = Counter(sheet)
@@ -141,6 +142,10 @@ class Metrics(Collector):
         """What the engine lets wait; 0 for no limit."""
         self._queue_limits = num_requests, num_tokens
 
+    def weight_memory(self, weights: tuple[WeightMemory, ...]) -> None:
+        """What the weights take, by form."""
+        self._weights = weights
+
     def admission_rejected(self, reason: str) -> None:
         """A request was refused because too many wait; `reason`: the limit."""
         self._rejections[reason].add()
@@ -205,6 +210,12 @@ class Metrics(Collector):
             ("max_num_queued_tokens", "Most prompt tokens of those; 0: any.", num_tokens),
         ):
             yield GaugeMetricFamily(f"tokend:{name}", text, value)
+        weights = GaugeMetricFamily(
+            "tokend:weights_bytes", "Memory of the weights of products.", labels=("form",)
+        )
+        for held in self._weights:
+            weights.add_metric((held.form,), held.num_bytes)
+        yield weights
         deferred = sum(each.num_deferred for each in engines)
         waiting = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",

@@ -42,6 +42,7 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
   overload    ten times the load that a daemon can take, and clients that do not stay
   fairness    what one tenant's flood costs another that asks for little
   chaos       processes die under load; exit status 1 when a client notices
+  quality     perplexity with each form of weights and KV, beside float32; exit status 1 when off
   soak        a million short requests or hours of load; what grows
   null        as tokend serve, but the worker computes nothing and answers at once
 """
@@ -54,6 +55,7 @@ _BENCHES: Final = {
     "overload": "deploy.loadtest.overload.bench",
     "fairness": "deploy.loadtest.overload.fairness",
     "chaos": "deploy.loadtest.chaos.bench",
+    "quality": "deploy.loadtest.quality.bench",
     "soak": "deploy.loadtest.soak.bench",
 }
 

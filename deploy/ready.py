@@ -53,8 +53,14 @@ def render(
         [
             f"tokend is ready: {name} on {engine.device_name} at {url} "
             f"(length {engine.max_model_len:,}, {engine.num_blocks:,} KV blocks "
-            f"of {engine.block_size}, {seconds:.1f} s)",
+            f"of {engine.block_size}, weights: {_weights(engine)}, {seconds:.1f} s)",
             f"  curl -N {url}/v1/completions -H 'Content-Type: application/json'{key} "
             f"-d {shlex.quote(json.dumps(request))}",
         ]
     )
+
+
+def _weights(engine: EngineReady) -> str:
+    """The forms of the weights and their memory, for people."""
+    forms = [f"{each.form} {each.num_bytes / (1 << 20):,.0f} MiB" for each in engine.weights]
+    return " + ".join(forms) or "none"

@@ -21,7 +21,7 @@ from engine_core.kv_cache.residency import ResidencyMeter
 from engine_core.kv_events import KVEventSink, make_kv_events
 from engine_core.orders import Orders
 from engine_core.outbox import Outbox
-from engine_core.pool_plan import PoolPlan, plan_pool
+from engine_core.pool_plan import PoolPlan, plan_pool, weight_memory
 from engine_core.scheduler.backlog import queue_limits
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.scheduler import Scheduler
@@ -111,6 +111,7 @@ def _announce(boot: ProcessBoot, crew: Crew, front_ends: FrontEndLinks, supervis
         queue.num_requests,
         queue.num_tokens,
         plan.num_blocks * plan.block_size * worker.geometry.bytes_per_token * len(crew.workers),
+        weight_memory(crew.workers),
     )
     if plan.notice:
         supervisor.send(Notice(boot.role, boot.index, plan.notice))

@@ -1,15 +1,17 @@
-"""How large the KV pool is, and what that means for the longest request.
+"""How large the KV pool is, and what that means for the longest request; what weights take.
 
-A pure function of what the workers report and what the operator asked for.
+Pure functions of what the workers report and what the operator asked for.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine_core.kv_cache.sizing import longest_request
 from engine_core.scheduler.chunking import ChunkRule
 from proto.config import ServeConfig
 from proto.errors import ConfigError
-from proto.lifecycle import WorkerReady
+from proto.lifecycle import WeightMemory, WorkerReady
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,15 @@ def plan_pool(workers: list[WorkerReady], config: ServeConfig, max_position: int
             f"requests are limited to {usable} tokens instead of {wanted}"
         )
     return PoolPlan(num_blocks, block_size, usable, notice)
+
+
+def weight_memory(workers: Sequence[WorkerReady]) -> tuple[WeightMemory, ...]:
+    """Memory of each form of the weights, of all workers together."""
+    total: Counter[str] = Counter()
+    for worker in workers:
+        for each in worker.weights:
+            total[each.form] += each.num_bytes
+    return tuple(WeightMemory(form, num_bytes) for form, num_bytes in total.items())
 
 
 def _num_blocks(workers: list[WorkerReady], config: ServeConfig) -> int:

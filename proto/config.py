@@ -17,6 +17,7 @@ from proto.ids import MAX_CLIENTS
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "bf16", "f32", "int8"]
+CpuWeights = Literal["auto", "packed", "int8", "bf16", "f32"]
 TenantBy = Literal["api-key", "header", "none"]
 GIB: Final = 1 << 30
 
@@ -32,6 +33,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder with another tokenizer.json; by default the model's own."""
     dtype: DType = "auto"
     """Arithmetic of weights and activations; auto takes what the device does best."""
+    cpu_weights: CpuWeights = "auto"
+    """Form of weights on a CPU; packed: the blocks of a GGUF; auto: f32 if --dtype is float32."""
     max_model_len: int | None = None
     """Most tokens of prompt and output together; by default what the model was made for."""
     seed: int | None = None
@@ -181,6 +184,16 @@ NOT_AVAILABLE_YET: Final[dict[str, tuple[Any, ...]]] = {
 """Settings whose feature comes later, with the values that work today."""
 
 
+_DTYPES_OF_WEIGHTS: Final[dict[CpuWeights, tuple[DType, ...]]] = {
+    "auto": ("auto", "float32", "bfloat16", "float16"),
+    "packed": ("auto", "float32", "bfloat16"),
+    "int8": ("auto", "float32", "bfloat16"),
+    "bf16": ("auto", "bfloat16"),
+    "f32": ("auto", "float32"),
+}
+"""Activations that products with each form of the weights take."""
+
+
 def flag_name(field: str) -> str:
     """The command-line flag of a field."""
     return "--" + field.replace("_", "-")
@@ -188,6 +201,7 @@ def flag_name(field: str) -> str:
 
 def validate(config: ServeConfig) -> None:
     """Raise ConfigError for the first setting that is impossible, conflicting or not available."""
+    _check_weights(config)
     _check_available(config)
     cache, scheduler, frontend = config.cache, config.scheduler, config.frontend
     _positive("block_size", cache.block_size)
@@ -326,6 +340,19 @@ def _check_pressure(scheduler: SchedulerConfig) -> None:
             f"--preempt-above ({preempt}) must not be less than --stop-admission-above ({stop}): "
             "requests would be admitted to be preempted",
             "preempt_above",
+        )
+
+
+def _check_weights(config: ServeConfig) -> None:
+    """Which activations go with which weights; a GPU has no such choice."""
+    weights, dtype = config.model.cpu_weights, config.model.dtype
+    if config.device.device == "cuda" and weights != "auto":
+        raise ConfigError(f"--cpu-weights {weights} needs --device cpu", "cpu_weights")
+    works = _DTYPES_OF_WEIGHTS[weights]
+    if dtype not in works:
+        raise ConfigError(
+            f"--cpu-weights {weights} goes with --dtype {' or '.join(works)}, got {dtype}",
+            "cpu_weights",
         )
 
 

@@ -130,11 +130,19 @@ class KVCacheGeometry(msgspec.Struct, array_like=True, frozen=True):
     groups: tuple[KVGroup, ...] = (KVGroup(),)
 
 
+class WeightMemory(msgspec.Struct, array_like=True, frozen=True):
+    """What the weights of products take in one form: packed, int8, bf16, f32 or f16."""
+
+    form: str
+    num_bytes: int
+
+
 class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     """The weights are loaded; this is what fits beside them.
 
     kv_cache_bytes: memory that the worker grants to the KV pool.
     fingerprint: 32 bytes over everything that changes KV values; root of the block hashes.
+    weights: memory of each form that there is.
     """
 
     protocol_version: int
@@ -145,6 +153,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     vocab_size: int
     fingerprint: bytes
     device_name: str
+    weights: tuple[WeightMemory, ...] = ()
 
 
 class InitializeCache(msgspec.Struct, array_like=True, tag=11, frozen=True):
@@ -169,6 +178,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     num_blocks: usable KV blocks, without the null block.
     max_num_queued_reqs, max_num_queued_tokens: limits of the queue; 0 for none.
     kv_cache_bytes: memory of the pool, of all workers together.
+    weights: memory of each form of the weights, of all workers together.
     """
 
     protocol_version: int
@@ -181,6 +191,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     max_num_queued_reqs: int = 0
     max_num_queued_tokens: int = 0
     kv_cache_bytes: int = 0
+    weights: tuple[WeightMemory, ...] = ()
 
 
 class FrontEndReady(msgspec.Struct, array_like=True, tag=14, frozen=True):

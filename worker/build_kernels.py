@@ -55,11 +55,14 @@ class Variant:
 
 _AVX2: Final = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512: Final = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
+_AVX512_BF16: Final = _AVX512 | {"avx512_vnni", "avx512_bf16"}
 _WIDE: Final = ("-march=x86-64-v4", "-mprefer-vector-width=512")
 
 X86_VARIANTS: Final = (
-    Variant("avx512_bf16", (*_WIDE, "-mavx512bf16"), _AVX512 | {"avx512_bf16"}),
+    Variant("avx512_bf16", (*_WIDE, "-mavx512bf16", "-mavx512vnni"), _AVX512_BF16),
+    Variant("avx512_vnni", (*_WIDE, "-mavx512vnni"), _AVX512 | {"avx512_vnni"}),
     Variant("avx512", _WIDE, _AVX512),
+    Variant("avx2_vnni", ("-march=x86-64-v3", "-mavxvnni"), _AVX2 | {"avx_vnni"}),
     Variant("avx2", ("-march=x86-64-v3",), _AVX2),
     Variant("baseline", ("-march=x86-64-v2",), frozenset()),
 )

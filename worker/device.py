@@ -72,12 +72,12 @@ class CpuDevice:
     def name(self) -> str:
         """For example "AMD EPYC (2 threads, avx512_bf16)"."""
         threads = f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''}"
-        return f"{self._model_name} ({', '.join((threads, *self._matrix_flags()))})"
+        return f"{self._model_name} ({', '.join((threads, *self.matrix_flags))})"
 
     def resolve_dtype(self, dtype: DType) -> torch.dtype:
         """bfloat16 for "auto" where the CPU multiplies it in hardware, else float32."""
         if dtype == "auto":
-            return torch.bfloat16 if self._matrix_flags() else torch.float32
+            return torch.bfloat16 if self.matrix_flags else torch.float32
         return _DTYPES[dtype]
 
     def kv_cache_bytes(self, config: CacheConfig) -> int:
@@ -107,7 +107,9 @@ class CpuDevice:
                 setting,
             )
 
-    def _matrix_flags(self) -> tuple[str, ...]:
+    @property
+    def matrix_flags(self) -> tuple[str, ...]:
+        """What it has to multiply bfloat16 matrices with."""
         return tuple(flag for flag in _MATRIX_FLAGS if flag in self._flags)
 
 

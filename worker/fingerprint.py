@@ -20,8 +20,12 @@ def kv_fingerprint(
     geometry: KVCacheGeometry,
     block_size: int,
     compute_dtype: str,
+    weight_form: str,
 ) -> bytes:
-    """32 bytes; equal in two processes only when their KV blocks are interchangeable."""
+    """32 bytes; equal in two processes only when their KV blocks are interchangeable.
+
+    weight_form: its name, as worker/loader/choice.py gives it: other products, other KV.
+    """
     facts = [
         LAYOUT_VERSION,
         weights_sha256,
@@ -33,6 +37,7 @@ def kv_fingerprint(
         [group.sliding_window for group in geometry.groups],
         block_size,
         compute_dtype,
+        weight_form,
     ]
     canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).digest()

@@ -84,6 +84,29 @@ Gate = _structure(
 )
 """TokendGate of csrc/rows.h."""
 
+Weight = _structure(
+    "Weight",
+    {
+        **dict.fromkeys(("type", "out_features", "in_features"), c_int64),
+        "packed": c_void_p,
+    },
+)
+"""TokendWeight of csrc/packed.h."""
+
+Product = _structure(
+    "Product",
+    {
+        **dict.fromkeys(("num_rows", "input_dtype", "input_stride"), c_int64),
+        "input": c_void_p,
+        "bias_dtype": c_int64,
+        "bias": c_void_p,
+        **dict.fromkeys(("output_dtype", "output_stride"), c_int64),
+        "output": c_void_p,
+        "adds": c_int64,
+    },
+)
+"""TokendProduct of csrc/packed.h."""
+
 
 class Kernels:
     """The functions of one library. `variant` names its instruction set."""
@@ -118,6 +141,27 @@ class Kernels:
             *(self.gate, self.find_broken, self.find_best),
         ):
             function.restype = None
+        self.packed_bytes = library.tokend_packed_bytes
+        self.packed_bytes.argtypes = [POINTER(Weight)]
+        self.packed_bytes.restype = c_int64
+        self.pack_blocks = library.tokend_pack_blocks
+        self.pack_blocks.argtypes = [POINTER(Weight), c_void_p, c_void_p]
+        self.pack_blocks.restype = None
+        self.pack_dense = library.tokend_pack_dense
+        self.pack_dense.argtypes = [POINTER(Weight), c_int64, c_int64, c_void_p]
+        self.pack_dense.restype = None
+        self.unpack_rows = library.tokend_unpack_rows
+        self.unpack_rows.argtypes = [POINTER(Weight), c_int64, c_void_p, c_int64, c_void_p]
+        self.unpack_rows.restype = None
+        self.quantise_rows = library.tokend_quantise_rows
+        self.quantise_rows.argtypes = [POINTER(Product), c_int64, c_void_p]
+        self.quantise_rows.restype = None
+        self.packed_product = library.tokend_packed_product
+        self.packed_product.argtypes = [POINTER(Weight), POINTER(Product)]
+        self.packed_product.restype = None
+        self.quantised_product = library.tokend_quantised_product
+        self.quantised_product.argtypes = [POINTER(Weight), POINTER(Product), c_void_p]
+        self.quantised_product.restype = None
 
 
 DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -24,9 +24,11 @@ from proto.lifecycle import (
     InitializeCache,
     KVCacheGeometry,
     NewEngine,
+    Notice,
     ProcessBoot,
     Progress,
     Shutdown,
+    WeightMemory,
     WorkerReady,
 )
 from proto.model_runner_output import ModelRunnerOutput
@@ -41,8 +43,13 @@ from worker.device import CpuDevice
 from worker.engine_wait import EngineWait
 from worker.faulty_model import FaultyModel
 from worker.fingerprint import kv_fingerprint
+from worker.kernels import load_kernels
 from worker.kv_cache import KVCache, kv_cache_geometry, resolve_kv_dtype
 from worker.kv_layout import kv_layout
+from worker.loader.choice import activation_dtype, choose_form
+from worker.loader.form_report import dense_notice, memory_line
+from worker.loader.forms import WeightForm
+from worker.loader.index import read_index
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
@@ -80,7 +87,8 @@ class Service:
         self._device = CpuDevice(boot.config.device)
         # Loading takes a while, and what has no room now has none beside the weights.
         self._device.kv_cache_bytes(boot.config.cache)
-        self._dtype = self._device.resolve_dtype(boot.config.model.dtype)
+        self._dtype = self._device.resolve_dtype(activation_dtype(boot.config.model))
+        self._form = self._choose_form()
         self._model = self._load()
         self._layout = kv_layout(self._model.spec.windows)
         self._geometry = self._cache_geometry()
@@ -158,16 +166,35 @@ class Service:
             raise
         self._engine.send(output)
 
+    def _choose_form(self) -> WeightForm:
+        return choose_form(
+            self._boot.config.model,
+            self._dtype,
+            read_index(self._boot.model),
+            self._device.matrix_flags,
+            load_kernels,
+        )
+
     def _load(self) -> Decoder:
-        prepared = self._boot.model
-        logger.info("loading %s as %s", prepared.name, str(self._dtype).removeprefix("torch."))
-        return load_model(
+        prepared, form = self._boot.model, self._form
+        logger.info(
+            "loading %s as %s, weights %s",
+            prepared.name,
+            str(self._dtype).removeprefix("torch."),
+            form.name,
+        )
+        model = load_model(
             prepared,
             spec_from_config(read_config(prepared)),
             self._dtype,
             self._device.torch_device,
             self._report_progress,
+            form,
         )
+        logger.info("weights: %s", memory_line(form))
+        if notice := dense_notice(form):
+            self._supervisor.send(Notice("worker", self._boot.index, notice))
+        return model
 
     def _report_progress(self, fraction: float) -> None:
         self._supervisor.send(Progress("worker", self._boot.index, "loading weights", fraction))
@@ -193,8 +220,10 @@ class Service:
                 self._geometry,
                 config.cache.block_size,
                 str(self._dtype),
+                self._form.name,
             ),
             device_name=self._device.name,
+            weights=tuple(WeightMemory(*each) for each in self._form.memory.items()),
         )
 
     def _initialize(self, message: InitializeCache) -> ModelRunner:

@@ -3,8 +3,10 @@
 import asyncio
 
 from proto.errors import ErrorInfo
+from proto.lifecycle import WeightMemory
 from proto.stats import KVEviction, SchedulerStats
 from tests.api_server.conftest import samples
+from tests.fakes import boots
 
 
 async def test_metrics(start, say, tokenizer):
@@ -64,3 +66,13 @@ async def test_only_whole_answers_have_a_latency(start):
         front_end.engine.refuse(request, ErrorInfo("internal", "broken"))
         assert (await waiting).status_code >= 400
         assert (await samples(front_end))["vllm:e2e_request_latency_seconds_count"] == 0
+
+
+async def test_memory_of_the_weights_by_form(start):
+    async with start(ready=False) as front_end:
+        weights = (WeightMemory("packed", 90), WeightMemory("bf16", 250))
+        front_end.engine._send(boots.engine_ready(weights=weights))
+        await front_end.services.client.wait_ready()
+        found = await samples(front_end)
+        assert found["tokend:weights_bytes,packed"] == 90
+        assert found["tokend:weights_bytes,bf16"] == 250

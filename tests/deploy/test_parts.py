@@ -17,7 +17,7 @@ from deploy.surroundings import Surroundings
 from proto.config import DeviceConfig, FrontEndConfig, ModelConfig, ServeConfig
 from proto.cores import usable_cores
 from proto.errors import ConfigError, ErrorInfo, ModelError
-from proto.lifecycle import FrontEndReady, Role, process_name
+from proto.lifecycle import FrontEndReady, Role, WeightMemory, process_name
 from proto.process import describe
 from tests.fakes import boots
 
@@ -114,7 +114,11 @@ class TestObituary:
         assert obituary.user_error(None) is None
 
 
-ENGINE_READY = boots.engine_ready(max_model_len=8192, device_name="some cpu")
+ENGINE_READY = boots.engine_ready(
+    max_model_len=8192,
+    device_name="some cpu",
+    weights=(WeightMemory("packed", 92 << 20), WeightMemory("bf16", 257 << 20)),
+)
 
 
 class TestReady:
@@ -135,6 +139,7 @@ class TestReady:
         url = "http://127.0.0.1:81"
         text = ready.render(url, config, boots.model(name="file"), ENGINE_READY, 3.21)
         assert "is ready: it's mine on some cpu at http://127.0.0.1:81 (length 8,192" in text
+        assert "weights: packed 92 MiB + bf16 257 MiB, 3.2 s)" in text
         assert "Bearer $TOKEND_API_KEY" in text
         assert "hush" not in text
 

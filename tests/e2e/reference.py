@@ -67,6 +67,14 @@ class Reference:
             ]
         return self._checked[key]
 
+    @torch.inference_mode()
+    def logprobs(self, tokens: list[int]) -> list[float]:
+        """Log-probability of each token but the first, given those before it."""
+        scores = self.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        following = torch.tensor(tokens[1:])[:, None]
+        found: list[float] = scores[:-1].gather(1, following)[:, 0].tolist()
+        return found
+
     def assert_greedy(self, pairs: list[tuple[list[int], list[int]]]) -> None:
         """Every output is the greedy continuation of its prompt, but for rare ties."""
         ties, tokens = [], 0

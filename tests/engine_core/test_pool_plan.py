@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from engine_core.kv_cache.sizing import blocks_of_request, longest_request
-from engine_core.pool_plan import plan_pool
+from engine_core.pool_plan import plan_pool, weight_memory
 from engine_core.scheduler.chunking import ChunkRule
 from proto.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
 from proto.errors import ConfigError
-from proto.lifecycle import KVGroup
+from proto.lifecycle import KVGroup, WeightMemory
 from tests.fakes import boots
 
 
@@ -127,3 +127,11 @@ def test_the_longest_chunk_is_bounded_by_threshold_and_budget():
     for threshold in (16, 640):
         config = SchedulerConfig(max_num_batched_tokens=64, long_prefill_token_threshold=threshold)
         assert ChunkRule.from_config(config).longest_chunk == min(threshold, 64)
+
+
+def test_what_weights_take_is_added_up_by_form():
+    first = boots.worker_ready(weights=(WeightMemory("packed", 5), WeightMemory("bf16", 7)))
+    second = boots.worker_ready(weights=(WeightMemory("packed", 6),))
+    expected = (WeightMemory("packed", 11), WeightMemory("bf16", 7))
+    assert weight_memory([first, second]) == expected
+    assert weight_memory([boots.worker_ready()]) == ()

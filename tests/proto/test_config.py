@@ -6,6 +6,8 @@ import pytest
 from proto.config import (
     NOT_AVAILABLE_YET,
     CacheConfig,
+    DeviceConfig,
+    ModelConfig,
     ReliabilityConfig,
     ServeConfig,
     flag_name,
@@ -52,6 +54,10 @@ def test_the_defaults_are_valid():
         ("reliability", {"shutdown_timeout": 0.0}),
         ("reliability", {"reload_strategy": "side-by-side"}),
         ("model", {"seed": 0}),
+        ("model", {"cpu_weights": "packed", "dtype": "float32"}),
+        ("model", {"cpu_weights": "int8", "dtype": "bfloat16"}),
+        ("model", {"cpu_weights": "bf16", "dtype": "bfloat16"}),
+        ("model", {"cpu_weights": "f32"}),
         ("device", {"device": "cpu", "attention_backend": "reference"}),
     ],
 )
@@ -115,6 +121,10 @@ def test_unusual_settings_that_work(section, changes):
         ("model", {"tokenizer": ""}, "tokenizer"),
         ("model", {"max_model_len": 0}, "max_model_len"),
         ("model", {"seed": -1}, "seed"),
+        ("model", {"cpu_weights": "packed", "dtype": "float16"}, "cpu_weights"),
+        ("model", {"cpu_weights": "int8", "dtype": "float16"}, "cpu_weights"),
+        ("model", {"cpu_weights": "bf16", "dtype": "float32"}, "cpu_weights"),
+        ("model", {"cpu_weights": "f32", "dtype": "bfloat16"}, "cpu_weights"),
         ("device", {"cpu_threads": 0}, "cpu_threads"),
     ],
 )
@@ -161,3 +171,11 @@ def test_two_engines_at_a_time_do_not_publish_at_one_endpoint():
     assert error.value.parameter == "reload_strategy"
     validate(msgspec.structs.replace(both, cache=CacheConfig(kv_events_endpoint="ipc")))
     validate(msgspec.structs.replace(both, reliability=ReliabilityConfig()))
+
+
+def test_a_gpu_has_no_form_of_cpu_weights():
+    on_gpu = ServeConfig(
+        model=ModelConfig(cpu_weights="packed"), device=DeviceConfig(device="cuda")
+    )
+    with pytest.raises(ConfigError, match="--cpu-weights packed needs --device cpu"):
+        validate(on_gpu)

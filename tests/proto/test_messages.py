@@ -59,6 +59,7 @@ from proto.lifecycle import (
     SwitchEngine,
     ToSupervisor,
     UnderWay,
+    WeightMemory,
     WorkerReady,
     WorkersReady,
 )
@@ -198,10 +199,13 @@ MESSAGES = [
         49152,
         b"f" * 32,
         "cpu",
+        (WeightMemory("packed", 96_000_000),),
     ),
     InitializeCache(1, 2, 100, 16, 2048),
     CacheReady(1, 0),
-    EngineReady(1, 2, 2048, 99, 16, 49152, "cpu", 100, 1000, 1 << 32),
+    EngineReady(
+        1, 2, 2048, 99, 16, 49152, "cpu", 100, 1000, 1 << 32, (WeightMemory("packed", 1 << 26),)
+    ),
     FrontEndReady(1),
     Progress("worker", 0, "loading", 0.5),
     Notice("engine_core", 0, "careful"),

@@ -9,15 +9,17 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from proto import PROTOCOL_VERSION
-from proto.config import CacheConfig, ServeConfig
+from proto.config import CacheConfig, CpuWeights, ModelConfig, ServeConfig
 from proto.errors import ConfigError, ProcessDiedError
 from proto.lifecycle import (
     CacheReady,
     Distrust,
     InitializeCache,
     NewEngine,
+    Notice,
     Shutdown,
     ToSupervisor,
     WorkerReady,
@@ -29,6 +31,7 @@ from tests.fakes import boots
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker import engine_wait, service
+from worker.loader.forms import DenseForm
 
 LIMIT_SECONDS = 20.0
 
@@ -48,6 +51,8 @@ def pretend_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SimpleNamespace(windows=(None,), num_kv_heads=1, head_dim=8, vocab_size=10)
     monkeypatch.setattr(service, "load_model", lambda *_: SimpleNamespace(spec=spec))
     monkeypatch.setattr(service, "spec_from_config", Mock())
+    monkeypatch.setattr(service, "read_index", Mock())
+    monkeypatch.setattr(service, "choose_form", lambda *_: DenseForm(torch.float32))
     monkeypatch.setattr(service, "read_config", lambda _: {})
 
 
@@ -61,14 +66,16 @@ def test_more_blocks_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPat
 class Running:
     """A worker with a tiny model in a thread; the test is its supervisor and its engines."""
 
-    def __init__(self, folder: Path, run_dir: str) -> None:
+    def __init__(self, folder: Path, run_dir: str, weights: CpuWeights = "auto") -> None:
         save_tiny("llama", folder)
         model = prepare_checkpoint(folder, folder / "prepared")
         self._run_dir = run_dir
         self.supervisor = Link.bind(f"{run_dir}/s", ToSupervisor)
         self.links = [self.supervisor]
         link = Link.connect(f"{run_dir}/s", NewEngine | Shutdown)
-        config = ServeConfig(cache=CacheConfig(kv_cache_memory=1 << 20))
+        config = ServeConfig(
+            model=ModelConfig(cpu_weights=weights), cache=CacheConfig(kv_cache_memory=1 << 20)
+        )
         boot = boots.boot("worker", config=config, model=model)
         worker = service.Service(boot, self._meet, link)
         self.errors: list[BaseException] = []
@@ -119,6 +126,37 @@ def test_a_worker_waits_for_another_engine_and_not_for_ever(
     running.supervisor.send(NewEngine(3, 3))
     running.thread.join(LIMIT_SECONDS)
     assert [str(each) for each in running.errors] == ["no engine has come for 0.5 s"]
+
+
+def first_words(folder: Path, weights: CpuWeights) -> tuple[WorkerReady, list[str]]:
+    """What a worker with this form of the weights tells its engine, and its notices."""
+    folder.mkdir()
+    with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
+        worker = Running(folder, run_dir, weights)
+        (ready,) = heard(worker.engine(1))
+        notices = [each.message for each in worker.supervisor.receive() if isinstance(each, Notice)]
+        worker.supervisor.send(Shutdown())
+        worker.thread.join(LIMIT_SECONDS)
+        for link in worker.links:
+            link.close()
+    return ready, notices
+
+
+def test_the_form_of_the_weights_is_told_and_sets_its_kv_apart(tmp_path: Path) -> None:
+    """The inner size of this model is 112: products over it are no whole blocks."""
+    blocks, notices = first_words(tmp_path / "blocks", "int8")
+    dense, no_notices = first_words(tmp_path / "dense", "f32")
+    forms = {each.form: each.num_bytes for each in blocks.weights}
+    assert min(forms.values()) > 0
+    assert "int8" in forms
+    assert len(notices) == 1
+    assert notices[0].startswith("3 weights are dense")
+    assert no_notices == []
+    assert [each.form for each in dense.weights] == ["f32"]
+    assert dense.weights[0].num_bytes > sum(forms.values())
+    assert blocks.fingerprint != dense.fingerprint
+    again, _ = first_words(tmp_path / "again", "int8")
+    assert again.fingerprint == blocks.fingerprint
 
 
 def heard(link: Link, count: int = 1) -> list[Any]:

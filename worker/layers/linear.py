@@ -1,10 +1,11 @@
-"""Matrix products with weights held in the form that the device multiplies fastest.
+"""Matrix products with dense weights, in the form that the device multiplies fastest.
 
     float32, bfloat16 on a CPU   oneDNN's blocked layout: reordered once at load,
                                  instead of within every product
     anything else                rows of the weight as they are
 
-Owns the forms; knows nothing of what is multiplied.
+Owns these two forms, and what a product is to the rest of the worker. Weights in blocks of
+few bits are in block_linear.py. Knows nothing of what is multiplied.
 """
 
 from typing import Protocol

@@ -37,8 +37,11 @@ class TensorFiles:
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """The tensor, valid while this object lives; raises ModelError naming it."""
-        data = self._maps[entry.file][entry.offset : entry.offset + entry.num_bytes]
-        return self._format.decode(entry, data)
+        return self._format.decode(entry, self.bytes_of(entry))
+
+    def bytes_of(self, entry: TensorEntry) -> RawBytes:
+        """What the file has for it: uint8 [num_bytes] of the map."""
+        return self._maps[entry.file][entry.offset : entry.offset + entry.num_bytes]
 
 
 def _format_named(name: str) -> TensorFormat:

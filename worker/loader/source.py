@@ -4,10 +4,13 @@ Owns the matching of files against a ModelSpec: names, shapes, completeness, and
 what GGUF files do to query and key rows and to norms. Knows nothing of layers or fusion.
 """
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from proto.errors import ModelError
 from proto.prepared_model import TensorEntry, TensorIndex
+from worker.loader.blocks import StoredBlocks, check_blocks
 from worker.loader.files import TensorFiles
 from worker.loader.index import entries_by_name
 from worker.loader.names import ROPE_FACTORS, carries_no_weight, name_in_file
@@ -58,11 +61,11 @@ class WeightSource:
                 f"configuration ({len(in_file)} such tensors)"
             )
 
-    def read(self, *names: str) -> torch.Tensor:
-        """These weights, one below the other, as one new tensor."""
+    def read(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """These weights, one below the other, as one new tensor; of another dtype if asked."""
         rows = [self._shapes[name][0] for name in names]
         shape = (sum(rows), *self._shapes[names[0]][1:])
-        result = torch.empty(shape, dtype=self._dtype, device=self._device)
+        result = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         for name, part in zip(names, torch.split(result, rows), strict=True):
             self._read_into(name, part)
         return result
@@ -78,10 +81,38 @@ class WeightSource:
         weight = stored.to(self._device, torch.float32, copy=True)
         return weight.add_(1.0) if self._one_is_missing else weight
 
+    def type_of(self, name: str) -> str:
+        """How a weight is stored: for a GGUF file one of GGUF's types, else the file's own word."""
+        return self._entries[name].type
+
+    def columns_of(self, name: str) -> int:
+        """Numbers in a row of a weight, which are those that a product sums over."""
+        return self._shapes[name][-1]
+
+    def read_blocks(self, name: str) -> StoredBlocks:
+        """A weight in blocks (one of the types in blocks.py) as it is stored; shares the map."""
+        entry = self._entries[name]
+        check_blocks(entry)
+        rows, columns = entry.shape
+        data = self._files.bytes_of(entry)
+        return StoredBlocks(entry.type, rows, columns, data, self._row_order(name))
+
+    def _row_order(self, name: str) -> npt.NDArray[np.int64]:
+        """Int64 [rows]: row i of a weight is this row in the file; see _read_into."""
+        order = np.arange(self._shapes[name][0], dtype=np.int64)
+        heads = self._heads_in_halves(name)
+        return order.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1) if heads else order
+
+    def _heads_in_halves(self, name: str) -> int:
+        """Heads whose rows the file interleaves; 0 where it has them in our order."""
+        if not self._permuted:
+            return 0
+        return {"q": self._spec.num_heads, "k": self._spec.num_kv_heads}.get(name.split(".")[-2], 0)
+
     def _read_into(self, name: str, destination: torch.Tensor) -> None:
         stored = self._files.read(self._entries[name])
-        heads = {"q": self._spec.num_heads, "k": self._spec.num_kv_heads}.get(name.split(".")[-2])
-        if self._permuted and heads is not None:
+        heads = self._heads_in_halves(name)
+        if heads:
             # file rows of a head       0 h 1 h+1 2 h+2 …     (h = head_dim / 2)
             # as the decoder turns them 0 1 2 … h-1 h h+1 …
             half = self._spec.head_dim // 2

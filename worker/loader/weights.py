@@ -1,24 +1,26 @@
 """Puts the weights of a prepared model into a Decoder.
 
-Threads take tensors apart layer by layer, while the calling thread reorders the
-finished layers into the form that the device multiplies; at most a few layers
-exist in both forms.
+Threads take tensors out of the files layer by layer, while the calling thread makes
+products of them; at most a few layers exist in both states. What form the weights of
+products have is forms.py's business; norms are always dense.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from proto.prepared_model import PreparedModel
 from worker.layers.embedding import Embedding
-from worker.layers.linear import Linear, make_linear
+from worker.layers.linear import Linear
 from worker.layers.norm import RMSNorm
 from worker.layers.residual import Addition, NormedAddition
 from worker.layers.rotary import RotaryEmbedding
+from worker.loader.forms import DenseForm, Ends, FinishEnds, FinishProduct, Product, WeightForm
 from worker.loader.index import read_index
 from worker.loader.source import WeightSource
 from worker.models.decoder import Decoder, LayerWeights
@@ -27,9 +29,21 @@ from worker.models.spec import ModelSpec, layer_parameter_shapes
 _READER_THREADS: Final = 2
 _LAYERS_AHEAD: Final = 4
 """Layers read before their turn; bounds the memory beside the finished ones."""
-_FUSED: Final = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+_PRODUCTS: Final = {
+    "qkv": ("q", "k", "v"),
+    "o": ("o",),
+    "gate_up": ("gate", "up"),
+    "down": ("down",),
+}
+"""The weights of a layer that are multiplied as one."""
 
-Tensors = dict[str, torch.Tensor]
+
+@dataclass(frozen=True)
+class LayerParts:
+    """A layer out of the files: norms as they are used, products that are still to be made."""
+
+    norms: dict[str, torch.Tensor]
+    products: dict[str, FinishProduct]
 
 
 def load_model(
@@ -38,14 +52,16 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[float], None],
+    form: WeightForm | None = None,
 ) -> Decoder:
-    """The model with weights and activations in `dtype` on `device`.
+    """The model with activations in `dtype` on `device`, its weights in `form` (else dense).
 
     `progress` is called from this thread with the finished part, 0 to 1. Every
     tensor of the files is used once; raises ModelError naming the first that is
     missing, unknown, of another shape or of a type that cannot be read.
     """
     source = WeightSource(read_index(prepared), spec, dtype, device)
+    chosen = form or DenseForm(dtype)
     rotaries = {
         rope: RotaryEmbedding(rope, spec.head_dim, spec.max_position, device)
         for rope in dict.fromkeys(source.ropes)
@@ -53,19 +69,16 @@ def load_model(
     steps = spec.num_layers + 1
     layers: list[LayerWeights] = []
     with _readers() as pool:
-        ends = pool.submit(_read_ends, source, spec)
-        for tensors in _layers_in_order(pool, source, spec):
-            layers.append(_layer(tensors, spec, rotaries[source.ropes[len(layers)]]))
+        ends = pool.submit(_read_ends, source, spec, chosen)
+        for parts in _layers_in_order(pool, source, spec, chosen):
+            layers.append(_layer(parts, spec, rotaries[source.ropes[len(layers)]]))
             progress(len(layers) / steps)
-        top = ends.result()
-    embedding = top["embedding.weight"]
+        norm, finish_ends = ends.result()
+    table, head = finish_ends()
     decoder = Decoder(
-        spec,
-        Embedding(embedding, spec.embedding_scale),
-        layers,
-        RMSNorm(top["norm.weight"], spec.norm_eps),
-        make_linear(top.get("head.weight", embedding)),
+        spec, Embedding(table, spec.embedding_scale), layers, RMSNorm(norm, spec.norm_eps), head
     )
+    chosen.settle()
     progress(1.0)
     return decoder
 
@@ -88,42 +101,54 @@ def _readers() -> Iterator[ThreadPoolExecutor]:
 
 
 def _layers_in_order(
-    pool: ThreadPoolExecutor, source: WeightSource, spec: ModelSpec
-) -> Iterator[Tensors]:
-    """The tensors of layer 0, 1, …, read a few layers ahead."""
-    ahead: deque[Future[Tensors]] = deque()
+    pool: ThreadPoolExecutor, source: WeightSource, spec: ModelSpec, form: WeightForm
+) -> Iterator[LayerParts]:
+    """The parts of layer 0, 1, …, read a few layers ahead."""
+    ahead: deque[Future[LayerParts]] = deque()
     for layer in range(spec.num_layers):
-        ahead.append(pool.submit(_read_layer, source, spec, layer))
+        ahead.append(pool.submit(_read_layer, source, spec, form, layer))
         if len(ahead) > _LAYERS_AHEAD:
             yield ahead.popleft().result()
     while ahead:
         yield ahead.popleft().result()
 
 
-def _read_ends(source: WeightSource, spec: ModelSpec) -> Tensors:
-    names = ["embedding.weight"] if spec.tied_embeddings else ["embedding.weight", "head.weight"]
-    ends = {name: source.read(name) for name in names}
-    return ends | {"norm.weight": source.read_norm("norm.weight")}
+def _read_ends(
+    source: WeightSource, spec: ModelSpec, form: WeightForm
+) -> tuple[torch.Tensor, FinishEnds]:
+    """What the last norm multiplies by; embedding and head, still to be made."""
+    embedding = "embedding.weight"
+    ends = Ends(embedding, embedding if spec.tied_embeddings else "head.weight")
+    return source.read_norm("norm.weight"), form.read_ends(source, ends)
 
 
-def _read_layer(source: WeightSource, spec: ModelSpec, layer: int) -> Tensors:
-    """The tensors of one layer; those that one product serves are joined."""
-    groups: dict[str, list[str]] = {}
-    for name in layer_parameter_shapes(spec):
-        part, kind = name.split(".")
-        groups.setdefault(f"{_FUSED.get(part, part)}.{kind}", []).append(f"layers.{layer}.{name}")
-    return {
-        group: source.read_norm(*names) if group.endswith("norm.weight") else source.read(*names)
-        for group, names in groups.items()
-    }
+def _read_layer(source: WeightSource, spec: ModelSpec, form: WeightForm, layer: int) -> LayerParts:
+    """One layer; weights that one product serves are joined."""
+    names = {name: f"layers.{layer}.{name}" for name in layer_parameter_shapes(spec)}
+
+    def product(parts: tuple[str, ...]) -> Product:
+        weights, biases = (
+            tuple(names[f"{part}.{kind}"] for part in parts if f"{part}.{kind}" in names)
+            for kind in ("weight", "bias")
+        )
+        return Product(weights, biases)
+
+    return LayerParts(
+        {
+            name.removesuffix(".weight"): source.read_norm(full)
+            for name, full in names.items()
+            if name.endswith("norm.weight")
+        },
+        {name: form.read_product(source, product(parts)) for name, parts in _PRODUCTS.items()},
+    )
 
 
-def _layer(tensors: Tensors, spec: ModelSpec, rotary: RotaryEmbedding) -> LayerWeights:
+def _layer(parts: LayerParts, spec: ModelSpec, rotary: RotaryEmbedding) -> LayerWeights:
     def linear(part: str) -> Linear:
-        return make_linear(tensors[f"{part}.weight"], tensors.get(f"{part}.bias"))
+        return parts.products[part]()
 
     def norm(part: str) -> RMSNorm:
-        return RMSNorm(tensors[f"{part}.weight"], spec.norm_eps)
+        return RMSNorm(parts.norms[part], spec.norm_eps)
 
     def end(part: str, block: str) -> Addition:
         product = linear(part)

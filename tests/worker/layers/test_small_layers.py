@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from worker.layers.embedding import Embedding
+from worker.layers.embedding import DenseTable, Embedding
 from worker.layers.norm import RMSNorm
 
 
@@ -31,12 +31,12 @@ def test_rms_norm_with_a_weight_wider_than_its_input() -> None:
 
 def test_embedding_is_a_copy() -> None:
     table = torch.arange(12.0).view(4, 3)
-    rows = Embedding(table)(torch.tensor([3, 0, 3]))
+    rows = Embedding(DenseTable(table))(torch.tensor([3, 0, 3]))
     assert rows.tolist() == [[9.0, 10.0, 11.0], [0.0, 1.0, 2.0], [9.0, 10.0, 11.0]]
     rows.zero_()
     assert table.sum() == 66
     with pytest.raises(IndexError):
-        Embedding(table)(torch.tensor([4]))
+        Embedding(DenseTable(table))(torch.tensor([4]))
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 55.4256), (torch.bfloat16, 55.5)])
@@ -44,6 +44,6 @@ def test_the_scale_of_an_embedding_is_rounded_to_its_dtype(
     dtype: torch.dtype, scale: float
 ) -> None:
     table = torch.ones(2, 3, dtype=dtype)
-    rows = Embedding(table, 3072**0.5)(torch.tensor([1]))
+    rows = Embedding(DenseTable(table), 3072**0.5)(torch.tensor([1]))
     assert rows[0].tolist() == pytest.approx([scale] * 3, rel=1e-6)
     assert table.sum() == 6

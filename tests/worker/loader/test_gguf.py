@@ -1,16 +1,13 @@
 """GGUF types against the gguf package, tensor by tensor and through a whole model."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
     PretrainedConfig,
@@ -20,26 +17,16 @@ from transformers import (
 from proto.errors import ModelError
 from proto.prepared_model import TensorEntry
 from tests.fakes.dense_attention import DenseAttention
-from tests.fakes.gguf_files import PLAIN, QUANTISED, numbers, permute_heads, random_rows, write
+from tests.fakes.gguf_files import PLAIN, QUANTISED, numbers, random_rows, write
 from tests.fakes.prepared_models import gguf_index, prepare
+from tests.fakes.tiny_ggufs import SIZES, Tensors, config_of, tiny
 from worker.layers.rotary import inverse_frequencies
 from worker.loader.gguf import GgufFormat
-from worker.loader.names import name_in_file
 from worker.loader.weights import load_model
-from worker.models.registry import spec_from_config, spec_of
-from worker.models.spec import DefaultRope, Llama3Rope, parameter_shapes
+from worker.models.registry import spec_of
+from worker.models.spec import DefaultRope, Llama3Rope
 
 TOKENS = torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(3))
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1000.0,
@@ -48,7 +35,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-Tensors = dict[str, tuple[str, npt.NDArray[np.generic]]]
 
 
 @pytest.mark.parametrize("kind", [*PLAIN, *QUANTISED])
@@ -59,41 +45,6 @@ def test_a_tensor_of_each_type(kind: str) -> None:
     assert tensor.shape == (37, 512)
     assert tensor.abs().max() > 0.01
     np.testing.assert_array_equal(tensor.float().numpy(), numbers(kind, rows))
-
-
-def tiny(kind: str, config: PretrainedConfig, permuted: bool) -> tuple[Any, Tensors]:
-    """A transformers model, and the tensors of the GGUF file that llama.cpp would make of it."""
-    config._attn_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(config).eval()
-    tensors: Tensors = {}
-    state = model.state_dict()
-    is_gemma = isinstance(config, Gemma3TextConfig)
-    ours = {name_in_file("safetensors", name, is_gemma): name for name in our_names(config)}
-    for seed, (name, weight) in enumerate(state.items()):
-        if name not in ours:
-            continue
-        stored_as = "F32" if weight.dim() == 1 else kind
-        rows = random_rows(stored_as, *torch.atleast_2d(weight).shape, seed=seed)
-        values = numbers(stored_as, rows).reshape(weight.shape)
-        values += 1.0 if "norm" in name else 0.0
-        weight.copy_(torch.from_numpy(values) - (1.0 if "norm" in name and is_gemma else 0.0))
-        data: npt.NDArray[np.generic] = values if weight.dim() == 1 else rows
-        if permuted and ("q_proj" in name or "k_proj" in name):
-            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-            data = permute_heads(data, heads)
-        tensors[name_in_file("gguf", ours[name], is_gemma)] = (stored_as, data)
-    return model, tensors
-
-
-def our_names(config: PretrainedConfig) -> list[str]:
-    return list(parameter_shapes(spec_from_config(config_of(config))))
-
-
-def config_of(config: PretrainedConfig) -> dict[str, Any]:
-    name = type(config).__name__.removesuffix("Config").removesuffix("Text")
-    architecture = f"{name}ForCausalLM"
-    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return values | {"architectures": [architecture]}
 
 
 def logits_from_file(folder: Path, config: dict[str, Any], tensors: Tensors) -> torch.Tensor:

@@ -1,0 +1,82 @@
+"""The forms of the weights in a real daemon: packed blocks of the packaged model's file.
+
+Rows of a product do not depend on each other, but attention cuts its sums by what else is in a
+step, so tokens may differ from those of a request alone where the two best are about as likely.
+"""
+
+import asyncio
+import math
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.daemon import Daemon
+from tests.e2e.prompts import prompts
+from tests.e2e.reference import Reference
+
+pytestmark = pytest.mark.slow
+
+NUM_TOKENS = 32
+TIE_NATS = 0.05
+"""An activation that attention moves a little may be rounded to its neighbour among 255 steps."""
+
+
+async def complete(client: httpx.AsyncClient, prompt: object, **changes: Any) -> dict[str, Any]:
+    body = {
+        "prompt": prompt,
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "logprobs": 2,
+    }
+    response = await client.post("/v1/completions", json=body | changes)
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    found: dict[str, Any] = choice
+    return found
+
+
+def assert_same_up_to_ties(alone: dict[str, Any], together: dict[str, Any]) -> None:
+    for position, (a, b) in enumerate(zip(alone["token_ids"], together["token_ids"], strict=True)):
+        if a != b:
+            best, second = sorted(alone["logprobs"]["top_logprobs"][position].values())[::-1][:2]
+            assert best - second < TIE_NATS, f"token {position} is {b}, alone it is {a}"
+            return
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+async def test_packed_alone_and_sixteen_at_once(dtype: str, reference: Reference) -> None:
+    token_prompts = [each[:200] for each in prompts(reference.tokenizer.encode)[:16]]
+    flags = ("--cpu-weights", "packed", "--dtype", dtype, "--no-enable-prefix-caching")
+    with Daemon(*flags) as daemon:
+        assert "weights: packed " in daemon.text
+        assert 80 < daemon.metric("tokend:weights_bytes") / 2**20 < 110
+        async with httpx.AsyncClient(base_url=daemon.url, timeout=300) as client:
+            answer = await complete(client, "The capital of France is", max_tokens=8)
+            assert "Paris" in answer["text"]
+            alone = [await complete(client, each) for each in token_prompts]
+            together = await asyncio.gather(*(complete(client, each) for each in token_prompts))
+    same = sum(a["token_ids"] == b["token_ids"] for a, b in zip(alone, together, strict=True))
+    print(f"{dtype}: {same} of {len(alone)} answers are the same to the last token")
+    for a, b in zip(alone, together, strict=True):
+        assert_same_up_to_ties(a, b)
+    assert same >= len(alone) / 2
+
+
+@pytest.mark.parametrize("form", ["packed", "int8", "bf16", "f32"])
+async def test_each_form_predicts_a_text_as_float32_does(form: str, reference: Reference) -> None:
+    """A coarse bound on one text; `tokend bench quality` has the fine ones on many."""
+    text = "The sea is the largest part of the surface of the earth, and most of it is deep. " * 3
+    with Daemon("--cpu-weights", form) as daemon:
+        assert f"weights: {form} " in daemon.text
+        async with httpx.AsyncClient(base_url=daemon.url, timeout=300) as client:
+            answer = await complete(client, text, echo=True, max_tokens=1)
+    logprobs = answer["logprobs"]["token_logprobs"][1:-1]
+    tokens = reference.tokenizer.encode(text)
+    exact = reference.logprobs(tokens)
+    assert len(exact) == len(logprobs)
+    ratio = math.exp((sum(exact) - sum(logprobs)) / len(exact))
+    print(f"{form}: perplexity {ratio:.4f} times that of float32")
+    assert abs(ratio - 1.0) < (1e-4 if form == "f32" else 0.05)

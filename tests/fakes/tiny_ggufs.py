@@ -1,0 +1,70 @@
+"""Tiny random models as llama.cpp would store them, and as transformers runs them."""
+
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, PretrainedConfig
+
+from tests.fakes.gguf_files import numbers, permute_heads, random_rows
+from worker.loader.names import name_in_file
+from worker.models.registry import spec_from_config
+from worker.models.spec import parameter_shapes
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+Tensors = dict[str, tuple[str, npt.NDArray[np.generic]]]
+NO_KINDS: Mapping[str, str] = MappingProxyType({})
+
+
+def tiny(
+    kind: str, config: PretrainedConfig, permuted: bool, kinds: Mapping[str, str] = NO_KINDS
+) -> tuple[Any, Tensors]:
+    """A transformers model, and the tensors of the GGUF file that llama.cpp would make of it.
+
+    kind: GGUF type of its matrices. kinds: that of some, by a part of the name in transformers.
+    """
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config).eval()
+    tensors: Tensors = {}
+    state = model.state_dict()
+    is_gemma = isinstance(config, Gemma3TextConfig)
+    ours = {name_in_file("safetensors", name, is_gemma): name for name in our_names(config)}
+    for seed, (name, weight) in enumerate(state.items()):
+        if name not in ours:
+            continue
+        own = next((each for part, each in kinds.items() if part in name), kind)
+        stored_as = "F32" if weight.dim() == 1 else own
+        rows = random_rows(stored_as, *torch.atleast_2d(weight).shape, seed=seed)
+        values = numbers(stored_as, rows).reshape(weight.shape)
+        values += 1.0 if "norm" in name else 0.0
+        weight.copy_(torch.from_numpy(values) - (1.0 if "norm" in name and is_gemma else 0.0))
+        data: npt.NDArray[np.generic] = values if weight.dim() == 1 else rows
+        if permuted and ("q_proj" in name or "k_proj" in name):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            data = permute_heads(data, heads)
+        tensors[name_in_file("gguf", ours[name], is_gemma)] = (stored_as, data)
+    return model, tensors
+
+
+def our_names(config: PretrainedConfig) -> list[str]:
+    return list(parameter_shapes(spec_from_config(config_of(config))))
+
+
+def config_of(config: PretrainedConfig) -> dict[str, Any]:
+    name = type(config).__name__.removesuffix("Config").removesuffix("Text")
+    architecture = f"{name}ForCausalLM"
+    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return values | {"architectures": [architecture]}

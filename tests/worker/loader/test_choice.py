@@ -1,0 +1,98 @@
+"""Which form a model's weights get, on made-up machines."""
+
+from typing import NoReturn, cast
+
+import pytest
+import torch
+
+from proto.config import CpuWeights, DType, ModelConfig
+from proto.errors import ConfigError
+from proto.prepared_model import TensorEntry, TensorIndex
+from worker.kernels import Kernels, KernelsUnavailableError
+from worker.loader.choice import activation_dtype, choose_form, part_in_blocks
+
+AMX = ("avx512_bf16", "amx_bf16")
+NO_AMX = ("avx512_bf16",)
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+def index(**num_bytes: int) -> TensorIndex:
+    entries = tuple(
+        TensorEntry(kind, kind, (size,), 0, 0, size) for kind, size in num_bytes.items()
+    )
+    return TensorIndex("gguf", ("file",), entries)
+
+
+BLOCKS, NUMBERS = index(Q4_1=90, F32=10), index(BF16=90, Q8_0=10)
+
+
+def kernels() -> Kernels:
+    return cast(Kernels, object())
+
+
+def no_kernels() -> NoReturn:
+    raise KernelsUnavailableError("no compiler")
+
+
+@pytest.mark.parametrize(
+    ("weights", "asked", "dtype", "stored", "flags", "expected"),
+    [
+        ("auto", "auto", BF16, BLOCKS, AMX, "packed+bf16"),
+        ("auto", "auto", BF16, BLOCKS, NO_AMX, "packed"),
+        ("auto", "auto", F32, BLOCKS, (), "packed"),
+        ("auto", "auto", BF16, NUMBERS, AMX, "bf16"),
+        ("auto", "auto", F32, NUMBERS, (), "int8"),
+        ("auto", "bfloat16", BF16, BLOCKS, NO_AMX, "packed"),
+        ("auto", "float32", F32, BLOCKS, AMX, "f32"),
+        ("auto", "float32", F32, NUMBERS, (), "f32"),
+        ("auto", "float16", F16, BLOCKS, AMX, "f16"),
+        ("packed", "auto", BF16, BLOCKS, AMX, "packed"),
+        ("packed", "float32", F32, BLOCKS, AMX, "packed"),
+        ("packed", "auto", BF16, NUMBERS, AMX, "packed"),
+        ("int8", "auto", BF16, BLOCKS, AMX, "int8"),
+        ("int8", "float32", F32, NUMBERS, (), "int8"),
+        ("bf16", "auto", BF16, BLOCKS, (), "bf16"),
+        ("f32", "auto", F32, BLOCKS, AMX, "f32"),
+    ],
+)
+def test_the_form_by_setting_model_and_cpu(
+    weights: CpuWeights,
+    asked: DType,
+    dtype: torch.dtype,
+    stored: TensorIndex,
+    flags: tuple[str, ...],
+    expected: str,
+) -> None:
+    config = ModelConfig(cpu_weights=weights, dtype=asked)
+    assert choose_form(config, dtype, stored, flags, kernels).name == expected
+
+
+@pytest.mark.parametrize("stored", [BLOCKS, NUMBERS])
+def test_without_kernels_auto_is_dense(stored: TensorIndex) -> None:
+    assert choose_form(ModelConfig(), BF16, stored, AMX, no_kernels).name == "bf16"
+
+
+@pytest.mark.parametrize("weights", ["packed", "int8"])
+def test_blocks_are_not_promised_without_kernels(weights: CpuWeights) -> None:
+    with pytest.raises(ConfigError, match=f"--cpu-weights {weights} needs kernels: no compiler"):
+        choose_form(ModelConfig(cpu_weights=weights), BF16, BLOCKS, AMX, no_kernels)
+
+
+@pytest.mark.parametrize(
+    ("weights", "asked", "expected"),
+    [
+        ("bf16", "auto", "bfloat16"),
+        ("f32", "auto", "float32"),
+        ("packed", "auto", "auto"),
+        ("int8", "float32", "float32"),
+    ],
+)
+def test_dense_weights_say_what_the_activations_are(
+    weights: CpuWeights, asked: DType, expected: DType
+) -> None:
+    assert activation_dtype(ModelConfig(cpu_weights=weights, dtype=asked)) == expected
+
+
+def test_the_part_in_blocks_is_one_of_bytes() -> None:
+    assert part_in_blocks(BLOCKS) == 0.9
+    assert part_in_blocks(index()) == 0.0

@@ -1,0 +1,245 @@
+"""The forms of the weights: what they compute, what they hold, and what cannot be in blocks.
+
+Blocks are compared with a model of the same numbers, dense, whose every product rounds its
+activations as packed_reference.py says: nothing but sums in another order is left to differ.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, PretrainedConfig
+
+from proto.prepared_model import PreparedModel
+from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.gguf_files import QUANTISED, write
+from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint
+from tests.fakes.tiny_checkpoints import save_tiny
+from tests.fakes.tiny_ggufs import NO_KINDS, SIZES, config_of, tiny
+from worker.kernels import Kernels, KernelsUnavailableError, load_kernels
+from worker.layers.embedding import DenseTable
+from worker.layers.linear import Linear
+from worker.layers.packed_reference import quantise_dense, rounded_rows
+from worker.loader import crossover, forms
+from worker.loader.crossover import NEVER, ROWS, measured_crossover
+from worker.loader.form_report import dense_notice, memory_line
+from worker.loader.forms import BlockForm, DenseForm, FileBlocks, MixedForm, NewBlocks, WeightForm
+from worker.loader.weights import load_model
+from worker.models.registry import spec_of
+
+TOKENS = torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(3))
+TIE = 0.02
+"""Sums in another order may move an activation by one of its 255 steps."""
+
+
+class RoundedLinear:
+    """A dense product whose activations go through 8 bits."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self._bias is None else self._bias.double()
+        return F.linear(rounded_rows(x), self._weight.double(), bias).to(x.dtype)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return residual + self(x)
+
+
+class RoundedForm(DenseForm):
+    """The reference. new_blocks: its weights go through 8 bits as well."""
+
+    def __init__(self, new_blocks: bool = False) -> None:
+        super().__init__(torch.float32)
+        self._new_blocks = new_blocks
+
+    def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return RoundedLinear(self._held(weight), bias)
+
+    def table(self, table: torch.Tensor, head: torch.Tensor) -> DenseTable:
+        return DenseTable(self._held(table))
+
+    def _held(self, weight: torch.Tensor) -> torch.Tensor:
+        return quantise_dense(weight) if self._new_blocks else weight
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    try:
+        return load_kernels()
+    except KernelsUnavailableError as reason:
+        pytest.skip(str(reason))
+
+
+def prepared_gguf(
+    folder: Path,
+    kind: str,
+    config: PretrainedConfig | None = None,
+    kinds: Mapping[str, str] = NO_KINDS,
+) -> PreparedModel:
+    config = config or LlamaConfig(**SIZES)
+    with torch.no_grad():
+        _, tensors = tiny(kind, config, permuted=True, kinds=kinds)
+    folder.mkdir(exist_ok=True)
+    write(folder / "model.gguf", tensors)
+    return prepare(folder / "prepared", config_of(config), gguf_index(folder / "model.gguf"))
+
+
+def packed(kernels: Kernels, dtype: torch.dtype = torch.float32) -> BlockForm:
+    return BlockForm(FileBlocks(kernels), DenseForm(dtype), dtype)
+
+
+def logits(
+    prepared: PreparedModel, form: WeightForm | None = None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    spec = spec_of(prepared)
+    decoder = load_model(prepared, spec, dtype, torch.device("cpu"), lambda fraction: None, form)
+    positions = torch.arange(len(TOKENS))
+    return decoder.logits(decoder.forward(TOKENS, positions, DenseAttention(spec)))
+
+
+def assert_same_tokens(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert expected.std() > 0.3, "a difference would not show"
+    assert (found - expected).abs().max() < TIE
+    best = expected.gather(1, found.argmax(1, keepdim=True))[:, 0]
+    assert (expected.amax(1) - best).max() < TIE
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_the_blocks_of_each_type(kind: str, kernels: Kernels, tmp_path: Path) -> None:
+    prepared = prepared_gguf(tmp_path, kind)
+    form = packed(kernels)
+    assert_same_tokens(logits(prepared, form), logits(prepared, RoundedForm()))
+    assert form.dense_names == []
+    assert list(form.memory) == ["packed"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SIZES, attention_bias=True),
+        LlamaConfig(**SIZES | {"tie_word_embeddings": False}),
+    ],
+    ids=["biases", "a head of its own"],
+)
+@pytest.mark.parametrize("kinds", [NO_KINDS, {"v_proj": "Q8_0", "k_proj": "Q4_1"}])
+def test_products_of_parts(
+    kinds: Mapping[str, str], config: PretrainedConfig, kernels: Kernels, tmp_path: Path
+) -> None:
+    """Query, key and value are one product, also where the file has them in several types."""
+    prepared = prepared_gguf(tmp_path, "Q5_0", config, kinds)
+    assert_same_tokens(logits(prepared, packed(kernels)), logits(prepared, RoundedForm()))
+
+
+def test_new_blocks_of_8_bits(kernels: Kernels, tmp_path: Path) -> None:
+    prepared = prepared_gguf(tmp_path, "F16")
+    form = BlockForm(NewBlocks(kernels), DenseForm(torch.float32), torch.float32)
+    assert_same_tokens(logits(prepared, form), logits(prepared, RoundedForm(new_blocks=True)))
+    assert list(form.memory) == ["int8"]
+
+
+def test_what_cannot_be_in_blocks_is_dense_and_named(kernels: Kernels, tmp_path: Path) -> None:
+    prepared = prepared_gguf(tmp_path, "Q4_0", kinds={"down_proj": "F16"})
+    form = packed(kernels)
+    dense, mixed = logits(prepared), logits(prepared, form)
+    assert 0 < (mixed - dense).abs().max() < 0.3
+    assert sorted(form.memory) == ["f32", "packed"]
+    assert form.memory["f32"] == 2 * 256 * 256 * 4
+    assert dense_notice(form) == (
+        "2 weights are dense, as the kernels have no blocks for them: "
+        "layers.0.down.weight (F16), layers.1.down.weight (F16)"
+    )
+
+
+def test_rows_that_are_no_whole_blocks_stay_dense(kernels: Kernels, tmp_path: Path) -> None:
+    """The inner size of this model is 112."""
+    save_tiny("llama", tmp_path)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    form = BlockForm(NewBlocks(kernels), DenseForm(torch.float32), torch.float32)
+    assert 0 < (logits(prepared, form) - logits(prepared)).abs().mean() < 0.1
+    assert sorted(form.dense_names) == [f"layers.{layer}.down.weight (F32)" for layer in range(3)]
+
+
+def test_a_tied_weight_is_held_once(kernels: Kernels, tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES)
+    tied, untied = packed(kernels), packed(kernels)
+    logits(prepared_gguf(tmp_path / "tied", "Q8_0", config), tied)
+    own_head = LlamaConfig(**SIZES | {"tie_word_embeddings": False})
+    logits(prepared_gguf(tmp_path / "untied", "Q8_0", own_head), untied)
+    assert untied.memory["packed"] - tied.memory["packed"] >= 64 * 256
+
+
+def mixed(kernels: Kernels) -> MixedForm:
+    dense = DenseForm(torch.bfloat16)
+    blocks = BlockForm(FileBlocks(kernels), dense, torch.bfloat16)
+    return MixedForm(blocks, dense, torch.bfloat16)
+
+
+@pytest.mark.parametrize("least", [4, 64])
+def test_both_forms_by_the_number_of_rows(
+    least: int, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forms, "measured_crossover", lambda *_: least)
+    prepared, form = prepared_gguf(tmp_path, "Q4_1"), mixed(kernels)
+    found = logits(prepared, form, torch.bfloat16)
+    few = logits(prepared, packed(kernels, torch.bfloat16), torch.bfloat16)
+    many = logits(prepared, None, torch.bfloat16)
+    assert (few - many).abs().max() > 0
+    assert torch.equal(found, few if len(TOKENS) < least else many)
+    assert form.name == "packed+bf16"
+    assert sorted(form.memory) == ["bf16", "packed"]
+    assert memory_line(form).endswith(f"dense from {least} rows on")
+
+
+def test_the_second_form_goes_where_it_is_never_faster(
+    kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forms, "measured_crossover", lambda *_: NEVER)
+    prepared, form = prepared_gguf(tmp_path, "Q4_1"), mixed(kernels)
+    few = logits(prepared, packed(kernels, torch.bfloat16), torch.bfloat16)
+    assert torch.equal(logits(prepared, form, torch.bfloat16), few)
+    assert list(form.memory) == ["packed"]
+    assert memory_line(form).endswith("never dense")
+
+
+def nothing(rows: int = 0) -> Linear:
+    return forms.make_linear(torch.ones(3, 5))
+
+
+@pytest.mark.parametrize(
+    ("faster_from", "expected"), [(1, ROWS[0]), (8, 8), (9, 16), (256, 256), (257, NEVER)]
+)
+def test_the_crossover_is_where_the_second_form_wins_for_good(
+    faster_from: int, expected: int
+) -> None:
+    few, many = [nothing()], [nothing(), nothing()]
+
+    def seconds(linears: object, x: torch.Tensor) -> float:
+        assert x.shape[1] == 5
+        return 1.0 if linears is few else 0.5 if x.shape[0] >= faster_from else 2.0
+
+    assert measured_crossover(few, many, 5, torch.float32, seconds) == expected
+
+
+def test_a_draw_goes_to_the_first_form() -> None:
+    assert measured_crossover([], [], 5, torch.float32, lambda *_: 1.0) == NEVER
+
+
+def test_a_measurement_runs_every_product() -> None:
+    seen: list[int] = []
+
+    class Seen:
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(len(x))
+            return x
+
+        def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            raise AssertionError("not asked for")
+
+    assert crossover.best_of([Seen(), Seen()], torch.ones(3, 5)) >= 0
+    assert len(seen) >= 2
+    assert len(seen) % 2 == 0
+    assert set(seen) == {3}

@@ -1,0 +1,41 @@
+"""The digest that KV blocks are found by: everything that changes their values is in it."""
+
+from typing import Any
+
+import pytest
+
+from proto.lifecycle import KVCacheGeometry, KVGroup
+from worker.fingerprint import kv_fingerprint
+
+GEOMETRY = KVCacheGeometry(30, 3, 64, "bfloat16", 23040, (KVGroup(),))
+FACTS: dict[str, Any] = {
+    "weights_sha256": "ab",
+    "model_config": {"a": 1, "b": 2},
+    "geometry": GEOMETRY,
+    "block_size": 16,
+    "compute_dtype": "torch.bfloat16",
+    "weight_form": "packed",
+}
+
+
+@pytest.mark.parametrize(
+    ("fact", "other"),
+    [
+        ("weights_sha256", "cd"),
+        ("model_config", {"a": 1, "b": 3}),
+        ("geometry", KVCacheGeometry(30, 3, 64, "float32", 23040, (KVGroup(),))),
+        ("geometry", KVCacheGeometry(30, 3, 64, "bfloat16", 23040, (KVGroup(512),))),
+        ("block_size", 32),
+        ("compute_dtype", "torch.float32"),
+        ("weight_form", "bf16"),
+        ("weight_form", "packed+bf16"),
+    ],
+)
+def test_it_changes_with_each_fact(fact: str, other: Any) -> None:
+    assert kv_fingerprint(**FACTS | {fact: other}) != kv_fingerprint(**FACTS)
+
+
+def test_it_is_the_same_for_the_same_facts_in_another_order() -> None:
+    config = {"b": 2, "a": 1}
+    assert kv_fingerprint(**FACTS | {"model_config": config}) == kv_fingerprint(**FACTS)
+    assert len(kv_fingerprint(**FACTS)) == 32

@@ -1,0 +1,71 @@
+"""What a product with a packed weight computes, in torch and slowly.
+
+The measure that the kernels are tested against; owns the definition of the
+quantised row, and knows nothing of how a packed weight lies in memory.
+"""
+
+import math
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+BLOCK: Final = 32
+"""Numbers of a row that share a scale."""
+LARGEST_CODE: Final = 127
+SMALLEST: Final = 2.0**-100
+"""A block whose largest magnitude is below counts as zeros."""
+
+
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [N, in] to int8 codes [N, in] and float32 scales [N, in / 32]: x is about code * scale.
+
+    scale = largest magnitude / 127, code = x * (127 / largest) to the nearest, ties to
+    even, all in float32 (the rule of ggml's Q8_0, with a scale of 32 bits). A block that
+    holds a NaN or an infinity has codes 0 and the scale NaN.
+    """
+    blocks = x.float().view(x.shape[0], -1, BLOCK)
+    largest = blocks.abs().amax(dim=2)
+    odd = ~torch.isfinite(largest)
+    empty = odd | (largest < SMALLEST)
+    divisor = torch.where(empty, torch.ones_like(largest), largest)
+    codes = (blocks * (LARGEST_CODE / divisor)[:, :, None]).round()
+    codes = torch.where(empty[:, :, None], torch.zeros_like(codes), codes)
+    scales = torch.where(empty, torch.zeros_like(largest), largest / LARGEST_CODE)
+    scales = torch.where(odd, torch.full_like(scales, math.nan), scales)
+    return codes.to(torch.int8).view(x.shape), scales
+
+
+def rounded_rows(x: torch.Tensor) -> torch.Tensor:
+    """float64 [N, in]: the rows as quantise_rows keeps them."""
+    codes, scales = quantise_rows(x)
+    return codes.double() * scales.double().repeat_interleave(BLOCK, dim=1)
+
+
+def product(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """float64 [N, out]: the quantised rows of x [N, in] times weight [out, in]."""
+    return rounded_rows(x) @ weight.double().t()
+
+
+def dequantise(gguf_type: str, shape: tuple[int, int], raw: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """float32 [out, in]: the numbers of the blocks, by the `gguf` package."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[gguf_type]
+    rows = np.asarray(raw, dtype=np.uint8).reshape(shape[0], -1)
+    numbers: npt.NDArray[np.float32] = gguf.quants.dequantize(rows, kind)
+    return torch.from_numpy(numbers).view(shape)
+
+
+def quantise_dense(weight: torch.Tensor) -> torch.Tensor:
+    """float32 [out, in]: a dense weight [out, in] as 8-bit codes and a float16 scale per 32.
+
+    scale = largest magnitude / 127 rounded to float16, code = weight / scale to the
+    nearest, ties to even, at most 127 in magnitude.
+    """
+    blocks = weight.float().view(weight.shape[0], -1, BLOCK)
+    scales = (blocks.abs().amax(dim=2, keepdim=True) / LARGEST_CODE).half().float()
+    safe = torch.where(scales == 0, torch.ones_like(scales), scales)
+    codes = (blocks / safe).round().clamp(-LARGEST_CODE, LARGEST_CODE)
+    return (codes * scales).view(weight.shape)

@@ -1,0 +1,174 @@
+"""A weight [out, in] that stays in blocks of few bits, and products with it.
+
+Owns the packed bytes and the calls of the kernels. One form serves every number of
+rows. What is exact: the weight (each number is that of the file's block, no bit is
+lost in packing). What is rounded: the activations, per row and 32 numbers to 8 bits and a
+float32 scale (`packed_reference.quantise_rows`), then sums in float32. A row's result
+does not depend on the other rows, on their number or on the number of threads, bit by bit.
+A row that holds a NaN or an infinity comes out as NaN and touches no other.
+"""
+
+from typing import Final, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker.kernels import Kernels, Product, Weight
+
+BLOCK_NUMBERS: Final = {
+    "Q4_0": 32,
+    "Q4_1": 32,
+    "Q5_0": 32,
+    "Q5_1": 32,
+    "Q8_0": 32,
+    "Q4_K": 256,
+    "Q5_K": 256,
+    "Q6_K": 256,
+}
+"""GGUF types that can stay packed, and how many numbers of a row are one block."""
+
+_TYPE_CODES: Final = {name: code for code, name in enumerate(BLOCK_NUMBERS)}
+_BLOCK_BYTES: Final = dict(zip(BLOCK_NUMBERS, (18, 20, 22, 24, 34, 144, 176, 210), strict=True))
+_DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_PRODUCT_DTYPES: Final = (torch.float32, torch.bfloat16)
+
+
+def supported(gguf_type: str, in_features: int) -> bool:
+    """Whether weights of this type with rows of this length can be packed."""
+    return in_features > 0 and in_features % BLOCK_NUMBERS.get(gguf_type, in_features + 1) == 0
+
+
+class PackedWeight:
+    """A weight [out_features, in_features]; made by from_blocks or from_dense.
+
+    May be made and used by several threads at once; making it opens no OpenMP region.
+    """
+
+    def __init__(self, kernels: Kernels, gguf_type: str, shape: tuple[int, int]) -> None:
+        """A weight of no numbers yet."""
+        assert supported(gguf_type, shape[1]), (gguf_type, shape)
+        self.gguf_type = gguf_type
+        self.out_features, self.in_features = shape
+        self._kernels = kernels
+        self._structure = Weight(_TYPE_CODES[gguf_type], *shape)
+        # torch aligns its memory to cache lines, which the kernels rely on.
+        self._packed = torch.empty(kernels.packed_bytes(self._structure), dtype=torch.uint8)
+        self._structure.packed = self._packed.data_ptr()
+
+    @classmethod
+    def from_blocks(
+        cls,
+        kernels: Kernels,
+        gguf_type: str,
+        shape: tuple[int, int],
+        raw: npt.NDArray[np.uint8],
+        row_order: npt.NDArray[np.int64] | None = None,
+    ) -> Self:
+        """Pack the blocks of a file: `raw` holds the rows of `shape` one after the other.
+
+        row_order: int64 [out], row i of the weight is row row_order[i] of the file. No
+        reference to `raw` is kept. The type and the length are `supported`.
+        """
+        weight = cls(kernels, gguf_type, shape)
+        row_bytes = shape[1] // BLOCK_NUMBERS[gguf_type] * _BLOCK_BYTES[gguf_type]
+        assert raw.dtype == np.uint8
+        assert raw.nbytes == shape[0] * row_bytes
+        blocks = np.ascontiguousarray(raw)
+        order = np.arange(shape[0]) if row_order is None else np.ascontiguousarray(row_order)
+        assert order.dtype == np.int64
+        assert order.shape == shape[:1]
+        assert order.min() >= 0
+        assert order.max() < shape[0]
+        kernels.pack_blocks(weight._structure, blocks.ctypes.data, order.ctypes.data)
+        return weight
+
+    @classmethod
+    def from_dense(cls, kernels: Kernels, dense: torch.Tensor) -> Self:
+        """Round a float32, bfloat16 or float16 weight [out, in] to 8 bits and a float16
+        scale per 32 numbers of a row (`packed_reference.quantise_dense`).
+
+        `in` is a multiple of 32. The scale overflows for magnitudes above 8.3 million:
+        such weights, and infinities and NaN, make their outputs NaN.
+        """
+        weight = cls(kernels, "Q8_0", (dense.shape[0], dense.shape[1]))
+        assert dense.stride(1) == 1
+        kernels.pack_dense(
+            weight._structure, _DTYPE_CODES[dense.dtype], dense.stride(0), dense.data_ptr()
+        )
+        return weight
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the weight takes."""
+        return self._packed.nbytes
+
+    def multiply(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [N, in] float32 or bfloat16 to x @ weight.T + bias, [N, out].
+
+        bias: [out], float32 or bfloat16. out: where the result goes, float32 or bfloat16
+        whatever x is; its rows may be a stride apart. Without it a new contiguous one of
+        x's dtype.
+        """
+        result = x.new_empty(x.shape[0], self.out_features) if out is None else out
+        self._run(x, bias, result, adds=False)
+        return result
+
+    def multiply_add(
+        self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Add x @ weight.T + bias to residual [N, out] in place, rounded once; returns residual."""
+        self._run(x, bias, residual, adds=True)
+        return residual
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """int64 [N] row numbers to the numbers of these rows, a new [N, in] of `dtype`.
+
+        Exact in float32, then rounded to dtype. Raises IndexError for an id outside the weight.
+        """
+        assert ids.dtype == torch.int64
+        assert ids.dim() == 1
+        ids = ids.contiguous()
+        numbers = torch.empty(len(ids), self.in_features, dtype=dtype)
+        if len(ids):
+            least, most = (int(each) for each in ids.aminmax())
+            if least < 0 or most >= self.out_features:
+                raise IndexError(f"row {least} or {most} of {self.out_features}")
+            self._kernels.unpack_rows(
+                self._structure, len(ids), ids.data_ptr(), _DTYPE_CODES[dtype], numbers.data_ptr()
+            )
+        return numbers
+
+    def _run(
+        self, x: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor, adds: bool
+    ) -> None:
+        """The kernels take addresses: what they assume about tensors must hold."""
+        assert x.dtype in _PRODUCT_DTYPES
+        assert output.dtype in _PRODUCT_DTYPES
+        assert x.shape[1] == self.in_features
+        assert x.stride(1) == 1
+        assert output.shape == (x.shape[0], self.out_features)
+        assert output.stride(1) == 1
+        product = Product(
+            x.shape[0],
+            _DTYPE_CODES[x.dtype],
+            x.stride(0),
+            x.data_ptr(),
+            0,
+            None,
+            _DTYPE_CODES[output.dtype],
+            output.stride(0),
+            output.data_ptr(),
+            adds,
+        )
+        if bias is not None:
+            assert bias.dtype in _PRODUCT_DTYPES
+            assert bias.is_contiguous()
+            assert bias.shape == (self.out_features,)
+            product.bias_dtype, product.bias = _DTYPE_CODES[bias.dtype], bias.data_ptr()
+        self._kernels.packed_product(self._structure, product)

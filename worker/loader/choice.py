@@ -1,0 +1,78 @@
+"""Which form the weights of a model get: what was asked for, or what this CPU does best.
+
+Owns the decision and nothing else. It follows CPU, settings and file types alone, never the
+clock, so that every start of a daemon decides alike; from how many rows on the second of two
+forms is taken is measured (crossover.py).
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from proto.config import CpuWeights, DType, ModelConfig
+from proto.errors import ConfigError
+from proto.prepared_model import TensorIndex
+from worker.kernels import Kernels, KernelsUnavailableError
+from worker.loader.blocks import BLOCKS
+from worker.loader.forms import BlockForm, DenseForm, FileBlocks, MixedForm, NewBlocks, WeightForm
+
+_DTYPE_OF_WEIGHTS: Final[dict[CpuWeights, DType]] = {"bf16": "bfloat16", "f32": "float32"}
+_MOST: Final = 0.5
+"""Part of the bytes in blocks from which on a model counts as quantised."""
+
+
+def activation_dtype(config: ModelConfig) -> DType:
+    """Dense weights are multiplied with activations of their own type."""
+    return _DTYPE_OF_WEIGHTS.get(config.cpu_weights, config.dtype)
+
+
+def choose_form(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    index: TensorIndex,
+    matrix_flags: tuple[str, ...],
+    load_kernels: Callable[[], Kernels],
+) -> WeightForm:
+    """The form for a model's weights, with activations of `dtype`.
+
+    matrix_flags: features of the CPU that multiply bfloat16 matrices.
+    Raises ConfigError for a form that needs kernels where there are none.
+
+    auto gives, where a float type was asked for that has no block products or that promises
+    exactness (--dtype float32, float16), and where there are no kernels: dense weights.
+    Else, for a model in blocks: these; and beside them bfloat16 where the CPU has AMX, whose
+    tiles make many rows of it faster. Else, for a dense model: bfloat16 where the CPU
+    multiplies it, and int8 where it does not.
+    """
+    if config.cpu_weights in ("bf16", "f32") or config.dtype == "float16":
+        return DenseForm(dtype)
+    if config.cpu_weights == "auto" and config.dtype == "float32":
+        return DenseForm(dtype)
+    try:
+        kernels = load_kernels()
+    except KernelsUnavailableError as reason:
+        if config.cpu_weights != "auto":
+            raise ConfigError(
+                f"--cpu-weights {config.cpu_weights} needs kernels: {reason}", "cpu_weights"
+            ) from None
+        return DenseForm(dtype)
+    dense = DenseForm(dtype)
+    match config.cpu_weights:
+        case "packed":
+            return BlockForm(FileBlocks(kernels), dense, dtype)
+        case "int8":
+            return BlockForm(NewBlocks(kernels), dense, dtype)
+    if part_in_blocks(index) < _MOST:
+        return BlockForm(NewBlocks(kernels), dense, dtype) if dtype == torch.float32 else dense
+    blocks = BlockForm(FileBlocks(kernels), dense, dtype)
+    return MixedForm(blocks, dense, dtype) if "amx_bf16" in matrix_flags else blocks
+
+
+def part_in_blocks(index: TensorIndex) -> float:
+    """Of the bytes of a model, those that are in blocks: 0 to 1."""
+    num_bytes: Counter[bool] = Counter()
+    for entry in index.tensors:
+        num_bytes[entry.type in BLOCKS] += entry.num_bytes
+    return num_bytes[True] / max(1, num_bytes.total())

@@ -1,0 +1,318 @@
+"""How the weights of products are held, and how they get there from the files.
+
+    DenseForm    numbers of the activations' type, laid out as the device likes them
+    BlockForm    blocks of a few bits with scales: the file's own, or made of numbers
+    MixedForm    a BlockForm for few rows, with a DenseForm of the same weights for many
+
+A form is used in two steps: `read…` runs in a thread of the loader and takes the weights out of
+the files, what it returns runs in the thread that computes and makes the product. Owns the count
+of what each form takes. Which form a model gets is decided in choice.py.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+
+from worker.kernels import Kernels
+from worker.layers.block_linear import BlockHead, block_linear
+from worker.layers.embedding import BlockTable, DenseTable, Table
+from worker.layers.linear import Linear, can_pack, make_linear
+from worker.layers.mixed_linear import Crossover, MixedLinear
+from worker.layers.packed_weight import PackedWeight, supported
+from worker.loader.blocks import BLOCKS, joined
+from worker.loader.crossover import NEVER, measured_crossover
+from worker.loader.source import WeightSource
+
+DENSE_NAMES: Final = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+_SAMPLED_WEIGHTS: Final = 8 << 20
+"""Numbers in the products that a crossover is measured on: several layers, from memory."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """The names of weights that are multiplied as one, one below the other, and of their biases."""
+
+    weights: tuple[str, ...]
+    biases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The embedding and the head; one name for both where they are tied."""
+
+    embedding: str
+    head: str
+
+    @property
+    def tied(self) -> bool:
+        return self.embedding == self.head
+
+
+FinishProduct = Callable[[], Linear]
+FinishEnds = Callable[[], tuple[Table, Linear]]
+
+
+class WeightForm(Protocol):
+    """How the weights of one model are held."""
+
+    @property
+    def name(self) -> str:
+        """Stands in the fingerprint of the KV cache: other names, other arithmetic."""
+        ...
+
+    @property
+    def memory(self) -> Counter[str]:
+        """Bytes of what has been made so far, by form."""
+        ...
+
+    @property
+    def dense_names(self) -> list[str]:
+        """Weights that are dense although they were to be in blocks."""
+        ...
+
+    @property
+    def remark(self) -> str:
+        """What else there is to say of it, or ""."""
+        ...
+
+    def read_product(self, source: WeightSource, product: Product) -> FinishProduct:
+        """Take a product out of the files; safe in several threads at once."""
+        ...
+
+    def read_ends(self, source: WeightSource, ends: Ends) -> FinishEnds:
+        """The same for the embedding and the head."""
+        ...
+
+    def settle(self) -> None:
+        """All is made: decide what has to be measured on the finished model."""
+        ...
+
+
+class DenseForm:
+    """Numbers of the dtype that `source` reads."""
+
+    remark = ""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.name = DENSE_NAMES[dtype]
+        self.memory: Counter[str] = Counter()
+        self.dense_names: list[str] = []
+
+    def read_product(self, source: WeightSource, product: Product) -> FinishProduct:
+        weight, bias = source.read(*product.weights), read_bias(source, product)
+        return lambda: self.make(weight, bias)
+
+    def read_ends(self, source: WeightSource, ends: Ends) -> FinishEnds:
+        table = source.read(ends.embedding)
+        head = table if ends.tied else source.read(ends.head)
+        return lambda: (self.table(table, head), self.make(head, None))
+
+    def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """The product of a weight [out, in] that nobody changes."""
+        self.memory[self.name] += weight.nbytes
+        return make_linear(weight, bias)
+
+    def table(self, table: torch.Tensor, head: torch.Tensor) -> Table:
+        """Rows of an embedding. A tied head that is laid out anew leaves the table beside it."""
+        if table is not head or can_pack(table.device, table.dtype):
+            self.memory[self.name] += table.nbytes
+        return DenseTable(table)
+
+    def settle(self) -> None:
+        """Nothing is open."""
+
+
+class Packer(Protocol):
+    """Makes blocks of weights."""
+
+    name: str
+
+    def pack(self, source: WeightSource, names: Sequence[str]) -> list[PackedWeight]:
+        """These weights, one below the other; empty where they cannot be in blocks."""
+        ...
+
+
+class FileBlocks:
+    """The blocks that the file has, rearranged for the kernels; their values stay."""
+
+    name = "packed"
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def pack(self, source: WeightSource, names: Sequence[str]) -> list[PackedWeight]:
+        if not all(in_blocks(source, name) for name in names):
+            return []
+        return [
+            PackedWeight.from_blocks(
+                self._kernels, each.type, (each.rows, each.columns), each.data, each.row_order
+            )
+            for each in joined([source.read_blocks(name) for name in names])
+        ]
+
+
+class NewBlocks:
+    """Blocks of 8 bits (GGUF's Q8_0), made of whatever numbers the file has."""
+
+    name = "int8"
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._as_they_are = FileBlocks(kernels)
+
+    def pack(self, source: WeightSource, names: Sequence[str]) -> list[PackedWeight]:
+        if all(source.type_of(name) == "Q8_0" for name in names):
+            return self._as_they_are.pack(source, names)
+        if not supported("Q8_0", source.columns_of(names[0])):
+            return []
+        numbers = source.read(*names, dtype=torch.float32)
+        return [PackedWeight.from_dense(self._kernels, numbers)]
+
+
+class BlockForm:
+    """Blocks for every product that can have them; `dense` for the others.
+
+    The activations are quantised to 8 bits for each product, in blocks as well.
+    """
+
+    remark = ""
+
+    def __init__(self, packer: Packer, dense: DenseForm, dtype: torch.dtype) -> None:
+        self.name = packer.name
+        self.memory = dense.memory
+        self.dense_names: list[str] = []
+        self._packer = packer
+        self._dense = dense
+        self._dtype = dtype
+
+    def read_product(self, source: WeightSource, product: Product) -> FinishProduct:
+        parts = self.pack(source, product.weights)
+        if not parts:
+            return self._dense.read_product(source, product)
+        bias = read_bias(source, product)
+        return lambda: self.make(parts, bias)
+
+    def read_ends(self, source: WeightSource, ends: Ends) -> FinishEnds:
+        """A tied weight is there once: its rows are taken apart when a token asks for them."""
+        table = self.pack(source, [ends.embedding])
+        head = table if ends.tied else self.pack(source, [ends.head])
+        if not table or not head:
+            return self._dense.read_ends(source, ends)
+        return lambda: (self.table(table, ends), self.make_head(head))
+
+    def pack(self, source: WeightSource, names: Sequence[str]) -> list[PackedWeight]:
+        """The blocks of these weights; empty, and noted, where they stay dense."""
+        parts = self._packer.pack(source, names)
+        if not parts:
+            self.dense_names.extend(f"{name} ({source.type_of(name)})" for name in names)
+        return parts
+
+    def make(self, parts: list[PackedWeight], bias: torch.Tensor | None) -> Linear:
+        """The product of weights that lie one below the other."""
+        self.memory[self.name] += sum(part.nbytes for part in parts)
+        return block_linear(parts, bias)
+
+    def make_head(self, parts: list[PackedWeight]) -> Linear:
+        """The product that gives scores; the one weight there is."""
+        (weight,) = parts
+        self.memory[self.name] += weight.nbytes
+        return BlockHead(weight)
+
+    def table(self, parts: list[PackedWeight], ends: Ends) -> Table:
+        """Rows of an embedding."""
+        (table,) = parts
+        self.memory[self.name] += 0 if ends.tied else table.nbytes
+        return BlockTable(table, self._dtype)
+
+    def settle(self) -> None:
+        """Nothing is open."""
+
+
+class MixedForm:
+    """Every product twice: in blocks for few rows, dense for as many as that is faster for.
+
+    Where dense is never faster, the dense weights are let go of.
+    """
+
+    def __init__(self, blocks: BlockForm, dense: DenseForm, dtype: torch.dtype) -> None:
+        self.name = f"{blocks.name}+{dense.name}"
+        self.memory = dense.memory
+        self.dense_names = blocks.dense_names
+        self._blocks = blocks
+        self._dense = dense
+        self._dtype = dtype
+        self._crossover = Crossover(NEVER)
+        self._doubled = 0
+        self._mixed: list[MixedLinear] = []
+        self._layers: dict[tuple[int, int], list[MixedLinear]] = {}
+
+    def read_product(self, source: WeightSource, product: Product) -> FinishProduct:
+        parts = self._blocks.pack(source, product.weights)
+        if not parts:
+            return self._dense.read_product(source, product)
+        bias, numbers = read_bias(source, product), self._numbers(parts)
+
+        def finish() -> Linear:
+            mixed = self._make(self._blocks.make(parts, bias), numbers, bias)
+            self._layers.setdefault((numbers.shape[0], numbers.shape[1]), []).append(mixed)
+            return mixed
+
+        return finish
+
+    def read_ends(self, source: WeightSource, ends: Ends) -> FinishEnds:
+        table = self._blocks.pack(source, [ends.embedding])
+        head = table if ends.tied else self._blocks.pack(source, [ends.head])
+        if not table or not head:
+            return self._dense.read_ends(source, ends)
+        numbers = self._numbers(head)
+
+        def finish() -> tuple[Table, Linear]:
+            mixed = self._make(self._blocks.make_head(head), numbers, None)
+            return self._blocks.table(table, ends), mixed
+
+        return finish
+
+    def _numbers(self, parts: list[PackedWeight]) -> torch.Tensor:
+        """What the blocks stand for, rounded to the dense form's dtype: [out, in]."""
+        return torch.cat(
+            [part.rows(torch.arange(part.out_features), self._dtype) for part in parts]
+        )
+
+    def _make(self, few: Linear, numbers: torch.Tensor, bias: torch.Tensor | None) -> MixedLinear:
+        self._doubled += numbers.nbytes
+        self._mixed.append(MixedLinear(few, self._dense.make(numbers, bias), self._crossover))
+        return self._mixed[-1]
+
+    def settle(self) -> None:
+        """Measure from how many rows on the dense weights are worth their memory."""
+        if self._layers:
+            (rows, columns), alike = max(self._layers.items(), key=lambda item: math.prod(item[0]))
+            sample = alike[: 1 + _SAMPLED_WEIGHTS // (rows * columns)]
+            few, many = [each.few for each in sample], [each.many for each in sample]
+            self._crossover.rows = measured_crossover(few, many, columns, self._dtype)
+        if self._crossover.rows == NEVER:
+            self.memory.subtract({self._dense.name: self._doubled})
+            self.memory += Counter()  # nothing is said of a form that takes nothing
+            for each in self._mixed:
+                each.many = each.few
+
+    @property
+    def remark(self) -> str:
+        """From where on the second form is taken."""
+        rows = self._crossover.rows
+        return "never dense" if rows == NEVER else f"dense from {rows} rows on"
+
+
+def in_blocks(source: WeightSource, name: str) -> bool:
+    """Whether the kernels multiply with a weight as the file has it."""
+    kind = source.type_of(name)
+    return kind in BLOCKS and supported(kind, source.columns_of(name))
+
+
+def read_bias(source: WeightSource, product: Product) -> torch.Tensor | None:
+    """The biases of a product, or None where it has none."""
+    return source.read(*product.biases) if product.biases else None
