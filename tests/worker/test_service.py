@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import pytest
 
 from proto import PROTOCOL_VERSION
-from proto.config import CacheConfig, ServeConfig
-from proto.errors import ConfigError, ProcessDiedError
+from proto.config import CacheConfig, SchedulerConfig, ServeConfig
+from proto.errors import ConfigError, TokendError
 from proto.lifecycle import (
     CacheReady,
     Distrust,
@@ -61,14 +61,17 @@ def test_more_blocks_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPat
 class Running:
     """A worker with a tiny model in a thread; the test is its supervisor and its engines."""
 
-    def __init__(self, folder: Path, run_dir: str) -> None:
+    def __init__(self, folder: Path, run_dir: str, max_num_seqs: int = 256) -> None:
         save_tiny("llama", folder)
         model = prepare_checkpoint(folder, folder / "prepared")
         self._run_dir = run_dir
         self.supervisor = Link.bind(f"{run_dir}/s", ToSupervisor)
         self.links = [self.supervisor]
         link = Link.connect(f"{run_dir}/s", NewEngine | Shutdown)
-        config = ServeConfig(cache=CacheConfig(kv_cache_memory=1 << 20))
+        config = ServeConfig(
+            cache=CacheConfig(kv_cache_memory=1 << 20),
+            scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
+        )
         boot = boots.boot("worker", config=config, model=model)
         worker = service.Service(boot, self._meet, link)
         self.errors: list[BaseException] = []
@@ -91,7 +94,7 @@ class Running:
     def _run(self, worker: Any) -> None:
         try:
             worker.run()
-        except ProcessDiedError as error:
+        except TokendError as error:
             self.errors.append(error)
 
 
@@ -119,6 +122,20 @@ def test_a_worker_waits_for_another_engine_and_not_for_ever(
     running.supervisor.send(NewEngine(3, 3))
     running.thread.join(LIMIT_SECONDS)
     assert [str(each) for each in running.errors] == ["no engine has come for 0.5 s"]
+
+
+def test_more_rows_than_memory_holds_are_refused_before_they_are_made(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
+        running = Running(tmp_path, run_dir, max_num_seqs=1 << 40)
+        engine = running.engine(1)
+        running.expect(engine, WorkerReady)
+        engine.send(InitializeCache(PROTOCOL_VERSION, 1, 4, 16, 32))
+        running.thread.join(LIMIT_SECONDS)
+        (error,) = running.errors
+        assert isinstance(error, ConfigError)
+        assert str(error).startswith(f"--max-num-seqs {1 << 40}: ")
+        for link in running.links:
+            link.close()
 
 
 def heard(link: Link, count: int = 1) -> list[Any]:
