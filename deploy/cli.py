@@ -37,6 +37,7 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
   scheduler   a step of the scheduler, without a model
   compare     one setting of the daemon against another, in turns
   overload    ten times the load that a daemon can take, and clients that do not stay
+  fairness    what one tenant's flood costs another that asks for little
   chaos       processes die under load; exit status 1 when a client notices
   soak        a million short requests or hours of load; what grows
   serve       as tokend serve, but the worker computes nothing and answers at once
@@ -45,6 +46,7 @@ _BENCHES: Final = {
     "scheduler": "deploy.loadtest.scheduler_bench",
     "compare": "deploy.loadtest.compare",
     "overload": "deploy.loadtest.overload.bench",
+    "fairness": "deploy.loadtest.overload.fairness",
     "chaos": "deploy.loadtest.chaos.bench",
     "soak": "deploy.loadtest.soak.bench",
 }
