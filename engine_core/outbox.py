@@ -1,7 +1,7 @@
 """What is on its way from the engine to the front ends.
 
-Owns outputs, acceptances and the statistics between the moment they arise and the
-moment they are sent. One message per front end and flush.
+Owns outputs, acceptances, answers and the statistics between the moment they arise and the
+moment they are sent. One message per front end and flush, but for answers to operators.
 """
 
 import time
@@ -34,6 +34,7 @@ class Outbox:
         self._accepted: dict[int, list[int]] = {}
         self._outputs: ClientOutputs = {}
         self._progress: dict[int, list[RequestProgress]] = {}
+        self._replies: list[tuple[int, AdminReply]] = []
 
     def accept(self, client: int, request_id: int) -> None:
         """A request was taken in."""
@@ -69,8 +70,8 @@ class Outbox:
             )
 
     def reply(self, client: int, reply: AdminReply) -> None:
-        """Answer a call, at once."""
-        self._front_ends.send(client, reply)
+        """The answer to a call."""
+        self._replies.append((client, reply))
 
     def flush(self) -> None:
         """Send everything. The statistics go out even if there is nothing else to say.
@@ -78,6 +79,9 @@ class Outbox:
         They ride with what one front end is told anyway, if it is alive.
         """
         self._kv_events.publish()
+        replies, self._replies = self._replies, []
+        for client, reply in replies:
+            self._front_ends.send(client, reply)
         outputs, self._outputs = self._outputs, {}
         accepted, self._accepted = self._accepted, {}
         progress, self._progress = self._progress, {}

@@ -52,6 +52,10 @@ class Device(Protocol):
         """Raise ConfigError where a number of blocks is set that has no room."""
         ...
 
+    def check_rows(self, num_rows: int, num_bytes: int, pool_bytes: int) -> None:
+        """Raise ConfigError where the rows of so many sequences have no room beside the pool."""
+        ...
+
 
 class CpuDevice:
     """The CPU cores that this process may run on.
@@ -99,11 +103,20 @@ class CpuDevice:
             what = f"--num-gpu-blocks-override {num_blocks}: {wanted} bytes ({_gib(wanted)})"
             self._check_room(wanted, what, "num_gpu_blocks_override")
 
-    def _check_room(self, wanted: int, what: str, setting: str) -> None:
-        free = available_memory(self._root)
+    def check_rows(self, num_rows: int, num_bytes: int, pool_bytes: int) -> None:
+        """As the Protocol says; the pool takes its memory only as it is used."""
+        what = f"--max-num-seqs {num_rows}: {num_bytes} bytes ({_gib(num_bytes)}) of rows"
+        self._check_room(num_bytes, what, "max_num_seqs", pool_bytes, " beside the KV pool")
+
+    def _check_room(
+        self, wanted: int, what: str, setting: str, taken: int = 0, beside: str = ""
+    ) -> None:
+        """taken: bytes of what is free that are spoken for, by what `beside` names."""
+        free = max(0, available_memory(self._root) - taken)
         if wanted > free:
             raise ConfigError(
-                f"{what} is more than the {free} bytes ({_gib(free)}) of memory that are free",
+                f"{what} is more than the {free} bytes ({_gib(free)}) of memory that are "
+                f"free{beside}",
                 setting,
             )
 

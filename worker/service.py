@@ -83,6 +83,7 @@ class Service:
         self._poller = Poller([supervisor, self._engine])
         self._engine_wait = EngineWait()
         self._runner: ModelRunner | None = None
+        self._has_room = False
         self._saboteur = Saboteur.of(boot.faults, "worker", boot.index, boot.incarnation)
         self._device = CpuDevice(boot.config.device)
         # Loading takes a while, and what has no room now has none beside the weights.
@@ -232,6 +233,7 @@ class Service:
                 f"engine speaks protocol {message.protocol_version}, worker {PROTOCOL_VERSION}"
             )
         spec = self._model.spec
+        self._check_rows(message)
         cache = KVCache(self._geometry, self._layout, message.num_blocks, message.block_size)
         shape = AttentionShape(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
@@ -249,6 +251,20 @@ class Service:
         runner = ModelRunner(model, attention, create_sampler(), rows, cache)
         runner.warm_up()
         return runner
+
+    def _check_rows(self, message: InitializeCache) -> None:
+        """Before anything is allocated; once, as for the pool."""
+        if self._has_room:
+            return
+        num_rows = self._boot.config.scheduler.max_num_seqs
+        self._device.check_rows(
+            num_rows,
+            Rows.bytes_needed(
+                num_rows, message.max_model_len, message.block_size, self._layout.num_groups
+            ),
+            message.num_blocks * message.block_size * self._geometry.bytes_per_token,
+        )
+        self._has_room = True
 
 
 def read_config(prepared: PreparedModel) -> dict[str, Any]:

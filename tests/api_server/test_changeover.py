@@ -114,6 +114,24 @@ async def test_who_is_inside_stays_and_who_comes_goes_to_the_next_engine(case, m
     assert len({first.request_id, second.request_id, third.request_id}) == 3
 
 
+async def test_an_operators_call_that_is_under_way_at_the_switch_reaches_both_engines(case, model):
+    """Whichever answers, the daemon is paused."""
+    await case.side_by_side(2, model)
+    call = asyncio.create_task(
+        case.front_end.services.client.admin("pause", pause_mode="finish_running")
+    )
+    await asyncio.sleep(0)  # it is sent, and not answered
+    assert case.engines[1].calls == []
+    await case.switch(2)
+    assert (await call).ok
+    async with asyncio.timeout(LIMIT_SECONDS):
+        while not (case.engines[1].calls and case.engines[2].calls):
+            await asyncio.sleep(0)
+    for epoch in (1, 2):
+        (made,) = case.engines[epoch].calls
+        assert (made.epoch, made.name, made.pause_mode) == (epoch, "pause", "finish_running")
+
+
 async def test_an_abort_goes_to_the_engine_that_has_the_request(case, model):
     answer, request = await case.begin(stream=True)
     await case.side_by_side(2, model)

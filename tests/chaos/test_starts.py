@@ -57,7 +57,10 @@ def test_weights_that_were_cut_off_after_they_were_prepared(tmp_path: Path) -> N
     assert "model.safetensors" in daemon.text.splitlines()[-1]
 
 
-def test_more_memory_than_there_is_is_refused_before_anything_is_loaded() -> None:
-    daemon = Daemon("--kv-cache-memory", "100000G")
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--kv-cache-memory", "100000G"), ("--max-num-seqs", "1000000000")]
+)
+def test_more_memory_than_there_is_is_refused(flag: str, value: str) -> None:
+    daemon = Daemon(flag, value)
     assert_ends(daemon, 2)
-    assert "--kv-cache-memory" in daemon.text.splitlines()[-1]
+    assert flag in daemon.text.splitlines()[-1]

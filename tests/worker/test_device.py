@@ -61,6 +61,20 @@ def test_kv_cache_memory(free: int, setting: int | None, expected: int, tmp_path
     assert device.kv_cache_bytes(CacheConfig(kv_cache_memory=setting)) == expected
 
 
+def test_rows_that_have_no_room_beside_the_pool_are_refused(tmp_path: Path) -> None:
+    device = CpuDevice(DeviceConfig(), machine(tmp_path, free=6 * GIB))
+    device.check_rows(1000, 2 * GIB, 4 * GIB)
+    with pytest.raises(
+        ConfigError,
+        match=rf"--max-num-seqs 1000: {3 * GIB} bytes \(3\.0 GiB\).*"
+        rf"{2 * GIB} bytes \(2\.0 GiB\).*beside the KV pool",
+    ) as caught:
+        device.check_rows(1000, 3 * GIB, 4 * GIB)
+    assert caught.value.parameter == "max_num_seqs"
+    with pytest.raises(ConfigError, match="the 0 bytes"):
+        device.check_rows(1, 1, 7 * GIB)
+
+
 def test_a_kv_cache_beyond_the_free_memory_is_refused_with_both_numbers(tmp_path: Path) -> None:
     device = CpuDevice(DeviceConfig(), machine(tmp_path, free=6 * GIB))
     with pytest.raises(ConfigError, match=rf"{7 * GIB} \(7\.0 GiB\).*{6 * GIB} bytes \(6\.0 GiB\)"):

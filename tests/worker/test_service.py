@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from proto import PROTOCOL_VERSION
-from proto.config import CacheConfig, CpuWeights, ModelConfig, ServeConfig
-from proto.errors import ConfigError, ProcessDiedError
+from proto.config import CacheConfig, CpuWeights, ModelConfig, SchedulerConfig, ServeConfig
+from proto.errors import ConfigError, ProcessDiedError, TokendError
 from proto.lifecycle import (
     CacheReady,
     Distrust,
@@ -66,7 +66,13 @@ def test_more_blocks_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPat
 class Running:
     """A worker with a tiny model in a thread; the test is its supervisor and its engines."""
 
-    def __init__(self, folder: Path, run_dir: str, weights: CpuWeights = "auto") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        run_dir: str,
+        weights: CpuWeights = "auto",
+        max_num_seqs: int = 256,
+    ) -> None:
         save_tiny("llama", folder)
         model = prepare_checkpoint(folder, folder / "prepared")
         self._run_dir = run_dir
@@ -74,7 +80,9 @@ class Running:
         self.links = [self.supervisor]
         link = Link.connect(f"{run_dir}/s", NewEngine | Shutdown)
         config = ServeConfig(
-            model=ModelConfig(cpu_weights=weights), cache=CacheConfig(kv_cache_memory=1 << 20)
+            model=ModelConfig(cpu_weights=weights),
+            cache=CacheConfig(kv_cache_memory=1 << 20),
+            scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
         )
         boot = boots.boot("worker", config=config, model=model)
         worker = service.Service(boot, self._meet, link)
@@ -98,7 +106,7 @@ class Running:
     def _run(self, worker: Any) -> None:
         try:
             worker.run()
-        except ProcessDiedError as error:
+        except TokendError as error:
             self.errors.append(error)
 
 
@@ -157,6 +165,20 @@ def test_the_form_of_the_weights_is_told_and_sets_its_kv_apart(tmp_path: Path) -
     assert blocks.fingerprint != dense.fingerprint
     again, _ = first_words(tmp_path / "again", "int8")
     assert again.fingerprint == blocks.fingerprint
+
+
+def test_more_rows_than_memory_holds_are_refused_before_they_are_made(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
+        running = Running(tmp_path, run_dir, max_num_seqs=1 << 40)
+        engine = running.engine(1)
+        running.expect(engine, WorkerReady)
+        engine.send(InitializeCache(PROTOCOL_VERSION, 1, 4, 16, 32))
+        running.thread.join(LIMIT_SECONDS)
+        (error,) = running.errors
+        assert isinstance(error, ConfigError)
+        assert str(error).startswith(f"--max-num-seqs {1 << 40}: ")
+        for link in running.links:
+            link.close()
 
 
 def heard(link: Link, count: int = 1) -> list[Any]:

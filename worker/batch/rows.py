@@ -15,6 +15,8 @@ from worker.batch.block_table import BlockTable
 
 NO_LOGPROBS = -1
 """In arrays of logprob counts: the row asks for none."""
+_OTHER_BYTES = 256
+"""Of a row, at most: its parameters, its counts and its place in the list of those free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,12 @@ class Rows:
         self._free = list(range(num_rows - 1, -1, -1))
         self._row_of: dict[int, int] = {}
         self._sequences: dict[int, Sequence] = {}
+
+    @staticmethod
+    def bytes_needed(num_rows: int, max_model_len: int, block_size: int, num_groups: int) -> int:
+        """What they come to take when all have been used at full length."""
+        num_blocks = num_groups * -(-max_model_len // block_size)
+        return num_rows * (4 * (max_model_len + 1 + num_blocks) + _OTHER_BYTES)
 
     def apply(self, step: SchedulerOutput) -> NDArray[np.int64]:
         """Take over what the scheduler changed; returns the rows of the step.

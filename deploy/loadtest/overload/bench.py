@@ -97,7 +97,8 @@ def main(words: Sequence[str]) -> None:
         console.print(
             f"{title}: {sizes[0]:.0f} MiB before, {max(sizes):.0f} at most, {sizes[-1]:.0f} after"
         )
-    console.print(*record.problems(), *left, sep="\n", markup=False)
+    for line in [*record.problems(), *left]:
+        console.print(line, markup=False)
     console.print(limits_table(limits))
     write_json(options.json, limits, record.plain() | {"memory_mib": memory.sizes})
     judge("bench overload", limits)

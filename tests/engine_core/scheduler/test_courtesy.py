@@ -282,3 +282,19 @@ def test_choices_beams_and_lost_workers(overlapped):
         wanted = undisturbed(each.prompt_token_ids, each.max_tokens, each.choice)
         assert engine.tokens_of(each) == wanted
     engine.assert_at_rest()
+
+
+def test_who_gives_way_for_blocks_does_not_come_back_in_the_same_step():
+    """A first chunk of it would fit into what it has left."""
+    engine = engine_with(
+        num_blocks=11, long_prefill_token_threshold=16, enable_prefix_caching=False
+    )
+    heavy = add(engine, HEAVY, 36, max_tokens=4)
+    while heavy.num_computed_tokens < 37:
+        engine.step()
+    light = add(engine, LIGHT, 8, max_tokens=4)
+    output = engine.step()
+    assert output.preempted_handles == [heavy.handle]
+    assert scheduled(output) == {light.handle: 8}
+    assert heavy.status is RequestStatus.PREEMPTED
+    run_and_check(engine, heavy, light)

@@ -53,6 +53,19 @@ def test_nothing_is_admitted_in_a_step_that_preempts():
     assert scheduled(engine.step()) == {old.handle: 1, young.handle: 16}
 
 
+def test_nobody_else_is_admitted_in_it_either():
+    """What the victim gave is for those who run; who comes before it in the line has to wait."""
+    engine = EngineHarness(num_blocks=5, enable_prefix_caching=False, scheduling_policy="priority")
+    old = engine.add_one(list(range(32)), max_tokens=3, priority=1)
+    young = engine.add_one(list(range(100, 130)), max_tokens=3, priority=5)
+    engine.step()
+    urgent = engine.add_one([200, 201], max_tokens=3, priority=0)
+    output = engine.step()
+    assert output.preempted_handles == [young.handle]
+    assert scheduled(output) == {old.handle: 1}
+    assert scheduled(engine.step()) == {old.handle: 1, urgent.handle: 2}
+
+
 def test_a_request_that_is_last_in_line_gives_way_itself():
     engine = EngineHarness(num_blocks=4, enable_prefix_caching=False)
     first = engine.add_one(list(range(20)), max_tokens=5)

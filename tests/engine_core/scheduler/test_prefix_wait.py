@@ -137,6 +137,16 @@ def test_the_wait_is_bounded(monkeypatch):
     engine.assert_at_rest()
 
 
+def test_the_wait_is_64_steps_long_and_no_more():
+    engine = chunked()
+    first, second = (engine.add_one(list(range(560)), max_tokens=1) for _ in range(2))
+    for _ in range(64):
+        assert scheduled(engine.step()) == {first.handle: 8}
+        assert second.status is WAITS
+    assert scheduled(engine.step()) == {first.handle: 8, second.handle: 8}
+    assert second.num_cached_tokens == 65 * 8
+
+
 @pytest.mark.interpreted
 def test_time_spent_waiting_for_one_leader_counts_when_it_waits_for_the_next(monkeypatch):
     monkeypatch.setattr(prefix_wait, "LONGEST_WAIT", 3)

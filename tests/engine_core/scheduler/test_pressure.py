@@ -2,8 +2,10 @@
 
 import pytest
 
+from engine_core.kv_cache.manager import NOTHING_COMPUTED
+from engine_core.scheduler.admission_rules import WholeSequence
 from tests.fakes.engine_harness import EngineHarness, scheduled
-from tests.fakes.paged_runner import undisturbed
+from tests.fakes.paged_runner import hashed_token, undisturbed
 
 
 def small_pool(**settings):
@@ -58,6 +60,20 @@ def test_a_prompt_needs_room_for_all_of_it_if_asked_for():
     assert engine.scheduler.take_stats().num_preemptions == 0
     assert engine.tokens_of(second) == undisturbed(prompt(36, 1), 1)
     engine.assert_at_rest()
+
+
+def test_of_those_who_run_only_prompts_have_something_to_come():
+    """The next token of one that decodes is its own affair, even where it needs a block."""
+    engine = small_pool()
+    decodes = engine.add_one(prompt(8, 0), max_tokens=5)
+    engine.step()
+    assert decodes.num_tokens - decodes.num_computed_tokens == 1
+    rule = WholeSequence(engine.kv_cache, engine.scheduler.running)
+    large, larger = (engine.add_one(prompt(length, 1)) for length in (32, 33))
+    assert rule.admits(large, 1, NOTHING_COMPUTED), "two blocks are in use"
+    assert not rule.admits(larger, 1, NOTHING_COMPUTED)
+    decodes.num_computed_tokens -= 1
+    assert not rule.admits(large, 32, NOTHING_COMPUTED), "two tokens are the end of a prompt"
 
 
 def test_a_cached_prefix_in_use_counts_as_room():
@@ -221,6 +237,40 @@ def test_a_smaller_chunk_may_fit_where_a_larger_one_did_not():
     second = engine.add_one(prompt(20, 1), max_tokens=1)
     assert scheduled(engine.step()) == {first.handle: 16}
     assert scheduled(engine.step()) == {first.handle: 12, second.handle: 4}
+
+
+def test_a_request_without_room_is_looked_up_again_when_more_of_its_prefix_is_there():
+    """Who runs generates what the prompt goes on with, and fills a block that it had already."""
+    engine = small_pool()
+    begins = prompt(5, 0)
+    first = engine.add_one(begins, max_tokens=6, ignore_eos=True)
+    engine.step()
+    head = engine.add_one([*begins, *undisturbed(begins, 3), *prompt(31, 1)], max_tokens=1)
+    for _ in range(2):
+        assert scheduled(engine.step()) == {first.handle: 1}, "one of ten blocks is there"
+    assert blocks_in_use(engine) == 2
+    assert scheduled(engine.step()) == {first.handle: 1, head.handle: 31}
+    assert head.num_cached_tokens == 8
+    engine.run()
+    assert engine.tokens_of(first) == undisturbed(begins, 6)
+
+
+def test_a_choice_without_room_is_looked_at_again_when_it_can_be_the_fork_of_another():
+    """That one was admitted in the step in which it was refused; nothing else has changed."""
+    first_of_all = 0
+
+    def next_token(token_ids, choice):
+        return 998 if choice == first_of_all else hashed_token(token_ids, choice)
+
+    engine = small_pool(enable_prefix_caching=False, next_token=next_token)
+    choices = engine.add(prompt(24, 0), 3, n=3, stop_token_ids=(998,))
+    _, second, third = choices
+    assert scheduled(engine.step()) == {choices[first_of_all].handle: 24}
+    assert scheduled(engine.step()) == {second.handle: 24}, "six of ten blocks, and six more"
+    assert scheduled(engine.step()) == {second.handle: 1, third.handle: 1}
+    engine.run()
+    for each in (second, third):
+        assert engine.tokens_of(each) == undisturbed(prompt(24, 0), 3, each.choice)
 
 
 def test_a_request_without_room_is_looked_up_again_when_a_window_has_lost_a_part_of_its_prefix():

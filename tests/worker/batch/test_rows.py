@@ -240,3 +240,11 @@ def test_a_long_random_life_agrees_with_plain_lists() -> None:
         rows.append_sampled(step_rows, sampled)
         for handle, token in zip(order, sampled.tolist(), strict=True):
             tokens[handle].append(token)
+
+
+def test_the_bytes_needed_are_no_less_than_what_the_arrays_have():
+    rows = Rows(num_rows=5, max_model_len=33, block_size=BLOCK, num_groups=3)
+    arrays = [each for each in vars(rows).values() if isinstance(each, np.ndarray)]
+    taken = sum(each.nbytes for each in [*arrays, rows.block_table.ids])
+    needed = Rows.bytes_needed(5, 33, BLOCK, 3)
+    assert taken <= needed <= taken + 5 * 256
