@@ -34,7 +34,9 @@ class Goodput:
 
 @dataclass(frozen=True)
 class Figures:
-    """One run. num_good: requests within the limits, None without limits. times: all values in milliseconds, by metric; the ITLs of all requests together.
+    """One run. num_good: requests within the limits, None without limits.
+
+    times: all values in milliseconds, by metric; the ITLs of all requests together.
 
     cpu_share: part of one core that the client itself took. short: answers of fewer or more
     tokens than were asked for. waited_ms: of each request, for a place in the client.
