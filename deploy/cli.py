@@ -40,6 +40,7 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
   processes   what each process of a daemon takes of a step
   scheduler   a step of the scheduler, without a model
   overload    ten times the load that a daemon can take, and clients that do not stay
+  fairness    what one tenant's flood costs another that asks for little
   chaos       processes die under load; exit status 1 when a client notices
   soak        a million short requests or hours of load; what grows
   null        as tokend serve, but the worker computes nothing and answers at once
@@ -51,6 +52,7 @@ _BENCHES: Final = {
     "scheduler": "deploy.loadtest.scheduler_bench",
     "compare": "deploy.loadtest.compare",
     "overload": "deploy.loadtest.overload.bench",
+    "fairness": "deploy.loadtest.overload.fairness",
     "chaos": "deploy.loadtest.chaos.bench",
     "soak": "deploy.loadtest.soak.bench",
 }

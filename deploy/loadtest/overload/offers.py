@@ -5,9 +5,10 @@ import itertools
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 import httpx
@@ -158,10 +159,12 @@ class Customers:
 
 
 @asynccontextmanager
-async def customers(url: str, recipe: Recipe, seed: int = 0) -> AsyncIterator[Customers]:
-    """Clients of the daemon at this URL."""
+async def customers(
+    url: str, recipe: Recipe, seed: int = 0, headers: Mapping[str, str] = MappingProxyType({})
+) -> AsyncIterator[Customers]:
+    """Clients of the daemon at this URL. headers: of all their requests."""
     async with httpx.AsyncClient(
-        base_url=url, timeout=_PATIENCE_SECONDS, limits=_UNLIMITED
+        base_url=url, timeout=_PATIENCE_SECONDS, limits=_UNLIMITED, headers=dict(headers)
     ) as client:
         yield Customers(client, recipe, seed)
 
