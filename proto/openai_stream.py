@@ -51,8 +51,8 @@ class StreamEvent(msgspec.Struct):
     choices: list[StreamChoice] | None = None
     usage: StreamUsage | None = None
     error: Any = None
-    object: str | None = None
-    message: str | None = None
+    object: Any = None
+    message: Any = None
 
     @property
     def failure(self) -> str:
@@ -61,7 +61,7 @@ class StreamEvent(msgspec.Struct):
             if isinstance(self.error, dict) and self.error.get("message"):
                 return str(self.error["message"])
             return str(self.error)
-        return (self.message or "an error without a message") if self.object == "error" else ""
+        return str(self.message or "an error without a message") if self.object == "error" else ""
 
 
 _decoder = msgspec.json.Decoder(StreamEvent)

@@ -31,7 +31,6 @@ from deploy.loadtest.options import (
     from_zero,
     positive,
     several_counts,
-    share,
     writable,
     write,
 )
@@ -101,7 +100,9 @@ def _prepared(options: argparse.Namespace, stack: ExitStack, spec: ServerSpec) -
 def _turn(
     options: argparse.Namespace, target: Target, number: int, share: Share, screen: Screen
 ) -> Turn:
-    """The loads of one round on one server; prompts are new in each round."""
+    """The loads of one round on one server, whose prompts are new in each round; then a few
+    requests that are the same in all rounds, whose answers are compared and whose times are not:
+    a server may have them in its cache."""
     alone = Sizes(options.alone_input_tokens, options.output_tokens)
     loads = [("alone", 1, options.alone, alone)]
     loads += [
@@ -110,7 +111,7 @@ def _turn(
     ]
     found: Turn = {}
     for place, (name, concurrency, requests, sizes) in enumerate(loads):
-        draws = Draws(options.seed + _SEEDS * number + place, options.check_share)
+        draws = Draws(options.seed + _SEEDS * number + place)
         dataset = RandomPrompts(sizes, material_of(options))
         pace = Pace(concurrency, max_requests=requests)
         label = f"round {number + 1}, {share.name}, {name.replace('_', ' ')}"
@@ -118,6 +119,11 @@ def _turn(
         share.note(played)
         plain = figures_of(name, played, _NO_LIMITS).plain()
         found |= {f"{name}_{key}": value for key, value in plain.items()}
+    if options.checks:
+        dataset = RandomPrompts(sizes_of(options), material_of(options))
+        pace = Pace(options.checks, max_requests=options.checks)
+        draws = Draws(options.seed, check_share=1.0)
+        share.note(measure(target, Run(f"{share.name}, checks", dataset, draws, pace), screen))
     return found
 
 
@@ -181,7 +187,13 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--alone", type=at_least_one, default=3, help="one after the other (3)")
     parser.add_argument("--alone-input-tokens", type=at_least_one, default=128, help="(128)")
     parser.add_argument("--warm-ups", type=from_zero, default=4, help="(4)")
-    parser.add_argument("--check-share", type=share, default=0.05, help="see bench serve (0.05)")
+    parser.add_argument(
+        "--checks",
+        type=from_zero,
+        default=4,
+        help="requests of each round that are always the same; their answers are compared, and "
+        "their times are in no figure (4)",
+    )
     add_sizes(parser, 256, 128)
     parser.add_argument("--json", metavar="FILE", help="write the figures there, too")
     parser.add_argument("serve_flags", nargs="*", help="after --: flags of both daemons (--other)")

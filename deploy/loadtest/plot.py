@@ -1,6 +1,7 @@
 """Curves as one HTML file that needs nothing else: inline SVG, no script."""
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -14,6 +15,7 @@ _BOTTOM: Final = 30
 _TOP: Final = 10
 _COLOURS: Final = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
 _STEPS: Final = 4
+_ROUND: Final = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
 _FEW: Final = 24
 
 
@@ -45,7 +47,7 @@ def _figure(panel: Panel, x_title: str) -> str:
     curves = {name: points for name, points in panel.curves.items() if points}
     xs = [x for points in curves.values() for x, _ in points] or [0.0]
     ys = [y for points in curves.values() for _, y in points] or [0.0]
-    frame = _Frame(max(xs) or 1.0, max(ys) * 1.05 or 1.0)
+    frame = _Frame(_round_end(max(xs)), _round_end(max(ys)))
     shapes = frame.axes(x_title)
     legend = []
     for number, (name, points) in enumerate(curves.items()):
@@ -99,6 +101,15 @@ class _Frame:
             _LEFT + x / self.max_x * (_WIDTH - _LEFT),
             _TOP + height - y / self.max_y * height,
         )
+
+
+def _round_end(highest: float) -> float:
+    """Of an axis from 0 on which every step is a round number, and the highest value has room."""
+    if highest <= 0:
+        return 1.0
+    scale = 10.0 ** math.floor(math.log10(highest / _STEPS))
+    step = next(each for each in _ROUND if each * scale * _STEPS >= highest * (1 - 1e-9))
+    return step * scale * _STEPS
 
 
 def _label(value: float) -> str:

@@ -23,7 +23,8 @@ class StreamConnection(asyncio.Protocol):
 
     async def ask(self, request: bytes, answer: StreamedAnswer) -> None:
         """Until the answer is complete; raises TokendError or OSError."""
-        assert self._transport is not None
+        if self._transport is None:
+            raise ConnectionResetError("the connection was closed before anything was asked")
         self._answer = answer
         self._over = asyncio.get_running_loop().create_future()
         try:

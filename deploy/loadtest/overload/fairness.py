@@ -9,6 +9,7 @@ when a request failed.
 
 import argparse
 import asyncio
+import json
 import statistics
 import sys
 import time
@@ -21,8 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.loadtest.daemon import MeasuredDaemon
-from deploy.loadtest.options import Parser, at_least_one, positive
+from deploy.loadtest.options import Parser, at_least_one, positive, writable, write
 from deploy.loadtest.overload.offers import Customers, Offer, Outcome, Recipe, customers
+from deploy.loadtest.summary import percentile
 
 STEPS_PROMISED: Final = 2
 WARM_UP_REQUESTS: Final = 3
@@ -48,6 +50,26 @@ class Verdict:
     def limit(self) -> float:
         """Seconds of the steps that it may cost."""
         return STEPS_PROMISED * statistics.median(self.steps)
+
+    def plain(self, flood: Outcome, num_failed: int) -> dict[str, object]:
+        """For JSON: what the table shows."""
+        times = {
+            "quiet_idle_first_token": self.idle,
+            "quiet_flooded_first_token": self.flooded,
+            "flood_first_token": [each.first_token for each in flood.accepted],
+            "step": self.steps,
+        }
+        found: dict[str, object] = {"command": "tokend bench fairness"}
+        for name, seconds in times.items():
+            if seconds:
+                found[f"{name}_ms_p50"] = 1e3 * percentile(seconds, 50)
+                found[f"{name}_ms_p99"] = 1e3 * percentile(seconds, 99)
+        return found | {
+            "delay_ms": 1e3 * self.delay,
+            "limit_ms": 1e3 * self.limit,
+            "num_flood_requests": len(flood.offers),
+            "num_failed": num_failed,
+        }
 
     def table(self, flood: Outcome) -> Table:
         table = Table(title=f"{len(flood.offers)} requests of the flood, ms")
@@ -136,12 +158,14 @@ def main(words: Sequence[str]) -> None:
     options = _parse(words)
     console = Console(width=100)
     flags = ["--tenant-by", "header", "--max-num-seqs", str(options.seats)]
-    with MeasuredDaemon([*flags, *options.serve_flags]) as daemon:
-        verdict, flood, asked = asyncio.run(measure(daemon, options))
-    console.print(verdict.table(flood))
-    failed = [
-        each for each in (*flood.failed, *asked) if each.error or each.status not in (200, 503)
-    ]
+    with writable("--json", options.json) as files:
+        with MeasuredDaemon([*flags, *options.serve_flags]) as daemon:
+            verdict, flood, asked = asyncio.run(measure(daemon, options))
+        console.print(verdict.table(flood))
+        failed = [
+            each for each in (*flood.failed, *asked) if each.error or each.status not in (200, 503)
+        ]
+        write(files, json.dumps(verdict.plain(flood, len(failed)), indent=2) + "\n")
     if failed:
         console.print(f"{len(failed)} failed, such as: {failed[0].status} {failed[0].error}")
     if failed or verdict.delay > verdict.limit:
@@ -164,5 +188,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--seconds-a-request", type=positive, default=2.0, help="the flood's length, at most"
     )
+    parser.add_argument("--json", metavar="FILE", help="write the figures there, too")
     parser.add_argument("serve_flags", nargs="*", help="after --: flags of tokend serve")
     return parser.parse_args(words)

@@ -22,7 +22,11 @@ class Goodput:
 
     limits_ms: Mapping[str, float]
 
-    def good(self, exchange: Exchange) -> bool:
+    def count(self, exchanges: Sequence[Exchange]) -> int | None:
+        """The good ones; None where there is no limit."""
+        return sum(map(self._good, exchanges)) if self.limits_ms else None
+
+    def _good(self, exchange: Exchange) -> bool:
         return all(
             1e3 * getattr(exchange, metric) <= limit for metric, limit in self.limits_ms.items()
         )
@@ -30,7 +34,9 @@ class Goodput:
 
 @dataclass(frozen=True)
 class Figures:
-    """One run. times: all values in milliseconds, by metric; the ITLs of all requests together.
+    """One run. num_good: requests within the limits, None without limits.
+
+    times: all values in milliseconds, by metric; the ITLs of all requests together.
 
     cpu_share: part of one core that the client itself took. short: answers of fewer or more
     tokens than were asked for. waited_ms: of each request, for a place in the client.
@@ -39,7 +45,7 @@ class Figures:
     name: str
     seconds: float
     cpu_share: float
-    num_good: int
+    num_good: int | None
     times: Mapping[str, Sequence[float]]
     waited_ms: Sequence[float]
     num_completed: int = 0
@@ -60,8 +66,8 @@ class Figures:
         return self.num_completed / self.seconds
 
     @property
-    def goodput_per_s(self) -> float:
-        return self.num_good / self.seconds
+    def goodput_per_s(self) -> float | None:
+        return None if self.num_good is None else self.num_good / self.seconds
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -115,7 +121,7 @@ def figures_of(name: str, played: Played, goodput: Goodput) -> Figures:
         name=name,
         seconds=played.seconds,
         cpu_share=played.cpu_seconds / played.seconds,
-        num_good=sum(map(goodput.good, done)),
+        num_good=goodput.count(done),
         times={
             "ttft": [1e3 * each.ttft for each in done],
             "tpot": [1e3 * each.tpot for each in done if each.output_tokens > 1],

@@ -17,6 +17,8 @@ from deploy.loadtest.datasets.sessions import Session
 from deploy.loadtest.openai.client import Ask, Client
 from deploy.loadtest.openai.exchange import Exchange
 
+_SHORTEST: Final = 1e-9
+"""Seconds of a run without an answer: rates are to be 0, not undefined."""
 _MADE_BEFORE: Final = 1_000
 """Sessions whose prompts are made before the clock starts."""
 
@@ -82,7 +84,7 @@ async def play(client: Client, sessions: Iterator[Session], pace: Pace, watcher:
             await player.closed_loop()
         else:
             await player.open_loop(pace.arrivals)
-        player.played.seconds = time.perf_counter() - player.begun
+        player.played.seconds = max(player.ended - player.begun, _SHORTEST)
         player.played.cpu_seconds = time.process_time() - cpu
     finally:
         gc.unfreeze()
@@ -95,6 +97,7 @@ class _Player:
     ) -> None:
         self.played = Played()
         self.begun = 0.0
+        self.ended = 0.0
         self._client = client
         self._sessions = sessions
         self._pace = pace
@@ -148,6 +151,7 @@ class _Player:
             self._watcher.sent()
             waited = time.perf_counter() - came
             exchange = await self._client.ask(ask, keep_text=keep_text, waited=waited)
+        self.ended = time.perf_counter()
         self._watcher.ended(exchange)
         self.played.exchanges.append(exchange)
         if ask.checked and not exchange.error:

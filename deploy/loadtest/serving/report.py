@@ -97,7 +97,7 @@ def _overview(runs: Sequence[Figures]) -> Table:
             f"{each.num_failed:,}",
             f"{each.seconds:.2f}",
             f"{each.requests_per_s:.2f}",
-            f"{each.goodput_per_s:.2f}",
+            "-" if each.goodput_per_s is None else f"{each.goodput_per_s:.2f}",
             f"{each.input_tokens:,}",
             f"{each.output_tokens:,}",
             f"{each.output_tokens_per_s:.1f}",

@@ -38,3 +38,15 @@ def test_a_file_that_can_be_written_stays_as_it_is(tmp_path: Path) -> None:
     plot.write_text("the last one")
     assert cli.main(["bench", "soak", "--plot", str(plot), "--every", "never"]) == 2
     assert plot.read_text() == "the last one"
+
+
+@pytest.mark.parametrize(
+    "name", ["serve", "compare", "startup", "processes", "scheduler", "fairness", "soak"]
+)
+def test_every_measurement_can_write_its_figures(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", name, "--help"])
+    assert caught.value.code == 0
+    assert "--json FILE" in capsys.readouterr().out

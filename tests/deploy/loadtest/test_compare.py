@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.fakes.openai_server import FakeOpenAI, fake_openai
 
 SMALL = (
     *("--input-tokens", "6", "--output-tokens", "3", "--alone", "1", "--alone-input-tokens", "5"),
-    *("--concurrency", "2", "--requests", "3", "--warm-ups", "1"),
+    *("--concurrency", "2", "--requests", "3", "--warm-ups", "1", "--checks", "2"),
 )
 
 
@@ -58,14 +59,14 @@ def test_each_takes_its_turn_with_the_same_new_prompts(
         servers = ["--server", f"one={one.url}/v1", "--server", f"other={other.url}"]
         words = [*servers, *SMALL, "--rounds", "3", "--json", str(file)]
         assert cli.main(["bench", "compare", *words]) == 0
-    assert len(prompts(one)) == 3 * (1 + 3)
+    assert len(prompts(one)) == 3 * (1 + 3 + 2)
     assert sorted(prompts(one)) == sorted(prompts(other))
-    # Of each load the first request is checked: the same in all rounds; the others are new.
-    assert len(set(prompts(one))) == 2 + 3 * 2
+    repeated = Counter(prompts(one))
+    assert Counter(repeated.values()) == {1: 3 * (1 + 3), 3: 2}  # the checks, in each round
     found = json.loads(file.read_text())
     assert found["servers"]["one"] == {
         "client_cpu_share": found["servers"]["one"]["client_cpu_share"],
-        "num_requests": 12,
+        "num_requests": 18,
         "num_failed": 0,
         "errors": {},
         "answers_compared": 4,
@@ -81,7 +82,7 @@ def test_each_takes_its_turn_with_the_same_new_prompts(
     assert figure["ratios"]["one / other"]["min"] > 0
     text = capsys.readouterr().out
     assert "one / other" in text
-    assert "one: 12 requests, 0 failed" in text
+    assert "one: 18 requests, 0 failed" in text
 
 
 def started(monkeypatch: pytest.MonkeyPatch, fake: FakeOpenAI) -> list[str]:

@@ -16,3 +16,22 @@ def test_the_delay_is_compared_with_two_median_steps(flooded: float, word: str) 
     caption = verdict.table(FLOOD).caption
     assert isinstance(caption, str)
     assert caption.endswith(word)
+
+
+def test_the_figures_are_written_in_milliseconds() -> None:
+    found = Verdict([0.1], [0.4], [0.2]).plain(FLOOD, 3)
+    assert found == {
+        "command": "tokend bench fairness",
+        "quiet_idle_first_token_ms_p50": pytest.approx(100.0),
+        "quiet_idle_first_token_ms_p99": pytest.approx(100.0),
+        "quiet_flooded_first_token_ms_p50": pytest.approx(400.0),
+        "quiet_flooded_first_token_ms_p99": pytest.approx(400.0),
+        "flood_first_token_ms_p50": pytest.approx(6000.0),
+        "flood_first_token_ms_p99": pytest.approx(6980.0),
+        "step_ms_p50": pytest.approx(200.0),
+        "step_ms_p99": pytest.approx(200.0),
+        "delay_ms": pytest.approx(300.0),
+        "limit_ms": pytest.approx(400.0),
+        "num_flood_requests": 2,
+        "num_failed": 3,
+    }
