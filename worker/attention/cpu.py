@@ -96,7 +96,8 @@ class CpuAttention:
         self._check(key, self._shape.num_kv_heads)
         self._check(value, self._shape.num_kv_heads)
         assert query.dtype == key.dtype == value.dtype, "queries, K and V are of one dtype"
-        assert rotation.dtype == torch.float32 and rotation.is_contiguous()
+        assert rotation.dtype == torch.float32
+        assert rotation.is_contiguous()
         assert rotation.shape == (query.shape[0], 2, self._shape.head_dim // 2)
         output = torch.empty(query.shape, dtype=query.dtype)
         layout = self._kv_cache.layout

@@ -173,9 +173,11 @@ def test_int8_of_what_is_not_finite_has_no_scale(variant, value: float) -> None:
     step.key[1, 0, 5] = step.value[2, 1, 7] = value
     step.run(CpuAttention(load_variant(variant), step.kv_cache, step.case.shape))
     key, written = step.written(0), step.written(1)
-    assert key[1, 0].isnan().all() and written[2, 1].isnan().all()
+    assert key[1, 0].isnan().all()
+    assert written[2, 1].isnan().all()
     key[1, 0] = written[2, 1] = 0.0
-    assert key.isfinite().all() and written.isfinite().all()
+    assert key.isfinite().all()
+    assert written.isfinite().all()
 
 
 def backends_of(step: Step, variant) -> list[AttentionBackend]:
@@ -218,7 +220,8 @@ def test_kernels_and_reference_write_the_same_int8(variant) -> None:
     ours = pages.read(blocks)
     step.run(reference)
     assert torch.equal(ours.nan_to_num(7.0), pages.read(blocks).nan_to_num(7.0))
-    assert (step.written(1)[0] == 0.0).all() and (step.written(1)[-1] != 0.0).any()
+    assert (step.written(1)[0] == 0.0).all()
+    assert (step.written(1)[-1] != 0.0).any()
 
 
 @each_variant
