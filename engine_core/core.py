@@ -13,7 +13,7 @@ from engine_core.executor.base import Executor
 from engine_core.executor.crew import Crew
 from engine_core.executor.local import LocalExecutor
 from engine_core.executor.sabotaged import SabotagedExecutor
-from engine_core.heap import settle_heap
+from proto.heap import settle_heap
 from engine_core.intake import Intake
 from engine_core.kv_cache.integrity import check, check_in_slices
 from engine_core.kv_cache.manager import KVCacheManager

@@ -5,7 +5,7 @@ import msgspec
 from engine_core.bench.fake_worker import GEOMETRY, NUM_TOKEN_IDS
 from engine_core.bench.recipes import EPOCH, requests_of
 from engine_core.core import build_parts
-from engine_core.heap import settle_heap
+from proto.heap import settle_heap
 from engine_core.kv_events import NoKVEvents
 from engine_core.pool_plan import plan_pool
 from engine_core.transport import FrontEndLinks
