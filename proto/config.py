@@ -16,6 +16,7 @@ from proto.errors import ConfigError
 from proto.ids import MAX_CLIENTS
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDType = Literal["auto", "bf16", "f32", "int8"]
 TenantBy = Literal["api-key", "header", "none"]
 GIB: Final = 1 << 30
 
@@ -44,6 +45,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens in one KV block."""
     num_gpu_blocks_override: int | None = None
     """Number of KV blocks, instead of as many as the memory holds."""
+    kv_cache_dtype: KVCacheDType = "auto"
+    """What K and V are kept as: int8 has a scale per token and head; auto is as the activations."""
     kv_cache_memory: int | None = None
     """Bytes for the KV pool (suffixes K, M, G); on a CPU 4 GiB by default."""
     enable_prefix_caching: bool = True

@@ -118,7 +118,7 @@ class KVCacheGeometry(msgspec.Struct, array_like=True, frozen=True):
     num_kv_heads: per device.
     head_dim: elements.
     dtype: "bfloat16", "float32", …
-    bytes_per_token: all slots, K and V.
+    bytes_per_token: all slots, K and V, and the scales of int8.
     groups: KV cache groups; a block of any group has the same size and one pool holds all.
     """
 

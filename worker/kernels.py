@@ -37,7 +37,7 @@ Step = _structure(
         ),
         **dict.fromkeys(("max_blocks", "window"), c_int64),
         **dict.fromkeys(("query_start", "seq_lens", "block_table", "slot_mapping"), c_void_p),
-        "scale": c_double,
+        **dict.fromkeys(("scale", "soft_cap"), c_double),
     },
 )
 """TokendStep of csrc/attention.h."""
@@ -54,10 +54,10 @@ Plan = _structure(
 Layer = _structure(
     "Layer",
     {
-        "dtype": c_int64,
+        **dict.fromkeys(("dtype", "cache_dtype"), c_int64),
         **dict.fromkeys(("query", "key", "value"), c_void_p),
         **dict.fromkeys(("query_stride", "key_stride", "value_stride"), c_int64),
-        **dict.fromkeys(("key_pages", "value_pages"), c_void_p),
+        **dict.fromkeys(("rotation", "key_pages", "value_pages"), c_void_p),
         **dict.fromkeys(("block_stride", "head_stride"), c_int64),
         "output": c_void_p,
     },

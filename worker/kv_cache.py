@@ -9,7 +9,10 @@ where a slot belongs to one layer of each KV cache group (see kv_layout.py), so 
     block 5  =  slot 0: K h0 t0..tB | K h1 … | V h0 … | V h1 …   slot 1: …
 
 is one contiguous range: copying a block anywhere is one copy. A layer sees two
-strided views of it whose strides are equal.
+strided views of it whose strides are equal. In a cache of int8 the scales of a head's
+rows follow them (see kv_pages.py), so a block is still one range:
+
+    block 5  =  slot 0: K h0 t0..tB s0..sB | K h1 … | V h0 … | V h1 …   slot 1: …
 """
 
 from typing import Final
@@ -17,11 +20,29 @@ from typing import Final
 import numpy as np
 import torch
 
+from proto.config import KVCacheDType
+from proto.errors import ConfigError
 from proto.lifecycle import KVCacheGeometry, KVGroup
 from worker.kv_layout import KVLayout
+from worker.kv_pages import SCALE_BYTES, DensePages, Int8Pages, Pages
 
 _ALIGNMENT: Final = 64
 """Bytes of a cache line; rows of a page start on one when head_dim allows."""
+_DTYPES: Final = {"bf16": torch.bfloat16, "f32": torch.float32, "int8": torch.int8}
+
+
+def resolve_kv_dtype(setting: KVCacheDType, activations: torch.dtype, head_dim: int) -> torch.dtype:
+    """The dtype of K and V for a setting; "auto" is that of the activations.
+
+    Raises ConfigError for int8 with heads whose scales would not be aligned.
+    """
+    dtype = _DTYPES.get(setting, activations)
+    if dtype == torch.int8 and head_dim % SCALE_BYTES:
+        raise ConfigError(
+            f"--kv-cache-dtype int8 needs heads of a multiple of {SCALE_BYTES}, got {head_dim}",
+            "kv_cache_dtype",
+        )
+    return dtype
 
 
 def kv_cache_geometry(
@@ -33,7 +54,7 @@ def kv_cache_geometry(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=str(dtype).removeprefix("torch."),
-        bytes_per_token=layout.num_slots * 2 * num_kv_heads * head_dim * dtype.itemsize,
+        bytes_per_token=layout.num_slots * 2 * num_kv_heads * _row_bytes(head_dim, dtype),
         groups=tuple(KVGroup(window) for window in layout.windows),
     )
 
@@ -41,7 +62,8 @@ def kv_cache_geometry(
 class KVCache:
     """The KV tensors of one device.
 
-    buffer: [num_blocks, num_slots, 2, num_kv_heads, block_size, head_dim], zeros.
+    buffer: [num_blocks, num_slots, 2, num_kv_heads, block_size, head_dim], zeros; the
+        last two of int8 are one, block_size * (head_dim + 4) bytes.
 
     The memory is an anonymous zero mapping: a page costs memory only once a token
     was written to it.
@@ -55,14 +77,10 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype: torch.dtype = getattr(torch, geometry.dtype)
-        shape = (
-            num_blocks,
-            geometry.num_slots,
-            2,
-            geometry.num_kv_heads,
-            block_size,
-            geometry.head_dim,
-        )
+        page: tuple[int, ...] = (block_size, geometry.head_dim)
+        if self.dtype == torch.int8:
+            page = (block_size * _row_bytes(geometry.head_dim, torch.int8),)
+        shape = (num_blocks, geometry.num_slots, 2, geometry.num_kv_heads, *page)
         self.buffer = _lazy_zeros(shape, self.dtype)
 
     @property
@@ -75,14 +93,27 @@ class KVCache:
         blocks = torch.tensor(pairs, dtype=torch.int64, device=self.buffer.device).view(-1, 2)
         self.buffer.index_copy_(0, blocks[:, 1], self.buffer.index_select(0, blocks[:, 0]))
 
-    def layer_views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer, each [num_blocks, num_kv_heads, block_size, head_dim].
+    def layer_pages(self, layer: int) -> tuple[Pages, Pages]:
+        """K and V of one layer.
 
         Views, not copies; the strides of the two are equal and the last is 1. The
         blocks of other groups hold other layers in the same place.
         """
         pages = self.buffer[:, self.layout.places[layer].slot]
-        return pages[:, 0], pages[:, 1]
+        return self._pages(pages[:, 0]), self._pages(pages[:, 1])
+
+    def _pages(self, part: torch.Tensor) -> Pages:
+        if self.dtype != torch.int8:
+            return DensePages(part)
+        size, head_dim = self.block_size, self.geometry.head_dim
+        # a head  [ size * head_dim bytes of rows | size floats ]
+        rows, scales = part[..., : size * head_dim], part[..., size * head_dim :]
+        return Int8Pages(rows.unflatten(-1, (size, head_dim)), scales.view(torch.float32))
+
+
+def _row_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one head of one token, its scale included."""
+    return head_dim * dtype.itemsize + (SCALE_BYTES if dtype == torch.int8 else 0)
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -42,7 +42,7 @@ from worker.device import CpuDevice
 from worker.engine_wait import EngineWait
 from worker.faulty_model import FaultyModel
 from worker.fingerprint import kv_fingerprint
-from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_cache import KVCache, kv_cache_geometry, resolve_kv_dtype
 from worker.kv_layout import kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
@@ -176,7 +176,9 @@ class Service:
 
     def _cache_geometry(self) -> KVCacheGeometry:
         spec = self._model.spec
-        return kv_cache_geometry(self._layout, spec.num_kv_heads, spec.head_dim, self._dtype)
+        setting = self._boot.config.cache.kv_cache_dtype
+        dtype = resolve_kv_dtype(setting, self._dtype, spec.head_dim)
+        return kv_cache_geometry(self._layout, spec.num_kv_heads, spec.head_dim, dtype)
 
     def _ready(self) -> WorkerReady:
         config = self._boot.config

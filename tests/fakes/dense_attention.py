@@ -2,6 +2,7 @@
 
 import torch
 
+from worker.layers.rotary import Rotation, rotate
 from worker.models.spec import ModelSpec
 
 
@@ -15,9 +16,15 @@ class DenseAttention:
         self._values: dict[int, torch.Tensor] = {}
 
     def run(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
     ) -> torch.Tensor:
         """query [T, Hq, D], key and value [T, Hkv, D], appended; a new [T, Hq, D]."""
+        query, key = rotate(query, rotation), rotate(key, rotation)
         if layer in self._keys:
             key = torch.cat((self._keys[layer], key))
             value = torch.cat((self._values[layer], value))

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from proto.errors import ConfigError
 from proto.lifecycle import KVGroup
-from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_cache import KVCache, kv_cache_geometry, resolve_kv_dtype
 from worker.kv_layout import kv_layout
+from worker.kv_pages import Int8Pages
 
 LAYOUT = kv_layout([None] * 4)
 
@@ -31,16 +33,45 @@ def test_geometry_of_groups_counts_the_layers_of_one() -> None:
     assert geometry.groups == (KVGroup(None), KVGroup(512), KVGroup(512))
 
 
+def test_geometry_of_int8_counts_a_scale_for_each_token_and_head() -> None:
+    geometry = kv_cache_geometry(kv_layout([None] * 30), 3, 64, torch.int8)
+    assert geometry.bytes_per_token == 30 * 2 * 3 * (64 + 4)
+    assert geometry.dtype == "int8"
+
+
+@pytest.mark.parametrize(
+    ("setting", "activations", "dtype"),
+    [
+        ("auto", torch.bfloat16, torch.bfloat16),
+        ("auto", torch.float16, torch.float16),
+        ("bf16", torch.float32, torch.bfloat16),
+        ("f32", torch.bfloat16, torch.float32),
+        ("int8", torch.float32, torch.int8),
+    ],
+)
+def test_dtype_of_the_cache(setting, activations: torch.dtype, dtype: torch.dtype) -> None:
+    assert resolve_kv_dtype(setting, activations, 64) == dtype
+
+
+def test_scales_of_int8_must_be_aligned() -> None:
+    with pytest.raises(ConfigError, match="int8 needs heads of a multiple of 4, got 18") as raised:
+        resolve_kv_dtype("int8", torch.float32, 18)
+    assert raised.value.parameter == "kv_cache_dtype"
+    assert resolve_kv_dtype("auto", torch.float32, 18) == torch.float32
+
+
 def test_layers_of_several_groups_share_slots() -> None:
     layout = kv_layout([8, None, 8, 8, None, 8])
     geometry = kv_cache_geometry(layout, 1, 8, torch.float32)
     cache = KVCache(geometry, layout, num_blocks=4, block_size=2)
-    addresses = [cache.layer_views(layer)[0].data_ptr() for layer in range(6)]
+    addresses = [cache.layer_pages(layer)[0].rows.data_ptr() for layer in range(6)]
     assert addresses[1] == addresses[0] == addresses[2]
     assert addresses[4] == addresses[3] == addresses[5] != addresses[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str
+)
 def test_cache_agrees_with_its_geometry(dtype: torch.dtype) -> None:
     cache = small_cache(dtype)
     assert cache.dtype == dtype == cache.buffer.dtype
@@ -52,7 +83,7 @@ def test_cache_agrees_with_its_geometry(dtype: torch.dtype) -> None:
 def test_layers_are_strided_views_with_equal_strides() -> None:
     cache = small_cache()
     for layer in range(4):
-        key, value = cache.layer_views(layer)
+        key, value = (pages.rows for pages in cache.layer_pages(layer))
         assert key.shape == value.shape == (5, 3, 8, 16)
         assert key.stride() == value.stride()
         assert key.stride()[2:] == (16, 1)
@@ -63,10 +94,37 @@ def test_layers_are_strided_views_with_equal_strides() -> None:
         assert (cache.buffer[:, layer, 1] == -layer - 1).all()
 
 
+def test_int8_rows_and_scales_of_all_layers_lie_side_by_side() -> None:
+    """Every byte of the buffer belongs to one row or one scale of one layer."""
+    cache = small_cache(torch.int8)
+    for layer in range(4):
+        key, value = (pages for pages in cache.layer_pages(layer))
+        assert isinstance(key, Int8Pages) and isinstance(value, Int8Pages)
+        assert key.rows.shape == value.rows.shape == (5, 3, 8, 16)
+        assert key.rows.stride() == value.rows.stride()
+        assert key.scales.shape == value.scales.shape == (5, 3, 8)
+        assert key.scales.stride() == value.scales.stride()
+        for part in (key, value):
+            part.rows.add_(1)
+            part.scales.view(torch.int32).add_(0x01010101)
+    assert (cache.buffer == 1).all()
+
+
+def test_a_copied_block_of_int8_has_its_scales() -> None:
+    cache = small_cache(torch.int8)
+    tokens = torch.randn(8, 3, 16, generator=torch.Generator().manual_seed(0))
+    pages = cache.layer_pages(2)[1]
+    pages.write(torch.arange(8, 16), tokens)
+    cache.copy_blocks([1, 4])
+    first, copy = pages.read(torch.tensor([1, 4]))
+    assert torch.equal(first, copy)
+    torch.testing.assert_close(copy.transpose(0, 1), tokens, rtol=0.0, atol=0.02)
+
+
 def test_a_block_is_one_contiguous_range() -> None:
     cache = small_cache()
     assert cache.buffer[2].is_contiguous()
-    key, _ = cache.layer_views(3)
+    key = cache.layer_pages(3)[0].rows
     key[2].fill_(7)
     assert cache.buffer[2].count_nonzero() == key[2].numel()
     assert not cache.buffer[[0, 1, 3, 4]].any()

@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from worker.layers.rotary import Rotation
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
@@ -51,13 +53,15 @@ class AttentionShape:
     """Heads of one layer on this device.
 
     num_heads is a multiple of num_kv_heads; query head h reads KV head
-    h // (num_heads // num_kv_heads). `scale` multiplies the scores.
+    h // (num_heads // num_kv_heads). `scale` multiplies the scores, which then become
+    soft_cap * tanh(score / soft_cap) (Gemma 2, section 2); 0 leaves them as they are.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
+    soft_cap: float = 0.0
 
     @property
     def group_size(self) -> int:
@@ -76,12 +80,18 @@ class AttentionBackend(Protocol):
         ...
 
     def run(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
     ) -> torch.Tensor:
-        """Write K and V of every token of the step, then attend.
+        """Turn queries and keys, write K and V of every token of the step, then attend.
 
-        query [T, num_heads, head_dim]; key, value [T, num_kv_heads, head_dim], of
-        the cache's dtype, heads and dims contiguous, rows at any stride (slices of
-        one fused tensor). Returns a new contiguous [T, num_heads, head_dim].
+        query [T, num_heads, head_dim]; key, value [T, num_kv_heads, head_dim], not yet
+        turned, of one dtype, which need not be the cache's; heads and dims contiguous,
+        rows at any stride (slices of one fused tensor). Returns a new contiguous
+        [T, num_heads, head_dim] of that dtype.
         """
         ...

@@ -16,8 +16,10 @@ from worker.attention.base import AttentionInputs, AttentionShape
 from worker.kernels import Kernels, Layer, Plan, Step
 from worker.kv_cache import KVCache
 from worker.kv_layout import Window
+from worker.layers.rotary import Rotation
 
 _DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_CACHE_DTYPE_CODES: Final = {**_DTYPE_CODES, torch.int8: 3}
 _TILE_FIELDS: Final = 9
 _TASK_FIELDS: Final = 2
 _UNBOUNDED: Final = 1 << 40
@@ -83,19 +85,28 @@ class CpuAttention:
                 self._plans[window].make(step)
 
     def run(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
     ) -> torch.Tensor:
         self._check(query, self._shape.num_heads)
         self._check(key, self._shape.num_kv_heads)
         self._check(value, self._shape.num_kv_heads)
+        assert query.dtype == key.dtype == value.dtype, "queries, K and V are of one dtype"
+        assert rotation.dtype == torch.float32 and rotation.is_contiguous()
+        assert rotation.shape == (query.shape[0], 2, self._shape.head_dim // 2)
         output = torch.empty(query.shape, dtype=query.dtype)
         layout = self._kv_cache.layout
         group = layout.places[layer].group
         call = self._layers[layer]
+        call.dtype = _DTYPE_CODES[query.dtype]
         call.query, call.query_stride = query.data_ptr(), query.stride(0)
         call.key, call.key_stride = key.data_ptr(), key.stride(0)
         call.value, call.value_stride = value.data_ptr(), value.stride(0)
-        call.output = output.data_ptr()
+        call.rotation, call.output = rotation.data_ptr(), output.data_ptr()
         plan = self._plans[layout.windows[group]].structure
         self._kernels.attention_run(self._groups[group], plan, call)
         return output
@@ -109,22 +120,22 @@ class CpuAttention:
             block_size=self._kv_cache.block_size,
             window=_UNBOUNDED if window is None else window,
             scale=self._shape.scale,
+            soft_cap=self._shape.soft_cap,
         )
 
     def _layer(self, layer: int) -> ctypes.Structure:
         """What stays the same about a layer: its pages."""
-        key_pages, value_pages = self._kv_cache.layer_views(layer)
+        key, value = (pages.rows for pages in self._kv_cache.layer_pages(layer))
         return Layer(
-            dtype=_DTYPE_CODES[self._kv_cache.dtype],
-            key_pages=key_pages.data_ptr(),
-            value_pages=value_pages.data_ptr(),
-            block_stride=key_pages.stride(0),
-            head_stride=key_pages.stride(1),
+            cache_dtype=_CACHE_DTYPE_CODES[self._kv_cache.dtype],
+            key_pages=key.data_ptr(),
+            value_pages=value.data_ptr(),
+            block_stride=key.stride(0),
+            head_stride=key.stride(1),
         )
 
     def _check(self, packed: torch.Tensor, num_heads: int) -> None:
         """The kernels take addresses: what they assume about a tensor must hold."""
-        assert packed.dtype == self._kv_cache.dtype, "queries, K and V are of the cache's dtype"
         assert packed.shape == (self._inputs[0].num_tokens, num_heads, self._shape.head_dim)
         assert packed.stride(2) == 1, "a head must be contiguous"
         assert num_heads == 1 or packed.stride(1) == self._shape.head_dim, "heads must be adjacent"

@@ -11,6 +11,8 @@ import torch
 from worker.attention.base import AttentionInputs, AttentionShape
 from worker.kv_cache import KVCache
 from worker.kv_layout import Window
+from worker.kv_pages import Pages
+from worker.layers.rotary import Rotation, rotate
 
 
 class ReferenceAttention:
@@ -24,24 +26,30 @@ class ReferenceAttention:
         self._groups = tuple(inputs)
 
     def run(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
     ) -> torch.Tensor:
-        block_size, layout = self._kv_cache.block_size, self._kv_cache.layout
+        layout = self._kv_cache.layout
         group = layout.places[layer].group
         inputs, window = self._groups[group], layout.windows[group]
-        key_pages, value_pages = self._kv_cache.layer_views(layer)
+        key_pages, value_pages = self._kv_cache.layer_pages(layer)
         slots = torch.from_numpy(inputs.slot_mapping)
-        key_pages[slots // block_size, :, slots % block_size] = key
-        value_pages[slots // block_size, :, slots % block_size] = value
+        key_pages.write(slots, rotate(key.float(), rotation))
+        value_pages.write(slots, value)
+        turned = rotate(query, rotation).float()
         output = torch.empty(query.shape, dtype=query.dtype)
         for row, seq_len in enumerate(inputs.seq_lens.tolist()):
             tokens = slice(int(inputs.query_start[row]), int(inputs.query_start[row + 1]))
             first = first_in_sight(seq_len - (tokens.stop - tokens.start), window)
             table = torch.from_numpy(inputs.block_table[row]).long()
             output[tokens] = causal_attention(
-                query[tokens].float(),
-                _gather(key_pages, table, first, seq_len).float(),
-                _gather(value_pages, table, first, seq_len).float(),
+                turned[tokens],
+                _gather(key_pages, table, first, seq_len),
+                _gather(value_pages, table, first, seq_len),
                 self._shape,
                 window,
             ).to(query.dtype)
@@ -64,6 +72,8 @@ def causal_attention(
     num_queries, num_tokens = query.shape[0], key.shape[1]
     grouped = query.view(num_queries, shape.num_kv_heads, shape.group_size, shape.head_dim)
     scores = torch.einsum("qhgd,hnd->hgqn", grouped, key) * shape.scale
+    if shape.soft_cap:
+        scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
     positions = torch.arange(num_tokens - num_queries, num_tokens)
     distance = positions[:, None] - torch.arange(num_tokens)
     hidden = distance < 0
@@ -77,10 +87,10 @@ def causal_attention(
     return output.masked_fill(seen[:, :, None, None], float("nan")).reshape(query.shape)
 
 
-def _gather(pages: torch.Tensor, table: torch.Tensor, first: int, end: int) -> torch.Tensor:
-    """Tokens [first, end) of a sequence, [num_kv_heads, end - first, head_dim]."""
-    block_size = pages.shape[2]
+def _gather(pages: Pages, table: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """Tokens [first, end) of a sequence, float32 [num_kv_heads, end - first, head_dim]."""
+    block_size = pages.rows.shape[2]
     skipped = first // block_size
-    gathered = pages[table[skipped : -(-end // block_size)]].transpose(0, 1)
+    gathered = pages.read(table[skipped : -(-end // block_size)]).transpose(0, 1)
     tokens = gathered.reshape(gathered.shape[0], -1, gathered.shape[3])
     return tokens[:, first - skipped * block_size : end - skipped * block_size]

@@ -5,9 +5,12 @@
 // raw score and the sum of weights; several pieces are joined afterwards.
 #include "attention.h"
 
+#include <omp.h>
+
 #include "attention_few_rows.h"
 #include "attention_many_rows.h"
 #include "attention_piece.h"
+#include "attention_rows.h"
 
 namespace tokend {
 namespace {
@@ -16,13 +19,11 @@ namespace {
 int64_t partial_width(int64_t head_dim) { return head_dim + 8; }
 
 // Leaves one row: final when the tile has one piece, else as a partial result.
-template <class T>
-void finish_row(const Piece<T>& piece, const TokendPlan* plan, int64_t index, int64_t row, const float* output,
-                float best, float total) {
+void finish_row(const Piece& piece, const TokendPlan* plan, int64_t index, int64_t row, float* output, float best,
+                float total) {
     if (piece.tile->pieces == 1) {
-        T* to = piece.output(row);
-        for (int64_t dim = 0; dim < piece.head_dim; dim += 8)
-            store<8>(to + dim, load<8>(output + dim) / total);
+        for (int64_t dim = 0; dim < piece.head_dim; dim += 8) store<8>(output + dim, load<8>(output + dim) / total);
+        piece.write_output(row, output);
         return;
     }
     const int64_t at = piece.tile->partial_row + index * piece.rows + row;
@@ -32,31 +33,41 @@ void finish_row(const Piece<T>& piece, const TokendPlan* plan, int64_t index, in
     partial[piece.head_dim + 1] = total;
 }
 
-template <class T>
-void compute_piece(const Piece<T>& piece, const TokendPlan* plan, int64_t index, Scratch& scratch) {
-    const int64_t head_dim = piece.head_dim;
+template <class Q, class C>
+void compute_few_rows(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
+                      Scratch& scratch) {
+    FewRows<Q, C> tile(piece, scratch);
+    if (piece.head_dim % LANES == 0)
+        tile.template compute<LANES, 4>(piece, following);
+    else
+        tile.template compute<8, 1>(piece, following);
+    for (int64_t row = 0; row < piece.rows; row++)
+        finish_row(piece, plan, index, row, tile.output + row * piece.head_dim, tile.best[row], tile.total[row]);
+}
+
+template <class C>
+void compute_piece(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
+                   Scratch& scratch) {
     if (piece.rows <= FEW_ROWS) {
-        FewRows<T> tile(piece, scratch);
-        if (head_dim % LANES == 0)
-            tile.template compute<LANES, 4>(piece);
-        else
-            tile.template compute<8, 1>(piece);
-        for (int64_t row = 0; row < piece.rows; row++)
-            finish_row(piece, plan, index, row, tile.output + row * head_dim, tile.best[row], tile.total[row]);
-        return;
+#if defined(__AVX512BF16__)
+        if constexpr (std::is_same_v<C, bfloat16>) {
+            if (piece.layer->dtype == TOKEND_BFLOAT16)
+                return compute_few_rows<bfloat16, bfloat16>(piece, following, plan, index, scratch);
+        }
+#endif
+        return compute_few_rows<float, C>(piece, following, plan, index, scratch);
     }
-    ManyRows<T> tile(piece, scratch);
+    ManyRows<C> tile(piece, scratch);
     tile.compute(piece);
     for (int64_t row = 0; row < piece.rows; row++) {
         float* output = tile.keys;  // free by now, and holds a row
-        for (int64_t dim = 0; dim < head_dim; dim++) output[dim] = tile.output[dim * tile.width + row];
+        for (int64_t dim = 0; dim < piece.head_dim; dim++) output[dim] = tile.output[dim * tile.width + row];
         finish_row(piece, plan, index, row, output, tile.best[row], tile.total[row]);
     }
 }
 
 // Joins the partial results of one row of a tile.
-template <class T>
-void join_row(const Piece<T>& piece, const TokendPlan* plan, int64_t row, float* sum) {
+void join_row(const Piece& piece, const TokendPlan* plan, int64_t row, float* sum) {
     const int64_t head_dim = piece.head_dim, width = partial_width(head_dim);
     const float* first = plan->partials + (piece.tile->partial_row + row) * width;
     const int64_t step = piece.rows * width;
@@ -71,44 +82,59 @@ void join_row(const Piece<T>& piece, const TokendPlan* plan, int64_t row, float*
         for (int64_t dim = 0; dim < head_dim; dim += 8)
             store<8>(sum + dim, load<8>(sum + dim) + load<8>(part + dim) * weight);
     }
-    T* to = piece.output(row);
-    for (int64_t dim = 0; dim < head_dim; dim += 8) store<8>(to + dim, load<8>(sum + dim) / total);
+    for (int64_t dim = 0; dim < head_dim; dim += 8) store<8>(sum + dim, load<8>(sum + dim) / total);
+    piece.write_output(row, sum);
 }
 
-template <class T>
-void write_token(const TokendStep* step, const TokendLayer* layer, int64_t token) {
-    const int64_t slot = step->slot_mapping[token], head_dim = step->head_dim;
-    const int64_t start = slot / step->block_size * layer->block_stride + slot % step->block_size * head_dim;
-    const T* key = static_cast<const T*>(layer->key) + token * layer->key_stride;
-    const T* value = static_cast<const T*>(layer->value) + token * layer->value_stride;
+// K, turned, and V of one token into its page.
+template <class C>
+void write_token(const TokendStep* step, const TokendLayer* layer, int64_t token, Scratch& scratch) {
+    const int64_t slot = step->slot_mapping[token], head_dim = step->head_dim, block_size = step->block_size;
+    const int64_t page = slot / block_size * layer->block_stride, offset = slot % block_size;
+    float* row = scratch.floats(head_dim);
     for (int64_t head = 0; head < step->num_kv_heads; head++) {
-        const int64_t to = start + head * layer->head_stride;
-        std::copy_n(key + head * head_dim, head_dim, static_cast<T*>(layer->key_pages) + to);
-        std::copy_n(value + head * head_dim, head_dim, static_cast<T*>(layer->value_pages) + to);
+        const int64_t at = page + head * layer->head_stride;
+        read_row(layer->dtype, layer->key, token * layer->key_stride + head * head_dim, head_dim, row);
+        turn_row(layer->rotation + token * head_dim, head_dim, row);
+        write_to_page(row, head_dim, block_size, offset, static_cast<C*>(layer->key_pages) + at);
+        read_row(layer->dtype, layer->value, token * layer->value_stride + head * head_dim, head_dim, row);
+        write_to_page(row, head_dim, block_size, offset, static_cast<C*>(layer->value_pages) + at);
     }
 }
 
 // Below this, some microseconds of one thread, waking others costs more than it saves.
 constexpr int64_t PARALLEL_ELEMENTS = 1 << 17;
 
-template <class T>
+// Runs of tasks that each thread gets to take, one after the other.
+constexpr int64_t RUNS_PER_THREAD = 8;
+
+template <class C>
 void run(const TokendStep* step, const TokendPlan* plan, const TokendLayer* layer) {
+    const auto piece_of = [&](int64_t index) {
+        const TokendTask task = plan->tasks[index];
+        return Piece(step, layer, plan->tiles + task.tile, task.piece);
+    };
+    // A thread takes several neighbouring tasks, so that it can fetch ahead the beginning of
+    // the next, where there are enough for all to end at about the same time.
+    const int64_t grain = std::max<int64_t>(1, plan->num_tasks / (RUNS_PER_THREAD * omp_get_max_threads()));
 #pragma omp parallel if (plan->num_elements > PARALLEL_ELEMENTS)
     {
         static thread_local Scratch scratch;
 #pragma omp for schedule(static)
-        for (int64_t token = 0; token < step->num_tokens; token++) write_token<T>(step, layer, token);
+        for (int64_t token = 0; token < step->num_tokens; token++) write_token<C>(step, layer, token, scratch);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t index = 0; index < plan->num_tasks; index++) {
-            const TokendTask task = plan->tasks[index];
-            const Piece<T> piece(step, layer, plan->tiles + task.tile, task.piece);
-            compute_piece(piece, plan, task.piece, scratch);
+        for (int64_t run = 0; run < plan->num_tasks; run += grain) {
+            const int64_t end = std::min(run + grain, plan->num_tasks);
+            for (int64_t index = run; index < end; index++) {
+                const Piece piece = piece_of(index), following = piece_of(std::min(index + 1, end - 1));
+                compute_piece<C>(piece, following, plan, plan->tasks[index].piece, scratch);
+            }
         }
         if (plan->num_partial_rows > 0) {
 #pragma omp for schedule(static)
             for (int64_t index = 0; index < plan->num_tiles; index++) {
                 if (plan->tiles[index].pieces == 1) continue;
-                const Piece<T> piece(step, layer, plan->tiles + index, 0);
+                const Piece piece(step, layer, plan->tiles + index, 0);
                 float* sum = scratch.floats(step->head_dim);
                 for (int64_t row = 0; row < piece.rows; row++) join_row(piece, plan, row, sum);
             }
@@ -122,9 +148,10 @@ void run(const TokendStep* step, const TokendPlan* plan, const TokendLayer* laye
 extern "C" int64_t tokend_partial_width(int64_t head_dim) { return tokend::partial_width(head_dim); }
 
 extern "C" void tokend_attention_run(const TokendStep* step, const TokendPlan* plan, const TokendLayer* layer) {
-    switch (layer->dtype) {
+    switch (layer->cache_dtype) {
         case TOKEND_FLOAT32: return tokend::run<float>(step, plan, layer);
         case TOKEND_BFLOAT16: return tokend::run<tokend::bfloat16>(step, plan, layer);
         case TOKEND_FLOAT16: return tokend::run<tokend::float16>(step, plan, layer);
+        case TOKEND_INT8: return tokend::run<int8_t>(step, plan, layer);
     }
 }

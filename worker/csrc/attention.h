@@ -5,7 +5,7 @@
 
 extern "C" {
 
-enum TokendDType : int64_t { TOKEND_FLOAT32 = 0, TOKEND_BFLOAT16 = 1, TOKEND_FLOAT16 = 2 };
+enum TokendDType : int64_t { TOKEND_FLOAT32 = 0, TOKEND_BFLOAT16 = 1, TOKEND_FLOAT16 = 2, TOKEND_INT8 = 3 };
 
 // One step. Arrays as in worker/attention/base.py, counts in elements.
 struct TokendStep {
@@ -22,6 +22,7 @@ struct TokendStep {
     const int32_t* block_table;
     const int64_t* slot_mapping;
     double scale;
+    double soft_cap;  // scores become soft_cap * tanh(score / soft_cap); 0 leaves them
 };
 
 // Neighbouring queries of one sequence under one KV head.
@@ -57,14 +58,20 @@ struct TokendPlan {
 };
 
 // One layer. Strides in elements; block_stride and head_stride hold for K and V.
+//   dtype: of query, key, value and output, not int8
+//   cache_dtype: of the pages; int8 rows [block_size, head_dim] are followed by their
+//       float scales [block_size]
+//   rotation: [num_tokens, 2, head_dim / 2], cosines and sines
 struct TokendLayer {
     int64_t dtype;
+    int64_t cache_dtype;
     const void* query;
     const void* key;
     const void* value;
     int64_t query_stride;
     int64_t key_stride;
     int64_t value_stride;
+    const float* rotation;
     void* key_pages;
     void* value_pages;
     int64_t block_stride;
@@ -78,6 +85,6 @@ __attribute__((visibility("default"))) int64_t tokend_partial_width(int64_t head
 // Sets the counts of plan; fills tiles and tasks when they are not null.
 __attribute__((visibility("default"))) void tokend_attention_plan(const TokendStep* step, TokendPlan* plan);
 
-// Writes the step's K and V into the pages, then computes output.
+// Turns the step's keys, writes K and V into the pages, then attends with turned queries.
 __attribute__((visibility("default"))) void tokend_attention_run(const TokendStep* step, const TokendPlan* plan, const TokendLayer* layer);
 }

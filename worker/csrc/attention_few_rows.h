@@ -9,8 +9,8 @@ namespace tokend {
 constexpr int64_t FEW_ROWS = 8;
 
 // Dot products of R query rows with four K rows: parts[r] as sum_four leaves them.
-template <int N, int R, class T>
-TOKEND_INLINE void dot_four(const T* const* queries, const T* const* keys, int64_t head_dim, F<N> (&parts)[R]) {
+template <int N, int R, class Q, class C>
+TOKEND_INLINE void dot_four(const Q* const* queries, const C* const* keys, int64_t head_dim, F<N> (&parts)[R]) {
     F<N> sums[R][4];
     each<R>([&](auto r) { each<4>([&](auto t) { sums[r][t] = F<N>{}; }); });
     for (int64_t dim = 0; dim < head_dim; dim += N) {
@@ -45,14 +45,14 @@ TOKEND_INLINE void dot_four_bfloat16(const bfloat16* const* queries, const bfloa
 }
 #endif
 
-template <int N, int R, class T>
-TOKEND_INLINE void dot_products(const T* const* queries, const T* const* keys, int64_t head_dim, F<N> (&parts)[R]) {
+template <int N, int R, class Q, class C>
+TOKEND_INLINE void dot_products(const Q* const* queries, const C* const* keys, int64_t head_dim, F<N> (&parts)[R]) {
 #if defined(__AVX512BF16__)
-    if constexpr (N == 16 && std::is_same_v<T, bfloat16>) {
+    if constexpr (N == 16 && std::is_same_v<Q, bfloat16> && std::is_same_v<C, bfloat16>) {
         if (head_dim % 32 == 0) return dot_four_bfloat16<R>(queries, keys, head_dim, parts);
     }
 #endif
-    dot_four<N, R, T>(queries, keys, head_dim, parts);
+    dot_four<N, R, Q, C>(queries, keys, head_dim, parts);
 }
 
 // Pages lie far apart, so the processor does not foresee the next one by itself.
@@ -62,20 +62,24 @@ TOKEND_INLINE void prefetch(const T* row, int64_t head_dim) {
     for (int64_t at = 0; at < head_dim * int64_t(sizeof(T)); at += 64) __builtin_prefetch(bytes + at, 0, 2);
 }
 
-// scores[r][t] for R rows and `count` tokens, count a multiple of N.
-template <int N, int R, class T>
-TOKEND_INLINE void few_scores(const T* const* queries, const T* const* keys, const T* const* next, int64_t count,
-                              int64_t head_dim, float* scores) {
+// scores[r][t] for R rows and `count` tokens, count a multiple of N; int8 keys have scales.
+template <int N, int R, class Q, class C>
+TOKEND_INLINE void few_scores(const Q* const* queries, const C* const* keys, const float* key_scales,
+                              const C* const* next, int64_t count, int64_t head_dim, float* scores) {
     for (int64_t token = 0; token < count; token += N) {
         // A plain loop: a lambda that only prefetches counts as pure and is dropped.
         for (int i = 0; i < N; i++) prefetch(next[token + i], head_dim);
         F<N> parts[R][N / 4];
         each<N / 4>([&](auto part) {
             F<N> four[R];
-            dot_products<N, R, T>(queries, keys + token + part * 4, head_dim, four);
+            dot_products<N, R, Q, C>(queries, keys + token + part * 4, head_dim, four);
             each<R>([&](auto r) { parts[r][part] = four[r]; });
         });
-        each<R>([&](auto r) { store<N>(scores + r * CHUNK + token, gather_sums<N>(parts[r])); });
+        each<R>([&](auto r) {
+            F<N> sums = gather_sums<N>(parts[r]);
+            if constexpr (QUANTISED<C>) sums *= load<N>(key_scales + token);
+            store<N>(scores + r * CHUNK + token, sums);
+        });
     }
 }
 
@@ -141,56 +145,92 @@ TOKEND_INLINE float weigh_row(float* scores, int64_t first, int64_t seen, float 
     return rescale;
 }
 
-// K and V rows of up to CHUNK tokens.
-template <class T>
+// Weights times the scales of int8 values. Where not all rows see all tokens, a weight of
+// zero takes nothing of a scale that is no number.
+template <int R, bool ALL_SEEN>
+TOKEND_INLINE void scale_weights(const float* scales, float* weights) {
+    constexpr int N = LANES;
+    for (int64_t token = 0; token < CHUNK; token += N) {
+        const F<N> scale = load<N>(scales + token);
+        each<R>([&](auto r) {
+            const F<N> weight = load<N>(weights + r * CHUNK + token), product = weight * scale;
+            store<N>(weights + r * CHUNK + token, ALL_SEEN ? product : weight == F<N>{} ? F<N>{} : product);
+        });
+    }
+}
+
+// K and V rows of up to CHUNK tokens, and the scales of int8 ones once they are loaded.
+template <class C>
 struct Chunk {
     int64_t from;
     int64_t count;
-    const T* keys[CHUNK];
-    const T* values[CHUNK];
+    const C* keys[CHUNK];
+    const C* values[CHUNK];
+    alignas(64) float key_scales[QUANTISED<C> ? CHUNK : 1];
+    alignas(64) float value_scales[QUANTISED<C> ? CHUNK : 1];
 
-    // Scores come several at a time and the last chunk of a piece has nothing to
-    // prefetch: entries past the end repeat a row that may be read.
-    void locate(const Piece<T>& piece, int64_t start) {
+    // Past the end of the piece no token counts, and the rows are those that `following`
+    // begins with, to be fetched ahead. Scores come several at a time: entries past the
+    // last row repeat one that may be read.
+    void locate(const Piece& piece, int64_t start, const Piece& following) {
         from = start;
         count = std::min<int64_t>(CHUNK, piece.end - from);
-        piece.locate(from, from + count, keys, values);
-        const T* key = count > 0 ? keys[0] : piece.query(0);
-        std::fill(keys + count, keys + CHUNK, key);
-        std::fill(values + count, values + CHUNK, key);
+        const Piece& source = count > 0 ? piece : following;
+        const int64_t begin = count > 0 ? from : following.begin;
+        const int64_t rows = std::min<int64_t>(CHUNK, source.end - begin);
+        source.locate(begin, begin + rows, keys, values);
+        std::fill(keys + rows, keys + CHUNK, keys[0]);
+        std::fill(values + rows, values + CHUNK, keys[0]);
+    }
+
+    // When they are needed, not when they are located: the pages are on their way till then.
+    void load_scales(const Piece& piece) {
+        if constexpr (QUANTISED<C>) {
+            piece.scales(from, from + count, key_scales, value_scales);
+            std::fill(key_scales + count, key_scales + CHUNK, 0.0f);
+            std::fill(value_scales + count, value_scales + CHUNK, 0.0f);
+        }
     }
 };
 
-// Rows of one tile and what is known of them so far.
-template <class T>
+// Rows of one tile and what is known of them so far. Queries are floats, or bfloat16
+// where the processor multiplies those by pages of bfloat16.
+template <class Q, class C>
 struct FewRows {
-    const T* queries[FEW_ROWS];
+    const Q* queries[FEW_ROWS];
     int64_t limits[FEW_ROWS];
     int64_t window;
     float best[FEW_ROWS];
     float total[FEW_ROWS];
     float* output;  // [rows, head_dim]
 
-    FewRows(const Piece<T>& piece, Scratch& scratch)
-        : window(piece.window), output(scratch.floats(piece.rows * piece.head_dim)) {
-        std::fill_n(output, piece.rows * piece.head_dim, 0.0f);
+    FewRows(const Piece& piece, Scratch& scratch) : window(piece.window) {
+        const int64_t size = piece.rows * piece.head_dim;
+        output = scratch.floats(2 * size + piece.head_dim);
+        Q* turned = reinterpret_cast<Q*>(output + size);
+        float* query = output + 2 * size;
         for (int64_t row = 0; row < piece.rows; row++) {
-            queries[row] = piece.query(row);
+            Q* at = turned + row * piece.head_dim;
+            piece.turned_query(row, query);
+            for (int64_t dim = 0; dim < piece.head_dim; dim += 8) store<8>(at + dim, load<8>(query + dim));
+            queries[row] = at;
             limits[row] = piece.limit(row);
             best[row] = NO_SCORE;
             total[row] = 0.0f;
         }
+        std::fill_n(output, size, 0.0f);
     }
 
     // N divides head_dim; R is the most rows that share a pass over a chunk.
     template <int N, int R>
-    void compute(const Piece<T>& piece) {
-        Chunk<T> chunks[2];
-        chunks[0].locate(piece, piece.begin);
+    void compute(const Piece& piece, const Piece& following) {
+        Chunk<C> chunks[2];
+        chunks[0].locate(piece, piece.begin, following);
         for (int64_t index = 0; chunks[index % 2].count > 0; index++) {
-            const Chunk<T>& now = chunks[index % 2];
-            Chunk<T>& next = chunks[(index + 1) % 2];
-            next.locate(piece, now.from + now.count);
+            Chunk<C>& now = chunks[index % 2];
+            Chunk<C>& next = chunks[(index + 1) % 2];
+            now.load_scales(piece);
+            next.locate(piece, now.from + now.count, following);
             attend_from<N, R>(0, piece, now, next);
         }
     }
@@ -198,8 +238,8 @@ struct FewRows {
   private:
     // Rows from `row` on, R at a time, then the rest by smaller numbers.
     template <int N, int R>
-    void attend_from(int64_t row, const Piece<T>& piece, const Chunk<T>& now, const Chunk<T>& next) {
-        for (; row + R <= piece.rows; row += R) attend<N, R>(row, now, next, piece.head_dim, piece.scale);
+    void attend_from(int64_t row, const Piece& piece, const Chunk<C>& now, const Chunk<C>& next) {
+        for (; row + R <= piece.rows; row += R) attend<N, R>(row, now, next, piece);
         if constexpr (R > 1) {
             if (row < piece.rows) attend_from<N, R - 1>(row, piece, now, next);
         }
@@ -207,20 +247,36 @@ struct FewRows {
 
     // Takes a chunk into R rows.
     template <int N, int R>
-    TOKEND_FLATTEN void attend(int64_t row, const Chunk<T>& now, const Chunk<T>& next, int64_t head_dim, float scale) {
+    TOKEND_FLATTEN void attend(int64_t row, const Chunk<C>& now, const Chunk<C>& next, const Piece& piece) {
         alignas(64) float scores[R * CHUNK];
         float rescale[R];
         bool all_seen = true;
-        few_scores<N, R, T>(queries + row, now.keys, next.keys, round_up(now.count, N), head_dim, scores);
+        const int64_t head_dim = piece.head_dim;
+        few_scores<N, R, Q, C>(queries + row, now.keys, now.key_scales, next.keys, round_up(now.count, N), head_dim, scores);
+        if (piece.soft_cap > 0.0f) cap<R>(scores, round_up(now.count, LANES), piece);
         for (int r = 0; r < R; r++) {
             const int64_t seen = std::min(now.count, limits[row + r] - now.from);
             const int64_t first = std::max<int64_t>(0, limits[row + r] - window - now.from);
             all_seen &= first == 0 && seen == now.count;
-            rescale[r] = weigh_row(scores + r * CHUNK, first, seen, scale, best + row + r, total + row + r);
+            rescale[r] = weigh_row(scores + r * CHUNK, first, seen, piece.scale, best + row + r, total + row + r);
         }
         float* rows = output + row * head_dim;
-        if (all_seen) few_values<N, R, true, T>(scores, rescale, now.values, next.values, now.count, rows, head_dim);
-        else few_values<N, R, false, T>(scores, rescale, now.values, next.values, now.count, rows, head_dim);
+        if (all_seen) add_values<N, R, true>(scores, rescale, now, next, rows, head_dim);
+        else add_values<N, R, false>(scores, rescale, now, next, rows, head_dim);
+    }
+
+    template <int N, int R, bool ALL_SEEN>
+    TOKEND_INLINE static void add_values(float* weights, const float* rescale, const Chunk<C>& now, const Chunk<C>& next,
+                                         float* rows, int64_t head_dim) {
+        if constexpr (QUANTISED<C>) scale_weights<R, ALL_SEEN>(now.value_scales, weights);
+        few_values<N, R, ALL_SEEN, C>(weights, rescale, now.values, next.values, now.count, rows, head_dim);
+    }
+
+    template <int R>
+    static void cap(float* scores, int64_t count, const Piece& piece) {
+        for (int r = 0; r < R; r++)
+            for (float* at = scores + r * CHUNK; at < scores + r * CHUNK + count; at += LANES)
+                store<LANES>(at, capped<LANES>(load<LANES>(at), piece.scale, piece.soft_cap));
     }
 };
 

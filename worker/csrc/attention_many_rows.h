@@ -72,21 +72,26 @@ TOKEND_INLINE void over_columns(int64_t width, Body body) {
 }
 
 // Float rows of `count` tokens: the pages themselves, or a converted copy.
-template <class T>
-void as_floats(const T* const* rows, int64_t count, int64_t head_dim, float* copy, const float** floats) {
+template <class C>
+void as_floats(const C* const* rows, const float* scales, int64_t count, int64_t head_dim, float* copy,
+               const float** floats) {
     for (int64_t token = 0; token < count; token++) {
-        if constexpr (std::is_same_v<T, float>) {
+        if constexpr (std::is_same_v<C, float>) {
             floats[token] = rows[token];
         } else {
-            floats[token] = copy + token * head_dim;
-            for (int64_t dim = 0; dim < head_dim; dim += 8)
-                store<8>(copy + token * head_dim + dim, load<8>(rows[token] + dim));
+            float* to = copy + token * head_dim;
+            floats[token] = to;
+            for (int64_t dim = 0; dim < head_dim; dim += 8) {
+                F<8> value = load<8>(rows[token] + dim);
+                if constexpr (QUANTISED<C>) value *= scales[token];
+                store<8>(to + dim, value);
+            }
         }
     }
 }
 
 // Rows of one tile and what is known of them so far; width = rows in whole vectors.
-template <class T>
+template <class C>
 struct ManyRows {
     int64_t width;
     float* queries;  // [head_dim, width]
@@ -99,7 +104,7 @@ struct ManyRows {
     float* keys;     // [CHUNK, head_dim]
     float* values;   // [CHUNK, head_dim]
 
-    ManyRows(const Piece<T>& piece, Scratch& scratch) : width(round_up(piece.rows, LANES)), window(float(piece.window)) {
+    ManyRows(const Piece& piece, Scratch& scratch) : width(round_up(piece.rows, LANES)), window(float(piece.window)) {
         const int64_t square = piece.head_dim * width, chunk = CHUNK * piece.head_dim;
         float* at = scratch.floats(2 * square + CHUNK * width + 3 * width + 2 * chunk);
         const auto take = [&at](int64_t size) { return std::exchange(at, at + size); };
@@ -119,15 +124,17 @@ struct ManyRows {
         for (int64_t row = 0; row < piece.rows; row++) transpose_query(piece, row);
     }
 
-    void compute(const Piece<T>& piece) {
+    void compute(const Piece& piece) {
         const int64_t head_dim = piece.head_dim;
-        const T *key_rows[CHUNK], *value_rows[CHUNK];
+        const C *key_rows[CHUNK], *value_rows[CHUNK];
+        float key_scales[CHUNK], value_scales[CHUNK];
         const float *float_keys[CHUNK], *float_values[CHUNK];
         for (int64_t from = piece.begin; from < piece.end; from += CHUNK) {
             const int64_t count = std::min<int64_t>(CHUNK, piece.end - from);
             piece.locate(from, from + count, key_rows, value_rows);
-            as_floats(key_rows, count, head_dim, keys, float_keys);
-            as_floats(value_rows, count, head_dim, values, float_values);
+            if constexpr (QUANTISED<C>) piece.scales(from, from + count, key_scales, value_scales);
+            as_floats(key_rows, key_scales, count, head_dim, keys, float_keys);
+            as_floats(value_rows, value_scales, count, head_dim, values, float_values);
             // Scores come TILE_M tokens at a time: past the end, repeat a row that may be read.
             for (int64_t token = count; token < round_up(count, TILE_M); token++)
                 float_keys[token] = float_keys[0];
@@ -136,6 +143,7 @@ struct ManyRows {
                     many_scores<vectors>(float_keys + token, queries + column, head_dim, width,
                                          scores + token * width + column);
             });
+            if (piece.soft_cap > 0.0f) cap(count, piece);
             const bool all_seen = piece.all_see(from, from + count);
             weigh(from, count, all_seen, piece.scale, head_dim);
             if (all_seen) add_values<true>(float_values, count, head_dim);
@@ -153,14 +161,16 @@ struct ManyRows {
         });
     }
 
-    void transpose_query(const Piece<T>& piece, int64_t row) {
-        alignas(32) float query[8];
-        const T* from = piece.query(row);
+    void transpose_query(const Piece& piece, int64_t row) {
+        float* query = keys;  // free as yet, and holds a row
         limit[row] = float(piece.limit(row));
-        for (int64_t dim = 0; dim < piece.head_dim; dim += 8) {
-            store<8>(query, load<8>(from + dim));
-            for (int i = 0; i < 8; i++) queries[(dim + i) * width + row] = query[i];
-        }
+        piece.turned_query(row, query);
+        for (int64_t dim = 0; dim < piece.head_dim; dim++) queries[dim * width + row] = query[dim];
+    }
+
+    void cap(int64_t count, const Piece& piece) {
+        for (int64_t at = 0; at < count * width; at += LANES)
+            store<LANES>(scores + at, capped<LANES>(load<LANES>(scores + at), piece.scale, piece.soft_cap));
     }
 
     // Online softmax of one chunk. `from` is its first token, `all_seen` that every

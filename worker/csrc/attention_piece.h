@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "attention_rows.h"
 #include "simd.h"
 
 namespace tokend {
@@ -25,8 +26,10 @@ constexpr float NO_SCORE = -std::numeric_limits<float>::infinity();
 
 inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-// One piece of a tile, resolved from the plan.
-template <class T>
+template <class C>
+constexpr bool QUANTISED = std::is_same_v<C, int8_t>;
+
+// One piece of a tile, resolved from the plan. Knows the element types at run time only.
 struct Piece {
     const TokendStep* step;
     const TokendLayer* layer;
@@ -38,6 +41,7 @@ struct Piece {
     int64_t first_limit;  // position after the tile's first query
     int64_t window;       // tokens that a query sees at most
     float scale;
+    float soft_cap;
 
     Piece(const TokendStep* s, const TokendLayer* l, const TokendTile* t, int64_t index)
         : step(s), layer(l), tile(t) {
@@ -49,6 +53,7 @@ struct Piece {
         first_limit = t->kv_end - t->query_count + 1;
         window = s->window;
         scale = float(s->scale);
+        soft_cap = float(s->soft_cap);
     }
 
     // A row sees KV tokens [limit - window, limit).
@@ -57,38 +62,69 @@ struct Piece {
     // Whether every row sees all of [from, to).
     bool all_see(int64_t from, int64_t to) const { return to <= first_limit && from >= limit(rows - 1) - window; }
 
-    const T* query(int64_t row) const {
-        return static_cast<const T*>(layer->query) + token(row) * layer->query_stride + head(row) * head_dim;
+    // The query of a row, turned, rounded as an activation is.
+    void turned_query(int64_t row, float* query) const {
+        read_row(layer->dtype, layer->query, token(row) * layer->query_stride + head(row) * head_dim, head_dim, query);
+        turn_row(layer->rotation + token(row) * head_dim, head_dim, query);
+        round_row(layer->dtype, head_dim, query);
     }
 
-    T* output(int64_t row) const {
-        return static_cast<T*>(layer->output) + (token(row) * step->num_heads + head(row)) * head_dim;
+    void write_output(int64_t row, const float* output) const {
+        write_row(layer->dtype, output, head_dim, layer->output, (token(row) * step->num_heads + head(row)) * head_dim);
     }
 
     // Rows of K and V of tokens [from, to).
-    void locate(int64_t from, int64_t to, const T** keys, const T** values) const {
+    template <class C>
+    void locate(int64_t from, int64_t to, const C** keys, const C** values) const {
+        over_pages<C>(from, to, [&](const C* key_page, const C* value_page, int64_t offset, int64_t run) {
+            for (int64_t i = 0; i < run; i++) {
+                *keys++ = key_page + (offset + i) * head_dim;
+                *values++ = value_page + (offset + i) * head_dim;
+            }
+            if constexpr (QUANTISED<C>) {
+                __builtin_prefetch(page_scales(key_page, step->block_size, head_dim) + offset);
+                __builtin_prefetch(page_scales(value_page, step->block_size, head_dim) + offset);
+            }
+        });
+    }
+
+    // Scales of int8 K and V of tokens [from, to).
+    void scales(int64_t from, int64_t to, float* keys, float* values) const {
+        using C = int8_t;
+        over_pages<C>(from, to, [&](const C* key_page, const C* value_page, int64_t offset, int64_t run) {
+            keys = std::copy_n(page_scales(key_page, step->block_size, head_dim) + offset, run, keys);
+            values = std::copy_n(page_scales(value_page, step->block_size, head_dim) + offset, run, values);
+        });
+    }
+
+  private:
+    // Calls body(pages of K and V of the tile's head, first token in them, number of tokens).
+    template <class C, class Body>
+    TOKEND_INLINE void over_pages(int64_t from, int64_t to, Body body) const {
         const int32_t* table = step->block_table + tile->seq * step->max_blocks;
         const int64_t head_offset = tile->kv_head * layer->head_stride;
-        const T* key_pages = static_cast<const T*>(layer->key_pages) + head_offset;
-        const T* value_pages = static_cast<const T*>(layer->value_pages) + head_offset;
+        const C* key_pages = static_cast<const C*>(layer->key_pages) + head_offset;
+        const C* value_pages = static_cast<const C*>(layer->value_pages) + head_offset;
         int64_t page = from / step->block_size, offset = from % step->block_size;
         for (int64_t token = from; token < to; page++, offset = 0) {
             const int64_t run = std::min(step->block_size - offset, to - token);
-            const int64_t start = table[page] * layer->block_stride + offset * head_dim;
-            for (int64_t i = 0; i < run; i++) {
-                *keys++ = key_pages + start + i * head_dim;
-                *values++ = value_pages + start + i * head_dim;
-            }
+            const int64_t start = table[page] * layer->block_stride;
+            body(key_pages + start, value_pages + start, offset, run);
             token += run;
         }
     }
 
-  private:
     int64_t token(int64_t row) const {
         return step->query_start[tile->seq] + tile->query_begin + row / group;
     }
     int64_t head(int64_t row) const { return tile->kv_head * group + row % group; }
 };
+
+// Raw scores so that, times `scale`, they are soft_cap * tanh(score * scale / soft_cap).
+template <int N>
+TOKEND_INLINE F<N> capped(F<N> score, float scale, float soft_cap) {
+    return tanh<N>(score * (scale / soft_cap)) * (soft_cap / scale);
+}
 
 // Memory of one thread, kept between calls.
 class Scratch {

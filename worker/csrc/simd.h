@@ -34,6 +34,7 @@ struct Vec {
     typedef int32_t I __attribute__((vector_size(N * 4)));
     typedef uint32_t U __attribute__((vector_size(N * 4)));
     typedef uint16_t H __attribute__((vector_size(N * 2)));
+    typedef int8_t B __attribute__((vector_size(N)));
 };
 
 template <int N>
@@ -109,6 +110,20 @@ TOKEND_INLINE F<N> load(const float16* from) {
     return bit_cast<F<N>>(U(bit_cast<U>(scaled) | special | ((half & 0x8000u) << 16)));
 }
 
+template <int N>
+TOKEND_INLINE F<N> load(const int8_t* from) {
+#if defined(__AVX512F__)
+    if constexpr (N == 16) return (F<N>)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bytes<__m128i>(from)));
+#endif
+#if defined(__AVX2__)
+    if constexpr (N == 8) return (F<N>)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#endif
+#if defined(__SSE4_1__)
+    if constexpr (N == 4) return (F<N>)_mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_cvtsi32_si128(load_bytes<int32_t>(from))));
+#endif
+    return __builtin_convertvector(load_bytes<typename Vec<N>::B>(from), F<N>);
+}
+
 // ---- stores: float -> element type, to the nearest, ties to even --------------
 
 template <int N>
@@ -159,6 +174,25 @@ TOKEND_INLINE void store(float16* to, F<N> value) {
     }
 #endif
     for (int lane = 0; lane < N; lane++) to[lane].bits = to_float16(value[lane]);
+}
+
+// The nearest integers, ties to even. Not by adding a large number: the compiler may
+// fuse that with a product before it, which rounds once where others round twice.
+template <int N>
+TOKEND_INLINE typename Vec<N>::I nearest(F<N> value) {
+    using I = typename Vec<N>::I;
+#if defined(__AVX512F__)
+    if constexpr (N == 16) return (I)_mm512_cvtps_epi32((__m512)value);
+#endif
+#if defined(__AVX2__)
+    if constexpr (N == 8) return (I)_mm256_cvtps_epi32((__m256)value);
+#endif
+#if defined(__SSE2__)
+    if constexpr (N == 4) return (I)_mm_cvtps_epi32((__m128)value);
+#endif
+    I whole;
+    for (int lane = 0; lane < N; lane++) whole[lane] = int32_t(__builtin_rintf(value[lane]));
+    return whole;
 }
 
 // ---- across lanes -----------------------------------------------------------
@@ -242,13 +276,13 @@ TOKEND_INLINE F<N> gather_sums(const F<N> (&parts)[N / 4]) {
 
 // ---- functions ----------------------------------------------------------------
 
-// e^x for x <= 0, relative error below 2e-7; 0 below -87. Range reduction by
+// e^x for x <= 0, relative error below 2e-7; 0 below -87, NaN of NaN. Range reduction by
 // multiples of ln 2 in two parts (Cody and Waite), then the degree 6 polynomial
 // of Cephes' expf.
 template <int N>
 TOKEND_INLINE F<N> exp_nonpositive(F<N> x) {
     using I = typename Vec<N>::I;
-    const F<N> clamped = maximum<N>(x, splat<N>(-87.0f));
+    const F<N> clamped = maximum<N>(splat<N>(-87.0f), x);
     const F<N> magic = splat<N>(12582912.0f);  // 1.5 * 2^23: the sum's low bits are the integer
     const F<N> biased = clamped * 1.44269504088896341f + magic;
     const F<N> n = biased - magic;
@@ -262,8 +296,16 @@ TOKEND_INLINE F<N> exp_nonpositive(F<N> x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     const I exponent = (bit_cast<I>(biased) - 0x4b400000 + 127) << 23;
-    const I in_range = I(x >= -87.0f);
-    return bit_cast<F<N>>(I(bit_cast<I>(p * bit_cast<F<N>>(exponent)) & in_range));
+    const I below = I(x < -87.0f);
+    return bit_cast<F<N>>(I(bit_cast<I>(p * bit_cast<F<N>>(exponent)) & ~below));
+}
+
+// tanh x, absolute error below 2e-7.
+template <int N>
+TOKEND_INLINE F<N> tanh(F<N> x) {
+    const F<N> small = exp_nonpositive<N>(maximum<N>(x, -x) * -2.0f);
+    const F<N> size = (1.0f - small) / (1.0f + small);
+    return x < 0.0f ? -size : size;
 }
 
 }  // namespace tokend

@@ -2,11 +2,11 @@
 
 Dimension i of a head turns together with dimension i + d/2:
 
-    head       [ a0 a1 … | b0 b1 … ]
-    rolled     [ b0 b1 … | a0 a1 … ]
-    result     head * [cos ‖ cos] + rolled * [-sin ‖ sin]
+    head       [ a | b ]
+    result     [ a * cos - b * sin | b * cos + a * sin ]
 
-Owns the frequencies of every kind and the table of cosines and sines.
+Owns the frequencies of every kind and the table of cosines and sines. Attention turns
+its queries and keys itself: the kernels on the way into the pages, others by `rotate`.
 """
 
 import math
@@ -15,46 +15,36 @@ import torch
 
 from worker.models.spec import DefaultRope, FactorsRope, LinearRope, Llama3Rope, Rope, YarnRope
 
-Rotation = tuple[torch.Tensor, torch.Tensor]
-"""[cos ‖ cos] and [-sin ‖ sin] of each token, [T, 1, head_dim]."""
+Rotation = torch.Tensor
+"""Cosines and sines of each token, float32 [T, 2, head_dim / 2], contiguous."""
 
 
 class RotaryEmbedding:
-    """Cosines and sines of every position up to the model's length.
-
-    Computed in float32, kept in the dtype of the activations.
-    """
+    """Cosines and sines of every position up to the model's length."""
 
     def __init__(
         self,
         rope: Rope,
         head_dim: int,
         max_position: int,
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         frequencies, magnitude = inverse_frequencies(rope, head_dim)
         angles = torch.arange(max_position, dtype=torch.float32)[:, None] * frequencies
-        # table  [ cos | cos ]
-        #        [-sin | sin ]  of each position
-        self._half = head_dim // 2
-        table = torch.empty((max_position, 2, 2, self._half), dtype=dtype, device=device)
-        cosines, sines = angles.cos() * magnitude, angles.sin() * magnitude
-        table[:, 0, 0] = cosines
-        table[:, 0, 1] = cosines
-        table[:, 1, 0] = -sines
-        table[:, 1, 1] = sines
-        self._table = table.view(max_position, 2, 1, head_dim)
+        table = torch.stack((angles.cos() * magnitude, angles.sin() * magnitude), dim=1)
+        self._table = table.to(device)
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """The rotation of each token, from positions int64 [T]; once per step."""
-        cosines, sines = self._table.index_select(0, positions).unbind(1)
-        return cosines, sines
+        return self._table.index_select(0, positions)
 
-    def apply(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Turn heads [T, n, head_dim] by their tokens' positions; a new contiguous tensor."""
-        cosines, sines = rotation
-        return (heads * cosines).addcmul_(heads.roll(self._half, -1), sines)
+
+def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Heads [T, n, head_dim] turned by their tokens' positions; new, of the same dtype."""
+    cosines, sines = rotation[:, None].unbind(2)
+    first, second = heads.float().chunk(2, dim=-1)
+    turned = (first * cosines - second * sines, second * cosines + first * sines)
+    return torch.cat(turned, dim=-1).to(heads.dtype)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[torch.Tensor, float]:

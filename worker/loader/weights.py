@@ -47,7 +47,7 @@ def load_model(
     """
     source = WeightSource(read_index(prepared), spec, dtype, device)
     rotaries = {
-        rope: RotaryEmbedding(rope, spec.head_dim, spec.max_position, dtype, device)
+        rope: RotaryEmbedding(rope, spec.head_dim, spec.max_position, device)
         for rope in dict.fromkeys(source.ropes)
     }
     steps = spec.num_layers + 1

@@ -26,7 +26,7 @@ class LayerWeights:
 
     qkv: hidden to query ‖ key ‖ value heads.
     head_norms: per-head norms of query and key, empty for most families.
-    rotary: turns its queries and keys; many layers share one.
+    rotary: how its queries and keys turn; many layers share one.
     output, down: end attention and MLP; a family may norm what they add.
     gate_up: hidden to gate ‖ up.
     """
@@ -101,25 +101,13 @@ class Decoder:
     ) -> torch.Tensor:
         """The attention of one layer before its output projection, [T, query size]."""
         spec = self.spec
-        turned = spec.num_heads + spec.num_kv_heads
         tokens = normed.shape[0]
         # heads  [ q0 q1 … | k0 … | v0 … ]
         heads = layer.qkv(normed).view(tokens, -1, spec.head_dim)
-        query_key = heads[:, :turned]
+        query, key, value = heads.split(
+            (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1
+        )
         if layer.head_norms:
             query_norm, key_norm = layer.head_norms
-            query_key = torch.cat(
-                (
-                    query_norm(heads[:, : spec.num_heads]),
-                    key_norm(heads[:, spec.num_heads : turned]),
-                ),
-                dim=1,
-            )
-        query_key = layer.rotary.apply(query_key, rotation)
-        result = attention.run(
-            index,
-            query_key[:, : spec.num_heads],
-            query_key[:, spec.num_heads :],
-            heads[:, turned:],
-        )
-        return result.view(tokens, spec.query_size)
+            query, key = query_norm(query), key_norm(key)
+        return attention.run(index, query, key, value, rotation).view(tokens, spec.query_size)

@@ -8,6 +8,8 @@ import torch
 from worker.attention.base import AttentionBackend, AttentionInputs, AttentionShape
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
+from worker.layers.rotary import RotaryEmbedding
+from worker.models.spec import DefaultRope
 
 LAYER = 1
 """The layer that runs, the second of two; with a window it is in a group of its own."""
@@ -16,7 +18,10 @@ NO_BLOCK = 1 << 30
 
 @dataclass(frozen=True)
 class Case:
-    """sequences: (KV tokens before the step, query tokens) of each. window: of the layer."""
+    """sequences: (KV tokens before the step, query tokens) of each. window: of the layer.
+
+    dtype: of the activations. kv_dtype: of the cache, where it is another.
+    """
 
     sequences: tuple[tuple[int, int], ...]
     num_heads: int = 9
@@ -26,17 +31,23 @@ class Case:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     window: int | None = None
+    kv_dtype: torch.dtype | None = None
+    soft_cap: float = 0.0
 
     @property
     def shape(self) -> AttentionShape:
-        return AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim**-0.5)
+        scale = self.head_dim**-0.5
+        return AttentionShape(
+            self.num_heads, self.num_kv_heads, self.head_dim, scale, self.soft_cap
+        )
 
 
 class Step:
     """A case with its cache filled, its step's q, k, v and its inputs.
 
     Everything in the cache that no sequence of the step may read is NaN. q, k and v
-    are slices of one fused tensor, as a model makes them.
+    are slices of one fused tensor, as a model makes them. Positions of the rotation are
+    those in the sequences.
     """
 
     def __init__(self, case: Case) -> None:
@@ -44,20 +55,24 @@ class Step:
         rng = np.random.default_rng(case.seed)
         generator = torch.Generator().manual_seed(case.seed)
         lens = [before + new for before, new in case.sequences]
-        pages = [-(-length // case.block_size) for length in lens]
-        num_blocks = sum(pages) + 3
+        num_pages = [-(-length // case.block_size) for length in lens]
+        num_blocks = sum(num_pages) + 3
         layout = kv_layout([None, case.window])
         self.kv_cache = KVCache(
-            kv_cache_geometry(layout, case.num_kv_heads, case.head_dim, case.dtype),
+            kv_cache_geometry(
+                layout, case.num_kv_heads, case.head_dim, case.kv_dtype or case.dtype
+            ),
             layout,
             num_blocks,
             case.block_size,
         )
-        self.kv_cache.buffer.fill_(float("nan"))
+        # All bits set: NaN in every floating type, and scales that are NaN.
+        self.kv_cache.buffer.view(torch.uint8).fill_(0xFF)
         free = rng.permutation(np.arange(1, num_blocks))
         # Entries past the last page, or before the window, point at blocks that do not exist.
-        table = np.full((len(lens), max(pages) + 2), NO_BLOCK, dtype=np.int32)
-        self.expected_kv, slots = [], []
+        table = np.full((len(lens), max(num_pages) + 2), NO_BLOCK, dtype=np.int32)
+        self._in_sight: list[tuple[int, torch.Tensor]] = []
+        slots, positions = [], []
         heads = case.num_heads + 2 * case.num_kv_heads
         total = sum(new for _, new in case.sequences)
         fused = torch.randn(total, heads * case.head_dim, generator=generator).to(case.dtype)
@@ -73,24 +88,26 @@ class Step:
             )
         )
         self.query, self.key, self.value = q, k, v
-        start = 0
         for row, (before, new) in enumerate(case.sequences):
-            table[row, : pages[row]], free = free[: pages[row]], free[pages[row] :]
+            table[row, : num_pages[row]], free = free[: num_pages[row]], free[num_pages[row] :]
             position = np.arange(before + new)
             slot = table[row, position // case.block_size].astype(np.int64) * case.block_size
             slot += position % case.block_size
-            old = torch.randn(2, before, case.num_kv_heads, case.head_dim, generator=generator).to(
-                case.dtype
+            first = 0 if case.window is None else max(0, before + 1 - case.window)
+            old = torch.randn(
+                2, before - first, case.num_kv_heads, case.head_dim, generator=generator
             )
-            seen = slice(0 if case.window is None else max(0, before + 1 - case.window), before)
-            for view, tokens in zip(self.kv_cache.layer_views(LAYER), old, strict=True):
-                blocks = torch.from_numpy(slot[seen] // case.block_size)
-                view[blocks, :, torch.from_numpy(slot[seen] % case.block_size)] = tokens[seen]
-            table[row, : seen.start // case.block_size] = NO_BLOCK
-            step = slice(start, start + new)
-            self.expected_kv.append((torch.cat((old[0], k[step])), torch.cat((old[1], v[step]))))
+            in_sight = torch.from_numpy(slot[first:])
+            for pages, tokens in zip(self.kv_cache.layer_pages(LAYER), old, strict=True):
+                pages.write(in_sight[: before - first], tokens)
+            table[row, : first // case.block_size] = NO_BLOCK
+            self._in_sight.append((first, in_sight))
             slots.append(slot[before:])
-            start += new
+            positions.append(position[before:])
+        rotary = RotaryEmbedding(
+            DefaultRope(10_000.0), case.head_dim, max(lens), torch.device("cpu")
+        )
+        self.rotation = rotary.at(torch.from_numpy(np.concatenate(positions)))
         self.inputs = AttentionInputs(
             query_start=np.cumsum([0] + [new for _, new in case.sequences], dtype=np.int32),
             seq_lens=np.array(lens, dtype=np.int32),
@@ -100,7 +117,7 @@ class Step:
 
     def run(self, backend: AttentionBackend) -> torch.Tensor:
         backend.plan(self.of_all_groups(self.inputs))
-        return backend.run(LAYER, self.query, self.key, self.value)
+        return backend.run(LAYER, self.query, self.key, self.value, self.rotation)
 
     def of_all_groups(self, inputs: AttentionInputs) -> list[AttentionInputs]:
         """What `plan` takes: the other group, whose layer does not run, gets no blocks."""
@@ -118,19 +135,41 @@ class Step:
             slot_mapping=self.inputs.slot_mapping[tokens],
         )
 
+    def turned(self, heads: torch.Tensor) -> torch.Tensor:
+        """q or k of the step after rotation, in float64."""
+        cosines, sines = self.rotation.double()[:, None].unbind(2)
+        first, second = heads.double().chunk(2, dim=-1)
+        return torch.cat(
+            (first * cosines - second * sines, second * cosines + first * sines), dim=-1
+        )
+
+    def written(self, part: int) -> torch.Tensor:
+        """K (0) or V (1) of the step's tokens as they stand in the pages, [T, heads, head_dim]."""
+        return self._read(part, torch.from_numpy(self.inputs.slot_mapping))
+
     def expected(self) -> torch.Tensor:
-        """The answer in float64, [T, num_heads, head_dim]."""
+        """The answer in float64, over what the pages hold, [T, num_heads, head_dim]."""
+        case = self.case
         answer = torch.empty(self.query.shape, dtype=torch.float64)
-        group = self.case.num_heads // self.case.num_kv_heads
-        for row, (before, new) in enumerate(self.case.sequences):
+        group = case.num_heads // case.num_kv_heads
+        queries = self.turned(self.query).to(case.dtype).double()
+        for row, (before, new) in enumerate(case.sequences):
             start = int(self.inputs.query_start[row])
+            first, slots = self._in_sight[row]
             hidden = torch.ones(new, before + new).triu(before + 1).bool()
-            if self.case.window is not None:
-                hidden |= torch.ones(new, before + new).tril(before - self.case.window).bool()
-            key, value = (part.double() for part in self.expected_kv[row])
-            for head in range(self.case.num_heads):
-                query = self.query[start : start + new, head].double()
-                scores = query @ key[:, head // group].T * self.case.shape.scale
-                weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=1)
+            if case.window is not None:
+                hidden |= torch.ones(new, before + new).tril(before - case.window).bool()
+            key, value = (self._read(part, slots).double() for part in (0, 1))
+            for head in range(case.num_heads):
+                scores = queries[start : start + new, head] @ key[:, head // group].T
+                scores *= case.shape.scale
+                if case.soft_cap:
+                    scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
+                weights = scores.masked_fill(hidden[:, first:], -torch.inf).softmax(dim=1)
                 answer[start : start + new, head] = weights @ value[:, head // group]
         return answer
+
+    def _read(self, part: int, slots: torch.Tensor) -> torch.Tensor:
+        size = self.case.block_size
+        pages = self.kv_cache.layer_pages(LAYER)[part].read(slots // size)
+        return pages[torch.arange(len(slots)), :, slots % size]

@@ -15,11 +15,16 @@ from worker.attention.reference import ReferenceAttention
 from worker.kernels import Step as StepStructure
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
+from worker.kv_pages import Int8Pages
+from worker.layers.rotary import Rotation
 
 # Largest error beside the largest value: float32 keeps 1e-5, the 16-bit types are
 # compared after rounding the output to 8 or 11 bits.
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 DTYPES = list(TOLERANCE)
+KV_DTYPES = [*DTYPES, torch.int8]
+PAIRS = [*zip(DTYPES, DTYPES, strict=True), *((each, torch.int8) for each in DTYPES)]
+"""Of activations and cache."""
 
 CASES = {
     "first token": Case(((0, 1),)),
@@ -45,28 +50,31 @@ CASES = {
     "head_dim 8, block 4": Case(((50, 3), (0, 17)), head_dim=8, block_size=4),
     "head_dim 80, block 32": Case(((130, 1), (33, 66)), head_dim=80, block_size=32),
     "head_dim 128, block 256": Case(((700, 1), (3, 20)), head_dim=128, block_size=256),
+    "soft cap": Case(((700, 1), (90, 2), (3, 40)), soft_cap=1.5),
 }
 
 
 def error_of(step: Step, backend: AttentionBackend) -> float:
     """Largest error beside the largest value; NaN when anything leaked."""
-    expected = step.expected()
     output = step.run(backend)
+    expected = step.expected()
     return float((output.double() - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), PAIRS, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_reference_matches_float64(name: str, dtype: torch.dtype) -> None:
-    step = Step(replace(CASES[name], dtype=dtype))
+def test_reference_matches_float64(name: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    step = Step(replace(CASES[name], dtype=dtype, kv_dtype=kv_dtype))
     assert error_of(step, ReferenceAttention(step.kv_cache, step.case.shape)) < TOLERANCE[dtype]
 
 
 @each_variant
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), PAIRS, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_match_float64(name: str, dtype: torch.dtype, variant) -> None:
-    step = Step(replace(CASES[name], dtype=dtype))
+def test_kernels_match_float64(
+    name: str, dtype: torch.dtype, kv_dtype: torch.dtype, variant
+) -> None:
+    step = Step(replace(CASES[name], dtype=dtype, kv_dtype=kv_dtype))
     backend = CpuAttention(load_variant(variant), step.kv_cache, step.case.shape)
     assert error_of(step, backend) < TOLERANCE[dtype]
 
@@ -74,7 +82,7 @@ def test_kernels_match_float64(name: str, dtype: torch.dtype, variant) -> None:
 @each_variant
 def test_kernels_match_float64_on_random_steps(variant) -> None:
     rng = random.Random(7)
-    for seed in range(40):
+    for seed in range(60):
         kv_heads = rng.choice([1, 2, 3, 5])
         case = Case(
             sequences=tuple(
@@ -86,6 +94,8 @@ def test_kernels_match_float64_on_random_steps(variant) -> None:
             head_dim=rng.choice([8, 16, 24, 48, 64, 96]),
             block_size=rng.choice([1, 2, 8, 16, 64]),
             dtype=rng.choice(DTYPES),
+            kv_dtype=rng.choice(KV_DTYPES),
+            soft_cap=rng.choice([0.0, 0.0, 0.5, 30.0]),
             seed=seed,
             window=rng.choice([None, 1, rng.randrange(2, 100), rng.randrange(2, 500)]),
         )
@@ -107,16 +117,22 @@ def test_a_row_does_not_depend_on_its_batch(variant, window: int | None) -> None
         backend.plan(together.of_all_groups(together.only(row)))
         tokens = slice(*together.inputs.query_start[row : row + 2])
         output = backend.run(
-            LAYER, together.query[tokens], together.key[tokens], together.value[tokens]
+            LAYER,
+            together.query[tokens],
+            together.key[tokens],
+            together.value[tokens],
+            together.rotation[tokens],
         )
         assert torch.equal(output, batch[tokens])
 
 
-def rows_before_what_is_no_number(step: Step, backend: AttentionBackend) -> None:
+def rows_before_what_is_no_number(step: Step, backend: AttentionBackend, part: str) -> None:
     """Rows before the last token of each sequence do not see it; the last one does."""
     clean = step.run(backend)
     last = torch.from_numpy(step.inputs.query_start[1:].astype(np.int64)) - 1
-    step.key[last] = step.value[last] = float("nan")
+    for each in (step.key, step.value):
+        if part == "both" or (part == "key") == (each is step.key):
+            each[last] = float("nan")
     output = step.run(backend)
     assert output[last].isnan().all()
     before = torch.ones(len(output), dtype=torch.bool)
@@ -128,20 +144,81 @@ NO_NUMBERS = Case(((0, 60), (0, 3), (30, 5), (600, 1), (1200, 90)))
 
 
 @each_variant
+@pytest.mark.parametrize("part", ["both", "key", "value"])
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
 def test_what_is_no_number_stays_with_those_who_see_it(
-    variant, dtype: torch.dtype, window: int | None
+    variant, kv_dtype: torch.dtype, window: int | None, part: str
 ) -> None:
-    step = Step(replace(NO_NUMBERS, dtype=dtype, window=window))
-    rows_before_what_is_no_number(
-        step, CpuAttention(load_variant(variant), step.kv_cache, step.case.shape)
-    )
+    dtype = torch.bfloat16 if kv_dtype == torch.int8 else kv_dtype
+    step = Step(replace(NO_NUMBERS, dtype=dtype, kv_dtype=kv_dtype, window=window))
+    backend = CpuAttention(load_variant(variant), step.kv_cache, step.case.shape)
+    rows_before_what_is_no_number(step, backend, part)
 
 
-def test_what_is_no_number_stays_with_those_who_see_it_in_the_reference() -> None:
-    step = Step(NO_NUMBERS)
-    rows_before_what_is_no_number(step, ReferenceAttention(step.kv_cache, step.case.shape))
+@pytest.mark.parametrize("part", ["both", "key", "value"])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8], ids=str)
+def test_what_is_no_number_stays_with_those_who_see_it_in_the_reference(
+    kv_dtype: torch.dtype, part: str
+) -> None:
+    step = Step(replace(NO_NUMBERS, kv_dtype=kv_dtype))
+    backend = ReferenceAttention(step.kv_cache, step.case.shape)
+    rows_before_what_is_no_number(step, backend, part)
+
+
+@each_variant
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_int8_of_what_is_not_finite_has_no_scale(variant, value: float) -> None:
+    step = Step(Case(((20, 3),), kv_dtype=torch.int8))
+    step.key[1, 0, 5] = step.value[2, 1, 7] = value
+    step.run(CpuAttention(load_variant(variant), step.kv_cache, step.case.shape))
+    key, written = step.written(0), step.written(1)
+    assert key[1, 0].isnan().all() and written[2, 1].isnan().all()
+    key[1, 0] = written[2, 1] = 0.0
+    assert key.isfinite().all() and written.isfinite().all()
+
+
+def backends_of(step: Step, variant) -> list[AttentionBackend]:
+    return [
+        CpuAttention(load_variant(variant), step.kv_cache, step.case.shape),
+        ReferenceAttention(step.kv_cache, step.case.shape),
+    ]
+
+
+@each_variant
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_written_is_as_near_as_the_cache_allows(
+    variant, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    """Turned keys and values: off by half a step of the element type, or of the int8 scale."""
+    case = Case(((20, 3), (5, 1), (0, 30)), dtype=dtype, kv_dtype=kv_dtype, head_dim=40)
+    step = Step(case)
+    for backend in backends_of(step, variant):
+        step.run(backend)
+        for part, exact in enumerate((step.turned(step.key), step.value.double())):
+            error = (step.written(part).double() - exact).abs()
+            if kv_dtype == torch.int8:
+                half_step = exact.abs().amax(dim=-1, keepdim=True) / 127 / 2
+            else:
+                half_step = exact.abs() * torch.finfo(kv_dtype).eps / 2 + 1e-7
+            assert (error <= half_step * (1 + 1e-4) + 1e-6).all()
+            assert part == 0 or kv_dtype != dtype or error.max() == 0.0
+
+
+@each_variant
+def test_kernels_and_reference_write_the_same_int8(variant) -> None:
+    """Values of any size; those below 2^-100 count as zero."""
+    step = Step(Case(((0, 120),), kv_dtype=torch.int8))
+    step.value.mul_(torch.logspace(-44, 30, 120)[:, None, None])
+    kernels, reference = backends_of(step, variant)
+    step.run(kernels)
+    pages = step.kv_cache.layer_pages(LAYER)[1]
+    blocks = torch.from_numpy(step.inputs.block_table[0, :-2]).long()
+    ours = pages.read(blocks)
+    step.run(reference)
+    assert torch.equal(ours.nan_to_num(7.0), pages.read(blocks).nan_to_num(7.0))
+    assert (step.written(1)[0] == 0.0).all() and (step.written(1)[-1] != 0.0).any()
 
 
 @each_variant
@@ -184,18 +261,21 @@ def test_one_decode_over_a_window_is_work_for_two_threads(variant) -> None:
 
 
 @each_variant
-def test_only_the_slots_of_the_step_are_written(variant) -> None:
-    step = Step(Case(((20, 3), (5, 1))))
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8], ids=str)
+def test_only_the_slots_of_the_step_are_written(variant, kv_dtype: torch.dtype) -> None:
+    step = Step(Case(((20, 3), (5, 1)), kv_dtype=kv_dtype))
     before = step.kv_cache.buffer.clone()
+    slots = torch.from_numpy(step.inputs.slot_mapping)
+    old = [step.written(part) for part in (0, 1)]
+    assert all(each.isnan().all() for each in old)
     step.run(CpuAttention(load_variant(variant), step.kv_cache, step.case.shape))
-    slots = step.inputs.slot_mapping
-    blocks, offsets = slots // step.case.block_size, slots % step.case.block_size
-    changed = step.kv_cache.buffer.clone()
-    for part, tokens in enumerate((step.key, step.value)):
-        written = changed[blocks, LAYER, part, :, offsets]
-        assert torch.equal(written, tokens)
-        changed[blocks, LAYER, part, :, offsets] = before[blocks, LAYER, part, :, offsets]
-    assert torch.equal(changed.view(torch.int32), before.view(torch.int32))
+    place = (slots // step.case.block_size, slice(None), slots % step.case.block_size)
+    for part, pages in enumerate(step.kv_cache.layer_pages(LAYER)):
+        assert step.written(part).isfinite().all()
+        pages.rows.view(torch.uint8)[place] = 0xFF
+        if isinstance(pages, Int8Pages):
+            pages.scales.view(torch.int32)[place] = -1
+    assert torch.equal(step.kv_cache.buffer.view(torch.uint8), before.view(torch.uint8))
 
 
 @each_variant
@@ -244,11 +324,12 @@ def test_layers_of_several_groups_read_their_own_blocks(variant) -> None:
         ReferenceAttention(cache, shape),
     ]
     query = torch.randn(3, 10, 2, 8, generator=rng)
+    rotation: Rotation = torch.randn(10, 2, 4, generator=rng)
     key, value = torch.randn(2, 3, 10, 1, 8, generator=rng)
     results = []
     for backend in backends:
         cache.buffer.fill_(float("nan"))
         backend.plan(inputs)
-        results.append([backend.run(i, query[i], key[i], value[i]) for i in range(3)])
+        results.append([backend.run(i, query[i], key[i], value[i], rotation) for i in range(3)])
     for kernel, reference in zip(*results, strict=True):
         torch.testing.assert_close(kernel, reference, rtol=1e-5, atol=1e-5)

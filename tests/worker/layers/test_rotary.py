@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from worker.layers.rotary import RotaryEmbedding, inverse_frequencies
+from worker.layers.rotary import RotaryEmbedding, inverse_frequencies, rotate
 from worker.models.config_reader import ConfigReader
 from worker.models.rope_config import rope_from_config
 from worker.models.spec import DefaultRope, FactorsRope
@@ -61,8 +61,8 @@ def test_frequencies_equal_transformers(scaling: dict[str, object]) -> None:
 def test_rotation_equals_transformers(dtype: torch.dtype) -> None:
     positions = torch.tensor([0, 3, 499, 3, 77])
     heads = torch.randn(5, 6, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
-    rotary = RotaryEmbedding(DefaultRope(10_000.0), 32, 500, dtype, torch.device("cpu"))
-    turned = rotary.apply(heads, rotary.at(positions))
+    rotary = RotaryEmbedding(DefaultRope(10_000.0), 32, 500, torch.device("cpu"))
+    turned = rotate(heads, rotary.at(positions))
     frequencies, _ = inverse_frequencies(DefaultRope(10_000.0), 32)
     angles = (positions[:, None].float() * frequencies).repeat(1, 2)
     expected, _ = apply_rotary_pos_emb(
@@ -74,13 +74,13 @@ def test_rotation_equals_transformers(dtype: torch.dtype) -> None:
 
 
 def test_strided_heads_are_turned_like_contiguous_ones() -> None:
-    rotary = RotaryEmbedding(DefaultRope(10_000.0), 16, 50, torch.float32, torch.device("cpu"))
+    rotary = RotaryEmbedding(DefaultRope(10_000.0), 16, 50, torch.device("cpu"))
     fused = torch.randn(4, 9, 16, generator=torch.Generator().manual_seed(1))
     rotation = rotary.at(torch.arange(4))
     before = fused.clone()
-    turned = rotary.apply(fused[:, :7], rotation)
+    turned = rotate(fused[:, :7], rotation)
     assert turned.is_contiguous()
-    torch.testing.assert_close(turned, rotary.apply(before[:, :7].contiguous(), rotation))
+    torch.testing.assert_close(turned, rotate(before[:, :7].contiguous(), rotation))
     torch.testing.assert_close(fused, before)
 
 

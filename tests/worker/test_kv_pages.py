@@ -1,0 +1,41 @@
+"""int8 rows and their scales."""
+
+import pytest
+import torch
+
+from worker.kv_pages import quantise
+
+
+def test_int8_is_off_by_at_most_half_a_scale() -> None:
+    rows = torch.randn(50, 3, 24, generator=torch.Generator().manual_seed(0)) * 10.0
+    whole, scales = quantise(rows)
+    assert (whole.dtype, scales.dtype, scales.shape) == (torch.int8, torch.float32, (50, 3))
+    torch.testing.assert_close(scales, rows.abs().amax(dim=-1) / 127)
+    error = (whole.double() * scales[..., None].double() - rows.double()).abs()
+    assert (error <= scales[..., None].double() / 2 * (1 + 1e-5)).all()
+    assert whole.abs().amax(dim=-1).eq(127).all()
+
+
+def test_the_scale_of_one_row_is_its_own() -> None:
+    rows = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
+    alone = [quantise(row) for row in rows]
+    rows[2] *= 1e6
+    whole, scales = quantise(rows)
+    for index in (0, 1, 3, 4, 5):
+        assert torch.equal(whole[index], alone[index][0])
+        assert torch.equal(scales[index], alone[index][1])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_with_what_is_not_finite_has_no_scale(value: float) -> None:
+    rows = torch.ones(3, 8)
+    rows[1, 4] = value
+    whole, scales = quantise(rows)
+    assert scales.isnan().tolist() == [False, True, False]
+    assert (whole[1] == 0).all()
+
+
+def test_rows_of_zeros_and_of_next_to_nothing_are_zeros() -> None:
+    rows = torch.stack((torch.zeros(8), torch.full((8,), 1e-40), torch.full((8,), 1e-31)))
+    whole, scales = quantise(rows)
+    assert (whole == 0).all() and (scales == 0).all()

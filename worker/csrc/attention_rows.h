@@ -1,0 +1,110 @@
+// One head of one token: read, turned, written, in any element type.
+//
+// Activations come in three types and the pages in four. What is done once a row goes
+// through floats here, so that only what is done once a page knows both at compile time.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "attention.h"
+#include "simd.h"
+
+namespace tokend {
+
+// Calls body with a null pointer of the C++ type of an activation.
+template <class Body>
+TOKEND_INLINE void with_type(int64_t dtype, Body body) {
+    switch (dtype) {
+        case TOKEND_FLOAT32: return body(static_cast<float*>(nullptr));
+        case TOKEND_BFLOAT16: return body(static_cast<bfloat16*>(nullptr));
+        case TOKEND_FLOAT16: return body(static_cast<float16*>(nullptr));
+    }
+}
+
+// `row` of `head_dim` elements, a multiple of 8, that begins at element `at`.
+inline void read_row(int64_t dtype, const void* base, int64_t at, int64_t head_dim, float* row) {
+    with_type(dtype, [&]<class T>(T*) {
+        const T* from = static_cast<const T*>(base) + at;
+        for (int64_t dim = 0; dim < head_dim; dim += 8) store<8>(row + dim, load<8>(from + dim));
+    });
+}
+
+inline void write_row(int64_t dtype, const float* row, int64_t head_dim, void* base, int64_t at) {
+    with_type(dtype, [&]<class T>(T*) {
+        T* to = static_cast<T*>(base) + at;
+        for (int64_t dim = 0; dim < head_dim; dim += 8) store<8>(to + dim, load<8>(row + dim));
+    });
+}
+
+// What the row would be after a stay in the element type.
+inline void round_row(int64_t dtype, int64_t head_dim, float* row) {
+    with_type(dtype, [&]<class T>(T*) {
+        T rounded[8];
+        if constexpr (std::is_same_v<T, float>) return;
+        for (int64_t dim = 0; dim < head_dim; dim += 8) {
+            store<8>(rounded, load<8>(row + dim));
+            store<8>(row + dim, load<8>(rounded));
+        }
+    });
+}
+
+// Dimension i turns together with i + head_dim / 2 (worker/layers/rotary.py).
+//   rotation  | cosines | sines |
+inline void turn_row(const float* __restrict rotation, int64_t head_dim, float* __restrict row) {
+    const int64_t half = head_dim / 2;
+    const float *cosines = rotation, *sines = rotation + half;
+    float *first = row, *second = row + half;
+    for (int64_t dim = 0; dim < half; dim += 4) {
+        const F<4> a = load<4>(first + dim), b = load<4>(second + dim);
+        const F<4> cosine = load<4>(cosines + dim), sine = load<4>(sines + dim);
+        store<4>(first + dim, a * cosine - b * sine);
+        store<4>(second + dim, b * cosine + a * sine);
+    }
+}
+
+// Below this the largest element counts as zero: its inverse would not be finite.
+constexpr float LEAST_LARGEST = 0x1p-100f;
+
+// Symmetric int8 with one scale for the row; returns the scale, largest / 127. A row
+// with anything that is not finite gets NaN, so that whoever reads it is found broken.
+inline float quantise_row(const float* row, int64_t head_dim, int8_t* to) {
+    F<8> largest = {}, odd = {};
+    for (int64_t dim = 0; dim < head_dim; dim += 8) {
+        const F<8> value = load<8>(row + dim);
+        largest = maximum<8>(largest, maximum<8>(value, -value));
+        odd += value * 0.0f;
+    }
+    const float most = max_lanes<8>(largest);
+    if (sum_lanes<8>(odd) != 0.0f || most < LEAST_LARGEST) {
+        std::fill_n(to, head_dim, int8_t(0));
+        return sum_lanes<8>(odd) != 0.0f ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
+    }
+    const float inverse = 127.0f / most;
+    for (int64_t dim = 0; dim < head_dim; dim += 8) {
+        const auto whole = nearest<8>(load<8>(row + dim) * inverse);
+        const auto bytes = __builtin_convertvector(whole, Vec<8>::B);
+        __builtin_memcpy(to + dim, &bytes, sizeof(bytes));
+    }
+    return most / 127.0f;
+}
+
+// The scales of the int8 rows of one KV head in one page.
+template <class Page>
+TOKEND_INLINE auto page_scales(Page* page, int64_t block_size, int64_t head_dim) {
+    using Scale = std::conditional_t<std::is_const_v<Page>, const float, float>;
+    return reinterpret_cast<Scale*>(page + block_size * head_dim);
+}
+
+// Puts a row into a page of one KV head, `offset` tokens from its beginning.
+template <class C>
+TOKEND_INLINE void write_to_page(const float* row, int64_t head_dim, int64_t block_size, int64_t offset, C* page) {
+    C* to = page + offset * head_dim;
+    if constexpr (std::is_same_v<C, int8_t>) {
+        page_scales(page, block_size, head_dim)[offset] = quantise_row(row, head_dim, to);
+    } else {
+        for (int64_t dim = 0; dim < head_dim; dim += 8) store<8>(to + dim, load<8>(row + dim));
+    }
+}
+
+}  // namespace tokend
