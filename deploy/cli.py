@@ -35,6 +35,7 @@ BENCH_USAGE: Final = """\
 usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
 
   scheduler   a step of the scheduler, without a model
+  step        a step of the worker by itself: products, attention, the rest
   compare     one setting of the daemon against another, in turns
   overload    ten times the load that a daemon can take, and clients that do not stay
   chaos       processes die under load; exit status 1 when a client notices
@@ -43,6 +44,7 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
 """
 _BENCHES: Final = {
     "scheduler": "deploy.loadtest.scheduler_bench",
+    "step": "deploy.loadtest.step_bench",
     "compare": "deploy.loadtest.compare",
     "overload": "deploy.loadtest.overload.bench",
     "chaos": "deploy.loadtest.chaos.bench",
