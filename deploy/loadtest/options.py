@@ -1,7 +1,7 @@
 """Command lines of the measurements."""
 
 import argparse
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 from proto.errors import ConfigError
 
@@ -27,11 +27,3 @@ def positive(text: str) -> float:
     if not 0 < number < float("inf"):
         raise ValueError
     return number
-
-
-def create_json(name: str) -> TextIO:
-    """The file of --json, opened before anything is measured; raises ConfigError."""
-    try:
-        return open(name, "w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {name}: {error.strerror}", "json") from None

@@ -10,12 +10,12 @@ import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Final
+from typing import Final, TextIO
 
 from rich.console import Console
 from rich.table import Table
 
-from deploy.loadtest.options import Parser, create_json
+from deploy.loadtest.options import Parser
 from deploy.loadtest.players import Player, our_command, peer_command
 from deploy.loadtest.workloads import select
 from proto.benchmark import SchedulerFigures, SchedulerRow, SchedulerTimings, SchedulerWorkload
@@ -32,7 +32,7 @@ def main(words: Sequence[str]) -> None:
     console = Console(width=120)
     with ExitStack() as stack:
         # Opened first: a name that is no good must not cost the measurement.
-        files = [stack.enter_context(create_json(name)) for name in options.json]
+        files = [stack.enter_context(_create(name)) for name in options.json]
         rows = measure(select(options.workload), options.rounds, options.peer_python)
         for file in files:
             file.write(_document(rows))
@@ -181,3 +181,10 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     if options.rounds < 1:
         raise ConfigError(f"--rounds must be at least 1, got {options.rounds}", "rounds")
     return options
+
+
+def _create(name: str) -> TextIO:
+    try:
+        return open(name, "w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {name}: {error.strerror}", "json") from None

@@ -19,7 +19,7 @@ from rich.table import Table
 from deploy import flags
 from deploy.child_environment import child_environment
 from deploy.display import open_display
-from deploy.loadtest.options import Parser, at_least_one, create_json
+from deploy.loadtest.options import Parser, at_least_one
 from deploy.loadtest.program import Program
 from deploy.prepare.store import prepared_model
 from deploy.surroundings import Surroundings
@@ -65,7 +65,10 @@ def main(words: Sequence[str]) -> None:
         raise ConfigError(f"--rows: at most {most} sequences (--max-num-seqs)", "rows")
     with ExitStack() as stack:
         # Opened first: a name that is no good must not cost the measurement.
-        files = [stack.enter_context(create_json(name)) for name in options.json]
+        try:
+            files = [stack.enter_context(open(name, "w")) for name in options.json]
+        except OSError as error:
+            raise ConfigError(f"--json {error.filename}: {error.strerror}", "json") from None
         with closing(open_display(sys.stderr)) as display:
             model = prepared_model(config.model.model, around, display)
         rows = list(_measure(options, config, model, around))
