@@ -36,6 +36,7 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
 
   scheduler   a step of the scheduler, without a model
   step        a step of the worker by itself: products, attention, the rest
+  attention   a step's attention, beside how fast memory is read
   compare     one setting of the daemon against another, in turns
   overload    ten times the load that a daemon can take, and clients that do not stay
   chaos       processes die under load; exit status 1 when a client notices
@@ -45,6 +46,7 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
 _BENCHES: Final = {
     "scheduler": "deploy.loadtest.scheduler_bench",
     "step": "deploy.loadtest.step_bench",
+    "attention": "deploy.loadtest.attention_bench",
     "compare": "deploy.loadtest.compare",
     "overload": "deploy.loadtest.overload.bench",
     "chaos": "deploy.loadtest.chaos.bench",

@@ -124,6 +124,58 @@ class SchedulerRow(SchedulerFigures, frozen=True, kw_only=True):
     ratio_min: float | None = None
 
 
+class AttentionWorkload(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of attention alone, all layers, over a cache that is full.
+
+    num_seqs: in the step, each with `context_tokens`, of which `query_tokens` are new.
+    dtype: of the activations. kv_cache_dtype: as the setting.
+    rounds: each is one step and one measurement of the memory, one after the other.
+    read_megabytes: of that: more than the caches of a processor hold.
+    num_threads: of a CPU; None takes those that the daemon takes.
+    The rest is the shape of the model.
+    """
+
+    name: str
+    num_seqs: int
+    context_tokens: int
+    query_tokens: int
+    dtype: Literal["float32", "bfloat16", "float16"]
+    kv_cache_dtype: Literal["auto", "bf16", "f32", "int8"]
+    rounds: int
+    read_megabytes: int = 512
+    num_threads: int | None = None
+    num_layers: int = 30
+    num_heads: int = 9
+    num_kv_heads: int = 3
+    head_dim: int = 64
+    block_size: int = 16
+
+
+class AttentionTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """What one workload took.
+
+    kernels: the instruction set.
+    step_ms_*: rotary embedding, KV write and attention of all layers.
+    kv_megabytes: K and V in sight, scales included, that a step reads once.
+    kv_gb_per_s_*: of that; read_gb_per_s_*: summing a large array with the same threads.
+    share_of_read_median: the one by the other, round by round.
+    attention_gflop_per_s_best: both products over the pairs of tokens that see each other.
+    """
+
+    workload: str
+    kernels: str
+    num_threads: int
+    step_ms_best: float
+    step_ms_median: float
+    kv_megabytes: float
+    kv_gb_per_s_best: float
+    kv_gb_per_s_median: float
+    read_gb_per_s_best: float
+    read_gb_per_s_median: float
+    share_of_read_median: float
+    attention_gflop_per_s_best: float
+
+
 class StepWorkload(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of a worker by itself, in which `num_rows` sequences decode one token each.
 

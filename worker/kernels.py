@@ -35,7 +35,7 @@ Step = _structure(
             ("num_seqs", "num_tokens", "num_heads", "num_kv_heads", "head_dim", "block_size"),
             c_int64,
         ),
-        **dict.fromkeys(("max_blocks", "window"), c_int64),
+        **dict.fromkeys(("max_blocks", "window", "most_partial_rows"), c_int64),
         **dict.fromkeys(("query_start", "seq_lens", "block_table", "slot_mapping"), c_void_p),
         **dict.fromkeys(("scale", "soft_cap"), c_double),
     },
@@ -45,8 +45,9 @@ Step = _structure(
 Plan = _structure(
     "Plan",
     {
-        **dict.fromkeys(("num_tiles", "num_tasks", "num_partial_rows", "num_elements"), c_int64),
-        **dict.fromkeys(("tiles", "tasks", "partials"), c_void_p),
+        **dict.fromkeys(("num_tiles", "num_tasks", "num_rounds"), c_int64),
+        **dict.fromkeys(("num_partial_rows", "num_elements"), c_int64),
+        **dict.fromkeys(("tiles", "tasks", "rounds", "partials"), c_void_p),
     },
 )
 """TokendPlan of csrc/attention.h."""

@@ -108,7 +108,8 @@ class KVCache:
         size, head_dim = self.block_size, self.geometry.head_dim
         # a head  [ size * head_dim bytes of rows | size floats ]
         rows, scales = part[..., : size * head_dim], part[..., size * head_dim :]
-        return Int8Pages(rows.unflatten(-1, (size, head_dim)), scales.view(torch.float32))
+        split = (*part.shape[:-1], size, head_dim)
+        return Int8Pages(rows.view(split), scales.view(torch.float32))
 
 
 def _row_bytes(head_dim: int, dtype: torch.dtype) -> int:

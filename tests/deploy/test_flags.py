@@ -41,8 +41,9 @@ def test_every_field_has_a_flag_and_help() -> None:
 def test_the_promised_names_exist() -> None:
     promised = """
         --host --port --api-key --served-model-name --tokenizer --dtype --max-model-len --seed
-        --block-size --num-gpu-blocks-override --kv-cache-memory --kv-cache-dtype --enable-prefix-caching
-        --max-num-seqs --max-num-batched-tokens --long-prefill-token-threshold
+        --block-size --num-gpu-blocks-override --kv-cache-memory --kv-cache-dtype
+        --enable-prefix-caching --max-num-seqs --max-num-batched-tokens
+        --long-prefill-token-threshold
         --enable-chunked-prefill --scheduling-policy --async-scheduling --tensor-parallel-size
         --device --attention-backend --api-server-count --disable-log-requests
         --scheduler-reserve-full-isl --watermark --stop-admission-above

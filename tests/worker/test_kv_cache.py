@@ -99,7 +99,8 @@ def test_int8_rows_and_scales_of_all_layers_lie_side_by_side() -> None:
     cache = small_cache(torch.int8)
     for layer in range(4):
         key, value = (pages for pages in cache.layer_pages(layer))
-        assert isinstance(key, Int8Pages) and isinstance(value, Int8Pages)
+        assert isinstance(key, Int8Pages)
+        assert isinstance(value, Int8Pages)
         assert key.rows.shape == value.rows.shape == (5, 3, 8, 16)
         assert key.rows.stride() == value.rows.stride()
         assert key.scales.shape == value.scales.shape == (5, 3, 8)

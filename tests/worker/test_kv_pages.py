@@ -38,4 +38,5 @@ def test_a_row_with_what_is_not_finite_has_no_scale(value: float) -> None:
 def test_rows_of_zeros_and_of_next_to_nothing_are_zeros() -> None:
     rows = torch.stack((torch.zeros(8), torch.full((8,), 1e-40), torch.full((8,), 1e-31)))
     whole, scales = quantise(rows)
-    assert (whole == 0).all() and (scales == 0).all()
+    assert (whole == 0).all()
+    assert (scales == 0).all()

@@ -22,6 +22,9 @@ _DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CACHE_DTYPE_CODES: Final = {**_DTYPE_CODES, torch.int8: 3}
 _TILE_FIELDS: Final = 9
 _TASK_FIELDS: Final = 2
+_ROUND_FIELDS: Final = 2
+MOST_PARTIAL_BYTES: Final = 32 << 20
+"""For the results of pieces of long sequences; more of them are computed in rounds."""
 _UNBOUNDED: Final = 1 << 40
 """As a window: more tokens than any sequence has."""
 
@@ -33,21 +36,29 @@ class UnsupportedShapeError(Exception):
 class StepPlan:
     """How the kernels cut the current step into tasks, for one window."""
 
-    def __init__(self, kernels: Kernels, shape: AttentionShape) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        shape: AttentionShape,
+        most_partial_bytes: int = MOST_PARTIAL_BYTES,
+    ) -> None:
         self.structure = Plan()
         self._kernels = kernels
         self._partial_width = int(kernels.partial_width(shape.head_dim))
+        self._most_partial_rows = most_partial_bytes // (4 * self._partial_width)
 
     def make(self, step: ctypes.Structure) -> None:
         """Plan `step`; its block table and slots play no part."""
         plan = self.structure
-        plan.tiles = plan.tasks = None
+        plan.tiles = plan.tasks = plan.rounds = None
+        step.most_partial_rows = self._most_partial_rows
         self._kernels.attention_plan(step, plan)
         self._tiles = np.empty((plan.num_tiles, _TILE_FIELDS), dtype=np.int32)
         self._tasks = np.empty((plan.num_tasks, _TASK_FIELDS), dtype=np.int32)
+        self._rounds = np.empty((plan.num_rounds, _ROUND_FIELDS), dtype=np.int32)
         self._partials = np.empty((plan.num_partial_rows, self._partial_width), dtype=np.float32)
         plan.tiles, plan.tasks = self._tiles.ctypes.data, self._tasks.ctypes.data
-        plan.partials = self._partials.ctypes.data
+        plan.rounds, plan.partials = self._rounds.ctypes.data, self._partials.ctypes.data
         self._kernels.attention_plan(step, plan)
 
 
@@ -57,14 +68,23 @@ class CpuAttention:
     Raises UnsupportedShapeError for a head_dim that is not a multiple of 8.
     """
 
-    def __init__(self, kernels: Kernels, kv_cache: KVCache, shape: AttentionShape) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        kv_cache: KVCache,
+        shape: AttentionShape,
+        most_partial_bytes: int = MOST_PARTIAL_BYTES,
+    ) -> None:
         if shape.head_dim % 8:
             raise UnsupportedShapeError(f"head_dim must be a multiple of 8, got {shape.head_dim}")
         assert shape.scale > 0, "the kernels look for the largest score before scaling"
         self._kernels = kernels
         self._kv_cache = kv_cache
         self._shape = shape
-        self._plans = {window: StepPlan(kernels, shape) for window in kv_cache.layout.windows}
+        self._plans = {
+            window: StepPlan(kernels, shape, most_partial_bytes)
+            for window in kv_cache.layout.windows
+        }
         self._groups = [self._step(window) for window in kv_cache.layout.windows]
         self._layers = [self._layer(layer) for layer in range(len(kv_cache.layout.places))]
 
@@ -96,7 +116,8 @@ class CpuAttention:
         self._check(key, self._shape.num_kv_heads)
         self._check(value, self._shape.num_kv_heads)
         assert query.dtype == key.dtype == value.dtype, "queries, K and V are of one dtype"
-        assert rotation.dtype == torch.float32 and rotation.is_contiguous()
+        assert rotation.dtype == torch.float32
+        assert rotation.is_contiguous()
         assert rotation.shape == (query.shape[0], 2, self._shape.head_dim // 2)
         output = torch.empty(query.shape, dtype=query.dtype)
         layout = self._kv_cache.layout

@@ -114,30 +114,36 @@ void run(const TokendStep* step, const TokendPlan* plan, const TokendLayer* laye
         const TokendTask task = plan->tasks[index];
         return Piece(step, layer, plan->tiles + task.tile, task.piece);
     };
-    // A thread takes several neighbouring tasks, so that it can fetch ahead the beginning of
-    // the next, where there are enough for all to end at about the same time.
-    const int64_t grain = std::max<int64_t>(1, plan->num_tasks / (RUNS_PER_THREAD * omp_get_max_threads()));
 #pragma omp parallel if (plan->num_elements > PARALLEL_ELEMENTS)
     {
         static thread_local Scratch scratch;
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < step->num_tokens; token++) write_token<C>(step, layer, token, scratch);
+        TokendRound done = {0, 0};
+        for (int64_t number = 0; number < plan->num_rounds; number++) {
+            const TokendRound round = plan->rounds[number];
+            // A thread takes several neighbouring tasks, so that it can fetch ahead the beginning of
+            // the next, where there are enough for all to end at about the same time.
+            const int64_t num_tasks = round.tasks_end - done.tasks_end;
+            const int64_t grain = std::max<int64_t>(1, num_tasks / (RUNS_PER_THREAD * omp_get_num_threads()));
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t run = 0; run < plan->num_tasks; run += grain) {
-            const int64_t end = std::min(run + grain, plan->num_tasks);
-            for (int64_t index = run; index < end; index++) {
-                const Piece piece = piece_of(index), following = piece_of(std::min(index + 1, end - 1));
-                compute_piece<C>(piece, following, plan, plan->tasks[index].piece, scratch);
+            for (int64_t run = done.tasks_end; run < round.tasks_end; run += grain) {
+                const int64_t end = std::min<int64_t>(run + grain, round.tasks_end);
+                for (int64_t index = run; index < end; index++) {
+                    const Piece piece = piece_of(index), following = piece_of(std::min(index + 1, end - 1));
+                    compute_piece<C>(piece, following, plan, plan->tasks[index].piece, scratch);
+                }
             }
-        }
-        if (plan->num_partial_rows > 0) {
+            if (plan->num_partial_rows > 0) {
 #pragma omp for schedule(static)
-            for (int64_t index = 0; index < plan->num_tiles; index++) {
-                if (plan->tiles[index].pieces == 1) continue;
-                const Piece piece(step, layer, plan->tiles + index, 0);
-                float* sum = scratch.floats(step->head_dim);
-                for (int64_t row = 0; row < piece.rows; row++) join_row(piece, plan, row, sum);
+                for (int64_t index = done.tiles_end; index < round.tiles_end; index++) {
+                    if (plan->tiles[index].pieces == 1) continue;
+                    const Piece piece(step, layer, plan->tiles + index, 0);
+                    float* sum = scratch.floats(step->head_dim);
+                    for (int64_t row = 0; row < piece.rows; row++) join_row(piece, plan, row, sum);
+                }
             }
+            done = round;
         }
     }
 }

@@ -17,6 +17,7 @@ struct TokendStep {
     int64_t block_size;
     int64_t max_blocks;
     int64_t window;  // tokens that a query sees at most, its own included
+    int64_t most_partial_rows;  // that are kept at a time, where one tile does not need more
     const int32_t* query_start;
     const int32_t* seq_lens;
     const int32_t* block_table;
@@ -47,13 +48,21 @@ struct TokendTask {
     int32_t piece;
 };
 
+// Tiles whose partial results are kept together: a round begins where the one before ends.
+struct TokendRound {
+    int32_t tiles_end;
+    int32_t tasks_end;
+};
+
 struct TokendPlan {
     int64_t num_tiles;
     int64_t num_tasks;
+    int64_t num_rounds;
     int64_t num_partial_rows;
     int64_t num_elements;  // of K that the tasks read, times the rows that use them
     TokendTile* tiles;
     TokendTask* tasks;
+    TokendRound* rounds;
     float* partials;  // [num_partial_rows, tokend_partial_width(head_dim)]
 };
 
@@ -82,7 +91,7 @@ struct TokendLayer {
 // Floats of one partial result.
 __attribute__((visibility("default"))) int64_t tokend_partial_width(int64_t head_dim);
 
-// Sets the counts of plan; fills tiles and tasks when they are not null.
+// Sets the counts of plan; fills tiles, tasks and rounds when they are not null.
 __attribute__((visibility("default"))) void tokend_attention_plan(const TokendStep* step, TokendPlan* plan);
 
 // Turns the step's keys, writes K and V into the pages, then attends with turned queries.

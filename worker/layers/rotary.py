@@ -43,7 +43,11 @@ def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Heads [T, n, head_dim] turned by their tokens' positions; new, of the same dtype."""
     cosines, sines = rotation[:, None].unbind(2)
     first, second = heads.float().chunk(2, dim=-1)
-    turned = (first * cosines - second * sines, second * cosines + first * sines)
+    # addcmul rounds once less than a product and a sum.
+    turned = (
+        (first * cosines).addcmul_(second, sines, value=-1.0),
+        (second * cosines).addcmul_(first, sines),
+    )
     return torch.cat(turned, dim=-1).to(heads.dtype)
 
 

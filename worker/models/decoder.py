@@ -101,12 +101,11 @@ class Decoder:
     ) -> torch.Tensor:
         """The attention of one layer before its output projection, [T, query size]."""
         spec = self.spec
+        turned = spec.num_heads + spec.num_kv_heads
         tokens = normed.shape[0]
         # heads  [ q0 q1 … | k0 … | v0 … ]
         heads = layer.qkv(normed).view(tokens, -1, spec.head_dim)
-        query, key, value = heads.split(
-            (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1
-        )
+        query, key, value = heads.tensor_split((spec.num_heads, turned), dim=1)
         if layer.head_norms:
             query_norm, key_norm = layer.head_norms
             query, key = query_norm(query), key_norm(key)

@@ -10,7 +10,12 @@ import torch
 from tests.worker.attention.steps import LAYER, Case, Step
 from tests.worker.kernel_variants import each_variant, load_variant
 from worker.attention.base import AttentionBackend, AttentionInputs, AttentionShape
-from worker.attention.cpu import CpuAttention, StepPlan, UnsupportedShapeError
+from worker.attention.cpu import (
+    MOST_PARTIAL_BYTES,
+    CpuAttention,
+    StepPlan,
+    UnsupportedShapeError,
+)
 from worker.attention.reference import ReferenceAttention
 from worker.kernels import Step as StepStructure
 from worker.kv_cache import KVCache, kv_cache_geometry
@@ -173,9 +178,11 @@ def test_int8_of_what_is_not_finite_has_no_scale(variant, value: float) -> None:
     step.key[1, 0, 5] = step.value[2, 1, 7] = value
     step.run(CpuAttention(load_variant(variant), step.kv_cache, step.case.shape))
     key, written = step.written(0), step.written(1)
-    assert key[1, 0].isnan().all() and written[2, 1].isnan().all()
+    assert key[1, 0].isnan().all()
+    assert written[2, 1].isnan().all()
     key[1, 0] = written[2, 1] = 0.0
-    assert key.isfinite().all() and written.isfinite().all()
+    assert key.isfinite().all()
+    assert written.isfinite().all()
 
 
 def backends_of(step: Step, variant) -> list[AttentionBackend]:
@@ -218,7 +225,8 @@ def test_kernels_and_reference_write_the_same_int8(variant) -> None:
     ours = pages.read(blocks)
     step.run(reference)
     assert torch.equal(ours.nan_to_num(7.0), pages.read(blocks).nan_to_num(7.0))
-    assert (step.written(1)[0] == 0.0).all() and (step.written(1)[-1] != 0.0).any()
+    assert (step.written(1)[0] == 0.0).all()
+    assert (step.written(1)[-1] != 0.0).any()
 
 
 @each_variant
@@ -234,6 +242,47 @@ def test_number_of_threads_does_not_change_a_bit(variant) -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*outputs)
+
+
+@each_variant
+def test_little_memory_for_partial_results_changes_no_bit(variant) -> None:
+    """Long sequences in several rounds, one of them with a tile that needs more than there is."""
+    case = Case(((900, 1), (3, 1), (2500, 40), (700, 2), (0, 50), (1200, 1)))
+    step = Step(case)
+    kernels = load_variant(variant)
+    with_rounds = CpuAttention(kernels, step.kv_cache, case.shape, most_partial_bytes=10_000)
+    outputs = [
+        step.run(with_rounds),
+        step.run(CpuAttention(kernels, step.kv_cache, case.shape)),
+    ]
+    assert torch.equal(*outputs)
+    (plan,) = with_rounds._plans.values()
+    assert plan.structure.num_rounds > 10
+
+
+@each_variant
+def test_memory_for_partial_results_is_bounded(variant) -> None:
+    """A long chunk of a very long prompt, and decodes that share a long prefix."""
+    shape = AttentionShape(32, 8, 128, 1.0)
+    for num_seqs, new, total in ((1, 8192, 131_072), (2048, 1, 100_000)):
+        query_start = np.arange(num_seqs + 1, dtype=np.int32) * new
+        seq_lens = np.full(num_seqs, total, np.int32)
+        plan = StepPlan(load_variant(variant), shape)
+        plan.make(
+            StepStructure(
+                num_seqs=num_seqs,
+                num_tokens=num_seqs * new,
+                num_heads=32,
+                num_kv_heads=8,
+                head_dim=128,
+                block_size=16,
+                window=1 << 40,
+                query_start=query_start.ctypes.data,
+                seq_lens=seq_lens.ctypes.data,
+            )
+        )
+        assert plan.structure.num_rounds > 20
+        assert plan.structure.num_partial_rows * (128 + 8) * 4 <= MOST_PARTIAL_BYTES
 
 
 @each_variant

@@ -1,0 +1,110 @@
+"""`tokend bench attention`: how fast a step reads its KV, beside how fast memory is read.
+
+Attention alone, in a process of its own, on the shape of SmolLM2: 30 layers, 9 query and
+3 KV heads of 64.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Final, get_args
+
+from rich.console import Console
+from rich.table import Table
+
+from deploy.loadtest.options import Parser, at_least_one
+from proto.benchmark import AttentionTimings, AttentionWorkload
+from proto.codec import from_json, to_json, to_json_line
+from proto.config import KVCacheDType
+from proto.errors import ConfigError, TokendError
+
+_STEPS: Final = {
+    "16 decodes, 1000 tokens each": (16, 1000, 1),
+    "32 decodes, 320 tokens each": (32, 320, 1),
+    "1 decode, 1000 tokens": (1, 1000, 1),
+    "512 tokens of a prompt after 512": (1, 1024, 512),
+}
+"""Name: sequences, tokens of each, of which new."""
+
+
+def main(words: Sequence[str]) -> None:
+    """Measure, print the table, and write the timings where --json says so."""
+    parser = _parser()
+    options = parser.parse_args(words)
+    workloads = [
+        AttentionWorkload(
+            name=f"{name}, {kv_dtype}",
+            num_seqs=num_seqs,
+            context_tokens=context,
+            query_tokens=new,
+            dtype=options.dtype,
+            kv_cache_dtype=kv_dtype,
+            rounds=options.rounds,
+            num_threads=options.cpu_threads,
+        )
+        for name, (num_seqs, context, new) in _STEPS.items()
+        for kv_dtype in options.kv_cache_dtype or ("bf16", "f32", "int8")
+    ]
+    with ExitStack() as stack:
+        try:  # opened first: a name that is no good must not cost the measurement
+            files = [stack.enter_context(open(name, "w")) for name in options.json]
+        except OSError as error:
+            raise ConfigError(f"--json: {error}") from None
+        timings = measure(workloads)
+        for file in files:
+            file.write(json.dumps([json.loads(to_json(each)) for each in timings], indent=2))
+    Console(width=120).print(_table(timings))
+
+
+def measure(workloads: Sequence[AttentionWorkload]) -> list[AttentionTimings]:
+    """Play them in a worker's process; raises TokendError when it fails."""
+    finished = subprocess.run(
+        [sys.executable, "-P", "-m", "worker.bench_attention"],
+        input=b"".join(map(to_json_line, workloads)),
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    if finished.returncode:
+        raise TokendError(f"worker.bench_attention ended with {finished.returncode}")
+    return [from_json(line, AttentionTimings) for line in finished.stdout.splitlines()]
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="tokend bench attention", description=__doc__)
+    parser.add_argument("--rounds", type=at_least_one, default=15)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        action="append",
+        choices=get_args(KVCacheDType),
+        help="may be given several times; by default bf16, f32 and int8",
+    )
+    parser.add_argument("--cpu-threads", type=at_least_one, help="as of the daemon")
+    parser.add_argument(
+        "--json", metavar="FILE", action="append", default=[], help="write the timings there"
+    )
+    return parser
+
+
+def _table(timings: Sequence[AttentionTimings]) -> Table:
+    first = timings[0]
+    table = Table(
+        title=f"attention with rotary embedding and KV write, {first.kernels}, "
+        f"{first.num_threads} threads; medians"
+    )
+    for column in ("step", "ms", "best ms", "MB of KV", "GB/s", "read GB/s", "share", "GFLOP/s"):
+        table.add_column(column, justify="left" if column == "step" else "right")
+    for each in timings:
+        table.add_row(
+            each.workload,
+            f"{each.step_ms_median:.2f}",
+            f"{each.step_ms_best:.2f}",
+            f"{each.kv_megabytes:.0f}",
+            f"{each.kv_gb_per_s_median:.1f}",
+            f"{each.read_gb_per_s_median:.1f}",
+            f"{each.share_of_read_median:.2f}",
+            f"{each.attention_gflop_per_s_best:.0f}",
+        )
+    return table
