@@ -39,6 +39,7 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
   startup     from the command to the first token
   processes   what each process of a daemon takes of a step
   scheduler   a step of the scheduler, without a model
+  step        a step of the worker by itself: products, attention, the rest
   attention   a step's attention, beside how fast memory is read
   overload    ten times the load that a daemon can take, and clients that do not stay
   fairness    what one tenant's flood costs another that asks for little
@@ -52,6 +53,7 @@ _BENCHES: Final = {
     "startup": "deploy.loadtest.startup",
     "processes": "deploy.loadtest.processes_bench",
     "scheduler": "deploy.loadtest.scheduler_bench",
+    "step": "deploy.loadtest.step_bench",
     "attention": "deploy.loadtest.attention_bench",
     "compare": "deploy.loadtest.compare",
     "overload": "deploy.loadtest.overload.bench",

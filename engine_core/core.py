@@ -13,7 +13,6 @@ from engine_core.executor.base import Executor
 from engine_core.executor.crew import Crew
 from engine_core.executor.local import LocalExecutor
 from engine_core.executor.sabotaged import SabotagedExecutor
-from engine_core.heap import settle_heap
 from engine_core.intake import Intake
 from engine_core.kv_cache.integrity import check, check_in_slices
 from engine_core.kv_cache.manager import KVCacheManager
@@ -34,6 +33,7 @@ from proto import PROTOCOL_VERSION
 from proto.config import ServeConfig
 from proto.errors import TokendError
 from proto.faults import Saboteur
+from proto.heap import settle_heap
 from proto.lifecycle import EngineReady, Notice, ProcessBoot, WorkerReady
 from proto.sockets import Link, Poller
 

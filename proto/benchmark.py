@@ -1,6 +1,6 @@
-"""What a scheduler is measured with, and what came out.
+"""What parts of the daemon are measured with, and what came out.
 
-Spoken between `tokend bench scheduler` and the programs that play a workload: one
+Spoken between `tokend bench` and the programs that play a workload: one
 JSON document a line, so that a program of another environment can play it too.
 
 A workload is a recipe, not a recording: both sides make the same token ids from it.
@@ -9,6 +9,9 @@ A workload is a recipe, not a recording: both sides make the same token ids from
 from typing import Literal
 
 import msgspec
+
+from proto.config import ServeConfig
+from proto.prepared_model import PreparedModel
 
 
 class RequestRecipe(msgspec.Struct, frozen=True):
@@ -171,3 +174,44 @@ class AttentionTimings(msgspec.Struct, frozen=True, kw_only=True):
     read_gb_per_s_median: float
     share_of_read_median: float
     attention_gflop_per_s_best: float
+
+
+class StepWorkload(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps of a worker by itself, in which `num_rows` sequences decode one token each.
+
+    config: as the daemon would have it. context_tokens: that each has when it begins.
+    temperature: of the sampling; 0 is greedy.
+    """
+
+    config: ServeConfig
+    model: PreparedModel
+    num_rows: int
+    context_tokens: int
+    warm_up_steps: int
+    measured_steps: int
+    temperature: float = 0.0
+
+
+class StepTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds a step, and where they go.
+
+    product: the model's matrix products. attention: rotary embedding, KV write and attention.
+    rest: all else; its share is that of each step by itself.
+    waits_a_step: how often a thread gave up its core; page_faults_a_step: without a disk.
+    """
+
+    device: str
+    num_threads: int
+    num_rows: int
+    context_tokens: int
+    num_steps: int
+    step_ms_median: float
+    step_ms_min: float
+    step_ms_p99: float
+    product_ms_median: float
+    attention_ms_median: float
+    rest_ms_median: float
+    rest_ms_min: float
+    rest_share_median: float
+    page_faults_a_step: float
+    waits_a_step: float

@@ -44,6 +44,11 @@ class ModelRunner:
         self._rows = rows
         self._kv_cache = kv_cache
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._model.spec.vocab_size
+
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Compute a step and return its tokens.

@@ -18,6 +18,7 @@ from typing import Any
 from proto import PROTOCOL_VERSION
 from proto.errors import ModelError, ProtocolError
 from proto.faults import Saboteur
+from proto.heap import settle_heap
 from proto.lifecycle import (
     CacheReady,
     Distrust,
@@ -100,6 +101,7 @@ class Service:
     def run(self) -> None:
         """Serve until Shutdown; raises ProcessDiedError when no engine follows one that died."""
         self._engine.send(self._ready())
+        settle_heap()  # while the engine plans; what follows must not wait for it
         while True:
             readable = self._poller.wait(self._engine_wait.seconds_left())
             if self._supervisor in readable and self._obey():

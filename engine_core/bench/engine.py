@@ -5,7 +5,6 @@ import msgspec
 from engine_core.bench.fake_worker import GEOMETRY, NUM_TOKEN_IDS
 from engine_core.bench.recipes import EPOCH, requests_of
 from engine_core.core import build_parts
-from engine_core.heap import settle_heap
 from engine_core.kv_events import NoKVEvents
 from engine_core.pool_plan import plan_pool
 from engine_core.transport import FrontEndLinks
@@ -13,6 +12,7 @@ from proto import PROTOCOL_VERSION
 from proto.benchmark import SchedulerWorkload
 from proto.config import CacheConfig, SchedulerConfig, ServeConfig, validate
 from proto.engine_io import EngineCoreOutputs
+from proto.heap import settle_heap
 from proto.lifecycle import WorkerReady
 
 _FINGERPRINT = bytes(32)

@@ -61,6 +61,8 @@ class Decoder:
         self._inner = RowBuffer(spec.intermediate_size)
         self._norm = norm
         self._head = head
+        self._parts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        self._heads = (sum(self._parts), spec.head_dim)
 
     @torch.inference_mode()
     def forward(
@@ -100,13 +102,10 @@ class Decoder:
         attention: AttentionBackend,
     ) -> torch.Tensor:
         """The attention of one layer before its output projection, [T, query size]."""
-        spec = self.spec
-        turned = spec.num_heads + spec.num_kv_heads
-        tokens = normed.shape[0]
         # heads  [ q0 q1 … | k0 … | v0 … ]
-        heads = layer.qkv(normed).view(tokens, -1, spec.head_dim)
-        query, key, value = heads.tensor_split((spec.num_heads, turned), dim=1)
+        heads = layer.qkv(normed).view(-1, *self._heads)
+        query, key, value = heads.split_with_sizes(self._parts, 1)
         if layer.head_norms:
             query_norm, key_norm = layer.head_norms
             query, key = query_norm(query), key_norm(key)
-        return attention.run(index, query, key, value, rotation).view(tokens, spec.query_size)
+        return attention.run(index, query, key, value, rotation).flatten(1)

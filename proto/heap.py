@@ -1,9 +1,9 @@
-"""The garbage collector of the engine process.
+"""The garbage collector of a process that does the same step again and again.
 
 A step makes a few objects a request and drops them by the next step, which reference
 counts see to. With Python's thresholds a step of 1,024 requests starts six collections
 all the same, and every twentieth step waits 15 to 30 ms for one of the whole heap, most
-of which is there for good: modules, and the books of the block pool.
+of which is there for good: modules, weights, and the books of the block pool.
 """
 
 import gc

@@ -1,0 +1,44 @@
+"""Steps that are measured are the steps of a worker."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from proto.benchmark import StepWorkload
+from proto.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
+from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.tiny_checkpoints import save_tiny
+from worker.bench_step import BenchWorker, DecodeSteps, measure
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_rows_with_one_context_agree_and_all_parts_are_timed(name: str, tmp_path: Path) -> None:
+    """Gemma's layers have windows, so several block tables, and norms behind their products."""
+    save_tiny(name, tmp_path)
+    workload = StepWorkload(
+        config=ServeConfig(
+            model=ModelConfig(dtype="float32"),
+            cache=CacheConfig(kv_cache_memory=1 << 24),
+            scheduler=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=3),
+        ),
+        model=prepare_checkpoint(tmp_path, tmp_path / "prepared"),
+        num_rows=3,
+        context_tokens=40,
+        warm_up_steps=1,
+        measured_steps=3,
+    )
+    with tempfile.TemporaryDirectory() as run_dir:
+        worker = BenchWorker(workload, run_dir)
+        steps = DecodeSteps(worker, workload)
+        answers = [steps.run() for _ in range(4)]
+        for answer in answers:
+            assert answer.handles == [0, 1, 2]
+            assert len({tuple(tokens) for tokens in answer.sampled_token_ids}) == 1
+        timings = measure(worker, workload)
+    assert timings.num_rows == 3
+    assert timings.num_steps == 3
+    assert timings.num_threads == torch.get_num_threads()
+    assert min(timings.product_ms_median, timings.attention_ms_median, timings.rest_ms_min) > 0
+    assert timings.step_ms_min <= timings.step_ms_median <= timings.step_ms_p99

@@ -1,0 +1,91 @@
+"""Where the time of a step goes: products and attention, timed from outside.
+
+Owns the wrapping of a model's parts; what a step takes beside them is found by subtraction.
+"""
+
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from worker.attention.base import AttentionBackend
+from worker.layers.linear import Linear
+from worker.layers.residual import Addition, NormedAddition
+from worker.models.decoder import Decoder, LayerWeights
+
+
+@dataclass
+class StepClock:
+    """Seconds since it was last cleared."""
+
+    product: float = 0.0
+    attention: float = 0.0
+
+    def clear(self) -> None:
+        self.product = self.attention = 0.0
+
+
+class ClockedLinear:
+    """A Linear whose calls are timed."""
+
+    def __init__(self, linear: Linear, clock: StepClock) -> None:
+        self._linear = linear
+        self._clock = clock
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        started = perf_counter()
+        result = self._linear(x)
+        self._clock.product += perf_counter() - started
+        return result
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        started = perf_counter()
+        result = self._linear.add_to(residual, x)
+        self._clock.product += perf_counter() - started
+        return result
+
+
+class ClockedAttention:
+    """An attention backend whose layers are timed; its plan is made elsewhere."""
+
+    def __init__(self, attention: AttentionBackend, clock: StepClock) -> None:
+        self._attention = attention
+        self._clock = clock
+        self.plan = attention.plan
+
+    def run(self, *arguments: Any) -> torch.Tensor:
+        started = perf_counter()
+        result = self._attention.run(*arguments)
+        self._clock.attention += perf_counter() - started
+        return result
+
+
+class ClockedModel(Decoder):
+    """The same model, weights shared, whose products and attention are timed."""
+
+    def __init__(self, model: Decoder, clock: StepClock) -> None:
+        vars(self).update(vars(model))
+        self._clock = clock
+        self._layers = [_clocked_layer(layer, clock) for layer in model._layers]
+        self._head = ClockedLinear(model._head, clock)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        return super().forward(token_ids, positions, ClockedAttention(attention, self._clock))
+
+
+def _clocked_layer(layer: LayerWeights, clock: StepClock) -> LayerWeights:
+    def end(addition: Addition) -> Addition:
+        if isinstance(addition, NormedAddition):
+            return NormedAddition(ClockedLinear(addition.linear, clock), addition.norm)
+        return ClockedLinear(addition, clock)  # type: ignore[arg-type]  # every other is a Linear
+
+    return replace(
+        layer,
+        qkv=ClockedLinear(layer.qkv, clock),
+        output=end(layer.output),
+        gate_up=ClockedLinear(layer.gate_up, clock),
+        down=end(layer.down),
+    )
