@@ -59,6 +59,11 @@ _AVX512_BF16: Final = _AVX512 | {"avx512_vnni", "avx512_bf16"}
 _WIDE: Final = ("-march=x86-64-v4", "-mprefer-vector-width=512")
 
 X86_VARIANTS: Final = (
+    Variant(
+        "avx512_amx",
+        (*_WIDE, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-int8"),
+        _AVX512_BF16 | {"amx_tile", "amx_int8"},
+    ),
     Variant("avx512_bf16", (*_WIDE, "-mavx512bf16", "-mavx512vnni"), _AVX512_BF16),
     Variant("avx512_vnni", (*_WIDE, "-mavx512vnni"), _AVX512 | {"avx512_vnni"}),
     Variant("avx512", _WIDE, _AVX512),

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "packed_amx.h"
 #include "packed_rows.h"
 #include "packed_tile.h"
 
@@ -38,8 +39,12 @@ void multiply_panel(const uint8_t* panel, int64_t num_blocks, const TokendQuanti
     if (num_rows <= FEW) return tiles(packed, num_blocks, x, num_rows, result);
     using Plain = UnpackedOf<Format>;
     uint8_t* unpacked = scratch.panel(num_blocks * Plain::BYTES);
+#if defined(__AMX_INT8__)
+    multiply_by_tiles<Format>(panel, num_blocks, x, num_rows, unpacked, result);
+#else
     unpack_panel(packed, num_blocks, unpacked);
     tiles(Plain{unpacked, Format::ZERO}, num_blocks, x, num_rows, result);
+#endif
 }
 
 template <class T>
@@ -133,6 +138,14 @@ extern "C" void tokend_quantised_product(const TokendWeight* weight, const Token
                                          const TokendQuantised* rows) {
     tokend::with_format(weight->type,
                         [&](auto format) { tokend::run<decltype(format)>(*weight, *product, rows); });
+}
+
+extern "C" int64_t tokend_start() {
+#if defined(__AMX_INT8__)
+    return tokend::ask_for_tiles();
+#else
+    return 1;
+#endif
 }
 
 extern "C" void tokend_packed_product(const TokendWeight* weight, const TokendProduct* product) {
