@@ -13,28 +13,28 @@ namespace tokend {
 
 constexpr int TILE = 16;  // rows and outputs of a tile
 
-// What tile registers hold, set once for a product and a thread:
-//   0, 1  products of all 16 rows    4, 5  products of the rows that are left
-//   2     codes of these rows        6     codes of these rows
-//   3     codes of the weight: a row for 4 inputs, 16 outputs x 4 bytes
+// What tile registers hold, set once for a panel:
+//   0  products, 16 rows x 16 outputs
+//   1  codes of the rows
+//   2  codes of the weight: a row for 4 inputs, 16 outputs x 4 bytes
 struct alignas(64) TileShapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
 
-    TileShapes(int inputs, int rows_left) {
-        const int left = rows_left > 0 ? rows_left : TILE;
-        const int counts[7] = {TILE, TILE, TILE, inputs / 4, left, left, left};
-        const int widths[7] = {64, 64, inputs, 64, 64, 64, inputs};
-        for (int i = 0; i < 7; i++) rows[i] = uint8_t(counts[i]), row_bytes[i] = uint16_t(widths[i]);
+    explicit TileShapes(int inputs) {
+        rows[0] = rows[1] = TILE;
+        rows[2] = uint8_t(inputs / 4);
+        row_bytes[0] = row_bytes[2] = 64;
+        row_bytes[1] = uint16_t(inputs);
     }
 };
 
 // Tiles configured as long as it lives: a thread that keeps them costs more to switch.
 class Tiles {
   public:
-    Tiles(int inputs, int rows_left) {
-        const TileShapes shapes(inputs, rows_left);
+    explicit Tiles(int inputs) {
+        const TileShapes shapes(inputs);
         _tile_loadconfig(&shapes);
     }
     ~Tiles() { _tile_release(); }
@@ -65,89 +65,66 @@ TOKEND_FLATTEN void unpack_signed(const Packed<Format>& source, int64_t num_bloc
 
 typedef int32_t TileProducts[TILE][TILE];
 
-// products[half] = codes of the rows x times the codes of one block, 16 outputs.
-template <int HALVES, bool LEFT>
+// products[half] = codes of 16 rows x times the codes of one block, 16 outputs.
+template <int HALVES>
 TOKEND_INLINE void multiply_tiles(const TokendQuantised* x, int64_t x_bytes, const uint8_t* codes,
                                   TileProducts (&products)[HALVES]) {
     each<HALVES>([&](auto half) {
-        const int8_t* from = x->codes + half * 16;
-        const uint8_t* weight = codes + half * 4 * ROW;
-        if constexpr (LEFT) {
-            _tile_zero(4);
-            _tile_loadd(6, from, x_bytes);
-            _tile_loadd(3, weight, ROW);
-            _tile_dpbssd(4, 6, 3);
-            _tile_stored(4, products[half], 64);
-        } else {
-            _tile_zero(0);
-            _tile_loadd(2, from, x_bytes);
-            _tile_loadd(3, weight, ROW);
-            _tile_dpbssd(0, 2, 3);
-            _tile_stored(0, products[half], 64);
-        }
+        _tile_zero(0);
+        _tile_loadd(1, x->codes + half * 16, x_bytes);
+        _tile_loadd(2, codes + half * 4 * ROW, ROW);
+        _tile_dpbssd(0, 1, 2);
+        _tile_stored(0, products[half], 64);
     });
 }
 
-// result[row][output] of 16 outputs for `count` rows, at most ROWS; LEFT: fewer than 16.
-// The tile unit is one block ahead of the scales.
-template <int ROWS, bool LEFT, class Source>
+// result[row][output] of 16 rows and 16 outputs. The tile unit is one block ahead of the scales.
+template <class Source>
 TOKEND_FLATTEN __attribute__((noinline)) void amx_tile(const Source& from, int64_t num_blocks, int vector,
-                                                       const TokendQuantised* x, int64_t stride, int64_t count,
-                                                       float* result) {
+                                                       const TokendQuantised* x, int64_t stride, float* result) {
     const Source source = from;
     alignas(64) TileProducts products[2][Source::HALVES];
     const int64_t x_bytes = stride * int64_t(sizeof(TokendQuantised));
     const uint8_t* codes = source.blocks + vector * DOT_LANES * 4;
-    int64_t places[ROWS];  // a row beyond the last is computed as the last, and dropped
-    if constexpr (LEFT)
-        for (int64_t row = 0; row < ROWS; row++) places[row] = (row < count ? row : count - 1) * stride;
-    DotF sums[ROWS] = {};
-    multiply_tiles<Source::HALVES, LEFT>(x, x_bytes, codes, products[0]);
+    DotF sums[TILE] = {};
+    multiply_tiles<Source::HALVES>(x, x_bytes, codes, products[0]);
     for (int64_t index = 0; index < num_blocks; index++, x++) {
         codes += Source::BYTES;
         if (index + 1 < num_blocks)
-            multiply_tiles<Source::HALVES, LEFT>(x + 1, x_bytes, codes, products[(index + 1) % 2]);
+            multiply_tiles<Source::HALVES>(x + 1, x_bytes, codes, products[(index + 1) % 2]);
         const auto block = source.block(index, vector);
-        const auto row_of_x = [&](auto row) -> const TokendQuantised& {
-            return x[LEFT ? places[row] : row * stride];
-        };
         each<Source::HALVES>([&](auto half) {
             const DotF scale = block.scale(half, 0);
-            each<ROWS>([&](auto row) {
+            each<TILE>([&](auto row) {
                 const DotF dots = to_floats(load_bytes<DotI>(products[index % 2][half][row]));
-                sums[row] = fused(dots * scale, splat<DOT_LANES>(row_of_x(row).scale), sums[row]);
+                sums[row] = fused(dots * scale, splat<DOT_LANES>(x[row * stride].scale), sums[row]);
             });
         });
         if constexpr (Source::HAS_LOW) {
             const DotF low = block.low(0);
-            each<ROWS>([&](auto row) { sums[row] = fused(low, splat<DOT_LANES>(row_of_x(row).total), sums[row]); });
+            each<TILE>([&](auto row) {
+                sums[row] = fused(low, splat<DOT_LANES>(x[row * stride].total), sums[row]);
+            });
         }
     }
-    each<ROWS>([&](auto row) {
-        if (!LEFT || row < count) store<DOT_LANES>(result + row * PANEL + vector * DOT_LANES, sums[row]);
-    });
+    each<TILE>([&](auto row) { store<DOT_LANES>(result + row * PANEL + vector * DOT_LANES, sums[row]); });
 }
 
+// At least 16 rows: where the last tile is not full, it takes rows of the one before once more.
+//   rows    | 0 … 15 | 16 … 31 | 32 33
+//   tiles   |   1    |    2    |
+//                       | 3: 18 … 33  |
 template <class Format>
 void multiply_by_tiles(const uint8_t* panel, int64_t num_blocks, const TokendQuantised* x, int64_t num_rows,
                        uint8_t* scratch, float* result) {
     using Plain = UnpackedOf<Format>;
     unpack_signed(Packed<Format>{panel}, num_blocks, scratch);
     const Plain source{scratch, 0};
-    const Tiles tiles(BLOCK / Format::HALVES, int(num_rows % TILE));
-    for (int64_t row = 0; row < num_rows; row += TILE) {
-        const int64_t left = num_rows - row;
-        for (int vector = 0; vector < PANEL / DOT_LANES; vector++) {
-            const auto compute = [&](auto tile) {
-                tile(source, num_blocks, vector, x + row * num_blocks, num_blocks, left, result + row * PANEL);
-            };
-            if (left >= TILE)
-                compute(amx_tile<TILE, false, Plain>);
-            else if (left > TILE / 2)
-                compute(amx_tile<TILE, true, Plain>);
-            else
-                compute(amx_tile<TILE / 2, true, Plain>);
-        }
+    const Tiles tiles(BLOCK / Format::HALVES);
+    for (int64_t begin = 0; begin < num_rows; begin += TILE) {
+        const int64_t row = begin + TILE <= num_rows ? begin : num_rows - TILE;
+        for (int vector = 0; vector < PANEL / DOT_LANES; vector++)
+            amx_tile(source, num_blocks, vector, x + row * num_blocks, num_blocks, result + row * PANEL);
     }
 }
 
