@@ -67,7 +67,9 @@ def test_a_head_gives_scores_that_no_activation_type_rounds(kernels: Kernels) ->
     scores = BlockHead(weight)(x)
     assert scores.dtype == torch.float32
     expected = rounded_rows(x) @ dense.double().t()
-    torch.testing.assert_close(scores.double(), expected, atol=1e-4, rtol=1e-4)
+    # An activation half way between two of its 255 steps may go to either.
+    torch.testing.assert_close(scores.double(), expected, atol=5e-3, rtol=5e-3)
+    assert (scores.bfloat16().float() != scores).float().mean() > 0.9
 
 
 def test_rows_of_a_weight_are_an_embedding(kernels: Kernels) -> None:

@@ -30,8 +30,10 @@ from worker.loader.weights import load_model
 from worker.models.registry import spec_of
 
 TOKENS = torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(3))
-TIE = 0.02
-"""Sums in another order may move an activation by one of its 255 steps."""
+TIE = 0.1
+"""Sums in another order may move an activation by one of its 255 steps, and so what follows."""
+EXACT = 1e-4
+"""Where none was moved, as in some of the positions."""
 
 
 class RoundedLinear:
@@ -103,7 +105,9 @@ def logits(
 
 def assert_same_tokens(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert expected.std() > 0.3, "a difference would not show"
-    assert (found - expected).abs().max() < TIE
+    differences = (found - expected).abs().amax(1)
+    assert differences.min() < EXACT
+    assert differences.max() < TIE
     best = expected.gather(1, found.argmax(1, keepdim=True))[:, 0]
     assert (expected.amax(1) - best).max() < TIE
 
