@@ -13,7 +13,7 @@ import torch
 
 from proto import PROTOCOL_VERSION
 from proto.config import CacheConfig, CpuWeights, ModelConfig, SchedulerConfig, ServeConfig
-from proto.errors import ConfigError, ProcessDiedError, TokendError
+from proto.errors import ConfigError, TokendError
 from proto.lifecycle import (
     CacheReady,
     Distrust,
