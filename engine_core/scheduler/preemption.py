@@ -35,9 +35,8 @@ class Preemption:
 
     def relieve(self, plan: StepPlan) -> None:
         """Before anyone is planned: make room while the pool is too full, but keep the last."""
-        self._pressure.observe()
         idle_blocks = self._idle_blocks
-        while (len(self._running) > 1 or idle_blocks.any_at_rest) and self._pressure.too_high():
+        while self._pressure.too_high() and (len(self._running) > 1 or idle_blocks.any_at_rest):
             self.evict_one(plan, 0)
 
     def evict_one(self, plan: StepPlan, num_visited: int) -> int:

@@ -16,16 +16,12 @@ from engine_core.request import Request
 class Pressure(Protocol):
     """What the occupancy of the pool asks for."""
 
-    def observe(self) -> None:
-        """A step begins: look, though nobody asks.
-
-        The occupancy may fall below a threshold while one request runs, or none, and be between
-        the two again when somebody wants to come in.
-        """
-        ...
-
     def too_high(self) -> bool:
-        """Whether a running request should give way."""
+        """Whether a running request should give way.
+
+        To be asked in every step, also where one runs, or none: the occupancy may fall below a
+        threshold then, and be between the two again when somebody wants to come in.
+        """
         ...
 
     def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
@@ -35,8 +31,6 @@ class Pressure(Protocol):
 
 class NoPressure:
     """Only the end of the pool counts."""
-
-    def observe(self) -> None: ...
 
     def too_high(self) -> bool:
         return False
@@ -61,9 +55,6 @@ class Thresholds:
         self._stop_above = stop_above * self._num_usable
         self._preempt_above = preempt_above * self._num_usable
         self._open = True
-
-    def observe(self) -> None:
-        self._in_use()
 
     def too_high(self) -> bool:
         return self._in_use() > self._preempt_above
