@@ -3,9 +3,12 @@
 from typing import Any
 
 import pytest
+import torch
 
 from proto.lifecycle import KVCacheGeometry, KVGroup
 from worker.fingerprint import kv_fingerprint
+from worker.kv_cache import kv_cache_geometry
+from worker.kv_layout import kv_layout
 
 GEOMETRY = KVCacheGeometry(30, 3, 64, "bfloat16", 23040, (KVGroup(),))
 FACTS: dict[str, Any] = {
@@ -39,3 +42,14 @@ def test_it_is_the_same_for_the_same_facts_in_another_order() -> None:
     config = {"b": 2, "a": 1}
     assert kv_fingerprint(**FACTS | {"model_config": config}) == kv_fingerprint(**FACTS)
     assert len(kv_fingerprint(**FACTS)) == 32
+
+
+def test_every_dtype_of_the_cache_has_a_fingerprint_of_its_own() -> None:
+    layout = kv_layout([None, 8])
+    fingerprints = {
+        kv_fingerprint("00", {}, kv_cache_geometry(layout, 2, 16, dtype), 16, activations, "f32")
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+        for activations in ("torch.float32", "torch.bfloat16")
+    }
+    assert len(fingerprints) == 8
+    assert {len(each) for each in fingerprints} == {32}
