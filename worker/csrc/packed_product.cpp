@@ -16,6 +16,9 @@ constexpr int64_t CHUNK = 96;
 // unpacked in memory.
 constexpr int64_t FEW = 3;
 
+// From this many rows on the tile unit is faster, where there is one.
+constexpr int64_t MANY = 48;
+
 // Blocks of a panel that are unpacked together: they stay in the first cache.
 constexpr int64_t DEEP = 18;
 
@@ -36,7 +39,7 @@ void multiply_panel(const uint8_t* panel, int64_t num_blocks, const TokendQuanti
     for (int64_t begin = 0; begin < num_blocks; begin += DEEP) {
         const int64_t end = std::min(begin + DEEP, num_blocks);
 #if defined(__AMX_INT8__)
-        if (num_rows > TILE) {
+        if (num_rows >= MANY) {
             unpack_signed(packed, begin, end, scratch.unpacked);
             multiply_by_tiles(Plain{scratch.unpacked, 0}, end - begin, x + begin, num_blocks, num_rows, result);
             continue;
