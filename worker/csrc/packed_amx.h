@@ -9,6 +9,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 namespace tokend {
 
 constexpr int TILE = 16;  // rows and outputs of a tile
@@ -47,14 +49,14 @@ inline bool ask_for_tiles() {
     return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 }
 
-// The panel's codes as signed bytes, less the zero of the type, in rows as a product reads
+// Blocks of a panel with codes as signed bytes, less the zero of the type, in rows as a product reads
 // them; scales and minima as in Unpacked.
 template <class Format>
-TOKEND_FLATTEN void unpack_signed(const Packed<Format>& source, int64_t num_blocks, uint8_t* to) {
+TOKEND_FLATTEN void unpack_signed(const Packed<Format>& source, int64_t begin, int64_t end, uint8_t* to) {
     typedef uint8_t Bytes __attribute__((vector_size(DOT_LANES * 4)));
-    unpack_panel(source, num_blocks, to);
+    unpack_blocks(source, begin, end, to);
     if constexpr (Format::ZERO != 0)
-        for (int64_t index = 0; index < num_blocks; index++)
+        for (int64_t index = 0; index < end - begin; index++)
             for (int at = 0; at < 8 * ROW; at += int(sizeof(Bytes))) {
                 uint8_t* codes = to + index * UnpackedOf<Format>::BYTES + at;
                 const Bytes less = load_bytes<Bytes>(codes) - uint8_t(Format::ZERO);
@@ -78,7 +80,7 @@ TOKEND_INLINE void multiply_tiles(const TokendQuantised* x, int64_t x_bytes, con
     });
 }
 
-// result[row][output] of 16 rows and 16 outputs. The tile unit is one block ahead of the scales.
+// Adds to result[row][output] of 16 rows and 16 outputs. The tile unit is one block ahead of the scales.
 template <class Source>
 TOKEND_FLATTEN __attribute__((noinline)) void amx_tile(const Source& from, int64_t num_blocks, int vector,
                                                        const TokendQuantised* x, int64_t stride, float* result) {
@@ -86,7 +88,8 @@ TOKEND_FLATTEN __attribute__((noinline)) void amx_tile(const Source& from, int64
     alignas(64) TileProducts products[2][Source::HALVES];
     const int64_t x_bytes = stride * int64_t(sizeof(TokendQuantised));
     const uint8_t* codes = source.blocks + vector * DOT_LANES * 4;
-    DotF sums[TILE] = {};
+    DotF sums[TILE];
+    each<TILE>([&](auto row) { sums[row] = load<DOT_LANES>(result + row * PANEL + vector * DOT_LANES); });
     multiply_tiles<Source::HALVES>(x, x_bytes, codes, products[0]);
     for (int64_t index = 0; index < num_blocks; index++, x++) {
         codes += Source::BYTES;
@@ -110,22 +113,24 @@ TOKEND_FLATTEN __attribute__((noinline)) void amx_tile(const Source& from, int64
     each<TILE>([&](auto row) { store<DOT_LANES>(result + row * PANEL + vector * DOT_LANES, sums[row]); });
 }
 
-// At least 16 rows: where the last tile is not full, it takes rows of the one before once more.
-//   rows    | 0 … 15 | 16 … 31 | 32 33
-//   tiles   |   1    |    2    |
-//                       | 3: 18 … 33  |
-template <class Format>
-void multiply_by_tiles(const uint8_t* panel, int64_t num_blocks, const TokendQuantised* x, int64_t num_rows,
-                       uint8_t* scratch, float* result) {
-    using Plain = UnpackedOf<Format>;
-    unpack_signed(Packed<Format>{panel}, num_blocks, scratch);
-    const Plain source{scratch, 0};
-    const Tiles tiles(BLOCK / Format::HALVES);
-    for (int64_t begin = 0; begin < num_rows; begin += TILE) {
-        const int64_t row = begin + TILE <= num_rows ? begin : num_rows - TILE;
-        for (int vector = 0; vector < PANEL / DOT_LANES; vector++)
-            amx_tile(source, num_blocks, vector, x + row * num_blocks, num_blocks, result + row * PANEL);
+// At least 16 rows. Those that fill no tile go through one of copies.
+template <class Source>
+void multiply_by_tiles(const Source& source, int64_t num_blocks, const TokendQuantised* x, int64_t stride,
+                       int64_t num_rows, float* result) {
+    const Tiles tiles(BLOCK / Source::HALVES);
+    // Rows of the last tile, some of them of the one before:
+    //   rows     | 0 … 15 | 16 … 31 | 32 33 |
+    //   tiles    |   0    |    1    |
+    //   last               | 18  …     33   |   only 32 and 33 are taken from it
+    float last[TILE * PANEL];
+    const int64_t full = num_rows / TILE * TILE, overlap = num_rows - TILE;
+    std::copy_n(result + overlap * PANEL, TILE * PANEL, last);
+    for (int vector = 0; vector < PANEL / DOT_LANES; vector++) {
+        for (int64_t row = 0; row < full; row += TILE)
+            amx_tile(source, num_blocks, vector, x + row * stride, stride, result + row * PANEL);
+        if (full < num_rows) amx_tile(source, num_blocks, vector, x + overlap * stride, stride, last);
     }
+    std::copy(last + (full - overlap) * PANEL, last + TILE * PANEL, result + full * PANEL);
 }
 
 }  // namespace tokend

@@ -10,26 +10,22 @@
 namespace tokend {
 namespace {
 
-// Rows that are multiplied while a panel is unpacked: their blocks stay in the second cache.
+// Rows that are multiplied with what is unpacked of a panel: their blocks stay in the second cache.
 constexpr int64_t CHUNK = 96;
 // Up to this many rows, unpacking a panel within the product costs less than leaving it
 // unpacked in memory.
 constexpr int64_t FEW = 3;
 
+// From this many rows on the tile unit is faster, where there is one.
+constexpr int64_t MANY = 48;
+
+// Blocks of a panel that are unpacked together: they stay in the first cache.
+constexpr int64_t DEEP = 18;
+
 // Memory of a thread, kept for the next product.
 struct Scratch {
-    std::vector<uint8_t> bytes;
-    std::vector<float> results;
-
-    // Aligned to 64.
-    uint8_t* panel(int64_t size) {
-        if (int64_t(bytes.size()) < size + 64) bytes.resize(size + 64);
-        return bytes.data() + (-reinterpret_cast<uintptr_t>(bytes.data()) & 63);
-    }
-    float* rows(int64_t count) {
-        if (int64_t(results.size()) < count * PANEL) results.resize(count * PANEL);
-        return results.data();
-    }
+    alignas(64) uint8_t unpacked[DEEP * ROW * 10];
+    alignas(64) float results[CHUNK * PANEL];
 };
 
 // result[row][output] for the outputs of a panel.
@@ -37,14 +33,22 @@ template <class Format>
 void multiply_panel(const uint8_t* panel, int64_t num_blocks, const TokendQuantised* x, int64_t num_rows,
                     Scratch& scratch, float* result) {
     const Packed<Format> packed{panel};
-    if (num_rows <= FEW) return tiles<2, 2>(packed, num_blocks, x, num_rows, result);
+    std::fill_n(result, num_rows * PANEL, 0.0f);
+    if (num_rows <= FEW) return tiles<2, 2>(packed, num_blocks, x, num_blocks, num_rows, result);
     using Plain = UnpackedOf<Format>;
-    uint8_t* unpacked = scratch.panel(num_blocks * Plain::BYTES);
+    for (int64_t begin = 0; begin < num_blocks; begin += DEEP) {
+        const int64_t end = std::min(begin + DEEP, num_blocks);
 #if defined(__AMX_INT8__)
-    if (num_rows > TILE) return multiply_by_tiles<Format>(panel, num_blocks, x, num_rows, unpacked, result);
+        if (num_rows >= MANY) {
+            unpack_signed(packed, begin, end, scratch.unpacked);
+            multiply_by_tiles(Plain{scratch.unpacked, 0}, end - begin, x + begin, num_blocks, num_rows, result);
+            continue;
+        }
 #endif
-    unpack_panel(packed, num_blocks, unpacked);
-    tiles<TILE_ROWS, TILE_MIDDLE>(Plain{unpacked, Format::ZERO}, num_blocks, x, num_rows, result);
+        unpack_blocks(packed, begin, end, scratch.unpacked);
+        tiles<TILE_ROWS, TILE_MIDDLE>(Plain{scratch.unpacked, Format::ZERO}, end - begin, x + begin, num_blocks,
+                                      num_rows, result);
+    }
 }
 
 // The same of a type that is known only now.
@@ -124,7 +128,7 @@ void run(const TokendWeight& weight, MultiplyPanel multiply, const TokendProduct
         for (int64_t task = 0; task < tasks; task++) {
             const int64_t panel = task / chunks, begin = task % chunks * CHUNK;
             const int64_t count = std::min(CHUNK, num_rows - begin);
-            float* results = scratch.rows(CHUNK);
+            float* results = scratch.results;
             const uint8_t* packed = static_cast<const uint8_t*>(weight.packed) + panel * panel_bytes;
             multiply(packed, num_blocks, x + begin * num_blocks, count, scratch, results);
             if (product.output_dtype == 0)

@@ -103,8 +103,8 @@ template <class Format>
 using UnpackedOf = Unpacked<Format::HALVES, Format::HAS_LOW, WORDS_FIRST ? Format::BITS : 8>;
 
 template <class Format>
-TOKEND_FLATTEN void unpack_panel(const Packed<Format>& source, int64_t num_blocks, uint8_t* to) {
-    for (int64_t index = 0; index < num_blocks; index++, to += UnpackedOf<Format>::BYTES)
+TOKEND_FLATTEN void unpack_blocks(const Packed<Format>& source, int64_t begin, int64_t end, uint8_t* to) {
+    for (int64_t index = begin; index < end; index++, to += UnpackedOf<Format>::BYTES)
         for (int vector = 0; vector < PANEL / DOT_LANES; vector++) {
             const auto block = source.block(index, vector);
             uint8_t* column = to + vector * DOT_LANES * 4;

@@ -72,13 +72,17 @@ TOKEND_INLINE void add_products(const Block& block, const TokendQuantised* x, in
 #endif
 }
 
-// result[row][output] for TILE_VECTORS vectors from `vector` on; x: the first row's blocks,
-// stride blocks from row to row.
+// Adds to result[row][output] for TILE_VECTORS vectors from `vector` on; x: the first row's
+// blocks, stride blocks from row to row.
 template <int ROWS, class Source>
 TOKEND_FLATTEN __attribute__((noinline)) void tile(const Source& from, int64_t num_blocks, int vector,
                                                    const TokendQuantised* x, int64_t stride, float* result) {
     const Source source = from;
-    DotF sums[ROWS][TILE_VECTORS] = {};
+    DotF sums[ROWS][TILE_VECTORS];
+    each<ROWS>([&](auto row) {
+        each<TILE_VECTORS>(
+            [&](auto i) { sums[row][i] = load<DOT_LANES>(result + row * PANEL + (vector + i) * DOT_LANES); });
+    });
     for (int64_t index = 0; index < num_blocks; index++, x++) {
         const auto block = source.block(index, vector);
         each<Source::HALVES>([&](auto half) {
@@ -115,12 +119,13 @@ TOKEND_FLATTEN __attribute__((noinline)) void tile(const Source& from, int64_t n
 // The same for any number of rows; `result` has PANEL floats for each. Tiles have
 // LARGEST rows, MIDDLE or 1: few kinds, because every kind of every source is compiled.
 template <int LARGEST, int MIDDLE, class Source>
-void tiles(const Source& source, int64_t num_blocks, const TokendQuantised* x, int64_t num_rows, float* result) {
+void tiles(const Source& source, int64_t num_blocks, const TokendQuantised* x, int64_t stride, int64_t num_rows,
+           float* result) {
     for (int64_t row = 0; row < num_rows;) {
         const int64_t left = num_rows - row;
         const auto all_vectors = [&](auto rows) {
             for (int vector = 0; vector < PANEL / DOT_LANES; vector += TILE_VECTORS)
-                tile<rows>(source, num_blocks, vector, x + row * num_blocks, num_blocks, result + row * PANEL);
+                tile<rows>(source, num_blocks, vector, x + row * stride, stride, result + row * PANEL);
             row += rows;
         };
         // 8 = 4 + 4, rather than 6 + 1 + 1
