@@ -16,13 +16,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 SOURCE_DIR: Final = Path(__file__).resolve().parent / "csrc"
+PRODUCT_SOURCE: Final = "packed_product.cpp"
+"""The products of bytes, for which CPUs have the most kinds of instructions."""
 
 _COMPILE_FLAGS: Final = (
     *("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
@@ -30,6 +31,10 @@ _COMPILE_FLAGS: Final = (
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"),
 )
+
+
+_Part = tuple[Path, tuple[str, ...]]
+"""A source and the flags it is compiled with: one object, which variants may share."""
 
 
 class KernelBuildError(Exception):
@@ -41,28 +46,42 @@ class Variant:
     """One library.
 
     flags: for the compiler. cpu_flags: what /proc/cpuinfo must list to run it.
+    product_flags: more for PRODUCT_SOURCE alone, so that variants that differ in these
+    share the other objects.
     """
 
     name: str
     flags: tuple[str, ...]
     cpu_flags: frozenset[str]
+    product_flags: tuple[str, ...] = ()
+
+    def flags_of(self, source: Path) -> tuple[str, ...]:
+        """What the compiler is told for one source."""
+        own = self.product_flags if source.name == PRODUCT_SOURCE else ()
+        return (*_COMPILE_FLAGS, *self.flags, *own)
 
     def library(self, folder: Path) -> Path:
         """Where its library belongs. The name carries a digest of what it is compiled
         from, so that one of older sources, with other structs, is never loaded."""
-        return folder / f"libtokend_{self.name}_{source_digest(self.flags)}.so"
+        return (
+            folder / f"libtokend_{self.name}_{source_digest((*self.flags, *self.product_flags))}.so"
+        )
 
 
 _AVX2: Final = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512: Final = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
 _AVX512_BF16: Final = _AVX512 | {"avx512_vnni", "avx512_bf16"}
 _WIDE: Final = ("-march=x86-64-v4", "-mprefer-vector-width=512")
+_BF16: Final = (*_WIDE, "-mavx512bf16")
+_VNNI: Final = ("-mavx512vnni",)
+_AMX: Final = ("-mamx-tile", "-mamx-int8")
 
 X86_VARIANTS: Final = (
-    Variant("avx512_bf16", (*_WIDE, "-mavx512bf16", "-mavx512vnni"), _AVX512_BF16),
-    Variant("avx512_vnni", (*_WIDE, "-mavx512vnni"), _AVX512 | {"avx512_vnni"}),
+    Variant("avx512_amx", _BF16, _AVX512_BF16 | {"amx_tile", "amx_int8"}, (*_VNNI, *_AMX)),
+    Variant("avx512_bf16", _BF16, _AVX512_BF16, _VNNI),
+    Variant("avx512_vnni", _WIDE, _AVX512 | {"avx512_vnni"}, _VNNI),
     Variant("avx512", _WIDE, _AVX512),
-    Variant("avx2_vnni", ("-march=x86-64-v3", "-mavxvnni"), _AVX2 | {"avx_vnni"}),
+    Variant("avx2_vnni", ("-march=x86-64-v3",), _AVX2 | {"avx_vnni"}, ("-mavxvnni",)),
     Variant("avx2", ("-march=x86-64-v3",), _AVX2),
     Variant("baseline", ("-march=x86-64-v2",), frozenset()),
 )
@@ -112,26 +131,36 @@ def _build(variants: list[Variant], output_dir: Path) -> list[str]:
     output_dir.mkdir(parents=True, exist_ok=True)
     refusals: list[str] = []
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool, tempfile.TemporaryDirectory() as scratch:
-        jobs = [list(_compile_jobs(compiler, each, Path(scratch))) for each in variants]
-        running = [[pool.submit(_run, command) for command, _ in each] for each in jobs]
-        for variant, compiled, results in zip(variants, jobs, running, strict=True):
+        objects = _compile(pool, compiler, variants, Path(scratch))
+        for variant in variants:
             try:
-                for result in results:
-                    result.result()
-                _link(compiler, [path for _, path in compiled], variant.library(output_dir))
+                parts = [objects[each].result() for each in _parts(variant)]
+                _link(compiler, parts, variant.library(output_dir))
             except KernelBuildError as refusal:
                 refusals.append(f"{variant.name}: {refusal}")
     return refusals
 
 
-def _compile_jobs(
-    compiler: str, variant: Variant, scratch: Path
-) -> Iterator[tuple[list[str], Path]]:
-    """The command and the object file of each source."""
-    for source in sorted(SOURCE_DIR.glob("*.cpp")):
-        target = scratch / f"{variant.name}_{source.stem}.o"
-        command = [compiler, *_COMPILE_FLAGS, *variant.flags, "-c", str(source), "-o", str(target)]
-        yield command, target
+def _parts(variant: Variant) -> list[_Part]:
+    return [(source, variant.flags_of(source)) for source in sorted(SOURCE_DIR.glob("*.cpp"))]
+
+
+def _compile(
+    pool: ThreadPoolExecutor, compiler: str, variants: list[Variant], scratch: Path
+) -> dict[_Part, Future[Path]]:
+    """Every part of these variants, once."""
+    parts = dict.fromkeys(part for variant in variants for part in _parts(variant))
+    objects = {}
+    for number, part in enumerate(parts):
+        target = scratch / f"{part[0].stem}_{number}.o"
+        objects[part] = pool.submit(_compile_part, compiler, part, target)
+    return objects
+
+
+def _compile_part(compiler: str, part: _Part, target: Path) -> Path:
+    source, flags = part
+    _run([compiler, *flags, "-c", str(source), "-o", str(target)])
+    return target
 
 
 def _link(compiler: str, objects: list[Path], target: Path) -> None:

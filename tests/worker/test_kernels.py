@@ -8,7 +8,7 @@ import pytest
 from tests.worker.kernel_variants import each_variant, load_variant
 from worker import build_kernels
 from worker.build_kernels import KernelBuildError, build, machine_variants
-from worker.kernels import KernelsUnavailableError, load_kernels
+from worker.kernels import KernelsUnavailableError, cpu_flags, load_kernels, usable_variants
 
 FAKE_COMPILER = """#!/bin/sh
 case "$*" in *{refused}*) echo "unknown flag {refused}" >&2; exit 1 ;; esac
@@ -42,10 +42,44 @@ def test_every_variant_is_built_once(tmp_path: Path, compiler) -> None:
 
 
 def test_a_variant_that_the_compiler_refuses_is_left_out(tmp_path: Path, compiler) -> None:
-    compiler(refused=machine_variants()[0].flags[-1] if machine_variants()[0].flags else "none")
+    best = machine_variants()[0]
+    flags = (*best.flags, *best.product_flags)
+    if not flags:
+        pytest.skip("the only variant of this machine has no flags of its own")
+    compiler(refused=flags[-1])
     built = build(tmp_path / "out")
     assert len(built) == len(machine_variants()) - 1
-    assert not machine_variants()[0].library(tmp_path / "out").exists()
+    assert not best.library(tmp_path / "out").exists()
+
+
+def test_variants_share_what_they_compile_alike(tmp_path: Path, compiler, monkeypatch) -> None:
+    compiler(refused="nothing-at-all")
+    commands: list[tuple[str, ...]] = []
+    run = build_kernels._run
+
+    def watched(command: list[str]) -> None:
+        commands.append(tuple(command[:-1]))
+        run(command)
+
+    monkeypatch.setattr(build_kernels, "_run", watched)
+    built = build(tmp_path / "out")
+    compiled = [each for each in commands if "-c" in each]
+    assert len(compiled) == len(set(compiled))
+    assert len([each for each in commands if "-shared" in each]) == len(built)
+
+
+def test_a_variant_that_the_system_refuses_is_passed_over(tmp_path: Path, monkeypatch) -> None:
+    """As where a sandbox keeps the tile unit from its processes."""
+    usable = usable_variants(machine_variants(), cpu_flags())
+    built = [each for each in usable if each.library(build_kernels.SOURCE_DIR).exists()]
+    if len(built) < 2:
+        pytest.skip("one variant or none on this machine")
+    for variant in built[:2]:
+        variant.library(tmp_path).symlink_to(variant.library(build_kernels.SOURCE_DIR))
+    refused = built[0].library(tmp_path)
+    refused.unlink()
+    refused.write_text("not for this system")
+    assert load_kernels(tmp_path).variant == built[1].name
 
 
 def test_libraries_of_other_sources_are_removed(tmp_path: Path, compiler) -> None:

@@ -37,6 +37,30 @@ TOKEND_INLINE DotF fused(DotF a, DotF b, DotF c) {
 #endif
 }
 
+// Sums of products of a block, as floats, times its scale: one instruction where there is
+// fused(). The sums start at the bits of 1.5 * 2^23, whose float neighbours are 1 apart:
+// read as a float such a sum is 1.5 * 2^23 + dots, and
+//   (1.5 * 2^23 + dots) * scale - 1.5 * 2^23 * scale
+// rounded once is dots * scale rounded once, because a scale has few enough bits (18 at
+// most) for the last product to be exact.
+#if defined(__FMA__)
+constexpr int32_t DOTS_START = 0x4b400000;
+
+struct ScaledDots {
+    DotF scale, less;
+    TOKEND_INLINE explicit ScaledDots(DotF of) : scale(of), less(of * -12582912.0f) {}
+    TOKEND_INLINE DotF operator()(DotI dots) const { return fused(bit_cast<DotF>(dots), scale, less); }
+};
+#else
+constexpr int32_t DOTS_START = 0;
+
+struct ScaledDots {
+    DotF scale;
+    TOKEND_INLINE explicit ScaledDots(DotF of) : scale(of) {}
+    TOKEND_INLINE DotF operator()(DotI dots) const { return to_floats(dots) * scale; }
+};
+#endif
+
 // DOT_LANES bytes, each as a float.
 template <class Byte>
 TOKEND_INLINE DotF load_bytes_as_floats(const Byte* from) {

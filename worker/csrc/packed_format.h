@@ -39,7 +39,9 @@ struct Format {
         if (!HAS_HEAD) return block * BLOCK_BYTES;
         return head(block) + HEAD_BYTES + block % SUPER_BLOCKS * BLOCK_BYTES;
     }
-    static constexpr int64_t panel_bytes(int64_t in_features) { return place(in_features / BLOCK); }
+    static constexpr int64_t panel_bytes(int64_t in_features) {
+        return HAS_HEAD ? head(in_features / BLOCK) : place(in_features / BLOCK);
+    }
 };
 
 using Q4_0 = Format<4, 8, Scales::half>;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "packed_amx.h"
 #include "packed_rows.h"
 #include "packed_tile.h"
 
@@ -13,7 +14,7 @@ namespace {
 constexpr int64_t CHUNK = 96;
 // Up to this many rows, unpacking a panel within the product costs less than leaving it
 // unpacked in memory.
-constexpr int64_t FEW = 4;
+constexpr int64_t FEW = 3;
 
 // Memory of a thread, kept for the next product.
 struct Scratch {
@@ -31,16 +32,23 @@ struct Scratch {
     }
 };
 
+// result[row][output] for the outputs of a panel.
 template <class Format>
 void multiply_panel(const uint8_t* panel, int64_t num_blocks, const TokendQuantised* x, int64_t num_rows,
                     Scratch& scratch, float* result) {
     const Packed<Format> packed{panel};
-    if (num_rows <= FEW) return tiles(packed, num_blocks, x, num_rows, result);
+    if (num_rows <= FEW) return tiles<2, 2>(packed, num_blocks, x, num_rows, result);
     using Plain = UnpackedOf<Format>;
     uint8_t* unpacked = scratch.panel(num_blocks * Plain::BYTES);
+#if defined(__AMX_INT8__)
+    if (num_rows > TILE) return multiply_by_tiles<Format>(panel, num_blocks, x, num_rows, unpacked, result);
+#endif
     unpack_panel(packed, num_blocks, unpacked);
-    tiles(Plain{unpacked, Format::ZERO}, num_blocks, x, num_rows, result);
+    tiles<TILE_ROWS, TILE_MIDDLE>(Plain{unpacked, Format::ZERO}, num_blocks, x, num_rows, result);
 }
+
+// The same of a type that is known only now.
+using MultiplyPanel = void (*)(const uint8_t*, int64_t, const TokendQuantised*, int64_t, Scratch&, float*);
 
 template <class T>
 float number_at(const T* from, int64_t index) {
@@ -55,10 +63,11 @@ float number_at(int64_t dtype, const void* from, int64_t index) {
 
 template <class T>
 TOKEND_FLATTEN void write_full(const float* from, const float* bias, bool adds, T* to) {
-    for (int at = 0; at < PANEL; at += 8) {
-        F<8> value = load<8>(from + at) + load<8>(bias + at);
-        if (adds) value += load<8>(to + at);
-        store<8>(to + at, value);
+    constexpr int N = DOT_LANES;
+    for (int at = 0; at < PANEL; at += N) {
+        DotF value = load<N>(from + at) + load<N>(bias + at);
+        if (adds) value += load<N>(to + at);
+        store<N>(to + at, value);
     }
 }
 
@@ -89,8 +98,8 @@ constexpr int64_t PARALLEL_PRODUCTS = 1 << 17;
 // Above this many numbers the threads share the rounding of the rows.
 constexpr int64_t PARALLEL_NUMBERS = 1 << 13;
 
-template <class Format>
-void run(const TokendWeight& weight, const TokendProduct& product, const TokendQuantised* given) {
+void run(const TokendWeight& weight, MultiplyPanel multiply, const TokendProduct& product,
+         const TokendQuantised* given) {
     static thread_local std::vector<TokendQuantised> own;
     const int64_t num_rows = product.num_rows, num_blocks = weight.in_features / BLOCK;
     if (!given && int64_t(own.size()) < num_rows * num_blocks) own.resize(num_rows * num_blocks);
@@ -100,6 +109,7 @@ void run(const TokendWeight& weight, const TokendProduct& product, const TokendQ
     if (!given && !shared)
         for (int64_t row = 0; row < num_rows; row++)
             quantise_row(product, weight.in_features, row, rounded + row * num_blocks);
+    const int64_t panel_bytes = tokend_packed_bytes(&weight) / num_panels(weight.out_features);
     const int64_t chunks = (num_rows + CHUNK - 1) / CHUNK;
     const int64_t tasks = num_panels(weight.out_features) * chunks;
 #pragma omp parallel if (num_rows * weight.in_features * weight.out_features > PARALLEL_PRODUCTS)
@@ -115,9 +125,8 @@ void run(const TokendWeight& weight, const TokendProduct& product, const TokendQ
             const int64_t panel = task / chunks, begin = task % chunks * CHUNK;
             const int64_t count = std::min(CHUNK, num_rows - begin);
             float* results = scratch.rows(CHUNK);
-            const uint8_t* packed =
-                static_cast<const uint8_t*>(weight.packed) + panel * Format::panel_bytes(weight.in_features);
-            multiply_panel<Format>(packed, num_blocks, x + begin * num_blocks, count, scratch, results);
+            const uint8_t* packed = static_cast<const uint8_t*>(weight.packed) + panel * panel_bytes;
+            multiply(packed, num_blocks, x + begin * num_blocks, count, scratch, results);
             if (product.output_dtype == 0)
                 write<float>(product, weight.out_features, panel * PANEL, begin, count, results);
             else
@@ -131,8 +140,17 @@ void run(const TokendWeight& weight, const TokendProduct& product, const TokendQ
 
 extern "C" void tokend_quantised_product(const TokendWeight* weight, const TokendProduct* product,
                                          const TokendQuantised* rows) {
-    tokend::with_format(weight->type,
-                        [&](auto format) { tokend::run<decltype(format)>(*weight, *product, rows); });
+    tokend::MultiplyPanel multiply = nullptr;
+    tokend::with_format(weight->type, [&](auto format) { multiply = tokend::multiply_panel<decltype(format)>; });
+    tokend::run(*weight, multiply, *product, rows);
+}
+
+extern "C" int64_t tokend_start() {
+#if defined(__AMX_INT8__)
+    return tokend::ask_for_tiles();
+#else
+    return 1;
+#endif
 }
 
 extern "C" void tokend_packed_product(const TokendWeight* weight, const TokendProduct* product) {

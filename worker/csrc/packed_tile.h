@@ -11,9 +11,9 @@
 namespace tokend {
 
 #if defined(__AVX512F__)
-constexpr int TILE_VECTORS = 2, TILE_ROWS = 6;
+constexpr int TILE_VECTORS = 2, TILE_ROWS = 6, TILE_MIDDLE = 4;
 #else
-constexpr int TILE_VECTORS = 1, TILE_ROWS = 4;
+constexpr int TILE_VECTORS = 1, TILE_ROWS = 4, TILE_MIDDLE = 2;
 #endif
 
 // Adds to dots[row][vector] the products of block inputs of one half.
@@ -86,15 +86,15 @@ TOKEND_FLATTEN __attribute__((noinline)) void tile(const Source& from, int64_t n
             each<ROWS>([&](auto row) {
                 const int32_t* minus = x[row * stride].minus;
                 const int32_t sum = Source::HALVES == 2 ? minus[half] : minus[0] + minus[1];
-                const DotI start = Source::HAS_LOW ? DotI{} : splat_int(sum * source.zero);
+                const DotI start = splat_int(Source::HAS_LOW ? DOTS_START : DOTS_START + sum * source.zero);
                 each<TILE_VECTORS>([&](auto i) { dots[row][i] = start; });
             });
             add_products<Source, half>(block, x, stride, dots);
             each<TILE_VECTORS>([&](auto i) {
-                const DotF scale = block.scale(half, i);
+                const ScaledDots scaled(block.scale(half, i));
                 each<ROWS>([&](auto row) {
                     const DotF scale_of_x = splat<DOT_LANES>(x[row * stride].scale);
-                    sums[row][i] = fused(to_floats(dots[row][i]) * scale, scale_of_x, sums[row][i]);
+                    sums[row][i] = fused(scaled(dots[row][i]), scale_of_x, sums[row][i]);
                 });
             });
         });
@@ -112,25 +112,23 @@ TOKEND_FLATTEN __attribute__((noinline)) void tile(const Source& from, int64_t n
     });
 }
 
-// The same for any number of rows; `result` has PANEL floats for each.
-template <class Source>
+// The same for any number of rows; `result` has PANEL floats for each. Tiles have
+// LARGEST rows, MIDDLE or 1: few kinds, because every kind of every source is compiled.
+template <int LARGEST, int MIDDLE, class Source>
 void tiles(const Source& source, int64_t num_blocks, const TokendQuantised* x, int64_t num_rows, float* result) {
-    const int64_t stride = num_blocks;
     for (int64_t row = 0; row < num_rows;) {
         const int64_t left = num_rows - row;
         const auto all_vectors = [&](auto rows) {
             for (int vector = 0; vector < PANEL / DOT_LANES; vector += TILE_VECTORS)
-                tile<rows>(source, num_blocks, vector, x + row * stride, stride, result + row * PANEL);
+                tile<rows>(source, num_blocks, vector, x + row * num_blocks, num_blocks, result + row * PANEL);
             row += rows;
         };
-        if (left >= 6 && TILE_ROWS >= 6)
-            all_vectors(std::integral_constant<int, TILE_ROWS>());
-        else if (left >= 4)
-            all_vectors(std::integral_constant<int, 4>());
-        else if (left == 3)
-            all_vectors(std::integral_constant<int, 3>());
-        else if (left == 2)
-            all_vectors(std::integral_constant<int, 2>());
+        // 8 = 4 + 4, rather than 6 + 1 + 1
+        const bool two_halves = LARGEST < 2 * MIDDLE && left >= 2 * MIDDLE && left < LARGEST + MIDDLE;
+        if (left >= LARGEST && !two_halves)
+            all_vectors(std::integral_constant<int, LARGEST>());
+        else if (left >= MIDDLE)
+            all_vectors(std::integral_constant<int, MIDDLE>());
         else
             all_vectors(std::integral_constant<int, 1>());
     }

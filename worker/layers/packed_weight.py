@@ -28,8 +28,9 @@ BLOCK_NUMBERS: Final = {
 }
 """GGUF types that can stay packed, and how many numbers of a row are one block."""
 
+BLOCK_BYTES: Final = dict(zip(BLOCK_NUMBERS, (18, 20, 22, 24, 34, 144, 176, 210), strict=True))
+"""Bytes of such a block in the file."""
 _TYPE_CODES: Final = {name: code for code, name in enumerate(BLOCK_NUMBERS)}
-_BLOCK_BYTES: Final = dict(zip(BLOCK_NUMBERS, (18, 20, 22, 24, 34, 144, 176, 210), strict=True))
 _DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PRODUCT_DTYPES: Final = (torch.float32, torch.bfloat16)
 
@@ -71,7 +72,7 @@ class PackedWeight:
         reference to `raw` is kept. The type and the length are `supported`.
         """
         weight = cls(kernels, gguf_type, shape)
-        row_bytes = shape[1] // BLOCK_NUMBERS[gguf_type] * _BLOCK_BYTES[gguf_type]
+        row_bytes = shape[1] // BLOCK_NUMBERS[gguf_type] * BLOCK_BYTES[gguf_type]
         assert raw.dtype == np.uint8
         assert raw.nbytes == shape[0] * row_bytes
         blocks = np.ascontiguousarray(raw)

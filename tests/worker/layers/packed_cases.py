@@ -1,0 +1,39 @@
+"""Random weights as GGUF blocks."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker.layers import packed_reference
+from worker.layers.packed_weight import BLOCK_BYTES, BLOCK_NUMBERS
+
+TYPES = list(BLOCK_NUMBERS)
+_HALVES = {  # where float16 numbers lie in a block
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q6_K": (208,),
+}
+
+
+def random_blocks(
+    gguf_type: str, shape: tuple[int, int], rng: np.random.Generator
+) -> npt.NDArray[np.uint8]:
+    """Blocks of random bits, with scales of both signs and a few orders of magnitude."""
+    num_blocks = shape[0] * shape[1] // BLOCK_NUMBERS[gguf_type]
+    raw = rng.integers(0, 256, (num_blocks, BLOCK_BYTES[gguf_type]), dtype=np.uint8)
+    for at in _HALVES[gguf_type]:
+        scales = rng.normal(size=num_blocks) * 10.0 ** rng.uniform(-3, 0, num_blocks)
+        raw[:, at : at + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    return raw.reshape(-1)
+
+
+def numbers_of(gguf_type: str, shape: tuple[int, int], raw: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """float32 [out, in], by the `gguf` package."""
+    return packed_reference.dequantise(gguf_type, shape, raw)
+
+
+def error_of(output: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> float:
+    """Largest error beside what the terms of each sum come to without their signs."""
+    expected = packed_reference.product(weight, x)
+    size = packed_reference.rounded_rows(x).abs() @ weight.double().abs().t()
+    return float(((output.double() - expected).abs() / size.clamp(min=1e-30)).max())

@@ -1,0 +1,241 @@
+"""Packed weights: every type and every variant of the kernels against float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker.kernel_variants import each_variant, load_variant
+from tests.worker.layers.packed_cases import TYPES, error_of, numbers_of, random_blocks
+from worker.layers import packed_reference
+from worker.layers.packed_weight import BLOCK_NUMBERS, PackedWeight, supported
+
+EXACT = 2e-6
+"""Float32 sums beside the size of their terms."""
+ROUNDED = 4e-3
+"""bfloat16 keeps 8 bits."""
+
+each_type = pytest.mark.parametrize("gguf_type", TYPES)
+
+
+def rng_of(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def packed_of(variant, gguf_type: str, shape: tuple[int, int], seed: int = 0):
+    """A random weight and its numbers."""
+    raw = random_blocks(gguf_type, shape, rng_of(seed))
+    weight = PackedWeight.from_blocks(load_variant(variant), gguf_type, shape, raw)
+    return weight, numbers_of(gguf_type, shape, raw)
+
+
+def rows_of(num_rows: int, in_features: int, seed: int = 0) -> torch.Tensor:
+    """Rows with a few values that stand out, as activations have them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_rows, in_features, generator=generator)
+    outliers = torch.rand(num_rows, in_features, generator=generator) < 0.01
+    return torch.where(outliers, x * 50, x)
+
+
+def shape_of(gguf_type: str, out_features: int, units: int) -> tuple[int, int]:
+    """`units` of 32 inputs, or of 256 for the types whose blocks are that long."""
+    return out_features, BLOCK_NUMBERS[gguf_type] * units
+
+
+@each_variant
+@each_type
+def test_rows_are_the_numbers_of_the_file(variant, gguf_type: str) -> None:
+    shape = shape_of(gguf_type, 77, 3)
+    weight, numbers = packed_of(variant, gguf_type, shape)
+    ids = torch.tensor([0, 76, 31, 32, 5, 5])
+    assert torch.equal(weight.rows(ids, torch.float32), numbers[ids])
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(weight.rows(ids, dtype), numbers[ids].to(dtype))
+    assert weight.rows(ids[:0], torch.float32).shape == (0, shape[1])
+
+
+@each_variant
+@pytest.mark.parametrize("ids", [[0, 40], [-1]])
+def test_a_row_outside_the_weight_is_an_error(variant, ids: list[int]) -> None:
+    weight, _ = packed_of(variant, "Q8_0", (40, 32))
+    with pytest.raises(IndexError, match="of 40"):
+        weight.rows(torch.tensor(ids), torch.float32)
+
+
+@each_variant
+@each_type
+def test_products_match_float64(variant, gguf_type: str) -> None:
+    for seed, (out_features, units) in enumerate(((1, 1), (33, 2), (100, 5), (64, 3))):
+        shape = shape_of(gguf_type, out_features, units)
+        weight, numbers = packed_of(variant, gguf_type, shape, seed)
+        for num_rows in (*range(1, 15), 17, 70, 97):
+            x = rows_of(num_rows, shape[1], num_rows)
+            assert error_of(weight.multiply(x), numbers, x) < EXACT, (shape, num_rows)
+
+
+@each_variant
+@each_type
+def test_products_of_the_largest_codes_do_not_overflow(variant, gguf_type: str) -> None:
+    """Every code and every activation as large as it gets, in all combinations of signs."""
+    shape = shape_of(gguf_type, 32, 2)
+    raw = random_blocks(gguf_type, shape, rng_of(1)).reshape(-1, 1)
+    for code in (0x00, 0x7F, 0x80, 0xFF):
+        filled = np.full_like(raw, code)
+        blocks = filled.reshape(shape[0] * shape[1] // BLOCK_NUMBERS[gguf_type], -1)
+        for at in (208,) if gguf_type == "Q6_K" else (0, 2) if gguf_type != "Q8_0" else (0,):
+            blocks[:, at : at + 2] = np.float16(0.5).view(np.uint16).reshape(1).view(np.uint8)
+        if gguf_type in ("Q4_0", "Q5_0"):
+            blocks[:, 2:4] = code
+        numbers = numbers_of(gguf_type, shape, blocks.reshape(-1))
+        weight = PackedWeight.from_blocks(
+            load_variant(variant), gguf_type, shape, blocks.reshape(-1)
+        )
+        for sign in (1.0, -1.0):
+            x = torch.full((9, shape[1]), 3.0 * sign)
+            assert error_of(weight.multiply(x), numbers, x) < EXACT
+
+
+@each_variant
+@each_type
+def test_a_row_does_not_depend_on_its_batch(variant, gguf_type: str) -> None:
+    shape = shape_of(gguf_type, 75, 3)
+    weight, _ = packed_of(variant, gguf_type, shape)
+    x = rows_of(130, shape[1])
+    alone = torch.cat([weight.multiply(row[None]) for row in x])
+    for num_rows in (*range(2, 20), 31, 32, 33, 64, 96, 97, 130):
+        assert torch.equal(weight.multiply(x[:num_rows]), alone[:num_rows]), num_rows
+        assert torch.equal(weight.multiply(x[-num_rows:]), alone[-num_rows:]), num_rows
+
+
+@each_variant
+def test_number_of_threads_does_not_change_a_bit(variant) -> None:
+    weight, _ = packed_of(variant, "Q4_1", (515, 512))
+    x = rows_of(40, 512)
+    before = torch.get_num_threads()
+    try:
+        outputs = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            outputs.append(weight.multiply(x))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*outputs)
+
+
+@each_variant
+@each_type
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_no_number_stays_alone(
+    variant, gguf_type: str, dtype: torch.dtype, value: float
+) -> None:
+    shape = shape_of(gguf_type, 40, 2)
+    weight, _ = packed_of(variant, gguf_type, shape)
+    for num_rows in (1, 3, 8, 20):
+        x = rows_of(num_rows, shape[1]).to(dtype)
+        clean = weight.multiply(x)
+        x[num_rows // 2, 37] = value
+        output = weight.multiply(x)
+        assert output[num_rows // 2].isnan().all()
+        others = torch.arange(num_rows) != num_rows // 2
+        assert torch.equal(output[others], clean[others])
+
+
+@each_variant
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 7])
+def test_bias_residual_and_places(
+    variant, x_dtype: torch.dtype, out_dtype: torch.dtype, num_rows: int
+) -> None:
+    """Whatever the types, the sum is rounded once; nothing beside the place is touched."""
+    shape = (70, 96)
+    weight, numbers = packed_of(variant, "Q5_1", shape)
+    wide = rows_of(num_rows, 200).to(x_dtype)
+    x, bias = wide[:, 50:146], rows_of(1, 70)[0].to(x_dtype)
+    exact = weight.multiply(x.float())
+    place = torch.full((num_rows, 90), 7.0).to(out_dtype)
+    result = weight.multiply(x, bias, out=place[:, 10:80])
+    assert torch.equal(result, (exact + bias.float()).to(out_dtype))
+    assert torch.equal(place[:, 10:80], result)
+    assert (place[:, :10] == 7).all()
+    assert (place[:, 80:] == 7).all()
+    residual = rows_of(num_rows, 70, 5).to(out_dtype)
+    before = residual.clone()
+    assert weight.multiply_add(residual, x, bias) is residual
+    assert torch.equal(residual, (exact + bias.float() + before.float()).to(out_dtype))
+    plain = before.clone()
+    weight.multiply_add(plain, x)
+    assert torch.equal(plain, (exact + before.float()).to(out_dtype))
+    tolerance = EXACT if out_dtype == torch.float32 else ROUNDED
+    assert error_of(weight.multiply(x, out=before), numbers, x) < tolerance
+
+
+@each_variant
+def test_rows_follow_their_order(variant) -> None:
+    shape = (64, 256)
+    raw = random_blocks("Q4_K", shape, rng_of(3))
+    order = rng_of(4).permutation(64)
+    weight = PackedWeight.from_blocks(load_variant(variant), "Q4_K", shape, raw, order)
+    numbers = numbers_of("Q4_K", shape, raw)[torch.from_numpy(order)]
+    assert torch.equal(weight.rows(torch.arange(64), torch.float32), numbers)
+
+
+@each_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dense_weights_are_rounded_as_the_reference_rounds(variant, dtype: torch.dtype) -> None:
+    dense = rows_of(45, 160).to(dtype)
+    dense[3, 32:64] = 0
+    dense[4, :32] *= 1e-5
+    wide = torch.cat((dense, dense), dim=1)
+    weight = PackedWeight.from_dense(load_variant(variant), wide[:, :160])
+    expected = packed_reference.quantise_dense(dense)
+    assert torch.equal(weight.rows(torch.arange(45), torch.float32), expected)
+    x = rows_of(5, 160, 3)
+    assert error_of(weight.multiply(x), expected, x) < EXACT
+    assert weight.nbytes == 64 * 160 * 34 // 32
+
+
+@each_variant
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e8])
+def test_dense_weights_that_are_no_numbers_give_none(variant, value: float) -> None:
+    dense = rows_of(33, 64)
+    dense[7, 40] = value
+    output = PackedWeight.from_dense(load_variant(variant), dense).multiply(rows_of(6, 64))
+    assert output[:, 7].isnan().all()
+    assert output.isnan().sum() == 6
+
+
+@each_variant
+def test_rounding_of_rows_is_that_of_the_reference(variant) -> None:
+    """With the identity as a weight, a product shows the rounded row."""
+    identity = PackedWeight.from_dense(load_variant(variant), torch.eye(96) * 127)
+    x = rows_of(20, 96)
+    x[1] *= 1e-35
+    x[2] *= 1e30
+    x[3, :40] = 0
+    x[4, 32:64] = torch.arange(32) + 0.5  # ties, once the largest is 127
+    x[4, 63] = 127
+    codes, scales = packed_reference.quantise_rows(x)
+    expected = codes.float() * 127 * scales.repeat_interleave(32, dim=1)
+    assert torch.allclose(identity.multiply(x), expected, rtol=2e-7, atol=0)
+
+
+def test_supported_types_and_lengths() -> None:
+    assert supported("Q4_1", 576)
+    assert supported("Q6_K", 512)
+    assert not supported("Q6_K", 576)
+    assert not supported("Q4_0", 48)
+    assert not supported("Q4_0", 0)
+    assert not supported("IQ2_XS", 256)
+
+
+@each_variant
+def test_a_packed_weight_takes_no_more_than_the_file(variant) -> None:
+    """But for the scales of Q4_K and Q5_K, which are 8 bits instead of 6."""
+    for gguf_type, file_bytes in (("Q4_1", 20), ("Q5_0", 22), ("Q8_0", 34)):
+        weight, _ = packed_of(variant, gguf_type, (64, 64))
+        assert weight.nbytes == 64 * 2 * file_bytes
+    assert packed_of(variant, "Q6_K", (32, 256))[0].nbytes == 32 * 210
+    assert packed_of(variant, "Q4_K", (32, 256))[0].nbytes == 32 * 148
