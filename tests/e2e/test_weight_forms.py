@@ -1,7 +1,9 @@
 """The forms of the weights in a real daemon: packed blocks of the packaged model's file.
 
 Rows of a product do not depend on each other, but attention cuts its sums by what else is in a
-step, so tokens may differ from those of a request alone where the two best are about as likely.
+step. What it changes in the last bit may round an activation to the neighbour among 255 steps, and
+that others after it: the noise of the rounding is then another one of the same size. So tokens
+may differ from those of a request alone where the two best are closer than this noise.
 """
 
 import asyncio
@@ -18,8 +20,8 @@ from tests.e2e.reference import Reference
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 32
-TIE_NATS = 0.05
-"""An activation that attention moves a little may be rounded to its neighbour among 255 steps."""
+TIE_NATS = 0.5
+"""Seen: 0.22, once in 32 answers of 32 tokens. The noise is some 0.07 nats in the mean."""
 
 
 async def complete(client: httpx.AsyncClient, prompt: object, **changes: Any) -> dict[str, Any]:
@@ -62,7 +64,7 @@ async def test_packed_alone_and_sixteen_at_once(dtype: str, reference: Reference
     print(f"{dtype}: {same} of {len(alone)} answers are the same to the last token")
     for a, b in zip(alone, together, strict=True):
         assert_same_up_to_ties(a, b)
-    assert same >= len(alone) / 2
+    assert same >= 0.75 * len(alone)
 
 
 @pytest.mark.parametrize("form", ["packed", "int8", "bf16", "f32"])
