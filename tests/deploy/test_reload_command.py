@@ -29,7 +29,7 @@ def test_the_command_waits_and_says_how_it_went(
     for words in ([], ["--pid", str(daemon.process.pid)], ["--run-directory", str(run_dir)]):
         assert reload_command.main(words, parent) == 0
         assert capsys.readouterr().out == "reloaded\n"
-    assert daemon.text.count(DONE) == 3
+    assert eventually(lambda: daemon.text.count(DONE) == 3)
 
 
 def test_the_command_fails_with_the_reload(

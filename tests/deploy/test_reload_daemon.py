@@ -76,7 +76,8 @@ def test_the_old_ones_stay_until_their_requests_have_ended(begin: Start) -> None
     before["api_server"].send_signal(signal.SIGUSR2)
     daemon.wait_for("api 0: heard SwitchEngine(epoch=3)")
     assert_all_but_the_front_end_are_new(daemon, before)
-    assert daemon.text.count(DONE) == daemon.text.count(BEGUN) == 2
+    assert eventually(lambda: daemon.text.count(DONE) == 2)
+    assert daemon.text.count(BEGUN) == 2
     ends_well(daemon)
 
 
