@@ -6,12 +6,11 @@ Knows nothing of what is measured; a figure that could not be taken is NaN and k
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from rich.table import Table
 
-from proto.errors import ConfigError, TokendError
+from proto.errors import TokendError
 
 _SIGNS: Final = {"at most": "≤", "at least": "≥"}
 
@@ -66,18 +65,6 @@ def judge(command: str, limits: Sequence[Limit]) -> None:
         raise TokendError(f"{command}: {len(missed)} limits missed: " + "; ".join(missed))
 
 
-def write_json(file: str | None, limits: Sequence[Limit], figures: Mapping[str, Any]) -> None:
+def limits_json(limits: Sequence[Limit], figures: Mapping[str, Any]) -> str:
     """The limits with their verdicts, and beside them whatever else was measured."""
-    if file is not None:
-        content = {"limits": [each.plain() for each in limits], **figures}
-        Path(file).write_text(json.dumps(content, indent=1) + "\n")
-
-
-def check_writable(file: str | None) -> None:
-    """A name that is no good must not cost an hour; raises ConfigError."""
-    if file is None:
-        return
-    try:
-        Path(file).touch()
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from None
+    return json.dumps({"limits": [each.plain() for each in limits], **figures}, indent=1) + "\n"

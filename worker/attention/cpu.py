@@ -13,13 +13,12 @@ import numpy as np
 import torch
 
 from worker.attention.base import AttentionInputs, AttentionShape
-from worker.kernels import Kernels, Layer, Plan, Step
+from worker.kernels import DTYPE_CODES, Kernels, Layer, Plan, Step
 from worker.kv_cache import KVCache
 from worker.kv_layout import Window
 from worker.layers.rotary import Rotation
 
-_DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_CACHE_DTYPE_CODES: Final = {**_DTYPE_CODES, torch.int8: 3}
+_CACHE_DTYPE_CODES: Final = {**DTYPE_CODES, torch.int8: 3}
 _TILE_FIELDS: Final = 9
 _TASK_FIELDS: Final = 2
 _ROUND_FIELDS: Final = 2
@@ -123,7 +122,7 @@ class CpuAttention:
         layout = self._kv_cache.layout
         group = layout.places[layer].group
         call = self._layers[layer]
-        call.dtype = _DTYPE_CODES[query.dtype]
+        call.dtype = DTYPE_CODES[query.dtype]
         call.query, call.query_stride = query.data_ptr(), query.stride(0)
         call.key, call.key_stride = key.data_ptr(), key.stride(0)
         call.value, call.value_stride = value.data_ptr(), value.stride(0)

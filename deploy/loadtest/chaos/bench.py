@@ -23,8 +23,8 @@ from deploy.loadtest.chaos.oracle import Verdict, compare, gap, undisturbed
 from deploy.loadtest.chaos.report import Findings, show
 from deploy.loadtest.chaos.stream import BrokenStreamError, Stream
 from deploy.loadtest.daemon import MeasuredDaemon
-from deploy.loadtest.limits import check_writable, judge, write_json
-from deploy.loadtest.options import Parser, at_least_one, positive
+from deploy.loadtest.limits import judge, limits_json
+from deploy.loadtest.options import Parser, at_least_one, positive, writable, write
 from deploy.loadtest.processes import pids_by_title
 from deploy.loadtest.rest import Rest, left_over
 from proto.errors import TokendError
@@ -43,12 +43,12 @@ _REQUEST_SECONDS: Final = 300
 def main(words: Sequence[str]) -> None:
     """Run and print; raises TokendError naming each limit that was missed."""
     options = _parse(words)
-    check_writable(options.json)
-    with MeasuredDaemon([*_FLAGS, *options.serve_flags]) as daemon:
-        findings = asyncio.run(_run(daemon, options))
-        findings.lines = list(daemon.lines)
-    show(Console(width=110), findings)
-    write_json(options.json, findings.limits, findings.plain())
+    with writable("--json", options.json) as files:
+        with MeasuredDaemon([*_FLAGS, *options.serve_flags]) as daemon:
+            findings = asyncio.run(_run(daemon, options))
+            findings.lines = list(daemon.lines)
+        show(Console(width=110), findings)
+        write(files, limits_json(findings.limits, findings.plain()))
     judge("bench chaos", findings.limits)
 
 

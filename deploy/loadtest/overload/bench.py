@@ -13,14 +13,14 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import httpx
 from rich.console import Console
 
 from deploy.loadtest.daemon import MeasuredDaemon
-from deploy.loadtest.limits import check_writable, judge, limits_table, write_json
-from deploy.loadtest.options import Parser
+from deploy.loadtest.limits import Limit, judge, limits_json, limits_table
+from deploy.loadtest.options import Parser, writable, write
 from deploy.loadtest.overload.churn import churn
 from deploy.loadtest.overload.memory import Memory
 from deploy.loadtest.overload.offers import Customers, Outcome, Recipe, customers
@@ -81,7 +81,14 @@ def left_behind(url: str) -> list[str]:
 def main(words: Sequence[str]) -> None:
     """Measure and print; raises TokendError naming each limit that was missed."""
     options = _parse(words)
-    check_writable(options.json)
+    with writable("--json", options.json) as files:
+        limits, figures = _measure(options)
+        write(files, limits_json(limits, figures))
+    judge("bench overload", limits)
+
+
+def _measure(options: argparse.Namespace) -> tuple[list[Limit], dict[str, Any]]:
+    """Run and print: the limits, and all figures."""
     console = Console(width=130)
     flags = [
         *("--max-num-seqs", str(options.seats), "--max-num-queued-reqs", str(options.queue)),
@@ -100,8 +107,7 @@ def main(words: Sequence[str]) -> None:
     for line in [*record.problems(), *left]:
         console.print(line, markup=False)
     console.print(limits_table(limits))
-    write_json(options.json, limits, record.plain() | {"memory_mib": memory.sizes})
-    judge("bench overload", limits)
+    return limits, record.plain() | {"memory_mib": memory.sizes}
 
 
 async def _run(url: str, memory: Memory, options: argparse.Namespace) -> Record:

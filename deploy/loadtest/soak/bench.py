@@ -8,15 +8,14 @@ import argparse
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
 from rich.console import Console
 
 from deploy.loadtest.daemon import MeasuredDaemon
-from deploy.loadtest.limits import check_writable, judge, write_json
-from deploy.loadtest.options import Parser, at_least_one, positive
+from deploy.loadtest.limits import judge, limits_json
+from deploy.loadtest.options import Parser, at_least_one, positive, writable, write
 from deploy.loadtest.processes import usage_by_title
 from deploy.loadtest.rest import Rest, left_over
 from deploy.loadtest.soak.load import Load
@@ -31,13 +30,11 @@ _WARM_UP_ROUNDS: Final = 20
 def main(words: Sequence[str]) -> None:
     """Run, print and plot; raises TokendError naming each limit that was missed."""
     options = _parse(words)
-    for file in (options.plot, options.json):
-        check_writable(file)
-    report = _soak(options)
-    report.show(Console(width=110))
-    if options.plot:
-        Path(options.plot).write_text(report.plot())
-    write_json(options.json, report.limits, report.plain())
+    with writable("--plot", options.plot) as plots, writable("--json", options.json) as files:
+        report = _soak(options)
+        report.show(Console(width=110))
+        write(plots, report.plot())
+        write(files, limits_json(report.limits, report.plain()))
     judge("bench soak", report.limits)
 
 

@@ -3,12 +3,11 @@
 import io
 import json
 import math
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from deploy.loadtest.limits import Limit, judge, limits_table, write_json
+from deploy.loadtest.limits import Limit, judge, limits_json, limits_table
 from proto.errors import TokendError
 
 KEPT = Limit("others' throughput", 0.9, "at least", 0.9)
@@ -51,11 +50,9 @@ def test_the_table_has_the_verdict_of_each() -> None:
     assert "MISSED" in missed
 
 
-def test_the_file_has_figures_and_verdicts_and_no_nan(tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
-    write_json(None, [KEPT], {})
-    write_json(str(file), [MISSED, Limit("y", math.nan, "at most", 1)], {"requests": 7})
-    read = json.loads(file.read_text(), parse_constant=pytest.fail)
+def test_the_file_has_figures_and_verdicts_and_no_nan() -> None:
+    text = limits_json([MISSED, Limit("y", math.nan, "at most", 1)], {"requests": 7})
+    read = json.loads(text, parse_constant=pytest.fail)
     assert read["requests"] == 7
     first, second = read["limits"]
     assert (first["name"], first["bound"], first["kept"]) == (MISSED.name, 1.0, False)
