@@ -27,7 +27,9 @@ until the others have had their trials. Who is tried is chosen before the step i
 Owns the suspects and those who wait for the end of a trial. The counts are in the
 requests; where the engine itself died they come from the front ends. So these are told whom
 this engine begins with, before it looks at what room there is for it, and then how far the
-computation is (`RequestProgress`): what it dies of in its own books is known as well.
+computation is (`RequestProgress`): what it dies of in its own books is known as well. An
+engine that dies of an exception gets its words out first; one that is killed in the microseconds
+before they are out costs one trial more.
 """
 
 import sys
