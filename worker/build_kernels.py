@@ -74,10 +74,8 @@ _AVX512_BF16: Final = _AVX512 | {"avx512_vnni", "avx512_bf16"}
 _WIDE: Final = ("-march=x86-64-v4", "-mprefer-vector-width=512")
 _BF16: Final = (*_WIDE, "-mavx512bf16")
 _VNNI: Final = ("-mavx512vnni",)
-_AMX: Final = ("-mamx-tile", "-mamx-int8")
 
 X86_VARIANTS: Final = (
-    Variant("avx512_amx", _BF16, _AVX512_BF16 | {"amx_tile", "amx_int8"}, (*_VNNI, *_AMX)),
     Variant("avx512_bf16", _BF16, _AVX512_BF16, _VNNI),
     Variant("avx512_vnni", _WIDE, _AVX512 | {"avx512_vnni"}, _VNNI),
     Variant("avx512", _WIDE, _AVX512),

@@ -114,8 +114,6 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
         self.variant = variant
-        if not library.tokend_start():
-            raise OSError(f"the system keeps the instructions of {variant} to itself")
         self.attention_plan = library.tokend_attention_plan
         self.attention_plan.argtypes = [POINTER(Step), POINTER(Plan)]
         self.attention_plan.restype = None
@@ -190,13 +188,7 @@ def load_kernels(folder: Path = SOURCE_DIR) -> Kernels:
             f"no compiled kernels of these sources in {folder}; with g++ installed, "
             "`python -m worker.build_kernels` makes them"
         )
-    refusals = []
-    for variant in built:
-        try:
-            return load_variant(variant, folder)
-        except KernelsUnavailableError as refusal:
-            refusals.append(str(refusal))
-    raise KernelsUnavailableError("; ".join(refusals))
+    return load_variant(built[0], folder)
 
 
 def load_variant(variant: Variant, folder: Path = SOURCE_DIR) -> Kernels:

@@ -8,7 +8,7 @@ import pytest
 from tests.worker.kernel_variants import each_variant, load_variant
 from worker import build_kernels
 from worker.build_kernels import KernelBuildError, build, machine_variants
-from worker.kernels import KernelsUnavailableError, cpu_flags, load_kernels, usable_variants
+from worker.kernels import KernelsUnavailableError, load_kernels
 
 FAKE_COMPILER = """#!/bin/sh
 case "$*" in *{refused}*) echo "unknown flag {refused}" >&2; exit 1 ;; esac
@@ -66,20 +66,6 @@ def test_variants_share_what_they_compile_alike(tmp_path: Path, compiler, monkey
     compiled = [each for each in commands if "-c" in each]
     assert len(compiled) == len(set(compiled))
     assert len([each for each in commands if "-shared" in each]) == len(built)
-
-
-def test_a_variant_that_the_system_refuses_is_passed_over(tmp_path: Path, monkeypatch) -> None:
-    """As where a sandbox keeps the tile unit from its processes."""
-    usable = usable_variants(machine_variants(), cpu_flags())
-    built = [each for each in usable if each.library(build_kernels.SOURCE_DIR).exists()]
-    if len(built) < 2:
-        pytest.skip("one variant or none on this machine")
-    for variant in built[:2]:
-        variant.library(tmp_path).symlink_to(variant.library(build_kernels.SOURCE_DIR))
-    refused = built[0].library(tmp_path)
-    refused.unlink()
-    refused.write_text("not for this system")
-    assert load_kernels(tmp_path).variant == built[1].name
 
 
 def test_libraries_of_other_sources_are_removed(tmp_path: Path, compiler) -> None:

@@ -52,10 +52,6 @@ struct TokendProduct {
     int64_t adds;  // 1: adds to what the output holds
 };
 
-// Called once before all else: 1, or 0 where the system refuses instructions that the
-// library is made of.
-__attribute__((visibility("default"))) int64_t tokend_start();
-
 // Bytes of a packed weight of this type; `packed` of the argument is not read.
 __attribute__((visibility("default"))) int64_t tokend_packed_bytes(const TokendWeight* weight);
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "packed_amx.h"
 #include "packed_rows.h"
 #include "packed_tile.h"
 
@@ -15,9 +14,6 @@ constexpr int64_t CHUNK = 96;
 // Up to this many rows, unpacking a panel within the product costs less than leaving it
 // unpacked in memory.
 constexpr int64_t FEW = 3;
-
-// From this many rows on the tile unit is faster, where there is one.
-constexpr int64_t MANY = 48;
 
 // Blocks of a panel that are unpacked together: they stay in the first cache.
 constexpr int64_t DEEP = 18;
@@ -38,13 +34,6 @@ void multiply_panel(const uint8_t* panel, int64_t num_blocks, const TokendQuanti
     using Plain = UnpackedOf<Format>;
     for (int64_t begin = 0; begin < num_blocks; begin += DEEP) {
         const int64_t end = std::min(begin + DEEP, num_blocks);
-#if defined(__AMX_INT8__)
-        if (num_rows >= MANY) {
-            unpack_signed(packed, begin, end, scratch.unpacked);
-            multiply_by_tiles(Plain{scratch.unpacked, 0}, end - begin, x + begin, num_blocks, num_rows, result);
-            continue;
-        }
-#endif
         unpack_blocks(packed, begin, end, scratch.unpacked);
         tiles<TILE_ROWS, TILE_MIDDLE>(Plain{scratch.unpacked, Format::ZERO}, end - begin, x + begin, num_blocks,
                                       num_rows, result);
@@ -147,14 +136,6 @@ extern "C" void tokend_quantised_product(const TokendWeight* weight, const Token
     tokend::MultiplyPanel multiply = nullptr;
     tokend::with_format(weight->type, [&](auto format) { multiply = tokend::multiply_panel<decltype(format)>; });
     tokend::run(*weight, multiply, *product, rows);
-}
-
-extern "C" int64_t tokend_start() {
-#if defined(__AMX_INT8__)
-    return tokend::ask_for_tiles();
-#else
-    return 1;
-#endif
 }
 
 extern "C" void tokend_packed_product(const TokendWeight* weight, const TokendProduct* product) {
