@@ -158,7 +158,7 @@ class TestEnvironment:
             given = child_environment(variables, "worker", DeviceConfig())
             return {name: value for name, value in given.items() if name != "OMP_NUM_THREADS"}
 
-        assert openmp({}) == {"GOMP_SPINCOUNT": "1000"}
+        assert openmp({}) == {"GOMP_SPINCOUNT": "4000"}
         assert openmp({"GOMP_SPINCOUNT": "0"}) == {"GOMP_SPINCOUNT": "0"}
         assert openmp({"OMP_WAIT_POLICY": "ACTIVE"}) == {"OMP_WAIT_POLICY": "ACTIVE"}
 
