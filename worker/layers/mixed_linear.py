@@ -9,25 +9,18 @@ import torch
 from worker.layers.linear import Linear
 
 
-class Crossover:
-    """The least number of rows for which the second form is taken; all layers share one."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-
-
 class MixedLinear:
-    """`few` below the crossover, `many` from it on."""
+    """`few` below so many rows, `many` from there on."""
 
-    def __init__(self, few: Linear, many: Linear, crossover: Crossover) -> None:
-        self.few = few
-        self.many = many
-        self._crossover = crossover
+    def __init__(self, few: Linear, many: Linear, many_from: int) -> None:
+        self._few = few
+        self._many = many
+        self._many_from = many_from
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        form = self.few if x.shape[0] < self._crossover.rows else self.many
+        form = self._few if x.shape[0] < self._many_from else self._many
         return form(x)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        form = self.few if x.shape[0] < self._crossover.rows else self.many
+        form = self._few if x.shape[0] < self._many_from else self._many
         return form.add_to(residual, x)

@@ -1,8 +1,7 @@
 """Which form the weights of a model get: what was asked for, or what this CPU does best.
 
 Owns the decision and nothing else. It follows CPU, settings and file types alone, never the
-clock, so that every start of a daemon decides alike; from how many rows on the second of two
-forms is taken is measured (crossover.py).
+clock, so that every start of a daemon decides alike.
 """
 
 from collections import Counter

@@ -8,9 +8,8 @@ _NAMED: Final = 4
 
 
 def memory_line(form: WeightForm) -> str:
-    """For the log: "packed 91.9 MiB + bf16 256.5 MiB, dense from 64 rows on"."""
-    held = " + ".join(f"{name} {size / (1 << 20):.1f} MiB" for name, size in form.memory.items())
-    return ", ".join(filter(None, (held, form.remark)))
+    """For the log: "packed 91.9 MiB + bf16 256.5 MiB"."""
+    return " + ".join(f"{name} {size / (1 << 20):.1f} MiB" for name, size in form.memory.items())
 
 
 def dense_notice(form: WeightForm) -> str:

@@ -9,7 +9,6 @@ the files, what it returns runs in the thread that computes and makes the produc
 of what each form takes. Which form a model gets is decided in choice.py.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,15 +20,17 @@ from worker.kernels import Kernels
 from worker.layers.block_linear import BlockHead, block_linear
 from worker.layers.embedding import BlockTable, DenseTable, Table
 from worker.layers.linear import Linear, can_pack, make_linear
-from worker.layers.mixed_linear import Crossover, MixedLinear
+from worker.layers.mixed_linear import MixedLinear
 from worker.layers.packed_weight import PackedWeight, supported
 from worker.loader.blocks import BLOCKS, joined
-from worker.loader.crossover import NEVER, measured_crossover
 from worker.loader.source import WeightSource
 
 DENSE_NAMES: Final = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-_SAMPLED_WEIGHTS: Final = 8 << 20
-"""Numbers in the products that a crossover is measured on: several layers, from memory."""
+DENSE_FROM: Final = 48
+"""Rows from which on bfloat16 products by AMX tiles take less time than those over blocks: of
+SmolLM2 a step of 32 rows takes 22 ms in bfloat16 and 18 over blocks, one of 64 rows 26 and 30
+(docs/performance.md). A number, not a measurement at the start: tokens that change from one start
+to the next, or when a worker dies, cost more than the few milliseconds between the two."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,6 @@ class WeightForm(Protocol):
         """Weights that are dense although they were to be in blocks."""
         ...
 
-    @property
-    def remark(self) -> str:
-        """What else there is to say of it, or ""."""
-        ...
-
     def read_product(self, source: WeightSource, product: Product) -> FinishProduct:
         """Take a product out of the files; safe in several threads at once."""
         ...
@@ -87,15 +83,9 @@ class WeightForm(Protocol):
         """The same for the embedding and the head."""
         ...
 
-    def settle(self) -> None:
-        """All is made: decide what has to be measured on the finished model."""
-        ...
-
 
 class DenseForm:
     """Numbers of the dtype that `source` reads."""
-
-    remark = ""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.name = DENSE_NAMES[dtype]
@@ -121,9 +111,6 @@ class DenseForm:
         if table is not head or can_pack(table.device, table.dtype):
             self.memory[self.name] += table.nbytes
         return DenseTable(table)
-
-    def settle(self) -> None:
-        """Nothing is open."""
 
 
 class Packer(Protocol):
@@ -179,8 +166,6 @@ class BlockForm:
     The activations are quantised to 8 bits for each product, in blocks as well.
     """
 
-    remark = ""
-
     def __init__(self, packer: Packer, dense: DenseForm, dtype: torch.dtype) -> None:
         self.name = packer.name
         self.memory = dense.memory
@@ -228,15 +213,9 @@ class BlockForm:
         self.memory[self.name] += 0 if ends.tied else table.nbytes
         return BlockTable(table, self._dtype)
 
-    def settle(self) -> None:
-        """Nothing is open."""
-
 
 class MixedForm:
-    """Every product twice: in blocks for few rows, dense for as many as that is faster for.
-
-    Where dense is never faster, the dense weights are let go of.
-    """
+    """Every product twice: in blocks for few rows, dense for DENSE_FROM and more."""
 
     def __init__(self, blocks: BlockForm, dense: DenseForm, dtype: torch.dtype) -> None:
         self.name = f"{blocks.name}+{dense.name}"
@@ -245,23 +224,13 @@ class MixedForm:
         self._blocks = blocks
         self._dense = dense
         self._dtype = dtype
-        self._crossover = Crossover(NEVER)
-        self._doubled = 0
-        self._mixed: list[MixedLinear] = []
-        self._layers: dict[tuple[int, int], list[MixedLinear]] = {}
 
     def read_product(self, source: WeightSource, product: Product) -> FinishProduct:
         parts = self._blocks.pack(source, product.weights)
         if not parts:
             return self._dense.read_product(source, product)
         bias, numbers = read_bias(source, product), self._numbers(parts)
-
-        def finish() -> Linear:
-            mixed = self._make(self._blocks.make(parts, bias), numbers, bias)
-            self._layers.setdefault((numbers.shape[0], numbers.shape[1]), []).append(mixed)
-            return mixed
-
-        return finish
+        return lambda: self._make(self._blocks.make(parts, bias), numbers, bias)
 
     def read_ends(self, source: WeightSource, ends: Ends) -> FinishEnds:
         table = self._blocks.pack(source, [ends.embedding])
@@ -283,28 +252,7 @@ class MixedForm:
         )
 
     def _make(self, few: Linear, numbers: torch.Tensor, bias: torch.Tensor | None) -> MixedLinear:
-        self._doubled += numbers.nbytes
-        self._mixed.append(MixedLinear(few, self._dense.make(numbers, bias), self._crossover))
-        return self._mixed[-1]
-
-    def settle(self) -> None:
-        """Measure from how many rows on the dense weights are worth their memory."""
-        if self._layers:
-            (rows, columns), alike = max(self._layers.items(), key=lambda item: math.prod(item[0]))
-            sample = alike[: 1 + _SAMPLED_WEIGHTS // (rows * columns)]
-            few, many = [each.few for each in sample], [each.many for each in sample]
-            self._crossover.rows = measured_crossover(few, many, columns, self._dtype)
-        if self._crossover.rows == NEVER:
-            self.memory.subtract({self._dense.name: self._doubled})
-            self.memory += Counter()  # nothing is said of a form that takes nothing
-            for each in self._mixed:
-                each.many = each.few
-
-    @property
-    def remark(self) -> str:
-        """From where on the second form is taken."""
-        rows = self._crossover.rows
-        return "never dense" if rows == NEVER else f"dense from {rows} rows on"
+        return MixedLinear(few, self._dense.make(numbers, bias), DENSE_FROM)
 
 
 def in_blocks(source: WeightSource, name: str) -> bool:

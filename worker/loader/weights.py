@@ -78,7 +78,6 @@ def load_model(
     decoder = Decoder(
         spec, Embedding(table, spec.embedding_scale), layers, RMSNorm(norm, spec.norm_eps), head
     )
-    chosen.settle()
     progress(1.0)
     return decoder
 

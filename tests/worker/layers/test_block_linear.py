@@ -8,7 +8,7 @@ from worker.kernels import Kernels, KernelsUnavailableError, load_kernels
 from worker.layers.block_linear import BlockHead, BlockLinear, JoinedLinear, block_linear
 from worker.layers.embedding import BlockTable, Embedding
 from worker.layers.linear import DenseLinear
-from worker.layers.mixed_linear import Crossover, MixedLinear
+from worker.layers.mixed_linear import MixedLinear
 from worker.layers.packed_reference import rounded_rows
 from worker.layers.packed_weight import PackedWeight
 
@@ -84,8 +84,7 @@ def test_rows_of_a_weight_are_an_embedding(kernels: Kernels) -> None:
 def test_the_number_of_rows_says_which_form_multiplies() -> None:
     few = DenseLinear(torch.full((2, 3), 1.0), None)
     many = DenseLinear(torch.full((2, 3), 10.0), None)
-    crossover = Crossover(4)
-    mixed = MixedLinear(few, many, crossover)
+    mixed = MixedLinear(few, many, 4)
 
     def found(rows: int) -> tuple[float, float]:
         x = torch.ones(rows, 3)
@@ -93,5 +92,3 @@ def test_the_number_of_rows_says_which_form_multiplies() -> None:
 
     assert found(3) == (3.0, 4.0)
     assert found(4) == (30.0, 31.0)
-    crossover.rows = 5
-    assert found(4) == (3.0, 4.0)

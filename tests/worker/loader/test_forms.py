@@ -4,6 +4,7 @@ Blocks are compared with a model of the same numbers, dense, whose every product
 activations as packed_reference.py says: nothing but sums in another order is left to differ.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,8 +23,7 @@ from worker.kernels import Kernels, KernelsUnavailableError, load_kernels
 from worker.layers.embedding import DenseTable
 from worker.layers.linear import Linear
 from worker.layers.packed_reference import quantise_dense, rounded_rows
-from worker.loader import crossover, forms
-from worker.loader.crossover import NEVER, ROWS, measured_crossover
+from worker.loader import forms
 from worker.loader.form_report import dense_notice, memory_line
 from worker.loader.forms import BlockForm, DenseForm, FileBlocks, MixedForm, NewBlocks, WeightForm
 from worker.loader.weights import load_model
@@ -186,7 +186,7 @@ def mixed(kernels: Kernels) -> MixedForm:
 def test_both_forms_by_the_number_of_rows(
     least: int, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forms, "measured_crossover", lambda *_: least)
+    monkeypatch.setattr(forms, "DENSE_FROM", least)
     prepared, form = prepared_gguf(tmp_path, "Q4_1"), mixed(kernels)
     found = logits(prepared, form, torch.bfloat16)
     few = logits(prepared, packed(kernels, torch.bfloat16), torch.bfloat16)
@@ -195,55 +195,4 @@ def test_both_forms_by_the_number_of_rows(
     assert torch.equal(found, few if len(TOKENS) < least else many)
     assert form.name == "packed+bf16"
     assert sorted(form.memory) == ["bf16", "packed"]
-    assert memory_line(form).endswith(f"dense from {least} rows on")
-
-
-def test_the_second_form_goes_where_it_is_never_faster(
-    kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(forms, "measured_crossover", lambda *_: NEVER)
-    prepared, form = prepared_gguf(tmp_path, "Q4_1"), mixed(kernels)
-    few = logits(prepared, packed(kernels, torch.bfloat16), torch.bfloat16)
-    assert torch.equal(logits(prepared, form, torch.bfloat16), few)
-    assert list(form.memory) == ["packed"]
-    assert memory_line(form).endswith("never dense")
-
-
-def nothing(rows: int = 0) -> Linear:
-    return forms.make_linear(torch.ones(3, 5))
-
-
-@pytest.mark.parametrize(
-    ("faster_from", "expected"), [(1, ROWS[0]), (8, 8), (9, 16), (256, 256), (257, NEVER)]
-)
-def test_the_crossover_is_where_the_second_form_wins_for_good(
-    faster_from: int, expected: int
-) -> None:
-    few, many = [nothing()], [nothing(), nothing()]
-
-    def seconds(linears: object, x: torch.Tensor) -> float:
-        assert x.shape[1] == 5
-        return 1.0 if linears is few else 0.5 if x.shape[0] >= faster_from else 2.0
-
-    assert measured_crossover(few, many, 5, torch.float32, seconds) == expected
-
-
-def test_a_draw_goes_to_the_first_form() -> None:
-    assert measured_crossover([], [], 5, torch.float32, lambda *_: 1.0) == NEVER
-
-
-def test_a_measurement_runs_every_product() -> None:
-    seen: list[int] = []
-
-    class Seen:
-        def __call__(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(len(x))
-            return x
-
-        def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            raise AssertionError("not asked for")
-
-    assert crossover.best_of([Seen(), Seen()], torch.ones(3, 5)) >= 0
-    assert len(seen) >= 2
-    assert len(seen) % 2 == 0
-    assert set(seen) == {3}
+    assert re.fullmatch(r"packed [\d.]+ MiB \+ bf16 [\d.]+ MiB", memory_line(form))
