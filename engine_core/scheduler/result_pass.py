@@ -77,6 +77,9 @@ class ResultPass:
             ):
                 tokens.append(token_ids[0])
             elif token_ids:
+                if self._beams.owns(request.request_id):
+                    wrong = f"sequence {handle} has a token, and is to have candidates"
+                    break
                 token_ids = self._append(request, token_ids)
                 if handle not in requests:
                     finish_reason = request.status.finish_reason

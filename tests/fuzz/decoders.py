@@ -126,12 +126,12 @@ def _spoilt_message(data: bytes, edits: Sequence[Edit]) -> bytes:
 
 
 def _engine_with_a_step() -> tuple[EngineHarness, list[Any]]:
-    """Three requests, one with two choices, of which a step is under way. No beam search yet."""
+    """A beam search and two more requests, of which a step is under way."""
     engine = EngineHarness(num_blocks=60, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=64)
     requests = [
         engine.add_one([1, 2, 3], max_tokens=4),
         engine.add_one([4], max_tokens=4),
-        *engine.add([5, 6], max_tokens=4, n=2),
+        *engine.add([5, 6], max_tokens=4, n=2, beam_width=2),
     ]
     engine.send()
     return engine, requests

@@ -256,6 +256,22 @@ def test_a_row_without_candidates_is_no_answer():
         engine.scheduler.update_from_output(output, result)
 
 
+def test_a_row_with_a_token_is_no_answer():
+    """Nothing of it is taken; other workers compute the step, and all rows end."""
+    engine = engine_of()
+    rows = add(engine, PROMPT, 2)
+    engine.send()
+    output = engine.in_flight[0]
+    result = engine.runner.execute(output)
+    result.sampled_token_ids[:] = [[7]]
+    with pytest.raises(ProtocolError, match="has a token, and is to have candidates"):
+        engine.scheduler.update_from_output(output, result)
+    engine.lose_workers()
+    engine.run()
+    assert outputs(engine, rows) == expected(PROMPT, 2)
+    engine.assert_at_rest()
+
+
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 6])
 def test_hypotheses_outlive_the_workers(num_steps, overlapped):
