@@ -107,6 +107,8 @@ def _enter(boot: ProcessBoot, directory: RunDirectory) -> None:
 
 
 def _end_with_supervisor(death_fd: int, directory: RunDirectory) -> None:
+    # Whoever shows the stacks must not read those of a thread that runs meanwhile.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     while os.read(death_fd, 1):
         pass  # nobody writes; end of file means that the supervisor is gone
     _exit(1, directory, _ORPHAN_PATIENCE_SECONDS)
