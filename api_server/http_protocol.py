@@ -32,12 +32,18 @@ LEFTOVER_SECONDS: Final = 60.0
 STALL_SECONDS: Final = 60.0
 """A client that does not take one byte of what waits for it in such a time is cut off."""
 _LAST: Final = "tokend.last_response"
-"""Name of the ASGI extension: a function without arguments."""
+_LEFT: Final = "tokend.client_left"
+"""Names of ASGI extensions: functions without arguments."""
 
 LINGER_SECONDS: Final = 1.0
 """A refused client may still be sending; closing at once would reset what it should read."""
 
 _STALLED: Final = "tokend.stalled"
+
+
+def has_left(scope: Scope) -> bool:
+    """Whether the client has closed the connection; its disconnect comes a moment later."""
+    return bool(scope.get("extensions", {}).get(_LEFT, _nothing)())
 
 
 def is_stalled(scope: Scope) -> bool:
@@ -129,7 +135,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._arrival.cancel()
         super().on_headers_complete()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
-        scope["extensions"] = {_LAST: partial(setattr, self.cycle, "keep_alive", False)}
+        scope["extensions"] = {
+            _LAST: partial(setattr, self.cycle, "keep_alive", False),
+            _LEFT: self.transport.is_closing,
+        }
 
     def on_message_complete(self) -> None:
         self._in_body = False

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api_server.errors import error_body
-from api_server.http_protocol import close_after_response, is_stalled
+from api_server.http_protocol import close_after_response, has_left, is_stalled
 from api_server.outputs.generation import Generation
 from api_server.protocol.answers import DONE, Answer, error_event
 from proto.errors import InternalRequestError, RequestError
@@ -40,6 +40,10 @@ class GenerationResponse(Response):
         generation = self._generation
         watch = asyncio.create_task(self._watch(scope, receive))
         try:
+            await asyncio.sleep(0)  # for the sign of a client that asked and left at once
+            if has_left(scope):
+                generation.disconnect("disconnect")
+                return
             await generation.start()
             if generation.disconnected:
                 return

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 
 import httpx
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from api_server.outputs.detokenizer import ByteLevelDetokenizer
 from proto.engine_io import FinishReason
 from proto.errors import ErrorInfo
+from tests.api_server.conftest import samples
 
 PATHS = {
     "/v1/completions": {"prompt": "hello"},
@@ -182,6 +184,25 @@ async def test_a_disconnect_aborts(start, path, stream, state):
         line = f'finished_reason="abort",model_name="toy"}} {aborted}'
         assert line in metrics
         assert front_end.engine.aborts.empty()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_leaves_at_once_costs_the_engine_nothing(start, stream):
+    async with start() as front_end:
+        host, port = front_end.url.removeprefix("http://").split(":")
+        body = json.dumps(PATHS["/v1/completions"] | {"stream": stream}).encode()
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n%s" % (len(body), body)
+            )
+        name = "tokend:requests_cut_short_total,disconnect"
+        async with asyncio.timeout(10):
+            while not (await samples(front_end))[name]:
+                await asyncio.sleep(0)
+        assert front_end.engine.requests.empty()
+        assert front_end.engine.aborts.empty()
+        assert front_end.services.client.num_open == 0
 
 
 async def test_a_finished_request_is_not_aborted(start, say):

@@ -5,6 +5,8 @@ import contextlib
 import itertools
 import json
 import random
+import socket
+import struct
 import time
 from collections.abc import Callable
 from typing import Final
@@ -13,6 +15,7 @@ from urllib.parse import urlsplit
 from deploy.loadtest.overload.offers import Recipe
 
 LONGEST_STAY_SECONDS: Final = 0.1
+RESET_WHEN_CLOSED: Final = struct.pack("ii", 1, 0)
 
 
 async def churn(
@@ -41,9 +44,11 @@ async def _come_and_go(url: str, recipe: Recipe, rng: random.Random, seconds: fl
         f"POST /v1/completions HTTP/1.1\r\nhost: {address.netloc}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
     )
-    _, writer = await asyncio.open_connection(address.hostname, address.port)
-    writer.write(head.encode() + content)
-    await asyncio.sleep(seconds)
-    writer.transport.abort() if rng.random() < 0.5 else writer.close()
-    with contextlib.suppress(ConnectionError):
-        await writer.wait_closed()
+    loop = asyncio.get_running_loop()
+    with socket.socket() as client, contextlib.suppress(ConnectionError):
+        client.setblocking(False)
+        await loop.sock_connect(client, (address.hostname, address.port))
+        await loop.sock_sendall(client, head.encode() + content)
+        await asyncio.sleep(seconds)
+        if rng.random() < 0.5:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_WHEN_CLOSED)
