@@ -17,9 +17,10 @@ What is guilty wherever it is computed never does, however its prompt is cut int
 long prompt, or a beam search, that happens to run when processes are killed, mostly does.
 
 The choices of a request are tried together, since the rows of a beam search need each other.
-As long as there are suspects nobody else is computed: one that has got further waits, too,
-until the others have had their trials. Who is tried is chosen before the step is decided
-(`convene`), and all others leave the line, so that the decision does not even look at them:
+As long as a suspect may begin (a pause may forbid it) nobody else is computed: one that has got
+further waits, too, until the others have had their trials. Who is tried is chosen before the
+step is decided (`convene`), and all others leave the line, so that the decision does not even
+look at them:
 
     take messages in ─▶ convene: "alone" is told ─▶ schedule() ─▶ send ─▶ …
                                                     └── a death anywhere from here counts ──▶
@@ -170,6 +171,8 @@ class Quarantine:
         The one is told at once, the others are set aside: what the engine dies of before a gate
         is asked is known to be the fault of what is tried, too.
         """
+        if self._held and not self._trials_due:
+            self._let_go()
         if not self._suspects or not self._waiting.num_ready:
             return
         ready = [each for each in self._waiting if not each.status.is_blocked]
@@ -207,14 +210,16 @@ class Quarantine:
             if record.has_token and not request.sampling_params.beam_width:
                 request.crash_count = 0
                 del self._records[request.handle]
-        if self._suspects and not all(map(self._is_suspected, self._running)):
+        if self._trials_due and not all(map(self._is_suspected, self._running)):
             self._make_room(plan)
 
     def holds(self, candidate: Candidate) -> bool:
         if not self._records:
             return False
         request = candidate.request
-        if self._suspects and not (self._is_suspected(request) and self._is_alone(request)):
+        if self._stopped(request):
+            return False  # whatever stops it holds it
+        if self._trials_due and not (self._is_suspected(request) and self._is_alone(request)):
             self._hold(request)
             return True
         self._say_begun(request)
@@ -231,6 +236,11 @@ class Quarantine:
     def _hold(self, request: Request) -> None:
         request.status = self.status
         self._held[request.handle] = request
+
+    @property
+    def _trials_due(self) -> bool:
+        """There is a suspect that may begin: until it has, nobody else does."""
+        return any(not self._stopped(each) for each in self._suspects.values())
 
     def _may_be_tried(self, request: Request) -> bool:
         return self._is_suspected(request) and not self._stopped(request)
@@ -263,6 +273,9 @@ class Quarantine:
     def _clear(self, request: Request) -> None:
         """Nobody suspects it any more, or it is over: those who are held may ask again."""
         self._suspects.pop(request.handle, None)
+        self._let_go()
+
+    def _let_go(self) -> None:
         held, self._held = self._held, {}
         for each in held.values():
             self._wake(each)

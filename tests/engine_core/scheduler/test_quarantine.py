@@ -343,3 +343,42 @@ def test_who_may_not_begin_in_a_pause_keeps_nobody_from_a_trial():
     assert herald.trials == [begun, fresh]
     assert engine.tokens_of(fresh) == undisturbed([1], 3)
     assert engine.tokens_of(begun) == undisturbed([2], 3)[1:]
+
+
+def test_who_waits_for_a_trial_that_a_pause_forbids_goes_on():
+    """The trial comes when the pause is over, and then the others wait for it again."""
+    engine = EngineHarness()
+    herald = Herald(engine)
+    begun = engine.add_one([2], 6, output_token_ids=(tuple(undisturbed([2], 1)),))
+    suspect = engine.add_one([1], 3, crash_count=3)
+    engine.scheduler.convene()
+    assert begun.status is RequestStatus.WAITING_FOR_TRIAL
+    engine.scheduler.pause("finish_running")
+    engine.step()
+    assert begun.status is RequestStatus.RUNNING
+    assert suspect.num_output_tokens == 0
+    engine.scheduler.resume()
+    engine.step()
+    assert begun.status is RequestStatus.WAITING_FOR_TRIAL
+    assert suspect.num_output_tokens > 0
+    engine.run()
+    assert herald.trials[-1] is suspect
+    assert engine.tokens_of(suspect) == undisturbed([1], 3)
+    assert engine.tokens_of(begun) == undisturbed([2], 6)[1:]
+    engine.assert_at_rest()
+
+
+def test_a_pause_ends_others_before_a_suspect_that_it_stops():
+    engine = EngineHarness()
+    begun = engine.add_one([2], 6)
+    engine.step()
+    suspect = engine.add_one([1], 3, crash_count=3)
+    engine.scheduler.pause("finish_running")
+    while engine.scheduler.has_work:
+        engine.step()
+    assert engine.tokens_of(begun) == undisturbed([2], 6)
+    assert suspect.num_output_tokens == 0
+    engine.scheduler.resume()
+    engine.run()
+    assert engine.tokens_of(suspect) == undisturbed([1], 3)
+    engine.assert_at_rest()
