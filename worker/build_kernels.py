@@ -23,9 +23,12 @@ from pathlib import Path
 from typing import Final
 
 SOURCE_DIR: Final = Path(__file__).resolve().parent / "csrc"
-PRODUCT_SOURCE: Final = "packed_product.cpp"
+PRODUCT_SOURCES: Final = ("packed_product.cpp", "rotated_product.cpp")
 """The products of bytes, for which CPUs have the most kinds of instructions."""
-TILE_SOURCES: Final = ("attention_bf16.cpp", "attention_tiles.cpp", "may_run.cpp")
+TILE_SOURCES: Final = (
+    *("attention_bf16.cpp", "attention_tiles.cpp", "may_run.cpp"),
+    "rotated_product.cpp",
+)
 """What uses the tile unit where there is one."""
 
 _COMPILE_FLAGS: Final = (
@@ -79,9 +82,10 @@ _AVX512: Final = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512
 _AVX512_BF16: Final = _AVX512 | {"avx512_vnni", "avx512_bf16"}
 _WIDE: Final = ("-march=x86-64-v4", "-mprefer-vector-width=512")
 _BF16: Final = (*_WIDE, "-mavx512bf16")
-_VNNI: Final = {PRODUCT_SOURCE: ("-mavx512vnni",)}
-_AVX_VNNI: Final = {PRODUCT_SOURCE: ("-mavxvnni",)}
-_AMX: Final = dict.fromkeys(TILE_SOURCES, ("-mamx-tile", "-mamx-bf16", "-mamx-int8"))
+_VNNI: Final = dict.fromkeys(PRODUCT_SOURCES, ("-mavx512vnni",))
+_AVX_VNNI: Final = dict.fromkeys(PRODUCT_SOURCES, ("-mavxvnni",))
+_TILES: Final = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
+_AMX: Final = {name: (*_VNNI.get(name, ()), *_TILES) for name in TILE_SOURCES}
 
 X86_VARIANTS: Final = (
     Variant("amx", _BF16, _AVX512_BF16 | {"amx_tile", "amx_bf16", "amx_int8"}, _VNNI | _AMX),

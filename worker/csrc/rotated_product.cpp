@@ -90,7 +90,6 @@ class Strips {
   public:
     void operator()(const uint8_t* pair, const RotatedLayout& layout, const int8_t* x, int64_t stride,
                     int64_t num_rows, int32_t* sums, bool fetch) {
-        if (!allowed_) return dot_pair(pair, layout.panel_bytes, layout.inputs, x, stride, num_rows, sums);
         if (num_rows != shaped_) shape_tiles(shaped_ = num_rows);
         const auto run = num_rows > TILE_ROWS_MOST ? fetch ? tile_pair<true, true> : tile_pair<true, false>
                                                    : fetch ? tile_pair<false, true> : tile_pair<false, false>;
@@ -101,7 +100,6 @@ class Strips {
     }
 
   private:
-    const bool allowed_ = tiles_allowed();
     int64_t shaped_ = 0;
 };
 
