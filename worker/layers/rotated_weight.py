@@ -11,9 +11,9 @@ from typing import Final
 
 import torch
 
-from worker.kernels import DTYPE_CODES, Kernels, Product, RotatedShape
+from worker.kernels import DTYPE_CODES, Kernels, RotatedShape
+from worker.layers.product_call import product_call
 
-_PRODUCT_DTYPES: Final = (torch.float32, torch.bfloat16)
 _UNIT: Final = 32
 
 
@@ -73,28 +73,5 @@ class RotatedWeight:
     def _run(
         self, x: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor, adds: bool
     ) -> None:
-        """The kernels take addresses: what they assume about tensors must hold."""
-        assert x.dtype in _PRODUCT_DTYPES
-        assert output.dtype in _PRODUCT_DTYPES
-        assert x.shape[1] == self.in_features
-        assert x.stride(1) == 1
-        assert output.shape == (x.shape[0], self.out_features)
-        assert output.stride(1) == 1
-        product = Product(
-            x.shape[0],
-            DTYPE_CODES[x.dtype],
-            x.stride(0),
-            x.data_ptr(),
-            0,
-            None,
-            DTYPE_CODES[output.dtype],
-            output.stride(0),
-            output.data_ptr(),
-            adds,
-        )
-        if bias is not None:
-            assert bias.dtype in _PRODUCT_DTYPES
-            assert bias.is_contiguous()
-            assert bias.shape == (self.out_features,)
-            product.bias_dtype, product.bias = DTYPE_CODES[bias.dtype], bias.data_ptr()
-        self._kernels.rotated_product(self._structure, product)
+        call = product_call((self.out_features, self.in_features), x, bias, output, adds)
+        self._kernels.rotated_product(self._structure, call)
