@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.kernels import Kernels, Product, Weight
+from worker.kernels import DTYPE_CODES, Kernels, Weight
+from worker.layers.product_call import product_call
 
 BLOCK_NUMBERS: Final = {
     "Q4_0": 32,
@@ -31,8 +32,6 @@ BLOCK_NUMBERS: Final = {
 BLOCK_BYTES: Final = dict(zip(BLOCK_NUMBERS, (18, 20, 22, 24, 34, 144, 176, 210), strict=True))
 """Bytes of such a block in the file."""
 _TYPE_CODES: Final = {name: code for code, name in enumerate(BLOCK_NUMBERS)}
-_DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_PRODUCT_DTYPES: Final = (torch.float32, torch.bfloat16)
 
 
 def supported(gguf_type: str, in_features: int) -> bool:
@@ -95,7 +94,7 @@ class PackedWeight:
         weight = cls(kernels, "Q8_0", (dense.shape[0], dense.shape[1]))
         assert dense.stride(1) == 1
         kernels.pack_dense(
-            weight._structure, _DTYPE_CODES[dense.dtype], dense.stride(0), dense.data_ptr()
+            weight._structure, DTYPE_CODES[dense.dtype], dense.stride(0), dense.data_ptr()
         )
         return weight
 
@@ -141,35 +140,12 @@ class PackedWeight:
             if least < 0 or most >= self.out_features:
                 raise IndexError(f"row {least} or {most} of {self.out_features}")
             self._kernels.unpack_rows(
-                self._structure, len(ids), ids.data_ptr(), _DTYPE_CODES[dtype], numbers.data_ptr()
+                self._structure, len(ids), ids.data_ptr(), DTYPE_CODES[dtype], numbers.data_ptr()
             )
         return numbers
 
     def _run(
         self, x: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor, adds: bool
     ) -> None:
-        """The kernels take addresses: what they assume about tensors must hold."""
-        assert x.dtype in _PRODUCT_DTYPES
-        assert output.dtype in _PRODUCT_DTYPES
-        assert x.shape[1] == self.in_features
-        assert x.stride(1) == 1
-        assert output.shape == (x.shape[0], self.out_features)
-        assert output.stride(1) == 1
-        product = Product(
-            x.shape[0],
-            _DTYPE_CODES[x.dtype],
-            x.stride(0),
-            x.data_ptr(),
-            0,
-            None,
-            _DTYPE_CODES[output.dtype],
-            output.stride(0),
-            output.data_ptr(),
-            adds,
-        )
-        if bias is not None:
-            assert bias.dtype in _PRODUCT_DTYPES
-            assert bias.is_contiguous()
-            assert bias.shape == (self.out_features,)
-            product.bias_dtype, product.bias = _DTYPE_CODES[bias.dtype], bias.data_ptr()
-        self._kernels.packed_product(self._structure, product)
+        call = product_call((self.out_features, self.in_features), x, bias, output, adds)
+        self._kernels.packed_product(self._structure, call)
