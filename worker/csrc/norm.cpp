@@ -1,6 +1,7 @@
 // RMSNorm of rows, into a buffer or onto a residual.
 #include <cmath>
 
+#include "row_parts.h"
 #include "rows.h"
 #include "rows_common.h"
 
@@ -63,6 +64,19 @@ void norm_rows(const TokendNorm* norm) {
 }
 
 }  // namespace
+
+void norm_row(int64_t dtype, int64_t size, const RowNorm& norm, const void* x, void* out) {
+    with_type(dtype, [&]<class T>(T*) {
+        norm_row<false, T>(static_cast<const T*>(x), norm.weight, size, norm.eps, static_cast<T*>(out));
+    });
+}
+
+void add_norm_row(int64_t dtype, int64_t size, const RowNorm& norm, const void* x, void* out) {
+    with_type(dtype, [&]<class T>(T*) {
+        norm_row<true, T>(static_cast<const T*>(x), norm.weight, size, norm.eps, static_cast<T*>(out));
+    });
+}
+
 }  // namespace tokend
 
 extern "C" void tokend_rms_norm(const TokendNorm* norm) {

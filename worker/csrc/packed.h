@@ -76,7 +76,8 @@ __attribute__((visibility("default"))) void tokend_quantise_rows(
 __attribute__((visibility("default"))) void tokend_packed_product(
     const TokendWeight* weight, const TokendProduct* product);
 
-// The same of rows that are quantised already: the input of `product` is not read.
+// The same of rows that are quantised already: the input of `product` is not read. May be called
+// by each thread of a team (team.h).
 __attribute__((visibility("default"))) void tokend_quantised_product(
     const TokendWeight* weight, const TokendProduct* product, const TokendQuantised* rows);
 }
