@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from worker.attention.base import AttentionInputs, AttentionShape
-from worker.kernels import DTYPE_CODES, Kernels, Layer, Plan, Step
+from worker.kernels import DTYPE_CODES, Kernels, Layer, Place, Plan, Step
 from worker.kv_cache import KVCache
 from worker.kv_layout import Window
 from worker.layers.rotary import Rotation
@@ -86,6 +86,8 @@ class CpuAttention:
         }
         self._groups = [self._step(window) for window in kv_cache.layout.windows]
         self._layers = [self._layer(layer) for layer in range(len(kv_cache.layout.places))]
+        places = [self._place(layer) for layer in range(len(self._layers))]
+        self._places = (Place * len(places))(*places)
 
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:
         # The kernels read these arrays until the next plan.
@@ -103,6 +105,16 @@ class CpuAttention:
                 planned.add(window)
                 self._plans[window].make(step)
 
+    def places(self, num_tokens: int, rotations: Sequence[Rotation]) -> int:
+        """Where the `worker.kernels.Place` of each layer are: for a kernel that runs them all.
+
+        They describe the planned step, which has so many tokens, turned like one of these each.
+        """
+        assert num_tokens == self._inputs[0].num_tokens
+        for rotation in rotations:
+            self._check_rotation(rotation, num_tokens)
+        return ctypes.addressof(self._places)
+
     def run(
         self,
         layer: int,
@@ -115,9 +127,7 @@ class CpuAttention:
         self._check(key, self._shape.num_kv_heads)
         self._check(value, self._shape.num_kv_heads)
         assert query.dtype == key.dtype == value.dtype, "queries, K and V are of one dtype"
-        assert rotation.dtype == torch.float32
-        assert rotation.is_contiguous()
-        assert rotation.shape == (query.shape[0], 2, self._shape.head_dim // 2)
+        self._check_rotation(rotation, query.shape[0])
         output = torch.empty(query.shape, dtype=query.dtype)
         layout = self._kv_cache.layout
         group = layout.places[layer].group
@@ -154,8 +164,19 @@ class CpuAttention:
             head_stride=key.stride(1),
         )
 
+    def _place(self, layer: int) -> ctypes.Structure:
+        layout = self._kv_cache.layout
+        group = layout.places[layer].group
+        plan = self._plans[layout.windows[group]].structure
+        return Place(*map(ctypes.addressof, (self._groups[group], plan, self._layers[layer])))
+
     def _check(self, packed: torch.Tensor, num_heads: int) -> None:
         """The kernels take addresses: what they assume about a tensor must hold."""
         assert packed.shape == (self._inputs[0].num_tokens, num_heads, self._shape.head_dim)
         assert packed.stride(2) == 1, "a head must be contiguous"
         assert num_heads == 1 or packed.stride(1) == self._shape.head_dim, "heads must be adjacent"
+
+    def _check_rotation(self, rotation: Rotation, num_tokens: int) -> None:
+        assert rotation.dtype == torch.float32
+        assert rotation.is_contiguous()
+        assert rotation.shape == (num_tokens, 2, self._shape.head_dim // 2)

@@ -8,13 +8,14 @@ does not depend on the other rows, on their number or on the number of threads, 
 A row that holds a NaN or an infinity comes out as NaN and touches no other.
 """
 
+import ctypes
 from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.kernels import Kernels, Product, Weight
+from worker.kernels import Kernels, Part, Product, Weight
 
 BLOCK_NUMBERS: Final = {
     "Q4_0": 32,
@@ -33,6 +34,8 @@ BLOCK_BYTES: Final = dict(zip(BLOCK_NUMBERS, (18, 20, 22, 24, 34, 144, 176, 210)
 _TYPE_CODES: Final = {name: code for code, name in enumerate(BLOCK_NUMBERS)}
 _DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PRODUCT_DTYPES: Final = (torch.float32, torch.bfloat16)
+_BLOCKS: Final = 0
+"""TokendForm of csrc/stack.h."""
 
 
 def supported(gguf_type: str, in_features: int) -> bool:
@@ -104,6 +107,14 @@ class PackedWeight:
         """Bytes of memory that the weight takes."""
         return self._packed.nbytes
 
+    def part(self, bias: torch.Tensor | None) -> ctypes.Structure:
+        """The weight, and a bias [out] that lives as long, as a `worker.kernels.Part`."""
+        part = Part(_BLOCKS, ctypes.addressof(self._structure), self.out_features)
+        if bias is not None:
+            self._check_bias(bias)
+            part.bias_dtype, part.bias = _DTYPE_CODES[bias.dtype], bias.data_ptr()
+        return part
+
     def multiply(
         self,
         x: torch.Tensor,
@@ -168,8 +179,11 @@ class PackedWeight:
             adds,
         )
         if bias is not None:
-            assert bias.dtype in _PRODUCT_DTYPES
-            assert bias.is_contiguous()
-            assert bias.shape == (self.out_features,)
+            self._check_bias(bias)
             product.bias_dtype, product.bias = _DTYPE_CODES[bias.dtype], bias.data_ptr()
         self._kernels.packed_product(self._structure, product)
+
+    def _check_bias(self, bias: torch.Tensor) -> None:
+        assert bias.dtype in _PRODUCT_DTYPES
+        assert bias.is_contiguous()
+        assert bias.shape == (self.out_features,)
