@@ -94,6 +94,15 @@ Weight = _structure(
 )
 """TokendWeight of csrc/packed.h."""
 
+RotatedShape = _structure(
+    "RotatedShape",
+    {
+        **dict.fromkeys(("out_features", "in_features"), c_int64),
+        "packed": c_void_p,
+    },
+)
+"""TokendRotated of csrc/rotated.h."""
+
 Product = _structure(
     "Product",
     {
@@ -226,6 +235,33 @@ class Kernels:
         self.stack_run = library.tokend_stack_run
         self.stack_run.argtypes = [POINTER(Stack), POINTER(StackRun)]
         self.stack_run.restype = None
+        self._bind_rotated(library)
+
+    def _bind_rotated(self, library: ctypes.CDLL) -> None:
+        """The functions of csrc/rotated.h."""
+        self.rotated_bytes = library.tokend_rotated_bytes
+        self.rotated_bytes.argtypes = [POINTER(RotatedShape)]
+        self.code_bytes = library.tokend_code_bytes
+        self.code_bytes.argtypes = [c_int64, c_int64]
+        for function in (self.rotated_bytes, self.code_bytes):
+            function.restype = c_int64
+        self.rotate_dense = library.tokend_rotate_dense
+        self.rotate_dense.argtypes = [POINTER(RotatedShape), c_int64, c_int64, c_void_p]
+        self.code_rows = library.tokend_code_rows
+        self.code_rows.argtypes = [POINTER(Product), c_int64, c_void_p]
+        self.code_norm = library.tokend_code_norm
+        self.code_norm.argtypes = [POINTER(Norm), c_void_p]
+        self.code_gate = library.tokend_code_gate
+        self.code_gate.argtypes = [POINTER(Gate), c_void_p]
+        self.coded_product = library.tokend_coded_product
+        self.coded_product.argtypes = [POINTER(RotatedShape), POINTER(Product), c_void_p]
+        self.rotated_product = library.tokend_rotated_product
+        self.rotated_product.argtypes = [POINTER(RotatedShape), POINTER(Product)]
+        for function in (
+            *(self.rotate_dense, self.code_rows, self.code_norm, self.code_gate),
+            *(self.coded_product, self.rotated_product),
+        ):
+            function.restype = None
 
 
 DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -251,15 +287,26 @@ def load_kernels(folder: Path = SOURCE_DIR) -> Kernels:
             f"no compiled kernels of these sources in {folder}; with g++ installed, "
             "`python -m worker.build_kernels` makes them"
         )
-    return load_variant(built[0], folder)
+    *better, last = built
+    for variant in better:
+        try:
+            return load_variant(variant, folder)
+        except KernelsUnavailableError as reason:
+            logger.warning("the %s kernels are passed over: %s", variant.name, reason)
+    return load_variant(last, folder)
 
 
 def load_variant(variant: Variant, folder: Path = SOURCE_DIR) -> Kernels:
-    """The library of one variant; raises KernelsUnavailableError when it does not load."""
+    """The library of one variant; raises KernelsUnavailableError when it does not load, or
+    when the system refuses this process what it needs."""
     try:
-        return Kernels(ctypes.CDLL(str(variant.library(folder))), variant.name)
+        library = ctypes.CDLL(str(variant.library(folder)))
+        kernels = Kernels(library, variant.name)
     except (OSError, AttributeError) as error:
         raise KernelsUnavailableError(f"the kernels do not load: {error}") from error
+    if not library.tokend_may_run():
+        raise KernelsUnavailableError("the system gives this process no matrix tiles")
+    return kernels
 
 
 def usable_variants(variants: Iterable[Variant], flags: frozenset[str]) -> list[Variant]:

@@ -1,6 +1,7 @@
 // The gate of the MLP: silu or GELU (tanh form) of one half of a row, times the other half.
 //
 // Both are x * sigmoid(y): y = x for silu, and 0.5 (1 + tanh u) = sigmoid(2 u) for GELU.
+#include "rotated_rows.h"
 #include "row_parts.h"
 #include "rows.h"
 #include "rows_common.h"
@@ -28,8 +29,8 @@ TOKEND_INLINE F<N> gated(F<N> x) {
     return x * sigmoid(TWICE_SQRT_2_OVER_PI * (x + 0.044715f * (x * x * x)));
 }
 
-template <int64_t KIND, class T>
-TOKEND_FLATTEN void gate_span(const T* x, const T* up, int64_t size, T* out) {
+template <int64_t KIND, class T, class To>
+TOKEND_FLATTEN void gate_span(const T* x, const T* up, int64_t size, To* out) {
     int64_t at = 0;
     for (; at + N <= size; at += N) store<N>(out + at, gated<KIND>(load<N>(x + at)) * load<N>(up + at));
     if (at < size) {
@@ -48,8 +49,32 @@ void gate_rows(const TokendGate* gate) {
     for (int64_t index = 0; index < gate->num_rows * spans; index++) {
         const int64_t row = index / spans, from = index % spans * SPAN;
         const T* half = x + row * 2 * size + from;
-        gate_span<KIND, T>(half, half + size, std::min(SPAN, size - from), out + row * size + from);
+        gate_span<KIND>(half, half + size, std::min(SPAN, size - from), out + row * size + from);
     }
+}
+
+template <int64_t KIND, class T>
+void code_rows(const TokendGate* gate, void* codes) {
+    const int64_t size = gate->size;
+    const CodesLayout layout(gate->num_rows, size);
+#pragma omp parallel for schedule(static) if (gate->num_rows * size > PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < gate->num_rows; row++) {
+        float* numbers = row_scratch(size);
+        const T* x = static_cast<const T*>(gate->x) + row * 2 * size;
+        gate_span<KIND>(x, x + size, size, numbers);
+        layout.facts(codes)[row] = code_row(numbers, size, layout.codes(codes, row));
+    }
+}
+
+// Calls body with a null pointer of the element type, and the kind.
+template <class Body>
+void with_kind(const TokendGate* gate, Body body) {
+    with_type(gate->dtype, [&](auto* type) {
+        if (gate->kind == TOKEND_SILU)
+            body(type, std::integral_constant<int64_t, TOKEND_SILU>());
+        else
+            body(type, std::integral_constant<int64_t, TOKEND_GELU_TANH>());
+    });
 }
 
 }  // namespace
@@ -65,11 +90,13 @@ void gate_row(int64_t kind, int64_t dtype, int64_t size, const void* x, void* ou
 }  // namespace tokend
 
 extern "C" void tokend_gate(const TokendGate* gate) {
-    tokend::with_type(gate->dtype, [&](auto* type) {
-        using T = std::remove_pointer_t<decltype(type)>;
-        if (gate->kind == TOKEND_SILU)
-            tokend::gate_rows<TOKEND_SILU, T>(gate);
-        else
-            tokend::gate_rows<TOKEND_GELU_TANH, T>(gate);
+    tokend::with_kind(gate, [&](auto* type, auto kind) {
+        tokend::gate_rows<kind, std::remove_pointer_t<decltype(type)>>(gate);
+    });
+}
+
+extern "C" void tokend_code_gate(const TokendGate* gate, void* codes) {
+    tokend::with_kind(gate, [&](auto* type, auto kind) {
+        tokend::code_rows<kind, std::remove_pointer_t<decltype(type)>>(gate, codes);
     });
 }

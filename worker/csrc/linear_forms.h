@@ -9,8 +9,9 @@ namespace tokend {
 // Bytes of the codes of so many rows in the form that needs the most.
 int64_t most_code_bytes(int64_t num_rows, int64_t in_features);
 
-// Row `row` of a product's input, at x, to its place among the codes.
-void code_row(int64_t form, int64_t dtype, int64_t in_features, int64_t row, const void* x, void* codes);
+// Row `row` of the num_rows of a product's input, at x, to its place among the codes.
+void code_row(int64_t form, int64_t dtype, int64_t in_features, int64_t num_rows, int64_t row, const void* x,
+              void* codes);
 
 // output (+)= rows @ weight^T + bias, for columns [0, out_features) of an output whose rows are
 // output_stride elements of dtype apart. Each thread of a team comes here.

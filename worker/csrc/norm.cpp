@@ -1,6 +1,7 @@
 // RMSNorm of rows, into a buffer or onto a residual.
 #include <cmath>
 
+#include "rotated_rows.h"
 #include "row_parts.h"
 #include "rows.h"
 #include "rows_common.h"
@@ -33,8 +34,8 @@ TOKEND_INLINE float sum_of_squares(const T* x, int64_t size) {
     return sum_lanes<N>((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-template <bool ADD, class T>
-TOKEND_FLATTEN void norm_row(const T* x, const float* weight, int64_t size, double eps, T* out) {
+template <bool ADD, class T, class To>
+TOKEND_FLATTEN void norm_row(const T* x, const float* weight, int64_t size, double eps, To* out) {
     const double mean = double(sum_of_squares(x, size)) / double(size);
     const F<N> scale = splat<N>(float(1.0 / std::sqrt(mean + eps)));
     int64_t at = 0;
@@ -51,15 +52,33 @@ TOKEND_FLATTEN void norm_row(const T* x, const float* weight, int64_t size, doub
     }
 }
 
+// The element of x at which a row begins.
+int64_t start_of(const TokendNorm& norm, int64_t row) {
+    return row / norm.group_size * norm.group_stride + row % norm.group_size * norm.size;
+}
+
 template <bool ADD, class T>
 void norm_rows(const TokendNorm* norm) {
-    const int64_t group_size = norm->group_size, size = norm->size, num_rows = norm->num_groups * group_size;
+    const int64_t size = norm->size, num_rows = norm->num_groups * norm->group_size;
     const T* x = static_cast<const T*>(norm->x);
     T* out = static_cast<T*>(norm->out);
 #pragma omp parallel for schedule(static) if (num_rows * size > PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < num_rows; row++) {
-        const int64_t from = row / group_size * norm->group_stride + row % group_size * size;
-        norm_row<ADD, T>(x + from, norm->weight, size, norm->eps, out + row * size);
+        const int64_t from = start_of(*norm, row);
+        norm_row<ADD>(x + from, norm->weight, size, norm->eps, out + row * size);
+    }
+}
+
+template <class T>
+void code_rows(const TokendNorm* norm, void* codes) {
+    const int64_t size = norm->size, num_rows = norm->num_groups * norm->group_size;
+    const CodesLayout layout(num_rows, size);
+#pragma omp parallel for schedule(static) if (num_rows * size > PARALLEL_CODES)
+    for (int64_t row = 0; row < num_rows; row++) {
+        float* numbers = row_scratch(size);
+        const T* x = static_cast<const T*>(norm->x) + start_of(*norm, row);
+        norm_row<false>(x, norm->weight, size, norm->eps, numbers);
+        layout.facts(codes)[row] = code_row(numbers, size, layout.codes(codes, row));
     }
 }
 
@@ -88,5 +107,11 @@ extern "C" void tokend_rms_norm(const TokendNorm* norm) {
 extern "C" void tokend_add_rms_norm(const TokendNorm* norm) {
     tokend::with_type(norm->dtype, [&](auto* type) {
         tokend::norm_rows<true, std::remove_pointer_t<decltype(type)>>(norm);
+    });
+}
+
+extern "C" void tokend_code_norm(const TokendNorm* norm, void* codes) {
+    tokend::with_type(norm->dtype, [&](auto* type) {
+        tokend::code_rows<std::remove_pointer_t<decltype(type)>>(norm, codes);
     });
 }

@@ -140,7 +140,8 @@ class Layers {
     void multiply(const TokendLinear& linear, const Rows& from, const Rows& to, bool adds = false) {
         clock_.lap();
         each_row([&](int64_t row) {
-            code_row(linear.parts->form, run_.dtype, linear.in_features, row, from.row(row), space_.codes);
+            code_row(linear.parts->form, run_.dtype, linear.in_features, run_.num_rows, row, from.row(row),
+                     space_.codes);
         });
 #pragma omp barrier
         const int64_t width = bytes_of(run_.dtype);

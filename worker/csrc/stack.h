@@ -17,7 +17,8 @@ extern "C" {
 
 // How a weight is held and multiplied.
 enum TokendForm : int64_t {
-    TOKEND_BLOCKS = 0,  // TokendWeight of packed.h
+    TOKEND_BLOCKS = 0,   // TokendWeight of packed.h
+    TOKEND_ROTATED = 1,  // TokendRotated of rotated.h
 };
 
 // Some outputs of a product.
