@@ -82,7 +82,7 @@ void with_kind(const TokendGate* gate, Body body) {
 void gate_row(int64_t kind, int64_t dtype, int64_t size, const void* x, void* out) {
     with_type(dtype, [&]<class T>(T*) {
         const T* half = static_cast<const T*>(x);
-        const auto gate = kind == TOKEND_SILU ? gate_span<TOKEND_SILU, T> : gate_span<TOKEND_GELU_TANH, T>;
+        const auto gate = kind == TOKEND_SILU ? gate_span<TOKEND_SILU, T, T> : gate_span<TOKEND_GELU_TANH, T, T>;
         gate(half, half + size, size, static_cast<T*>(out));
     });
 }
