@@ -146,17 +146,20 @@ StackLayer = _structure(
         **{"output": PartsOfLinear, "attention_post_norm": RowNorm},
         **{"mlp_norm": RowNorm, "gate_up": PartsOfLinear},
         **{"down": PartsOfLinear, "mlp_post_norm": RowNorm},
-        "rotation": c_int64,
+        "turns": c_int64,
     },
 )
 """TokendStackLayer of csrc/stack.h."""
+
+Turns = _structure("Turns", {"num_positions": c_int64, "table": c_void_p})
+"""TokendTurns of csrc/stack.h."""
 
 Stack = _structure(
     "Stack",
     {
         **dict.fromkeys(("num_layers", "hidden_size", "inner_size"), c_int64),
         **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "gate"), c_int64),
-        "layers": c_void_p,
+        **{"num_turns": c_int64, "turns": c_void_p, "layers": c_void_p},
     },
 )
 """TokendStack of csrc/stack.h."""
@@ -168,7 +171,7 @@ StackRun = _structure(
     "StackRun",
     {
         **dict.fromkeys(("dtype", "num_rows"), c_int64),
-        **dict.fromkeys(("hidden", "rotations", "places", "scratch"), c_void_p),
+        **dict.fromkeys(("hidden", "positions", "places", "scratch"), c_void_p),
         **dict.fromkeys(("clocked", "product_ns", "attention_ns"), c_int64),
     },
 )
@@ -219,7 +222,7 @@ class Kernels:
         self.pack_dense.restype = None
         self.unpack_rows = library.tokend_unpack_rows
         self.unpack_rows.argtypes = [POINTER(Weight), c_int64, c_void_p, c_int64, c_void_p]
-        self.unpack_rows.restype = None
+        self.unpack_rows.restype = c_int64
         self.quantise_rows = library.tokend_quantise_rows
         self.quantise_rows.argtypes = [POINTER(Product), c_int64, c_void_p]
         self.quantise_rows.restype = None
@@ -234,7 +237,7 @@ class Kernels:
         self.stack_bytes.restype = c_int64
         self.stack_run = library.tokend_stack_run
         self.stack_run.argtypes = [POINTER(Stack), POINTER(StackRun)]
-        self.stack_run.restype = None
+        self.stack_run.restype = c_int64
         self._bind_rotated(library)
 
     def _bind_rotated(self, library: ctypes.CDLL) -> None:

@@ -67,7 +67,7 @@ class ModelRunner:
         hidden = self._model.forward(
             torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions), self._attention
         )
-        broken = broken_sequences(hidden, inputs.query_start)
+        broken = _broken_before_scores(inputs, hidden)
         sampled, logprobs, candidates = self._sample(inputs, hidden, handles, broken)
         return ModelRunnerOutput(
             step.epoch,
@@ -249,3 +249,14 @@ class ModelRunner:
             b"".join(chunk.logprobs for chunk in chunks),
             b"".join(chunk.ranks for chunk in chunks),
         )
+
+
+def _broken_before_scores(inputs: StepInputs, hidden: torch.Tensor) -> NDArray[np.bool_]:
+    """Bool [S]: sequences whose hidden states are no numbers, where scores will not show it.
+
+    A row's norm makes all of it NaN where one of its elements is NaN or infinite, and so all of
+    its scores, which are looked at anyway. So nothing is left to find where all rows have some.
+    """
+    if len(inputs.last_token) == len(inputs.token_ids):
+        return np.zeros(len(inputs.samples), dtype=np.bool_)
+    return broken_sequences(hidden, inputs.query_start)

@@ -15,7 +15,7 @@ from worker.layers.linear import Linear
 from worker.layers.residual import Addition, NormedAddition
 from worker.models.decoder import Decoder
 from worker.models.kernel_stack import KernelStack
-from worker.models.layer_stack import LayerStack, LayerWeights, PartwiseStack, Rotations
+from worker.models.layer_stack import LayerStack, LayerWeights, PartwiseStack
 
 
 @dataclass
@@ -72,9 +72,9 @@ class ClockedParts(PartwiseStack):
         self._clock = clock
 
     def run(
-        self, hidden: torch.Tensor, rotations: Rotations, attention: AttentionBackend
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        return super().run(hidden, rotations, ClockedAttention(attention, self._clock))
+        return super().run(hidden, positions, ClockedAttention(attention, self._clock))
 
 
 class ClockedKernel:
@@ -86,9 +86,9 @@ class ClockedKernel:
         self.takes = stack.takes
 
     def run(
-        self, hidden: torch.Tensor, rotations: Rotations, attention: AttentionBackend
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        hidden, product, attending = self._stack.run_clocked(hidden, rotations, attention)
+        hidden, product, attending = self._stack.run_clocked(hidden, positions, attention)
         self._clock.product += product
         self._clock.attention += attending
         return hidden

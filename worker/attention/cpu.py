@@ -105,14 +105,12 @@ class CpuAttention:
                 planned.add(window)
                 self._plans[window].make(step)
 
-    def places(self, num_tokens: int, rotations: Sequence[Rotation]) -> int:
+    def places(self, num_tokens: int) -> int:
         """Where the `worker.kernels.Place` of each layer are: for a kernel that runs them all.
 
-        They describe the planned step, which has so many tokens, turned like one of these each.
+        They describe the planned step, which has so many tokens.
         """
         assert num_tokens == self._inputs[0].num_tokens
-        for rotation in rotations:
-            self._check_rotation(rotation, num_tokens)
         return ctypes.addressof(self._places)
 
     def run(
@@ -127,7 +125,9 @@ class CpuAttention:
         self._check(key, self._shape.num_kv_heads)
         self._check(value, self._shape.num_kv_heads)
         assert query.dtype == key.dtype == value.dtype, "queries, K and V are of one dtype"
-        self._check_rotation(rotation, query.shape[0])
+        assert rotation.dtype == torch.float32
+        assert rotation.is_contiguous()
+        assert rotation.shape == (query.shape[0], 2, self._shape.head_dim // 2)
         output = torch.empty(query.shape, dtype=query.dtype)
         layout = self._kv_cache.layout
         group = layout.places[layer].group
@@ -175,8 +175,3 @@ class CpuAttention:
         assert packed.shape == (self._inputs[0].num_tokens, num_heads, self._shape.head_dim)
         assert packed.stride(2) == 1, "a head must be contiguous"
         assert num_heads == 1 or packed.stride(1) == self._shape.head_dim, "heads must be adjacent"
-
-    def _check_rotation(self, rotation: Rotation, num_tokens: int) -> None:
-        assert rotation.dtype == torch.float32
-        assert rotation.is_contiguous()
-        assert rotation.shape == (num_tokens, 2, self._shape.head_dim // 2)

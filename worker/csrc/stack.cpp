@@ -33,6 +33,7 @@ struct Rows {
 // What a run keeps between two parts; the memory is cut up in this order.
 struct Space {
     Rows normed, heads, attended, gate_up, inner, added;
+    Rows rotations;  // those of the first of the tables, then those of the next, …
     void* codes;
     int64_t num_bytes = 0;
 
@@ -48,6 +49,7 @@ struct Space {
         added = rows(num_rows, stack.hidden_size * width);
         const int64_t widest = std::max({stack.hidden_size, query_heads * stack.head_dim, stack.inner_size});
         codes = take(most_code_bytes(num_rows, widest));
+        rotations = rows(stack.num_turns * num_rows, stack.head_dim * int64_t(sizeof(float)));
     }
 
   private:
@@ -93,6 +95,15 @@ class Layers {
   public:
     Layers(const TokendStack& stack, TokendStackRun& run, const Space& space)
         : stack_(stack), run_(run), space_(space), clock_(run.clocked) {}
+
+    // What queries and keys of each row are turned by, where attention reads it.
+    void gather_rotations() {
+        for (int64_t index = 0; index < stack_.num_turns; index++)
+            each_row([&](int64_t row) {
+                const float* from = stack_.turns[index].table + run_.positions[row] * stack_.head_dim;
+                std::copy_n(from, stack_.head_dim, rotation(index, row));
+            });
+    }
 
     void layer(int64_t index) {
         const TokendStackLayer& layer = stack_.layers[index];
@@ -165,7 +176,7 @@ class Layers {
         call.key = space_.heads.memory + stack_.num_heads * head_bytes;
         call.value = space_.heads.memory + (stack_.num_heads + stack_.num_kv_heads) * head_bytes;
         call.query_stride = call.key_stride = call.value_stride = space_.heads.stride / bytes_of(run_.dtype);
-        call.rotation = run_.rotations[layer.rotation];
+        call.rotation = rotation(layer.turns, 0);
         call.output = space_.attended.memory;
         tokend_attention_run(place.step, place.plan, &call);
         clock_.lap(run_.attention_ns);
@@ -180,6 +191,10 @@ class Layers {
             const RowNorm norm = {post_norm.weight, post_norm.eps};
             add_norm_row(run_.dtype, stack_.hidden_size, norm, space_.added.row(row), hidden(row));
         });
+    }
+
+    float* rotation(int64_t turns, int64_t row) const {
+        return static_cast<float*>(space_.rotations.row(turns * run_.num_rows + row));
     }
 
     void* hidden(int64_t row) const {
@@ -199,11 +214,16 @@ extern "C" int64_t tokend_stack_bytes(const TokendStack* stack, int64_t dtype, i
     return tokend::Space(*stack, dtype, num_rows, nullptr).num_bytes;
 }
 
-extern "C" void tokend_stack_run(const TokendStack* stack, TokendStackRun* run) {
+extern "C" int64_t tokend_stack_run(const TokendStack* stack, TokendStackRun* run) {
+    for (int64_t row = 0; row < run->num_rows; row++)
+        for (int64_t index = 0; index < stack->num_turns; index++)
+            if (run->positions[row] < 0 || run->positions[row] >= stack->turns[index].num_positions) return row;
     const tokend::Space space(*stack, run->dtype, run->num_rows, run->scratch);
 #pragma omp parallel
     {
         tokend::Layers layers(*stack, *run, space);
+        layers.gather_rotations();
         for (int64_t layer = 0; layer < stack->num_layers; layer++) layers.layer(layer);
     }
+    return run->num_rows;
 }

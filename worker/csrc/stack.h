@@ -54,7 +54,13 @@ struct TokendStackLayer {
     TokendLinear gate_up;
     TokendLinear down;
     TokendRowNorm mlp_post_norm;
-    int64_t rotation;  // which of the run's
+    int64_t turns;  // which of the stack's tables
+};
+
+// Cosines and sines of every position that a model has.
+struct TokendTurns {
+    int64_t num_positions;
+    const float* table;  // [num_positions, 2, head_dim / 2]
 };
 
 struct TokendStack {
@@ -65,6 +71,8 @@ struct TokendStack {
     int64_t num_kv_heads;
     int64_t head_dim;
     int64_t gate;  // a TokendGateKind of rows.h
+    int64_t num_turns;
+    const TokendTurns* turns;
     const TokendStackLayer* layers;
 };
 
@@ -78,12 +86,12 @@ struct TokendPlace {
 struct TokendStackRun {
     int64_t dtype;  // of hidden: 0 float32, 1 bfloat16
     int64_t num_rows;
-    void* hidden;                   // [num_rows, hidden_size]
-    const float* const* rotations;  // each [num_rows, 2, head_dim / 2]
-    const TokendPlace* places;      // of each layer
-    void* scratch;                  // tokend_stack_bytes, aligned to 64
-    int64_t clocked;                // 1: adds to the two below
-    int64_t product_ns;             // of products and the rounding of their inputs
+    void* hidden;               // [num_rows, hidden_size]
+    const int64_t* positions;   // [num_rows]
+    const TokendPlace* places;  // of each layer
+    void* scratch;              // tokend_stack_bytes, aligned to 64
+    int64_t clocked;            // 1: adds to the two below
+    int64_t product_ns;         // of products and the rounding of their inputs
     int64_t attention_ns;
 };
 
@@ -91,5 +99,7 @@ struct TokendStackRun {
 __attribute__((visibility("default"))) int64_t tokend_stack_bytes(
     const TokendStack* stack, int64_t dtype, int64_t num_rows);
 
-__attribute__((visibility("default"))) void tokend_stack_run(const TokendStack* stack, TokendStackRun* run);
+// Returns the first row whose position is in none of the tables, in which case nothing was done,
+// or num_rows.
+__attribute__((visibility("default"))) int64_t tokend_stack_run(const TokendStack* stack, TokendStackRun* run);
 }

@@ -147,13 +147,12 @@ class PackedWeight:
         assert ids.dim() == 1
         ids = ids.contiguous()
         numbers = torch.empty(len(ids), self.in_features, dtype=dtype)
-        if len(ids):
-            least, most = (int(each) for each in ids.aminmax())
-            if least < 0 or most >= self.out_features:
-                raise IndexError(f"row {least} or {most} of {self.out_features}")
-            self._kernels.unpack_rows(
-                self._structure, len(ids), ids.data_ptr(), _DTYPE_CODES[dtype], numbers.data_ptr()
-            )
+        count = len(ids)
+        first_wrong = self._kernels.unpack_rows(
+            self._structure, count, ids.data_ptr(), _DTYPE_CODES[dtype], numbers.data_ptr()
+        )
+        if first_wrong < count:
+            raise IndexError(f"row {int(ids[first_wrong])} of {self.out_features}")
         return numbers
 
     def _run(

@@ -81,7 +81,6 @@ def load_model(
         spec,
         Embedding(table, spec.embedding_scale),
         make_stacks(spec, layers),
-        tuple(rotaries.values()),
         RMSNorm(norm, spec.norm_eps),
         head,
     )

@@ -13,7 +13,6 @@ from worker.attention.base import AttentionBackend
 from worker.layers.embedding import Embedding
 from worker.layers.linear import Linear
 from worker.layers.norm import RMSNorm
-from worker.layers.rotary import RotaryEmbedding
 from worker.models.layer_stack import LayerStack
 from worker.models.spec import ModelSpec
 
@@ -23,7 +22,6 @@ class Decoder:
 
     stacks: the layers, in the order in which they are asked whether they take a step;
         the last one takes all.
-    rotaries: the rotary embeddings that the layers use.
     """
 
     def __init__(
@@ -31,14 +29,12 @@ class Decoder:
         spec: ModelSpec,
         embedding: Embedding,
         stacks: Sequence[LayerStack],
-        rotaries: Sequence[RotaryEmbedding],
         norm: RMSNorm,
         head: Linear,
     ) -> None:
         self.spec = spec
         self._embedding = embedding
         self._stacks = stacks
-        self._rotaries = rotaries
         self._norm = norm
         self._head = head
 
@@ -52,10 +48,9 @@ class Decoder:
         key and value and attends for the whole batch.
         """
         hidden = self._embedding(token_ids)
-        rotations = {rotary: rotary.at(positions) for rotary in self._rotaries}
         num_rows = len(token_ids)
         stack = next(each for each in self._stacks if each.takes(num_rows, attention))
-        return stack.run(hidden, rotations, attention)
+        return stack.run(hidden, positions, attention)
 
     @torch.inference_mode()
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:

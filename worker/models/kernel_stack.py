@@ -22,6 +22,7 @@ from worker.kernels import (
     Stack,
     StackLayer,
     StackRun,
+    Turns,
     row_kernels,
 )
 from worker.layers.activation import GATE_CODES
@@ -29,8 +30,7 @@ from worker.layers.linear import Linear
 from worker.layers.norm import KernelNorm, RMSNorm
 from worker.layers.own_products import form_changes, own_parts
 from worker.layers.residual import Addition, NormedAddition
-from worker.layers.rotary import RotaryEmbedding
-from worker.models.layer_stack import LayerStack, LayerWeights, PartwiseStack, Rotations
+from worker.models.layer_stack import LayerStack, LayerWeights, PartwiseStack
 from worker.models.spec import ModelSpec
 
 
@@ -49,11 +49,8 @@ class KernelStack:
     def __init__(self, kernels: Kernels, spec: ModelSpec, layers: Sequence[LayerWeights]) -> None:
         self._kernels = kernels
         products = [product for layer in layers for product in _products(layer)]
-        self._rotaries = tuple(dict.fromkeys(layer.rotary for layer in layers))
         self._from = sorted({1}.union(*map(form_changes, products)))
-        self._descriptions = [
-            StackDescription(spec, layers, self._rotaries, num_rows) for num_rows in self._from
-        ]
+        self._descriptions = [StackDescription(spec, layers, num_rows) for num_rows in self._from]
         self._run = StackRun()
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -61,38 +58,40 @@ class KernelStack:
         return isinstance(attention, CpuAttention) and self._description(num_rows).complete
 
     def run(
-        self, hidden: torch.Tensor, rotations: Rotations, attention: AttentionBackend
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
         self._run.clocked = 0
-        return self._call(hidden, rotations, attention)
+        return self._call(hidden, positions, attention)
 
     def run_clocked(
-        self, hidden: torch.Tensor, rotations: Rotations, attention: AttentionBackend
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> tuple[torch.Tensor, float, float]:
         """The same, with the seconds of products (rounding their inputs included) and attention."""
         run = self._run
         run.clocked, run.product_ns, run.attention_ns = 1, 0, 0
         return (
-            self._call(hidden, rotations, attention),
+            self._call(hidden, positions, attention),
             run.product_ns * 1e-9,
             run.attention_ns * 1e-9,
         )
 
     def _call(
-        self, hidden: torch.Tensor, rotations: Rotations, attention: AttentionBackend
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
         assert isinstance(attention, CpuAttention)
         assert hidden.is_contiguous()
+        assert positions.is_contiguous()
+        assert (positions.shape, positions.dtype) == (hidden.shape[:1], torch.int64)
         stack = self._description(len(hidden)).structure
         assert hidden.shape[1] == stack.hidden_size
-        turns = [rotations[each] for each in self._rotaries]
-        tables = (ctypes.c_void_p * len(turns))(*(each.data_ptr() for each in turns))
         run, dtype = self._run, DTYPE_CODES[hidden.dtype]
         run.dtype, run.num_rows, run.hidden = dtype, len(hidden), hidden.data_ptr()
-        run.rotations = ctypes.addressof(tables)
-        run.places = attention.places(len(hidden), turns)
+        run.positions = positions.data_ptr()
+        run.places = attention.places(len(hidden))
         run.scratch = self._memory(self._kernels.stack_bytes(stack, dtype, len(hidden)))
-        self._kernels.stack_run(stack, run)
+        first_wrong = self._kernels.stack_run(stack, run)
+        if first_wrong < len(hidden):
+            raise IndexError(f"position {int(positions[first_wrong])} is beyond the model's length")
         return hidden
 
     def _description(self, num_rows: int) -> "StackDescription":
@@ -116,15 +115,17 @@ class StackDescription:
         self,
         spec: ModelSpec,
         layers: Sequence[LayerWeights],
-        rotaries: Sequence[RotaryEmbedding],
         num_rows: int,
     ) -> None:
         self.complete = True
         self._spec = spec
         self._num_rows = num_rows
         self._arrays: list[ctypes.Array[ctypes.Structure]] = []
+        rotaries = list(dict.fromkeys(layer.rotary for layer in layers))
         described = [self._layer(layer, rotaries.index(layer.rotary)) for layer in layers]
         self._layers = (StackLayer * len(described))(*described)
+        tables = [Turns(len(each.table), each.table.data_ptr()) for each in rotaries]
+        self._tables = (Turns * len(tables))(*tables)
         self.structure = Stack(
             num_layers=len(layers),
             hidden_size=spec.hidden_size,
@@ -133,10 +134,12 @@ class StackDescription:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             gate=GATE_CODES[spec.activation],
+            num_turns=len(tables),
+            turns=ctypes.addressof(self._tables),
             layers=ctypes.addressof(self._layers),
         )
 
-    def _layer(self, layer: LayerWeights, rotation: int) -> ctypes.Structure:
+    def _layer(self, layer: LayerWeights, turns: int) -> ctypes.Structure:
         hidden, inner = self._spec.hidden_size, self._spec.intermediate_size
         heads = self._spec.query_size + 2 * self._spec.kv_size
         output, output_norm = _end(layer.output)
@@ -152,7 +155,7 @@ class StackDescription:
             gate_up=self._linear(layer.gate_up, hidden, 2 * inner),
             down=self._linear(down, inner, hidden),
             mlp_post_norm=self._norm(*down_norm),
-            rotation=rotation,
+            turns=turns,
         )
 
     def _norm(self, *norms: RMSNorm) -> ctypes.Structure:

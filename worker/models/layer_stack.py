@@ -4,7 +4,7 @@ Owns the order of operations of a layer where each part is a call of its own, on
 device. The same as one call of a kernel is in kernel_stack.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,9 +18,6 @@ from worker.layers.norm import RMSNorm
 from worker.layers.residual import Addition
 from worker.layers.rotary import RotaryEmbedding, Rotation
 from worker.models.spec import ModelSpec
-
-Rotations = Mapping[RotaryEmbedding, Rotation]
-"""How the tokens of a step turn, by each of the model's embeddings."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +49,11 @@ class LayerStack(Protocol):
         ...
 
     def run(
-        self, hidden: torch.Tensor, rotations: Rotations, attention: AttentionBackend
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
         """Embedded tokens [T, hidden], contiguous, to hidden states of that shape and dtype.
 
+        positions: int64 [T], contiguous; raises IndexError for one beyond the model's length.
         May reuse the memory of `hidden`. `attention` has planned the step.
         """
         ...
@@ -68,6 +66,7 @@ class PartwiseStack:
         self.spec = spec
         self.layers = layers
         self._gate = make_gate(spec.activation, layers[0].mlp_norm.device)
+        self._rotaries = tuple(dict.fromkeys(layer.rotary for layer in layers))
         self._normed = RowBuffer(spec.hidden_size)
         self._inner = RowBuffer(spec.intermediate_size)
         self._parts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
@@ -77,8 +76,9 @@ class PartwiseStack:
         return True
 
     def run(
-        self, hidden: torch.Tensor, rotations: Rotations, attention: AttentionBackend
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
+        rotations = {rotary: rotary.at(positions) for rotary in self._rotaries}
         normed, inner = self._normed.rows(hidden), self._inner.rows(hidden)
         for index, layer in enumerate(self.layers):
             layer.attention_norm.into(hidden, normed)

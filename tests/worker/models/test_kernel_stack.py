@@ -224,3 +224,21 @@ def test_a_token_that_is_no_number_breaks_its_own_rows(
     hidden = player._step(((16, 1), (4, 1)))
     assert hidden[0].isfinite().all()
     assert hidden[1].isnan().all()
+
+
+@pytest.mark.parametrize("variant", RUNNABLE[:1])
+def test_positions_beyond_the_model(
+    variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path
+) -> None:
+    kernels = use(variant)
+    model = load(
+        prepared_checkpoint(CONFIGS["llama"], tmp_path), torch.float32, int8(kernels, torch.float32)
+    )
+    for stack in model._stacks:
+        player = Player(model, kernels, (stack,))
+        player.play()
+        for position in (-1, 128):
+            with pytest.raises(IndexError):
+                player.model.forward(
+                    torch.zeros(70).long(), torch.full((70,), position), player.attention
+                )
