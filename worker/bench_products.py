@@ -18,6 +18,7 @@ import torch
 from worker.kernels import Kernels, load_kernels
 from worker.layers.linear import make_linear
 from worker.layers.packed_weight import BLOCK_BYTES, BLOCK_NUMBERS, PackedWeight
+from worker.layers.rotated_weight import RotatedWeight
 
 LAYERS: Final = 30
 LAYER_SHAPES: Final = ((960, 576), (576, 576), (3072, 576), (576, 1536))
@@ -48,6 +49,27 @@ def packed_form(kernels: Kernels, layer_type: str, head_type: str) -> Form:
             weight.multiply(inputs[weight.in_features])
 
     return Form(f"{layer_type}, head {head_type}", step, sum(each.nbytes for each in weights))
+
+
+def rotated_form(kernels: Kernels) -> Form:
+    """Rotated weights of 8 bits, but for the head, which this form never has."""
+    weights = [RotatedWeight(kernels, torch.randn(shape)) for shape in LAYER_SHAPES * LAYERS]
+
+    def step(inputs: dict[int, torch.Tensor]) -> None:
+        for weight in weights:
+            weight.multiply(inputs[weight.in_features])
+
+    return Form("rotated, no head", step, sum(each.nbytes for each in weights))
+
+
+def head_form(kernels: Kernels) -> Form:
+    """The head alone, in blocks of 8 bits."""
+    head = _packed(kernels, "Q8_0", HEAD_SHAPE)
+
+    def step(inputs: dict[int, torch.Tensor]) -> None:
+        head.multiply(inputs[head.in_features])
+
+    return Form("head Q8_0 alone", step, head.nbytes)
 
 
 def _packed(kernels: Kernels, gguf_type: str, shape: tuple[int, int]) -> PackedWeight:
@@ -109,6 +131,8 @@ def main() -> None:
         packed_form(kernels, "Q4_1", "Q8_0"),
         packed_form(kernels, "Q5_0", "Q8_0"),
         packed_form(kernels, "Q8_0", "Q8_0"),
+        rotated_form(kernels),
+        head_form(kernels),
     ]
     rate = read_rate()
     print(f"kernels {kernels.variant}, {options.threads} threads, read {rate / 1e9:.1f} GB/s")

@@ -44,9 +44,10 @@ inline void fetch_ahead(const uint8_t* from) {
 }
 
 // sums: [num_rows][PAIR_OUTPUTS]. FETCH: the weight comes from memory.
-template <bool LOWER, bool FETCH>
+// `between` is called after each 64 inputs: what vectors can do while tiles are multiplied.
+template <bool LOWER, bool FETCH, class Between>
 inline void tile_pair(const uint8_t* pair, int64_t panel_bytes, int64_t inputs, const int8_t* x, int64_t stride,
-                      int32_t* sums) {
+                      int32_t* sums, Between between) {
     const uint8_t* other = pair + panel_bytes;
     const int8_t* low = x + TILE_ROWS_MOST * stride;
     _tile_zero(0);
@@ -69,6 +70,7 @@ inline void tile_pair(const uint8_t* pair, int64_t panel_bytes, int64_t inputs, 
             _tile_dpbsud(2, 5, 6);
             _tile_dpbsud(3, 5, 7);
         }
+        between();
     }
     constexpr int64_t LINE = PAIR_OUTPUTS * int64_t(sizeof(int32_t));
     _tile_stored(0, sums, LINE);

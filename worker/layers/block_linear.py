@@ -1,4 +1,5 @@
-"""Matrix products with weights in blocks of few bits; see packed_weight.py for the arithmetic.
+"""Matrix products with weights of few bits; see packed_weight.py and rotated_weight.py for the
+arithmetic.
 
 Owns what makes one product of weights of several types, which lie side by side in its result.
 """
@@ -10,12 +11,13 @@ import torch
 
 from worker.layers.linear import Linear
 from worker.layers.packed_weight import PackedWeight
+from worker.layers.rotated_weight import RotatedWeight
 
 
 class BlockLinear:
     """One weight [out, in]."""
 
-    def __init__(self, weight: PackedWeight, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: PackedWeight | RotatedWeight, bias: torch.Tensor | None) -> None:
         self._weight = weight
         self._bias = bias
 

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.kernels import Kernels, Part, Product, Weight
+from worker.kernels import DTYPE_CODES, Kernels, Weight
+from worker.layers.product_call import product_call, weight_part
 
 BLOCK_NUMBERS: Final = {
     "Q4_0": 32,
@@ -31,11 +32,9 @@ BLOCK_NUMBERS: Final = {
 
 BLOCK_BYTES: Final = dict(zip(BLOCK_NUMBERS, (18, 20, 22, 24, 34, 144, 176, 210), strict=True))
 """Bytes of such a block in the file."""
-_TYPE_CODES: Final = {name: code for code, name in enumerate(BLOCK_NUMBERS)}
-_DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_PRODUCT_DTYPES: Final = (torch.float32, torch.bfloat16)
 _BLOCKS: Final = 0
 """TokendForm of csrc/stack.h."""
+_TYPE_CODES: Final = {name: code for code, name in enumerate(BLOCK_NUMBERS)}
 
 
 def supported(gguf_type: str, in_features: int) -> bool:
@@ -98,7 +97,7 @@ class PackedWeight:
         weight = cls(kernels, "Q8_0", (dense.shape[0], dense.shape[1]))
         assert dense.stride(1) == 1
         kernels.pack_dense(
-            weight._structure, _DTYPE_CODES[dense.dtype], dense.stride(0), dense.data_ptr()
+            weight._structure, DTYPE_CODES[dense.dtype], dense.stride(0), dense.data_ptr()
         )
         return weight
 
@@ -108,12 +107,8 @@ class PackedWeight:
         return self._packed.nbytes
 
     def part(self, bias: torch.Tensor | None) -> ctypes.Structure:
-        """The weight, and a bias [out] that lives as long, as a `worker.kernels.Part`."""
-        part = Part(_BLOCKS, ctypes.addressof(self._structure), self.out_features)
-        if bias is not None:
-            self._check_bias(bias)
-            part.bias_dtype, part.bias = _DTYPE_CODES[bias.dtype], bias.data_ptr()
-        return part
+        """The weight and its bias [out], as a `worker.kernels.Part`; valid while both live."""
+        return weight_part(_BLOCKS, self._structure, self.out_features, bias)
 
     def multiply(
         self,
@@ -149,7 +144,7 @@ class PackedWeight:
         numbers = torch.empty(len(ids), self.in_features, dtype=dtype)
         count = len(ids)
         first_wrong = self._kernels.unpack_rows(
-            self._structure, count, ids.data_ptr(), _DTYPE_CODES[dtype], numbers.data_ptr()
+            self._structure, count, ids.data_ptr(), DTYPE_CODES[dtype], numbers.data_ptr()
         )
         if first_wrong < count:
             raise IndexError(f"row {int(ids[first_wrong])} of {self.out_features}")
@@ -158,31 +153,5 @@ class PackedWeight:
     def _run(
         self, x: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor, adds: bool
     ) -> None:
-        """The kernels take addresses: what they assume about tensors must hold."""
-        assert x.dtype in _PRODUCT_DTYPES
-        assert output.dtype in _PRODUCT_DTYPES
-        assert x.shape[1] == self.in_features
-        assert x.stride(1) == 1
-        assert output.shape == (x.shape[0], self.out_features)
-        assert output.stride(1) == 1
-        product = Product(
-            x.shape[0],
-            _DTYPE_CODES[x.dtype],
-            x.stride(0),
-            x.data_ptr(),
-            0,
-            None,
-            _DTYPE_CODES[output.dtype],
-            output.stride(0),
-            output.data_ptr(),
-            adds,
-        )
-        if bias is not None:
-            self._check_bias(bias)
-            product.bias_dtype, product.bias = _DTYPE_CODES[bias.dtype], bias.data_ptr()
-        self._kernels.packed_product(self._structure, product)
-
-    def _check_bias(self, bias: torch.Tensor) -> None:
-        assert bias.dtype in _PRODUCT_DTYPES
-        assert bias.is_contiguous()
-        assert bias.shape == (self.out_features,)
+        call = product_call((self.out_features, self.in_features), x, bias, output, adds)
+        self._kernels.packed_product(self._structure, call)

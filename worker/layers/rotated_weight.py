@@ -12,9 +12,9 @@ from typing import Final
 
 import torch
 
-from worker.kernels import DTYPE_CODES, Kernels, Part, Product, RotatedShape
+from worker.kernels import DTYPE_CODES, Kernels, RotatedShape
+from worker.layers.product_call import product_call, weight_part
 
-_PRODUCT_DTYPES: Final = (torch.float32, torch.bfloat16)
 _UNIT: Final = 32
 _ROTATED: Final = 1
 """TokendForm of csrc/stack.h."""
@@ -51,12 +51,8 @@ class RotatedWeight:
         return self._packed.nbytes
 
     def part(self, bias: torch.Tensor | None) -> ctypes.Structure:
-        """The weight, and a bias [out] that lives as long, as a `worker.kernels.Part`."""
-        part = Part(_ROTATED, ctypes.addressof(self._structure), self.out_features)
-        if bias is not None:
-            self._check_bias(bias)
-            part.bias_dtype, part.bias = DTYPE_CODES[bias.dtype], bias.data_ptr()
-        return part
+        """The weight and its bias [out], as a `worker.kernels.Part`; valid while both live."""
+        return weight_part(_ROTATED, self._structure, self.out_features, bias)
 
     def multiply(
         self,
@@ -84,31 +80,5 @@ class RotatedWeight:
     def _run(
         self, x: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor, adds: bool
     ) -> None:
-        """The kernels take addresses: what they assume about tensors must hold."""
-        assert x.dtype in _PRODUCT_DTYPES
-        assert output.dtype in _PRODUCT_DTYPES
-        assert x.shape[1] == self.in_features
-        assert x.stride(1) == 1
-        assert output.shape == (x.shape[0], self.out_features)
-        assert output.stride(1) == 1
-        product = Product(
-            x.shape[0],
-            DTYPE_CODES[x.dtype],
-            x.stride(0),
-            x.data_ptr(),
-            0,
-            None,
-            DTYPE_CODES[output.dtype],
-            output.stride(0),
-            output.data_ptr(),
-            adds,
-        )
-        if bias is not None:
-            self._check_bias(bias)
-            product.bias_dtype, product.bias = DTYPE_CODES[bias.dtype], bias.data_ptr()
-        self._kernels.rotated_product(self._structure, product)
-
-    def _check_bias(self, bias: torch.Tensor) -> None:
-        assert bias.dtype in _PRODUCT_DTYPES
-        assert bias.is_contiguous()
-        assert bias.shape == (self.out_features,)
+        call = product_call((self.out_features, self.in_features), x, bias, output, adds)
+        self._kernels.rotated_product(self._structure, call)

@@ -15,7 +15,16 @@ from proto.errors import ConfigError
 from proto.prepared_model import TensorIndex
 from worker.kernels import Kernels, KernelsUnavailableError
 from worker.loader.blocks import BLOCKS
-from worker.loader.forms import BlockForm, DenseForm, FileBlocks, MixedForm, NewBlocks, WeightForm
+from worker.loader.forms import (
+    ROTATED_VARIANTS,
+    BlockForm,
+    DenseForm,
+    FileBlocks,
+    MixedForm,
+    NewBlocks,
+    TileForm,
+    WeightForm,
+)
 
 _DTYPE_OF_WEIGHTS: Final[dict[CpuWeights, DType]] = {"bf16": "bfloat16", "f32": "float32"}
 _MOST: Final = 0.5
@@ -41,9 +50,10 @@ def choose_form(
 
     auto gives, where a float type was asked for that has no block products or that promises
     exactness (--dtype float32, float16), and where there are no kernels: dense weights.
-    Else, for a model in blocks: these; and beside them bfloat16 where the CPU has AMX, whose
-    tiles make many rows of it faster. Else, for a dense model: bfloat16 where the CPU
-    multiplies it, and int8 where it does not.
+    Else, for a model in blocks: these, as `packed`; for a dense model: bfloat16 where the CPU
+    multiplies it, and `int8` where it does not. `int8`, and auto's blocks, have 8 bits with
+    one scale an output beside them where the CPU has instructions that make many rows of
+    these faster.
     """
     if config.cpu_weights in ("bf16", "f32") or config.dtype == "float16":
         return DenseForm(dtype)
@@ -58,15 +68,29 @@ def choose_form(
             ) from None
         return DenseForm(dtype)
     dense = DenseForm(dtype)
+    file_blocks = BlockForm(FileBlocks(kernels), dense, dtype)
+    new_blocks = BlockForm(NewBlocks(kernels), dense, dtype)
     match config.cpu_weights:
         case "packed":
-            return BlockForm(FileBlocks(kernels), dense, dtype)
+            return file_blocks
         case "int8":
-            return BlockForm(NewBlocks(kernels), dense, dtype)
-    if part_in_blocks(index) < _MOST:
-        return BlockForm(NewBlocks(kernels), dense, dtype) if dtype == torch.float32 else dense
-    blocks = BlockForm(FileBlocks(kernels), dense, dtype)
-    return MixedForm(blocks, dense, dtype) if "amx_bf16" in matrix_flags else blocks
+            return _with_many_rows(new_blocks, dense, matrix_flags, kernels)
+    if part_in_blocks(index) >= _MOST:
+        return _with_many_rows(file_blocks, dense, matrix_flags, kernels)
+    if dtype == torch.float32:
+        return _with_many_rows(new_blocks, dense, matrix_flags, kernels)
+    return dense
+
+
+def _with_many_rows(
+    blocks: BlockForm, dense: DenseForm, matrix_flags: tuple[str, ...], kernels: Kernels
+) -> WeightForm:
+    """The blocks with what is beside them for many rows, if anything is worth its memory."""
+    if kernels.variant not in ROTATED_VARIANTS:
+        return blocks
+    if "amx_bf16" in matrix_flags and dense.dtype == torch.bfloat16:
+        return TileForm(blocks, kernels, dense)
+    return MixedForm(blocks, kernels)
 
 
 def part_in_blocks(index: TensorIndex) -> float:

@@ -2,7 +2,7 @@
 
     DenseForm    numbers of the activations' type, laid out as the device likes them
     BlockForm    blocks of a few bits with scales: the file's own, or made of numbers
-    MixedForm    a BlockForm for few rows, with a DenseForm of the same weights for many
+    MixedForm    a BlockForm for few rows, with 8 bits and one scale an output, rotated, for many
 
 A form is used in two steps: `read…` runs in a thread of the loader and takes the weights out of
 the files, what it returns runs in the thread that computes and makes the product. Owns the count
@@ -17,20 +17,35 @@ from typing import Final, Protocol
 import torch
 
 from worker.kernels import Kernels
-from worker.layers.block_linear import BlockHead, block_linear
+from worker.layers.block_linear import BlockHead, BlockLinear, block_linear
 from worker.layers.embedding import BlockTable, DenseTable, Table
 from worker.layers.linear import Linear, can_pack, make_linear
 from worker.layers.mixed_linear import MixedLinear
 from worker.layers.packed_weight import PackedWeight, supported
+from worker.layers.rotated_weight import RotatedWeight
 from worker.loader.blocks import BLOCKS, joined
 from worker.loader.source import WeightSource
 
 DENSE_NAMES: Final = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+ROTATED_FROM: Final = 8
+"""Rows from which on products with rotated weights take less time than those over blocks of 4
+bits. Of the layers of SmolLM2, milliseconds of one thread, Q4_1 and rotated:
+
+    rows                 1           4           8           16          32         256
+    AMX               7.3  8.8    9.7  8.8   12.1  9.4    16.3  10   24.5  11    170   38
+    AVX-512 VNNI      7.5  8.9    9.7  9.9   12.3  11     16.0  14   25.2  21    146  106
+    AVX-VNNI         10.4  9.7   13.0  11    17.2  14     25.2  20   40.4  32    309  220
+    AVX-512           7.2  9.6   10.8  12    15.2  17     25.7  28   43.1  47    353  348
+    AVX2              9.9  11    14.1  13    20.9  19     34.1  33   61.4  60    449  435
+
+Two threads share the way to memory, which more bytes need longer. Where bytes are multiplied
+without an instruction for it, there is next to nothing to gain. A number, not a
+measurement at the start: tokens that change from one start to the next, or when a worker dies,
+cost more than the few milliseconds between the two."""
+ROTATED_VARIANTS: Final = frozenset({"amx", "avx512_bf16", "avx512_vnni", "avx2_vnni"})
+"""Kernels for which the second form is worth its memory."""
 DENSE_FROM: Final = 48
-"""Rows from which on bfloat16 products by AMX tiles take less time than those over blocks: of
-SmolLM2 a step of 32 rows takes 22 ms in bfloat16 and 18 over blocks, one of 64 rows 26 and 30
-(docs/performance.md). A number, not a measurement at the start: tokens that change from one start
-to the next, or when a worker dies, cost more than the few milliseconds between the two."""
+"""Rows from which on a head in bfloat16 takes less time than one in blocks, with AMX."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +104,7 @@ class DenseForm:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.name = DENSE_NAMES[dtype]
+        self.dtype = dtype
         self.memory: Counter[str] = Counter()
         self.dense_names: list[str] = []
 
@@ -122,6 +138,12 @@ class Packer(Protocol):
         """These weights, one below the other; empty where they cannot be in blocks."""
         ...
 
+    def numbers(
+        self, source: WeightSource, names: Sequence[str], parts: Sequence[PackedWeight]
+    ) -> torch.Tensor:
+        """float32 [out, in]: the weights that became `parts`, as exactly as they are known."""
+        ...
+
 
 class FileBlocks:
     """The blocks that the file has, rearranged for the kernels; their values stay."""
@@ -141,6 +163,12 @@ class FileBlocks:
             for each in joined([source.read_blocks(name) for name in names])
         ]
 
+    def numbers(
+        self, source: WeightSource, names: Sequence[str], parts: Sequence[PackedWeight]
+    ) -> torch.Tensor:
+        """What the blocks stand for."""
+        return numbers_of(parts, torch.float32)
+
 
 class NewBlocks:
     """Blocks of 8 bits (GGUF's Q8_0), made of whatever numbers the file has."""
@@ -159,6 +187,12 @@ class NewBlocks:
         numbers = source.read(*names, dtype=torch.float32)
         return [PackedWeight.from_dense(self._kernels, numbers)]
 
+    def numbers(
+        self, source: WeightSource, names: Sequence[str], parts: Sequence[PackedWeight]
+    ) -> torch.Tensor:
+        """What the file has: rounding what is rounded already would add to the error."""
+        return source.read(*names, dtype=torch.float32)
+
 
 class BlockForm:
     """Blocks for every product that can have them; `dense` for the others.
@@ -170,6 +204,7 @@ class BlockForm:
         self.name = packer.name
         self.memory = dense.memory
         self.dense_names: list[str] = []
+        self.numbers = packer.numbers
         self._packer = packer
         self._dense = dense
         self._dtype = dtype
@@ -177,9 +212,13 @@ class BlockForm:
     def read_product(self, source: WeightSource, product: Product) -> FinishProduct:
         parts = self.pack(source, product.weights)
         if not parts:
-            return self._dense.read_product(source, product)
+            return self.read_dense(source, product)
         bias = read_bias(source, product)
         return lambda: self.make(parts, bias)
+
+    def read_dense(self, source: WeightSource, product: Product) -> FinishProduct:
+        """A product whose weights cannot be in blocks."""
+        return self._dense.read_product(source, product)
 
     def read_ends(self, source: WeightSource, ends: Ends) -> FinishEnds:
         """A tied weight is there once: its rows are taken apart when a token asks for them."""
@@ -215,44 +254,62 @@ class BlockForm:
 
 
 class MixedForm:
-    """Every product twice: in blocks for few rows, dense for DENSE_FROM and more."""
+    """Every product of a layer twice: in blocks for few rows, rotated for ROTATED_FROM and more.
 
-    def __init__(self, blocks: BlockForm, dense: DenseForm, dtype: torch.dtype) -> None:
-        self.name = f"{blocks.name}+{dense.name}"
-        self.memory = dense.memory
+    The head, which loses more by one scale an output, stays in blocks.
+    """
+
+    def __init__(self, blocks: BlockForm, kernels: Kernels) -> None:
+        self.name = f"{blocks.name}+rotated"
+        self.memory = blocks.memory
         self.dense_names = blocks.dense_names
         self._blocks = blocks
-        self._dense = dense
-        self._dtype = dtype
+        self._kernels = kernels
 
     def read_product(self, source: WeightSource, product: Product) -> FinishProduct:
         parts = self._blocks.pack(source, product.weights)
         if not parts:
-            return self._dense.read_product(source, product)
-        bias, numbers = read_bias(source, product), self._numbers(parts)
-        return lambda: self._make(self._blocks.make(parts, bias), numbers, bias)
+            return self._blocks.read_dense(source, product)
+        bias = read_bias(source, product)
+        numbers = self._blocks.numbers(source, product.weights, parts)
+        rotated = RotatedWeight(self._kernels, numbers)
+
+        def finish() -> Linear:
+            self.memory["rotated"] += rotated.nbytes
+            few, many = self._blocks.make(parts, bias), BlockLinear(rotated, bias)
+            return MixedLinear(few, many, ROTATED_FROM)
+
+        return finish
+
+    def read_ends(self, source: WeightSource, ends: Ends) -> FinishEnds:
+        return self._blocks.read_ends(source, ends)
+
+
+class TileForm(MixedForm):
+    """The same for a CPU with AMX, which has the head twice: in blocks, and dense for
+    DENSE_FROM rows and more. What the head computes is in no KV."""
+
+    def __init__(self, blocks: BlockForm, kernels: Kernels, dense: DenseForm) -> None:
+        super().__init__(blocks, kernels)
+        self._dense = dense
 
     def read_ends(self, source: WeightSource, ends: Ends) -> FinishEnds:
         table = self._blocks.pack(source, [ends.embedding])
         head = table if ends.tied else self._blocks.pack(source, [ends.head])
         if not table or not head:
             return self._dense.read_ends(source, ends)
-        numbers = self._numbers(head)
+        numbers = numbers_of(head, self._dense.dtype)
 
         def finish() -> tuple[Table, Linear]:
-            mixed = self._make(self._blocks.make_head(head), numbers, None)
-            return self._blocks.table(table, ends), mixed
+            few, many = self._blocks.make_head(head), self._dense.make(numbers, None)
+            return self._blocks.table(table, ends), MixedLinear(few, many, DENSE_FROM)
 
         return finish
 
-    def _numbers(self, parts: list[PackedWeight]) -> torch.Tensor:
-        """What the blocks stand for, rounded to the dense form's dtype: [out, in]."""
-        return torch.cat(
-            [part.rows(torch.arange(part.out_features), self._dtype) for part in parts]
-        )
 
-    def _make(self, few: Linear, numbers: torch.Tensor, bias: torch.Tensor | None) -> MixedLinear:
-        return MixedLinear(few, self._dense.make(numbers, bias), DENSE_FROM)
+def numbers_of(parts: Sequence[PackedWeight], dtype: torch.dtype) -> torch.Tensor:
+    """What blocks stand for, rounded to dtype: [out, in]."""
+    return torch.cat([part.rows(torch.arange(part.out_features), dtype) for part in parts])
 
 
 def in_blocks(source: WeightSource, name: str) -> bool:

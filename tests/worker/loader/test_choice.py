@@ -1,5 +1,6 @@
 """Which form a model's weights get, on made-up machines."""
 
+from types import SimpleNamespace
 from typing import NoReturn, cast
 
 import pytest
@@ -10,6 +11,7 @@ from proto.errors import ConfigError
 from proto.prepared_model import TensorEntry, TensorIndex
 from worker.kernels import Kernels, KernelsUnavailableError
 from worker.loader.choice import activation_dtype, choose_form, part_in_blocks
+from worker.loader.forms import MixedForm, TileForm
 
 AMX = ("avx512_bf16", "amx_bf16")
 NO_AMX = ("avx512_bf16",)
@@ -26,8 +28,8 @@ def index(**num_bytes: int) -> TensorIndex:
 BLOCKS, NUMBERS = index(Q4_1=90, F32=10), index(BF16=90, Q8_0=10)
 
 
-def kernels() -> Kernels:
-    return cast(Kernels, object())
+def kernels(variant: str = "amx") -> Kernels:
+    return cast(Kernels, SimpleNamespace(variant=variant))
 
 
 def no_kernels() -> NoReturn:
@@ -37,20 +39,20 @@ def no_kernels() -> NoReturn:
 @pytest.mark.parametrize(
     ("weights", "asked", "dtype", "stored", "flags", "expected"),
     [
-        ("auto", "auto", BF16, BLOCKS, AMX, "packed+bf16"),
-        ("auto", "auto", BF16, BLOCKS, NO_AMX, "packed"),
-        ("auto", "auto", F32, BLOCKS, (), "packed"),
+        ("auto", "auto", BF16, BLOCKS, AMX, "packed+rotated"),
+        ("auto", "auto", BF16, BLOCKS, NO_AMX, "packed+rotated"),
+        ("auto", "auto", F32, BLOCKS, (), "packed+rotated"),
         ("auto", "auto", BF16, NUMBERS, AMX, "bf16"),
-        ("auto", "auto", F32, NUMBERS, (), "int8"),
-        ("auto", "bfloat16", BF16, BLOCKS, NO_AMX, "packed"),
+        ("auto", "auto", F32, NUMBERS, (), "int8+rotated"),
+        ("auto", "bfloat16", BF16, BLOCKS, NO_AMX, "packed+rotated"),
         ("auto", "float32", F32, BLOCKS, AMX, "f32"),
         ("auto", "float32", F32, NUMBERS, (), "f32"),
         ("auto", "float16", F16, BLOCKS, AMX, "f16"),
         ("packed", "auto", BF16, BLOCKS, AMX, "packed"),
         ("packed", "float32", F32, BLOCKS, AMX, "packed"),
         ("packed", "auto", BF16, NUMBERS, AMX, "packed"),
-        ("int8", "auto", BF16, BLOCKS, AMX, "int8"),
-        ("int8", "float32", F32, NUMBERS, (), "int8"),
+        ("int8", "auto", BF16, BLOCKS, AMX, "int8+rotated"),
+        ("int8", "float32", F32, NUMBERS, (), "int8+rotated"),
         ("bf16", "auto", BF16, BLOCKS, (), "bf16"),
         ("f32", "auto", F32, BLOCKS, AMX, "f32"),
     ],
@@ -65,6 +67,18 @@ def test_the_form_by_setting_model_and_cpu(
 ) -> None:
     config = ModelConfig(cpu_weights=weights, dtype=asked)
     assert choose_form(config, dtype, stored, flags, kernels).name == expected
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+@pytest.mark.parametrize("variant", ["avx512", "avx2", "baseline"])
+def test_one_form_where_a_second_gains_nothing(weights: CpuWeights, variant: str) -> None:
+    form = choose_form(ModelConfig(cpu_weights=weights), F32, BLOCKS, (), lambda: kernels(variant))
+    assert form.name == {"auto": "packed", "int8": "int8"}[weights]
+
+
+def test_the_head_is_dense_as_well_where_tiles_multiply_it() -> None:
+    for flags, kind in ((AMX, TileForm), (NO_AMX, MixedForm)):
+        assert type(choose_form(ModelConfig(), BF16, BLOCKS, flags, kernels)) is kind
 
 
 @pytest.mark.parametrize("stored", [BLOCKS, NUMBERS])

@@ -25,11 +25,22 @@ from worker.layers.linear import Linear
 from worker.layers.packed_reference import quantise_dense, rounded_rows
 from worker.loader import forms
 from worker.loader.form_report import dense_notice, memory_line
-from worker.loader.forms import BlockForm, DenseForm, FileBlocks, MixedForm, NewBlocks, WeightForm
+from worker.loader.forms import (
+    BlockForm,
+    DenseForm,
+    FileBlocks,
+    MixedForm,
+    NewBlocks,
+    TileForm,
+    WeightForm,
+)
+from worker.loader.index import read_index
+from worker.loader.source import WeightSource
 from worker.loader.weights import load_model
 from worker.models.registry import spec_of
 
 TOKENS = torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(3))
+CPU = torch.device("cpu")
 TIE = 0.1
 """Sums in another order may move an activation by one of its 255 steps, and so what follows."""
 EXACT = 1e-4
@@ -177,22 +188,63 @@ def test_a_tied_weight_is_held_once(kernels: Kernels, tmp_path: Path) -> None:
 
 
 def mixed(kernels: Kernels) -> MixedForm:
-    dense = DenseForm(torch.bfloat16)
-    blocks = BlockForm(FileBlocks(kernels), dense, torch.bfloat16)
-    return MixedForm(blocks, dense, torch.bfloat16)
+    return MixedForm(packed(kernels, torch.bfloat16), kernels)
+
+
+def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("least", [4, 64])
 def test_both_forms_by_the_number_of_rows(
     least: int, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forms, "DENSE_FROM", least)
+    monkeypatch.setattr(forms, "ROTATED_FROM", least)
     prepared, form = prepared_gguf(tmp_path, "Q4_1"), mixed(kernels)
     found = logits(prepared, form, torch.bfloat16)
     few = logits(prepared, packed(kernels, torch.bfloat16), torch.bfloat16)
-    many = logits(prepared, None, torch.bfloat16)
-    assert (few - many).abs().max() > 0
-    assert torch.equal(found, few if len(TOKENS) < least else many)
-    assert form.name == "packed+bf16"
-    assert sorted(form.memory) == ["bf16", "packed"]
-    assert re.fullmatch(r"packed [\d.]+ MiB \+ bf16 [\d.]+ MiB", memory_line(form))
+    exact = logits(prepared)
+    assert torch.equal(found, few) == (len(TOKENS) < least)
+    assert relative(found, exact) < 0.05
+    assert form.name == "packed+rotated"
+    assert sorted(form.memory) == ["packed", "rotated"]
+    assert re.fullmatch(
+        r"(packed|rotated) [\d.]+ MiB \+ (packed|rotated) [\d.]+ MiB", memory_line(form)
+    )
+
+
+def test_rotated_weights_are_made_of_numbers_that_were_not_rounded_before(
+    kernels: Kernels, tmp_path: Path
+) -> None:
+    """Blocks of 8 bits are rounded themselves: their numbers would add their own error."""
+    prepared = prepared_gguf(tmp_path, "F16")
+    source = WeightSource(read_index(prepared), spec_of(prepared), torch.float32, CPU)
+    blocks = BlockForm(NewBlocks(kernels), DenseForm(torch.float32), torch.float32)
+    name = "layers.0.down.weight"
+    parts = blocks.pack(source, [name])
+    assert torch.equal(blocks.numbers(source, [name], parts), source.read(name))
+    assert not torch.equal(forms.numbers_of(parts, torch.float32), source.read(name))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("least", [4, 64])
+def test_a_head_in_blocks_and_dense(
+    least: int, tied: bool, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forms, "DENSE_FROM", least)
+    config = LlamaConfig(**SIZES | {"tie_word_embeddings": tied})
+    prepared, dense = prepared_gguf(tmp_path, "Q8_0", config), DenseForm(torch.bfloat16)
+    blocks = BlockForm(FileBlocks(kernels), dense, torch.bfloat16)
+    form = TileForm(blocks, kernels, dense)
+    found, other = (logits(prepared, each, torch.bfloat16) for each in (form, mixed(kernels)))
+    assert torch.equal(found, other) == (len(TOKENS) < least)
+    assert relative(found, other) < 0.05
+    assert sorted(form.memory) == ["bf16", "packed", "rotated"]
+
+
+def test_what_cannot_be_in_blocks_is_dense_in_both(kernels: Kernels, tmp_path: Path) -> None:
+    prepared = prepared_gguf(tmp_path, "Q4_0", kinds={"down_proj": "F16"})
+    form = mixed(kernels)
+    logits(prepared, form, torch.bfloat16)
+    assert sorted(form.memory) == ["bf16", "packed", "rotated"]
+    assert sorted(form.dense_names) == [f"layers.{layer}.down.weight (F16)" for layer in range(2)]

@@ -1,0 +1,232 @@
+"""Rotated weights: every variant of the kernels against integers and float64.
+
+Rows are made of codes where exactness is tested: x = H c / block has the codes c again, with
+the scale 1 where the largest of them is 127, and no float on the way is rounded.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker.kernel_variants import each_variant, load_variant
+from worker.kernels import DTYPE_CODES, Gate, Norm, Product
+from worker.layers import rotated_reference
+from worker.layers.rotated_weight import RotatedWeight, can_rotate
+
+SHAPES = ((1, 32), (33, 64), (70, 96), (100, 576), (31, 1536))
+CODED = 0.02
+"""Of the length of a result: what rounding row and weight to 8 bits may come to."""
+
+
+def rows_of(num_rows: int, in_features: int, seed: int = 0) -> torch.Tensor:
+    """Rows with a few values that stand out, as activations have them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_rows, in_features, generator=generator)
+    outliers = torch.rand(num_rows, in_features, generator=generator) < 0.01
+    return torch.where(outliers, x * 20, x)
+
+
+def codes_of(num_rows: int, in_features: int, seed: int, size: int = 127) -> torch.Tensor:
+    """int64 codes, the first of each row the largest there is."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-size, size + 1, (num_rows, in_features), generator=generator)
+    codes[:, 0] = 127
+    return codes
+
+
+def with_codes(codes: torch.Tensor) -> torch.Tensor:
+    """float32 rows that have these codes and the scale 1."""
+    return rotated_reference.rotated(codes) / rotated_reference.block_of(codes.shape[1])
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@each_variant
+def test_products_are_sums_of_integers(variant) -> None:
+    kernels = load_variant(variant)
+    for seed, (out_features, in_features) in enumerate(SHAPES):
+        weight_codes = codes_of(out_features, in_features, seed)
+        weight = RotatedWeight(kernels, with_codes(weight_codes))
+        x_codes = codes_of(70, in_features, seed + 100)
+        sums = torch.from_numpy(x_codes.numpy() @ weight_codes.numpy().T)
+        expected = sums.float() / rotated_reference.block_of(in_features)
+        x = with_codes(x_codes)
+        for num_rows in range(1, 71):
+            assert torch.equal(weight.multiply(x[:num_rows]), expected[:num_rows]), num_rows
+
+
+@each_variant
+def test_sums_of_the_largest_codes_do_not_overflow(variant) -> None:
+    signs = torch.tensor([1, -1]).repeat(16)[:, None]
+    weight_codes = 127 * signs * torch.ones(32, 2048, dtype=torch.int64)
+    weight_codes[:, 1::3] *= -1
+    weight = RotatedWeight(load_variant(variant), with_codes(weight_codes))
+    x_codes = torch.cat((weight_codes[:2], torch.full((1, 2048), 127), torch.full((1, 2048), -127)))
+    expected = (x_codes @ weight_codes.T).float() / 64
+    assert torch.equal(weight.multiply(with_codes(x_codes)), expected)
+
+
+@each_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_products_match_float64(variant, dtype: torch.dtype) -> None:
+    kernels = load_variant(variant)
+    for seed, (out_features, in_features) in enumerate(SHAPES):
+        wide = rows_of(out_features, in_features + 7, seed).to(dtype)
+        dense = wide[:, 7:]
+        weight = RotatedWeight(kernels, dense)
+        x = rows_of(19, in_features, seed + 50)
+        found = weight.multiply(x)
+        # A sum that float32 orders otherwise may move a code by one.
+        assert relative_error(found, rotated_reference.product(dense, x)) < 2e-3
+        assert relative_error(found, x.double() @ dense.double().t()) < CODED
+
+
+@each_variant
+def test_a_row_does_not_depend_on_its_batch_or_on_threads(variant) -> None:
+    weight = RotatedWeight(load_variant(variant), rows_of(515, 576, 1))
+    x = rows_of(130, 576)
+    alone = torch.cat([weight.multiply(row[None]) for row in x])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3, 40):
+            torch.set_num_threads(threads)
+            for num_rows in (2, 15, 16, 17, 31, 32, 33, 64, 97, 130):
+                assert torch.equal(weight.multiply(x[:num_rows]), alone[:num_rows]), num_rows
+                assert torch.equal(weight.multiply(x[-num_rows:]), alone[-num_rows:]), num_rows
+    finally:
+        torch.set_num_threads(before)
+
+
+@each_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_no_number_stays_alone(variant, dtype: torch.dtype, value: float) -> None:
+    weight = RotatedWeight(load_variant(variant), rows_of(40, 96, 1))
+    for num_rows in (1, 3, 20, 40):
+        x = rows_of(num_rows, 96).to(dtype)
+        clean = weight.multiply(x)
+        x[num_rows // 2, 37] = value
+        output = weight.multiply(x)
+        assert output[num_rows // 2].isnan().all()
+        others = torch.arange(num_rows) != num_rows // 2
+        assert torch.equal(output[others], clean[others])
+
+
+@each_variant
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_weight_that_is_no_number_gives_none(variant, value: float) -> None:
+    dense = rows_of(33, 64)
+    dense[7, 40] = value
+    output = RotatedWeight(load_variant(variant), dense).multiply(rows_of(6, 64))
+    assert output[:, 7].isnan().all()
+    assert output.isnan().sum() == 6
+
+
+@each_variant
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 7, 40])
+def test_bias_residual_and_places(
+    variant, x_dtype: torch.dtype, out_dtype: torch.dtype, num_rows: int
+) -> None:
+    """The sum is rounded once to the output's type; nothing beside the place is touched."""
+    weight = RotatedWeight(load_variant(variant), rows_of(70, 96, 1))
+    wide = rows_of(num_rows, 200).to(x_dtype)
+    x, bias = wide[:, 50:146], rows_of(1, 70)[0].to(x_dtype)
+    exact = weight.multiply(x.float())
+    one_unit = (
+        {"rtol": 2**-7, "atol": 1e-5}
+        if out_dtype == torch.bfloat16
+        else {"rtol": 1e-5, "atol": 1e-5}
+    )
+    place = torch.full((num_rows, 90), 7.0).to(out_dtype)
+    result = weight.multiply(x, bias, out=place[:, 10:80])
+    torch.testing.assert_close(result, (exact + bias.float()).to(out_dtype), **one_unit)
+    assert torch.equal(place[:, 10:80], result)
+    assert (place[:, :10] == 7).all()
+    assert (place[:, 80:] == 7).all()
+    residual = rows_of(num_rows, 70, 5).to(out_dtype)
+    before = residual.clone()
+    assert weight.multiply_add(residual, x, bias) is residual
+    expected = exact + bias.float() + before.float()
+    torch.testing.assert_close(residual, expected.to(out_dtype), **one_unit)
+    plain = torch.zeros(num_rows, 70, dtype=out_dtype)
+    assert torch.equal(weight.multiply_add(plain, x), exact.to(out_dtype))
+
+
+@each_variant
+def test_rows_near_zero_are_zeros_and_a_zero_stays_one(variant) -> None:
+    weight = RotatedWeight(load_variant(variant), rows_of(40, 64))
+    x = torch.stack((torch.zeros(64), torch.full((64,), 1e-38), torch.ones(64)))
+    output = weight.multiply(x)
+    assert (output[:2] == 0).all()
+    assert (output[2] != 0).any()
+    assert (RotatedWeight(load_variant(variant), torch.zeros(40, 64)).multiply(x) == 0).all()
+
+
+@each_variant
+@pytest.mark.parametrize("in_features", [96, 576, 1536])
+def test_codes_of_rows_norms_and_gates(variant, in_features: int) -> None:
+    """A product of codes that a norm or a gate has made is that of its exact rows."""
+    kernels = load_variant(variant)
+    num_rows = 21
+    weight = RotatedWeight(kernels, rows_of(65, in_features, 1))
+    memory = torch.empty(kernels.code_bytes(num_rows, in_features), dtype=torch.uint8)
+
+    def multiplied() -> torch.Tensor:
+        output = torch.empty(num_rows, 65)
+        call = Product(num_rows, 0, 0, None, 0, None, 0, 65, output.data_ptr(), 0)
+        kernels.coded_product(weight._structure, call, memory.data_ptr())
+        return output
+
+    for dtype in (torch.float32, torch.bfloat16):
+        x = rows_of(num_rows, in_features, 3).to(dtype)
+        call = Product(num_rows, DTYPE_CODES[dtype], in_features, x.data_ptr())
+        kernels.code_rows(call, in_features, memory.data_ptr())
+        assert torch.equal(multiplied(), weight.multiply(x.float()))
+
+        scale = rows_of(1, in_features, 4)[0]
+        norm = Norm(
+            in_features,
+            scale.data_ptr(),
+            1e-5,
+            DTYPE_CODES[dtype],
+            num_rows,
+            1,
+            in_features,
+            x.data_ptr(),
+        )
+        kernels.code_norm(norm, memory.data_ptr())
+        exact = x.double()
+        exact = exact / (exact.square().mean(1, keepdim=True) + 1e-5).sqrt() * scale.double()
+        assert relative_error(multiplied(), weight.multiply(exact.float()).double()) < 2e-3
+
+        pair = rows_of(num_rows, 2 * in_features, 5).to(dtype)
+        kernels.code_gate(
+            Gate(0, DTYPE_CODES[dtype], num_rows, in_features, pair.data_ptr()), memory.data_ptr()
+        )
+        left, right = pair.double().chunk(2, dim=1)
+        gated = torch.nn.functional.silu(left) * right
+        assert relative_error(multiplied(), weight.multiply(gated.float()).double()) < 2e-3
+
+
+@each_variant
+def test_memory_and_lengths(variant) -> None:
+    weight = RotatedWeight(load_variant(variant), rows_of(64, 576))
+    assert weight.nbytes == 64 * 576 + 64 * 4
+    assert can_rotate(96)
+    assert not can_rotate(48)
+    assert not can_rotate(0)
+
+
+def test_the_rotation_keeps_products() -> None:
+    for in_features in (32, 64, 96, 576):
+        x, y = rows_of(5, in_features), rows_of(7, in_features, 1)
+        turned = rotated_reference.rotated(x).double() @ rotated_reference.rotated(y).double().t()
+        block = rotated_reference.block_of(in_features)
+        expected = x.double() @ y.double().t()
+        np.testing.assert_allclose(turned / block, expected, rtol=1e-4, atol=1e-3)
