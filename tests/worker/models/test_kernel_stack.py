@@ -24,7 +24,6 @@ from worker.kernels import Kernels
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 from worker.layers import activation, norm
-from worker.loader import forms
 from worker.loader.forms import BlockForm, DenseForm, FileBlocks, MixedForm, NewBlocks, WeightForm
 from worker.loader.weights import load_model
 from worker.models import kernel_stack
@@ -184,30 +183,39 @@ def test_the_shapes_of_smollm2(
     assert_same_bits(load(prepared, torch.bfloat16, int8(kernels, torch.bfloat16)), kernels)
 
 
-@pytest.mark.parametrize("variant", RUNNABLE[:1])
-def test_a_form_that_is_not_ours_is_left_to_torch(
-    variant: Variant,
-    use: Callable[[Variant], Kernels],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+@each_variant
+def test_weights_of_two_forms(
+    variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(forms, "DENSE_FROM", 8)
+    """Steps of few rows by one, those of many by the other."""
+    kernels = use(variant)
+    for name, dtype in product(("qwen2", "gemma3-pattern-untied"), (torch.bfloat16, torch.float32)):
+        prepared = prepared_checkpoint(CONFIGS[name], tmp_path / f"{name}-{dtype}")
+        model = load(prepared, dtype, MixedForm(int8(kernels, dtype), kernels))
+        assert_same_bits(model, kernels)
+        stack = model._stacks[0]
+        assert isinstance(stack, KernelStack)
+        few, many = (stack._description(rows).structure for rows in (7, 8))
+        assert few.layers != many.layers
+
+
+@pytest.mark.parametrize("variant", RUNNABLE[:1])
+def test_what_is_not_ours_is_left_to_the_parts(
+    variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path
+) -> None:
     kernels = use(variant)
     dtype = torch.bfloat16
     prepared = prepared_checkpoint(CONFIGS["qwen2"], tmp_path)
-    mixed = load(prepared, dtype, MixedForm(int8(kernels, dtype), DenseForm(dtype), dtype))
-    stack, partwise = mixed._stacks
-    player = Player(mixed, kernels, (stack, partwise))
-    assert [stack.takes(rows, player.attention) for rows in (1, 7, 8, 9)] == [True] * 2 + [
-        False
-    ] * 2
-    assert not stack.takes(1, DenseAttention(mixed.spec))
-    for found, wanted in zip(
-        player.play(), Player(mixed, kernels, (partwise,)).play(), strict=True
-    ):
-        assert torch.equal(found, wanted)
-    dense = load(prepared, dtype, DenseForm(dtype))
+    dense, blocks = (
+        load(prepared, dtype, form) for form in (DenseForm(dtype), int8(kernels, dtype))
+    )
+    player = Player(dense, kernels, dense._stacks)
     assert not dense._stacks[0].takes(1, player.attention)
+    assert blocks._stacks[0].takes(1, player.attention)
+    assert not blocks._stacks[0].takes(1, DenseAttention(blocks.spec))
+    alone = Player(dense, kernels, dense._stacks[1:])
+    for found, wanted in zip(player.play(), alone.play(), strict=True):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("variant", RUNNABLE[:1])
