@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from worker.attention.base import AttentionBackend
+from worker.layers.buffer import RowBuffer
 from worker.layers.embedding import Embedding
 from worker.layers.linear import Linear
 from worker.layers.norm import RMSNorm
@@ -36,6 +37,7 @@ class Decoder:
         self._embedding = embedding
         self._stacks = stacks
         self._norm = norm
+        self._normed = RowBuffer(spec.hidden_size)
         self._head = head
 
     @torch.inference_mode()
@@ -54,8 +56,11 @@ class Decoder:
 
     @torch.inference_mode()
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows of `forward`'s result, [N, hidden], to logits [N, vocab] in the model's dtype."""
-        return self._head(self._norm(hidden))
+        """Rows of `forward`'s result, contiguous [N, hidden], to logits [N, vocab].
+
+        These are of the head's dtype.
+        """
+        return self._head(self._norm.into(hidden, self._normed.rows(hidden)))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The same in float32."""
