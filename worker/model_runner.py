@@ -77,7 +77,7 @@ class ModelRunner:
             logprobs,
             self._prompt_logprobs(inputs, hidden, handles, broken),
             time.monotonic() - started,
-            failed_handles=[handles[i] for i in np.flatnonzero(broken).tolist()],
+            failed_handles=[handles[i] for i in broken.nonzero()[0].tolist()],
             candidates=candidates,
         )
 
@@ -112,7 +112,7 @@ class ModelRunner:
         """
         if len(inputs.last_token) == 0:
             return [[] for _ in handles], [], []
-        sequences = np.flatnonzero(inputs.samples)
+        sequences = inputs.samples.nonzero()[0]
         scores = self._model.scores(inputs.rows_that_sample(hidden))
         best = self._sampler.best(scores)
         broken[sequences] |= best.broken
@@ -215,7 +215,7 @@ class ModelRunner:
         """Position p's hidden state gives the log-probability of prompt token p + 1."""
         found: list[RowLogprobs] = []
         asking = (self._rows.num_prompt_logprobs[inputs.rows] != NO_LOGPROBS) & ~broken
-        for sequence in np.flatnonzero(asking).tolist():
+        for sequence in asking.nonzero()[0].tolist():
             row = inputs.rows[sequence]
             first = int(inputs.num_computed[sequence]) + 1
             end = min(int(inputs.seq_lens[sequence]) + 1, int(self._rows.num_prompt_tokens[row]))
