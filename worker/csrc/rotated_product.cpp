@@ -55,15 +55,27 @@ TOKEND_INLINE void store_line(bfloat16* to, const DotF (&values)[LINE_VECTORS]) 
 }
 #endif
 
+// The same in registers.
+struct Columns {
+    DotF scales[LINE_VECTORS], bias[LINE_VECTORS];
+
+    TOKEND_INLINE explicit Columns(const Finish& finish) {
+        each<LINE_VECTORS>([&](auto i) {
+            scales[i] = load<DOT_LANES>(finish.scales + i * DOT_LANES);
+            bias[i] = load<DOT_LANES>(finish.bias + i * DOT_LANES);
+        });
+    }
+};
+
 template <bool ADDS, class T>
-TOKEND_INLINE void finish_line(const int32_t* sums, const RowFacts& facts, const Finish& finish, T* to) {
+TOKEND_INLINE void finish_line(const int32_t* sums, const RowFacts& facts, const Columns& columns, T* to) {
     constexpr int N = DOT_LANES;
     const DotF scale = splat<N>(facts.scale);
     const DotI start = splat_int(DotWeight::OFFSET ? facts.start : 0);
     DotF values[LINE_VECTORS];
     each<LINE_VECTORS>([&](auto i) {
         const DotI sum = load_bytes<DotI>(sums + i * N) + start;
-        values[i] = fused(to_floats(sum), scale * load<N>(finish.scales + i * N), load<N>(finish.bias + i * N));
+        values[i] = fused(to_floats(sum), scale * columns.scales[i], columns.bias[i]);
         if constexpr (ADDS) values[i] += load<N>(to + i * N);
     });
     store_line(to, values);
@@ -79,24 +91,27 @@ struct Pending {
     int64_t stride;
     int64_t num_rows = 0;
 
-    TOKEND_INLINE void row() {
-        if (finish->width == PAIR_OUTPUTS) {
-            finish_line<ADDS>(sums, *facts, *finish, to);
-        } else {
-            T line[PAIR_OUTPUTS] = {};
-            std::copy_n(to, finish->width, line);
-            finish_line<ADDS>(sums, *facts, *finish, line);
-            std::copy_n(line, finish->width, to);
-        }
-        sums += PAIR_OUTPUTS, facts++, to += stride, num_rows--;
-    }
     template <int COUNT>
     TOKEND_INLINE void some() {
-        if (num_rows >= COUNT)
-            for (int i = 0; i < COUNT; i++) row();
+        if (num_rows < COUNT) return;
+        const Columns columns(*finish);
+        if (finish->width == PAIR_OUTPUTS) {
+            each<COUNT>([&](auto row) {
+                finish_line<ADDS>(sums + row * PAIR_OUTPUTS, facts[row], columns, to + row * stride);
+            });
+        } else {
+            for (int64_t row = 0; row < COUNT; row++) {
+                T line[PAIR_OUTPUTS] = {};
+                std::copy_n(to + row * stride, finish->width, line);
+                finish_line<ADDS>(sums + row * PAIR_OUTPUTS, facts[row], columns, line);
+                std::copy_n(line, finish->width, to + row * stride);
+            }
+        }
+        sums += COUNT * PAIR_OUTPUTS, facts += COUNT, to += COUNT * stride, num_rows -= COUNT;
     }
     void all() {
-        while (num_rows) row();
+        while (num_rows >= 4) some<4>();
+        while (num_rows) some<1>();
     }
 };
 
