@@ -117,6 +117,66 @@ Product = _structure(
 )
 """TokendProduct of csrc/packed.h."""
 
+Part = _structure(
+    "Part",
+    {
+        **{"form": c_int64, "weight": c_void_p, "out_features": c_int64},
+        **{"bias_dtype": c_int64, "bias": c_void_p},
+    },
+)
+"""TokendPart of csrc/stack.h."""
+
+PartsOfLinear = _structure(
+    "PartsOfLinear",
+    {
+        **dict.fromkeys(("in_features", "out_features", "num_parts"), c_int64),
+        "parts": c_void_p,
+    },
+)
+"""TokendLinear of csrc/stack.h."""
+
+RowNorm = _structure("RowNorm", {"weight": c_void_p, "eps": c_double})
+"""TokendRowNorm of csrc/stack.h."""
+
+StackLayer = _structure(
+    "StackLayer",
+    {
+        **{"attention_norm": RowNorm, "qkv": PartsOfLinear},
+        **{"query_norm": RowNorm, "key_norm": RowNorm},
+        **{"output": PartsOfLinear, "attention_post_norm": RowNorm},
+        **{"mlp_norm": RowNorm, "gate_up": PartsOfLinear},
+        **{"down": PartsOfLinear, "mlp_post_norm": RowNorm},
+        "turns": c_int64,
+    },
+)
+"""TokendStackLayer of csrc/stack.h."""
+
+Turns = _structure("Turns", {"num_positions": c_int64, "table": c_void_p})
+"""TokendTurns of csrc/stack.h."""
+
+Stack = _structure(
+    "Stack",
+    {
+        **dict.fromkeys(("num_layers", "hidden_size", "inner_size"), c_int64),
+        **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "gate"), c_int64),
+        **{"num_turns": c_int64, "turns": c_void_p, "layers": c_void_p},
+    },
+)
+"""TokendStack of csrc/stack.h."""
+
+Place = _structure("Place", dict.fromkeys(("step", "plan", "layer"), c_void_p))
+"""TokendPlace of csrc/stack.h."""
+
+StackRun = _structure(
+    "StackRun",
+    {
+        **dict.fromkeys(("dtype", "num_rows"), c_int64),
+        **dict.fromkeys(("hidden", "positions", "places", "scratch"), c_void_p),
+        **dict.fromkeys(("clocked", "product_ns", "attention_ns"), c_int64),
+    },
+)
+"""TokendStackRun of csrc/stack.h."""
+
 
 class Kernels:
     """The functions of one library. `variant` names its instruction set."""
@@ -162,7 +222,7 @@ class Kernels:
         self.pack_dense.restype = None
         self.unpack_rows = library.tokend_unpack_rows
         self.unpack_rows.argtypes = [POINTER(Weight), c_int64, c_void_p, c_int64, c_void_p]
-        self.unpack_rows.restype = None
+        self.unpack_rows.restype = c_int64
         self.quantise_rows = library.tokend_quantise_rows
         self.quantise_rows.argtypes = [POINTER(Product), c_int64, c_void_p]
         self.quantise_rows.restype = None
@@ -172,6 +232,12 @@ class Kernels:
         self.quantised_product = library.tokend_quantised_product
         self.quantised_product.argtypes = [POINTER(Weight), POINTER(Product), c_void_p]
         self.quantised_product.restype = None
+        self.stack_bytes = library.tokend_stack_bytes
+        self.stack_bytes.argtypes = [POINTER(Stack), c_int64, c_int64]
+        self.stack_bytes.restype = c_int64
+        self.stack_run = library.tokend_stack_run
+        self.stack_run.argtypes = [POINTER(Stack), POINTER(StackRun)]
+        self.stack_run.restype = c_int64
         self._bind_rotated(library)
 
     def _bind_rotated(self, library: ctypes.CDLL) -> None:

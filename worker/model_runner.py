@@ -67,7 +67,7 @@ class ModelRunner:
         hidden = self._model.forward(
             torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions), self._attention
         )
-        broken = broken_sequences(hidden, inputs.query_start)
+        broken = _broken_before_scores(inputs, hidden)
         sampled, logprobs, candidates = self._sample(inputs, hidden, handles, broken)
         return ModelRunnerOutput(
             step.epoch,
@@ -77,7 +77,7 @@ class ModelRunner:
             logprobs,
             self._prompt_logprobs(inputs, hidden, handles, broken),
             time.monotonic() - started,
-            failed_handles=[handles[i] for i in np.flatnonzero(broken).tolist()],
+            failed_handles=[handles[i] for i in broken.nonzero()[0].tolist()],
             candidates=candidates,
         )
 
@@ -112,7 +112,7 @@ class ModelRunner:
         """
         if len(inputs.last_token) == 0:
             return [[] for _ in handles], [], []
-        sequences = np.flatnonzero(inputs.samples)
+        sequences = inputs.samples.nonzero()[0]
         scores = self._model.scores(inputs.rows_that_sample(hidden))
         best = self._sampler.best(scores)
         broken[sequences] |= best.broken
@@ -215,7 +215,7 @@ class ModelRunner:
         """Position p's hidden state gives the log-probability of prompt token p + 1."""
         found: list[RowLogprobs] = []
         asking = (self._rows.num_prompt_logprobs[inputs.rows] != NO_LOGPROBS) & ~broken
-        for sequence in np.flatnonzero(asking).tolist():
+        for sequence in asking.nonzero()[0].tolist():
             row = inputs.rows[sequence]
             first = int(inputs.num_computed[sequence]) + 1
             end = min(int(inputs.seq_lens[sequence]) + 1, int(self._rows.num_prompt_tokens[row]))
@@ -249,3 +249,14 @@ class ModelRunner:
             b"".join(chunk.logprobs for chunk in chunks),
             b"".join(chunk.ranks for chunk in chunks),
         )
+
+
+def _broken_before_scores(inputs: StepInputs, hidden: torch.Tensor) -> NDArray[np.bool_]:
+    """Bool [S]: sequences whose hidden states are no numbers, where scores will not show it.
+
+    A row's norm makes all of it NaN where one of its elements is NaN or infinite, and so all of
+    its scores, which are looked at anyway. So nothing is left to find where all rows have some.
+    """
+    if len(inputs.last_token) == len(inputs.token_ids):
+        return np.zeros(len(inputs.samples), dtype=np.bool_)
+    return broken_sequences(hidden, inputs.query_start)

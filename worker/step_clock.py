@@ -1,6 +1,7 @@
-"""Where the time of a step goes: products and attention, timed from outside.
+"""Where the time of a step goes: products and attention.
 
-Owns the wrapping of a model's parts; what a step takes beside them is found by subtraction.
+Owns the wrapping of a model's parts, which times them from outside; a kernel that runs all layers
+times them itself. What a step takes beside them is found by subtraction.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +13,9 @@ import torch
 from worker.attention.base import AttentionBackend
 from worker.layers.linear import Linear
 from worker.layers.residual import Addition, NormedAddition
-from worker.models.decoder import Decoder, LayerWeights
+from worker.models.decoder import Decoder
+from worker.models.kernel_stack import KernelStack
+from worker.models.layer_stack import LayerStack, LayerWeights, PartwiseStack
 
 
 @dataclass
@@ -61,19 +64,50 @@ class ClockedAttention:
         return result
 
 
+class ClockedParts(PartwiseStack):
+    """The same layers, weights shared, whose products and attention are timed."""
+
+    def __init__(self, stack: PartwiseStack, clock: StepClock) -> None:
+        super().__init__(stack.spec, [_clocked_layer(each, clock) for each in stack.layers])
+        self._clock = clock
+
+    def run(
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        return super().run(hidden, positions, ClockedAttention(attention, self._clock))
+
+
+class ClockedKernel:
+    """A stack that is one call, which times its parts."""
+
+    def __init__(self, stack: KernelStack, clock: StepClock) -> None:
+        self._stack = stack
+        self._clock = clock
+        self.takes = stack.takes
+
+    def run(
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        hidden, product, attending = self._stack.run_clocked(hidden, positions, attention)
+        self._clock.product += product
+        self._clock.attention += attending
+        return hidden
+
+
 class ClockedModel(Decoder):
     """The same model, weights shared, whose products and attention are timed."""
 
     def __init__(self, model: Decoder, clock: StepClock) -> None:
         vars(self).update(vars(model))
-        self._clock = clock
-        self._layers = [_clocked_layer(layer, clock) for layer in model._layers]
+        self._stacks = tuple(_clocked_stack(stack, clock) for stack in model._stacks)
         self._head = ClockedLinear(model._head, clock)
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
-    ) -> torch.Tensor:
-        return super().forward(token_ids, positions, ClockedAttention(attention, self._clock))
+
+def _clocked_stack(stack: LayerStack, clock: StepClock) -> LayerStack:
+    if isinstance(stack, KernelStack):
+        return ClockedKernel(stack, clock)
+    assert isinstance(stack, PartwiseStack)
+    return ClockedParts(stack, clock)
 
 
 def _clocked_layer(layer: LayerWeights, clock: StepClock) -> LayerWeights:

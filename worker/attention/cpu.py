@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from worker.attention.base import AttentionInputs, AttentionShape
-from worker.kernels import DTYPE_CODES, Kernels, Layer, Plan, Step
+from worker.kernels import DTYPE_CODES, Kernels, Layer, Place, Plan, Step
 from worker.kv_cache import KVCache
 from worker.kv_layout import Window
 from worker.layers.rotary import Rotation
@@ -86,6 +86,8 @@ class CpuAttention:
         }
         self._groups = [self._step(window) for window in kv_cache.layout.windows]
         self._layers = [self._layer(layer) for layer in range(len(kv_cache.layout.places))]
+        places = [self._place(layer) for layer in range(len(self._layers))]
+        self._places = (Place * len(places))(*places)
 
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:
         # The kernels read these arrays until the next plan.
@@ -102,6 +104,14 @@ class CpuAttention:
             if window not in planned:
                 planned.add(window)
                 self._plans[window].make(step)
+
+    def places(self, num_tokens: int) -> int:
+        """Where the `worker.kernels.Place` of each layer are: for a kernel that runs them all.
+
+        They describe the planned step, which has so many tokens.
+        """
+        assert num_tokens == self._inputs[0].num_tokens
+        return ctypes.addressof(self._places)
 
     def run(
         self,
@@ -153,6 +163,12 @@ class CpuAttention:
             block_stride=key.stride(0),
             head_stride=key.stride(1),
         )
+
+    def _place(self, layer: int) -> ctypes.Structure:
+        layout = self._kv_cache.layout
+        group = layout.places[layer].group
+        plan = self._plans[layout.windows[group]].structure
+        return Place(*map(ctypes.addressof, (self._groups[group], plan, self._layers[layer])))
 
     def _check(self, packed: torch.Tensor, num_heads: int) -> None:
         """The kernels take addresses: what they assume about a tensor must hold."""

@@ -11,6 +11,7 @@
 #include "attention_many_rows.h"
 #include "attention_piece.h"
 #include "attention_rows.h"
+#include "team.h"
 
 namespace tokend {
 namespace {
@@ -114,8 +115,7 @@ void run(const TokendStep* step, const TokendPlan* plan, const TokendLayer* laye
         const TokendTask task = plan->tasks[index];
         return Piece(step, layer, plan->tiles + task.tile, task.piece);
     };
-#pragma omp parallel if (plan->num_elements > PARALLEL_ELEMENTS)
-    {
+    in_team(plan->num_elements > PARALLEL_ELEMENTS, [&] {
         static thread_local Scratch scratch;
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < step->num_tokens; token++) write_token<C>(step, layer, token, scratch);
@@ -145,7 +145,7 @@ void run(const TokendStep* step, const TokendPlan* plan, const TokendLayer* laye
             }
             done = round;
         }
-    }
+    });
 }
 
 }  // namespace

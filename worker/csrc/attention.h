@@ -95,5 +95,6 @@ __attribute__((visibility("default"))) int64_t tokend_partial_width(int64_t head
 __attribute__((visibility("default"))) void tokend_attention_plan(const TokendStep* step, TokendPlan* plan);
 
 // Turns the step's keys, writes K and V into the pages, then attends with turned queries.
+// May be called by each thread of a team (team.h).
 __attribute__((visibility("default"))) void tokend_attention_run(const TokendStep* step, const TokendPlan* plan, const TokendLayer* layer);
 }

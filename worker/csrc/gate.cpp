@@ -2,6 +2,7 @@
 //
 // Both are x * sigmoid(y): y = x for silu, and 0.5 (1 + tanh u) = sigmoid(2 u) for GELU.
 #include "rotated_rows.h"
+#include "row_parts.h"
 #include "rows.h"
 #include "rows_common.h"
 
@@ -77,6 +78,15 @@ void with_kind(const TokendGate* gate, Body body) {
 }
 
 }  // namespace
+
+void gate_row(int64_t kind, int64_t dtype, int64_t size, const void* x, void* out) {
+    with_type(dtype, [&]<class T>(T*) {
+        const T* half = static_cast<const T*>(x);
+        const auto gate = kind == TOKEND_SILU ? gate_span<TOKEND_SILU, T, T> : gate_span<TOKEND_GELU_TANH, T, T>;
+        gate(half, half + size, size, static_cast<T*>(out));
+    });
+}
+
 }  // namespace tokend
 
 extern "C" void tokend_gate(const TokendGate* gate) {

@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "rotated_rows.h"
+#include "row_parts.h"
 #include "rows.h"
 #include "rows_common.h"
 
@@ -82,6 +83,19 @@ void code_rows(const TokendNorm* norm, void* codes) {
 }
 
 }  // namespace
+
+void norm_row(int64_t dtype, int64_t size, const RowNorm& norm, const void* x, void* out) {
+    with_type(dtype, [&]<class T>(T*) {
+        norm_row<false, T>(static_cast<const T*>(x), norm.weight, size, norm.eps, static_cast<T*>(out));
+    });
+}
+
+void add_norm_row(int64_t dtype, int64_t size, const RowNorm& norm, const void* x, void* out) {
+    with_type(dtype, [&]<class T>(T*) {
+        norm_row<true, T>(static_cast<const T*>(x), norm.weight, size, norm.eps, static_cast<T*>(out));
+    });
+}
+
 }  // namespace tokend
 
 extern "C" void tokend_rms_norm(const TokendNorm* norm) {

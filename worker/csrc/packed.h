@@ -64,8 +64,9 @@ __attribute__((visibility("default"))) void tokend_pack_blocks(
 __attribute__((visibility("default"))) void tokend_pack_dense(
     const TokendWeight* weight, int64_t dtype, int64_t stride, const void* dense);
 
-// The numbers of some rows, [num_ids, in] of dtype 0, 1 or 2.
-__attribute__((visibility("default"))) void tokend_unpack_rows(
+// The numbers of some rows, [num_ids, in] of dtype 0, 1 or 2. Returns the place of the first id
+// that is no row, in which case there are none, or num_ids.
+__attribute__((visibility("default"))) int64_t tokend_unpack_rows(
     const TokendWeight* weight, int64_t num_ids, const int64_t* ids, int64_t dtype, void* numbers);
 
 // Rows [num_rows, in_features] of `product` to [num_rows, in_features / 32].
@@ -76,7 +77,8 @@ __attribute__((visibility("default"))) void tokend_quantise_rows(
 __attribute__((visibility("default"))) void tokend_packed_product(
     const TokendWeight* weight, const TokendProduct* product);
 
-// The same of rows that are quantised already: the input of `product` is not read.
+// The same of rows that are quantised already: the input of `product` is not read. May be called
+// by each thread of a team (team.h).
 __attribute__((visibility("default"))) void tokend_quantised_product(
     const TokendWeight* weight, const TokendProduct* product, const TokendQuantised* rows);
 }

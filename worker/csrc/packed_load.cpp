@@ -266,8 +266,10 @@ extern "C" void tokend_pack_dense(const TokendWeight* weight, int64_t dtype, int
     }
 }
 
-extern "C" void tokend_unpack_rows(const TokendWeight* weight, int64_t num_ids, const int64_t* ids, int64_t dtype,
-                                   void* numbers) {
+extern "C" int64_t tokend_unpack_rows(const TokendWeight* weight, int64_t num_ids, const int64_t* ids, int64_t dtype,
+                                      void* numbers) {
+    for (int64_t place = 0; place < num_ids; place++)
+        if (ids[place] < 0 || ids[place] >= weight->out_features) return place;
     with_format(weight->type, [&](auto format) {
         using Format = decltype(format);
         switch (dtype) {
@@ -276,4 +278,5 @@ extern "C" void tokend_unpack_rows(const TokendWeight* weight, int64_t num_ids, 
             case 2: return unpack_rows<Format>(*weight, num_ids, ids, static_cast<float16*>(numbers));
         }
     });
+    return num_ids;
 }

@@ -5,6 +5,7 @@
 
 #include "packed_rows.h"
 #include "packed_tile.h"
+#include "team.h"
 
 namespace tokend {
 namespace {
@@ -105,15 +106,14 @@ void run(const TokendWeight& weight, MultiplyPanel multiply, const TokendProduct
     const int64_t panel_bytes = tokend_packed_bytes(&weight) / num_panels(weight.out_features);
     const int64_t chunks = (num_rows + CHUNK - 1) / CHUNK;
     const int64_t tasks = num_panels(weight.out_features) * chunks;
-#pragma omp parallel if (num_rows * weight.in_features * weight.out_features > PARALLEL_PRODUCTS)
-    {
+    in_team(num_rows * weight.in_features * weight.out_features > PARALLEL_PRODUCTS, [&] {
         static thread_local Scratch scratch;
         if (!given && shared) {
 #pragma omp for schedule(static)
             for (int64_t row = 0; row < num_rows; row++)
                 quantise_row(product, weight.in_features, row, rounded + row * num_blocks);
         }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t task = 0; task < tasks; task++) {
             const int64_t panel = task / chunks, begin = task % chunks * CHUNK;
             const int64_t count = std::min(CHUNK, num_rows - begin);
@@ -125,7 +125,7 @@ void run(const TokendWeight& weight, MultiplyPanel multiply, const TokendProduct
             else
                 write<bfloat16>(product, weight.out_features, panel * PANEL, begin, count, results);
         }
-    }
+    });
 }
 
 }  // namespace

@@ -54,7 +54,7 @@ __attribute__((visibility("default"))) void tokend_code_rows(
     const TokendProduct* product, int64_t in_features, void* codes);
 
 // output (+)= rows @ weight^T + bias; the input of `product` is not read, its num_rows is
-// that of the codes.
+// that of the codes. May be called by each thread of a team (team.h).
 __attribute__((visibility("default"))) void tokend_coded_product(
     const TokendRotated* weight, const TokendProduct* product, const void* codes);
 

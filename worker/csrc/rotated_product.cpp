@@ -8,6 +8,7 @@
 #include "rotated_dot.h"
 #include "rotated_rows.h"
 #include "rotated_tiles.h"
+#include "team.h"
 
 namespace tokend {
 namespace {
@@ -242,8 +243,8 @@ void* own_codes(int64_t bytes) {
 using namespace tokend;
 
 extern "C" void tokend_coded_product(const TokendRotated* weight, const TokendProduct* product, const void* codes) {
-#pragma omp parallel if (worth_threads(*weight, product->num_rows))
-    multiply(*weight, *product, const_cast<void*>(codes));
+    in_team(worth_threads(*weight, product->num_rows),
+            [&] { multiply(*weight, *product, const_cast<void*>(codes)); });
 }
 
 extern "C" void tokend_rotated_product(const TokendRotated* weight, const TokendProduct* product) {

@@ -14,7 +14,7 @@ from worker.kernels import Gate as GateCall
 from worker.layers.buffer import Space
 from worker.models.spec import Activation
 
-_CODES: Final = {"silu": 0, "gelu_tanh": 1}
+GATE_CODES: Final = {"silu": 0, "gelu_tanh": 1}
 """TokendGateKind of csrc/rows.h."""
 
 
@@ -49,7 +49,7 @@ class KernelGate:
 
     def __init__(self, kernels: Kernels, name: Activation) -> None:
         self._gate = kernels.gate
-        self._call = GateCall(kind=_CODES[name])
+        self._call = GateCall(kind=GATE_CODES[name])
         self._reference = ctypes.byref(self._call)
         self._known: Space | None = None
 

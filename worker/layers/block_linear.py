@@ -4,6 +4,7 @@ arithmetic.
 Owns what makes one product of weights of several types, which lie side by side in its result.
 """
 
+import ctypes
 from itertools import accumulate
 
 import torch
@@ -19,6 +20,11 @@ class BlockLinear:
     def __init__(self, weight: PackedWeight | RotatedWeight, bias: torch.Tensor | None) -> None:
         self._weight = weight
         self._bias = bias
+
+    @property
+    def parts(self) -> tuple[ctypes.Structure, ...]:
+        """As `worker.kernels.Part`; valid as long as this lives."""
+        return (self._weight.part(self._bias),)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._weight.multiply(x, self._bias)
@@ -58,6 +64,11 @@ class JoinedLinear:
             )
             for weight, end in zip(weights, ends, strict=True)
         ]
+
+    @property
+    def parts(self) -> tuple[ctypes.Structure, ...]:
+        """As `worker.kernels.Part`, in order; valid as long as this lives."""
+        return tuple(weight.part(bias) for weight, _, bias in self._parts)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(x.shape[0], self._out_features, dtype=x.dtype)

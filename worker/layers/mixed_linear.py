@@ -13,14 +13,16 @@ class MixedLinear:
     """`few` below so many rows, `many` from there on."""
 
     def __init__(self, few: Linear, many: Linear, many_from: int) -> None:
+        self.many_from = many_from
         self._few = few
         self._many = many
-        self._many_from = many_from
+
+    def form(self, num_rows: int) -> Linear:
+        """What multiplies so many rows."""
+        return self._few if num_rows < self.many_from else self._many
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        form = self._few if x.shape[0] < self._many_from else self._many
-        return form(x)
+        return self.form(x.shape[0])(x)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        form = self._few if x.shape[0] < self._many_from else self._many
-        return form.add_to(residual, x)
+        return self.form(x.shape[0]).add_to(residual, x)

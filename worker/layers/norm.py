@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from worker.kernels import DTYPE_CODES, Kernels, Norm, row_kernels
+from worker.kernels import DTYPE_CODES, Kernels, Norm, RowNorm, row_kernels
 from worker.layers.buffer import Space
 
 
@@ -41,6 +41,7 @@ class RMSNorm:
         arithmetic: NormArithmetic = (
             TorchNorm(weight, eps) if kernels is None else KernelNorm(kernels, weight, eps)
         )
+        self.arithmetic = arithmetic
         self.into = arithmetic.norm_into
         self.add_to = arithmetic.add_norm
         self._norm = arithmetic.norm
@@ -80,6 +81,8 @@ class KernelNorm:
         self._into_reference, self._other_reference = map(ctypes.byref, (self._into, self._other))
         self._rms_norm, self._add_rms_norm = kernels.rms_norm, kernels.add_rms_norm
         self._known: Space | None = None
+        self.row_norm = RowNorm(fixed["weight"], eps)
+        """As a `worker.kernels.RowNorm`; valid as long as this lives."""
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(x.shape)

@@ -8,6 +8,7 @@ does not depend on the other rows, on their number or on the number of threads, 
 A row that holds a NaN or an infinity comes out as NaN and touches no other.
 """
 
+import ctypes
 from typing import Final, Self
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from worker.kernels import DTYPE_CODES, Kernels, Weight
-from worker.layers.product_call import product_call
+from worker.layers.product_call import product_call, weight_part
 
 BLOCK_NUMBERS: Final = {
     "Q4_0": 32,
@@ -31,6 +32,8 @@ BLOCK_NUMBERS: Final = {
 
 BLOCK_BYTES: Final = dict(zip(BLOCK_NUMBERS, (18, 20, 22, 24, 34, 144, 176, 210), strict=True))
 """Bytes of such a block in the file."""
+_BLOCKS: Final = 0
+"""TokendForm of csrc/stack.h."""
 _TYPE_CODES: Final = {name: code for code, name in enumerate(BLOCK_NUMBERS)}
 
 
@@ -103,6 +106,10 @@ class PackedWeight:
         """Bytes of memory that the weight takes."""
         return self._packed.nbytes
 
+    def part(self, bias: torch.Tensor | None) -> ctypes.Structure:
+        """The weight and its bias [out], as a `worker.kernels.Part`; valid while both live."""
+        return weight_part(_BLOCKS, self._structure, self.out_features, bias)
+
     def multiply(
         self,
         x: torch.Tensor,
@@ -135,13 +142,12 @@ class PackedWeight:
         assert ids.dim() == 1
         ids = ids.contiguous()
         numbers = torch.empty(len(ids), self.in_features, dtype=dtype)
-        if len(ids):
-            least, most = (int(each) for each in ids.aminmax())
-            if least < 0 or most >= self.out_features:
-                raise IndexError(f"row {least} or {most} of {self.out_features}")
-            self._kernels.unpack_rows(
-                self._structure, len(ids), ids.data_ptr(), DTYPE_CODES[dtype], numbers.data_ptr()
-            )
+        count = len(ids)
+        first_wrong = self._kernels.unpack_rows(
+            self._structure, count, ids.data_ptr(), DTYPE_CODES[dtype], numbers.data_ptr()
+        )
+        if first_wrong < count:
+            raise IndexError(f"row {int(ids[first_wrong])} of {self.out_features}")
         return numbers
 
     def _run(

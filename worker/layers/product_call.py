@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from worker.kernels import DTYPE_CODES, Product
+from worker.kernels import DTYPE_CODES, Part, Product
 
 PRODUCT_DTYPES: Final = (torch.float32, torch.bfloat16)
 
@@ -44,9 +44,26 @@ def product_call(
         output.data_ptr(),
         adds,
     )
+    _describe_bias(product, out_features, bias)
+    return product
+
+
+def weight_part(
+    form: int, weight: ctypes.Structure, out_features: int, bias: torch.Tensor | None
+) -> ctypes.Structure:
+    """Some outputs of a product that another kernel makes, as a `worker.kernels.Part`.
+
+    form: a TokendForm of csrc/stack.h, which says what `weight` is. Valid as long as `weight`
+    and `bias`, which is as in product_call, live.
+    """
+    part = Part(form, ctypes.addressof(weight), out_features)
+    _describe_bias(part, out_features, bias)
+    return part
+
+
+def _describe_bias(call: ctypes.Structure, out_features: int, bias: torch.Tensor | None) -> None:
     if bias is not None:
         assert bias.dtype in PRODUCT_DTYPES
         assert bias.is_contiguous()
         assert bias.shape == (out_features,)
-        product.bias_dtype, product.bias = DTYPE_CODES[bias.dtype], bias.data_ptr()
-    return product
+        call.bias_dtype, call.bias = DTYPE_CODES[bias.dtype], bias.data_ptr()

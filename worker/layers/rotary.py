@@ -32,11 +32,12 @@ class RotaryEmbedding:
         frequencies, magnitude = inverse_frequencies(rope, head_dim)
         angles = torch.arange(max_position, dtype=torch.float32)[:, None] * frequencies
         table = torch.stack((angles.cos() * magnitude, angles.sin() * magnitude), dim=1)
-        self._table = table.to(device)
+        self.table = table.to(device)
+        """Float32 [max_position, 2, head_dim / 2], contiguous."""
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """The rotation of each token, from positions int64 [T]; once per step."""
-        return self._table.index_select(0, positions)
+        return self.table.index_select(0, positions)
 
 
 def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:

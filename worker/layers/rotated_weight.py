@@ -7,14 +7,17 @@ result does not depend on the other rows, on their number or on the number of th
 bit. A row that holds a NaN or an infinity comes out as NaN and touches no other.
 """
 
+import ctypes
 from typing import Final
 
 import torch
 
 from worker.kernels import DTYPE_CODES, Kernels, RotatedShape
-from worker.layers.product_call import product_call
+from worker.layers.product_call import product_call, weight_part
 
 _UNIT: Final = 32
+_ROTATED: Final = 1
+"""TokendForm of csrc/stack.h."""
 
 
 def can_rotate(in_features: int) -> bool:
@@ -46,6 +49,10 @@ class RotatedWeight:
     def nbytes(self) -> int:
         """Bytes of memory that the weight takes."""
         return self._packed.nbytes
+
+    def part(self, bias: torch.Tensor | None) -> ctypes.Structure:
+        """The weight and its bias [out], as a `worker.kernels.Part`; valid while both live."""
+        return weight_part(_ROTATED, self._structure, self.out_features, bias)
 
     def multiply(
         self,

@@ -23,7 +23,9 @@ from worker.layers.rotary import RotaryEmbedding
 from worker.loader.forms import DenseForm, Ends, FinishEnds, FinishProduct, Product, WeightForm
 from worker.loader.index import read_index
 from worker.loader.source import WeightSource
-from worker.models.decoder import Decoder, LayerWeights
+from worker.models.decoder import Decoder
+from worker.models.kernel_stack import make_stacks
+from worker.models.layer_stack import LayerWeights
 from worker.models.spec import ModelSpec, layer_parameter_shapes
 
 _READER_THREADS: Final = 2
@@ -76,7 +78,11 @@ def load_model(
         norm, finish_ends = ends.result()
     table, head = finish_ends()
     decoder = Decoder(
-        spec, Embedding(table, spec.embedding_scale), layers, RMSNorm(norm, spec.norm_eps), head
+        spec,
+        Embedding(table, spec.embedding_scale),
+        make_stacks(spec, layers),
+        RMSNorm(norm, spec.norm_eps),
+        head,
     )
     progress(1.0)
     return decoder

@@ -1,0 +1,252 @@
+"""The layers in one call against the same layers part by part: the same bits, or it is refused."""
+
+import copy
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, PretrainedConfig
+
+from proto.prepared_model import PreparedModel
+from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.gguf_files import write
+from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint
+from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
+from tests.fakes.tiny_ggufs import SIZES, config_of, tiny
+from tests.worker.kernel_variants import RUNNABLE, each_variant, load_variant
+from worker.attention.base import AttentionInputs, AttentionShape
+from worker.attention.cpu import CpuAttention
+from worker.build_kernels import Variant
+from worker.kernels import Kernels
+from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_layout import kv_layout
+from worker.layers import activation, norm
+from worker.loader.forms import BlockForm, DenseForm, FileBlocks, MixedForm, NewBlocks, WeightForm
+from worker.loader.weights import load_model
+from worker.models import kernel_stack
+from worker.models.decoder import Decoder
+from worker.models.kernel_stack import KernelStack
+from worker.models.layer_stack import LayerStack
+from worker.models.registry import spec_of
+
+BLOCK = 4
+PAGES = 24
+STEPS = (((0, 5), (0, 2)), ((5, 9), (2, 1)), ((14, 1),), ((15, 1), (3, 1)), ((16, 70),))
+"""Steps of up to two sequences: what each has computed before, and its tokens."""
+FAMILIES = (
+    *("llama", "llama-biases", "mistral-wide-heads", "mistral-window", "qwen2-window"),
+    *("qwen3", "qwen3-biases-tied", "gemma3", "gemma3-pattern-untied"),
+)
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Variant], Kernels]:
+    """Makes a variant the one that models are loaded with."""
+
+    def choose(variant: Variant) -> Kernels:
+        kernels = load_variant(variant)
+        for module in (norm, activation, kernel_stack):
+            monkeypatch.setattr(module, "row_kernels", lambda: kernels)
+        return kernels
+
+    return choose
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def prepared_checkpoint(config: PretrainedConfig, folder: Path) -> PreparedModel:
+    """With sizes that make whole blocks of 32."""
+    config = copy.deepcopy(config)
+    config.intermediate_size = 96
+    tiny_model(config).save_pretrained(folder)
+    return prepare_checkpoint(folder, folder / "prepared")
+
+
+def prepared_gguf(config: PretrainedConfig, folder: Path) -> PreparedModel:
+    """Its query, key and value are of three types, as are the other products."""
+    kinds = {"v_proj": "Q8_0", "k_proj": "Q4_1", "down_proj": "Q6_K", "o_proj": "Q4_0"}
+    with torch.no_grad():
+        _, tensors = tiny("Q5_0", config, permuted=True, kinds=kinds)
+    write(folder / "model.gguf", tensors)
+    return prepare(folder / "prepared", config_of(config), gguf_index(folder / "model.gguf"))
+
+
+def int8(kernels: Kernels, dtype: torch.dtype) -> BlockForm:
+    return BlockForm(NewBlocks(kernels), DenseForm(dtype), dtype)
+
+
+def load(prepared: PreparedModel, dtype: torch.dtype, form: WeightForm) -> Decoder:
+    spec = spec_of(prepared)
+    return load_model(prepared, spec, dtype, torch.device("cpu"), lambda fraction: None, form)
+
+
+class Player:
+    """Plays STEPS with some of a model's stacks; each has a cache of its own."""
+
+    def __init__(self, model: Decoder, kernels: Kernels, stacks: tuple[LayerStack, ...]) -> None:
+        spec = model.spec
+        layout = kv_layout(spec.windows)
+        self.model = copy.copy(model)
+        self.model._stacks = stacks
+        self._num_groups = layout.num_groups
+        geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, torch.float32)
+        self.cache = KVCache(geometry, layout, 1 + 2 * self._num_groups * PAGES, BLOCK)
+        shape = AttentionShape(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
+        )
+        self.attention = CpuAttention(kernels, self.cache, shape)
+
+    def play(self) -> list[torch.Tensor]:
+        return [self._step(step) for step in STEPS]
+
+    def _step(self, step: tuple[tuple[int, int], ...]) -> torch.Tensor:
+        starts = np.cumsum([0, *(count for _, count in step)])
+        positions = np.concatenate([np.arange(at, at + count) for at, count in step])
+        rows = np.repeat(np.arange(len(step)), [count for _, count in step])
+        groups = []
+        for group in range(self._num_groups):
+            first = 1 + (np.arange(len(step)) * self._num_groups + group) * PAGES
+            table = (first[:, None] + np.arange(PAGES)).astype(np.int32)
+            slots = table[rows, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+            lens = np.array([sum(each) for each in step], dtype=np.int32)
+            groups.append(AttentionInputs(starts.astype(np.int32), lens, table, slots))
+        self.attention.plan(groups)
+        tokens = torch.from_numpy((positions * 7 + rows * 11) % 64)
+        return self.model.forward(tokens, torch.from_numpy(positions), self.attention)
+
+
+def assert_same_bits(model: Decoder, kernels: Kernels) -> None:
+    stack, partwise = model._stacks
+    assert isinstance(stack, KernelStack)
+    one, parts = Player(model, kernels, (stack,)), Player(model, kernels, (partwise,))
+    assert all(stack.takes(rows, one.attention) for rows in (1, 2, 70))
+    for found, wanted in zip(one.play(), parts.play(), strict=True):
+        assert wanted.isfinite().all()
+        assert wanted.float().std() > 0.1, "a difference would not show"
+        assert torch.equal(found, wanted)
+    assert torch.equal(one.cache.buffer, parts.cache.buffer)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("variant", RUNNABLE[:1])
+def test_families(
+    variant: Variant,
+    name: str,
+    dtype: torch.dtype,
+    use: Callable[[Variant], Kernels],
+    tmp_path: Path,
+) -> None:
+    kernels = use(variant)
+    prepared = prepared_checkpoint(CONFIGS[name], tmp_path)
+    assert_same_bits(load(prepared, dtype, int8(kernels, dtype)), kernels)
+
+
+@each_variant
+def test_variants(variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path) -> None:
+    kernels = use(variant)
+    for name, dtype in product(("llama", "gemma3-pattern-untied"), (torch.bfloat16, torch.float32)):
+        prepared = prepared_checkpoint(CONFIGS[name], tmp_path / f"{name}-{dtype}")
+        assert_same_bits(load(prepared, dtype, int8(kernels, dtype)), kernels)
+
+
+@each_variant
+def test_products_of_several_types(
+    variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path
+) -> None:
+    kernels = use(variant)
+    prepared = prepared_gguf(LlamaConfig(**SIZES, attention_bias=True), tmp_path)
+    form = BlockForm(FileBlocks(kernels), DenseForm(torch.bfloat16), torch.bfloat16)
+    assert_same_bits(load(prepared, torch.bfloat16, form), kernels)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("variant", RUNNABLE[:1])
+def test_the_shapes_of_smollm2(
+    variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path
+) -> None:
+    kernels = use(variant)
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "vocab_size": 96}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 2}
+    tiny_model(LlamaConfig(**sizes, **heads)).save_pretrained(tmp_path)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    assert_same_bits(load(prepared, torch.bfloat16, int8(kernels, torch.bfloat16)), kernels)
+
+
+@each_variant
+def test_weights_of_two_forms(
+    variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path
+) -> None:
+    """Steps of few rows by one, those of many by the other."""
+    kernels = use(variant)
+    for name, dtype in product(("qwen2", "gemma3-pattern-untied"), (torch.bfloat16, torch.float32)):
+        prepared = prepared_checkpoint(CONFIGS[name], tmp_path / f"{name}-{dtype}")
+        model = load(prepared, dtype, MixedForm(int8(kernels, dtype), kernels))
+        assert_same_bits(model, kernels)
+        stack = model._stacks[0]
+        assert isinstance(stack, KernelStack)
+        few, many = (stack._description(rows).structure for rows in (7, 8))
+        assert few.layers != many.layers
+
+
+@pytest.mark.parametrize("variant", RUNNABLE[:1])
+def test_what_is_not_ours_is_left_to_the_parts(
+    variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path
+) -> None:
+    kernels = use(variant)
+    dtype = torch.bfloat16
+    prepared = prepared_checkpoint(CONFIGS["qwen2"], tmp_path)
+    dense, blocks = (
+        load(prepared, dtype, form) for form in (DenseForm(dtype), int8(kernels, dtype))
+    )
+    player = Player(dense, kernels, dense._stacks)
+    assert not dense._stacks[0].takes(1, player.attention)
+    assert blocks._stacks[0].takes(1, player.attention)
+    assert not blocks._stacks[0].takes(1, DenseAttention(blocks.spec))
+    alone = Player(dense, kernels, dense._stacks[1:])
+    for found, wanted in zip(player.play(), alone.play(), strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("variant", RUNNABLE[:1])
+def test_a_token_that_is_no_number_breaks_its_own_rows(
+    variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path
+) -> None:
+    kernels = use(variant)
+    prepared = prepared_checkpoint(CONFIGS["llama"], tmp_path)
+    model = load(prepared, torch.bfloat16, int8(kernels, torch.bfloat16))
+    player = Player(model, kernels, model._stacks[:1])
+    player.play()
+    # Sequence 1 has pages of its own, behind those of sequence 0.
+    player.cache.buffer[1 + PAGES :] = float("nan")
+    hidden = player._step(((16, 1), (4, 1)))
+    assert hidden[0].isfinite().all()
+    assert hidden[1].isnan().all()
+
+
+@pytest.mark.parametrize("variant", RUNNABLE[:1])
+def test_positions_beyond_the_model(
+    variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path
+) -> None:
+    kernels = use(variant)
+    model = load(
+        prepared_checkpoint(CONFIGS["llama"], tmp_path), torch.float32, int8(kernels, torch.float32)
+    )
+    for stack in model._stacks:
+        player = Player(model, kernels, (stack,))
+        player.play()
+        for position in (-1, 128):
+            with pytest.raises(IndexError):
+                player.model.forward(
+                    torch.zeros(70).long(), torch.full((70,), position), player.attention
+                )
