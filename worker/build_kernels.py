@@ -16,14 +16,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 SOURCE_DIR: Final = Path(__file__).resolve().parent / "csrc"
 PRODUCT_SOURCE: Final = "packed_product.cpp"
 """The products of bytes, for which CPUs have the most kinds of instructions."""
+TILE_SOURCES: Final = ("attention_bf16.cpp", "attention_tiles.cpp", "may_run.cpp")
+"""What uses the tile unit where there is one."""
 
 _COMPILE_FLAGS: Final = (
     *("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
@@ -46,26 +49,29 @@ class Variant:
     """One library.
 
     flags: for the compiler. cpu_flags: what /proc/cpuinfo must list to run it.
-    product_flags: more for PRODUCT_SOURCE alone, so that variants that differ in these
-    share the other objects.
+    source_flags: more for single sources, by file name, so that variants that differ in
+    these share the other objects.
     """
 
     name: str
     flags: tuple[str, ...]
     cpu_flags: frozenset[str]
-    product_flags: tuple[str, ...] = ()
+    source_flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def all_flags(self) -> tuple[str, ...]:
+        """All that tells its objects from those of other variants."""
+        own = (f"{name}:{flag}" for name, flags in self.source_flags.items() for flag in flags)
+        return (*self.flags, *own)
 
     def flags_of(self, source: Path) -> tuple[str, ...]:
         """What the compiler is told for one source."""
-        own = self.product_flags if source.name == PRODUCT_SOURCE else ()
-        return (*_COMPILE_FLAGS, *self.flags, *own)
+        return (*_COMPILE_FLAGS, *self.flags, *self.source_flags.get(source.name, ()))
 
     def library(self, folder: Path) -> Path:
         """Where its library belongs. The name carries a digest of what it is compiled
         from, so that one of older sources, with other structs, is never loaded."""
-        return (
-            folder / f"libtokend_{self.name}_{source_digest((*self.flags, *self.product_flags))}.so"
-        )
+        return folder / f"libtokend_{self.name}_{source_digest(self.all_flags)}.so"
 
 
 _AVX2: Final = frozenset({"avx2", "fma", "f16c", "bmi2"})
@@ -73,13 +79,16 @@ _AVX512: Final = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512
 _AVX512_BF16: Final = _AVX512 | {"avx512_vnni", "avx512_bf16"}
 _WIDE: Final = ("-march=x86-64-v4", "-mprefer-vector-width=512")
 _BF16: Final = (*_WIDE, "-mavx512bf16")
-_VNNI: Final = ("-mavx512vnni",)
+_VNNI: Final = {PRODUCT_SOURCE: ("-mavx512vnni",)}
+_AVX_VNNI: Final = {PRODUCT_SOURCE: ("-mavxvnni",)}
+_AMX: Final = dict.fromkeys(TILE_SOURCES, ("-mamx-tile", "-mamx-bf16", "-mamx-int8"))
 
 X86_VARIANTS: Final = (
+    Variant("amx", _BF16, _AVX512_BF16 | {"amx_tile", "amx_bf16", "amx_int8"}, _VNNI | _AMX),
     Variant("avx512_bf16", _BF16, _AVX512_BF16, _VNNI),
     Variant("avx512_vnni", _WIDE, _AVX512 | {"avx512_vnni"}, _VNNI),
     Variant("avx512", _WIDE, _AVX512),
-    Variant("avx2_vnni", ("-march=x86-64-v3",), _AVX2 | {"avx_vnni"}, ("-mavxvnni",)),
+    Variant("avx2_vnni", ("-march=x86-64-v3",), _AVX2 | {"avx_vnni"}, _AVX_VNNI),
     Variant("avx2", ("-march=x86-64-v3",), _AVX2),
     Variant("baseline", ("-march=x86-64-v2",), frozenset()),
 )

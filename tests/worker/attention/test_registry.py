@@ -80,8 +80,9 @@ def test_a_backend_of_another_device_is_a_config_error(kv_cache: KVCache) -> Non
 @pytest.mark.parametrize(
     ("missing", "best"),
     [
-        (set(), "avx512_bf16"),
-        ({"avx512_bf16"}, "avx512_vnni"),
+        (set(), "amx"),
+        ({"amx_int8"}, "avx512_bf16"),
+        ({"amx_tile", "avx512_bf16"}, "avx512_vnni"),
         ({"avx512_vnni"}, "avx512"),
         ({"avx512vl"}, "avx2_vnni"),
         ({"avx512vl", "avx_vnni"}, "avx2"),
