@@ -195,6 +195,20 @@ TOKEND_INLINE typename Vec<N>::I nearest(F<N> value) {
     return whole;
 }
 
+// ---- sums ---------------------------------------------------------------------
+
+// a * b + c where the order matters: which product of two a compiler fuses is its own choice.
+template <int N>
+TOKEND_INLINE F<N> multiply_add(F<N> a, F<N> b, F<N> c) {
+#if defined(__AVX512F__)
+    if constexpr (N == 16) return (F<N>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#endif
+#if defined(__FMA__)
+    if constexpr (N == 8) return (F<N>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#endif
+    return a * b + c;
+}
+
 // ---- across lanes -----------------------------------------------------------
 
 template <int N>
