@@ -12,7 +12,7 @@
 namespace {
 
 // Rows of a tile of a longer prompt: enough to reuse each K and V many times.
-constexpr int64_t TILE_ROWS = 96;
+constexpr int64_t TILE_ROWS = 192;
 
 int64_t cost(const TokendTile& tile, int64_t piece) {
     const int64_t from = (tile.kv_begin / tile.piece_len + piece) * tile.piece_len;

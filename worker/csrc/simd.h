@@ -133,6 +133,19 @@ TOKEND_INLINE void store(float* to, F<N> value) {
 
 template <int N>
 TOKEND_INLINE void store(bfloat16* to, F<N> value) {
+#if defined(__AVX512BF16__)
+    // Numbers below the least normal one become zero here.
+    if constexpr (N == 16) {
+        const __m256bh half = _mm512_cvtneps_pbh((__m512)value);
+        __builtin_memcpy(to, &half, sizeof(half));
+        return;
+    }
+    if constexpr (N == 8) {
+        const __m128bh half = _mm256_cvtneps_pbh((__m256)value);
+        __builtin_memcpy(to, &half, sizeof(half));
+        return;
+    }
+#endif
     using U = typename Vec<N>::U;
     const U bits = bit_cast<U>(value);
     const U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
