@@ -8,7 +8,9 @@
 //
 // Scores are K . Q^T, so K is an `a` as it lies in a page. In a page of int8 what K counts as
 // is put together from two halves of 32 dims, dim d beside d + 16, and the query likewise.
-// Weights become bfloat16; sums are float32.
+//
+// The softmax is that of a whole piece (attention_cut.h): the largest score first, then weights,
+// which become bfloat16, and products of all its tokens into one float32 sum. Pieces are folded.
 #pragma once
 
 #include "attention_piece.h"
@@ -45,11 +47,6 @@ TOKEND_INLINE __m512i pair_rounded(__m512 low, __m512 high) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                                            21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-}
-
-// Neighbouring numbers of a row of bfloat16 lie in one word anyway.
-TOKEND_INLINE void pair_dims(const bfloat16* row, int64_t head_dim, uint32_t* words) {
-    std::memcpy(words, row, head_dim * sizeof(bfloat16));
 }
 
 TOKEND_INLINE void pair_dims(const int8_t* row, int64_t head_dim, uint32_t* words) {
@@ -137,6 +134,118 @@ TOKEND_INLINE void transpose(const uint32_t* from, int64_t stride, uint32_t* to,
     each<16>([&](auto row) { _mm512_storeu_si512(to + row * to_stride, rows[row]); });
 }
 
+// ---- the tokens of a piece ---------------------------------------------------------
+
+// K and V of one piece, 16 tokens without a gap each; those that it lacks are zeros.
+template <class C>
+struct Groups {
+    static constexpr int64_t COUNT = PIECE / TILE;
+
+    int64_t start, from, to;  // the cut before it, and what there is of it
+    const C* keys[COUNT];
+    const C* values[COUNT];
+    alignas(64) float key_scales[QUANTISED<C> ? PIECE : 1];
+    alignas(64) float value_scales[QUANTISED<C> ? PIECE : 1];
+
+    static constexpr int64_t copy_size(int64_t head_dim) { return 2 * PIECE * head_dim; }
+
+    // Steps of 32 tokens that hold some: [first_step, end_step).
+    int64_t first_step() const { return (from - start) / INNER; }
+    int64_t end_step() const { return (to - start + INNER - 1) / INNER; }
+
+    // Tokens [begin, end) of a piece. `copy`: copy_size(head_dim) elements, for what does not lie
+    // in a page as needed.
+    void locate(const Piece& piece, int64_t begin, int64_t end, C* copy) {
+        start = begin / PIECE * PIECE;
+        from = begin;
+        to = end;
+        for (int64_t step = first_step() * 2; step < end_step() * 2; step++) locate_group(piece, step, copy);
+        if constexpr (QUANTISED<C>) {
+            std::fill_n(key_scales, PIECE, 0.0f);
+            std::fill_n(value_scales, PIECE, 0.0f);
+            piece.scales(from, to, key_scales + (from - start), value_scales + (from - start));
+        }
+    }
+
+    // Where the groups lie, as far as one page holds them.
+    void foresee(const Piece& piece) {
+        start = piece.begin / PIECE * PIECE;
+        from = piece.begin;
+        to = piece.step->block_size % TILE == 0 ? piece.end : from;
+        for (int64_t group = (from - start) / TILE; start + group * TILE < to; group++) {
+            const int64_t token = std::max(from, start + group * TILE);
+            piece.locate(token, token + 1, keys + group, values + group);
+        }
+    }
+
+    // Fetches ahead the rows of two groups of `part`, keys or values.
+    TOKEND_INLINE void fetch(const C* const* part, int64_t step, int64_t head_dim) const {
+        const int64_t bytes = TILE * head_dim * sizeof(C);
+        for (int64_t group = step * 2; group < step * 2 + 2; group++) {
+            if (start + group * TILE + TILE <= from || start + group * TILE >= to) continue;
+            const char* rows = reinterpret_cast<const char*>(part[group]);
+            for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows + at, 0, 2);
+        }
+    }
+
+  private:
+    void locate_group(const Piece& piece, int64_t group, C* copy) {
+        const int64_t head_dim = piece.head_dim, first = start + group * TILE;
+        const int64_t low = std::clamp(from, first, first + TILE), high = std::clamp(to, first, first + TILE);
+        const C *key_rows[TILE], *value_rows[TILE];
+        if (high - low == TILE && piece.step->block_size % TILE == 0) {
+            piece.locate(first, first + 1, keys + group, values + group);
+            return;
+        }
+        C *key_copy = copy + group * 2 * TILE * head_dim, *value_copy = key_copy + TILE * head_dim;
+        std::memset(static_cast<void*>(key_copy), 0, 2 * TILE * head_dim * sizeof(C));
+        keys[group] = key_copy;
+        values[group] = value_copy;
+        piece.locate(low, high, key_rows, value_rows);
+        for (int64_t token = low; token < high; token++) {
+            std::copy_n(key_rows[token - low], head_dim, key_copy + (token - first) * head_dim);
+            std::copy_n(value_rows[token - low], head_dim, value_copy + (token - first) * head_dim);
+        }
+    }
+};
+
+// Sixteen rows of K in the form of an `a`: as they lie, or made so in `copy`.
+TOKEND_INLINE const void* key_tile(const bfloat16* rows, int64_t, uint32_t*) { return rows; }
+
+TOKEND_INLINE const void* key_tile(const int8_t* rows, int64_t head_dim, uint32_t* copy) {
+    for (int64_t row = 0; row < TILE; row++) pair_dims(rows + row * head_dim, head_dim, copy + row * head_dim / 2);
+    return copy;
+}
+
+// Tokens of a piece of which V is not finite.
+struct Broken {
+    uint64_t bits[PIECE / 64] = {};
+
+    bool any() const { return (bits[0] | bits[1] | bits[2] | bits[3]) != 0; }
+    void set(int64_t token) { bits[token / 64] |= uint64_t(1) << token % 64; }
+    bool has(int64_t token) const { return bits[token / 64] >> token % 64 & 1; }
+};
+
+// V of 32 tokens, `dims` of them from `dim` on, as a `b`: [16, dims] words. Where `mends`, what is
+// not finite counts as zero: zero times NaN is NaN, and must not reach rows that do not see it.
+template <class C>
+TOKEND_INLINE void pack_values(const Groups<C>& groups, int64_t step, int64_t head_dim, int64_t dim, int64_t dims,
+                               bool mends, Broken& broken, C* clean, uint32_t* words) {
+    for (int64_t token = 0; token < INNER; token += 2, words += dims) {
+        const C *first = groups.values[step * 2 + token / TILE] + token % TILE * head_dim + dim;
+        const C *second = first + head_dim;
+        if constexpr (!QUANTISED<C>) {
+            if (mends) {
+                if (is_broken(first, dims, clean)) broken.set(step * INNER + token);
+                if (is_broken(second, dims, clean + dims)) broken.set(step * INNER + token + 1);
+                first = clean;
+                second = clean + dims;
+            }
+        }
+        pair_tokens(first, second, dims, words);
+    }
+}
+
 // ---- softmax -----------------------------------------------------------------------
 
 // 2^x for x of about 0 or less, relative error below 4e-6; 0 far below, NaN of NaN, exactly 1
@@ -154,15 +263,14 @@ TOKEND_INLINE F<16> power_of_two(F<16> x) {
     return (F<16>)_mm512_scalef_ps((__m512)p, clamped);
 }
 
-// What turns raw scores of rows whose largest is `largest` into weights.
+// What turns raw scores of rows whose largest is `largest` into weights; scale: of the scores,
+// times log2 e.
 struct Weigher {
-    F<16> factor, offset, rescale;
+    F<16> factor, offset;
 
-    // scale: of the scores, times log2 e; `before` is the largest one so far.
-    TOKEND_INLINE Weigher(F<16> before, F<16> largest, float scale) : factor(splat<16>(scale)) {
-        const F<16> shift = largest == NO_SCORE ? F<16>{} : largest;
-        offset = -shift * factor;
-        rescale = power_of_two((before - shift) * factor);
+    TOKEND_INLINE Weigher(F<16> largest, float scale) : factor(splat<16>(scale)) {
+        // A row that sees nothing must not compute infinity minus infinity.
+        offset = (largest == NO_SCORE ? F<16>{} : -largest) * factor;
     }
 
     TOKEND_INLINE F<16> operator()(F<16> score) const { return power_of_two(multiply_add<16>(score, factor, offset)); }
