@@ -190,7 +190,7 @@ struct Rows {
                 key_tiles[tile] = key_tile(groups.keys[tile], head_dim, keys + tile * TILE * head_dim / 2);
             const int64_t token = groups.start + step * INNER;
             const bool mends = !piece.all_see(token, token + INNER);
-            pack_values(groups, step, head_dim, 0, head_dim, mends, broken, clean, pairs);
+            pack_values(groups, step, head_dim, 0, head_dim, mends, broken, clean, pairs, [](int64_t) {});
             for (int64_t dim = 0; dim < head_dim; dim += TILE)
                 transpose(pairs + dim, head_dim, values + (dim / TILE * STEPS + step) * TILE_WORDS, TILE);
         }

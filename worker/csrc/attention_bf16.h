@@ -159,32 +159,14 @@ struct Groups {
         start = begin / PIECE * PIECE;
         from = begin;
         to = end;
-        for (int64_t step = first_step() * 2; step < end_step() * 2; step++) locate_group(piece, step, copy);
+        // Whole chunks, so that products may take 64 tokens at a time.
+        const int64_t per_chunk = CHUNK / TILE, chunks = (to - start + CHUNK - 1) / CHUNK;
+        for (int64_t group = (from - start) / CHUNK * per_chunk; group < chunks * per_chunk; group++)
+            locate_group(piece, group, copy);
         if constexpr (QUANTISED<C>) {
             std::fill_n(key_scales, PIECE, 0.0f);
             std::fill_n(value_scales, PIECE, 0.0f);
             piece.scales(from, to, key_scales + (from - start), value_scales + (from - start));
-        }
-    }
-
-    // Where the groups lie, as far as one page holds them.
-    void foresee(const Piece& piece) {
-        start = piece.begin / PIECE * PIECE;
-        from = piece.begin;
-        to = piece.step->block_size % TILE == 0 ? piece.end : from;
-        for (int64_t group = (from - start) / TILE; start + group * TILE < to; group++) {
-            const int64_t token = std::max(from, start + group * TILE);
-            piece.locate(token, token + 1, keys + group, values + group);
-        }
-    }
-
-    // Fetches ahead the rows of two groups of `part`, keys or values.
-    TOKEND_INLINE void fetch(const C* const* part, int64_t step, int64_t head_dim) const {
-        const int64_t bytes = TILE * head_dim * sizeof(C);
-        for (int64_t group = step * 2; group < step * 2 + 2; group++) {
-            if (start + group * TILE + TILE <= from || start + group * TILE >= to) continue;
-            const char* rows = reinterpret_cast<const char*>(part[group]);
-            for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows + at, 0, 2);
         }
     }
 
@@ -205,6 +187,43 @@ struct Groups {
         for (int64_t token = low; token < high; token++) {
             std::copy_n(key_rows[token - low], head_dim, key_copy + (token - first) * head_dim);
             std::copy_n(value_rows[token - low], head_dim, value_copy + (token - first) * head_dim);
+        }
+    }
+};
+
+// The rows of the piece after the one at hand, to be fetched ahead a few lines at a time: memory
+// should never wait for arithmetic. What no page holds as a whole is left alone.
+template <class C>
+struct Ahead {
+    static constexpr int64_t LINES = 4;
+
+    const char* parts[2 * PIECE / TILE];  // 16 rows each, in the order of their use
+    int64_t count = 0, index = 0, at = 0, size;
+
+    Ahead(const Piece& now, const Piece& following) : size(TILE * now.head_dim * sizeof(C)) {
+        if (following.tile == now.tile && following.begin == now.begin) return;
+        if (now.step->block_size % TILE != 0) return;
+        const int64_t groups = (following.end - 1) / TILE - following.begin / TILE + 1;
+        for (int64_t group = 0; group < groups; group++) {
+            const int64_t token = std::max(following.begin, (following.begin / TILE + group) * TILE);
+            const C *key, *value;
+            following.locate(token, token + 1, &key, &value);
+            parts[group] = reinterpret_cast<const char*>(key);
+            parts[groups + group] = reinterpret_cast<const char*>(value);
+        }
+        count = 2 * groups;
+    }
+
+    // So many times LINES lines.
+    TOKEND_INLINE void fetch(int64_t times) {
+        for (int64_t i = 0; i < times && index < count; i++) {
+            const char* lines = parts[index] + at;
+            for (int64_t line = 0; line < LINES; line++) __builtin_prefetch(lines + line * 64, 0, 2);
+            at += LINES * 64;
+            if (at >= size) {
+                at = 0;
+                index++;
+            }
         }
     }
 };
@@ -230,8 +249,9 @@ struct Broken {
 // not finite counts as zero: zero times NaN is NaN, and must not reach rows that do not see it.
 template <class C>
 TOKEND_INLINE void pack_values(const Groups<C>& groups, int64_t step, int64_t head_dim, int64_t dim, int64_t dims,
-                               bool mends, Broken& broken, C* clean, uint32_t* words) {
+                               bool mends, Broken& broken, C* clean, uint32_t* words, auto fetch) {
     for (int64_t token = 0; token < INNER; token += 2, words += dims) {
+        fetch(token);
         const C *first = groups.values[step * 2 + token / TILE] + token % TILE * head_dim + dim;
         const C *second = first + head_dim;
         if constexpr (!QUANTISED<C>) {
