@@ -26,8 +26,8 @@ SOURCE_DIR: Final = Path(__file__).resolve().parent / "csrc"
 PRODUCT_SOURCES: Final = ("packed_product.cpp", "rotated_product.cpp")
 """The products of bytes, for which CPUs have the most kinds of instructions."""
 TILE_SOURCES: Final = (
-    *("attention_bf16.cpp", "attention_tiles.cpp", "may_run.cpp"),
-    "rotated_product.cpp",
+    *("attention_bf16.cpp", "attention_tiles.cpp", "attention_tiles_int8.cpp"),
+    *("may_run.cpp", "rotated_product.cpp"),
 )
 """What uses the tile unit where there is one."""
 

@@ -8,6 +8,9 @@
 #include <omp.h>
 
 #include "attention_few_rows.h"
+#include "attention_finish.h"
+#include "attention_fold.h"
+#include "attention_kernels.h"
 #include "attention_many_rows.h"
 #include "attention_piece.h"
 #include "attention_rows.h"
@@ -15,24 +18,6 @@
 
 namespace tokend {
 namespace {
-
-// | output, head_dim floats | largest raw score | sum of weights | padding |
-int64_t partial_width(int64_t head_dim) { return head_dim + 8; }
-
-// Leaves one row: final when the tile has one piece, else as a partial result.
-void finish_row(const Piece& piece, const TokendPlan* plan, int64_t index, int64_t row, float* output, float best,
-                float total) {
-    if (piece.tile->pieces == 1) {
-        for (int64_t dim = 0; dim < piece.head_dim; dim += 8) store<8>(output + dim, load<8>(output + dim) / total);
-        piece.write_output(row, output);
-        return;
-    }
-    const int64_t at = piece.tile->partial_row + index * piece.rows + row;
-    float* partial = plan->partials + at * partial_width(piece.head_dim);
-    std::copy_n(output, piece.head_dim, partial);
-    partial[piece.head_dim] = best;
-    partial[piece.head_dim + 1] = total;
-}
 
 template <class Q, class C>
 void compute_few_rows(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
@@ -43,12 +28,13 @@ void compute_few_rows(const Piece& piece, const Piece& following, const TokendPl
     else
         tile.template compute<8, 1>(piece, following);
     for (int64_t row = 0; row < piece.rows; row++)
-        finish_row(piece, plan, index, row, tile.output + row * piece.head_dim, tile.best[row], tile.total[row]);
+        leave_row(piece, plan, index, row, {tile.output + row * piece.head_dim, tile.best[row], tile.total[row]});
 }
 
 template <class C>
 void compute_piece(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
                    Scratch& scratch) {
+    if (piece.rows <= PIECE_ROWS && attend_in_tiles(piece, following, plan, index, scratch)) return;
     if (piece.rows <= FEW_ROWS) {
 #if defined(__AVX512BF16__)
         if constexpr (std::is_same_v<C, bfloat16>) {
@@ -58,33 +44,33 @@ void compute_piece(const Piece& piece, const Piece& following, const TokendPlan*
 #endif
         return compute_few_rows<float, C>(piece, following, plan, index, scratch);
     }
+    if (attend_in_bfloat16(piece, plan, index, scratch)) return;
     ManyRows<C> tile(piece, scratch);
     tile.compute(piece);
     for (int64_t row = 0; row < piece.rows; row++) {
         float* output = tile.keys;  // free by now, and holds a row
-        for (int64_t dim = 0; dim < piece.head_dim; dim++) output[dim] = tile.output[dim * tile.width + row];
-        finish_row(piece, plan, index, row, output, tile.best[row], tile.total[row]);
+        for (int64_t dim = 0; dim < piece.head_dim; dim++) output[dim] = tile.all.output[dim * tile.width + row];
+        leave_row(piece, plan, index, row, {output, tile.all.best[row], tile.all.total[row]});
     }
 }
 
-// Joins the partial results of one row of a tile.
-void join_row(const Piece& piece, const TokendPlan* plan, int64_t row, float* sum) {
-    const int64_t head_dim = piece.head_dim, width = partial_width(head_dim);
-    const float* first = plan->partials + (piece.tile->partial_row + row) * width;
-    const int64_t step = piece.rows * width;
-    float best = NO_SCORE, total = 0.0f;
-    for (int64_t index = 0; index < piece.tile->pieces; index++)
-        best = std::max(best, first[index * step + head_dim]);
-    std::fill_n(sum, head_dim, 0.0f);
-    for (int64_t index = 0; index < piece.tile->pieces; index++) {
-        const float* part = first + index * step;
-        const float weight = std::exp((part[head_dim] - best) * piece.scale);
-        total += weight * part[head_dim + 1];
-        for (int64_t dim = 0; dim < head_dim; dim += 8)
-            store<8>(sum + dim, load<8>(sum + dim) + load<8>(part + dim) * weight);
+// Joins the partial results of one row of a tile: pieces to spans, spans to the row.
+//   memory: 2 * head_dim floats
+void join_row(const Piece& piece, const TokendPlan* plan, int64_t row, float* memory) {
+    const int64_t head_dim = piece.head_dim, width = partial_width(head_dim), piece_len = piece.tile->piece_len;
+    const float* part = plan->partials + (piece.tile->partial_row + row) * width;
+    RowResult all = {memory, 0, 0}, span = {memory + head_dim, 0, 0};
+    all.clear(head_dim);
+    span.clear(head_dim);
+    int64_t end = piece.begin / piece_len * piece_len;
+    for (int64_t index = 0; index < piece.tile->pieces; index++, part += piece.rows * width) {
+        end += piece_len;
+        span.fold(part, part[head_dim], part[head_dim + 1], head_dim, piece.scale);
+        if (end % SPAN != 0 && index + 1 < piece.tile->pieces) continue;
+        all.fold(span.output, span.best, span.total, head_dim, piece.scale);
+        span.clear(head_dim);
     }
-    for (int64_t dim = 0; dim < head_dim; dim += 8) store<8>(sum + dim, load<8>(sum + dim) / total);
-    piece.write_output(row, sum);
+    finish_row(piece, row, all.output, all.total);
 }
 
 // K, turned, and V of one token into its page.
@@ -139,7 +125,7 @@ void run(const TokendStep* step, const TokendPlan* plan, const TokendLayer* laye
                 for (int64_t index = done.tiles_end; index < round.tiles_end; index++) {
                     if (plan->tiles[index].pieces == 1) continue;
                     const Piece piece(step, layer, plan->tiles + index, 0);
-                    float* sum = scratch.floats(step->head_dim);
+                    float* sum = scratch.floats(2 * step->head_dim);
                     for (int64_t row = 0; row < piece.rows; row++) join_row(piece, plan, row, sum);
                 }
             }

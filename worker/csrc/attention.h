@@ -29,7 +29,7 @@ struct TokendStep {
 // Neighbouring queries of one sequence under one KV head.
 //   rows:     query_count * group_size, row = query * group_size + head in group
 //   kv_begin, kv_end: tokens that one or the other of the queries sees
-//   pieces:   this range is cut into this many pieces of piece_len tokens
+//   pieces:   this range, cut at the multiples of piece_len (attention_cut.h)
 //   partial_row: where its pieces leave their results when there are several
 struct TokendTile {
     int32_t seq;

@@ -174,10 +174,10 @@ struct Chunk {
     // last row repeat one that may be read.
     void locate(const Piece& piece, int64_t start, const Piece& following) {
         from = start;
-        count = std::min<int64_t>(CHUNK, piece.end - from);
+        count = next_cut(from, CHUNK, piece.end) - from;
         const Piece& source = count > 0 ? piece : following;
         const int64_t begin = count > 0 ? from : following.begin;
-        const int64_t rows = std::min<int64_t>(CHUNK, source.end - begin);
+        const int64_t rows = next_cut(begin, CHUNK, source.end) - begin;
         source.locate(begin, begin + rows, keys, values);
         std::fill(keys + rows, keys + CHUNK, keys[0]);
         std::fill(values + rows, values + CHUNK, keys[0]);

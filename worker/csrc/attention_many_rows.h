@@ -7,6 +7,7 @@
 //   output [dim, row]   += V [token, dim]ᵀ · weights [token, row]
 #pragma once
 
+#include "attention_fold.h"
 #include "attention_piece.h"
 
 namespace tokend {
@@ -95,10 +96,9 @@ template <class C>
 struct ManyRows {
     int64_t width;
     float* queries;  // [head_dim, width]
-    float* output;   // [head_dim, width], not normalised
+    ColumnResults all;   // of the pieces that are done
+    ColumnResults part;  // of the piece at hand
     float* scores;   // [CHUNK, width]
-    float* best;     // [width], largest raw score
-    float* total;    // [width], sum of weights
     float* limit;    // [width], position after the last KV token that a row sees
     float window;    // tokens that a row sees at most
     float* keys;     // [CHUNK, head_dim]
@@ -106,20 +106,18 @@ struct ManyRows {
 
     ManyRows(const Piece& piece, Scratch& scratch) : width(round_up(piece.rows, LANES)), window(float(piece.window)) {
         const int64_t square = piece.head_dim * width, chunk = CHUNK * piece.head_dim;
-        float* at = scratch.floats(2 * square + CHUNK * width + 3 * width + 2 * chunk);
+        float* at = scratch.floats(3 * square + CHUNK * width + 5 * width + 2 * chunk);
         const auto take = [&at](int64_t size) { return std::exchange(at, at + size); };
         queries = take(square);
-        output = take(square);
+        for (ColumnResults* each : {&all, &part}) {
+            *each = {take(square), take(width), take(width), width, width};
+            each->clear(piece.head_dim);
+        }
         scores = take(CHUNK * width);
-        best = take(width);
-        total = take(width);
         limit = take(width);
         keys = take(chunk);
         values = take(chunk);
         std::fill_n(queries, square, 0.0f);
-        std::fill_n(output, square, 0.0f);
-        std::fill_n(best, width, NO_SCORE);
-        std::fill_n(total, width, 0.0f);
         std::fill_n(limit, width, 0.0f);
         for (int64_t row = 0; row < piece.rows; row++) transpose_query(piece, row);
     }
@@ -129,8 +127,9 @@ struct ManyRows {
         const C *key_rows[CHUNK], *value_rows[CHUNK];
         float key_scales[CHUNK], value_scales[CHUNK];
         const float *float_keys[CHUNK], *float_values[CHUNK];
-        for (int64_t from = piece.begin; from < piece.end; from += CHUNK) {
-            const int64_t count = std::min<int64_t>(CHUNK, piece.end - from);
+        for (int64_t from = piece.begin, to; from < piece.end; from = to) {
+            to = next_cut(from, CHUNK, piece.end);
+            const int64_t count = to - from;
             piece.locate(from, from + count, key_rows, value_rows);
             if constexpr (QUANTISED<C>) piece.scales(from, from + count, key_scales, value_scales);
             as_floats(key_rows, key_scales, count, head_dim, keys, float_keys);
@@ -148,6 +147,9 @@ struct ManyRows {
             weigh(from, count, all_seen, piece.scale, head_dim);
             if (all_seen) add_values<true>(float_values, count, head_dim);
             else add_values<false>(float_values, count, head_dim);
+            if (to != next_cut(from, PIECE, piece.end)) continue;
+            all.fold(part, head_dim, piece.scale);
+            part.clear(head_dim);
         }
     }
 
@@ -157,7 +159,7 @@ struct ManyRows {
         over_columns(width, [&](int64_t column, auto vectors) {
             for (int64_t dim = 0; dim < head_dim; dim += TILE_M)
                 many_values<vectors, ALL_SEEN>(float_values, dim, scores + column, count, width,
-                                               output + dim * width + column);
+                                               part.output + dim * width + column);
         });
     }
 
@@ -180,24 +182,24 @@ struct ManyRows {
         for (int64_t column = 0; column < width; column += N) {
             float* chunk = scores + column;
             if (!all_seen) hide(chunk, load<N>(limit + column) - float(from), count);
-            const F<N> before = load<N>(best + column);
+            const F<N> before = load<N>(part.best + column);
             F<N> largest = before;
             for (int64_t token = 0; token < count; token++)
                 largest = maximum<N>(largest, load<N>(chunk + token * width));
             // A row that has seen nothing yet must not compute infinity minus infinity.
             const F<N> shift = largest == NO_SCORE ? F<N>{} : largest;
             const F<N> rescale = exp_nonpositive<N>((before - shift) * scale);
-            F<N> sum = load<N>(total + column) * rescale;
+            F<N> sum = load<N>(part.total + column) * rescale;
             for (int64_t token = 0; token < count; token++) {
                 const F<N> weight = exp_nonpositive<N>((load<N>(chunk + token * width) - shift) * scale);
                 store<N>(chunk + token * width, weight);
                 sum += weight;
             }
-            store<N>(best + column, largest);
-            store<N>(total + column, sum);
+            store<N>(part.best + column, largest);
+            store<N>(part.total + column, sum);
             if (min_lanes<N>(rescale) == 1.0f) continue;
             for (int64_t at = column; at < head_dim * width; at += width)
-                store<N>(output + at, load<N>(output + at) * rescale);
+                store<N>(part.output + at, load<N>(part.output + at) * rescale);
         }
     }
 

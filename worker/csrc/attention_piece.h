@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "attention_cut.h"
 #include "attention_rows.h"
 #include "simd.h"
 
@@ -20,11 +21,14 @@ constexpr int LANES = 8;
 constexpr int LANES = 4;
 #endif
 
-// KV tokens that are scored before their weights are applied.
-constexpr int CHUNK = 64;
 constexpr float NO_SCORE = -std::numeric_limits<float>::infinity();
 
 inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+// The next multiple of `unit`, or the end of what there is.
+inline int64_t next_cut(int64_t token, int64_t unit, int64_t end) {
+    return std::min(end, (token / unit + 1) * unit);
+}
 
 template <class C>
 constexpr bool QUANTISED = std::is_same_v<C, int8_t>;
@@ -48,8 +52,9 @@ struct Piece {
         group = s->num_heads / s->num_kv_heads;
         rows = t->query_count * group;
         head_dim = s->head_dim;
-        begin = t->kv_begin + index * t->piece_len;
-        end = std::min<int64_t>(begin + t->piece_len, t->kv_end);
+        const int64_t from = (t->kv_begin / t->piece_len + index) * t->piece_len;
+        begin = std::max<int64_t>(from, t->kv_begin);
+        end = std::min<int64_t>(from + t->piece_len, t->kv_end);
         first_limit = t->kv_end - t->query_count + 1;
         window = s->window;
         scale = float(s->scale);

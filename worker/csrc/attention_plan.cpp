@@ -1,35 +1,23 @@
 // Cuts the attention of a step into tasks for the threads.
 //
-// A tile's result depends on its own sequence only: neither the other sequences
-// nor the number of threads move a boundary between pieces. Rounds, which bound the memory
-// of partial results, only order the tiles.
+// Neither the other sequences, nor the chunk of a prompt, nor the number of threads move a
+// cut (attention_cut.h). Rounds, which bound the memory of partial results, only order the
+// tiles.
 #include <algorithm>
 #include <vector>
 
 #include "attention.h"
+#include "attention_cut.h"
 
 namespace {
 
 // Rows of a tile of a longer prompt: enough to reuse each K and V many times.
-constexpr int64_t TILE_ROWS = 96;
-// Up to this many rows a tile is bound by reading KV.
-constexpr int64_t FEW_ROWS = 8;
-// Tokens of a piece: short enough that two threads share one sequence evenly.
-constexpr int64_t PIECE_FEW_ROWS = 256;
-constexpr int64_t PIECE_MANY_ROWS = 1024;
-constexpr int64_t PIECE_GRANULE = 64;
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-int64_t piece_length(int64_t tokens, int64_t rows) {
-    const int64_t target = rows <= FEW_ROWS ? PIECE_FEW_ROWS : PIECE_MANY_ROWS;
-    const int64_t even = divide_up(tokens, divide_up(tokens, target));
-    return divide_up(even, PIECE_GRANULE) * PIECE_GRANULE;
-}
+constexpr int64_t TILE_ROWS = 192;
 
 int64_t cost(const TokendTile& tile, int64_t piece) {
-    const int64_t begin = tile.kv_begin + piece * tile.piece_len;
-    return std::min<int64_t>(tile.piece_len, tile.kv_end - begin) * tile.query_count;
+    const int64_t from = (tile.kv_begin / tile.piece_len + piece) * tile.piece_len;
+    const int64_t to = std::min<int64_t>(from + tile.piece_len, tile.kv_end);
+    return (to - std::max<int64_t>(from, tile.kv_begin)) * tile.query_count;
 }
 
 void end_round(TokendPlan* plan) {
@@ -54,8 +42,8 @@ extern "C" void tokend_attention_plan(const TokendStep* step, TokendPlan* plan) 
             // What the first of the queries sees: the others see no earlier token.
             const int64_t kv_begin = std::max<int64_t>(0, before + begin + 1 - step->window);
             const int64_t tokens = kv_end - kv_begin;
-            const int64_t piece_len = piece_length(tokens, rows);
-            const int64_t pieces = divide_up(tokens, piece_len);
+            const int64_t piece_len = rows <= tokend::PIECE_ROWS ? tokend::PIECE : tokend::SPAN;
+            const int64_t pieces = (kv_end - 1) / piece_len - kv_begin / piece_len + 1;
             const int64_t partial_rows = pieces > 1 ? pieces * rows : 0;
             plan->num_elements += tokens * rows * step->num_kv_heads * step->head_dim;
             for (int64_t head = 0; head < step->num_kv_heads; head++) {

@@ -51,16 +51,22 @@ inline void round_row(int64_t dtype, int64_t head_dim, float* row) {
 
 // Dimension i turns together with i + head_dim / 2 (worker/layers/rotary.py).
 //   rotation  | cosines | sines |
-inline void turn_row(const float* __restrict rotation, int64_t head_dim, float* __restrict row) {
-    const int64_t half = head_dim / 2;
+template <int N>
+inline void turn_halves(const float* __restrict rotation, int64_t half, float* __restrict row) {
     const float *cosines = rotation, *sines = rotation + half;
     float *first = row, *second = row + half;
-    for (int64_t dim = 0; dim < half; dim += 4) {
-        const F<4> a = load<4>(first + dim), b = load<4>(second + dim);
-        const F<4> cosine = load<4>(cosines + dim), sine = load<4>(sines + dim);
-        store<4>(first + dim, a * cosine - b * sine);
-        store<4>(second + dim, b * cosine + a * sine);
+    for (int64_t dim = 0; dim < half; dim += N) {
+        const F<N> a = load<N>(first + dim), b = load<N>(second + dim);
+        const F<N> cosine = load<N>(cosines + dim), sine = load<N>(sines + dim);
+        store<N>(first + dim, a * cosine - b * sine);
+        store<N>(second + dim, b * cosine + a * sine);
     }
+}
+
+inline void turn_row(const float* rotation, int64_t head_dim, float* row) {
+    const int64_t half = head_dim / 2;
+    if (half % 16 == 0) turn_halves<16>(rotation, half, row);
+    else turn_halves<4>(rotation, half, row);
 }
 
 // Below this the largest element counts as zero: its inverse would not be finite.

@@ -133,6 +133,19 @@ TOKEND_INLINE void store(float* to, F<N> value) {
 
 template <int N>
 TOKEND_INLINE void store(bfloat16* to, F<N> value) {
+#if defined(__AVX512BF16__)
+    // Numbers below the least normal one become zero here.
+    if constexpr (N == 16) {
+        const __m256bh half = _mm512_cvtneps_pbh((__m512)value);
+        __builtin_memcpy(to, &half, sizeof(half));
+        return;
+    }
+    if constexpr (N == 8) {
+        const __m128bh half = _mm256_cvtneps_pbh((__m256)value);
+        __builtin_memcpy(to, &half, sizeof(half));
+        return;
+    }
+#endif
     using U = typename Vec<N>::U;
     const U bits = bit_cast<U>(value);
     const U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -193,6 +206,20 @@ TOKEND_INLINE typename Vec<N>::I nearest(F<N> value) {
     I whole;
     for (int lane = 0; lane < N; lane++) whole[lane] = int32_t(__builtin_rintf(value[lane]));
     return whole;
+}
+
+// ---- sums ---------------------------------------------------------------------
+
+// a * b + c where the order matters: which product of two a compiler fuses is its own choice.
+template <int N>
+TOKEND_INLINE F<N> multiply_add(F<N> a, F<N> b, F<N> c) {
+#if defined(__AVX512F__)
+    if constexpr (N == 16) return (F<N>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#endif
+#if defined(__FMA__)
+    if constexpr (N == 8) return (F<N>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#endif
+    return a * b + c;
 }
 
 // ---- across lanes -----------------------------------------------------------

@@ -257,7 +257,7 @@ def test_little_memory_for_partial_results_changes_no_bit(variant) -> None:
     ]
     assert torch.equal(*outputs)
     (plan,) = with_rounds._plans.values()
-    assert plan.structure.num_rounds > 10
+    assert plan.structure.num_rounds > 5
 
 
 @each_variant
@@ -306,7 +306,7 @@ def test_one_decode_over_a_window_is_work_for_two_threads(variant) -> None:
             )
         )
         lengths[seq_len] = plan.structure.num_tasks
-    assert lengths == {600: 2, 30_000: 2}
+    assert lengths == {600: 3, 30_000: 3}
 
 
 @each_variant

@@ -1,0 +1,305 @@
+// What both kernels with products of bfloat16 share: rows of K and V in the form that a product
+// of tiles takes, and the softmax's arithmetic.
+//
+// A product of tiles is c [16, 16] += a [16, 32] . b [32, 16]. Neighbours along its inner
+// dimension lie in one word of 32 bits:
+//
+//   a   16 rows of 16 words          b   16 rows (one word of the inner dimension) of 16 columns
+//
+// Scores are K . Q^T, so K is an `a` as it lies in a page. In a page of int8 what K counts as
+// is put together from two halves of 32 dims, dim d beside d + 16, and the query likewise.
+//
+// The softmax is that of a whole piece (attention_cut.h): the largest score first, then weights,
+// which become bfloat16, and products of all its tokens into one float32 sum. Pieces are folded.
+#pragma once
+
+#include "attention_piece.h"
+
+#if defined(__AVX512BF16__)
+
+namespace tokend {
+
+constexpr int64_t TILE = 16;        // rows, words in a row
+constexpr int64_t TILE_WORDS = 256;
+constexpr int64_t INNER = 32;       // numbers in a row of a tile
+
+// Whether these kernels do the layer: whole tiles, and nobody was promised float32.
+inline bool suits_bfloat16(const TokendLayer* layer, int64_t head_dim) {
+    return layer->dtype == TOKEND_BFLOAT16 && head_dim % INNER == 0 &&
+           (layer->cache_dtype == TOKEND_BFLOAT16 || layer->cache_dtype == TOKEND_INT8);
+}
+
+// ---- words of two numbers ------------------------------------------------------
+
+// The upper halves of two vectors of floats: what a number of few bits is in bfloat16.
+TOKEND_INLINE __m512i pair_exact(__m512 low, __m512 high) {
+    const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
+    // upper & high | ~upper & (low >> 16)
+    return _mm512_ternarylogic_epi32(upper, (__m512i)high, _mm512_srli_epi32((__m512i)low, 16), 0xca);
+}
+
+TOKEND_INLINE __m512 widen(const int8_t* from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bytes<__m128i>(from)));
+}
+
+// Two vectors of floats, each to the nearest bfloat16.
+TOKEND_INLINE __m512i pair_rounded(__m512 low, __m512 high) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+
+TOKEND_INLINE void pair_dims(const int8_t* row, int64_t head_dim, uint32_t* words) {
+    for (int64_t dim = 0; dim < head_dim; dim += INNER)
+        _mm512_storeu_si512(words + dim / 2, pair_exact(widen(row + dim), widen(row + dim + 16)));
+}
+
+// A query row, in the order of the keys; its numbers are bfloat16 already.
+template <class C>
+TOKEND_INLINE void pair_query(const float* row, int64_t head_dim, uint32_t* words) {
+    for (int64_t dim = 0; dim < head_dim; dim += INNER) {
+        const __m512 low = (__m512)load<16>(row + dim), high = (__m512)load<16>(row + dim + 16);
+        const __m512i pairs = QUANTISED<C> ? pair_exact(low, high) : (__m512i)_mm512_cvtne2ps_pbh(high, low);
+        _mm512_storeu_si512(words + dim / 2, pairs);
+    }
+}
+
+// V of two neighbouring tokens, a word a dim; `head_dim` words. For bfloat16 the dims of each 32
+// come in the order of `value_dim`.
+TOKEND_INLINE void pair_tokens(const int8_t* first, const int8_t* second, int64_t head_dim, uint32_t* words) {
+    for (int64_t dim = 0; dim < head_dim; dim += 16)
+        _mm512_storeu_si512(words + dim, pair_exact(widen(first + dim), widen(second + dim)));
+}
+
+TOKEND_INLINE void pair_tokens(const bfloat16* first, const bfloat16* second, int64_t head_dim, uint32_t* words) {
+    for (int64_t dim = 0; dim < head_dim; dim += INNER) {
+        const auto a = load_bytes<__m512i>(first + dim), b = load_bytes<__m512i>(second + dim);
+        _mm512_storeu_si512(words + dim, _mm512_unpacklo_epi16(a, b));
+        _mm512_storeu_si512(words + dim + 16, _mm512_unpackhi_epi16(a, b));
+    }
+}
+
+// Puts a row of the products' order of dims in its own.
+//   bfloat16, of each 32:   0-3 8-11 16-19 24-27   4-7 12-15 20-23 28-31
+template <class C>
+TOKEND_INLINE void order_dims(float* row, int64_t head_dim) {
+    if constexpr (!QUANTISED<C>) {
+        for (float* at = row; at < row + head_dim; at += INNER) {
+            const __m512 a = (__m512)load<16>(at), b = (__m512)load<16>(at + 16);
+            const __m512i low = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+            const __m512i high = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
+            store<16>(at, (F<16>)_mm512_permutex2var_ps(a, low, b));
+            store<16>(at + 16, (F<16>)_mm512_permutex2var_ps(a, high, b));
+        }
+    }
+}
+
+// Whether a row has anything that is not finite, and if so a copy without.
+inline bool is_broken(const bfloat16* row, int64_t head_dim, bfloat16* clean) {
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    uint32_t any = 0;
+    for (int64_t dim = 0; dim < head_dim; dim += INNER) {
+        const auto values = load_bytes<__m512i>(row + dim);
+        const __mmask32 odd = _mm512_cmpeq_epi16_mask(_mm512_and_si512(values, exponent), exponent);
+        _mm512_storeu_si512(clean + dim, _mm512_maskz_mov_epi16(~odd, values));
+        any |= odd;
+    }
+    return any != 0;
+}
+
+// ---- 16 x 16 words ---------------------------------------------------------------
+
+// Rows become columns: to[j][i] = from[i][j], rows `stride` words apart.
+TOKEND_INLINE void transpose(const uint32_t* from, int64_t stride, uint32_t* to, int64_t to_stride) {
+    __m512i rows[16], fours[16];
+    // Four words of a row in each 128 bits: of rows 0, 4, 8, 12, then 1, 5, 9, 13, …
+    each<4>([&](auto row) {
+        each<4>([&](auto part) {
+            const uint32_t* at = from + row * stride + part * 4;
+            __m512i four = _mm512_castsi128_si512(load_bytes<__m128i>(at));
+            four = _mm512_inserti32x4(four, load_bytes<__m128i>(at + 4 * stride), 1);
+            four = _mm512_inserti32x4(four, load_bytes<__m128i>(at + 8 * stride), 2);
+            fours[part * 4 + row] = _mm512_inserti32x4(four, load_bytes<__m128i>(at + 12 * stride), 3);
+        });
+    });
+    each<4>([&](auto part) {
+        const __m512i *a = fours + part * 4;
+        const __m512i ab = _mm512_unpacklo_epi32(a[0], a[1]), AB = _mm512_unpackhi_epi32(a[0], a[1]);
+        const __m512i cd = _mm512_unpacklo_epi32(a[2], a[3]), CD = _mm512_unpackhi_epi32(a[2], a[3]);
+        rows[part * 4] = _mm512_unpacklo_epi64(ab, cd);
+        rows[part * 4 + 1] = _mm512_unpackhi_epi64(ab, cd);
+        rows[part * 4 + 2] = _mm512_unpacklo_epi64(AB, CD);
+        rows[part * 4 + 3] = _mm512_unpackhi_epi64(AB, CD);
+    });
+    each<16>([&](auto row) { _mm512_storeu_si512(to + row * to_stride, rows[row]); });
+}
+
+// ---- the tokens of a piece ---------------------------------------------------------
+
+// K and V of one piece, 16 tokens without a gap each; those that it lacks are zeros.
+template <class C>
+struct Groups {
+    static constexpr int64_t COUNT = PIECE / TILE;
+
+    int64_t start, from, to;  // the cut before it, and what there is of it
+    const C* keys[COUNT];
+    const C* values[COUNT];
+    alignas(64) float key_scales[QUANTISED<C> ? PIECE : 1];
+    alignas(64) float value_scales[QUANTISED<C> ? PIECE : 1];
+
+    static constexpr int64_t copy_size(int64_t head_dim) { return 2 * PIECE * head_dim; }
+
+    // Steps of 32 tokens that hold some: [first_step, end_step).
+    int64_t first_step() const { return (from - start) / INNER; }
+    int64_t end_step() const { return (to - start + INNER - 1) / INNER; }
+
+    // Tokens [begin, end) of a piece. `copy`: copy_size(head_dim) elements, for what does not lie
+    // in a page as needed.
+    void locate(const Piece& piece, int64_t begin, int64_t end, C* copy) {
+        start = begin / PIECE * PIECE;
+        from = begin;
+        to = end;
+        // Whole chunks, so that products may take 64 tokens at a time.
+        const int64_t per_chunk = CHUNK / TILE, chunks = (to - start + CHUNK - 1) / CHUNK;
+        for (int64_t group = (from - start) / CHUNK * per_chunk; group < chunks * per_chunk; group++)
+            locate_group(piece, group, copy);
+        if constexpr (QUANTISED<C>) {
+            std::fill_n(key_scales, PIECE, 0.0f);
+            std::fill_n(value_scales, PIECE, 0.0f);
+            piece.scales(from, to, key_scales + (from - start), value_scales + (from - start));
+        }
+    }
+
+  private:
+    void locate_group(const Piece& piece, int64_t group, C* copy) {
+        const int64_t head_dim = piece.head_dim, first = start + group * TILE;
+        const int64_t low = std::clamp(from, first, first + TILE), high = std::clamp(to, first, first + TILE);
+        const C *key_rows[TILE], *value_rows[TILE];
+        if (high - low == TILE && piece.step->block_size % TILE == 0) {
+            piece.locate(first, first + 1, keys + group, values + group);
+            return;
+        }
+        C *key_copy = copy + group * 2 * TILE * head_dim, *value_copy = key_copy + TILE * head_dim;
+        std::memset(static_cast<void*>(key_copy), 0, 2 * TILE * head_dim * sizeof(C));
+        keys[group] = key_copy;
+        values[group] = value_copy;
+        piece.locate(low, high, key_rows, value_rows);
+        for (int64_t token = low; token < high; token++) {
+            std::copy_n(key_rows[token - low], head_dim, key_copy + (token - first) * head_dim);
+            std::copy_n(value_rows[token - low], head_dim, value_copy + (token - first) * head_dim);
+        }
+    }
+};
+
+// The rows of the piece after the one at hand, to be fetched ahead a few lines at a time: memory
+// should never wait for arithmetic. What no page holds as a whole is left alone.
+template <class C>
+struct Ahead {
+    static constexpr int64_t LINES = 4;
+
+    const char* parts[2 * PIECE / TILE];  // 16 rows each, in the order of their use
+    int64_t count = 0, index = 0, at = 0, size;
+
+    Ahead(const Piece& now, const Piece& following) : size(TILE * now.head_dim * sizeof(C)) {
+        if (following.tile == now.tile && following.begin == now.begin) return;
+        if (now.step->block_size % TILE != 0) return;
+        const int64_t groups = (following.end - 1) / TILE - following.begin / TILE + 1;
+        for (int64_t group = 0; group < groups; group++) {
+            const int64_t token = std::max(following.begin, (following.begin / TILE + group) * TILE);
+            const C *key, *value;
+            following.locate(token, token + 1, &key, &value);
+            parts[group] = reinterpret_cast<const char*>(key);
+            parts[groups + group] = reinterpret_cast<const char*>(value);
+        }
+        count = 2 * groups;
+    }
+
+    // So many times LINES lines.
+    TOKEND_INLINE void fetch(int64_t times) {
+        for (int64_t i = 0; i < times && index < count; i++) {
+            const char* lines = parts[index] + at;
+            for (int64_t line = 0; line < LINES; line++) __builtin_prefetch(lines + line * 64, 0, 2);
+            at += LINES * 64;
+            if (at >= size) {
+                at = 0;
+                index++;
+            }
+        }
+    }
+};
+
+// Sixteen rows of K in the form of an `a`: as they lie, or made so in `copy`.
+TOKEND_INLINE const void* key_tile(const bfloat16* rows, int64_t, uint32_t*) { return rows; }
+
+TOKEND_INLINE const void* key_tile(const int8_t* rows, int64_t head_dim, uint32_t* copy) {
+    for (int64_t row = 0; row < TILE; row++) pair_dims(rows + row * head_dim, head_dim, copy + row * head_dim / 2);
+    return copy;
+}
+
+// Tokens of a piece of which V is not finite.
+struct Broken {
+    uint64_t bits[PIECE / 64] = {};
+
+    bool any() const { return (bits[0] | bits[1] | bits[2] | bits[3]) != 0; }
+    void set(int64_t token) { bits[token / 64] |= uint64_t(1) << token % 64; }
+    bool has(int64_t token) const { return bits[token / 64] >> token % 64 & 1; }
+};
+
+// V of 32 tokens, `dims` of them from `dim` on, as a `b`: [16, dims] words. Where `mends`, what is
+// not finite counts as zero: zero times NaN is NaN, and must not reach rows that do not see it.
+template <class C>
+TOKEND_INLINE void pack_values(const Groups<C>& groups, int64_t step, int64_t head_dim, int64_t dim, int64_t dims,
+                               bool mends, Broken& broken, C* clean, uint32_t* words, auto fetch) {
+    for (int64_t token = 0; token < INNER; token += 2, words += dims) {
+        fetch(token);
+        const C *first = groups.values[step * 2 + token / TILE] + token % TILE * head_dim + dim;
+        const C *second = first + head_dim;
+        if constexpr (!QUANTISED<C>) {
+            if (mends) {
+                if (is_broken(first, dims, clean)) broken.set(step * INNER + token);
+                if (is_broken(second, dims, clean + dims)) broken.set(step * INNER + token + 1);
+                first = clean;
+                second = clean + dims;
+            }
+        }
+        pair_tokens(first, second, dims, words);
+    }
+}
+
+// ---- softmax -----------------------------------------------------------------------
+
+// 2^x for x of about 0 or less, relative error below 4e-6; 0 far below, NaN of NaN, exactly 1
+// of 0. The polynomial is the least largest relative error over a fraction, with p(0) = 1.
+TOKEND_INLINE F<16> power_of_two(F<16> x) {
+    constexpr float POWER[4] = {0.69304484f, 0.24128020f, 0.05224248f, 0.01342668f};
+    // The order of the operands decides what becomes of NaN.
+    const __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);
+    const F<16> fraction = (F<16>)_mm512_reduce_ps(clamped, _MM_FROUND_TO_NEG_INF);
+    F<16> p = splat<16>(POWER[3]);
+    p = multiply_add<16>(p, fraction, splat<16>(POWER[2]));
+    p = multiply_add<16>(p, fraction, splat<16>(POWER[1]));
+    p = multiply_add<16>(p, fraction, splat<16>(POWER[0]));
+    p = multiply_add<16>(p, fraction, splat<16>(1.0f));
+    return (F<16>)_mm512_scalef_ps((__m512)p, clamped);
+}
+
+// What turns raw scores of rows whose largest is `largest` into weights; scale: of the scores,
+// times log2 e.
+struct Weigher {
+    F<16> factor, offset;
+
+    TOKEND_INLINE Weigher(F<16> largest, float scale) : factor(splat<16>(scale)) {
+        // A row that sees nothing must not compute infinity minus infinity.
+        offset = (largest == NO_SCORE ? F<16>{} : -largest) * factor;
+    }
+
+    TOKEND_INLINE F<16> operator()(F<16> score) const { return power_of_two(multiply_add<16>(score, factor, offset)); }
+};
+
+constexpr float LOG2_E = 1.44269504088896341f;
+
+TOKEND_INLINE F<16> larger(F<16> largest, F<16> score) { return (F<16>)_mm512_max_ps((__m512)largest, (__m512)score); }
+
+}  // namespace tokend
+
+#endif

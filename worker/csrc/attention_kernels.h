@@ -1,0 +1,20 @@
+// The kernels for queries of bfloat16 over pages of bfloat16 or int8, in sources of their own,
+// which are compiled for the tile unit where a variant has it. Each says whether it does a
+// piece; if not, the kernels for any type do.
+#pragma once
+
+#include "attention_piece.h"
+
+namespace tokend {
+
+// attention_bf16.cpp: many query rows, a span of tokens.
+bool attend_in_bfloat16(const Piece& piece, const TokendPlan* plan, int64_t index, Scratch& scratch);
+
+// attention_tiles.cpp, attention_tiles_int8.cpp: few query rows, a piece of tokens; `following`
+// is what to fetch ahead.
+bool attend_in_tiles(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
+                     Scratch& scratch);
+bool attend_in_int8_tiles(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
+                          Scratch& scratch);
+
+}  // namespace tokend
