@@ -48,6 +48,8 @@ class KernelStack:
 
     def __init__(self, kernels: Kernels, spec: ModelSpec, layers: Sequence[LayerWeights]) -> None:
         self._kernels = kernels
+        # The kernel has addresses of what these own.
+        self._layers = layers
         products = [product for layer in layers for product in _products(layer)]
         self._from = sorted({1}.union(*map(form_changes, products)))
         self._descriptions = [StackDescription(spec, layers, num_rows) for num_rows in self._from]
@@ -55,7 +57,11 @@ class KernelStack:
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def takes(self, num_rows: int, attention: AttentionBackend) -> bool:
-        return isinstance(attention, CpuAttention) and self._description(num_rows).complete
+        return (
+            isinstance(attention, CpuAttention)
+            and num_rows > 0
+            and self._description(num_rows).complete
+        )
 
     def run(
         self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
