@@ -77,4 +77,5 @@ $(VENV)/installed: $(VENV)/torch pyproject.toml setup.py $(KERNELS)
 $(VENV)/installed-test: $(VENV)/installed
 	@echo "installing what the tests need (once)"
 	@$(PIP) --editable '.[test]'
+	@$(BIN)/python -m worker.build_kernels
 	@touch $@

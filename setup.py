@@ -18,7 +18,8 @@ BUILDERS = (
     ("worker/build_kernels.py", "csrc", "KernelBuildError"),
 )
 """Scripts that import nothing of the package: the folder beside them for their
-`build(folder)`, and what it raises."""
+`build(folder)`, and what it raises. An editable installation is for this machine alone: it
+takes `build_here(folder)` where there is one."""
 
 
 class BuildCompiledParts(build_py):
@@ -28,8 +29,11 @@ class BuildCompiledParts(build_py):
         for script, folder, error in BUILDERS:
             path = SOURCE_ROOT / script
             builder = runpy.run_path(str(path))
+            build = builder["build"]
+            if self.editable_mode:
+                build = builder.get("build_here", build)
             try:
-                built = builder["build"](path.parent / folder)
+                built = build(path.parent / folder)
             except builder[error] as reason:
                 print(f"tokend: {script}: slower without it: {reason}", file=sys.stderr)
             else:

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +107,29 @@ def machine_variants() -> tuple[Variant, ...]:
     return X86_VARIANTS if platform.machine() in ("x86_64", "AMD64") else OTHER_VARIANTS
 
 
+def usable_variants(variants: Iterable[Variant], flags: frozenset[str]) -> list[Variant]:
+    """Those variants whose instructions a CPU with these flags has, in order."""
+    return [each for each in variants if each.cpu_flags <= flags]
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction set flags of the first CPU; empty where the system does not tell."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if platform.system() != "Linux" or not cpuinfo.exists():
+        return frozenset()
+    for line in cpuinfo.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "flags":
+            return frozenset(value.split())
+    return frozenset()
+
+
+def variants_here() -> tuple[Variant, ...]:
+    """What this very machine will load: the best it can run, and the next one, for where the
+    system refuses the best what it needs."""
+    return tuple(usable_variants(machine_variants(), cpu_flags())[:2])
+
+
 def source_digest(flags: tuple[str, ...]) -> str:
     """Eight hex digits over all sources and the flags."""
     digest = hashlib.sha256(" ".join((*_COMPILE_FLAGS, *flags)).encode())
@@ -115,17 +138,29 @@ def source_digest(flags: tuple[str, ...]) -> str:
     return digest.hexdigest()[:8]
 
 
-def build(output_dir: Path) -> list[Path]:
-    """Compile every variant of this machine into output_dir; returns the libraries.
+def build_here(output_dir: Path) -> list[Path]:
+    """Compile what this machine will load, in a quarter of the time of `build`; all where the
+    compiler is too old for that. Raises KernelBuildError."""
+    try:
+        return build(output_dir, variants_here())
+    except KernelBuildError:
+        return build(output_dir)
+
+
+def build(output_dir: Path, variants: Sequence[Variant] | None = None) -> list[Path]:
+    """Compile variants, all of this kind of machine unless named, into output_dir; returns
+    the libraries.
 
     Libraries of the same sources are left alone, those of others removed. A variant
     that the compiler does not know is left out; raises KernelBuildError when none is
     left.
     """
-    variants = machine_variants()
-    wanted = [each.library(output_dir) for each in variants]
-    for stale in set(output_dir.glob("libtokend_*.so")) - set(wanted):
+    for stale in set(output_dir.glob("libtokend_*.so")) - {
+        each.library(output_dir) for each in machine_variants()
+    }:
         stale.unlink()
+    variants = machine_variants() if variants is None else variants
+    wanted = [each.library(output_dir) for each in variants]
     missing = [each for each in variants if not each.library(output_dir).exists()]
     if missing:
         refusals = _build(missing, output_dir)
@@ -134,7 +169,7 @@ def build(output_dir: Path) -> list[Path]:
     return [path for path in wanted if path.exists()]
 
 
-def _build(variants: list[Variant], output_dir: Path) -> list[str]:
+def _build(variants: Sequence[Variant], output_dir: Path) -> list[str]:
     """Compile these variants side by side; returns what the compiler refused."""
     compiler = shutil.which("g++")
     if compiler is None:
@@ -157,7 +192,7 @@ def _parts(variant: Variant) -> list[_Part]:
 
 
 def _compile(
-    pool: ThreadPoolExecutor, compiler: str, variants: list[Variant], scratch: Path
+    pool: ThreadPoolExecutor, compiler: str, variants: Sequence[Variant], scratch: Path
 ) -> dict[_Part, Future[Path]]:
     """Every part of these variants, once."""
     parts = dict.fromkeys(part for variant in variants for part in _parts(variant))

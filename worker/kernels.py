@@ -7,15 +7,19 @@ its OpenMP runtime.
 import ctypes
 import functools
 import logging
-import platform
-from collections.abc import Iterable
 from ctypes import POINTER, c_double, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, Final
 
 import torch  # its OpenMP runtime must be in the process first
 
-from worker.build_kernels import SOURCE_DIR, Variant, machine_variants
+from worker.build_kernels import (
+    SOURCE_DIR,
+    Variant,
+    cpu_flags,
+    machine_variants,
+    usable_variants,
+)
 
 logger = logging.getLogger("tokend.kernels")
 
@@ -310,20 +314,3 @@ def load_variant(variant: Variant, folder: Path = SOURCE_DIR) -> Kernels:
     if not library.tokend_may_run():
         raise KernelsUnavailableError("the system gives this process no matrix tiles")
     return kernels
-
-
-def usable_variants(variants: Iterable[Variant], flags: frozenset[str]) -> list[Variant]:
-    """Those variants whose instructions a CPU with these flags has, in order."""
-    return [each for each in variants if each.cpu_flags <= flags]
-
-
-def cpu_flags() -> frozenset[str]:
-    """Instruction set flags of the first CPU; empty where the system does not tell."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if platform.system() != "Linux" or not cpuinfo.exists():
-        return frozenset()
-    for line in cpuinfo.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "flags":
-            return frozenset(value.split())
-    return frozenset()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from worker.build_kernels import SOURCE_DIR, machine_variants
-from worker.kernels import cpu_flags, load_variant, usable_variants
+from worker.build_kernels import SOURCE_DIR, cpu_flags, machine_variants, usable_variants
+from worker.kernels import load_variant
 
 RUNNABLE = [
     pytest.param(each, id=each.name)

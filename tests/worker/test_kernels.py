@@ -7,7 +7,14 @@ import pytest
 
 from tests.worker.kernel_variants import each_variant, load_variant
 from worker import build_kernels
-from worker.build_kernels import KernelBuildError, build, machine_variants
+from worker.build_kernels import (
+    KernelBuildError,
+    build,
+    build_here,
+    cpu_flags,
+    machine_variants,
+    usable_variants,
+)
 from worker.kernels import KernelsUnavailableError, load_kernels
 
 FAKE_COMPILER = """#!/bin/sh
@@ -39,6 +46,19 @@ def test_every_variant_is_built_once(tmp_path: Path, compiler) -> None:
     built[0].write_text("kept")
     assert build(output) == built
     assert built[0].read_text() == "kept"
+
+
+def test_an_installation_for_this_machine_has_what_it_loads(tmp_path: Path, compiler) -> None:
+    compiler(refused="nothing-at-all")
+    stale = tmp_path / "libtokend_amx_00000000.so"
+    stale.touch()
+    built = build_here(tmp_path)
+    usable = usable_variants(machine_variants(), cpu_flags())
+    assert built == [each.library(tmp_path) for each in usable[:2]]
+    assert set(tmp_path.glob("*.so")) == set(built)
+    assert set(build(tmp_path)) >= set(built)
+    assert build_here(tmp_path) == built
+    assert len(set(tmp_path.glob("*.so"))) == len(machine_variants()), "it leaves the others alone"
 
 
 def test_a_variant_that_the_compiler_refuses_is_left_out(tmp_path: Path, compiler) -> None:

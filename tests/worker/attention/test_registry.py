@@ -11,8 +11,8 @@ from worker.attention import registry
 from worker.attention.base import AttentionShape
 from worker.attention.cpu import CpuAttention
 from worker.attention.reference import ReferenceAttention
-from worker.build_kernels import X86_VARIANTS
-from worker.kernels import KernelsUnavailableError, load_kernels, usable_variants
+from worker.build_kernels import X86_VARIANTS, usable_variants
+from worker.kernels import KernelsUnavailableError, load_kernels
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 
