@@ -35,7 +35,11 @@ struct alignas(64) TileShapes {
         rows[tile] = uint8_t(num_rows);
         row_bytes[tile] = uint16_t(bytes);
     }
-    void load() const { _tile_loadconfig(this); }
+    void load() const {
+        // GCC takes the instruction for one that reads eight bytes: the others must be in memory.
+        asm volatile("" : : "r"(this) : "memory");
+        _tile_loadconfig(this);
+    }
 };
 
 }  // namespace tokend
