@@ -16,9 +16,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -27,9 +27,9 @@ PRODUCT_SOURCES: Final = ("packed_product.cpp", "rotated_product.cpp")
 """The products of bytes, for which CPUs have the most kinds of instructions."""
 TILE_SOURCES: Final = (
     *("attention_bf16.cpp", "attention_tiles.cpp", "attention_tiles_int8.cpp"),
-    *("may_run.cpp", "rotated_product.cpp"),
+    "rotated_product.cpp",
 )
-"""What uses the tile unit where there is one."""
+"""Those that use the tile unit where a variant has it."""
 
 _COMPILE_FLAGS: Final = (
     *("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
@@ -52,24 +52,26 @@ class Variant:
     """One library.
 
     flags: for the compiler. cpu_flags: what /proc/cpuinfo must list to run it.
-    source_flags: more for single sources, by file name, so that variants that differ in
-    these share the other objects.
+    product_flags, tile_flags: more for PRODUCT_SOURCES and TILE_SOURCES alone, so that
+    variants that differ in these share the other objects.
     """
 
     name: str
     flags: tuple[str, ...]
     cpu_flags: frozenset[str]
-    source_flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    product_flags: tuple[str, ...] = ()
+    tile_flags: tuple[str, ...] = ()
 
     @property
     def all_flags(self) -> tuple[str, ...]:
-        """All that tells its objects from those of other variants."""
-        own = (f"{name}:{flag}" for name, flags in self.source_flags.items() for flag in flags)
-        return (*self.flags, *own)
+        """Every flag that any of its sources is compiled with, but for the common ones."""
+        return (*self.flags, *self.product_flags, *self.tile_flags)
 
     def flags_of(self, source: Path) -> tuple[str, ...]:
         """What the compiler is told for one source."""
-        return (*_COMPILE_FLAGS, *self.flags, *self.source_flags.get(source.name, ()))
+        products = self.product_flags if source.name in PRODUCT_SOURCES else ()
+        tiles = self.tile_flags if source.name in TILE_SOURCES else ()
+        return (*_COMPILE_FLAGS, *self.flags, *products, *tiles)
 
     def library(self, folder: Path) -> Path:
         """Where its library belongs. The name carries a digest of what it is compiled
@@ -82,21 +84,20 @@ _AVX512: Final = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512
 _AVX512_BF16: Final = _AVX512 | {"avx512_vnni", "avx512_bf16"}
 _WIDE: Final = ("-march=x86-64-v4", "-mprefer-vector-width=512")
 _BF16: Final = (*_WIDE, "-mavx512bf16")
-_VNNI: Final = dict.fromkeys(PRODUCT_SOURCES, ("-mavx512vnni",))
-_AVX_VNNI: Final = dict.fromkeys(PRODUCT_SOURCES, ("-mavxvnni",))
-_TILES: Final = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
-_AMX: Final = {name: (*_VNNI.get(name, ()), *_TILES) for name in TILE_SOURCES}
+_VNNI: Final = ("-mavx512vnni",)
+_AMX: Final = ("-mamx-tile", "-mamx-int8", "-mamx-bf16")
 
 X86_VARIANTS: Final = (
-    Variant("amx", _BF16, _AVX512_BF16 | {"amx_tile", "amx_bf16", "amx_int8"}, _VNNI | _AMX),
+    Variant("amx", _BF16, _AVX512_BF16 | {"amx_tile", "amx_int8", "amx_bf16"}, _VNNI, _AMX),
     Variant("avx512_bf16", _BF16, _AVX512_BF16, _VNNI),
     Variant("avx512_vnni", _WIDE, _AVX512 | {"avx512_vnni"}, _VNNI),
     Variant("avx512", _WIDE, _AVX512),
-    Variant("avx2_vnni", ("-march=x86-64-v3",), _AVX2 | {"avx_vnni"}, _AVX_VNNI),
+    Variant("avx2_vnni", ("-march=x86-64-v3",), _AVX2 | {"avx_vnni"}, ("-mavxvnni",)),
     Variant("avx2", ("-march=x86-64-v3",), _AVX2),
     Variant("baseline", ("-march=x86-64-v2",), frozenset()),
 )
-"""Best first."""
+"""Best first. Whether the system lets a process use tiles is found out by the kernels
+themselves (csrc/amx.h): without them this variant does what the next one does."""
 
 OTHER_VARIANTS: Final = (Variant("baseline", (), frozenset()),)
 """Machines that are not x86-64: vectors as wide as the compiler's default target has them."""
@@ -124,10 +125,9 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
-def variants_here() -> tuple[Variant, ...]:
-    """What this very machine will load: the best it can run, and the next one, for where the
-    system refuses the best what it needs."""
-    return tuple(usable_variants(machine_variants(), cpu_flags())[:2])
+def best_variant() -> Variant:
+    """What this very machine will load."""
+    return usable_variants(machine_variants(), cpu_flags())[0]
 
 
 def source_digest(flags: tuple[str, ...]) -> str:
@@ -139,10 +139,10 @@ def source_digest(flags: tuple[str, ...]) -> str:
 
 
 def build_here(output_dir: Path) -> list[Path]:
-    """Compile what this machine will load, in a quarter of the time of `build`; all where the
+    """Compile what this machine will load, in a fraction of the time of `build`; all where the
     compiler is too old for that. Raises KernelBuildError."""
     try:
-        return build(output_dir, variants_here())
+        return build(output_dir, [best_variant()])
     except KernelBuildError:
         return build(output_dir)
 

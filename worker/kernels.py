@@ -294,23 +294,12 @@ def load_kernels(folder: Path = SOURCE_DIR) -> Kernels:
             f"no compiled kernels of these sources in {folder}; with g++ installed, "
             "`python -m worker.build_kernels` makes them"
         )
-    *better, last = built
-    for variant in better:
-        try:
-            return load_variant(variant, folder)
-        except KernelsUnavailableError as reason:
-            logger.warning("the %s kernels are passed over: %s", variant.name, reason)
-    return load_variant(last, folder)
+    return load_variant(built[0], folder)
 
 
 def load_variant(variant: Variant, folder: Path = SOURCE_DIR) -> Kernels:
-    """The library of one variant; raises KernelsUnavailableError when it does not load, or
-    when the system refuses this process what it needs."""
+    """The library of one variant; raises KernelsUnavailableError when it does not load."""
     try:
-        library = ctypes.CDLL(str(variant.library(folder)))
-        kernels = Kernels(library, variant.name)
+        return Kernels(ctypes.CDLL(str(variant.library(folder))), variant.name)
     except (OSError, AttributeError) as error:
         raise KernelsUnavailableError(f"the kernels do not load: {error}") from error
-    if not library.tokend_may_run():
-        raise KernelsUnavailableError("the system gives this process no matrix tiles")
-    return kernels

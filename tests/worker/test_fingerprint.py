@@ -31,7 +31,7 @@ FACTS: dict[str, Any] = {
         ("block_size", 32),
         ("compute_dtype", "torch.float32"),
         ("weight_form", "bf16"),
-        ("weight_form", "packed+bf16"),
+        ("weight_form", "packed+rotated"),
     ],
 )
 def test_it_changes_with_each_fact(fact: str, other: Any) -> None:

@@ -54,7 +54,7 @@ def test_an_installation_for_this_machine_has_what_it_loads(tmp_path: Path, comp
     stale.touch()
     built = build_here(tmp_path)
     usable = usable_variants(machine_variants(), cpu_flags())
-    assert built == [each.library(tmp_path) for each in usable[:2]]
+    assert built == [each.library(tmp_path) for each in usable[:1]]
     assert set(tmp_path.glob("*.so")) == set(built)
     assert set(build(tmp_path)) >= set(built)
     assert build_here(tmp_path) == built
@@ -63,16 +63,12 @@ def test_an_installation_for_this_machine_has_what_it_loads(tmp_path: Path, comp
 
 def test_a_variant_that_the_compiler_refuses_is_left_out(tmp_path: Path, compiler) -> None:
     best = machine_variants()[0]
-    if not best.all_flags:
+    flags = best.all_flags
+    if not flags:
         pytest.skip("the only variant of this machine has no flags of its own")
-    refused = best.all_flags[-1].rpartition(":")[2]
-    compiler(refused=refused)
+    compiler(refused=flags[-1])
     built = build(tmp_path / "out")
-    understood = [
-        each
-        for each in machine_variants()
-        if all(flag.rpartition(":")[2] != refused for flag in each.all_flags)
-    ]
+    understood = [each for each in machine_variants() if flags[-1] not in each.all_flags]
     assert built == [each.library(tmp_path / "out") for each in understood]
     assert best not in understood
 

@@ -123,6 +123,7 @@ class Strips {
     template <class Pending>
     void operator()(const uint8_t* pair, const RotatedLayout& layout, const int8_t* x, int64_t stride,
                     int64_t num_rows, int32_t* sums, bool fetch, Pending& before) {
+        if (!allowed_) return dot_pair(pair, layout.panel_bytes, layout.inputs, x, stride, num_rows, sums);
         if (num_rows != shaped_) shape_tiles(shaped_ = num_rows);
         const auto run = [&](auto lower, auto fetches) {
             tile_pair<lower, fetches>(pair, layout.panel_bytes, layout.inputs, x, stride, sums,
@@ -140,6 +141,7 @@ class Strips {
   private:
     // Rows that vectors finish while tiles multiply 64 inputs.
     static constexpr int ROWS_BETWEEN = 4;
+    const bool allowed_ = tiles_allowed();
     int64_t shaped_ = 0;
 };
 

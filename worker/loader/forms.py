@@ -309,7 +309,8 @@ class TileForm(MixedForm):
 
 def numbers_of(parts: Sequence[PackedWeight], dtype: torch.dtype) -> torch.Tensor:
     """What blocks stand for, rounded to dtype: [out, in]."""
-    return torch.cat([part.rows(torch.arange(part.out_features), dtype) for part in parts])
+    numbers = [part.rows(torch.arange(part.out_features), dtype) for part in parts]
+    return numbers[0] if len(numbers) == 1 else torch.cat(numbers)
 
 
 def in_blocks(source: WeightSource, name: str) -> bool:
