@@ -24,10 +24,7 @@ from typing import Final
 SOURCE_DIR: Final = Path(__file__).resolve().parent / "csrc"
 PRODUCT_SOURCES: Final = ("packed_product.cpp", "rotated_product.cpp")
 """The products of bytes, for which CPUs have the most kinds of instructions."""
-TILE_SOURCES: Final = (
-    *("attention_bf16.cpp", "attention_tiles.cpp", "attention_tiles_int8.cpp"),
-    "rotated_product.cpp",
-)
+TILE_SOURCES: Final = ("attention_bf16.cpp", "attention_tiles.cpp", "rotated_product.cpp")
 """Those that use the tile unit where a variant has it."""
 
 _COMPILE_FLAGS: Final = (
