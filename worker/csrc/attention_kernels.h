@@ -10,6 +10,10 @@ namespace tokend {
 // attention_bf16.cpp: many query rows, a span of tokens.
 bool attend_in_bfloat16(const Piece& piece, const TokendPlan* plan, int64_t index, Scratch& scratch);
 
+// attention_bf16.cpp: few query rows over pages of bfloat16.
+bool attend_few_in_bfloat16(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
+                            Scratch& scratch);
+
 // attention_tiles.cpp: few query rows over pages of bfloat16, a piece of tokens; `following` is
 // what to fetch ahead.
 bool attend_in_tiles(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
