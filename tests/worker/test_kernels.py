@@ -48,9 +48,7 @@ def test_a_variant_that_the_compiler_refuses_is_left_out(tmp_path: Path, compile
         pytest.skip("the only variant of this machine has no flags of its own")
     compiler(refused=flags[-1])
     built = build(tmp_path / "out")
-    understood = [
-        each for each in machine_variants() if flags[-1] not in each.all_flags
-    ]
+    understood = [each for each in machine_variants() if flags[-1] not in each.all_flags]
     assert built == [each.library(tmp_path / "out") for each in understood]
     assert best not in understood
 
