@@ -19,30 +19,13 @@
 namespace tokend {
 namespace {
 
-template <class Q, class C>
-void compute_few_rows(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
-                      Scratch& scratch) {
-    FewRows<Q, C> tile(piece, scratch);
-    if (piece.head_dim % LANES == 0)
-        tile.template compute<LANES, 4>(piece, following);
-    else
-        tile.template compute<8, 1>(piece, following);
-    for (int64_t row = 0; row < piece.rows; row++)
-        leave_row(piece, plan, index, row, {tile.output + row * piece.head_dim, tile.best[row], tile.total[row]});
-}
-
 template <class C>
 void compute_piece(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
                    Scratch& scratch) {
     if (piece.rows <= PIECE_ROWS && attend_in_tiles(piece, following, plan, index, scratch)) return;
     if (piece.rows <= FEW_ROWS) {
-#if defined(__AVX512BF16__)
-        if constexpr (std::is_same_v<C, bfloat16>) {
-            if (piece.layer->dtype == TOKEND_BFLOAT16)
-                return compute_few_rows<bfloat16, bfloat16>(piece, following, plan, index, scratch);
-        }
-#endif
-        return compute_few_rows<float, C>(piece, following, plan, index, scratch);
+        if (attend_few_in_bfloat16(piece, following, plan, index, scratch)) return;
+        return attend_few<float, C>(piece, following, plan, index, scratch);
     }
     if (attend_in_bfloat16(piece, plan, index, scratch)) return;
     ManyRows<C> tile(piece, scratch);

@@ -9,6 +9,7 @@
 #include "attention_bf16.h"
 
 #include "amx.h"
+#include "attention_few_rows.h"
 #include "attention_finish.h"
 #include "attention_kernels.h"
 
@@ -338,7 +339,17 @@ bool attend_in_bfloat16(const Piece& piece, const TokendPlan* plan, int64_t inde
     return true;
 }
 
+bool attend_few_in_bfloat16(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
+                            Scratch& scratch) {
+    const TokendLayer* layer = piece.layer;
+    if (layer->dtype != TOKEND_BFLOAT16 || layer->cache_dtype != TOKEND_BFLOAT16) return false;
+    attend_few<bfloat16, bfloat16>(piece, following, plan, index, scratch);
+    return true;
+}
+
 #else
+
+bool attend_few_in_bfloat16(const Piece&, const Piece&, const TokendPlan*, int64_t, Scratch&) { return false; }
 
 bool attend_in_bfloat16(const Piece&, const TokendPlan*, int64_t, Scratch&) { return false; }
 

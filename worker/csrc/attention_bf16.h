@@ -159,10 +159,7 @@ struct Groups {
         start = begin / PIECE * PIECE;
         from = begin;
         to = end;
-        // Whole chunks, so that products may take 64 tokens at a time.
-        const int64_t per_chunk = CHUNK / TILE, chunks = (to - start + CHUNK - 1) / CHUNK;
-        for (int64_t group = (from - start) / CHUNK * per_chunk; group < chunks * per_chunk; group++)
-            locate_group(piece, group, copy);
+        for (int64_t group = first_step() * 2; group < end_step() * 2; group++) locate_group(piece, group, copy);
         if constexpr (QUANTISED<C>) {
             std::fill_n(key_scales, PIECE, 0.0f);
             std::fill_n(value_scales, PIECE, 0.0f);
@@ -176,7 +173,7 @@ struct Groups {
         const int64_t low = std::clamp(from, first, first + TILE), high = std::clamp(to, first, first + TILE);
         const C *key_rows[TILE], *value_rows[TILE];
         if (high - low == TILE && piece.step->block_size % TILE == 0) {
-            piece.locate(first, first + 1, keys + group, values + group);
+            piece.locate(first, keys + group, values + group);
             return;
         }
         C *key_copy = copy + group * 2 * TILE * head_dim, *value_copy = key_copy + TILE * head_dim;
@@ -193,21 +190,20 @@ struct Groups {
 
 // The rows of the piece after the one at hand, to be fetched ahead a few lines at a time: memory
 // should never wait for arithmetic. What no page holds as a whole is left alone.
-template <class C>
 struct Ahead {
     static constexpr int64_t LINES = 4;
 
     const char* parts[2 * PIECE / TILE];  // 16 rows each, in the order of their use
     int64_t count = 0, index = 0, at = 0, size;
 
-    Ahead(const Piece& now, const Piece& following) : size(TILE * now.head_dim * sizeof(C)) {
+    Ahead(const Piece& now, const Piece& following) : size(TILE * now.head_dim * sizeof(bfloat16)) {
         if (following.tile == now.tile && following.begin == now.begin) return;
         if (now.step->block_size % TILE != 0) return;
         const int64_t groups = (following.end - 1) / TILE - following.begin / TILE + 1;
         for (int64_t group = 0; group < groups; group++) {
             const int64_t token = std::max(following.begin, (following.begin / TILE + group) * TILE);
-            const C *key, *value;
-            following.locate(token, token + 1, &key, &value);
+            const bfloat16 *key, *value;
+            following.locate(token, &key, &value);
             parts[group] = reinterpret_cast<const char*>(key);
             parts[groups + group] = reinterpret_cast<const char*>(value);
         }

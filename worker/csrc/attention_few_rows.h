@@ -2,6 +2,7 @@
 // row is read from memory once for all of them.
 #pragma once
 
+#include "attention_finish.h"
 #include "attention_piece.h"
 
 namespace tokend {
@@ -279,5 +280,16 @@ struct FewRows {
                 store<LANES>(at, capped<LANES>(load<LANES>(at), piece.scale, piece.soft_cap));
     }
 };
+
+template <class Q, class C>
+void attend_few(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index, Scratch& scratch) {
+    FewRows<Q, C> tile(piece, scratch);
+    if (piece.head_dim % LANES == 0)
+        tile.template compute<LANES, 4>(piece, following);
+    else
+        tile.template compute<8, 1>(piece, following);
+    for (int64_t row = 0; row < piece.rows; row++)
+        leave_row(piece, plan, index, row, {tile.output + row * piece.head_dim, tile.best[row], tile.total[row]});
+}
 
 }  // namespace tokend

@@ -10,11 +10,13 @@ namespace tokend {
 // attention_bf16.cpp: many query rows, a span of tokens.
 bool attend_in_bfloat16(const Piece& piece, const TokendPlan* plan, int64_t index, Scratch& scratch);
 
-// attention_tiles.cpp, attention_tiles_int8.cpp: few query rows, a piece of tokens; `following`
-// is what to fetch ahead.
+// attention_bf16.cpp: few query rows over pages of bfloat16.
+bool attend_few_in_bfloat16(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
+                            Scratch& scratch);
+
+// attention_tiles.cpp: few query rows over pages of bfloat16, a piece of tokens; `following` is
+// what to fetch ahead.
 bool attend_in_tiles(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
                      Scratch& scratch);
-bool attend_in_int8_tiles(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
-                          Scratch& scratch);
 
 }  // namespace tokend

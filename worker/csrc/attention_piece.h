@@ -93,6 +93,15 @@ struct Piece {
         });
     }
 
+    // Rows of K and V of one token, its page's scales left where they are.
+    template <class C>
+    void locate(int64_t token, const C** key, const C** value) const {
+        over_pages<C>(token, token + 1, [&](const C* key_page, const C* value_page, int64_t offset, int64_t) {
+            *key = key_page + offset * head_dim;
+            *value = value_page + offset * head_dim;
+        });
+    }
+
     // Scales of int8 K and V of tokens [from, to).
     void scales(int64_t from, int64_t to, float* keys, float* values) const {
         using C = int8_t;

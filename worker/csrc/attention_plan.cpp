@@ -35,8 +35,11 @@ extern "C" void tokend_attention_plan(const TokendStep* step, TokendPlan* plan) 
     for (int64_t seq = 0; seq < step->num_seqs; seq++) {
         const int64_t queries = step->query_start[seq + 1] - step->query_start[seq];
         const int64_t before = step->seq_lens[seq] - queries;
-        for (int64_t begin = 0; begin < queries; begin += tile_queries) {
-            const int64_t count = std::min(tile_queries, queries - begin);
+        // Tiles of about the same size: a small rest would be computed as a decode is.
+        const int64_t num_tiles = (queries + tile_queries - 1) / tile_queries;
+        for (int64_t number = 0; number < num_tiles; number++) {
+            const int64_t begin = queries * number / num_tiles;
+            const int64_t count = queries * (number + 1) / num_tiles - begin;
             const int64_t rows = count * group;
             const int64_t kv_end = before + begin + count;
             // What the first of the queries sees: the others see no earlier token.

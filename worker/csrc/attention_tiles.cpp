@@ -8,12 +8,88 @@
 //
 // The sums are those of attention_bf16.cpp, bit by bit: a row comes out the same in a decode
 // and in any chunk of a prompt.
-#include "attention_few_tiles.h"
+#include "amx.h"
+#include "attention_bf16.h"
+#include "attention_finish.h"
+#include "attention_kernels.h"
 
 namespace tokend {
 
 #if defined(__AVX512BF16__) && defined(TOKEND_AMX)
 namespace {
+
+// Four columns of 16 rows become four rows.
+TOKEND_INLINE void turn_four(const float* from, int64_t stride, float* to) {
+    __m512 fours[4];
+    each<4>([&](auto i) {
+        __m512 four = _mm512_castps128_ps512(_mm_loadu_ps(from + i * stride));
+        four = _mm512_insertf32x4(four, _mm_loadu_ps(from + (i + 4) * stride), 1);
+        four = _mm512_insertf32x4(four, _mm_loadu_ps(from + (i + 8) * stride), 2);
+        fours[i] = _mm512_insertf32x4(four, _mm_loadu_ps(from + (i + 12) * stride), 3);
+    });
+    const auto ab = (__m512d)_mm512_unpacklo_ps(fours[0], fours[1]), AB = (__m512d)_mm512_unpackhi_ps(fours[0], fours[1]);
+    const auto cd = (__m512d)_mm512_unpacklo_ps(fours[2], fours[3]), CD = (__m512d)_mm512_unpackhi_ps(fours[2], fours[3]);
+    _mm512_storeu_ps(to, (__m512)_mm512_unpacklo_pd(ab, cd));
+    _mm512_storeu_ps(to + PIECE, (__m512)_mm512_unpackhi_pd(ab, cd));
+    _mm512_storeu_ps(to + 2 * PIECE, (__m512)_mm512_unpacklo_pd(AB, CD));
+    _mm512_storeu_ps(to + 3 * PIECE, (__m512)_mm512_unpackhi_pd(AB, CD));
+}
+
+// Neighbours first, as the columns of attention_bf16.cpp are summed.
+TOKEND_INLINE float sum_pairs(F<16> v) {
+    __m512 sum = (__m512)v;
+    sum = _mm512_add_ps(sum, _mm512_permute_ps(sum, 0xb1));
+    sum = _mm512_add_ps(sum, _mm512_permute_ps(sum, 0x4e));
+    sum = _mm512_add_ps(sum, _mm512_shuffle_f32x4(sum, sum, 0xb1));
+    return _mm512_cvtss_f32(_mm512_add_ps(sum, _mm512_shuffle_f32x4(sum, sum, 0x4e)));
+}
+
+// Rows of a tile of the plan over one piece.
+struct FewRows {
+    const Piece& piece;
+    const int64_t head_dim, rows;
+    Groups<bfloat16> groups;
+    Ahead ahead;
+    int64_t begin, end;  // the tokens that are computed, whole tiles of them
+    float best[TILE], total[TILE];
+
+    FewRows(const Piece& p, const Piece& following, bfloat16* copy)
+        : piece(p), head_dim(p.head_dim), rows(p.rows), ahead(p, following) {
+        groups.locate(piece, piece.begin, piece.end, copy);
+        begin = (groups.from - groups.start) / INNER * INNER;
+        end = round_up(groups.to - groups.start, INNER);
+    }
+
+    // Of the tokens of the piece a row sees [first_seen, end_seen).
+    int64_t first_seen(int64_t row) const {
+        return std::max(groups.from, piece.limit(row) - piece.window) - groups.start;
+    }
+    int64_t end_seen(int64_t row) const { return std::min(groups.to, piece.limit(row)) - groups.start; }
+
+    void cap(float* scores) const {
+        if (piece.soft_cap <= 0.0f) return;
+        for (float* at = scores + begin; at < scores + end; at += 16)
+            store<16>(at, capped<16>(load<16>(at), piece.scale, piece.soft_cap));
+    }
+
+    // Softmax of a row over the piece; take(token, weights of 16 tokens, of the next 16).
+    TOKEND_INLINE void weigh(int64_t row, float* scores, auto take) {
+        for (int64_t token = begin; token < std::min(first_seen(row), end); token++) scores[token] = NO_SCORE;
+        for (int64_t token = std::max(end_seen(row), begin); token < end; token++) scores[token] = NO_SCORE;
+        F<16> most = splat<16>(NO_SCORE);
+        for (int64_t token = begin; token < end; token += 16) most = larger(most, load<16>(scores + token));
+        best[row] = _mm512_reduce_max_ps((__m512)most);
+        const Weigher weight(splat<16>(best[row]), piece.scale * LOG2_E);
+        F<16> sum = {};
+        for (int64_t token = begin; token < end; token += INNER) {
+            const F<16> low = weight(load<16>(scores + token)), high = weight(load<16>(scores + token + 16));
+            sum += low;
+            sum += high;
+            take(token, low, high);
+        }
+        total[row] = sum_pairs(sum);
+    }
+};
 
 // Tiles 0 1: scores; 2: queries; 3 4: K.   0 1 2 3: output; 4: weights; 5 6: V.
 struct Tiles {
@@ -58,12 +134,12 @@ struct Memory {
     }
 };
 
-struct Rows : Memory, FewRows<bfloat16> {
+struct Rows : Memory, FewRows {
     int64_t columns;  // rows in whole fours
     Broken broken;
 
     Rows(const Piece& p, const Piece& following, Scratch& scratch)
-        : Memory(scratch, p.head_dim), FewRows(p, following, INNER, copy), columns(round_up(p.rows, 4)) {
+        : Memory(scratch, p.head_dim), FewRows(p, following, copy), columns(round_up(p.rows, 4)) {
         pack_queries();
     }
 
@@ -175,8 +251,8 @@ struct Rows : Memory, FewRows<bfloat16> {
 
 bool attend_in_tiles(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
                      Scratch& scratch) {
-    if (!suits_bfloat16(piece.layer, piece.head_dim) || !tiles_allowed()) return false;
-    if (piece.layer->cache_dtype == TOKEND_INT8) return attend_in_int8_tiles(piece, following, plan, index, scratch);
+    const bool suits = suits_bfloat16(piece.layer, piece.head_dim) && piece.layer->cache_dtype == TOKEND_BFLOAT16;
+    if (!suits || !tiles_allowed()) return false;
     Rows few(piece, following, scratch);
     few.compute();
     for (int64_t row = 0; row < piece.rows; row++) {

@@ -1,5 +1,6 @@
 """Every attention backend against float64 on random steps."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -24,7 +25,9 @@ from worker.kv_pages import Int8Pages
 from worker.layers.rotary import Rotation
 
 # Largest error beside the largest value: float32 keeps 1e-5, the 16-bit types are
-# compared after rounding the output to 8 or 11 bits.
+# compared after rounding the output to 8 or 11 bits. Where bfloat16 is multiplied the
+# weights are rounded to 8 bits too: each is off by 2^-9 of itself at most, so the sum by
+# 2^-9 of the largest value in sight, and in truth by much less.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 DTYPES = list(TOLERANCE)
 KV_DTYPES = [*DTYPES, torch.int8]
@@ -55,6 +58,10 @@ CASES = {
     "head_dim 8, block 4": Case(((50, 3), (0, 17)), head_dim=8, block_size=4),
     "head_dim 80, block 32": Case(((130, 1), (33, 66)), head_dim=80, block_size=32),
     "head_dim 128, block 256": Case(((700, 1), (3, 20)), head_dim=128, block_size=256),
+    "head_dim 128, group of 4": Case(((300, 70), (513, 1)), 8, 2, 128),
+    "head_dim 32, group of 12": Case(((70, 40), (1100, 1)), 12, 1, 32),
+    "head_dim 96": Case(((270, 40), (300, 1)), head_dim=96),
+    "prompt of several pieces": Case(((0, 600),), num_heads=3, num_kv_heads=1),
     "soft cap": Case(((700, 1), (90, 2), (3, 40)), soft_cap=1.5),
 }
 
@@ -129,6 +136,63 @@ def test_a_row_does_not_depend_on_its_batch(variant, window: int | None) -> None
             together.rotation[tokens],
         )
         assert torch.equal(output, batch[tokens])
+
+
+def in_chunks(step: Step, backend: CpuAttention, cuts: list[int]) -> torch.Tensor:
+    """The only sequence of the step, computed from cut to cut."""
+    (total,) = step.inputs.seq_lens.tolist()
+    before = total - step.inputs.num_tokens
+    outputs = []
+    for start, stop in itertools.pairwise(cuts):
+        inputs = AttentionInputs(
+            query_start=np.array([0, stop - start], dtype=np.int32),
+            seq_lens=np.array([before + stop], dtype=np.int32),
+            block_table=step.inputs.block_table,
+            slot_mapping=step.inputs.slot_mapping[start:stop],
+        )
+        backend.plan(step.of_all_groups(inputs))
+        part = slice(start, stop)
+        qkv = (step.query[part], step.key[part], step.value[part])
+        outputs.append(backend.run(LAYER, *qkv, step.rotation[part]))
+    return torch.cat(outputs)
+
+
+def sums_of_decodes_and_chunks_are_one(variant, kv_dtype: torch.dtype) -> bool:
+    """The tile unit over pages of bfloat16; elsewhere a decode has a kernel of its own."""
+    return variant.name == "amx" and kv_dtype == torch.bfloat16
+
+
+@each_variant
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_row_does_not_depend_on_the_chunk_it_is_in(
+    variant, window: int | None, kv_dtype: torch.dtype
+) -> None:
+    """Chunks of a prompt cut anywhere, down to one token where decodes sum alike: the same bits."""
+    dtype = torch.float32 if kv_dtype == torch.float32 else torch.bfloat16
+    step = Step(Case(((700, 400),), dtype=dtype, kv_dtype=kv_dtype, window=window))
+    backend = CpuAttention(load_variant(variant), step.kv_cache, step.case.shape)
+    whole = in_chunks(step, backend, [0, 400])
+    assert torch.equal(whole, in_chunks(step, backend, [0, 64, 107, 300, 400]))
+    if sums_of_decodes_and_chunks_are_one(variant, kv_dtype):
+        cuts = [0, 7, 8, 9, 10, 100, 101, 323, 324, 326, 398, 399, 400]
+        assert torch.equal(whole, in_chunks(step, backend, cuts))
+
+
+@each_variant
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_a_bfloat16_row_does_not_depend_on_its_batch(variant, kv_dtype: torch.dtype) -> None:
+    """Decodes and chunks, alone and together: the same bits."""
+    sequences = ((600, 1), (3, 1), (0, 50), (1200, 1), (20, 30), (999, 3), (255, 1), (256, 1))
+    together = Step(Case(sequences, dtype=torch.bfloat16, kv_dtype=kv_dtype))
+    kernels = load_variant(variant)
+    backend = CpuAttention(kernels, together.kv_cache, together.case.shape)
+    batch = together.run(backend)
+    for row in range(len(sequences)):
+        backend.plan(together.of_all_groups(together.only(row)))
+        part = slice(*together.inputs.query_start[row : row + 2])
+        qkv = (together.query[part], together.key[part], together.value[part])
+        assert torch.equal(backend.run(LAYER, *qkv, together.rotation[part]), batch[part])
 
 
 def rows_before_what_is_no_number(step: Step, backend: AttentionBackend, part: str) -> None:
