@@ -11,6 +11,7 @@ import pytest
 
 from deploy import cli
 from deploy.loadtest import compare
+from deploy.loadtest.ceilings import NoBounds
 from deploy.loadtest.comparison import Comparison, Figure, Ratios
 from deploy.loadtest.servers import ServerSpec
 from proto.errors import ConfigError
@@ -74,7 +75,7 @@ def test_each_takes_its_turn_with_the_same_new_prompts(
     }
     assert len(found["rounds"]) == 3
     assert set(found["figures"]) == {
-        figure.key for figure in compare.figures(compare._parse(SMALL))
+        figure.key for figure in compare.figures(compare._parse(SMALL), [NoBounds()])
     }
     figure = found["figures"]["at_2_output_tokens_per_s"]
     rates = [each["one"]["at_2_output_tokens_per_s"] for each in found["rounds"]]
@@ -117,7 +118,9 @@ def test_daemons_run_all_the_time_or_in_their_turn(
 ) -> None:
     with fake_openai() as fake:
         events = started(monkeypatch, fake)
-        compare.main(["--other=--async-scheduling", *SMALL, "--rounds", "2", *flags])
+        compare.main(
+            ["--other=--async-scheduling", *SMALL, "--rounds", "2", "--no-ceilings", *flags]
+        )
     assert events == expected
 
 
