@@ -31,6 +31,7 @@ from worker.loader.source import WeightSource
 _READ_FLOATS: Final = 1 << 27
 _INT8_BYTES: Final = 34 / 32
 """Of a number in a block of 32 with a scale of 2 bytes."""
+_SECONDS_OF_A_PART: Final = 0.03
 _DENSE_BYTES: Final = {"bf16": 2, "f16": 2, "f32": 4}
 
 
@@ -182,13 +183,20 @@ def _product(
 
 
 def _best_ms(parts: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+    """Of each part; short ones run several times a round, as they are disturbed most."""
     times: list[list[float]] = [[] for _ in parts]
-    for _ in range(rounds + 1):
+    for number in range(rounds + 1):
         for part, taken in zip(parts, times, strict=True):
-            started = perf_counter()
-            part()
-            taken.append(1e3 * (perf_counter() - started))
-    return [min(taken[1:]) for taken in times]  # the first round warms up
+            if number == 1:
+                taken.clear()  # what came before warmed up
+            spent = 0.0
+            while spent < _SECONDS_OF_A_PART:
+                started = perf_counter()
+                part()
+                seconds = perf_counter() - started
+                spent += seconds
+                taken.append(1e3 * seconds)
+    return [min(taken) for taken in times]
 
 
 def main() -> None:

@@ -24,13 +24,13 @@ from typing import Final
 
 from rich.console import Console
 
-from deploy.loadtest.ceiling import ClosedLoad
+from deploy.loadtest.ceiling import ClosedLoad, row_counts
 from deploy.loadtest.ceilings import ALONE, Bounds, DaemonBounds, NoBounds
 from deploy.loadtest.comparison import Comparison, Figure, Share, Turn
 from deploy.loadtest.datasets.options import add_sizes, material_of, sizes_of
 from deploy.loadtest.datasets.random_prompts import RandomPrompts
 from deploy.loadtest.datasets.sessions import Draws, Sizes
-from deploy.loadtest.hardware import limits_program, settings_of
+from deploy.loadtest.hardware import budget_of, limits_program, settings_of
 from deploy.loadtest.openai.client import Target
 from deploy.loadtest.openai.questions import first_model
 from deploy.loadtest.options import (
@@ -68,7 +68,7 @@ def main(words: Sequence[str]) -> None:
         comparison.show(console, _title(options, comparison))
         for each in bounds.values():
             for line in each.describe():
-                console.print(line, markup=False, highlight=False)
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
         write(rows, json.dumps(_document(options, comparison), indent=2) + "\n")
 
 
@@ -134,8 +134,8 @@ def _bounds(options: argparse.Namespace, stack: ExitStack, spec: ServerSpec) -> 
     config = settings_of(spec, Surroundings.of(os.environ).settings) if options.ceilings else None
     if config is None:
         return NoBounds()
-    concurrency = [load.concurrency for load in _loads(options).values()]
-    limits = limits_program(spec.name, config, options.input_tokens, concurrency)
+    rows = row_counts([each.concurrency for each in _loads(options).values()], budget_of(config))
+    limits = limits_program(spec.name, config, rows, prompt_tokens=options.input_tokens)
     stack.enter_context(limits.program)
     return DaemonBounds(limits, _loads(options))
 

@@ -136,7 +136,7 @@ class Comparison:
         console.print(table)
         for name in self._names:
             for line in self._notes(self._shares[name]):
-                console.print(line, markup=False, highlight=False)
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def plain(self) -> Mapping[str, object]:
         """For JSON."""

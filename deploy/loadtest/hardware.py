@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from deploy import flags
 from deploy.display import open_display
-from deploy.loadtest.ceiling import Budget, Hardware, row_counts
+from deploy.loadtest.ceiling import Budget, Hardware
 from deploy.loadtest.line_program import LineProgram, worker_program
 from deploy.loadtest.servers import PORT, ServerSpec
 from deploy.prepare.store import prepared_model
@@ -23,6 +23,7 @@ from proto.benchmark import LimitsTimings, LimitsWorkload
 from proto.config import ServeConfig
 
 _ROUNDS: Final = 5
+_PROMPT_TOKENS: Final = 256
 
 
 class Limits(Protocol):
@@ -58,20 +59,19 @@ class MeasuredLimits:
 def limits_program(
     name: str,
     config: ServeConfig,
-    prompt_tokens: int,
-    concurrency: Sequence[int],
+    rows: Sequence[int],
     rounds: int = _ROUNDS,
+    prompt_tokens: int = _PROMPT_TOKENS,
 ) -> MeasuredLimits:
-    """For a daemon with these settings; the caller ends the program."""
+    """For a daemon with these settings; the caller ends the program.
+
+    rows: numbers of rows that are multiplied.
+    """
     around = Surroundings.of(os.environ)
     with closing(open_display(sys.stderr)) as display:
         model = prepared_model(config.model.model, around, display)
     workload = LimitsWorkload(
-        config=config,
-        model=model,
-        rows=row_counts(concurrency, budget_of(config)),
-        prompt_tokens=prompt_tokens,
-        rounds=rounds,
+        config=config, model=model, rows=list(rows), prompt_tokens=prompt_tokens, rounds=rounds
     )
     program = worker_program("worker.bench_limits", config.device, around)
     return MeasuredLimits(name, program, workload)
