@@ -15,6 +15,7 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     role, index: which process this is ("worker", 0).
     incarnation: counts restarts of this very process, from 0.
     num_hung: of them, those after a life that did not move any more.
+    born_at: seconds of the monotonic clock.
     epoch: of the engine; names its links to the front ends.
     worker_epoch: names the links between the engine and its workers.
     run_dir: the daemon's private directory, for sockets.
@@ -45,6 +46,22 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     generation: int = 1
     metrics_fd: int | None = None
     num_hung: int = 0
+    born_at: float = 0.0
+
+
+class Phase(msgspec.Struct, array_like=True, frozen=True):
+    """What a process did on its way to being ready, and how long it took."""
+
+    what: str
+    seconds: float
+
+
+class ProcessStart(msgspec.Struct, array_like=True, frozen=True):
+    """The way of one process, from its birth: one phase after the other."""
+
+    role: Role
+    index: int
+    phases: tuple[Phase, ...]
 
 
 class KVGroup(msgspec.Struct, array_like=True, frozen=True):
@@ -91,6 +108,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     kv_cache_bytes: memory that the worker grants to the KV pool.
     fingerprint: 32 bytes over everything that changes KV values; root of the block hashes.
     weights: memory of each form that there is.
+    phases: until here, since the birth of the process.
     """
 
     protocol_version: int
@@ -102,6 +120,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     fingerprint: bytes
     device_name: str
     weights: tuple[WeightMemory, ...] = ()
+    phases: tuple[Phase, ...] = ()
 
 
 class InitializeCache(msgspec.Struct, array_like=True, tag=11, frozen=True):
@@ -127,6 +146,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     max_num_queued_reqs, max_num_queued_tokens: limits of the queue; 0 for none.
     kv_cache_bytes: memory of the pool, of all workers together.
     weights: memory of each form of the weights, of all workers together.
+    starts: of the workers and of the engine itself.
     """
 
     protocol_version: int
@@ -140,7 +160,11 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     max_num_queued_tokens: int = 0
     kv_cache_bytes: int = 0
     weights: tuple[WeightMemory, ...] = ()
+    starts: tuple[ProcessStart, ...] = ()
 
 
 class FrontEndReady(msgspec.Struct, array_like=True, tag=14, frozen=True):
+    """A front end answers. phases: until here, since its birth."""
+
     index: int
+    phases: tuple[Phase, ...] = ()
