@@ -6,6 +6,7 @@ prompt's attention, and how fast the memory is read. A model is loaded once for 
 name it. Knows nothing of loads: which steps they take is counted elsewhere.
 """
 
+import math
 import sys
 import tempfile
 from collections import Counter
@@ -17,20 +18,17 @@ import torch
 
 from proto.benchmark import AttentionWorkload, LimitsTimings, LimitsWorkload
 from proto.codec import from_json, to_json_line
-from proto.prepared_model import PreparedModel, TensorEntry
+from proto.prepared_model import PreparedModel
 from worker.bench_attention import AttentionStep
 from worker.bench_step import BenchWorker
 from worker.layers.embedding import Table
 from worker.layers.linear import Linear
-from worker.loader.blocks import BLOCKS
 from worker.loader.forms import Ends, FinishEnds, FinishProduct, Product, WeightForm
 from worker.loader.index import read_index
 from worker.loader.names import name_in_file
 from worker.loader.source import WeightSource
 
 _READ_FLOATS: Final = 1 << 27
-_INT8_BYTES: Final = 34 / 32
-"""Of a number in a block of 32 with a scale of 2 bytes."""
 _SECONDS_OF_A_PART: Final = 0.03
 _DENSE_BYTES: Final = {"bf16": 2, "f16": 2, "f32": 4}
 
@@ -122,25 +120,21 @@ class LimitsWorker(BenchWorker):
         return [(size, group.sliding_window) for group in self._geometry.groups]
 
 
-def weight_bytes(prepared: PreparedModel, form: str, *, tied: bool) -> int:
-    """What a step of one row reads of the weights; of packed ones, the file's own bytes.
+def weight_bytes(form: WeightForm, prepared: PreparedModel, *, tied: bool) -> int:
+    """What a step of one row reads of the weights in this form; of two forms the first.
 
-    form: as WeightForm.name has it; of two forms the first is that of few rows.
+    tied: embedding and head are one weight; else the embedding is left out, for blocks as if it
+    had as many bits as the rest.
     """
     index = read_index(prepared)
-    few = form.partition("+")[0]
-    dense = _DENSE_BYTES.get(form.rpartition("+")[2], _DENSE_BYTES["bf16"])
+    numbers = {each.name: math.prod(each.shape) for each in index.tensors if len(each.shape) == 2}
     unused = name_in_file(index.format, "head.weight" if tied else "embedding.weight")
-
-    def size(entry: TensorEntry) -> float:
-        numbers = entry.shape[0] * entry.shape[1]
-        if few == "packed" and entry.type in BLOCKS:
-            return entry.num_bytes
-        return numbers * (_INT8_BYTES if few == "int8" else dense)
-
-    return round(
-        sum(size(each) for each in index.tensors if len(each.shape) == 2 and each.name != unused)
-    )
+    read = sum(number for name, number in numbers.items() if name != unused)
+    few, plus, _ = form.name.partition("+")
+    if few in _DENSE_BYTES:
+        return read * _DENSE_BYTES[few]
+    held = form.memory[few] if plus else form.memory.total()
+    return held if tied else round(held * read / sum(numbers.values()))
 
 
 @torch.inference_mode()
@@ -165,7 +159,7 @@ def measure(worker: LimitsWorker, workload: LimitsWorkload) -> LimitsTimings:
         head_product_ms=times[len(workload.rows) :],
         attention_ns_per_pair=1e6 * attention_ms / pairs,
         read_gb_per_s=memory.nbytes / 1e6 / read_ms,
-        weight_bytes=weight_bytes(workload.model, products.name, tied=worker.tied),
+        weight_bytes=weight_bytes(products, workload.model, tied=worker.tied),
         kv_bytes_per_token=worker.kv_bytes_per_token,
     )
 
