@@ -67,7 +67,7 @@ polyline{fill:none;stroke-width:2;stroke-linejoin:round}
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing. curves: (x, y) by name; a curve of few points shows each of them.
+    """One drawing. curves: (x, y) by name; a curve of few points shows each, unless it is of parts.
 
     x_title: where it is not that of the page. log_x: values above 0 by their ratios; else both
     axes begin at 0. parts: y goes from 0 to 1 and is written as percent.
@@ -177,7 +177,7 @@ class _Frame:
         title = f"<title>{html.escape(name)}</title>"
         colour = _colour(number)
         line = f'<polyline points="{places}" style="stroke:{colour}"{dashes}>{title}</polyline>'
-        if len(points) > _FEW:
+        if self.parts or len(points) > _FEW:
             return line
         return line + "".join(
             f'<circle cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="3.5" style="fill:{colour}">'

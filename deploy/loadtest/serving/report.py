@@ -21,7 +21,7 @@ TITLES: Final = {
 }
 _NAMES: Final = {metric: title.removesuffix(", ms") for metric, title in TITLES.items()}
 _SHOWN: Final = 10
-_CURVE_POINTS: Final = 200
+_CURVE_STEPS: Final = 200
 
 
 def show(console: Console, runs: Sequence[Figures], answers: Answers) -> None:
@@ -167,8 +167,11 @@ def _table(first: str, *others: str) -> Table:
 
 
 def _distribution(values: Sequence[float]) -> Points:
-    """(value, part that is not above it), at most so many points."""
+    """(value, part that is not above it) in steps, at most so many of them."""
     ordered = sorted(values)
-    number = min(len(ordered), _CURVE_POINTS)
-    parts = [(each + 1) / number for each in range(number)]
-    return [(ordered[max(0, math.ceil(part * len(ordered)) - 1)], part) for part in parts]
+    number = min(len(ordered), _CURVE_STEPS)
+    found = []
+    for step in range(1, number + 1):
+        value = ordered[math.ceil(step * len(ordered) / number) - 1]
+        found += [(value, (step - 1) / number), (value, step / number)]
+    return found

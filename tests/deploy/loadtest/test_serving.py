@@ -19,6 +19,7 @@ from deploy.loadtest.serving.answers import Answers
 from deploy.loadtest.serving.arrivals import gamma_arrivals, ramped
 from deploy.loadtest.serving.figures import PERCENTILES, Goodput, figures_of, note_answers
 from deploy.loadtest.serving.play import NobodyWatches, Pace, Played, play
+from deploy.loadtest.serving.report import _distribution
 from deploy.loadtest.summary import percentile
 
 
@@ -224,3 +225,18 @@ async def test_what_failed_is_not_compared() -> None:
     one = OneRequest(Ask(COMPLETIONS, {"prompt": "x"}, 2, checked=True))
     played = await run(Clerk(fail_every=1), iter([one]), Pace(1))
     assert (len(played.exchanges), played.checked) == (1, [])
+
+
+@pytest.mark.parametrize("number", [1, 3, 16, 200, 1234])
+def test_a_distribution_is_drawn_in_steps(number: int) -> None:
+    """Where it has risen to a part, so many of the values are not above."""
+    rng = random.Random(number)
+    values = [rng.expovariate(1.0) for _ in range(number)]
+    points = _distribution(values)
+    assert len(points) == 2 * min(number, 200)
+    assert [points[0][1], points[-1]] == [0.0, (max(values), 1.0)]
+    assert list(points) == sorted(points)
+    for value, part in points[1::2]:
+        not_above = sum(each <= value for each in values) / number
+        assert -1e-9 <= not_above - part < 1 / number - 1e-9
+    assert not _distribution([])
