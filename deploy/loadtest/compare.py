@@ -87,6 +87,7 @@ def figures(options: argparse.Namespace, bounds: Sequence[Bounds]) -> list[Figur
             Figure(f"{load}_tpot_ms_p50", f"time per token, {title}, ms"),
             Figure(f"{load}_itl_ms_p50", f"between tokens, median, {title}, ms"),
             Figure(f"{load}_itl_ms_p99", f"between tokens, p99, {title}, ms"),
+            Figure(f"{load}_itl_p99_of_p50", f"between tokens, p99 / median, {title} (<= 2)"),
             *_of_every_load(load, title, bounds),
         ]
     return found
@@ -166,6 +167,8 @@ def _turn(
         played = measure(target, Run(label, dataset, draws, pace), screen)
         share.note(played)
         plain = figures_of(name, played, _NO_LIMITS).plain()
+        if plain.get("itl_ms_p50"):  # not where nothing came one after the other
+            plain["itl_p99_of_p50"] = plain["itl_ms_p99"] / plain["itl_ms_p50"]
         found |= {f"{name}_{key}": value for key, value in plain.items()}
     if options.checks:
         dataset = RandomPrompts(sizes_of(options), material_of(options))

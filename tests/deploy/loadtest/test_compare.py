@@ -80,6 +80,8 @@ def test_each_takes_its_turn_with_the_same_new_prompts(
     figure = found["figures"]["at_2_output_tokens_per_s"]
     rates = [each["one"]["at_2_output_tokens_per_s"] for each in found["rounds"]]
     assert figure["medians"]["one"] == sorted(rates)[1]
+    for turn in (each["other"] for each in found["rounds"]):
+        assert turn["at_2_itl_p99_of_p50"] == turn["at_2_itl_ms_p99"] / turn["at_2_itl_ms_p50"] >= 1
     assert figure["ratios"]["one / other"]["min"] > 0
     text = capsys.readouterr().out
     assert "one / other" in text
