@@ -166,9 +166,7 @@ def _turn(
         label = f"round {number + 1}, {share.name}, {name.replace('_', ' ')}"
         played = measure(target, Run(label, dataset, draws, pace), screen)
         share.note(played)
-        plain = figures_of(name, played, _NO_LIMITS).plain()
-        if plain.get("itl_ms_p50"):  # not where nothing came one after the other
-            plain["itl_p99_of_p50"] = plain["itl_ms_p99"] / plain["itl_ms_p50"]
+        plain = with_gap_ratio(figures_of(name, played, _NO_LIMITS).plain())
         found |= {f"{name}_{key}": value for key, value in plain.items()}
     if options.checks:
         dataset = RandomPrompts(sizes_of(options), material_of(options))
@@ -176,6 +174,12 @@ def _turn(
         draws = Draws(options.seed, check_share=1.0)
         share.note(measure(target, Run(f"{share.name}, checks", dataset, draws, pace), screen))
     return found
+
+
+def with_gap_ratio(plain: Turn) -> Turn:
+    """Figures, and how long the longest gaps are by the usual one where there are such gaps."""
+    median = plain.get("itl_ms_p50", 0.0)
+    return {**plain, "itl_p99_of_p50": plain["itl_ms_p99"] / median} if median else plain
 
 
 def _specs(options: argparse.Namespace) -> list[ServerSpec]:
