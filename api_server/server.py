@@ -32,6 +32,7 @@ from api_server.services import Services
 from proto.config import FrontEndConfig
 from proto.ids import request_ids
 from proto.lifecycle import DrainWanted, FrontEndReady, ProcessBoot
+from proto.phase_clock import PhaseClock
 from proto.sockets import Link, front_end_path
 from proto.tls import server_context
 
@@ -53,7 +54,9 @@ class Server(uvicorn.Server):
 
 def main(boot: ProcessBoot, supervisor: Link) -> None:
     """Serve until told to stop."""
-    uvloop.run(_serve(boot, supervisor))
+    clock = PhaseClock(boot.born_at)
+    clock.end("imports")
+    uvloop.run(_serve(boot, supervisor, clock))
 
 
 def make_server(app: FastAPI, frontend: FrontEndConfig) -> Server:
@@ -115,11 +118,12 @@ def metric_sheet(boot: ProcessBoot) -> MetricSheet:
     return MetricSheet.shared(boot.metrics_fd, boot.index, boot.config.frontend.api_server_count)
 
 
-async def _serve(boot: ProcessBoot, supervisor: Link) -> None:
+async def _serve(boot: ProcessBoot, supervisor: Link, clock: PhaseClock) -> None:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     orders = Orders(supervisor, boot.index)
     ask_drain = partial(orders.tell, DrainWanted(boot.index))
     services = make_services(boot, connect(boot, boot.epoch), ask_drain)
+    clock.end("tokenizer")
     app = create_app(services)
     server = make_server(app, services.config)
     gc.collect()
@@ -129,7 +133,8 @@ async def _serve(boot: ProcessBoot, supervisor: Link) -> None:
     sockets = [socket.socket(fileno=descriptor) for descriptor in boot.listen_fds]
     serving = asyncio.create_task(server.serve(sockets=sockets))
     stopping = asyncio.create_task(orders.stopped.wait())
-    ready = asyncio.create_task(_announce(services.client, orders, boot.index))
+    clock.end("routes")
+    ready = asyncio.create_task(_announce(services.client, orders, boot.index, clock))
     waiting = {serving, stopping, ready}
     while not stopping.done() and not serving.done():
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -147,7 +152,8 @@ def connect(boot: ProcessBoot, epoch: int) -> Link:
     return Link.connect(path, FromEngine)
 
 
-async def _announce(client: EngineClient, orders: Orders, index: int) -> None:
+async def _announce(client: EngineClient, orders: Orders, index: int, clock: PhaseClock) -> None:
     engine = await client.wait_ready()
     logger.info("ready: up to %d tokens a request", engine.max_model_len)
-    orders.tell(FrontEndReady(index))
+    clock.end("engine")
+    orders.tell(FrontEndReady(index, clock.phases))

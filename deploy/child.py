@@ -7,10 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from proto.codec import Message, encode
+from proto.codec import Message, changed, encode
 from proto.errors import ErrorInfo
 from proto.lifecycle import Fatal, ProcessBoot, Role, Shutdown, ToSupervisor, process_name
 from proto.sockets import Link, Poller, supervisor_path
@@ -116,7 +117,7 @@ def _spawn(
     memory = () if boot.metrics_fd is None else (boot.metrics_fd,)
     try:
         with os.fdopen(os.dup(boot_fd), "wb") as stream:
-            stream.write(encode(boot))
+            stream.write(encode(changed(boot, born_at=time.monotonic())))
         return subprocess.Popen(
             [*command, "--boot-fd", str(boot_fd)],
             stdin=subprocess.DEVNULL,

@@ -40,6 +40,7 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
   processes   what each process of a daemon takes of a step
   scheduler   a step of the scheduler, without a model
   step        a step of the worker by itself: products, attention, the rest
+  products    a step's matrix products, beside reading the weights
   attention   a step's attention, beside how fast memory is read
   overload    ten times the load that a daemon can take, and clients that do not stay
   fairness    what one tenant's flood costs another that asks for little
@@ -54,6 +55,7 @@ _BENCHES: Final = {
     "processes": "deploy.loadtest.processes_bench",
     "scheduler": "deploy.loadtest.scheduler_bench",
     "step": "deploy.loadtest.step_bench",
+    "products": "deploy.loadtest.products_bench",
     "attention": "deploy.loadtest.attention_bench",
     "compare": "deploy.loadtest.compare",
     "overload": "deploy.loadtest.overload.bench",

@@ -2,11 +2,12 @@
 
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from proto.codec import Message
 from proto.config import ServeConfig
-from proto.lifecycle import EngineReady, FrontEndReady
+from proto.lifecycle import EngineReady, FrontEndReady, Phase, ProcessStart, process_name
+from proto.phase_clock import PhaseClock
 from proto.prepared_model import PreparedModel
 
 
@@ -17,6 +18,7 @@ class Readiness:
         self._engines_missing = engines
         self._front_ends_missing = set(front_ends)
         self._engines: list[EngineReady] = []
+        self._front_ends: dict[int, ProcessStart] = {}
 
     def note(self, message: EngineReady | FrontEndReady) -> None:
         """Take a report into account."""
@@ -25,6 +27,8 @@ class Readiness:
             self._engines_missing -= 1
         else:
             self._front_ends_missing.discard(message.index)
+            start = ProcessStart("api_server", message.index, message.phases)
+            self._front_ends[message.index] = start
 
     def note_again(self, message: Message) -> None:
         """An engine that has taken the place of another counts in its stead."""
@@ -37,14 +41,23 @@ class Readiness:
         return self._engines[-1]
 
     @property
+    def starts(self) -> tuple[ProcessStart, ...]:
+        """How the processes came to be ready: workers, engine, front ends."""
+        return (*self.engine.starts, *self._front_ends.values())
+
+    @property
     def complete(self) -> bool:
         return self._engines_missing <= 0 and not self._front_ends_missing
 
 
 def render(
-    url: str, config: ServeConfig, model: PreparedModel, engine: EngineReady, seconds: float
+    url: str, config: ServeConfig, model: PreparedModel, readiness: Readiness, clock: PhaseClock
 ) -> str:
-    """The ready line and a command to try it with."""
+    """The ready line, where the time went until then, and a command to try it with.
+
+    clock: of the command, up to the start of the processes.
+    """
+    engine, seconds = readiness.engine, clock.seconds
     name = config.model.served_model_name or model.name
     request = {"model": name, "prompt": "The sea is", "max_tokens": 48, "stream": True}
     guarded = config.frontend.api_key or config.frontend.api_key_file
@@ -54,10 +67,20 @@ def render(
             f"tokend is ready: {name} on {engine.device_name} at {url} "
             f"(length {engine.max_model_len:,}, {engine.num_blocks:,} KV blocks "
             f"of {engine.block_size}, weights: {_weights(engine)}, {seconds:.1f} s)",
+            f"  started in {seconds:.2f} s: {_phases(clock.phases)}; "
+            + "; ".join(map(_start, readiness.starts)),
             f"  curl -N {url}/v1/completions -H 'Content-Type: application/json'{key} "
             f"-d {shlex.quote(json.dumps(request))}",
         ]
     )
+
+
+def _start(start: ProcessStart) -> str:
+    return f"{process_name(start.role, start.index)}: {_phases(start.phases)}"
+
+
+def _phases(phases: Sequence[Phase]) -> str:
+    return ", ".join(f"{each.what} {each.seconds:.2f} s" for each in phases)
 
 
 def _weights(engine: EngineReady) -> str:

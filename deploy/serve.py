@@ -13,13 +13,14 @@ from deploy.launch import Launch
 from deploy.listening import listen, url_of
 from deploy.notify import NotifyingDisplay, notifier_for
 from deploy.prepare.store import prepared_model
+from deploy.process_age import process_age
 from deploy.supervisor import Supervisor
 from deploy.surroundings import FAULTS_VARIABLE, Surroundings
 from proto.api_keys import read_api_keys
 from proto.config import ServeConfig
 from proto.errors import ConfigError
 from proto.faults import Fault, parse_faults
-from proto.lifecycle import EngineReady
+from proto.phase_clock import PhaseClock
 from proto.prepared_model import PreparedModel
 
 
@@ -28,7 +29,8 @@ def serve(config: ServeConfig, around: Surroundings, commands: Commands) -> int:
 
     commands: that start the processes.
     """
-    started = time.monotonic()
+    clock = PhaseClock(time.monotonic() - process_age())
+    clock.end("command")
     _check_tokenizer(config)
     scheme = _scheme(config)
     read_api_keys(config.frontend)
@@ -42,11 +44,11 @@ def serve(config: ServeConfig, around: Surroundings, commands: Commands) -> int:
         model = _model(config, around, display)
         _check_length(config, model)
 
-        def announce(engine: EngineReady) -> None:
-            seconds = time.monotonic() - started
-            print(ready.render(url, config, model, engine, seconds), flush=True)
+        def announce(readiness: ready.Readiness) -> None:
+            print(ready.render(url, config, model, readiness, clock), flush=True)
             notifier.ready(f"serving {model.name} at {url}")
 
+        clock.end("model")
         faulthandler.enable()  # a watchdog aborts a supervisor that hangs: show where
         display.progress(f"starting {model.name}")
         prepare = (sys.executable, "-P", "-m", "deploy.cli", "prepare", config.model.model)

@@ -68,7 +68,7 @@ class Supervisor:
         launch: Launch,
         run_parent: str,
         display: Display,
-        on_ready: Callable[[EngineReady], None],
+        on_ready: Callable[[Readiness], None],
         notifier: Notifier,
     ) -> None:
         self._launch = launch
@@ -275,7 +275,7 @@ class Supervisor:
             self._readiness.note(message)
             if self._readiness.complete and not self._ending.begun:
                 self._display.close()
-                self._on_ready(self._readiness.engine)
+                self._on_ready(self._readiness)
 
     def _kill_life(self, role: Role, index: int, incarnation: int) -> None:
         """What follows is what follows a death; nothing, if that life is over already."""

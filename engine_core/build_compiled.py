@@ -50,7 +50,7 @@ def hot_modules() -> list[Path]:
 def folder_of_sources(output_dir: Path = OUTPUT) -> Path:
     """Where the extensions of the sources as they are now belong."""
     digest = hashlib.sha256(" ".join(_MYPY_FLAGS + tuple(_ENVIRONMENT.values())).encode())
-    for path in [*hot_modules(), *sorted((PACKAGE.parent / "proto").glob("*.py"))]:
+    for path in [*hot_modules(), *sorted((PACKAGE.parent / "proto").rglob("*.py"))]:
         digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
     return output_dir / digest.hexdigest()[:12]
 

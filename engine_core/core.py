@@ -34,7 +34,8 @@ from proto.config import ServeConfig
 from proto.errors import TokendError
 from proto.faults import Saboteur
 from proto.heap import settle_heap
-from proto.lifecycle import EngineReady, Notice, ProcessBoot, WorkerReady
+from proto.lifecycle import EngineReady, Notice, ProcessBoot, ProcessStart, WorkerReady
+from proto.phase_clock import PhaseClock
 from proto.sockets import Link, Poller
 
 logger = logging.getLogger("tokend.engine")
@@ -46,11 +47,15 @@ class IntegrityError(TokendError):
 
 def main(boot: ProcessBoot, supervisor: Link) -> None:
     """Run the engine of one epoch until the supervisor asks for its end."""
+    clock = PhaseClock(boot.born_at)
+    clock.end("imports")
     with closing(FrontEndLinks(boot.run_dir, boot.epoch, boot.front_ends)) as front_ends:
-        _serve(boot, supervisor, front_ends)
+        _serve(boot, supervisor, front_ends, clock)
 
 
-def _serve(boot: ProcessBoot, supervisor: Link, front_ends: FrontEndLinks) -> None:
+def _serve(
+    boot: ProcessBoot, supervisor: Link, front_ends: FrontEndLinks, clock: PhaseClock
+) -> None:
     config, poller = boot.config, Poller([supervisor])
     crew = Crew(
         _executors(boot),
@@ -61,14 +66,15 @@ def _serve(boot: ProcessBoot, supervisor: Link, front_ends: FrontEndLinks) -> No
     )
     vitals = Vitals(crew)
     orders = Orders(supervisor, vitals.report)
-    if not _assemble(crew, orders, front_ends, poller):
+    if not _assemble(crew, orders, front_ends, poller, clock):
         return
     kv_events = make_kv_events(config.cache.kv_events_endpoint, boot.run_dir, boot.epoch)
     if kv_events.endpoint:
         supervisor.send(Notice(boot.role, boot.index, f"KV events: {kv_events.endpoint}"))
     stepper = _build(boot, crew, front_ends, orders, poller, kv_events, vitals)
     settle_heap()
-    _announce(boot, crew, front_ends, supervisor)
+    clock.end("books")
+    _announce(boot, crew, front_ends, supervisor, clock)
     stepper.run()
 
 
@@ -81,7 +87,9 @@ def _executors(boot: ProcessBoot) -> Callable[[int], Executor]:
     return lambda epoch: SabotagedExecutor(run_dir, epoch, world_size, saboteur)
 
 
-def _assemble(crew: Crew, orders: Orders, front_ends: FrontEndLinks, poller: Poller) -> bool:
+def _assemble(
+    crew: Crew, orders: Orders, front_ends: FrontEndLinks, poller: Poller, clock: PhaseClock
+) -> bool:
     """Hear from the workers until they are ready; False if asked for the end first."""
     while not crew.ready:
         poller.wait()
@@ -93,11 +101,21 @@ def _assemble(crew: Crew, orders: Orders, front_ends: FrontEndLinks, poller: Pol
         for each in orders.take_front_ends():
             for link in front_ends.replace(each.index, each.incarnation)[0]:
                 link.close()
+        loaded = bool(crew.workers)
         crew.receive()
+        if crew.workers and not loaded:
+            clock.end("workers' weights")
+    clock.end("KV cache and warm-up")
     return True
 
 
-def _announce(boot: ProcessBoot, crew: Crew, front_ends: FrontEndLinks, supervisor: Link) -> None:
+def _announce(
+    boot: ProcessBoot,
+    crew: Crew,
+    front_ends: FrontEndLinks,
+    supervisor: Link,
+    clock: PhaseClock,
+) -> None:
     worker, plan = crew.workers[0], crew.plan
     queue = queue_limits(boot.config.scheduler, plan.num_usable_blocks, plan.block_size)
     ready = EngineReady(
@@ -112,6 +130,10 @@ def _announce(boot: ProcessBoot, crew: Crew, front_ends: FrontEndLinks, supervis
         queue.num_tokens,
         plan.num_blocks * plan.block_size * worker.geometry.bytes_per_token * len(crew.workers),
         weight_memory(crew.workers),
+        (
+            *(ProcessStart("worker", each.rank, each.phases) for each in crew.workers),
+            ProcessStart(boot.role, boot.index, clock.phases),
+        ),
     )
     if plan.notice:
         supervisor.send(Notice(boot.role, boot.index, plan.notice))

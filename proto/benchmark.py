@@ -215,3 +215,39 @@ class StepTimings(msgspec.Struct, frozen=True, kw_only=True):
     rest_share_median: float
     page_faults_a_step: float
     waits_a_step: float
+
+
+class LimitsWorkload(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model's steps cannot do without, measured part by part.
+
+    rows: numbers of rows that are multiplied. prompt_tokens: of the prompts whose attention is
+    measured, as many as a step has. rounds: of each part, of which the best counts.
+    """
+
+    config: ServeConfig
+    model: PreparedModel
+    rows: list[int]
+    prompt_tokens: int
+    rounds: int
+
+
+class LimitsTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """What each part takes by itself.
+
+    weights: the form or forms that they are in.
+    layer_products_ms, head_product_ms: of all layers, and of the scores, by the numbers in `rows`.
+    attention_ns_per_pair: all layers of a prompt, by pairs of tokens that see each other.
+    weight_bytes: that a step of one row reads.
+    kv_bytes_per_token: of each group of layers, beside its window in tokens.
+    """
+
+    device: str
+    num_threads: int
+    weights: str
+    rows: list[int]
+    layer_products_ms: list[float]
+    head_product_ms: list[float]
+    attention_ns_per_pair: float
+    read_gb_per_s: float
+    weight_bytes: int
+    kv_bytes_per_token: list[tuple[int, int | None]]

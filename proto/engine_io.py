@@ -1,7 +1,7 @@
 """Messages between the front ends and the engine.
 
 Front end → engine: EngineCoreRequest, SessionInput, Abort, AdminCall.
-Engine → front end: EngineReady (lifecycle.py), EngineCoreOutputs, AdminReply.
+Engine → front end: EngineReady (lifecycle/), EngineCoreOutputs, AdminReply.
 
 Every message carries the epoch; one of another epoch is dropped. Each output
 names the index of its first token, so a repeat after a restart is recognised.

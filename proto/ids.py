@@ -8,7 +8,7 @@ A *request id* is made by a front end and is unique over the run of the daemon:
 A *handle* is a 32-bit number minted by the engine at admission. Engine and
 worker name a sequence only by its handle; a handle is never used twice within
 an epoch. An *epoch* numbers one life of an engine, or
-one pairing of it with its workers (see lifecycle.py).
+one pairing of it with its workers (see lifecycle/).
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Links between processes: ZMQ sockets that carry one union of messages each way.
 
-A `Link` joins exactly two processes. Its path names the epoch (see lifecycle.py) or the
+A `Link` joins exactly two processes. Its path names the epoch (see lifecycle/) or the
 incarnation, so a process that starts anew gets a new path and never meets messages
 meant for its predecessor. Sending never blocks: what ZMQ does not take waits in a buffer
 bounded in bytes, and a peer that lets it overflow is reported as stalled.

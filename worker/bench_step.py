@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from proto import PROTOCOL_VERSION
-from proto.benchmark import StepTimings, StepWorkload
+from proto.benchmark import LimitsWorkload, StepTimings, StepWorkload
 from proto.codec import from_json, to_json_line
 from proto.lifecycle import FromSupervisor, InitializeCache, ProcessBoot
 from proto.model_runner_output import ModelRunnerOutput
@@ -34,7 +34,7 @@ _FIRST_TOKEN_ID: Final = 1000
 class BenchWorker(Service):
     """A worker whose engine and supervisor are not there."""
 
-    def __init__(self, workload: StepWorkload, run_dir: str) -> None:
+    def __init__(self, workload: StepWorkload | LimitsWorkload, run_dir: str) -> None:
         boot = ProcessBoot(
             protocol_version=PROTOCOL_VERSION,
             role="worker",

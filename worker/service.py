@@ -33,6 +33,7 @@ from proto.lifecycle import (
     WorkerReady,
 )
 from proto.model_runner_output import ModelRunnerOutput
+from proto.phase_clock import PhaseClock
 from proto.prepared_model import PreparedModel
 from proto.process import describe
 from proto.scheduler_output import SchedulerOutput
@@ -74,6 +75,8 @@ class Service:
     """One worker. `meet` makes the link to the engine of a worker epoch."""
 
     def __init__(self, boot: ProcessBoot, meet: Callable[[int], Link], supervisor: Link) -> None:
+        self._phases = PhaseClock(boot.born_at)
+        self._phases.end("imports")
         self._boot = boot
         self._supervisor = supervisor
         self._meet = meet
@@ -97,6 +100,7 @@ class Service:
         self._device.check_blocks(boot.config.cache, self._geometry.bytes_per_token)
         # What is granted once holds for every engine: they plan alike, whatever is free by then.
         self._kv_cache_bytes = self._device.kv_cache_bytes(boot.config.cache)
+        self._phases.end("weights")
 
     def run(self) -> None:
         """Serve until Shutdown; raises ProcessDiedError when no engine follows one that died."""
@@ -227,6 +231,7 @@ class Service:
             ),
             device_name=self._device.name,
             weights=tuple(WeightMemory(*each) for each in self._form.memory.items()),
+            phases=self._phases.phases,
         )
 
     def _initialize(self, message: InitializeCache) -> ModelRunner:

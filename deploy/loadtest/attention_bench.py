@@ -5,8 +5,7 @@ Attention alone, in a process of its own, on the shape of SmolLM2: 30 layers, 9 
 """
 
 import json
-import subprocess
-import sys
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Final, get_args
@@ -14,11 +13,13 @@ from typing import Final, get_args
 from rich.console import Console
 from rich.table import Table
 
+from deploy.loadtest.line_program import worker_program
 from deploy.loadtest.options import Parser, at_least_one
+from deploy.surroundings import Surroundings
 from proto.benchmark import AttentionTimings, AttentionWorkload
-from proto.codec import from_json, to_json, to_json_line
-from proto.config import KVCacheDType
-from proto.errors import ConfigError, TokendError
+from proto.codec import to_json
+from proto.config import DeviceConfig, KVCacheDType
+from proto.errors import ConfigError
 
 _STEPS: Final = {
     "16 decodes, 1000 tokens each": (16, 1000, 1),
@@ -59,16 +60,11 @@ def main(words: Sequence[str]) -> None:
 
 
 def measure(workloads: Sequence[AttentionWorkload]) -> list[AttentionTimings]:
-    """Play them in a worker's process; raises TokendError when it fails."""
-    finished = subprocess.run(
-        [sys.executable, "-P", "-m", "worker.bench_attention"],
-        input=b"".join(map(to_json_line, workloads)),
-        stdout=subprocess.PIPE,
-        check=False,
-    )
-    if finished.returncode:
-        raise TokendError(f"worker.bench_attention ended with {finished.returncode}")
-    return [from_json(line, AttentionTimings) for line in finished.stdout.splitlines()]
+    """Play them, all with as many threads, in a worker's process; raises TokendError."""
+    device = DeviceConfig(cpu_threads=workloads[0].num_threads)
+    around = Surroundings.of(os.environ)
+    with worker_program("worker.bench_attention", device, around) as program:
+        return [program.play(each, AttentionTimings, each.name) for each in workloads]
 
 
 def _parser() -> Parser:

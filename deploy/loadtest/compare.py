@@ -4,6 +4,10 @@ All of them run all the time (--restart: only while it is their turn) and one of
 round gives each the same loads, and who goes first changes. A machine that is slower for a
 minute is slower for all, so the ratio of each round says more than the figures do.
 
+Beside a server that is started as `tokend serve` stands its ceiling: what the load's matrix
+products, its K and V and its prompts' attention take by themselves, measured before each turn of
+its own while all servers are idle, with the weights in the forms that its settings give.
+
   tokend bench compare --server tokend=http://127.0.0.1:8000 \\
       --server llama='llama-server -m x.gguf -np 16 --port {port}'
   tokend bench compare --other=--async-scheduling -- --dtype bfloat16
@@ -11,18 +15,22 @@ minute is slower for all, so the ratio of each round says more than the figures 
 
 import argparse
 import json
+import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final
 
 from rich.console import Console
 
+from deploy.loadtest.ceiling import ClosedLoad, row_counts
+from deploy.loadtest.ceilings import ALONE, Bounds, DaemonBounds, NoBounds
 from deploy.loadtest.comparison import Comparison, Figure, Share, Turn
 from deploy.loadtest.datasets.options import add_sizes, material_of, sizes_of
 from deploy.loadtest.datasets.random_prompts import RandomPrompts
 from deploy.loadtest.datasets.sessions import Draws, Sizes
+from deploy.loadtest.hardware import budget_of, limits_program, settings_of
 from deploy.loadtest.openai.client import Target
 from deploy.loadtest.openai.questions import first_model
 from deploy.loadtest.options import (
@@ -39,6 +47,7 @@ from deploy.loadtest.serving.figures import Goodput, figures_of
 from deploy.loadtest.serving.measure import Run, measure, warm_up
 from deploy.loadtest.serving.play import Pace
 from deploy.loadtest.serving.progress import Screen, screen_for
+from deploy.surroundings import Surroundings
 from proto.errors import ConfigError
 
 _SEEDS: Final = 1_000
@@ -49,31 +58,53 @@ def main(words: Sequence[str]) -> None:
     """Measure, print the tables, write the figures."""
     options = _parse(words)
     specs = _specs(options)
-    comparison = Comparison([spec.name for spec in specs], figures(options))
-    with writable("--json", options.json) as rows:
-        _play(options, specs, comparison)
+    with writable("--json", options.json) as rows, ExitStack() as stack:
+        bounds = {spec.name: _bounds(options, stack, spec) for spec in specs}
+        comparison = Comparison(
+            [spec.name for spec in specs], figures(options, list(bounds.values()))
+        )
+        _play(options, specs, bounds, comparison)
         console = Console(width=max(120, 40 + 32 * len(specs)))
         comparison.show(console, _title(options, comparison))
+        for each in bounds.values():
+            for line in each.describe():
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
         write(rows, json.dumps(_document(options, comparison), indent=2) + "\n")
 
 
-def figures(options: argparse.Namespace) -> list[Figure]:
+def figures(options: argparse.Namespace, bounds: Sequence[Bounds]) -> list[Figure]:
     """The rows of the table, with the names that they have in a turn."""
     found = [
         Figure("alone_ttft_ms_p50", "first token alone, ms"),
         Figure("alone_tpot_ms_p50", "time per token alone, ms"),
+        *_of_every_load(ALONE, ALONE, bounds),
     ]
     for number in options.concurrency:
+        load, title = f"at_{number}", f"{number} at once"
         found += [
-            Figure(f"at_{number}_output_tokens_per_s", f"output tokens/s, {number} at once"),
-            Figure(f"at_{number}_ttft_ms_p50", f"first token, {number} at once, ms"),
-            Figure(f"at_{number}_tpot_ms_p50", f"time per token, {number} at once, ms"),
-            Figure(f"at_{number}_itl_ms_p99", f"between tokens, p99, {number} at once, ms"),
+            Figure(f"{load}_output_tokens_per_s", f"output tokens/s, {title}"),
+            Figure(f"{load}_ttft_ms_p50", f"first token, {title}, ms"),
+            Figure(f"{load}_tpot_ms_p50", f"time per token, {title}, ms"),
+            Figure(f"{load}_itl_ms_p50", f"between tokens, median, {title}, ms"),
+            Figure(f"{load}_itl_ms_p99", f"between tokens, p99, {title}, ms"),
+            Figure(f"{load}_itl_p99_of_p50", f"between tokens, p99 / median, {title} (<= 2)"),
+            *_of_every_load(load, title, bounds),
         ]
     return found
 
 
-def _play(options: argparse.Namespace, specs: Sequence[ServerSpec], comparison: Comparison) -> None:
+def _of_every_load(load: str, title: str, bounds: Sequence[Bounds]) -> list[Figure]:
+    """What the client took, and ceilings where any server has them."""
+    client = Figure(f"{load}_client_cpu_share", f"client's part of a core, {title}", 3)
+    return [client, *max((each.figures(load, title) for each in bounds), key=len)]
+
+
+def _play(
+    options: argparse.Namespace,
+    specs: Sequence[ServerSpec],
+    bounds: Mapping[str, Bounds],
+    comparison: Comparison,
+) -> None:
     screen = screen_for(sys.stderr)
     with ExitStack() as stack:
         targets = {}
@@ -83,9 +114,31 @@ def _play(options: argparse.Namespace, specs: Sequence[ServerSpec], comparison: 
             first = number % len(specs)
             for spec in (*specs[first:], *specs[:first]):
                 with ExitStack() as turn:
+                    bound = bounds[spec.name].measure()
                     target = targets.get(spec.name) or _prepared(options, turn, spec)
                     played = _turn(options, target, number, comparison.share(spec.name), screen)
-                    comparison.note(number, spec.name, played)
+                    comparison.note(number, spec.name, bound.beside(played))
+
+
+def _loads(options: argparse.Namespace) -> dict[str, ClosedLoad]:
+    """What each turn has, by name."""
+    alone = ClosedLoad(1, options.alone, options.alone_input_tokens, options.output_tokens)
+    sizes = options.input_tokens, options.output_tokens
+    return {ALONE: alone} | {
+        f"at_{each}": ClosedLoad(each, options.requests or 2 * each, *sizes)
+        for each in options.concurrency
+    }
+
+
+def _bounds(options: argparse.Namespace, stack: ExitStack, spec: ServerSpec) -> Bounds:
+    """Of a server; what measures them runs until the stack is left."""
+    config = settings_of(spec, Surroundings.of(os.environ).settings) if options.ceilings else None
+    if config is None:
+        return NoBounds()
+    rows = row_counts([each.concurrency for each in _loads(options).values()], budget_of(config))
+    limits = limits_program(spec.name, config, rows, prompt_tokens=options.input_tokens)
+    stack.enter_context(limits.program)
+    return DaemonBounds(limits, _loads(options))
 
 
 def _prepared(options: argparse.Namespace, stack: ExitStack, spec: ServerSpec) -> Target:
@@ -103,21 +156,17 @@ def _turn(
     """The loads of one round on one server, whose prompts are new in each round; then a few
     requests that are the same in all rounds, whose answers are compared and whose times are not:
     a server may have them in its cache."""
-    alone = Sizes(options.alone_input_tokens, options.output_tokens)
-    loads = [("alone", 1, options.alone, alone)]
-    loads += [
-        (f"at_{each}", each, options.requests or 2 * each, sizes_of(options))
-        for each in options.concurrency
-    ]
     found: Turn = {}
-    for place, (name, concurrency, requests, sizes) in enumerate(loads):
+    for place, (name, load) in enumerate(_loads(options).items()):
         draws = Draws(options.seed + _SEEDS * number + place)
+        ratio = 0.0 if name == ALONE else options.range_ratio
+        sizes = Sizes(load.input_tokens, load.output_tokens, ratio)
         dataset = RandomPrompts(sizes, material_of(options))
-        pace = Pace(concurrency, max_requests=requests)
+        pace = Pace(load.concurrency, max_requests=load.num_requests)
         label = f"round {number + 1}, {share.name}, {name.replace('_', ' ')}"
         played = measure(target, Run(label, dataset, draws, pace), screen)
         share.note(played)
-        plain = figures_of(name, played, _NO_LIMITS).plain()
+        plain = with_gap_ratio(figures_of(name, played, _NO_LIMITS).plain())
         found |= {f"{name}_{key}": value for key, value in plain.items()}
     if options.checks:
         dataset = RandomPrompts(sizes_of(options), material_of(options))
@@ -125,6 +174,12 @@ def _turn(
         draws = Draws(options.seed, check_share=1.0)
         share.note(measure(target, Run(f"{share.name}, checks", dataset, draws, pace), screen))
     return found
+
+
+def with_gap_ratio(plain: Turn) -> Turn:
+    """Figures, and how long the longest gaps are by the usual one where there are such gaps."""
+    median = plain.get("itl_ms_p50", 0.0)
+    return {**plain, "itl_p99_of_p50": plain["itl_ms_p99"] / median} if median else plain
 
 
 def _specs(options: argparse.Namespace) -> list[ServerSpec]:
@@ -193,6 +248,12 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         default=4,
         help="requests of each round that are always the same; their answers are compared, and "
         "their times are in no figure (4)",
+    )
+    parser.add_argument(
+        "--ceilings",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure what the hardware allows beside each server started as tokend serve (yes)",
     )
     add_sizes(parser, 256, 128)
     parser.add_argument("--json", metavar="FILE", help="write the figures there, too")

@@ -24,10 +24,15 @@ _SHOWN: Final = 5
 
 @dataclass(frozen=True)
 class Figure:
-    """A row. key: its name in a turn, with the unit. title: for people."""
+    """A row. key: its name in a turn, with the unit. title: for people. digits: after the point."""
 
     key: str
     title: str
+    digits: int = 2
+
+    def show(self, value: float) -> str:
+        """A value for people; a dash where there is none."""
+        return "-" if math.isnan(value) else f"{value:.{self.digits}f}"
 
 
 @dataclass(frozen=True)
@@ -125,13 +130,13 @@ class Comparison:
         for column in (*self._names, *(f"{first} / {other}" for other in others)):
             table.add_column(column, justify="right")
         for figure in self._figures:
-            medians = [f"{self.median(name, figure):.2f}" for name in self._names]
+            medians = [figure.show(self.median(name, figure)) for name in self._names]
             ratios = [self.ratios(figure, other).describe() for other in others]
             table.add_row(figure.title, *medians, *ratios)
         console.print(table)
         for name in self._names:
             for line in self._notes(self._shares[name]):
-                console.print(line, markup=False, highlight=False)
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def plain(self) -> Mapping[str, object]:
         """For JSON."""

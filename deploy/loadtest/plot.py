@@ -1,120 +1,207 @@
-"""Curves as one HTML file that needs nothing else: inline SVG, no script."""
+"""Curves as one HTML file that needs nothing else: inline SVG, no script, light and dark.
+
+A drawing, in units of its viewBox:
+
+    0        LEFT                                      WIDTH - RIGHT
+    0    TOP  |                                              |
+         label+ - - - - - - grid - - - - - - - - - - - - - - |
+              |                                              |
+         label+----------------------------------------------+   HEIGHT - BOTTOM
+              tick           tick           tick
+                            title of x                           HEIGHT
+"""
 
 import html
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
+
+from deploy.loadtest.plot_scale import LinearScale, LogScale, Scale, label, percent_label
 
 Points = Sequence[tuple[float, float]]
 
-_WIDTH: Final = 860
-_HEIGHT: Final = 220
-_LEFT: Final = 70
-_BOTTOM: Final = 30
-_TOP: Final = 10
-_COLOURS: Final = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
-_STEPS: Final = 4
-_ROUND: Final = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+_WIDTH: Final = 560
+_HEIGHT: Final = 300
+_LEFT: Final = 58
+_RIGHT: Final = 26
+_BOTTOM: Final = 44
+_TOP: Final = 16
+_COLOURS: Final = 7
+"""Of the style below; then they come again, dashed."""
 _FEW: Final = 24
+_NAME_WIDTH: Final = 74
+"""Room that the name of a point needs; one that would touch the last one is left out."""
+
+_STYLE: Final = """
+:root{color-scheme:light dark;
+--paper:#fff;--ink:#1c1e21;--soft:#5f6670;--line:#e3e6ea;--axis:#9aa1ab;
+--c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#a0449b;--c4:#c28a00;--c5:#3a9bdc;--c6:#6b6b6b}
+@media(prefers-color-scheme:dark){:root{
+--paper:#16181c;--ink:#e8eaed;--soft:#a3aab4;--line:#2c3036;--axis:#69717c;--c0:#4fa8e0;--c1:#f08a4b;--c2:#3cc79b;--c3:#cf86cb;--c4:#e3b341;--c5:#8ecdf5;
+--c6:#b3b3b3}}
+body{font:14px/1.45 system-ui,sans-serif;background:var(--paper);color:var(--ink);max-width:1180px;
+margin:2em auto;padding:0 1.2em}
+h1{font-size:22px;margin:0 0 .6em}
+h2{font-size:14px;margin:0 0 .3em}
+ul{color:var(--soft);padding-left:1.2em;margin:.8em 0 1.6em}
+.table{overflow-x:auto}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums}
+th,td{padding:.3em 0 .3em 1.2em;text-align:right;border-bottom:1px solid var(--line);
+white-space:nowrap}
+th{color:var(--soft);font-weight:600;white-space:normal;vertical-align:bottom}
+th:first-child,td:first-child{text-align:left;padding-left:0;white-space:nowrap}
+main{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:1.8em 2em}
+figure{margin:0}
+figcaption{color:var(--soft);font-size:13px;min-height:1.5em}
+figcaption span{margin-right:1em;white-space:nowrap}
+i{display:inline-block;width:1.5em;border-top:3px solid;margin-right:.4em;vertical-align:middle}
+i.again{border-top-style:dashed}
+svg{display:block;width:100%;height:auto}
+svg text{font:12px system-ui,sans-serif;fill:var(--soft)}
+svg .name{font-size:11px;fill:var(--ink);paint-order:stroke;stroke:var(--paper);stroke-width:3px}
+.grid{stroke:var(--line)}
+.axis{stroke:var(--axis)}
+polyline{fill:none;stroke-width:2;stroke-linejoin:round}
+"""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing. curves: (x, y) by name; both axes begin at 0.
+    """One drawing. curves: (x, y) by name; a curve of few points shows each, unless it is of parts.
 
-    x_title: where it is not that of the page. A curve of few points shows each of them.
+    x_title: where it is not that of the page. log_x: values above 0 by their ratios; else both
+    axes begin at 0. parts: y goes from 0 to 1 and is written as percent.
+    names: of the points of the first curve, in order, written beside them.
     """
 
     title: str
     curves: Mapping[str, Points]
     x_title: str = ""
+    log_x: bool = False
+    parts: bool = False
+    names: Sequence[str] = field(default_factory=tuple)
 
 
-def page(title: str, notes: Sequence[str], panels: Sequence[Panel], x_title: str) -> str:
+@dataclass(frozen=True)
+class Rows:
+    """A table above the drawings."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def page(
+    title: str,
+    notes: Sequence[str],
+    panels: Sequence[Panel],
+    x_title: str,
+    table: Rows | None = None,
+) -> str:
     """The whole file. notes: lines above the drawings."""
     lines = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
     drawings = "".join(_figure(panel, panel.x_title or x_title) for panel in panels)
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        "<style>body{font:14px sans-serif;max-width:60em;margin:2em auto}"
-        "svg{width:100%;height:auto}text{font:11px sans-serif}h2{font-size:15px}</style>"
-        f"<h1>{html.escape(title)}</h1><ul>{lines}</ul>{drawings}</html>\n"
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style>"
+        f"<h1>{html.escape(title)}</h1>{_table(table) if table else ''}<ul>{lines}</ul>"
+        f"<main>{drawings}</main></html>\n"
     )
+
+
+def _table(table: Rows) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{html.escape(each)}</{tag}>' for each in cells)}</tr>"
+
+    rows = "".join(row(each, "td") for each in table.rows)
+    return f'<div class="table"><table>{row(table.head, "th")}{rows}</table></div>'
 
 
 def _figure(panel: Panel, x_title: str) -> str:
     curves = {name: points for name, points in panel.curves.items() if points}
-    xs = [x for points in curves.values() for x, _ in points] or [0.0]
-    ys = [y for points in curves.values() for _, y in points] or [0.0]
-    frame = _Frame(_round_end(max(xs)), _round_end(max(ys)))
-    shapes = frame.axes(x_title)
+    xs = [x for points in curves.values() for x, _ in points]
+    ys = [y for points in curves.values() for _, y in points]
+    scale: Scale = LogScale.around(xs) if panel.log_x else LinearScale.to(xs)
+    frame = _Frame(scale, LinearScale(1.0) if panel.parts else LinearScale.to(ys), panel.parts)
+    shapes = [*frame.axes(x_title)]
     legend = []
     for number, (name, points) in enumerate(curves.items()):
-        colour = _COLOURS[number % len(_COLOURS)]
-        shapes.append(frame.curve(points, colour))
-        legend.append(f'<span style="color:{colour}">{html.escape(name)}</span>')
+        shapes.append(frame.curve(name, points, number))
+        again = ' class="again"' if number >= _COLOURS else ""
+        legend.append(f'<span><i{again} style="border-color:{_colour(number)}"></i>'
+                      f"{html.escape(name)}</span>")  # fmt: skip
+    if panel.names and curves:
+        shapes += frame.names(next(iter(curves.values())), panel.names)
     return (
-        f"<h2>{html.escape(panel.title)}</h2><p>{' · '.join(legend)}</p>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(shapes)}</svg>'
+        f"<figure><h2>{html.escape(panel.title)}</h2><figcaption>{''.join(legend)}</figcaption>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(shapes)}</svg></figure>'
     )
+
+
+def _colour(number: int) -> str:
+    return f"var(--c{number % _COLOURS})"
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """From values to places in the drawing; both axes begin at 0."""
+    """From values to places in the drawing."""
 
-    max_x: float
-    max_y: float
+    x: Scale
+    y: Scale
+    parts: bool
 
     def axes(self, x_title: str) -> list[str]:
+        right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
         found = []
-        for step in range(_STEPS + 1):
-            part = step / _STEPS
-            x, y = self._place(part * self.max_x, part * self.max_y)
-            bottom = _HEIGHT - _BOTTOM
+        for value in self.y.ticks:
+            y = self._y(value)
+            text = percent_label(value) if self.parts else label(value)
             found += [
-                f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH}" y2="{y:.1f}" stroke="#ddd"/>',
-                f'<text x="{_LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">'
-                f"{part * self.max_y:,.4g}</text>",
-                f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="{_anchor(step)}">'
-                f"{_label(part * self.max_x)}</text>",
+                f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>',
+                f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>',
             ]
-        middle = (_LEFT + _WIDTH) / 2
-        title = html.escape(x_title)
-        found.append(f'<text x="{middle}" y="{_HEIGHT - 2}" text-anchor="middle">{title}</text>')
+        for value in self.x.ticks:
+            x = self._x(value)
+            found += [
+                f'<line class="grid" x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}"/>',
+                f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{label(value)}</text>',
+            ]
+        found.append(f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}"/>')
+        place = f'x="{(_LEFT + right) / 2}" y="{_HEIGHT - 6}" text-anchor="middle"'
+        found.append(f"<text {place}>{html.escape(x_title)}</text>")
         return found
 
-    def curve(self, points: Points, colour: str) -> str:
-        places = " ".join("{:.1f},{:.1f}".format(*self._place(x, y)) for x, y in points)
-        line = f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
-        if len(points) > _FEW:
+    def curve(self, name: str, points: Points, number: int) -> str:
+        places = " ".join(f"{self._x(x):.1f},{self._y(y):.1f}" for x, y in points)
+        dashes = ' stroke-dasharray="6 4"' if number >= _COLOURS else ""
+        title = f"<title>{html.escape(name)}</title>"
+        colour = _colour(number)
+        line = f'<polyline points="{places}" style="stroke:{colour}"{dashes}>{title}</polyline>'
+        if self.parts or len(points) > _FEW:
             return line
-        centres = (self._place(x, y) for x, y in points)
         return line + "".join(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in centres
+            f'<circle cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="3.5" style="fill:{colour}">'
+            f"<title>{html.escape(name)}: {label(x)}, {label(y)}</title></circle>"
+            for x, y in points
         )
 
-    def _place(self, x: float, y: float) -> tuple[float, float]:
+    def names(self, points: Points, names: Sequence[str]) -> list[str]:
+        """Above their points, from the right, where the last one is."""
+        found, free = [], float("inf")
+        pairs = zip(points, names, strict=True)
+        for (value, height), name in sorted(pairs, reverse=True):
+            x, y = self._x(value), self._y(height)
+            if x <= free:
+                found.append(
+                    f'<text class="name" x="{x - 6:.1f}" y="{y - 8:.1f}" text-anchor="end">'
+                    f"{html.escape(name)}</text>"
+                )
+                free = x - _NAME_WIDTH
+        return found
+
+    def _x(self, value: float) -> float:
+        return _LEFT + self.x.part(value) * (_WIDTH - _RIGHT - _LEFT)
+
+    def _y(self, value: float) -> float:
         height = _HEIGHT - _BOTTOM - _TOP
-        return (
-            _LEFT + x / self.max_x * (_WIDTH - _LEFT),
-            _TOP + height - y / self.max_y * height,
-        )
-
-
-def _round_end(highest: float) -> float:
-    """Of an axis from 0 on which every step is a round number, and the highest value has room."""
-    if highest <= 0:
-        return 1.0
-    scale = 10.0 ** math.floor(math.log10(highest / _STEPS))
-    step = next(each for each in _ROUND if each * scale * _STEPS >= highest * (1 - 1e-9))
-    return step * scale * _STEPS
-
-
-def _label(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 or not value else f"{value:.3g}"
-
-
-def _anchor(step: int) -> str:
-    return "start" if step == 0 else "end" if step == _STEPS else "middle"
+        return _TOP + height * (1 - self.y.part(value))

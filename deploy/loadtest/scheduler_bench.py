@@ -15,8 +15,9 @@ from typing import Final, TextIO
 from rich.console import Console
 from rich.table import Table
 
+from deploy.loadtest.line_program import LineProgram
 from deploy.loadtest.options import Parser
-from deploy.loadtest.players import Player, our_command, peer_command
+from deploy.loadtest.players import our_command, peer_command
 from deploy.loadtest.workloads import select
 from proto.benchmark import SchedulerFigures, SchedulerRow, SchedulerTimings, SchedulerWorkload
 from proto.codec import to_json_line
@@ -47,12 +48,14 @@ def measure(
     """A row for each workload."""
     commands = [our_command()] + ([peer_command(peer_python)] if peer_python else [])
     with ExitStack() as stack:
-        players = [stack.enter_context(Player(command)) for command in commands]
+        players = [stack.enter_context(LineProgram(command)) for command in commands]
         played: dict[str, list[list[SchedulerTimings]]] = {each.name: [] for each in workloads}
         for number in range(1, rounds + 1):
             for workload in workloads:
                 print(f"round {number}: {workload.name}", file=sys.stderr, flush=True)
-                played[workload.name].append([player.play(workload) for player in players])
+                played[workload.name].append(
+                    [each.play(workload, SchedulerTimings, workload.name) for each in players]
+                )
     return [_row(name, each) for name, each in played.items()]
 
 

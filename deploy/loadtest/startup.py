@@ -3,7 +3,8 @@
 Each server is started, asked once and ended, in turns, several times. Ready is when its health
 path answers; the first token is that of a short request sent then. Phases are what the server
 prints on its way: lines "tokend: starting ..." with the second at which they came, and any line
-with "start" and durations in it ("start: imports 0.8 s, weights 0.4 s") with what it says.
+with "start" and durations in it ("started in 2.1 s: command 0.2 s; worker 0: imports 0.8 s, weights
+0.4 s; ...") with what it says: of each process one after the other, and all of them side by side.
 """
 
 import argparse
@@ -26,8 +27,9 @@ from deploy.loadtest.serving.measure import first_token
 from proto.errors import ConfigError
 
 _UNDER_WAY: Final = re.compile(r"^(?P<who>[\w ]+): (?P<what>.+) …$")
-_DURATIONS: Final = re.compile(r"(?P<what>[A-Za-z][\w /+-]*?):? (?P<seconds>\d+(?:\.\d+)?) s\b")
-_START: Final = re.compile(r"\bstart(?:[- ]?up)?\b[^:]*:", re.IGNORECASE)
+_DURATIONS: Final = re.compile(r"(?P<what>[A-Za-z][\w '/+-]*?):? (?P<seconds>\d+(?:\.\d+)?) s\b")
+_START: Final = re.compile(r"\bstart(?:ed|[- ]?up)?\b[^:]*:", re.IGNORECASE)
+_WHO: Final = re.compile(r"\s*(?P<who>[A-Za-z][\w -]*: )(?=[A-Za-z])")
 
 
 @dataclass
@@ -73,8 +75,11 @@ def phases(lines: Iterable[Line]) -> dict[str, float]:
         if under_way:
             found.setdefault(f"{under_way['who']}: {under_way['what']}, at", line.seconds)
         elif (begin := _START.search(line.text)) is not None:
-            for each in _DURATIONS.finditer(line.text, begin.end()):
-                found.setdefault(each["what"].strip(), float(each["seconds"]))
+            for part in line.text[begin.end() :].split(";"):
+                who = _WHO.match(part)
+                for each in _DURATIONS.finditer(part, who.end() if who else 0):
+                    name = (who["who"] if who else "") + each["what"].strip()
+                    found.setdefault(name, float(each["seconds"]))
     return found
 
 

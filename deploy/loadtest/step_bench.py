@@ -7,7 +7,6 @@ and no front end beside it.
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -17,42 +16,19 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy import flags
-from deploy.child_environment import child_environment
 from deploy.display import open_display
+from deploy.loadtest.line_program import worker_program
 from deploy.loadtest.options import Parser, at_least_one
-from deploy.loadtest.program import Program
 from deploy.prepare.store import prepared_model
 from deploy.surroundings import Surroundings
 from proto.benchmark import StepTimings, StepWorkload
-from proto.codec import from_json, to_json_line
+from proto.codec import to_json_line
 from proto.config import ServeConfig
-from proto.errors import ConfigError, TokendError
+from proto.errors import ConfigError
 from proto.prepared_model import PreparedModel
 
-_COMMAND: Final = (sys.executable, "-P", "-m", "worker.bench_step")
 _TARGETS: Final = {1: 0.20, 16: 0.15}
 """Most that is neither product nor attention, by the number of sequences."""
-
-
-class StepPlayer(Program):
-    """A worker that answers a workload with its timings, a line each."""
-
-    def __init__(self, config: ServeConfig, around: Surroundings) -> None:
-        pipe = subprocess.PIPE
-        environment = child_environment(around.variables, "worker", config.device)
-        super().__init__(subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, env=environment))
-
-    def play(self, workload: StepWorkload) -> StepTimings:
-        """Measure one workload; raises TokendError when the worker fails."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        stdin.write(to_json_line(workload))
-        stdin.flush()
-        line = stdout.readline()
-        if not line:
-            raise TokendError(f"the worker ended while it measured {workload.num_rows} sequences")
-        return from_json(line, StepTimings)
 
 
 def main(words: Sequence[str]) -> None:
@@ -81,19 +57,18 @@ def main(words: Sequence[str]) -> None:
 def _measure(
     options: argparse.Namespace, config: ServeConfig, model: PreparedModel, around: Surroundings
 ) -> Iterator[StepTimings]:
-    with StepPlayer(config, around) as player:
+    with worker_program("worker.bench_step", config.device, around) as program:
         for num_rows in options.rows:
-            yield player.play(
-                StepWorkload(
-                    config=config,
-                    model=model,
-                    num_rows=num_rows,
-                    context_tokens=options.context,
-                    warm_up_steps=options.warm_up,
-                    measured_steps=options.steps,
-                    temperature=options.temperature,
-                )
+            workload = StepWorkload(
+                config=config,
+                model=model,
+                num_rows=num_rows,
+                context_tokens=options.context,
+                warm_up_steps=options.warm_up,
+                measured_steps=options.steps,
+                temperature=options.temperature,
             )
+            yield program.play(workload, StepTimings, f"{num_rows} sequences")
 
 
 def _table(options: argparse.Namespace, rows: Sequence[StepTimings]) -> Table:

@@ -107,7 +107,11 @@ async def test_life(run_dir, model):
     async with running(run_dir, model) as process:
         assert (await process.http.get("/health")).status_code == 503
         process.engine.announce()
-        assert await process.say(FrontEndReady) == FrontEndReady(0)
+        ready = await process.say(FrontEndReady)
+        assert ready.index == 0
+        names = [each.what for each in ready.phases]
+        assert names == ["imports", "tokenizer", "routes", "engine"]
+        assert all(each.seconds >= 0 for each in ready.phases)
         assert (await process.http.get("/health")).status_code == 200
         body = {"prompt": "hello", "stream": True}
         async with process.http.stream("POST", "/v1/completions", json=body) as response:

@@ -1,8 +1,10 @@
 """The supervisor's parts, each alone: ending, obituary, readiness, environment, socket, display."""
 
 import io
+import re
 import signal
 import socket
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -17,7 +19,8 @@ from deploy.surroundings import Surroundings
 from proto.config import DeviceConfig, FrontEndConfig, ModelConfig, ServeConfig
 from proto.cores import usable_cores
 from proto.errors import ConfigError, ErrorInfo, ModelError
-from proto.lifecycle import FrontEndReady, Role, WeightMemory, process_name
+from proto.lifecycle import FrontEndReady, Phase, ProcessStart, Role, WeightMemory, process_name
+from proto.phase_clock import PhaseClock
 from proto.process import describe
 from tests.fakes import boots
 
@@ -118,18 +121,25 @@ ENGINE_READY = boots.engine_ready(
     max_model_len=8192,
     device_name="some cpu",
     weights=(WeightMemory("packed", 92 << 20), WeightMemory("bf16", 257 << 20)),
+    starts=(ProcessStart("worker", 0, (Phase("imports", 1.0), Phase("weights", 0.5))),),
 )
 
 
 class TestReady:
     def test_waits_for_engine_and_every_front_end(self) -> None:
         readiness = ready.Readiness(1, range(2))
-        for message in (FrontEndReady(1), ENGINE_READY, FrontEndReady(1)):
+        one = FrontEndReady(1, (Phase("imports", 0.5),))
+        for message in (one, ENGINE_READY, one):
             readiness.note(message)
             assert not readiness.complete
         readiness.note(FrontEndReady(0))
         assert readiness.complete
         assert readiness.engine is ENGINE_READY
+        assert readiness.starts == (
+            *ENGINE_READY.starts,
+            ProcessStart("api_server", 1, (Phase("imports", 0.5),)),
+            ProcessStart("api_server", 0, ()),
+        )
 
     def test_the_line_names_what_clients_need_and_no_key(self) -> None:
         config = ServeConfig(
@@ -137,9 +147,20 @@ class TestReady:
             frontend=FrontEndConfig(api_key="hush"),
         )
         url = "http://127.0.0.1:81"
-        text = ready.render(url, config, boots.model(name="file"), ENGINE_READY, 3.21)
+        readiness = ready.Readiness(1, range(1))
+        readiness.note(ENGINE_READY)
+        readiness.note(FrontEndReady(0, (Phase("imports", 0.8), Phase("engine", 1.25))))
+        clock = PhaseClock(time.monotonic() - 3.2)
+        clock.end("command")
+        text = ready.render(url, config, boots.model(name="file"), readiness, clock)
         assert "is ready: it's mine on some cpu at http://127.0.0.1:81 (length 8,192" in text
         assert "weights: packed 92 MiB + bf16 257 MiB, 3.2 s)" in text
+        assert re.search(
+            r"started in 3\.2\d s: command 3\.2\d s; worker 0: imports 1\.00 s, weights 0\.50 s; "
+            r"api 0: imports 0\.80 s, engine 1\.25 s$",
+            text,
+            re.MULTILINE,
+        )
         assert "Bearer $TOKEND_API_KEY" in text
         assert "hush" not in text
 

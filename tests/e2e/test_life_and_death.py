@@ -9,6 +9,8 @@ import httpx
 import psutil
 import pytest
 
+from deploy.loadtest.servers import Line
+from deploy.loadtest.startup import phases
 from tests.e2e.daemon import ROLES, Daemon, eventually
 
 pytestmark = pytest.mark.slow
@@ -41,6 +43,20 @@ def test_every_process_has_its_title_and_group() -> None:
         assert (daemon.runtime_dir.stat().st_mode & 0o777) == 0o700
         (run_dir,) = daemon.runtime_dir.iterdir()
         assert (run_dir.stat().st_mode & 0o777) == 0o700
+
+
+def test_the_start_is_told_phase_by_phase(daemon: Daemon) -> None:
+    """Each process begins within the time that is told of all, and ends in it."""
+    told = re.search(r"started in ([\d.]+) s: (.+)", daemon.text)
+    assert told is not None
+    found = phases([Line(0.0, told[0])])
+    who = {name.partition(": ")[0] for name in found if ": " in name}
+    assert who == {"worker 0", "engine 0", "api 0"}
+    before = found["command"] + found["model"]
+    for each in who:
+        taken = sum(seconds for name, seconds in found.items() if name.startswith(f"{each}: "))
+        assert 0 < taken <= float(told[1]) - before + 0.05, told[0]
+    assert min(found["worker 0: imports"], found["worker 0: weights"]) > 0
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])

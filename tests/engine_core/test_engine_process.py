@@ -3,6 +3,7 @@
 import msgspec
 
 from proto import PROTOCOL_VERSION
+from proto.codec import changed
 from proto.config import FrontEndConfig
 from proto.engine_io import (
     Abort,
@@ -20,16 +21,20 @@ from proto.lifecycle import (
     InitializeCache,
     Notice,
     Paused,
+    Phase,
     Ping,
+    ProcessStart,
 )
 from proto.scheduler_output import SchedulerOutput
 from tests.fakes.engine_process import BLOCK_SIZE, EPOCH, is_idle
 from tests.fakes.paged_runner import undisturbed
 
+WORKER_PHASES = (Phase("imports", 1.5), Phase("weights", 0.25))
+
 
 def test_a_life(start):
     engine = start()
-    engine.worker.send(engine.worker_ready())
+    engine.worker.send(changed(engine.worker_ready(), phases=WORKER_PHASES))
     assert engine.expect(engine.worker, InitializeCache) == InitializeCache(
         PROTOCOL_VERSION, EPOCH, 100, BLOCK_SIZE, 99 * BLOCK_SIZE
     )
@@ -39,6 +44,12 @@ def test_a_life(start):
     assert "4096" in notice.message
     ready = engine.expect(engine.supervisor, EngineReady)
     assert (ready.max_model_len, ready.num_blocks, ready.vocab_size) == (1584, 99, 1000)
+    worker, itself = ready.starts
+    assert worker == ProcessStart("worker", 0, WORKER_PHASES)
+    assert (itself.role, itself.index) == ("engine_core", 0)
+    assert [each.what for each in itself.phases] == [
+        *("imports", "workers' weights", "KV cache and warm-up", "books")
+    ]
     (front_end,) = engine.front_ends
     assert engine.expect(front_end, EngineReady) == ready
 

@@ -7,6 +7,7 @@ finds so. Prints the ready line of `tokend serve`, and ends as it would.
 
 import os
 import sys
+import time
 from pathlib import Path
 
 from deploy import ready
@@ -18,7 +19,7 @@ from deploy.supervisor import Supervisor
 from deploy.surroundings import Surroundings
 from proto.codec import to_json_line
 from proto.config import FrontEndConfig, ReliabilityConfig, ServeConfig
-from proto.lifecycle import EngineReady
+from proto.phase_clock import PhaseClock
 from proto.prepared_model import PreparedModel
 
 ROLES = ("worker", "engine_core", "api_server")
@@ -52,8 +53,10 @@ def main(run_parent: str, choices: list[str]) -> int:
     notifier = notifier_for(around.service_manager)
     display = NotifyingDisplay(open_display(sys.stderr), notifier)
 
-    def announce(engine: EngineReady) -> None:
-        print(ready.render(url, config, model, engine, 0.0), flush=True)
+    clock = PhaseClock(time.monotonic())
+
+    def announce(readiness: ready.Readiness) -> None:
+        print(ready.render(url, config, model, readiness, clock), flush=True)
         notifier.ready(f"serving {model.name} at {url}")
 
     commands = {role: (sys.executable, "-P", FAKE, behaviours[role]) for role in ROLES}

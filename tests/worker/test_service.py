@@ -163,6 +163,8 @@ def test_the_form_of_the_weights_is_told_and_sets_its_kv_apart(tmp_path: Path) -
     assert [each.form for each in dense.weights] == ["f32"]
     assert dense.weights[0].num_bytes > sum(forms.values())
     assert blocks.fingerprint != dense.fingerprint
+    assert [each.what for each in blocks.phases] == ["imports", "weights"]
+    assert all(each.seconds > 0 for each in blocks.phases)
     again, _ = first_words(tmp_path / "again", "int8")
     assert again.fingerprint == blocks.fingerprint
 

@@ -8,7 +8,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from deploy.loadtest.plot import Panel, Points, page
+from deploy.loadtest.plot import Panel, Points, Rows, page
 from deploy.loadtest.serving.answers import Answers
 from deploy.loadtest.serving.figures import METRICS, PERCENTILES, Figures
 from deploy.loadtest.summary import percentile
@@ -19,8 +19,9 @@ TITLES: Final = {
     "itl": "between tokens (ITL), ms",
     "e2el": "to the last token (E2EL), ms",
 }
+_NAMES: Final = {metric: title.removesuffix(", ms") for metric, title in TITLES.items()}
 _SHOWN: Final = 10
-_CURVE_POINTS: Final = 200
+_CURVE_STEPS: Final = 200
 
 
 def show(console: Console, runs: Sequence[Figures], answers: Answers) -> None:
@@ -61,28 +62,54 @@ def html_page(title: str, runs: Sequence[Figures], answers: Answers) -> str:
     """One file: how latencies are distributed, and what throughput costs in latency."""
     panels = [
         Panel(
-            f"{TITLES[metric]}: part of the values that are not above",
+            f"{_NAMES[metric]}, cumulative share",
             {each.name: _distribution(each.times[metric]) for each in runs},
-            "ms",
+            "milliseconds",
+            log_x=True,
+            parts=True,
         )
         for metric in METRICS
     ]
     for metric in ("ttft", "tpot"):
+        known = sorted(
+            (each for each in runs if each.times[metric]), key=lambda run: run.output_tokens_per_s
+        )
         curves = {
-            f"p{percent}": sorted(
-                (each.output_tokens_per_s, each.time_ms(metric, percent))
-                for each in runs
-                if each.times[metric]
-            )
-            for percent in (50, 99)
+            f"p{percent}": [
+                (each.output_tokens_per_s, each.time_ms(metric, percent)) for each in known
+            ]
+            for percent in (99, 50)
         }
-        panels.append(Panel(f"{TITLES[metric]}, by throughput", curves, "output tokens/s"))
-    lines = [
-        f"{each.name}: {each.output_tokens_per_s:,.1f} output tokens/s, "
-        f"{each.requests_per_s:.2f} requests/s, {each.num_failed} failed"
-        for each in runs
-    ]
-    return page(title, [*lines, *notes(runs, answers)], panels, "ms")
+        panels.append(
+            Panel(
+                f"{_NAMES[metric]} in milliseconds, by throughput",
+                curves,
+                "output tokens/s",
+                names=[each.name for each in known],
+            )
+        )
+    return page(title, notes(runs, answers), panels, "milliseconds", _rows(runs))
+
+
+def _rows(runs: Sequence[Figures]) -> Rows:
+    """What the tables of the terminal have, of each load in one row."""
+    head = ["load", "done", "failed", "output tokens/s", "requests/s"]
+    head += [f"{metric.upper()} p50 / p99, ms" for metric in METRICS]
+    return Rows(
+        [*head, "client CPU"],
+        [
+            [
+                each.name,
+                f"{each.num_completed:,}",
+                f"{each.num_failed:,}",
+                f"{each.output_tokens_per_s:,.1f}",
+                f"{each.requests_per_s:.2f}",
+                *(_pair(each, metric) for metric in METRICS),
+                f"{each.cpu_share:.1%}",
+            ]
+            for each in runs
+        ],
+    )
 
 
 def _overview(runs: Sequence[Figures]) -> Table:
@@ -140,8 +167,11 @@ def _table(first: str, *others: str) -> Table:
 
 
 def _distribution(values: Sequence[float]) -> Points:
-    """(value, part that is not above it), at most so many points."""
+    """(value, part that is not above it) in steps, at most so many of them."""
     ordered = sorted(values)
-    number = min(len(ordered), _CURVE_POINTS)
-    parts = [(each + 1) / number for each in range(number)]
-    return [(ordered[max(0, math.ceil(part * len(ordered)) - 1)], part) for part in parts]
+    number = min(len(ordered), _CURVE_STEPS)
+    found = []
+    for step in range(1, number + 1):
+        value = ordered[math.ceil(step * len(ordered) / number) - 1]
+        found += [(value, (step - 1) / number), (value, step / number)]
+    return found

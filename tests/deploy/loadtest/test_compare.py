@@ -11,6 +11,7 @@ import pytest
 
 from deploy import cli
 from deploy.loadtest import compare
+from deploy.loadtest.ceilings import NoBounds
 from deploy.loadtest.comparison import Comparison, Figure, Ratios
 from deploy.loadtest.servers import ServerSpec
 from proto.errors import ConfigError
@@ -46,6 +47,13 @@ def test_a_round_without_a_figure_is_left_out() -> None:
     assert figures["x"] == {"medians": {"a": None, "b": 1.0}, "ratios": {"a / b": {}}}
 
 
+def test_the_longest_gaps_are_held_against_the_usual_one() -> None:
+    gaps = {"itl_ms_p50": 20.0, "itl_ms_p99": 50.0}
+    assert compare.with_gap_ratio(gaps) == {**gaps, "itl_p99_of_p50": 2.5}
+    for none in ({}, {"itl_ms_p50": 0.0, "itl_ms_p99": 0.0}):  # one token, or all at once
+        assert compare.with_gap_ratio(none) == none
+
+
 def prompts(fake: FakeOpenAI) -> list[str]:
     """Without the warm-up."""
     return [str(body["prompt"]) for _, body in fake.seen if body["max_tokens"] == 3]
@@ -74,7 +82,7 @@ def test_each_takes_its_turn_with_the_same_new_prompts(
     }
     assert len(found["rounds"]) == 3
     assert set(found["figures"]) == {
-        figure.key for figure in compare.figures(compare._parse(SMALL))
+        figure.key for figure in compare.figures(compare._parse(SMALL), [NoBounds()])
     }
     figure = found["figures"]["at_2_output_tokens_per_s"]
     rates = [each["one"]["at_2_output_tokens_per_s"] for each in found["rounds"]]
@@ -117,7 +125,9 @@ def test_daemons_run_all_the_time_or_in_their_turn(
 ) -> None:
     with fake_openai() as fake:
         events = started(monkeypatch, fake)
-        compare.main(["--other=--async-scheduling", *SMALL, "--rounds", "2", *flags])
+        compare.main(
+            ["--other=--async-scheduling", *SMALL, "--rounds", "2", "--no-ceilings", *flags]
+        )
     assert events == expected
 
 

@@ -77,6 +77,11 @@ def test_phases_are_what_a_server_prints() -> None:
         Line(0.9, "worker 0: loading weights …"),
         Line(1.5, "start: imports 0.25 s, weights 1.5 s; first step: 3 s"),
         Line(1.6, "tokend is ready: x at http://127.0.0.1:1 (length 8, 1.6 s)"),
+        Line(
+            1.6,
+            "  started in 1.60 s: command 0.20 s; worker 0: imports 0.75 s, weights 0.50 s; "
+            "engine 0: workers' weights 1.25 s, KV cache and warm-up 0.10 s",
+        ),
     ]
     assert startup.phases(lines) == {
         "tokend: starting smollm2, at": 0.1,
@@ -84,6 +89,11 @@ def test_phases_are_what_a_server_prints() -> None:
         "imports": 0.25,
         "weights": 1.5,
         "first step": 3.0,
+        "command": 0.2,
+        "worker 0: imports": 0.75,
+        "worker 0: weights": 0.5,
+        "engine 0: workers' weights": 1.25,
+        "engine 0: KV cache and warm-up": 0.1,
     }
 
 

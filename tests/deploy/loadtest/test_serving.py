@@ -19,6 +19,7 @@ from deploy.loadtest.serving.answers import Answers
 from deploy.loadtest.serving.arrivals import gamma_arrivals, ramped
 from deploy.loadtest.serving.figures import PERCENTILES, Goodput, figures_of, note_answers
 from deploy.loadtest.serving.play import NobodyWatches, Pace, Played, play
+from deploy.loadtest.serving.report import _distribution
 from deploy.loadtest.summary import percentile
 
 
@@ -71,14 +72,22 @@ def exchange(rng: random.Random) -> Exchange:
     return found
 
 
+def test_where_nothing_was_answered_rates_are_zero_and_there_are_no_times() -> None:
+    failed = exchange(random.Random(0))
+    failed.error = "broken"
+    plain = figures_of("x", Played([failed, failed], [], 8.0, 0.4), Goodput({"ttft": 1.0})).plain()
+    assert (plain["num_completed"], plain["num_failed"], plain["errors"]) == (0, 2, {"broken": 2})
+    assert plain["output_tokens_per_s"] == plain["goodput_requests_per_s"] == 0
+    assert not [name for name in plain if name.startswith(("ttft", "tpot", "itl", "e2el"))]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_figures_are_those_of_a_plain_model(seed: int) -> None:
     """Written down once more, with numpy, as vLLM's `calculate_metrics` does it."""
     rng = random.Random(seed)
     exchanges = [exchange(rng) for _ in range(rng.randint(2, 40))]
+    exchanges[0].error = ""  # one in which all failed is above
     done = [each for each in exchanges if not each.error]
-    if not done:
-        pytest.skip("nothing was answered")
     lengths = [each.counted_tokens or each.num_chunks for each in done]
     ttfts = [each.first - each.started for each in done]
     latencies = [each.last - each.started for each in done]
@@ -216,3 +225,18 @@ async def test_what_failed_is_not_compared() -> None:
     one = OneRequest(Ask(COMPLETIONS, {"prompt": "x"}, 2, checked=True))
     played = await run(Clerk(fail_every=1), iter([one]), Pace(1))
     assert (len(played.exchanges), played.checked) == (1, [])
+
+
+@pytest.mark.parametrize("number", [1, 3, 16, 200, 1234])
+def test_a_distribution_is_drawn_in_steps(number: int) -> None:
+    """Where it has risen to a part, so many of the values are not above."""
+    rng = random.Random(number)
+    values = [rng.expovariate(1.0) for _ in range(number)]
+    points = _distribution(values)
+    assert len(points) == 2 * min(number, 200)
+    assert [points[0][1], points[-1]] == [0.0, (max(values), 1.0)]
+    assert list(points) == sorted(points)
+    for value, part in points[1::2]:
+        not_above = sum(each <= value for each in values) / number
+        assert -1e-9 <= not_above - part < 1 / number - 1e-9
+    assert not _distribution([])

@@ -1,0 +1,29 @@
+"""A process is as old as the kernel says."""
+
+import subprocess
+import sys
+import time
+
+from deploy.process_age import process_age
+from proto.phase_clock import PhaseClock
+
+
+def test_the_age_counts_from_the_command() -> None:
+    """A hundredth of a second is what the kernel tells it by; and Python took some of it."""
+    before = time.monotonic()
+    code = "from deploy.process_age import process_age; print(process_age())"
+    age = float(subprocess.check_output([sys.executable, "-c", code]))
+    assert 0.0 < age <= time.monotonic() - before + 0.02
+    assert process_age() > age
+
+
+def test_phases_are_one_after_the_other() -> None:
+    begun = time.monotonic() - 2.0
+    clock = PhaseClock(begun)
+    clock.end("first")
+    clock.end("second")
+    first, second = clock.phases
+    assert (first.what, second.what) == ("first", "second")
+    assert first.seconds >= 2.0
+    assert second.seconds >= 0.0
+    assert first.seconds + second.seconds <= clock.seconds

@@ -1,0 +1,81 @@
+"""What is measured as a limit is the model's own work: all of its products, and no other."""
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from proto.benchmark import LimitsWorkload
+from proto.config import CacheConfig, CpuWeights, ModelConfig, SchedulerConfig, ServeConfig
+from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.tiny_checkpoints import save_tiny
+from worker.bench_limits import LimitsWorker, measure, weight_bytes
+
+
+def workload(folder: Path, name: str, form: CpuWeights) -> LimitsWorkload:
+    save_tiny(name, folder)
+    return LimitsWorkload(
+        config=ServeConfig(
+            model=ModelConfig(cpu_weights=form),
+            cache=CacheConfig(kv_cache_memory=1 << 24),
+            scheduler=SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=3),
+        ),
+        model=prepare_checkpoint(folder, folder / "prepared"),
+        rows=[1, 3, 32],
+        prompt_tokens=12,
+        rounds=2,
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("form", ["f32", "bf16"])
+def test_all_products_of_a_step_are_timed(name: str, form: CpuWeights, tmp_path: Path) -> None:
+    asked = workload(tmp_path, name, form)
+    with tempfile.TemporaryDirectory() as run_dir:
+        worker = LimitsWorker(asked, run_dir)
+        spec = worker._model.spec
+        layer = [spec.hidden_size, spec.query_size, spec.hidden_size, spec.intermediate_size]
+        columns = [each for each, _ in worker.products.layers]
+        assert columns == layer * spec.num_layers
+        for width, linear in (*worker.products.layers, *worker.products.head):
+            assert linear(torch.zeros(2, width, dtype=worker.dtype)).shape[0] == 2
+        shapes = [linear(torch.zeros(1, n, dtype=worker.dtype)).shape[1] for n, linear in
+                  (*worker.products.layers, *worker.products.head)]  # fmt: skip
+        timings = measure(worker, asked)
+    numbers = sum(a * b for a, b in zip(shapes, [*columns, spec.hidden_size], strict=True))
+    assert timings.weight_bytes == numbers * worker.dtype.itemsize
+    assert timings.rows == [1, 3, 32]
+    assert len(timings.layer_products_ms) == len(timings.head_product_ms) == 3
+    assert min(*timings.layer_products_ms, *timings.head_product_ms) > 0
+    assert min(timings.attention_ns_per_pair, timings.read_gb_per_s) > 0
+    assert timings.weights == form
+    windows = [window for _, window in timings.kv_bytes_per_token]
+    assert set(windows) == set(spec.windows)
+    # as many prompts of 12 tokens as a step of 32 has room for
+    assert worker.attention(asked).num_seqs == 2
+
+
+class HeldForm:
+    """A form of which so much is in memory."""
+
+    def __init__(self, name: str, **memory: int) -> None:
+        self.name = name
+        self.memory = Counter(memory)
+        self.dense_names: list[str] = []
+
+    read_product = read_ends = None  # type: ignore[assignment]
+
+
+def test_a_row_reads_the_first_of_two_forms_once(tmp_path: Path) -> None:
+    model = workload(tmp_path, "llama", "f32").model
+    both = HeldForm("packed+bf16", packed=1000, bf16=5000)
+    assert weight_bytes(both, model, tied=True) == 1000  # type: ignore[arg-type]
+    with_others = HeldForm("packed", packed=1000, bf16=50)
+    assert weight_bytes(with_others, model, tied=True) == 1050  # type: ignore[arg-type]
+    untied = weight_bytes(with_others, model, tied=False)  # type: ignore[arg-type]
+    assert 0 < untied < 1050  # the rows of the embedding are not multiplied
+    tables = HeldForm("f32", f32=0), HeldForm("bf16", bf16=0)
+    as_f32, as_bf16 = (weight_bytes(each, model, tied=False) for each in tables)  # type: ignore[arg-type]
+    assert as_f32 == 2 * as_bf16 > 0
