@@ -190,7 +190,7 @@ def mixed(kernels: Kernels) -> MixedForm:
 
 
 CODED = 0.1
-"""Of the length of the logits: what 8 bits with one scale a row bring about in a tiny random model."""
+"""Of the length of logits: what 8 bits with one scale a row bring about in tiny random models."""
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
