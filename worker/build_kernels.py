@@ -25,10 +25,11 @@ SOURCE_DIR: Final = Path(__file__).resolve().parent / "csrc"
 PRODUCT_SOURCES: Final = ("packed_product.cpp", "rotated_product.cpp")
 """The products of bytes, for which CPUs have the most kinds of instructions."""
 TILE_SOURCES: Final = (
-    *("attention_bf16.cpp", "attention_tiles.cpp", "attention_tiles_int8.cpp"),
+    *("attention_bf16.cpp", "attention_few_bf16.cpp", "attention_tiles.cpp"),
     "rotated_product.cpp",
 )
-"""Those that use the tile unit where a variant has it."""
+"""Those that multiply bfloat16, or use the tile unit, where a variant can. All others are the
+same for every CPU with AVX-512."""
 
 _COMPILE_FLAGS: Final = (
     *("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
@@ -82,13 +83,13 @@ _AVX2: Final = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512: Final = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
 _AVX512_BF16: Final = _AVX512 | {"avx512_vnni", "avx512_bf16"}
 _WIDE: Final = ("-march=x86-64-v4", "-mprefer-vector-width=512")
-_BF16: Final = (*_WIDE, "-mavx512bf16")
+_BF16: Final = ("-mavx512bf16",)
 _VNNI: Final = ("-mavx512vnni",)
-_AMX: Final = ("-mamx-tile", "-mamx-int8", "-mamx-bf16")
+_AMX: Final = (*_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16")
 
 X86_VARIANTS: Final = (
-    Variant("amx", _BF16, _AVX512_BF16 | {"amx_tile", "amx_int8", "amx_bf16"}, _VNNI, _AMX),
-    Variant("avx512_bf16", _BF16, _AVX512_BF16, _VNNI),
+    Variant("amx", _WIDE, _AVX512_BF16 | {"amx_tile", "amx_int8", "amx_bf16"}, _VNNI, _AMX),
+    Variant("avx512_bf16", _WIDE, _AVX512_BF16, _VNNI, _BF16),
     Variant("avx512_vnni", _WIDE, _AVX512 | {"avx512_vnni"}, _VNNI),
     Variant("avx512", _WIDE, _AVX512),
     Variant("avx2_vnni", ("-march=x86-64-v3",), _AVX2 | {"avx_vnni"}, ("-mavxvnni",)),
