@@ -22,6 +22,7 @@ from worker.loader.forms import (
     FileBlocks,
     MixedForm,
     NewBlocks,
+    RotatedForm,
     TileForm,
     WeightForm,
 )
@@ -51,9 +52,8 @@ def choose_form(
     auto gives, where a float type was asked for that has no block products or that promises
     exactness (--dtype float32, float16), and where there are no kernels: dense weights.
     Else, for a model in blocks: these, as `packed`; for a dense model: bfloat16 where the CPU
-    multiplies it, and `int8` where it does not. `int8`, and auto's blocks, have 8 bits with
-    one scale an output beside them where the CPU has instructions that make many rows of
-    these faster.
+    multiplies it, and `int8` where it does not. auto's blocks have 8 bits with one scale an
+    output beside them where the CPU has instructions that make many rows of these faster.
     """
     if config.cpu_weights in ("bf16", "f32") or config.dtype == "float16":
         return DenseForm(dtype)
@@ -68,18 +68,16 @@ def choose_form(
             ) from None
         return DenseForm(dtype)
     dense = DenseForm(dtype)
-    file_blocks = BlockForm(FileBlocks(kernels), dense, dtype)
-    new_blocks = BlockForm(NewBlocks(kernels), dense, dtype)
+    blocks = BlockForm(FileBlocks(kernels), dense, dtype)
+    int8 = RotatedForm(BlockForm(NewBlocks(kernels), dense, dtype), dense, kernels)
     match config.cpu_weights:
         case "packed":
-            return file_blocks
+            return blocks
         case "int8":
-            return _with_many_rows(new_blocks, dense, matrix_flags, kernels)
+            return int8
     if part_in_blocks(index) >= _MOST:
-        return _with_many_rows(file_blocks, dense, matrix_flags, kernels)
-    if dtype == torch.float32:
-        return _with_many_rows(new_blocks, dense, matrix_flags, kernels)
-    return dense
+        return _with_many_rows(blocks, dense, matrix_flags, kernels)
+    return int8 if dtype == torch.float32 else dense
 
 
 def _with_many_rows(

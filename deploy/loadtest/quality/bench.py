@@ -48,7 +48,7 @@ SETTINGS: Final = (
     Setting("int8", 1.0, ("--cpu-weights", "int8")),
     Setting("int8 KV", 0.5, (*EXACT, "--kv-cache-dtype", "int8")),
     Setting("auto", 1.0, ()),
-    Setting("auto, 8 rows", 0.5, ("--max-num-batched-tokens", "8")),
+    Setting("auto, 4 rows", 0.5, ("--max-num-batched-tokens", "4")),
 )
 
 

@@ -43,7 +43,7 @@ def no_kernels() -> NoReturn:
         ("auto", "auto", BF16, BLOCKS, NO_AMX, "packed+rotated"),
         ("auto", "auto", F32, BLOCKS, (), "packed+rotated"),
         ("auto", "auto", BF16, NUMBERS, AMX, "bf16"),
-        ("auto", "auto", F32, NUMBERS, (), "int8+rotated"),
+        ("auto", "auto", F32, NUMBERS, (), "int8"),
         ("auto", "bfloat16", BF16, BLOCKS, NO_AMX, "packed+rotated"),
         ("auto", "float32", F32, BLOCKS, AMX, "f32"),
         ("auto", "float32", F32, NUMBERS, (), "f32"),
@@ -51,8 +51,8 @@ def no_kernels() -> NoReturn:
         ("packed", "auto", BF16, BLOCKS, AMX, "packed"),
         ("packed", "float32", F32, BLOCKS, AMX, "packed"),
         ("packed", "auto", BF16, NUMBERS, AMX, "packed"),
-        ("int8", "auto", BF16, BLOCKS, AMX, "int8+rotated"),
-        ("int8", "float32", F32, NUMBERS, (), "int8+rotated"),
+        ("int8", "auto", BF16, BLOCKS, AMX, "int8"),
+        ("int8", "float32", F32, NUMBERS, (), "int8"),
         ("bf16", "auto", BF16, BLOCKS, (), "bf16"),
         ("f32", "auto", F32, BLOCKS, AMX, "f32"),
     ],
@@ -69,11 +69,10 @@ def test_the_form_by_setting_model_and_cpu(
     assert choose_form(config, dtype, stored, flags, kernels).name == expected
 
 
-@pytest.mark.parametrize("weights", ["auto", "int8"])
 @pytest.mark.parametrize("variant", ["avx512", "avx2", "baseline"])
-def test_one_form_where_a_second_gains_nothing(weights: CpuWeights, variant: str) -> None:
-    form = choose_form(ModelConfig(cpu_weights=weights), F32, BLOCKS, (), lambda: kernels(variant))
-    assert form.name == {"auto": "packed", "int8": "int8"}[weights]
+def test_one_form_where_a_second_gains_nothing(variant: str) -> None:
+    form = choose_form(ModelConfig(), F32, BLOCKS, (), lambda: kernels(variant))
+    assert form.name == "packed"
 
 
 def test_the_head_is_dense_as_well_where_tiles_multiply_it() -> None:
