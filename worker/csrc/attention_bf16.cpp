@@ -9,7 +9,6 @@
 #include "attention_bf16.h"
 
 #include "amx.h"
-#include "attention_finish.h"
 #include "attention_kernels.h"
 
 namespace tokend {
@@ -133,13 +132,11 @@ struct Rows {
   private:
     void pack_queries(int64_t tile) {
         uint32_t* rows = pairs;  // [TILE, head_dim / 2], free as yet
-        float* query = scores;
         for (int64_t row = tile * TILE; row < (tile + 1) * TILE; row++) {
             uint32_t* words = rows + row % TILE * head_dim / 2;
             limits[row] = row < piece.rows ? float(piece.limit(row)) : 0.0f;
-            std::fill_n(query, head_dim, 0.0f);
-            if (row < piece.rows) piece.turned_query(row, query);
-            pair_query<C>(query, head_dim, words);
+            if (row < piece.rows) pair_query<C>(piece, row, words);
+            else std::fill_n(words, head_dim / 2, 0u);
         }
         for (int64_t step = 0; step < head_dim / INNER; step++)
             transpose(rows + step * TILE, head_dim / 2, queries + (tile * head_dim / INNER + step) * TILE_WORDS, TILE);
@@ -282,8 +279,8 @@ void attend(const Piece& piece, const TokendPlan* plan, int64_t index, Scratch& 
         float* output = rows.output_rows(tile);
         const int64_t begin = tile * TILE, end = std::min(piece.rows, begin + TILE);
         for (int64_t row = begin; row < end; row++)
-            leave_row(piece, plan, index, row,
-                      {output + (row - begin) * piece.head_dim, rows.all.best[row], rows.all.total[row]});
+            leave_bfloat16(piece, plan, index, row,
+                           {output + (row - begin) * piece.head_dim, rows.all.best[row], rows.all.total[row]});
     }
 }
 
