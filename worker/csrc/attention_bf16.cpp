@@ -1,4 +1,4 @@
-// Attention of many query rows with products of bfloat16: by the tile unit, or by vectors.
+// Attention of many query rows with products of bfloat16 by the tile unit.
 //
 // Tokens run down, query rows across, so that the softmax never sums across lanes:
 //
@@ -9,13 +9,11 @@
 #include "attention_bf16.h"
 
 #include "amx.h"
-#include "attention_few_rows.h"
-#include "attention_finish.h"
 #include "attention_kernels.h"
 
 namespace tokend {
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && defined(TOKEND_AMX)
 namespace {
 
 constexpr int64_t PAIR = 2 * TILE;  // query rows that are computed together
@@ -31,11 +29,9 @@ struct Product {
     float* to;
 };
 
-#if defined(TOKEND_AMX)
-
 TOKEND_INLINE const char* at(const void* base, int64_t bytes) { return static_cast<const char*>(base) + bytes; }
 
-void multiply_tiles(const Product& p) {
+void multiply(const Product& p) {
     constexpr int64_t ROW = PAIR * sizeof(float);
     // The compiler does not know that tiles are read from memory.
     asm volatile("" ::: "memory");
@@ -70,39 +66,6 @@ struct Tiles {
     ~Tiles() { _tile_release(); }
 };
 
-#endif
-
-// Eight rows of one tile of `a`.
-TOKEND_INLINE void multiply_eight(const Product& p, const void* rows, float* to) {
-    constexpr int ROWS = 8;
-    __m512 sums[ROWS][2];
-    each<ROWS>([&](auto row) {
-        each<2>([&](auto v) { sums[row][v] = _mm512_setzero_ps(); });
-    });
-    for (int64_t step = 0; step < p.steps; step++) {
-        const char* a = static_cast<const char*>(rows) + step * p.step;
-        for (int64_t word = 0; word < TILE; word++) {
-            const auto left = load_bytes<__m512bh>(p.left + step * p.words + word * TILE);
-            const auto right = load_bytes<__m512bh>(p.right + step * p.words + word * TILE);
-            each<ROWS>([&](auto row) {
-                const auto one = (__m512bh)_mm512_set1_epi32(load_bytes<int32_t>(a + row * p.stride + word * 4));
-                sums[row][0] = _mm512_dpbf16_ps(sums[row][0], one, left);
-                sums[row][1] = _mm512_dpbf16_ps(sums[row][1], one, right);
-            });
-        }
-    }
-    each<ROWS>([&](auto row) {
-        each<2>([&](auto v) { _mm512_storeu_ps(to + row * PAIR + v * 16, sums[row][v]); });
-    });
-}
-
-TOKEND_FLATTEN void multiply_vectors(const Product& p) {
-    for (int64_t row = 0; row < TILE; row += 8) {
-        multiply_eight(p, static_cast<const char*>(p.upper) + row * p.stride, p.to + row * PAIR);
-        multiply_eight(p, static_cast<const char*>(p.lower) + row * p.stride, p.to + (TILE + row) * PAIR);
-    }
-}
-
 // Query rows of one tile of the plan and what is known of them so far.
 template <class C>
 struct Rows {
@@ -110,7 +73,6 @@ struct Rows {
 
     const Piece& piece;
     int64_t head_dim, width;
-    void (*multiply)(const Product&);
     float log_scale;
     ColumnResults all;   // [head_dim, width]: pieces that are done
     ColumnResults part;  // [head_dim, 32]: the rows and the piece at hand
@@ -127,8 +89,7 @@ struct Rows {
     Groups<C> groups;  // the piece at hand
     Broken broken;     // of which V is not finite, where not all rows see all
 
-    Rows(const Piece& p, Scratch& scratch, void (*product)(const Product&))
-        : piece(p), head_dim(p.head_dim), width(round_up(p.rows, PAIR)), multiply(product) {
+    Rows(const Piece& p, Scratch& scratch) : piece(p), head_dim(p.head_dim), width(round_up(p.rows, PAIR)) {
         const int64_t half_words = head_dim / 2, copied = Groups<C>::copy_size(head_dim) * sizeof(C) / 4;
         float* at = scratch.floats((width + PAIR) * (head_dim + 2) + width + PIECE * PAIR + width * half_words +
                                    PIECE * TILE + PIECE * half_words + TILE * head_dim + PIECE * half_words +
@@ -171,13 +132,11 @@ struct Rows {
   private:
     void pack_queries(int64_t tile) {
         uint32_t* rows = pairs;  // [TILE, head_dim / 2], free as yet
-        float* query = scores;
         for (int64_t row = tile * TILE; row < (tile + 1) * TILE; row++) {
             uint32_t* words = rows + row % TILE * head_dim / 2;
             limits[row] = row < piece.rows ? float(piece.limit(row)) : 0.0f;
-            std::fill_n(query, head_dim, 0.0f);
-            if (row < piece.rows) piece.turned_query(row, query);
-            pair_query<C>(query, head_dim, words);
+            if (row < piece.rows) pair_query<C>(piece, row, words);
+            else std::fill_n(words, head_dim / 2, 0u);
         }
         for (int64_t step = 0; step < head_dim / INNER; step++)
             transpose(rows + step * TILE, head_dim / 2, queries + (tile * head_dim / INNER + step) * TILE_WORDS, TILE);
@@ -310,48 +269,37 @@ struct Rows {
 };
 
 template <class C>
-void attend(const Piece& piece, const TokendPlan* plan, int64_t index, Scratch& scratch,
-            void (*multiply)(const Product&)) {
-    Rows<C> rows(piece, scratch, multiply);
-    rows.compute();
+void attend(const Piece& piece, const TokendPlan* plan, int64_t index, Scratch& scratch) {
+    Rows<C> rows(piece, scratch);
+    {
+        const Tiles tiles;
+        rows.compute();
+    }
     for (int64_t tile = 0; tile * TILE < piece.rows; tile++) {
         float* output = rows.output_rows(tile);
         const int64_t begin = tile * TILE, end = std::min(piece.rows, begin + TILE);
         for (int64_t row = begin; row < end; row++)
-            leave_row(piece, plan, index, row,
-                      {output + (row - begin) * piece.head_dim, rows.all.best[row], rows.all.total[row]});
+            leave_bfloat16(piece, plan, index, row,
+                           {output + (row - begin) * piece.head_dim, rows.all.best[row], rows.all.total[row]});
     }
 }
 
 }  // namespace
 
 bool attend_in_bfloat16(const Piece& piece, const TokendPlan* plan, int64_t index, Scratch& scratch) {
-    if (!suits_bfloat16(piece.layer, piece.head_dim)) return false;
-    const auto attend_all = piece.layer->cache_dtype == TOKEND_INT8 ? attend<int8_t> : attend<bfloat16>;
-#if defined(TOKEND_AMX)
-    if (tiles_allowed()) {
-        const Tiles tiles;
-        attend_all(piece, plan, index, scratch, multiply_tiles);
-        return true;
-    }
-#endif
-    attend_all(piece, plan, index, scratch, multiply_vectors);
+    if (!suits_bfloat16(piece.layer, piece.head_dim) || !tiles_allowed()) return false;
+    if (piece.layer->cache_dtype == TOKEND_INT8) attend<int8_t>(piece, plan, index, scratch);
+    else attend<bfloat16>(piece, plan, index, scratch);
     return true;
 }
 
-bool attend_few_in_bfloat16(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
-                            Scratch& scratch) {
-    const TokendLayer* layer = piece.layer;
-    if (layer->dtype != TOKEND_BFLOAT16 || layer->cache_dtype != TOKEND_BFLOAT16) return false;
-    attend_few<bfloat16, bfloat16>(piece, following, plan, index, scratch);
-    return true;
-}
+int64_t tile_rows() { return tiles_allowed() ? 192 : 96; }
 
 #else
 
-bool attend_few_in_bfloat16(const Piece&, const Piece&, const TokendPlan*, int64_t, Scratch&) { return false; }
-
 bool attend_in_bfloat16(const Piece&, const TokendPlan*, int64_t, Scratch&) { return false; }
+
+int64_t tile_rows() { return 96; }
 
 #endif
 

@@ -13,6 +13,7 @@
 // which become bfloat16, and products of all its tokens into one float32 sum. Pieces are folded.
 #pragma once
 
+#include "attention_finish.h"
 #include "attention_piece.h"
 
 #if defined(__AVX512BF16__)
@@ -54,14 +55,45 @@ TOKEND_INLINE void pair_dims(const int8_t* row, int64_t head_dim, uint32_t* word
         _mm512_storeu_si512(words + dim / 2, pair_exact(widen(row + dim), widen(row + dim + 16)));
 }
 
-// A query row, in the order of the keys; its numbers are bfloat16 already.
+// Where a row of a piece stands among the queries or the outputs, in rows of `head_dim`.
+TOKEND_INLINE int64_t token_of(const Piece& piece, int64_t row) {
+    return piece.step->query_start[piece.tile->seq] + piece.tile->query_begin + row / piece.group;
+}
+
+TOKEND_INLINE int64_t head_of(const Piece& piece, int64_t row) {
+    return piece.tile->kv_head * piece.group + row % piece.group;
+}
+
+// The query of a row, turned (attention_rows.h) and rounded, in the order of the keys.
 template <class C>
-TOKEND_INLINE void pair_query(const float* row, int64_t head_dim, uint32_t* words) {
-    for (int64_t dim = 0; dim < head_dim; dim += INNER) {
-        const __m512 low = (__m512)load<16>(row + dim), high = (__m512)load<16>(row + dim + 16);
-        const __m512i pairs = QUANTISED<C> ? pair_exact(low, high) : (__m512i)_mm512_cvtne2ps_pbh(high, low);
-        _mm512_storeu_si512(words + dim / 2, pairs);
+TOKEND_INLINE void pair_query(const Piece& piece, int64_t row, uint32_t* words) {
+    const int64_t token = token_of(piece, row), head_dim = piece.head_dim, half = head_dim / 2;
+    const auto* query = static_cast<const bfloat16*>(piece.layer->query) + token * piece.layer->query_stride +
+                        head_of(piece, row) * head_dim;
+    const float* rotation = piece.layer->rotation + token * head_dim;
+    auto* turned = reinterpret_cast<bfloat16*>(words);
+    for (int64_t dim = 0; dim < half; dim += 16) {
+        const F<16> a = load<16>(query + dim), b = load<16>(query + half + dim);
+        const F<16> cosine = load<16>(rotation + dim), sine = load<16>(rotation + half + dim);
+        store<16>(turned + dim, a * cosine - b * sine);
+        store<16>(turned + half + dim, b * cosine + a * sine);
     }
+    if constexpr (QUANTISED<C>) {
+        for (int64_t dim = 0; dim < head_dim; dim += INNER) {
+            const F<16> low = load<16>(turned + dim), high = load<16>(turned + dim + 16);
+            _mm512_storeu_si512(words + dim / 2, pair_exact((__m512)low, (__m512)high));
+        }
+    }
+}
+
+// The same as leave_row, of a row whose output is bfloat16.
+inline void leave_bfloat16(const Piece& piece, const TokendPlan* plan, int64_t index, int64_t row,
+                           const RowResult& result) {
+    if (piece.tile->pieces != 1) return leave_row(piece, plan, index, row, result);
+    const int64_t at = token_of(piece, row) * piece.step->num_heads + head_of(piece, row);
+    auto* to = static_cast<bfloat16*>(piece.layer->output) + at * piece.head_dim;
+    for (int64_t dim = 0; dim < piece.head_dim; dim += 16)
+        store<16>(to + dim, load<16>(result.output + dim) / result.total);
 }
 
 // V of two neighbouring tokens, a word a dim; `head_dim` words. For bfloat16 the dims of each 32

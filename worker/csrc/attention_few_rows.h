@@ -100,8 +100,8 @@ TOKEND_INLINE void few_values_slice(const float* weights, const float* rescale, 
         each<V>([&](auto v) {
             const F<N> value = load<N>(values[token] + dim + v * N);
             each<R>([&](auto r) {
-                const F<N> product = weight[r] * value;
-                sums[r][v] += ALL_SEEN ? product : weight[r] == F<N>{} ? F<N>{} : product;
+                const F<N> sum = multiply_add<N>(weight[r], value, sums[r][v]);
+                sums[r][v] = ALL_SEEN ? sum : weight[r] == F<N>{} ? sums[r][v] : sum;
             });
         });
     }

@@ -7,10 +7,12 @@
 
 namespace tokend {
 
-// attention_bf16.cpp: many query rows, a span of tokens.
+// attention_bf16.cpp: many query rows, a span of tokens, and how many rows a tile of a longer
+// prompt has: enough to reuse each K and V many times.
+int64_t tile_rows();
 bool attend_in_bfloat16(const Piece& piece, const TokendPlan* plan, int64_t index, Scratch& scratch);
 
-// attention_bf16.cpp: few query rows over pages of bfloat16.
+// attention_few_bf16.cpp: few query rows over pages of bfloat16.
 bool attend_few_in_bfloat16(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
                             Scratch& scratch);
 

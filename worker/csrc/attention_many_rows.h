@@ -52,8 +52,8 @@ TOKEND_FLATTEN void many_values(const float* const* values, int64_t dim, const f
         each<TILE_M>([&](auto m) {
             const F<N> one = splat<N>(value[m]);
             each<V>([&](auto v) {
-                const F<N> product = one * weight[v];
-                sums[m][v] += ALL_SEEN ? product : weight[v] == F<N>{} ? F<N>{} : product;
+                const F<N> sum = multiply_add<N>(one, weight[v], sums[m][v]);
+                sums[m][v] = ALL_SEEN ? sum : weight[v] == F<N>{} ? sums[m][v] : sum;
             });
         });
     }
@@ -148,8 +148,10 @@ struct ManyRows {
             if (all_seen) add_values<true>(float_values, count, head_dim);
             else add_values<false>(float_values, count, head_dim);
             if (to != next_cut(from, PIECE, piece.end)) continue;
-            all.fold(part, head_dim, piece.scale);
-            part.clear(head_dim);
+            // Folding into nothing changes no bit.
+            if (from < next_cut(piece.begin, PIECE, piece.end)) std::swap(all, part);
+            else all.fold(part, head_dim, piece.scale);
+            if (to < piece.end) part.clear(head_dim);
         }
     }
 

@@ -8,11 +8,9 @@
 
 #include "attention.h"
 #include "attention_cut.h"
+#include "attention_kernels.h"
 
 namespace {
-
-// Rows of a tile of a longer prompt: enough to reuse each K and V many times.
-constexpr int64_t TILE_ROWS = 192;
 
 int64_t cost(const TokendTile& tile, int64_t piece) {
     const int64_t from = (tile.kv_begin / tile.piece_len + piece) * tile.piece_len;
@@ -29,7 +27,7 @@ void end_round(TokendPlan* plan) {
 
 extern "C" void tokend_attention_plan(const TokendStep* step, TokendPlan* plan) {
     const int64_t group = step->num_heads / step->num_kv_heads;
-    const int64_t tile_queries = std::max<int64_t>(1, TILE_ROWS / group);
+    const int64_t tile_queries = std::max<int64_t>(1, tokend::tile_rows() / group);
     int64_t round_rows = 0;
     plan->num_tiles = plan->num_tasks = plan->num_rounds = plan->num_partial_rows = plan->num_elements = 0;
     for (int64_t seq = 0; seq < step->num_seqs; seq++) {

@@ -10,7 +10,6 @@
 // and in any chunk of a prompt.
 #include "amx.h"
 #include "attention_bf16.h"
-#include "attention_finish.h"
 #include "attention_kernels.h"
 
 namespace tokend {
@@ -168,10 +167,7 @@ struct Rows : Memory, FewRows {
     void pack_queries() {
         uint32_t* pairs = reinterpret_cast<uint32_t*>(products);  // [TILE, head_dim / 2], free as yet
         std::fill_n(pairs, TILE * head_dim / 2, 0u);
-        for (int64_t row = 0; row < rows; row++) {
-            piece.turned_query(row, scores);
-            pair_query<bfloat16>(scores, head_dim, pairs + row * head_dim / 2);
-        }
+        for (int64_t row = 0; row < rows; row++) pair_query<bfloat16>(piece, row, pairs + row * head_dim / 2);
         for (int64_t step = 0; step < head_dim / INNER; step++)
             transpose(pairs + step * TILE, head_dim / 2, queries + step * TILE_WORDS, TILE);
     }
@@ -258,7 +254,7 @@ bool attend_in_tiles(const Piece& piece, const Piece& following, const TokendPla
     for (int64_t row = 0; row < piece.rows; row++) {
         float* output = few.output + row * piece.head_dim;
         order_dims<bfloat16>(output, piece.head_dim);
-        leave_row(piece, plan, index, row, {output, few.best[row], few.total[row]});
+        leave_bfloat16(piece, plan, index, row, {output, few.best[row], few.total[row]});
     }
     return true;
 }
