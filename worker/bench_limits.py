@@ -21,6 +21,7 @@ from proto.codec import from_json, to_json_line
 from proto.prepared_model import PreparedModel
 from worker.bench_attention import AttentionStep
 from worker.bench_step import BenchWorker
+from worker.kernels import KernelsUnavailableError
 from worker.layers.embedding import Table
 from worker.layers.linear import Linear
 from worker.loader.forms import Ends, FinishEnds, FinishProduct, Product, WeightForm
@@ -202,7 +203,11 @@ def main() -> None:
             key = (workload.config, workload.model)
             if not loaded or loaded[0][0] != key:
                 loaded[:] = [(key, LimitsWorker(workload, run_dir))]
-            sys.stdout.buffer.write(to_json_line(measure(loaded[0][1], workload)))
+            try:
+                timings = measure(loaded[0][1], workload)
+            except KernelsUnavailableError as reason:
+                sys.exit(f"without kernels there are no limits to measure: {reason}")
+            sys.stdout.buffer.write(to_json_line(timings))
             sys.stdout.buffer.flush()
 
 
