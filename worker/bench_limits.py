@@ -21,6 +21,7 @@ from proto.codec import from_json, to_json_line
 from proto.prepared_model import PreparedModel
 from worker.bench_attention import AttentionStep
 from worker.bench_step import BenchWorker
+from worker.kernels import KernelsUnavailableError
 from worker.layers.embedding import Table
 from worker.layers.linear import Linear
 from worker.loader.forms import Ends, FinishEnds, FinishProduct, Product, WeightForm
@@ -31,6 +32,9 @@ from worker.loader.source import WeightSource
 _READ_FLOATS: Final = 1 << 27
 _SECONDS_OF_A_PART: Final = 0.03
 _DENSE_BYTES: Final = {"bf16": 2, "f16": 2, "f32": 4}
+
+Part = Sequence[Callable[[], object]]
+"""Calls that are made one after the other, as in a step: a head alone would stay in the caches."""
 
 
 class NotedForm:
@@ -142,21 +146,20 @@ def measure(worker: LimitsWorker, workload: LimitsWorkload) -> LimitsTimings:
     """The parts take turns, and the best round of each counts."""
     products, attention = worker.products, worker.attention(workload)
     memory = torch.ones(_READ_FLOATS)
-    parts: list[Callable[[], object]] = [
-        _product(part, rows, worker.dtype)
-        for part in (products.layers, products.head)
+    parts: list[Part] = [
+        [_product(each, rows, worker.dtype) for each in (products.layers, products.head)]
         for rows in workload.rows
     ]
-    parts += [AttentionStep(attention).run, memory.sum]
-    *times, attention_ms, read_ms = _best_ms(parts, workload.rounds)
+    parts += [[AttentionStep(attention).run], [memory.sum]]
+    *times, (attention_ms,), (read_ms,) = _best_ms(parts, workload.rounds)
     pairs = attention.num_seqs * attention.query_tokens * (attention.query_tokens + 1) // 2
     return LimitsTimings(
         device=worker.device_name,
         num_threads=torch.get_num_threads(),
         weights=products.name,
         rows=workload.rows,
-        layer_products_ms=times[: len(workload.rows)],
-        head_product_ms=times[len(workload.rows) :],
+        layer_products_ms=[layers for layers, _ in times],
+        head_product_ms=[head for _, head in times],
         attention_ns_per_pair=1e6 * attention_ms / pairs,
         read_gb_per_s=memory.nbytes / 1e6 / read_ms,
         weight_bytes=weight_bytes(products, workload.model, tied=worker.tied),
@@ -176,21 +179,24 @@ def _product(
     return run
 
 
-def _best_ms(parts: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """Of each part; short ones run several times a round, as they are disturbed most."""
-    times: list[list[float]] = [[] for _ in parts]
+def _best_ms(parts: Sequence[Part], rounds: int) -> list[list[float]]:
+    """Of each call of each part; short parts run several times a round: they are disturbed most."""
+    best = [[math.inf] * len(part) for part in parts]
     for number in range(rounds + 1):
-        for part, taken in zip(parts, times, strict=True):
-            if number == 1:
-                taken.clear()  # what came before warmed up
+        for place, part in enumerate(parts):
             spent = 0.0
             while spent < _SECONDS_OF_A_PART:
-                started = perf_counter()
-                part()
-                seconds = perf_counter() - started
-                spent += seconds
-                taken.append(1e3 * seconds)
-    return [min(taken) for taken in times]
+                times = [_seconds(call) for call in part]
+                spent += sum(times)
+                if number:  # the first round warms up
+                    best[place] = list(map(min, best[place], times))
+    return [[1e3 * seconds for seconds in each] for each in best]
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = perf_counter()
+    call()
+    return perf_counter() - started
 
 
 def main() -> None:
@@ -202,7 +208,11 @@ def main() -> None:
             key = (workload.config, workload.model)
             if not loaded or loaded[0][0] != key:
                 loaded[:] = [(key, LimitsWorker(workload, run_dir))]
-            sys.stdout.buffer.write(to_json_line(measure(loaded[0][1], workload)))
+            try:
+                timings = measure(loaded[0][1], workload)
+            except KernelsUnavailableError as reason:
+                sys.exit(f"without kernels there are no limits to measure: {reason}")
+            sys.stdout.buffer.write(to_json_line(timings))
             sys.stdout.buffer.flush()
 
 

@@ -253,7 +253,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         "--ceilings",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="measure what the hardware allows beside each server started as tokend serve (yes)",
+        help="measure what the hardware allows beside each server started as tokend serve; needs "
+        "compiled kernels (yes)",
     )
     add_sizes(parser, 256, 128)
     parser.add_argument("--json", metavar="FILE", help="write the figures there, too")

@@ -8,8 +8,10 @@ import pytest
 from deploy import cli
 from tests.fakes.tiny_checkpoints import save_tiny
 from tests.fakes.tiny_model_files import tokenizer_json
+from worker.kernels import row_kernels
 
 
+@pytest.mark.skipif(row_kernels() is None, reason="no compiled kernels")
 def test_the_table_as_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from proto.config import CacheConfig, CpuWeights, ModelConfig, SchedulerConfig, 
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.bench_limits import LimitsWorker, measure, weight_bytes
+from worker.kernels import row_kernels
 
 
 def workload(folder: Path, name: str, form: CpuWeights) -> LimitsWorkload:
@@ -29,6 +30,7 @@ def workload(folder: Path, name: str, form: CpuWeights) -> LimitsWorkload:
     )
 
 
+@pytest.mark.skipif(row_kernels() is None, reason="no compiled kernels")
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("form", ["f32", "bf16"])
 def test_all_products_of_a_step_are_timed(name: str, form: CpuWeights, tmp_path: Path) -> None:
