@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
 
 from proto.errors import ConfigError
@@ -108,9 +109,7 @@ def load_library() -> Library:
     return library
 
 
-def refuse_unsupported(
-    shape: AttentionShape, dtype: torch.dtype, kv_dtype: torch.dtype
-) -> None:
+def refuse_unsupported(shape: AttentionShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     """Raise ConfigError for what the kernels cannot do."""
     if dtype not in QUERY_DTYPES:
         raise _refusal(f"computes in bfloat16 or float16, not {_name(dtype)}")
@@ -192,14 +191,12 @@ class FlashInferAttention:
         sent = self._staging.upload(
             [each.slot_mapping for each in inputs]
             + [pages.runs, pages.shift]
+            + [np.concatenate([each.block_table.reshape(-1) for each in inputs])]
             + moves
-            + [each.block_table for each in inputs]
         )
         num_groups = len(inputs)
-        self._slots, rest = sent[:num_groups], sent[num_groups:]
-        runs, shift, *rest = rest
-        self._moves, tables = rest[: len(moves)], rest[len(moves) :]
-        return gather_pages(_joined(tables), runs, shift, pages.num_pages)
+        self._slots, (runs, shift, tables, *self._moves) = sent[:num_groups], sent[num_groups:]
+        return gather_pages(tables, runs, shift, pages.num_pages)
 
 
 class _Planned:
@@ -336,10 +333,6 @@ class _Group:
         """query, output: [T, num_heads, head_dim], contiguous, in the order of the batch."""
         for wrapper, tokens in self._steps:
             wrapper.run(query[tokens], pages, out=output[tokens])
-
-
-def _joined(tables: list[torch.Tensor]) -> torch.Tensor:
-    return tables[0] if len(tables) == 1 else torch.cat(tables)
 
 
 def _refusal(what: str) -> ConfigError:

@@ -171,7 +171,7 @@ def gather_pages(
     num_pages is known on the host, so that nobody waits for a device to count them.
     """
     at = torch.repeat_interleave(shift, runs, output_size=num_pages)
-    at += torch.arange(num_pages, dtype=torch.int32, device=shift.device)
+    at += torch.arange(num_pages, out=torch.empty_like(at))
     return tables.index_select(0, at)
 
 

@@ -81,7 +81,9 @@ class Staging:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._turns = [_Turn(accelerator.staging(0), accelerator.event()) for _ in range(_NUM_TURNS)]
+        self._turns = [
+            _Turn(accelerator.staging(0), accelerator.event()) for _ in range(_NUM_TURNS)
+        ]
         self._device = accelerator.zeros(0, torch.uint8)
 
     def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:

@@ -1,0 +1,184 @@
+"""Index arrays against a model that lists the tokens one by one."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.attention.base import AttentionInputs
+from worker.attention.paged_batch import (
+    PADDING_SLOT,
+    StepPages,
+    gather_pages,
+    order_of,
+    pad_decodes,
+    step_pages,
+)
+
+NO_BLOCK = 1 << 24
+"""In a table where nobody may look."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """sequences: (KV tokens before the step, query tokens). windows: of the groups."""
+
+    sequences: tuple[tuple[int, int], ...]
+    windows: tuple[int | None, ...]
+    block_size: int
+    spare: int
+
+
+batches = st.builds(
+    Batch,
+    st.lists(
+        st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(1, 20))),
+        min_size=1,
+        max_size=7,
+    ).map(tuple),
+    st.lists(st.one_of(st.none(), st.integers(1, 30)), min_size=1, max_size=3).map(tuple),
+    st.sampled_from((1, 3, 4, 16)),
+    st.integers(0, 2),
+)
+
+
+def inputs_of(batch: Batch, group: int) -> AttentionInputs:
+    """A step whose blocks are all different, with NO_BLOCK wherever nobody may look."""
+    size, window = batch.block_size, batch.windows[group]
+    lens = [before + new for before, new in batch.sequences]
+    width = -(-max(lens) // size) + batch.spare
+    table = np.full((len(lens), width), NO_BLOCK, dtype=np.int32)
+    for row, (before, new) in enumerate(batch.sequences):
+        first = 0 if window is None else max(0, before + 1 - window) // size
+        end = -(-(before + new) // size)
+        table[row, first:end] = 1 + (group * len(lens) + row) * 100 + np.arange(first, end)
+    slots = [
+        table[row, position // size] * size + position % size
+        for row, (before, new) in enumerate(batch.sequences)
+        for position in range(before, before + new)
+    ]
+    return AttentionInputs(
+        query_start=np.cumsum([0] + [new for _, new in batch.sequences], dtype=np.int32),
+        seq_lens=np.array(lens, dtype=np.int32),
+        block_table=table,
+        slot_mapping=np.array(slots, dtype=np.int64),
+    )
+
+
+def gathered(step: list[AttentionInputs], pages: StepPages) -> torch.Tensor:
+    tables = np.concatenate([each.block_table.reshape(-1) for each in step])
+    return gather_pages(*map(torch.from_numpy, (tables, pages.runs, pages.shift)), pages.num_pages)
+
+
+@given(batches)
+def test_every_query_is_planned_once_with_the_tokens_it_may_see(batch: Batch) -> None:
+    step = [inputs_of(batch, group) for group in range(len(batch.windows))]
+    pages = step_pages(step, batch.windows, batch.block_size)
+    indices = gathered(step, pages)
+    assert indices.dtype == torch.int32
+    assert len(indices) == pages.num_pages
+    sequences = pages.order.sequences.tolist()
+    begin = 0
+    for group, window in enumerate(batch.windows):
+        rows = []
+        for part in (pages.decodes[group], pages.prefills[group]):
+            own = indices[begin : begin + part.num_pages].tolist()
+            begin += part.num_pages
+            for row in range(part.num_rows):
+                run = own[part.kv_indptr[row] : part.kv_indptr[row + 1]]
+                count = int(part.qo_indptr[row + 1] - part.qo_indptr[row])
+                length = (len(run) - 1) * batch.block_size + int(part.last_page_len[row])
+                assert length == part.kv_lens[row]
+                slots = [
+                    page * batch.block_size + i for page in run for i in range(batch.block_size)
+                ]
+                rows.append((count, slots[:length]))
+        for place, (count, slots) in zip(sequences, rows, strict=True):
+            before, new = batch.sequences[place]
+            assert count == new
+            table = step[group].block_table[place]
+            for query in range(new):
+                position = before + query
+                first = 0 if window is None else max(0, position + 1 - window)
+                seen = [
+                    int(table[t // batch.block_size]) * batch.block_size + t % batch.block_size
+                    for t in range(first, position + 1)
+                ]
+                # As the kernel masks: query j of n ends at length - n + j.
+                end = len(slots) - new + query + 1
+                assert slots[end - len(seen) : end] == seen
+            assert all(slot < NO_BLOCK for slot in slots)
+            assert (
+                step[group].slot_mapping[step[group].query_start[place] :][:new].tolist()
+                == (slots[len(slots) - new :])
+            )
+
+
+@given(batches)
+def test_arrays_are_what_the_library_takes(batch: Batch) -> None:
+    step = [inputs_of(batch, group) for group in range(len(batch.windows))]
+    pages = step_pages(step, batch.windows, batch.block_size)
+    num_decodes = sum(new == 1 for _, new in batch.sequences)
+    for part in pages.decodes + pages.prefills:
+        for array in (part.qo_indptr, part.kv_indptr, part.last_page_len, part.kv_lens):
+            assert array.dtype == np.int32
+            assert array.flags.c_contiguous
+            assert array.ndim == 1
+        for offsets in (part.qo_indptr, part.kv_indptr):
+            assert offsets[0] == 0
+            assert len(offsets) == part.num_rows + 1
+            assert (np.diff(offsets) >= 1).all()
+        assert ((part.last_page_len >= 1) & (part.last_page_len <= batch.block_size)).all()
+    for part in pages.decodes:
+        assert part.num_rows == num_decodes
+        assert part.num_tokens == num_decodes
+    for part in pages.prefills:
+        assert part.num_rows == len(batch.sequences) - num_decodes
+        assert part.longest_query == max((new for _, new in batch.sequences if new > 1), default=0)
+    for array in (pages.runs, pages.shift):
+        assert array.dtype == np.int32
+
+
+@given(st.lists(st.one_of(st.just(1), st.integers(1, 9)), min_size=1, max_size=12))
+def test_decodes_go_first_and_everybody_comes_back(counts: list[int]) -> None:
+    start = np.cumsum([0, *counts], dtype=np.int32)
+    order = order_of(start)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    moved = owners[order.tokens]
+    expected = [i for i, n in enumerate(counts) if n == 1] + [
+        i for i, n in enumerate(counts) if n > 1
+    ]
+    assert order.sequences.tolist() == expected
+    assert list(dict.fromkeys(moved.tolist())) == expected
+    assert order.num_decodes == counts.count(1)
+    assert order.as_in_step == (expected == list(range(len(counts))))
+    tokens = np.arange(start[-1])
+    assert (tokens[order.tokens][order.back] == tokens).all()
+    # The tokens of a sequence stay in order.
+    for sequence in expected:
+        assert (np.diff(order.tokens[moved == sequence]) == 1).all()
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    st.integers(0, 5),
+    st.one_of(st.none(), st.integers(1, 9)),
+)
+def test_padding_reads_nothing_and_writes_where_nobody_reads(
+    before: list[int], missing: int, window: int | None
+) -> None:
+    batch = Batch(tuple((n, 1) for n in before), (window,), 4, 1)
+    inputs = inputs_of(batch, 0)
+    padded = pad_decodes(inputs, len(before) + missing)
+    assert padded.num_seqs == padded.num_tokens == len(before) + missing
+    assert (padded.slot_mapping[len(before) :] == PADDING_SLOT).all()
+    plain, wide = (step_pages([each], [window], 4) for each in (inputs, padded))
+    assert gathered([padded], wide).tolist() == gathered([inputs], plain).tolist()
+    (part,), (real,) = wide.decodes, plain.decodes
+    assert part.num_rows == len(before) + missing
+    assert part.kv_indptr.tolist() == real.kv_indptr.tolist() + [real.num_pages] * missing
+    assert part.last_page_len.tolist() == real.last_page_len.tolist() + [1] * missing
+    assert part.kv_lens.tolist() == real.kv_lens.tolist() + [0] * missing
+    assert wide.prefills[0].num_rows == 0
