@@ -196,7 +196,8 @@ def _first_page(seq_lens: Int32s, counts: Int32s, window: Window, block_size: in
     """The page with the first token that the first query of each sequence sees."""
     if window is None:
         return np.zeros_like(seq_lens)
-    return np.maximum(seq_lens - counts + 1 - window, 0) // block_size
+    first: Int32s = np.maximum(seq_lens - counts + 1 - window, 0)
+    return first // block_size
 
 
 def _part(counts: Int32s, pages: Int32s, last: Int32s, kv_lens: Int32s) -> Part:
