@@ -17,6 +17,7 @@ from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine
 from worker.attention.base import AttentionBackend, AttentionShape
 from worker.attention.flashinfer import Captures, FlashInferAttention
+from worker.attention.kv_store import store_by_index
 from worker.attention.reference import ReferenceAttention
 from worker.batch.rows import Rows
 from worker.kv_cache import KVCache, kv_cache_geometry
@@ -74,7 +75,14 @@ def test_tokens_equal_those_of_the_reference(decoder: Decoder) -> None:
     device = FakeDevice()
     library = FakeFlashInfer(device)
     backend = FlashInferAttention(
-        cache_on(device, faked.cache), faked.shape, DTYPE, device, library, CAPTURES, 1 << 12
+        cache_on(device, faked.cache),
+        faked.shape,
+        DTYPE,
+        device,
+        library,
+        store_by_index,
+        CAPTURES,
+        1 << 12,
     )
     found = faked.tokens(AcrossTheBoundary(device, backend), prompts)
     assert found == plain.tokens(ReferenceAttention(plain.cache, plain.shape), prompts)

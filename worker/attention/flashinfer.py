@@ -26,6 +26,7 @@ import torch
 
 from proto.errors import ConfigError
 from worker.attention.base import AttentionInputs, AttentionShape
+from worker.attention.kv_store import KVStore, triton_store
 from worker.attention.paged_batch import Part, StepPages, gather_pages, step_pages
 from worker.attention.staging import Accelerator, Cuda, Staging
 from worker.kv_cache import KVCache
@@ -92,7 +93,9 @@ def create_flashinfer(
     """
     refuse_unsupported(shape, dtype, kv_cache.dtype)
     accelerator = Cuda(kv_cache.buffer.device)
-    return FlashInferAttention(kv_cache, shape, dtype, accelerator, load_library(), captures)
+    return FlashInferAttention(
+        kv_cache, shape, dtype, accelerator, load_library(), triton_store(), captures
+    )
 
 
 def load_library() -> Library:
@@ -137,12 +140,13 @@ class FlashInferAttention:
         dtype: torch.dtype,
         accelerator: Accelerator,
         library: Library,
+        store: KVStore,
         captures: Captures = NO_CAPTURES,
         workspace_bytes: int = WORKSPACE_BYTES,
     ) -> None:
         refuse_unsupported(shape, dtype, kv_cache.dtype)
         self._kv_cache = kv_cache
-        self._shape = shape
+        self._store = store
         self._staging = Staging(accelerator)
         make = _WrapperMaker(accelerator, library, workspace_bytes)
         self._groups = [
@@ -174,15 +178,13 @@ class FlashInferAttention:
     ) -> torch.Tensor:
         """As the Protocol says; queues kernels and waits for none."""
         group = self._kv_cache.layout.places[layer].group
-        key_pages, value_pages = self._pages[layer]
-        slots = self._slots[group]
-        key_pages.write(slots, rotate(key, rotation))
-        value_pages.write(slots, value)
+        pages = self._pages[layer]
+        self._store(self._slots[group], rotate(key, rotation), value, pages)
         turned = rotate(query, rotation)
         if self._moves:
             turned = turned.index_select(0, self._moves[0])
         output = torch.empty_like(turned)
-        self._groups[group].run(turned, (key_pages.rows, value_pages.rows), output)
+        self._groups[group].run(turned, (pages[0].rows, pages[1].rows), output)
         return output.index_select(0, self._moves[1]) if self._moves else output
 
     def _upload(self, inputs: Sequence[AttentionInputs], pages: StepPages) -> torch.Tensor:

@@ -18,20 +18,17 @@ out on the left changes nothing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from worker.attention.base import AttentionInputs
+from worker.attention.kv_store import PADDING_SLOT
 from worker.kv_layout import Window
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
-
-PADDING_SLOT: Final = 0
-"""Where padding tokens write: a slot of the null block, which nobody reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +175,7 @@ def gather_pages(
 def pad_decodes(inputs: AttentionInputs, num_rows: int) -> AttentionInputs:
     """A step of decodes alone with rows added that read nothing, up to `num_rows`.
 
-    Each has a query token, no KV token, and writes to the null block.
+    Each has a query token and no KV token, and writes nothing.
     """
     missing = num_rows - inputs.num_seqs
     assert missing >= 0, "more sequences than rows"

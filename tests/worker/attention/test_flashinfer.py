@@ -12,6 +12,7 @@ from tests.worker.attention.steps import LAYER, Case, Step
 from worker.attention import flashinfer
 from worker.attention.base import AttentionShape
 from worker.attention.flashinfer import NO_CAPTURES, Captures, FlashInferAttention
+from worker.attention.kv_store import store_by_index
 from worker.attention.paged_batch import pad_decodes
 from worker.attention.reference import ReferenceAttention
 from worker.kv_cache import KVCache, kv_cache_geometry
@@ -37,6 +38,7 @@ class Fakes:
                 step.case.dtype,
                 self.device,
                 self.library,
+                store_by_index,
                 captures,
                 WORKSPACE,
             ),
@@ -163,7 +165,13 @@ def backend_for(
     device = FakeDevice()
     cache = cache_on(device, KVCache(geometry, layout, 2, 4))
     return FlashInferAttention(
-        cache, shape, dtype, device, FakeFlashInfer(device), workspace_bytes=WORKSPACE
+        cache,
+        shape,
+        dtype,
+        device,
+        FakeFlashInfer(device),
+        store_by_index,
+        workspace_bytes=WORKSPACE,
     )
 
 

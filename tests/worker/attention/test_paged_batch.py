@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.attention.base import AttentionInputs
+from worker.attention.kv_store import PADDING_SLOT
 from worker.attention.paged_batch import (
-    PADDING_SLOT,
     StepPages,
     gather_pages,
     order_of,
@@ -72,6 +72,7 @@ def gathered(step: list[AttentionInputs], pages: StepPages) -> torch.Tensor:
     return gather_pages(*map(torch.from_numpy, (tables, pages.runs, pages.shift)), pages.num_pages)
 
 
+@settings(deadline=None)
 @given(batches)
 def test_every_query_is_planned_once_with_the_tokens_it_may_see(batch: Batch) -> None:
     step = [inputs_of(batch, group) for group in range(len(batch.windows))]
@@ -116,6 +117,7 @@ def test_every_query_is_planned_once_with_the_tokens_it_may_see(batch: Batch) ->
             )
 
 
+@settings(deadline=None)
 @given(batches)
 def test_arrays_are_what_the_library_takes(batch: Batch) -> None:
     step = [inputs_of(batch, group) for group in range(len(batch.windows))]
@@ -141,6 +143,7 @@ def test_arrays_are_what_the_library_takes(batch: Batch) -> None:
         assert array.dtype == np.int32
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(st.just(1), st.integers(1, 9)), min_size=1, max_size=12))
 def test_decodes_go_first_and_everybody_comes_back(counts: list[int]) -> None:
     start = np.cumsum([0, *counts], dtype=np.int32)
@@ -161,12 +164,13 @@ def test_decodes_go_first_and_everybody_comes_back(counts: list[int]) -> None:
         assert (np.diff(order.tokens[moved == sequence]) == 1).all()
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=6),
     st.integers(0, 5),
     st.one_of(st.none(), st.integers(1, 9)),
 )
-def test_padding_reads_nothing_and_writes_where_nobody_reads(
+def test_padding_reads_nothing_and_writes_nothing(
     before: list[int], missing: int, window: int | None
 ) -> None:
     batch = Batch(tuple((n, 1) for n in before), (window,), 4, 1)

@@ -1,0 +1,60 @@
+"""Both ways of writing K and V against a loop over tokens; the kernel in Triton's interpreter."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from worker.attention.kv_store import PADDING_SLOT, KVStore, store_by_index, triton_store
+from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_layout import kv_layout
+
+NUM_BLOCKS, BLOCK_SIZE, HEAD_DIM = 6, 4, 64
+SLOTS = (9, 4, 23, PADDING_SLOT, 10, 5, PADDING_SLOT)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KVStore:
+    if request.param == "torch":
+        return store_by_index
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return triton_store()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.float8_e4m3fn),
+        (torch.float16, torch.float8_e4m3fn),
+    ],
+)
+@pytest.mark.parametrize("num_heads", [1, 3])
+def test_every_token_stands_at_its_slot_and_nothing_else_changes(
+    store: KVStore, num_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    layout = kv_layout([None, None])
+    geometry = kv_cache_geometry(layout, num_heads, HEAD_DIM, kv_dtype)
+    cache = KVCache(geometry, layout, NUM_BLOCKS, BLOCK_SIZE)
+    generator = torch.Generator().manual_seed(0)
+    # What 8 bits hold exactly, and now and then more than they hold.
+    fused = torch.randint(-15, 16, (len(SLOTS), 3, num_heads * HEAD_DIM), generator=generator)
+    fused[:, :, ::7] *= 128
+    _, key, value = (
+        part.view(len(SLOTS), num_heads, HEAD_DIM) for part in fused.to(dtype).unbind(1)
+    )
+    before = torch.randint(0, 16, cache.buffer.shape, generator=generator).to(kv_dtype)
+    cache.buffer.copy_(before)
+    store(torch.tensor(SLOTS), key, value, cache.layer_pages(1))
+    expected = before.float()
+    largest = torch.finfo(kv_dtype).max
+    for part, tokens in enumerate((key, value)):
+        for slot, token in zip(SLOTS, tokens, strict=True):
+            if slot != PADDING_SLOT:
+                block, offset = divmod(slot, BLOCK_SIZE)
+                expected[block, 1, part, :, offset] = token.float().clamp(-largest, largest)
+    # The null block may hold anything.
+    assert torch.equal(cache.buffer[1:].float(), expected[1:])
