@@ -26,7 +26,7 @@ import torch
 
 from proto.errors import ConfigError
 from worker.attention.base import AttentionInputs, AttentionShape
-from worker.attention.kv_store import KVStore, triton_store
+from worker.attention.kv_store import KVStore, TritonStore
 from worker.attention.paged_batch import Part, StepPages, gather_pages, step_pages
 from worker.attention.staging import Accelerator, Cuda, Staging
 from worker.kv_cache import KVCache
@@ -94,7 +94,7 @@ def create_flashinfer(
     refuse_unsupported(shape, dtype, kv_cache.dtype)
     accelerator = Cuda(kv_cache.buffer.device)
     return FlashInferAttention(
-        kv_cache, shape, dtype, accelerator, load_library(), triton_store(), captures
+        kv_cache, shape, dtype, accelerator, load_library(), TritonStore(), captures
     )
 
 

@@ -44,52 +44,26 @@ def store_by_index(
         part.write(places, tokens)
 
 
-def triton_store() -> KVStore:
+class TritonStore:
     """KVStore as a kernel of Triton, for pages whose elements are the values.
 
     head_dim and block_size are powers of two.
     """
-    import triton
-    import triton.language as tl
 
-    def store_head(
-        slots: Any,
-        key: Any,
-        value: Any,
-        key_pages: Any,
-        value_pages: Any,
-        key_stride: Any,
-        value_stride: Any,
-        block_stride: Any,
-        head_stride: Any,
-        block_size: tl.constexpr,
-        head_dim: tl.constexpr,
-        most: tl.constexpr,
+    def __init__(self) -> None:
+        self.kernel = _kernel()
+
+    def __call__(
+        self,
+        slots: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pages: tuple[Pages, Pages],
     ) -> None:
-        # One program for each head of each token.
-        token, head = tl.program_id(0), tl.program_id(1)
-        slot = tl.load(slots + token)
-        if slot >= 0:
-            dims = tl.arange(0, head_dim)
-            from_key = key + token * key_stride + head * head_dim + dims
-            from_value = value + token * value_stride + head * head_dim + dims
-            block, offset = slot // block_size, slot % block_size
-            to = block * block_stride + head * head_stride + offset * head_dim + dims
-            k, v = tl.load(from_key), tl.load(from_value)
-            if most:
-                k = tl.clamp(k.to(tl.float32), -most, most, propagate_nan=tl.PropagateNan.ALL)
-                v = tl.clamp(v.to(tl.float32), -most, most, propagate_nan=tl.PropagateNan.ALL)
-            tl.store(key_pages + to, k.to(key_pages.dtype.element_ty))
-            tl.store(value_pages + to, v.to(value_pages.dtype.element_ty))
-
-    kernel: Any = triton.jit(store_head)
-
-    def store(
-        slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pages: tuple[Pages, Pages]
-    ) -> None:
+        """As the Protocol says."""
         num_tokens, num_heads, head_dim = key.shape
         key_rows, value_rows = pages[0].rows, pages[1].rows
-        kernel[(num_tokens, num_heads)](
+        self.kernel[(num_tokens, num_heads)](
             slots,
             key,
             value,
@@ -104,7 +78,42 @@ def triton_store() -> KVStore:
             most=_largest(key_rows.dtype),
         )
 
-    return store
+
+def _kernel() -> Any:
+    """One program for each head of each token; `most` cuts values off where it is not 0."""
+    import triton
+    import triton.language as tl
+
+    # Triton reads the annotations too, and knows none but its own.
+    def store_head(  # type: ignore[no-untyped-def]
+        slots,
+        key,
+        value,
+        key_pages,
+        value_pages,
+        key_stride,
+        value_stride,
+        block_stride,
+        head_stride,
+        block_size: tl.constexpr,
+        head_dim: tl.constexpr,
+        most: tl.constexpr,
+    ):
+        token, head = tl.program_id(0), tl.program_id(1)
+        slot = tl.load(slots + token)
+        if slot >= 0:
+            dims = tl.arange(0, head_dim)
+            k = tl.load(key + token * key_stride + head * head_dim + dims)
+            v = tl.load(value + token * value_stride + head * head_dim + dims)
+            block, offset = slot // block_size, slot % block_size
+            to = block * block_stride + head * head_stride + offset * head_dim + dims
+            if most != 0.0:
+                k = tl.clamp(k.to(tl.float32), -most, most, propagate_nan=tl.PropagateNan.ALL)
+                v = tl.clamp(v.to(tl.float32), -most, most, propagate_nan=tl.PropagateNan.ALL)
+            tl.store(key_pages + to, k.to(key_pages.dtype.element_ty))
+            tl.store(value_pages + to, v.to(value_pages.dtype.element_ty))
+
+    return triton.jit(store_head)
 
 
 def _largest(dtype: torch.dtype) -> float:
