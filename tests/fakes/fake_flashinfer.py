@@ -71,9 +71,33 @@ class FakeFlashInfer:
         self.wrappers.append(wrapper)
         return wrapper
 
+    def merge_state_in_place(
+        self, v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor
+    ) -> None:
+        for name, tensor in (("v", v), ("s", s), ("v_other", v_other), ("s_other", s_other)):
+            demand(self._device.holds(tensor), f"{name} is on the device")
+            demand(tensor.is_contiguous(), f"{name} is contiguous")
+        demand(v.dtype == v_other.dtype and v.dtype in SIXTEEN_BITS, "both results have 16 bits")
+        # Sums of another dtype would be merged in a copy that nobody sees.
+        demand(s.dtype == s_other.dtype == torch.float32, "log-sums are float32")
+        demand(v.shape == v_other.shape, "both results have one shape")
+        demand(v.shape[:2] == s.shape == s_other.shape, "each head has a log-sum")
+        own, other = on_host(s), on_host(s_other)
+        both = torch.logaddexp2(own, other)
+        results = (
+            on_host(each).float() * torch.exp2(sums - both)[..., None]
+            for each, sums in ((v, own), (v_other, other))
+        )
+        on_host(v).copy_(sum(results))
+        own.copy_(both)
+
 
 class _PagedWrapper:
-    """What both wrappers do."""
+    """What both wrappers do.
+
+    num_plans: how often it was planned. for_all_queries: the last plan shows each of its
+    queries all keys, as that of a shared prefix does.
+    """
 
     def __init__(
         self, device: FakeDevice, workspace: torch.Tensor, kv_layout: str, backend: str
@@ -90,6 +114,7 @@ class _PagedWrapper:
         self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._schedule = 0
         self.num_plans = 0
+        self.for_all_queries = False
 
     @property
     def batch_size(self) -> int | None:
@@ -124,6 +149,7 @@ class _PagedWrapper:
         else:
             demand(settings["window_left"] < 0, "a window is causal")
         self._planned = (shape, settings, qo_indptr.clone())
+        self.for_all_queries = not settings["causal"]
         self._keep(indptr, indices, last_page_len)
         self._schedule = self._device.enqueue()
         self.num_plans += 1
@@ -193,6 +219,7 @@ class _PagedWrapper:
         key, value = self._check_cache(paged_kv_cache, shape, settings["kv_data_type"])
         if lse is not None:
             self._check_tensor(lse, "lse", packed[:2], torch.float32)
+            demand(return_lse and lse.is_contiguous(), "lse is asked for, and contiguous")
         result = self._attend(on_host(q), key, value)
         on_host(out).copy_(result[0])
         self._device.enqueue()

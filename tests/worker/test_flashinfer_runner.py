@@ -16,7 +16,8 @@ from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine
 from worker.attention.base import AttentionBackend, AttentionShape
-from worker.attention.flashinfer import Captures, FlashInferAttention
+from worker.attention.flashinfer import FlashInferAttention
+from worker.attention.flashinfer_group import Options
 from worker.attention.kv_store import store_by_index
 from worker.attention.reference import ReferenceAttention
 from worker.batch.rows import Rows
@@ -30,7 +31,9 @@ from worker.sample.sampler import create_sampler
 
 DTYPE = torch.bfloat16
 HEAD_DIMS = {"llama": 64, "mistral-window": 128, "gemma3-pattern-untied": 256}
-CAPTURES = Captures(sizes=(1, 2, 3), max_pages=NUM_BLOCKS * len(CHUNKS))
+OPTIONS = Options(
+    capture_sizes=(1, 2, 3), capture_pages=NUM_BLOCKS * len(CHUNKS), workspace_bytes=1 << 12
+)
 
 
 class Worker:
@@ -81,8 +84,7 @@ def test_tokens_equal_those_of_the_reference(decoder: Decoder) -> None:
         device,
         library,
         store_by_index,
-        CAPTURES,
-        1 << 12,
+        OPTIONS,
     )
     found = faked.tokens(AcrossTheBoundary(device, backend), prompts)
     assert found == plain.tokens(ReferenceAttention(plain.cache, plain.shape), prompts)

@@ -1,91 +1,46 @@
-"""Attention on CUDA by FlashInfer 0.6.18: two wrappers a KV cache group.
+"""Attention on CUDA by FlashInfer 0.6.18: decodes and prefills of each group apart.
 
-Owns the wrappers, their plans and the order of a step's sequences; paged_batch.py makes
-the index arrays, the library has the kernels. Of each group decodes and prefills are
-planned apart, because one plan would give a decode the tiles of the longest prompt:
+Owns the order of a step's sequences and what goes to the device; paged_batch.py makes the
+index arrays, flashinfer_group.py calls the library. One plan for all would give a decode
+the tiles of the longest prompt, so each kind has its own:
 
     step ──▶ decodes ──▶ plan ──▶ copy of the schedule is queued ──▶ event
          └─▶ prefills ─▶ plan ──▶      "            "            ──▶ event
     layer ─▶ turn q, k ─▶ write K, V ─▶ run decodes ─▶ run prefills
 
-A plan fills page-locked memory of its wrapper and queues a copy of it. The next plan of
-that wrapper waits for the event, or it would write into a copy that has not run yet. Nothing
-else waits: what plans need is on the host, and what kernels need was queued before them.
+Nothing waits but a plan for the copy of the one before: what plans need is on the host, and
+what kernels need was queued before them.
 
-Every argument whose default could change what is computed is named, also where the default
-would do: the library's own are float16 and not causal.
+Cascade attention is an option: a prefix that all sequences of a step share is read once,
+for all queries, and merged with what each finds behind it (Ye et al., FlashInfer, "composable
+formats").
 """
 
 import importlib.metadata
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
 
 from proto.errors import ConfigError
 from worker.attention.base import AttentionInputs, AttentionShape
+from worker.attention.flashinfer_group import GroupWrappers, Library, Options, WrapperMaker
 from worker.attention.kv_store import KVStore, TritonStore
-from worker.attention.paged_batch import Part, StepPages, gather_pages, step_pages
+from worker.attention.paged_batch import StepPages, gather_pages, shared_pages, step_pages
 from worker.attention.staging import Accelerator, Cuda, Staging
 from worker.kv_cache import KVCache
-from worker.kv_layout import Window
 from worker.layers.rotary import Rotation, rotate
 
 VERSION: Final = "0.6.18.post1"
-"""What the calls below were written for; another one may mean something else by them."""
+"""What the calls were written for; another one may mean something else by them."""
 HEAD_DIMS: Final = (64, 128, 256)
 QUERY_DTYPES: Final = (torch.bfloat16, torch.float16)
-WORKSPACE_BYTES: Final = 256 << 20
-"""Partial results of split sequences: enough for 512 decodes of 32 heads of 128."""
-_BACKEND: Final = "fa2"
-"""Named always: on Hopper the library would choose by itself, and plan for longer."""
-_LAYOUT: Final = "HND"
-
-
-class Wrapper(Protocol):
-    """What both of the library's wrappers have."""
-
-    def plan(self, *args: Any, **settings: Any) -> None:
-        """Schedule a batch on the host and queue the copy of the schedule."""
-        ...
-
-    def run(
-        self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], *, out: Any
-    ) -> Any:
-        """Attend for the queries of the batch last planned."""
-        ...
-
-
-class Library(Protocol):
-    """What is used of the module `flashinfer`."""
-
-    def BatchPrefillWithPagedKVCacheWrapper(self, *args: Any, **settings: Any) -> Wrapper:
-        """Any number of query tokens a sequence."""
-        ...
-
-    def BatchDecodeWithPagedKVCacheWrapper(self, *args: Any, **settings: Any) -> Wrapper:
-        """One query token a sequence."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Captures:
-    """The batch sizes for which graphs of decodes are captured.
-
-    max_pages: of a batch, and of one group; a graph reads its page indices from one place.
-    """
-
-    sizes: tuple[int, ...] = ()
-    max_pages: int = 0
-
-
-NO_CAPTURES: Final = Captures()
+DEFAULTS: Final = Options()
 
 
 def create_flashinfer(
-    kv_cache: KVCache, shape: AttentionShape, dtype: torch.dtype, captures: Captures = NO_CAPTURES
+    kv_cache: KVCache, shape: AttentionShape, dtype: torch.dtype, options: Options = DEFAULTS
 ) -> "FlashInferAttention":
     """The backend on the device of `kv_cache`, for activations of `dtype`.
 
@@ -94,7 +49,7 @@ def create_flashinfer(
     refuse_unsupported(shape, dtype, kv_cache.dtype)
     accelerator = Cuda(kv_cache.buffer.device)
     return FlashInferAttention(
-        kv_cache, shape, dtype, accelerator, load_library(), TritonStore(), captures
+        kv_cache, shape, dtype, accelerator, load_library(), TritonStore(), options
     )
 
 
@@ -141,32 +96,28 @@ class FlashInferAttention:
         accelerator: Accelerator,
         library: Library,
         store: KVStore,
-        captures: Captures = NO_CAPTURES,
-        workspace_bytes: int = WORKSPACE_BYTES,
+        options: Options = DEFAULTS,
     ) -> None:
         refuse_unsupported(shape, dtype, kv_cache.dtype)
         self._kv_cache = kv_cache
         self._store = store
+        self._cascade_from = options.cascade_from
         self._staging = Staging(accelerator)
-        make = _WrapperMaker(accelerator, library, workspace_bytes)
+        make = WrapperMaker(accelerator, library, options)
         self._groups = [
-            _Group(make, shape, dtype, kv_cache.block_size, window, captures)
+            GroupWrappers(make, shape, dtype, kv_cache.block_size, window)
             for window in kv_cache.layout.windows
         ]
         self._pages = [kv_cache.layer_pages(i) for i in range(len(kv_cache.layout.places))]
 
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:
         """As the Protocol says; waits only for the copies of the plans before."""
-        pages = step_pages(inputs, self._kv_cache.layout.windows, self._kv_cache.block_size)
+        windows = self._kv_cache.layout.windows
+        pages = step_pages(inputs, windows, self._kv_cache.block_size, self._shared(inputs))
         indices = self._upload(inputs, pages)
-        begin = 0
-        for group, decodes, prefills in zip(
-            self._groups, pages.decodes, pages.prefills, strict=True
-        ):
-            middle = begin + decodes.num_pages
-            end = middle + prefills.num_pages
-            group.plan(decodes, indices[begin:middle], prefills, indices[middle:end])
-            begin = end
+        each = indices.split_with_sizes([parts.num_pages for parts in pages.groups])
+        for group, parts, own in zip(self._groups, pages.groups, each, strict=True):
+            group.plan(parts, own)
 
     def run(
         self,
@@ -187,6 +138,16 @@ class FlashInferAttention:
         self._groups[group].run(turned, (pages[0].rows, pages[1].rows), output)
         return output.index_select(0, self._moves[1]) if self._moves else output
 
+    def _shared(self, inputs: Sequence[AttentionInputs]) -> list[int]:
+        """Pages of the prefix of each group that is attended to once."""
+        shared = [0] * len(inputs)
+        if self._cascade_from and inputs[0].num_seqs > 1:
+            for group, window in enumerate(self._kv_cache.layout.windows):
+                if window is None:
+                    found = shared_pages(inputs[group], self._kv_cache.block_size)
+                    shared[group] = found if found >= self._cascade_from else 0
+        return shared
+
     def _upload(self, inputs: Sequence[AttentionInputs], pages: StepPages) -> torch.Tensor:
         """Everything the device needs of a step, in one copy; returns the page indices."""
         moves = [] if pages.order.as_in_step else [pages.order.tokens, pages.order.back]
@@ -199,142 +160,6 @@ class FlashInferAttention:
         num_groups = len(inputs)
         self._slots, (runs, shift, tables, *self._moves) = sent[:num_groups], sent[num_groups:]
         return gather_pages(tables, runs, shift, pages.num_pages)
-
-
-class _Planned:
-    """A wrapper and the event that tells when its next plan may be made."""
-
-    def __init__(self, wrapper: Wrapper, accelerator: Accelerator) -> None:
-        self._copied = accelerator.event()
-        self._wrapper = wrapper
-        self.run = wrapper.run
-
-    def plan(self, *args: Any, **settings: Any) -> None:
-        self._copied.synchronize()
-        self._wrapper.plan(*args, **settings)
-        self._copied.record()
-
-
-class _WrapperMaker:
-    """Makes wrappers that share one workspace: on one stream they run one after the other."""
-
-    def __init__(self, accelerator: Accelerator, library: Library, workspace_bytes: int) -> None:
-        self._accelerator = accelerator
-        self._library = library
-        self._workspace = accelerator.zeros(workspace_bytes, torch.uint8)
-
-    def prefill(self) -> _Planned:
-        """For prefills of any number."""
-        wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, _LAYOUT, use_cuda_graph=False, backend=_BACKEND
-        )
-        return _Planned(wrapper, self._accelerator)
-
-    def decode(self) -> _Planned:
-        """For decodes of any number."""
-        wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace,
-            _LAYOUT,
-            use_cuda_graph=False,
-            use_tensor_cores=True,
-            backend=_BACKEND,
-        )
-        return _Planned(wrapper, self._accelerator)
-
-    def captured(self, captures: Captures) -> dict[int, _Planned]:
-        """For exactly so many decodes as a graph has; they read their plans from one place."""
-        most = max(captures.sizes, default=0)
-        indptr = self._accelerator.zeros(most + 1, torch.int32)
-        last_page_len = self._accelerator.zeros(most, torch.int32)
-        indices = self._accelerator.zeros(captures.max_pages, torch.int32)
-        return {
-            size: _Planned(
-                self._library.BatchDecodeWithPagedKVCacheWrapper(
-                    self._workspace,
-                    _LAYOUT,
-                    use_cuda_graph=True,
-                    use_tensor_cores=True,
-                    paged_kv_indptr_buffer=indptr[: size + 1],
-                    paged_kv_indices_buffer=indices,
-                    paged_kv_last_page_len_buffer=last_page_len[:size],
-                    backend=_BACKEND,
-                ),
-                self._accelerator,
-            )
-            for size in captures.sizes
-        }
-
-
-class _Group:
-    """The wrappers of one KV cache group and what of them the current step runs."""
-
-    def __init__(
-        self,
-        make: _WrapperMaker,
-        shape: AttentionShape,
-        dtype: torch.dtype,
-        block_size: int,
-        window: Window,
-        captures: Captures,
-    ) -> None:
-        self._decode = make.decode()
-        self._prefill = make.prefill()
-        self._captured = make.captured(captures)
-        self._sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim, block_size)
-        self._settings: dict[str, Any] = {
-            "pos_encoding_mode": "NONE",
-            "sm_scale": shape.scale,
-            # The query's own token is one of the window, but not to the left of it.
-            "window_left": -1 if window is None else window - 1,
-            "logits_soft_cap": shape.soft_cap,
-            "q_data_type": dtype,
-            "kv_data_type": dtype,
-            "o_data_type": dtype,
-        }
-
-    def plan(
-        self,
-        decodes: Part,
-        decode_pages: torch.Tensor,
-        prefills: Part,
-        prefill_pages: torch.Tensor,
-    ) -> None:
-        """Plan both kinds of a step; page indices int32 on the device, all else on the host."""
-        self._steps: list[tuple[_Planned, slice]] = []
-        if decodes.num_rows:
-            wrapper = self._decode
-            if not prefills.num_rows:
-                wrapper = self._captured.get(decodes.num_rows, self._decode)
-            wrapper.plan(
-                torch.from_numpy(decodes.kv_indptr),
-                decode_pages,
-                torch.from_numpy(decodes.last_page_len),
-                *self._sizes,
-                seq_lens=torch.from_numpy(decodes.kv_lens),
-                **self._settings,
-            )
-            self._steps.append((wrapper, slice(decodes.num_tokens)))
-        if prefills.num_rows:
-            self._prefill.plan(
-                torch.from_numpy(prefills.qo_indptr),
-                torch.from_numpy(prefills.kv_indptr),
-                prefill_pages,
-                torch.from_numpy(prefills.last_page_len),
-                *self._sizes,
-                causal=True,
-                seq_lens=torch.from_numpy(prefills.kv_lens),
-                # Otherwise it looks for the longest query in Python, one after the other.
-                max_token_per_sequence=prefills.longest_query,
-                **self._settings,
-            )
-            self._steps.append((self._prefill, slice(decodes.num_tokens, None)))
-
-    def run(
-        self, query: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor
-    ) -> None:
-        """query, output: [T, num_heads, head_dim], contiguous, in the order of the batch."""
-        for wrapper, tokens in self._steps:
-            wrapper.run(query[tokens], pages, out=output[tokens])
 
 
 def _refusal(what: str) -> ConfigError:

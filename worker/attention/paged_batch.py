@@ -13,7 +13,11 @@ out altogether, for they may belong to others by now:
     planned                    [ . . w w ][ w w q   ]       7 tokens, the last page has 3
 
 Masks count from the right (query j of n sees keys up to kv_len - n + j), so what is left
-out on the left changes nothing.
+out on the left changes nothing. The same way a prefix that all sequences share may be left
+out, to be attended to once, by all queries together as if they were one sequence's:
+
+    tables     [ 4 ][ 7 ][ 2 ][ 9 ]          prefix     [ 4 ][ 7 ]
+               [ 4 ][ 7 ][ 3 ]               planned    [ 2 ][ 9 ] and [ 3 ]
 """
 
 from collections.abc import Sequence
@@ -101,62 +105,90 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupParts:
+    """What the wrappers of one KV cache group plan; parts without rows are not planned.
+
+    prefix: one row, whose queries are those of the whole step and see all its tokens.
+    """
+
+    prefix: Part
+    decodes: Part
+    prefills: Part
+
+    @property
+    def num_pages(self) -> int:
+        return self.prefix.num_pages + self.decodes.num_pages + self.prefills.num_pages
+
+
+@dataclass(frozen=True, slots=True)
 class StepPages:
     """The parts of every group, and how the page indices of all of them are gathered.
 
-    The page indices lie one behind the other, group after group, decodes before prefills.
-    A run is what one sequence reads of one group; there are N of them, in that order.
+    The page indices lie one behind the other, group after group, prefix before decodes
+    before prefills. A run is what one row reads; there are N of them, in that order.
 
-    decodes, prefills: of each group.
     runs: int32 [N], pages of each run.
     shift: int32 [N], index i of the list is entry i + shift[its run] of the block tables
         of all groups laid out flat, one behind the other.
     """
 
     order: Order
-    decodes: tuple[Part, ...]
-    prefills: tuple[Part, ...]
+    groups: tuple[GroupParts, ...]
     runs: Int32s
     shift: Int32s
 
     @property
     def num_pages(self) -> int:
         """Page indices of all groups."""
-        return sum(part.num_pages for part in self.decodes + self.prefills)
+        return sum(group.num_pages for group in self.groups)
 
 
 def step_pages(
-    step: Sequence[AttentionInputs], windows: Sequence[Window], block_size: int
+    step: Sequence[AttentionInputs],
+    windows: Sequence[Window],
+    block_size: int,
+    shared: Sequence[int],
 ) -> StepPages:
-    """The index arrays of a step, one entry of `step` and `windows` a group."""
-    query_start = step[0].query_start
-    order = order_of(query_start)
-    counts = np.diff(query_start)[order.sequences]
-    decodes: list[Part] = []
-    prefills: list[Part] = []
+    """The index arrays of a step; one entry of `step`, `windows` and `shared` a group.
+
+    shared: pages of the prefix that is planned once, 0 for none; see `shared_pages`.
+    """
+    order = order_of(step[0].query_start)
+    counts = np.diff(step[0].query_start)[order.sequences]
+    groups: list[GroupParts] = []
     runs: list[Int32s] = []
-    shifts: list[Int32s] = []
-    num_entries = num_pages = 0
-    for inputs, window in zip(step, windows, strict=True):
+    begins: list[Int64s] = []
+    num_entries = 0
+    for inputs, window, num_shared in zip(step, windows, shared, strict=True):
         seq_lens = inputs.seq_lens[order.sequences]
-        first_page = _first_page(seq_lens, counts, window, block_size)
+        first_page = _first_page(seq_lens, counts, window, block_size) + np.int32(num_shared)
         kv_lens = seq_lens - first_page * block_size
         pages = -(-kv_lens // block_size)
-        last = kv_lens - (pages - 1) * block_size
-        last[pages == 0] = 1
-        at = slice(order.num_decodes)
-        decodes.append(_part(counts[at], pages[at], last[at], kv_lens[at]))
-        at = slice(order.num_decodes, None)
-        prefills.append(_part(counts[at], pages[at], last[at], kv_lens[at]))
-        begin = num_entries + order.sequences * inputs.block_table.shape[1] + first_page
-        before = num_pages + np.cumsum(pages, dtype=np.int64) - pages
+        prefix = _prefix(num_shared, inputs.num_tokens, block_size)
+        decodes, prefills = (
+            _part(counts[at], pages[at], kv_lens[at], block_size)
+            for at in (slice(order.num_decodes), slice(order.num_decodes, None))
+        )
+        groups.append(GroupParts(prefix, decodes, prefills))
+        row_begins = order.sequences * inputs.block_table.shape[1] + first_page
+        if num_shared:
+            runs.append(np.array([num_shared], dtype=np.int32))
+            begins.append(np.array([num_entries], dtype=np.int64))
         runs.append(pages)
-        shifts.append((begin - before).astype(np.int32))
+        begins.append(num_entries + row_begins)
         num_entries += inputs.block_table.size
-        num_pages += int(pages.sum())
-    return StepPages(
-        order, tuple(decodes), tuple(prefills), np.concatenate(runs), np.concatenate(shifts)
-    )
+    all_runs = np.concatenate(runs)
+    before = np.cumsum(all_runs, dtype=np.int64) - all_runs
+    shift = (np.concatenate(begins) - before).astype(np.int32)
+    return StepPages(order, tuple(groups), all_runs, shift)
+
+
+def shared_pages(inputs: AttentionInputs, block_size: int) -> int:
+    """Full pages that every sequence begins with, and that no query of the step stands in."""
+    computed = inputs.seq_lens - np.diff(inputs.query_start)
+    most = max(0, int(computed.min()) // block_size)
+    table = inputs.block_table[:, :most]
+    return int(np.logical_and.accumulate((table == table[:1]).all(axis=0)).sum())
 
 
 def gather_pages(
@@ -197,10 +229,16 @@ def _first_page(seq_lens: Int32s, counts: Int32s, window: Window, block_size: in
     return first // block_size
 
 
-def _part(counts: Int32s, pages: Int32s, last: Int32s, kv_lens: Int32s) -> Part:
-    return Part(
-        _offsets(counts), _offsets(pages), np.ascontiguousarray(last), np.ascontiguousarray(kv_lens)
-    )
+def _part(counts: Int32s, pages: Int32s, kv_lens: Int32s, block_size: int) -> Part:
+    last = kv_lens - (pages - 1) * block_size
+    last[pages == 0] = 1
+    return Part(_offsets(counts), _offsets(pages), last, np.ascontiguousarray(kv_lens))
+
+
+def _prefix(num_pages: int, num_tokens: int, block_size: int) -> Part:
+    """A row of full pages for all tokens of the step, or no row."""
+    rows = np.array([num_pages] if num_pages else [], dtype=np.int32)
+    return _part(np.full_like(rows, num_tokens), rows, rows * block_size, block_size)
 
 
 def _offsets(counts: Int32s) -> Int32s:

@@ -1,7 +1,9 @@
 """The FlashInfer backend on a strict fake of the library, over random steps."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,15 +12,16 @@ from tests.fakes.fake_device import AcrossTheBoundary, FakeDevice, cache_on
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.worker.attention.steps import LAYER, Case, Step
 from worker.attention import flashinfer
-from worker.attention.base import AttentionShape
-from worker.attention.flashinfer import NO_CAPTURES, Captures, FlashInferAttention
+from worker.attention.base import AttentionInputs, AttentionShape
+from worker.attention.flashinfer import FlashInferAttention
+from worker.attention.flashinfer_group import Options
 from worker.attention.kv_store import store_by_index
 from worker.attention.paged_batch import pad_decodes
 from worker.attention.reference import ReferenceAttention
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 
-WORKSPACE = 1 << 12
+OPTIONS = Options(workspace_bytes=1 << 12)
 MIXED = ((0, 7), (20, 1), (33, 5), (15, 1), (16, 1), (0, 1))
 DECODES = ((20, 1), (15, 1), (40, 1))
 PREFILLS = ((0, 7), (33, 5), (0, 32))
@@ -27,7 +30,7 @@ PREFILLS = ((0, 7), (33, 5), (0, 32))
 class Fakes:
     """The backend over a case's cache, and what it runs on."""
 
-    def __init__(self, step: Step, captures: Captures = NO_CAPTURES) -> None:
+    def __init__(self, step: Step, options: Options = OPTIONS) -> None:
         self.device = FakeDevice()
         self.library = FakeFlashInfer(self.device)
         self.backend = AcrossTheBoundary(
@@ -39,14 +42,17 @@ class Fakes:
                 self.device,
                 self.library,
                 store_by_index,
-                captures,
-                WORKSPACE,
+                options,
             ),
         )
 
 
 def case_of(sequences: Sequence[tuple[int, int]], **fields: object) -> Case:
     return Case(tuple(sequences), **{"dtype": torch.bfloat16} | fields)
+
+
+def capturing(*sizes: int) -> Options:
+    return replace(OPTIONS, capture_sizes=sizes, capture_pages=64)
 
 
 CASES = {
@@ -123,7 +129,7 @@ def test_steps_that_grow_and_shrink_share_their_staging() -> None:
 def test_a_padded_batch_runs_on_the_wrapper_of_its_size(window: int | None) -> None:
     case = case_of(DECODES, window=window)
     step, plain = Step(case), Step(case)
-    fakes = Fakes(step, Captures((4, 8), max_pages=64))
+    fakes = Fakes(step, capturing(4, 8))
     padded = pad_decodes(step.inputs, 4)
 
     def widened(tokens: torch.Tensor) -> torch.Tensor:
@@ -144,17 +150,61 @@ def test_a_padded_batch_runs_on_the_wrapper_of_its_size(window: int | None) -> N
 def test_decodes_beside_a_prefill_are_not_the_captured_ones() -> None:
     step = Step(case_of(MIXED))
     num_decodes = sum(new == 1 for _, new in MIXED)
-    fakes = Fakes(step, Captures((num_decodes,), max_pages=64))
+    fakes = Fakes(step, capturing(num_decodes))
     step.run(fakes.backend)
     assert all(each.batch_size is None for each in fakes.library.wrappers if each.num_plans)
 
 
 def test_a_captured_size_keeps_its_buffers_from_plan_to_plan() -> None:
     step, twin = Step(case_of(DECODES)), Step(case_of(DECODES))
-    fakes = Fakes(step, Captures((1, 3), max_pages=64))
+    fakes = Fakes(step, capturing(1, 3))
     reference = ReferenceAttention(twin.kv_cache, twin.case.shape)
     for _ in range(3):
         assert torch.equal(step.run(fakes.backend), twin.run(reference))
+
+
+SHARING = {
+    "decodes": ((40, 1), (33, 1), (64, 1)),
+    "prefills": ((40, 3), (33, 20), (64, 7)),
+    "mixed": ((50, 9), (40, 1), (33, 1), (64, 2), (32, 1)),
+}
+
+
+def sharing_two_pages(step: Step) -> AttentionInputs:
+    """All sequences begin with the first one's pages."""
+    table = step.inputs.block_table.copy()
+    table[:, :2] = table[0, :2]
+    return replace(step.inputs, block_table=table)
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 2.0])
+@pytest.mark.parametrize("name", SHARING)
+def test_a_shared_prefix_is_read_once_and_merged(name: str, soft_cap: float) -> None:
+    case = case_of(SHARING[name], soft_cap=soft_cap)
+    step, twin = Step(case), Step(case)
+    inputs = sharing_two_pages(step)
+    fakes = Fakes(step, replace(OPTIONS, cascade_from=2))
+    reference = ReferenceAttention(twin.kv_cache, case.shape)
+    results = []
+    for each, backend in ((step, fakes.backend), (twin, reference)):
+        backend.plan([inputs])
+        results.append(backend.run(LAYER, each.query, each.key, each.value, each.rotation))
+    assert (results[0] - results[1]).double().norm() < 5e-3 * results[1].double().norm()
+    assert len([each for each in fakes.library.wrappers if each.for_all_queries]) == 1
+
+
+@pytest.mark.parametrize(("window", "cascade_from"), [(None, 0), (None, 3), (40, 1)])
+def test_no_prefix_is_shared(window: int | None, cascade_from: int) -> None:
+    """Off, too short to be worth it, or in a group whose window passes over it."""
+    step = Step(case_of(SHARING["mixed"], window=window))
+    fakes = Fakes(step, replace(OPTIONS, cascade_from=cascade_from))
+    inputs = sharing_two_pages(step)
+    table = inputs.block_table
+    different = np.arange(table.size, dtype=np.int32).reshape(table.shape)
+    nothing = replace(inputs, block_table=different)
+    *others, _ = step.kv_cache.layout.windows
+    fakes.backend.plan([nothing] * len(others) + [inputs])
+    assert not [each for each in fakes.library.wrappers if each.for_all_queries]
 
 
 def backend_for(
@@ -171,7 +221,7 @@ def backend_for(
         device,
         FakeFlashInfer(device),
         store_by_index,
-        workspace_bytes=WORKSPACE,
+        options=OPTIONS,
     )
 
 

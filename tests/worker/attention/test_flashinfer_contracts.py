@@ -56,7 +56,7 @@ class Calls:
                 "causal": True,
                 "max_token_per_sequence": 3,
             }
-            num_tokens = 5
+            self.num_tokens = 5
         else:
             self.making["use_tensor_cores"] = True
             self.planning |= {
@@ -65,8 +65,8 @@ class Calls:
                 "last_page_len": last_page_len,
                 "head_dim": HEAD_DIM,
             }
-            num_tokens = 2
-        shape = (num_tokens, NUM_HEADS, HEAD_DIM)
+            self.num_tokens = 2
+        shape = (self.num_tokens, NUM_HEADS, HEAD_DIM)
         pages = (NUM_PAGES, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM)
         key, value = device.adopt(torch.randn(pages).bfloat16()).unbind(1)
         self.running: dict[str, Any] = {
@@ -79,6 +79,9 @@ class Calls:
         """Of an index array as plan calls it."""
         shared = kind_of_array in ("indptr", "indices", "last_page_len")
         return f"paged_kv_{kind_of_array}" if shared and self.kind == "prefill" else kind_of_array
+
+    def log_sums(self) -> torch.Tensor:
+        return self.device.adopt(torch.zeros(self.num_tokens, NUM_HEADS))
 
     def make(self) -> Any:
         library = FakeFlashInfer(self.device)
@@ -406,6 +409,11 @@ VIOLATIONS: dict[str, tuple[tuple[str, ...], Callable[[Calls], Any], str]] = {
         changed("planning", "indices", lambda each: each + NUM_PAGES),
         "pages are in the cache",
     ),
+    "log-sums that nobody asked for": (
+        BOTH,
+        lambda calls: changed("running", "lse", be(calls.log_sums()))(calls),
+        "lse is asked for",
+    ),
     "another window": (BOTH, changed("running", "window_left", be(3)), "the planned one"),
     "sinks": (BOTH, changed("running", "sinks", be(torch.zeros(NUM_HEADS))), "ignored"),
 }
@@ -418,6 +426,34 @@ def test_each_violation_is_refused(kind: str, name: str) -> None:
     _, violate, message = VIOLATIONS[name]
     with pytest.raises((ContractError, TypeError), match=message):
         violate(Calls(kind))
+
+
+MERGES: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "on the host": (0, on_host, "v is on the device"),
+    "with gaps": (2, lambda each: torch.cat((each, each), 2)[..., ::2], "v_other is contiguous"),
+    "of float32": (0, torch.Tensor.float, "16 bits"),
+    "log-sums of 16 bits": (1, torch.Tensor.half, "log-sums are float32"),
+    "of other queries": (2, lambda each: each[:1], "one shape"),
+    "log-sums of other heads": (3, lambda each: each[:, :1].contiguous(), "each head"),
+}
+
+
+def states() -> list[torch.Tensor]:
+    """v, s, v_other, s_other of two queries, on a device that owns the library."""
+    shape = (2, NUM_HEADS, HEAD_DIM)
+    results, sums = torch.randn(2, *shape).bfloat16(), torch.randn(2, *shape[:2])
+    return [each for pair in zip(results, sums, strict=True) for each in pair]
+
+
+@pytest.mark.parametrize("name", MERGES)
+def test_merges_that_would_go_wrong_are_refused(name: str) -> None:
+    device = FakeDevice()
+    arguments = [device.adopt(each) for each in states()]
+    FakeFlashInfer(device).merge_state_in_place(*arguments)
+    place, change, message = MERGES[name]
+    arguments[place] = change(arguments[place])
+    with pytest.raises(ContractError, match=message):
+        FakeFlashInfer(device).merge_state_in_place(*arguments)
 
 
 def filled_too_early(device: FakeDevice) -> None:

@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from tests.worker.attention.steps import LAYER, Step
-from tests.worker.attention.test_flashinfer import CASES, DECODES, case_of
-from worker.attention.flashinfer import (
-    NO_CAPTURES,
-    Captures,
-    FlashInferAttention,
-    create_flashinfer,
+from tests.worker.attention.test_flashinfer import (
+    CASES,
+    DECODES,
+    SHARING,
+    case_of,
+    sharing_two_pages,
 )
+from worker.attention.flashinfer import DEFAULTS, FlashInferAttention, create_flashinfer
+from worker.attention.flashinfer_group import Options
 from worker.attention.paged_batch import pad_decodes
 
 pytestmark = pytest.mark.gpu
@@ -30,13 +32,13 @@ LONG_SLEEP = 50_000_000
 class OnGpu:
     """A step whose cache and tensors are the device's too."""
 
-    def __init__(self, step: Step, captures: Captures = NO_CAPTURES) -> None:
+    def __init__(self, step: Step, options: Options = DEFAULTS) -> None:
         self.step = step
         self._cache = copy.copy(step.kv_cache)
         self._cache.buffer = step.kv_cache.buffer.to(CUDA)
         case = step.case
         self.backend: FlashInferAttention = create_flashinfer(
-            self._cache, case.shape, case.dtype, captures
+            self._cache, case.shape, case.dtype, options
         )
         parts = (step.query, step.key, step.value, step.rotation)
         self.parts = [each.to(CUDA) for each in parts]
@@ -61,6 +63,16 @@ def test_equals_float64(name: str) -> None:
     assert (result - exact).norm() < 5e-3 * exact.norm()
 
 
+@pytest.mark.parametrize("name", SHARING)
+def test_a_shared_prefix_gives_what_it_gives_alone(name: str) -> None:
+    results = []
+    for options in (DEFAULTS, Options(cascade_from=1)):
+        on_gpu = OnGpu(Step(case_of(SHARING[name])), options)
+        on_gpu.backend.plan([sharing_two_pages(on_gpu.step)])
+        results.append(on_gpu.backend.run(LAYER, *on_gpu.parts).double())
+    assert (results[1] - results[0]).norm() < 5e-3 * results[0].norm()
+
+
 def test_plans_made_ahead_of_the_device_do_not_meet() -> None:
     on_gpu = OnGpu(Step(case_of(tuple((100 * n, 1 + n % 3) for n in range(1, 9)))))
     rows = [0, 7, 3, 5, 1, 6, 2, 4] * 5
@@ -80,7 +92,7 @@ def test_plans_made_ahead_of_the_device_do_not_meet() -> None:
 
 def test_a_replayed_graph_reads_the_plan_of_the_moment() -> None:
     step = Step(case_of(tuple((before + 300, 1) for before, _ in DECODES)))
-    on_gpu = OnGpu(step, Captures((4,), max_pages=256))
+    on_gpu = OnGpu(step, Options(capture_sizes=(4,), capture_pages=256))
     parts = [torch.cat((each, torch.zeros_like(each[:1]))) for each in on_gpu.parts]
     long = pad_decodes(step.inputs, 4)
     short = replace(long, seq_lens=np.minimum(long.seq_lens, 9))

@@ -1,6 +1,6 @@
 """Index arrays against a model that lists the tokens one by one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from worker.attention.paged_batch import (
     gather_pages,
     order_of,
     pad_decodes,
+    shared_pages,
     step_pages,
 )
 
@@ -23,12 +24,16 @@ NO_BLOCK = 1 << 24
 
 @dataclass(frozen=True)
 class Batch:
-    """sequences: (KV tokens before the step, query tokens). windows: of the groups."""
+    """sequences: (KV tokens before the step, query tokens). windows: of the groups.
+
+    common: pages that are the same block in all tables, as far as a sequence has computed them.
+    """
 
     sequences: tuple[tuple[int, int], ...]
     windows: tuple[int | None, ...]
     block_size: int
     spare: int
+    common: int
 
 
 batches = st.builds(
@@ -41,6 +46,7 @@ batches = st.builds(
     st.lists(st.one_of(st.none(), st.integers(1, 30)), min_size=1, max_size=3).map(tuple),
     st.sampled_from((1, 3, 4, 16)),
     st.integers(0, 2),
+    st.integers(0, 5),
 )
 
 
@@ -54,6 +60,8 @@ def inputs_of(batch: Batch, group: int) -> AttentionInputs:
         first = 0 if window is None else max(0, before + 1 - window) // size
         end = -(-(before + new) // size)
         table[row, first:end] = 1 + (group * len(lens) + row) * 100 + np.arange(first, end)
+        common = min(batch.common, before // size)
+        table[row, first:common] = 50_000 + np.arange(first, common)
     slots = [
         table[row, position // size] * size + position % size
         for row, (before, new) in enumerate(batch.sequences)
@@ -67,6 +75,14 @@ def inputs_of(batch: Batch, group: int) -> AttentionInputs:
     )
 
 
+def shared_of(batch: Batch, step: list[AttentionInputs]) -> list[int]:
+    """Of each group the pages of a shared prefix, 0 with a window or where nobody shares."""
+    return [
+        shared_pages(inputs, batch.block_size) if window is None and len(batch.sequences) > 1 else 0
+        for inputs, window in zip(step, batch.windows, strict=True)
+    ]
+
+
 def gathered(step: list[AttentionInputs], pages: StepPages) -> torch.Tensor:
     tables = np.concatenate([each.block_table.reshape(-1) for each in step])
     return gather_pages(*map(torch.from_numpy, (tables, pages.runs, pages.shift)), pages.num_pages)
@@ -76,7 +92,8 @@ def gathered(step: list[AttentionInputs], pages: StepPages) -> torch.Tensor:
 @given(batches)
 def test_every_query_is_planned_once_with_the_tokens_it_may_see(batch: Batch) -> None:
     step = [inputs_of(batch, group) for group in range(len(batch.windows))]
-    pages = step_pages(step, batch.windows, batch.block_size)
+    shared = shared_of(batch, step)
+    pages = step_pages(step, batch.windows, batch.block_size, shared)
     indices = gathered(step, pages)
     assert indices.dtype == torch.int32
     assert len(indices) == pages.num_pages
@@ -84,16 +101,23 @@ def test_every_query_is_planned_once_with_the_tokens_it_may_see(batch: Batch) ->
     begin = 0
     for group, window in enumerate(batch.windows):
         rows = []
-        for part in (pages.decodes[group], pages.prefills[group]):
+        parts = pages.groups[group]
+        prefix = indices[begin : begin + parts.prefix.num_pages].tolist()
+        begin += parts.prefix.num_pages
+        assert len(prefix) == shared[group]
+        for part in (parts.decodes, parts.prefills):
             own = indices[begin : begin + part.num_pages].tolist()
             begin += part.num_pages
             for row in range(part.num_rows):
                 run = own[part.kv_indptr[row] : part.kv_indptr[row + 1]]
                 count = int(part.qo_indptr[row + 1] - part.qo_indptr[row])
                 length = (len(run) - 1) * batch.block_size + int(part.last_page_len[row])
-                assert length == part.kv_lens[row]
+                assert length == part.kv_lens[row] >= count
+                length += len(prefix) * batch.block_size
                 slots = [
-                    page * batch.block_size + i for page in run for i in range(batch.block_size)
+                    page * batch.block_size + i
+                    for page in prefix + run
+                    for i in range(batch.block_size)
                 ]
                 rows.append((count, slots[:length]))
         for place, (count, slots) in zip(sequences, rows, strict=True):
@@ -119,11 +143,26 @@ def test_every_query_is_planned_once_with_the_tokens_it_may_see(batch: Batch) ->
 
 @settings(deadline=None)
 @given(batches)
+def test_shared_pages_are_those_that_all_have_computed(batch: Batch) -> None:
+    inputs = inputs_of(replace(batch, windows=(None,)), 0)
+    least = min(before // batch.block_size for before, _ in batch.sequences)
+    expected = least if len(batch.sequences) == 1 else min(batch.common, least)
+    assert shared_pages(inputs, batch.block_size) == expected
+    padded = replace(batch, sequences=tuple((before, 1) for before, _ in batch.sequences))
+    inputs = inputs_of(replace(padded, windows=(None,)), 0)
+    assert shared_pages(pad_decodes(inputs, len(batch.sequences) + 1), batch.block_size) == 0
+
+
+@settings(deadline=None)
+@given(batches)
 def test_arrays_are_what_the_library_takes(batch: Batch) -> None:
     step = [inputs_of(batch, group) for group in range(len(batch.windows))]
-    pages = step_pages(step, batch.windows, batch.block_size)
+    shared = shared_of(batch, step)
+    pages = step_pages(step, batch.windows, batch.block_size, shared)
     num_decodes = sum(new == 1 for _, new in batch.sequences)
-    for part in pages.decodes + pages.prefills:
+    decodes, prefills = zip(*((each.decodes, each.prefills) for each in pages.groups), strict=True)
+    prefixes = tuple(each.prefix for each in pages.groups if each.prefix.num_rows)
+    for part in decodes + prefills + prefixes:
         for array in (part.qo_indptr, part.kv_indptr, part.last_page_len, part.kv_lens):
             assert array.dtype == np.int32
             assert array.flags.c_contiguous
@@ -133,12 +172,16 @@ def test_arrays_are_what_the_library_takes(batch: Batch) -> None:
             assert len(offsets) == part.num_rows + 1
             assert (np.diff(offsets) >= 1).all()
         assert ((part.last_page_len >= 1) & (part.last_page_len <= batch.block_size)).all()
-    for part in pages.decodes:
+    for part in decodes:
         assert part.num_rows == num_decodes
         assert part.num_tokens == num_decodes
-    for part in pages.prefills:
+    for part in prefills:
         assert part.num_rows == len(batch.sequences) - num_decodes
         assert part.longest_query == max((new for _, new in batch.sequences if new > 1), default=0)
+    for part, num_shared in zip(prefixes, filter(None, shared), strict=True):
+        assert part.qo_indptr.tolist() == [0, step[0].num_tokens]
+        assert part.kv_indptr.tolist() == [0, num_shared]
+        assert part.last_page_len.tolist() == [batch.block_size]
     for array in (pages.runs, pages.shift):
         assert array.dtype == np.int32
 
@@ -173,16 +216,16 @@ def test_decodes_go_first_and_everybody_comes_back(counts: list[int]) -> None:
 def test_padding_reads_nothing_and_writes_nothing(
     before: list[int], missing: int, window: int | None
 ) -> None:
-    batch = Batch(tuple((n, 1) for n in before), (window,), 4, 1)
+    batch = Batch(tuple((n, 1) for n in before), (window,), 4, 1, 0)
     inputs = inputs_of(batch, 0)
     padded = pad_decodes(inputs, len(before) + missing)
     assert padded.num_seqs == padded.num_tokens == len(before) + missing
     assert (padded.slot_mapping[len(before) :] == PADDING_SLOT).all()
-    plain, wide = (step_pages([each], [window], 4) for each in (inputs, padded))
+    plain, wide = (step_pages([each], [window], 4, [0]) for each in (inputs, padded))
     assert gathered([padded], wide).tolist() == gathered([inputs], plain).tolist()
-    (part,), (real,) = wide.decodes, plain.decodes
+    part, real = wide.groups[0].decodes, plain.groups[0].decodes
     assert part.num_rows == len(before) + missing
     assert part.kv_indptr.tolist() == real.kv_indptr.tolist() + [real.num_pages] * missing
     assert part.last_page_len.tolist() == real.last_page_len.tolist() + [1] * missing
     assert part.kv_lens.tolist() == real.kv_lens.tolist() + [0] * missing
-    assert wide.prefills[0].num_rows == 0
+    assert wide.groups[0].prefills.num_rows == 0
