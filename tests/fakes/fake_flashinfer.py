@@ -187,9 +187,11 @@ class _PagedWrapper:
         demand(page_size >= 1, "a page has tokens")
         demand(settings["pos_encoding_mode"] == "NONE", "positions are in the keys")
         demand(isinstance(settings["sm_scale"], float), "the scale is named")
-        for name in ("q_data_type", "kv_data_type", "o_data_type"):
-            demand(settings[name] in SIXTEEN_BITS, f"{name} has 16 bits")
-        demand(settings["q_data_type"] == settings["kv_data_type"], "queries and keys are alike")
+        dtype = settings["q_data_type"]
+        demand(dtype in SIXTEEN_BITS, "queries have 16 bits")
+        demand(settings["o_data_type"] == dtype, "results are as the queries")
+        fitting = (dtype, torch.float8_e4m3fn)
+        demand(settings["kv_data_type"] in fitting, "keys are as the queries, or have 8 bits")
         demand(settings["fixed_split_size"] is None, "splits are the planner's")
         demand(not settings["disable_split_kv"], "splits stay on")
 
@@ -269,8 +271,11 @@ class _PagedWrapper:
             at = slice(int(qo_indptr[row]), int(qo_indptr[row + 1]))
             first = first_in_sight(kv_len - (at.stop - at.start), window)
             k, v = (
-                each[pages].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, first:kv_len]
-                for each in (key.float(), value.float())
+                each[pages]
+                .float()
+                .transpose(0, 1)
+                .reshape(num_kv_heads, -1, head_dim)[:, first:kv_len]
+                for each in (key, value)
             )
             queries = q[at].float()
             if settings["causal"]:

@@ -36,6 +36,8 @@ VERSION: Final = "0.6.18.post1"
 """What the calls were written for; another one may mean something else by them."""
 HEAD_DIMS: Final = (64, 128, 256)
 QUERY_DTYPES: Final = (torch.bfloat16, torch.float16)
+EIGHT_BITS: Final = torch.float8_e4m3fn
+"""The other dtype of K and V, without scales."""
 DEFAULTS: Final = Options()
 
 
@@ -71,10 +73,10 @@ def refuse_unsupported(shape: AttentionShape, dtype: torch.dtype, kv_dtype: torc
     """Raise ConfigError for what the kernels cannot do."""
     if dtype not in QUERY_DTYPES:
         raise _refusal(f"computes in bfloat16 or float16, not {_name(dtype)}")
-    if kv_dtype != dtype:
+    if kv_dtype not in (dtype, EIGHT_BITS):
         raise ConfigError(
-            f"--attention-backend flashinfer needs K and V as the activations are, {_name(dtype)}, "
-            f"not {_name(kv_dtype)}",
+            f"--attention-backend flashinfer needs K and V of {_name(dtype)}, as the activations "
+            f"are, or of {_name(EIGHT_BITS)}, not {_name(kv_dtype)}",
             "kv_cache_dtype",
         )
     if shape.head_dim not in HEAD_DIMS:
@@ -105,7 +107,7 @@ class FlashInferAttention:
         self._staging = Staging(accelerator)
         make = WrapperMaker(accelerator, library, options)
         self._groups = [
-            GroupWrappers(make, shape, dtype, kv_cache.block_size, window)
+            GroupWrappers(make, shape, dtype, kv_cache.dtype, kv_cache.block_size, window)
             for window in kv_cache.layout.windows
         ]
         self._pages = [kv_cache.layer_pages(i) for i in range(len(kv_cache.layout.places))]

@@ -150,6 +150,7 @@ class GroupWrappers:
         make: WrapperMaker,
         shape: AttentionShape,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype,
         block_size: int,
         window: Window,
     ) -> None:
@@ -167,7 +168,7 @@ class GroupWrappers:
             "window_left": -1 if window is None else window - 1,
             "logits_soft_cap": shape.soft_cap,
             "q_data_type": dtype,
-            "kv_data_type": dtype,
+            "kv_data_type": kv_dtype,
             "o_data_type": dtype,
         }
 

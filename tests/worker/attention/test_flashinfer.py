@@ -86,6 +86,15 @@ def test_equals_the_reference_bit_by_bit(name: str) -> None:
     assert (result.double() - exact).norm() < 5e-3 * exact.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keys_and_values_of_eight_bits(dtype: torch.dtype) -> None:
+    step = Step(case_of(MIXED, dtype=dtype, kv_dtype=torch.float8_e4m3fn, window=6))
+    result = step.run(Fakes(step).backend)
+    exact = step.expected()
+    assert (result.double() - exact).norm() < 5e-3 * exact.norm()
+    assert torch.equal(step.written(1), step.value.to(torch.float8_e4m3fn).float())
+
+
 def test_each_kind_is_planned_once_a_step_and_group() -> None:
     step = Step(case_of(MIXED, window=6))
     fakes = Fakes(step)
@@ -229,9 +238,9 @@ def backend_for(
     ("dtype", "kv_dtype", "head_dim", "message", "parameter"),
     [
         (torch.float32, torch.float32, 64, "not float32", "attention_backend"),
-        (torch.bfloat16, torch.float32, 64, "bfloat16, not float32", "kv_cache_dtype"),
-        (torch.bfloat16, torch.float16, 64, "bfloat16, not float16", "kv_cache_dtype"),
-        (torch.bfloat16, torch.int8, 64, "bfloat16, not int8", "kv_cache_dtype"),
+        (torch.bfloat16, torch.float32, 64, "fn, not float32", "kv_cache_dtype"),
+        (torch.bfloat16, torch.float16, 64, "of bfloat16, .* not float16", "kv_cache_dtype"),
+        (torch.bfloat16, torch.int8, 64, "not int8", "kv_cache_dtype"),
         (torch.bfloat16, torch.bfloat16, 96, "heads of 64, 128, 256, not 96", "attention_backend"),
     ],
 )

@@ -339,7 +339,12 @@ VIOLATIONS: dict[str, tuple[tuple[str, ...], Callable[[Calls], Any], str]] = {
     "dtype of the cache": (
         BOTH,
         changed("planning", "kv_data_type", be(torch.float16)),
-        "queries and keys are alike",
+        "keys are as the queries",
+    ),
+    "output of another dtype than queries": (
+        BOTH,
+        changed("planning", "o_data_type", be(torch.float16)),
+        "results are as the queries",
     ),
     "heads of 96": (
         ("decode",),

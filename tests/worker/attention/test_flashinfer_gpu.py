@@ -63,6 +63,13 @@ def test_equals_float64(name: str) -> None:
     assert (result - exact).norm() < 5e-3 * exact.norm()
 
 
+def test_keys_and_values_of_eight_bits() -> None:
+    on_gpu = OnGpu(Step(case_of(MIXED, kv_dtype=torch.float8_e4m3fn)))
+    result = on_gpu.run().double().cpu()
+    exact = on_gpu.expected()
+    assert (result - exact).norm() < 1e-2 * exact.norm()
+
+
 @pytest.mark.parametrize("name", SHARING)
 def test_a_shared_prefix_gives_what_it_gives_alone(name: str) -> None:
     results = []
