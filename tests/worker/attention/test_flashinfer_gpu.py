@@ -14,6 +14,7 @@ from tests.worker.attention.steps import LAYER, Step
 from tests.worker.attention.test_flashinfer import (
     CASES,
     DECODES,
+    MIXED,
     SHARING,
     case_of,
     sharing_two_pages,

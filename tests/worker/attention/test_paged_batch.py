@@ -153,6 +153,16 @@ def test_shared_pages_are_those_that_all_have_computed(batch: Batch) -> None:
     assert shared_pages(pad_decodes(inputs, len(batch.sequences) + 1), batch.block_size) == 0
 
 
+def test_pages_that_agree_again_are_not_shared() -> None:
+    inputs = AttentionInputs(
+        query_start=np.array([0, 1, 2], dtype=np.int32),
+        seq_lens=np.array([17, 18], dtype=np.int32),
+        block_table=np.array([[4, 7, 2, 9, 5], [4, 8, 2, 9, 6]], dtype=np.int32),
+        slot_mapping=np.array([20, 25], dtype=np.int64),
+    )
+    assert shared_pages(inputs, 4) == 1
+
+
 @settings(deadline=None)
 @given(batches)
 def test_arrays_are_what_the_library_takes(batch: Batch) -> None:
@@ -187,7 +197,7 @@ def test_arrays_are_what_the_library_takes(batch: Batch) -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.one_of(st.just(1), st.integers(1, 9)), min_size=1, max_size=12))
+@given(st.lists(st.one_of(st.just(1), st.integers(1, 9)), min_size=1, max_size=40))
 def test_decodes_go_first_and_everybody_comes_back(counts: list[int]) -> None:
     start = np.cumsum([0, *counts], dtype=np.int32)
     order = order_of(start)
