@@ -102,6 +102,7 @@ class FakeDevice:
         self.completed = 0
         self.memory = type("DeviceTensor", (DeviceTensor,), {"owner": self})
         self._staging: set[int] = set()
+        self._owned: set[int] = set()
         self._copies: list[_Copy] = []
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -121,6 +122,12 @@ class FakeDevice:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, self.memory)
+
+    def own(self, place: int) -> bool:
+        """Let somebody have the memory at an address; False where it is another's already."""
+        free = place not in self._owned
+        self._owned.add(place)
+        return free
 
     def enqueue(self) -> int:
         """Something more is queued; returns its place."""

@@ -102,10 +102,7 @@ class _PagedWrapper:
     def __init__(
         self, device: FakeDevice, workspace: torch.Tensor, kv_layout: str, backend: str
     ) -> None:
-        demand(device.holds(workspace), "the workspace is the device's")
-        demand(workspace.dtype == torch.uint8, "the workspace is bytes")
-        demand(not on_host(workspace).any(), "the workspace begins as zeros")
-        demand(workspace.data_ptr() % 16 == 0, "the workspace is aligned to 16 bytes")
+        _check_workspace(device, workspace)
         demand(kv_layout in LAYOUTS, "the layout is NHD or HND")
         demand(backend == "fa2", "the backend is named, and fa2")
         self._device = device
@@ -115,6 +112,17 @@ class _PagedWrapper:
         self._schedule = 0
         self.num_plans = 0
         self.for_all_queries = False
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        demand(self.num_plans == 0, "a schedule would be lost")
+        _check_workspace(self._device, float_workspace_buffer)
+        _check_workspace(self._device, int_workspace_buffer)
+        place = int_workspace_buffer.untyped_storage().data_ptr()
+        demand(place != float_workspace_buffer.untyped_storage().data_ptr(), "each its memory")
+        demand(self._device.own(place), "each wrapper has a schedule of its own")
+        self._memory = (float_workspace_buffer, int_workspace_buffer)
 
     @property
     def batch_size(self) -> int | None:
@@ -449,6 +457,13 @@ _SETTINGS: Final = frozenset(
         "disable_split_kv",
     )
 )
+
+
+def _check_workspace(device: FakeDevice, workspace: torch.Tensor) -> None:
+    demand(device.holds(workspace), "the workspace is the device's")
+    demand(workspace.dtype == torch.uint8, "the workspace is bytes")
+    demand(not on_host(workspace).any(), "the workspace begins as zeros")
+    demand(workspace.data_ptr() % 16 == 0, "the workspace is aligned to 16 bytes")
 
 
 def _check_index(device: FakeDevice, tensor: torch.Tensor, name: str, on_device: bool) -> None:

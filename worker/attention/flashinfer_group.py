@@ -21,6 +21,9 @@ from worker.kv_layout import Window
 _BACKEND: Final = "fa2"
 """Named always: on Hopper the library would choose by itself, and plan for longer."""
 _LAYOUT: Final = "HND"
+_CAPTURED_SCHEDULE_BYTES: Final = 512 << 10
+"""The library takes 8 MiB for any schedule, on the device and page-locked. One of 4,096 decodes
+took its planner 110 KB (132 multiprocessors); where it is too small a plan fails by name."""
 
 PagePair = tuple[torch.Tensor, torch.Tensor]
 """K and V of a layer, [num_blocks, num_kv_heads, block_size, head_dim] each; a tuple, no list."""
@@ -31,6 +34,12 @@ class Wrapper(Protocol):
 
     def plan(self, *args: Any, **settings: Any) -> None:
         """Schedule a batch on the host and queue the copy of the schedule."""
+        ...
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """Take other memory for partial results and for the schedule."""
         ...
 
     def run(self, q: torch.Tensor, paged_kv_cache: PagePair, **results: Any) -> Any:
@@ -124,22 +133,22 @@ class WrapperMaker:
         indptr = self._accelerator.zeros(most + 1, torch.int32)
         last_page_len = self._accelerator.zeros(most, torch.int32)
         indices = self._accelerator.zeros(self._options.capture_pages, torch.int32)
-        return {
-            size: PlannedWrapper(
-                self.library.BatchDecodeWithPagedKVCacheWrapper(
-                    self._workspace,
-                    _LAYOUT,
-                    use_cuda_graph=True,
-                    use_tensor_cores=True,
-                    paged_kv_indptr_buffer=indptr[: size + 1],
-                    paged_kv_indices_buffer=indices,
-                    paged_kv_last_page_len_buffer=last_page_len[:size],
-                    backend=_BACKEND,
-                ),
-                self._accelerator,
+        found: dict[int, PlannedWrapper] = {}
+        for size in sizes:
+            wrapper = self.library.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace,
+                _LAYOUT,
+                use_cuda_graph=True,
+                use_tensor_cores=True,
+                paged_kv_indptr_buffer=indptr[: size + 1],
+                paged_kv_indices_buffer=indices,
+                paged_kv_last_page_len_buffer=last_page_len[:size],
+                backend=_BACKEND,
             )
-            for size in sizes
-        }
+            schedule = self._accelerator.zeros(_CAPTURED_SCHEDULE_BYTES, torch.uint8)
+            wrapper.reset_workspace_buffer(self._workspace, schedule)
+            found[size] = PlannedWrapper(wrapper, self._accelerator)
+        return found
 
 
 class GroupWrappers:

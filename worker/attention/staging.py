@@ -107,6 +107,6 @@ class Staging:
         self._device[:end].copy_(turn.host[:end], non_blocking=True)
         turn.copied.record()
         return [
-            self._device[place].view(torch.from_numpy(array[:0]).dtype)
+            self._device[place].view(torch.from_numpy(np.empty(0, array.dtype)).dtype)
             for array, place in zip(arrays, places, strict=True)
         ]

@@ -206,6 +206,29 @@ def dirty_workspace(calls: Calls) -> None:
     calls.all()
 
 
+def a_shared_schedule(calls: Calls) -> None:
+    schedule = calls.device.zeros(1 << 10, torch.uint8)
+    for _ in range(2):
+        calls.make().reset_workspace_buffer(calls.making["float_workspace_buffer"], schedule)
+
+
+def a_schedule_on_the_host(calls: Calls) -> None:
+    schedule = torch.zeros(1 << 10, dtype=torch.uint8)
+    calls.make().reset_workspace_buffer(calls.making["float_workspace_buffer"], schedule)
+
+
+def one_memory_for_both(calls: Calls) -> None:
+    workspace = calls.making["float_workspace_buffer"]
+    calls.make().reset_workspace_buffer(workspace, workspace)
+
+
+def a_lost_schedule(calls: Calls) -> None:
+    wrapper = calls.make()
+    calls.plan(wrapper)
+    schedule = calls.device.zeros(1 << 10, torch.uint8)
+    wrapper.reset_workspace_buffer(calls.making["float_workspace_buffer"], schedule)
+
+
 def run_only(calls: Calls) -> None:
     calls.run(calls.make())
 
@@ -369,6 +392,10 @@ VIOLATIONS: dict[str, tuple[tuple[str, ...], Callable[[Calls], Any], str]] = {
     "no splits": (BOTH, changed("planning", "disable_split_kv", be(True)), "splits stay on"),
     "planned before the copy has run": (BOTH, planned_twice, "planned again before"),
     "planned by another thread": (BOTH, in_another_thread, "one thread"),
+    "a schedule shared by two": (BOTH, a_shared_schedule, "schedule of its own"),
+    "a schedule on the host": (BOTH, a_schedule_on_the_host, "is the device's"),
+    "one memory for both": (BOTH, one_memory_for_both, "each its memory"),
+    "a lost schedule": (BOTH, a_lost_schedule, "would be lost"),
     "run without a plan": (BOTH, run_only, "planned before it runs"),
     "queries on the host": (BOTH, changed("running", "q", on_host), "q is on the device"),
     "a query too few": (BOTH, changed("running", "q", lambda each: each[:-1]), "q has the planned"),

@@ -23,6 +23,7 @@ CALLS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "making a prefill": (FakeFlashInfer.BatchPrefillWithPagedKVCacheWrapper, PREFILL, "__init__"),
     "making a decode": (FakeFlashInfer.BatchDecodeWithPagedKVCacheWrapper, DECODE, "__init__"),
     "planning a prefill": (FakePrefill.plan, PREFILL, "plan"),
+    "its memory": (FakeDecode.reset_workspace_buffer, DECODE, "reset_workspace_buffer"),
     # Its plan takes keywords as **kwargs, for positions that are going away, and hands them on.
     "planning a decode": (FakeDecode.plan, DECODE, "_plan_impl"),
     "running a prefill": (FakePrefill.run, PREFILL, "run"),
