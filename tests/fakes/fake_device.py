@@ -1,0 +1,200 @@
+"""A device with memory and a queue of its own, on the CPU: what a GPU would do wrong late, at once.
+
+Its tensors are of a class of their own, so that memory of host and device cannot be mixed
+and whatever would wait for the device is refused. Copies and schedules count as queued
+until an event recorded after them is waited for; host memory that a queued copy reads must
+not change until then.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from worker.attention.base import AttentionBackend, AttentionInputs
+from worker.kv_cache import KVCache
+from worker.layers.rotary import Rotation
+
+
+class DeviceError(Exception):
+    """Something that fails, waits or races on a real device."""
+
+
+WAITING = (
+    "item",
+    "tolist",
+    "numpy",
+    "cpu",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "equal",
+    "allclose",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__array__",
+    "__contains__",
+)
+"""Functions of tensors that need a result of the device on the host."""
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor in the memory of `owner`, which each device sets in a class of its own."""
+
+    owner: "FakeDevice"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in WAITING:
+            raise DeviceError(f"{name} waits for the device")
+        if name == "repeat_interleave" and kwargs.get("output_size") is None:
+            raise DeviceError("repeat_interleave without output_size waits for the device")
+        tensors = list(_tensors((args, kwargs)))
+        if name == "__getitem__" and any(each.dtype == torch.bool for each in tensors[1:]):
+            raise DeviceError("indexing with a mask waits for the device")
+        host = [each for each in tensors if not isinstance(each, DeviceTensor) and each.dim()]
+        if name == "copy_" and isinstance(args[0], cls) and host:
+            cls.owner.queue_copy(args[1], kwargs.get("non_blocking", False))
+        elif host:
+            raise DeviceError(f"{name} of tensors on host and device")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@dataclass
+class _Copy:
+    """A queued copy: from where, and what is to arrive."""
+
+    place: int
+    source: torch.Tensor
+    content: torch.Tensor
+
+
+class FakeEvent:
+    """An event of a FakeDevice."""
+
+    def __init__(self, device: "FakeDevice") -> None:
+        self._device = device
+        self._place = 0
+
+    def record(self) -> None:
+        self._place = self._device.queued
+
+    def synchronize(self) -> None:
+        self._device.complete(self._place)
+
+
+class FakeDevice:
+    """Accelerator whose queue runs only as far as somebody waits for it.
+
+    queued, completed: how much of it there is.
+    """
+
+    def __init__(self) -> None:
+        self.queued = 0
+        self.completed = 0
+        self.memory = type("DeviceTensor", (DeviceTensor,), {"owner": self})
+        self._staging: set[int] = set()
+        self._owned: set[int] = set()
+        self._copies: list[_Copy] = []
+
+    def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.adopt(torch.zeros(size, dtype=dtype))
+
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._staging.add(memory.untyped_storage().data_ptr())
+        return memory
+
+    def event(self) -> FakeEvent:
+        return FakeEvent(self)
+
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, as the device's."""
+        return tensor.as_subclass(self.memory)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, self.memory)
+
+    def own(self, place: int) -> bool:
+        """Let somebody have the memory at an address; False where it is another's already."""
+        free = place not in self._owned
+        self._owned.add(place)
+        return free
+
+    def enqueue(self) -> int:
+        """Something more is queued; returns its place."""
+        self.queued += 1
+        return self.queued
+
+    def queue_copy(self, source: torch.Tensor, non_blocking: bool) -> None:
+        """A copy from host memory."""
+        if not non_blocking or source.untyped_storage().data_ptr() not in self._staging:
+            raise DeviceError("a copy from memory that is not page-locked waits for the device")
+        for each in self._copies:
+            if each.source.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
+                raise DeviceError("memory is filled again that a queued copy has not read")
+        self._copies.append(_Copy(self.enqueue(), source, source.clone()))
+
+    def complete(self, place: int) -> None:
+        """The queue has run up to `place`."""
+        self.completed = max(self.completed, place)
+        ran = [each for each in self._copies if each.place <= self.completed]
+        self._copies = [each for each in self._copies if each.place > self.completed]
+        if not all(torch.equal(each.source, each.content) for each in ran):
+            raise DeviceError("memory was written while a queued copy had not read it")
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of any device as torch sees it, for whoever plays the device."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def cache_on(device: FakeDevice, kv_cache: KVCache) -> KVCache:
+    """The same pages, in the device's memory."""
+    twin = copy.copy(kv_cache)
+    twin.buffer = device.adopt(kv_cache.buffer)
+    return twin
+
+
+class AcrossTheBoundary:
+    """AttentionBackend for a model on the host, over one whose tensors are on a device."""
+
+    def __init__(self, device: FakeDevice, backend: AttentionBackend) -> None:
+        self._device = device
+        self._backend = backend
+
+    def plan(self, inputs: list[AttentionInputs]) -> None:
+        self._backend.plan(inputs)
+
+    def run(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
+    ) -> torch.Tensor:
+        adopt = self._device.adopt
+        result = self._backend.run(layer, adopt(query), adopt(key), adopt(value), adopt(rotation))
+        assert self._device.holds(result)
+        return on_host(result)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors inside nested arguments."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

@@ -1,0 +1,277 @@
+"""What FlashInfer's two paged wrappers have in common, strict about each rule.
+
+Plans are checked and kept, and results computed by the torch reference; what differs
+between decodes and prefills is in fake_flashinfer.py.
+"""
+
+import math
+import threading
+from typing import Any, Final
+
+import torch
+
+from tests.fakes.fake_device import FakeDevice, on_host
+from worker.attention.base import AttentionShape
+from worker.attention.reference import causal_attention, first_in_sight
+
+HEAD_DIMS: Final = (64, 128, 256)
+SIXTEEN_BITS: Final = (torch.bfloat16, torch.float16)
+LAYOUTS: Final = ("NHD", "HND")
+
+
+class ContractError(Exception):
+    """What the library would not notice, or only as a wrong result or a crash."""
+
+
+def demand(holds: bool, what: str) -> None:
+    if not holds:
+        raise ContractError(what)
+
+
+class PagedWrapper:
+    """What both wrappers do.
+
+    num_plans: how often it was planned. for_all_queries: the last plan shows each of its
+    queries all keys, as that of a shared prefix does.
+    """
+
+    def __init__(
+        self, device: FakeDevice, workspace: torch.Tensor, kv_layout: str, backend: str
+    ) -> None:
+        _check_workspace(device, workspace)
+        demand(kv_layout in LAYOUTS, "the layout is NHD or HND")
+        demand(backend == "fa2", "the backend is named, and fa2")
+        self._device = device
+        self._heads_first = kv_layout == "HND"
+        self._thread = threading.get_ident()
+        self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._schedule = 0
+        self.num_plans = 0
+        self.for_all_queries = False
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        demand(self.num_plans == 0, "a schedule would be lost")
+        _check_workspace(self._device, float_workspace_buffer)
+        _check_workspace(self._device, int_workspace_buffer)
+        place = int_workspace_buffer.untyped_storage().data_ptr()
+        demand(place != float_workspace_buffer.untyped_storage().data_ptr(), "each its memory")
+        demand(self._device.own(place), "each wrapper has a schedule of its own")
+        self._memory = (float_workspace_buffer, int_workspace_buffer)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Of a graph; None where it may be any."""
+        return None if self._buffers is None else len(self._buffers[2])
+
+    def _plan(
+        self,
+        qo_indptr: torch.Tensor,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        shape: tuple[int, int, int, int],
+        settings: dict[str, Any],
+        seq_lens: torch.Tensor | None,
+    ) -> None:
+        demand(threading.get_ident() == self._thread, "one thread uses a wrapper")
+        demand(
+            self._device.completed >= self._schedule,
+            "planned again before the copy of the schedule has run",
+        )
+        self._check_indices(qo_indptr, indptr, indices, last_page_len, shape[3])
+        self._check_settings(shape, settings)
+        lens = _kv_lens(indptr, last_page_len, shape[3])
+        if seq_lens is not None:
+            check_index(self._device, seq_lens, "seq_lens", on_device=False)
+            demand(seq_lens.tolist() == lens, "seq_lens are those of the pages")
+        counts = qo_indptr.diff().tolist()
+        if settings["causal"]:
+            hopeless = any(c > n > 0 for c, n in zip(counts, lens, strict=True))
+            demand(not hopeless, "a query has its own key in the cache")
+        else:
+            demand(settings["window_left"] < 0, "a window is causal")
+        self._planned = (shape, settings, qo_indptr.clone())
+        self.for_all_queries = not settings["causal"]
+        self._keep(indptr, indices, last_page_len)
+        self._schedule = self._device.enqueue()
+        self.num_plans += 1
+
+    def _keep(
+        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor
+    ) -> None:
+        """Where kernels read: copies of what is on the host, but the page indices themselves."""
+        self._read = (indptr.clone(), on_host(indices), last_page_len.clone())
+
+    def _check_indices(
+        self,
+        qo_indptr: torch.Tensor,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        page_size: int,
+    ) -> None:
+        check_index(self._device, qo_indptr, "qo_indptr", on_device=False)
+        check_index(self._device, indptr, "indptr", on_device=False)
+        check_index(self._device, last_page_len, "last_page_len", on_device=False)
+        check_index(self._device, indices, "indices", on_device=True)
+        for name, offsets in (("qo_indptr", qo_indptr), ("indptr", indptr)):
+            demand(int(offsets[0]) == 0, f"{name} begins with 0")
+            demand(bool((offsets.diff() >= 0).all()), f"{name} does not fall")
+            demand(len(offsets) == len(last_page_len) + 1, f"{name} has one more than rows")
+        demand(len(indices) == int(indptr[-1]), "indptr ends with the number of indices")
+        fits = bool(((last_page_len >= 1) & (last_page_len <= page_size)).all())
+        demand(fits, "a last page has 1 to page_size tokens")
+
+    def _check_settings(self, shape: tuple[int, int, int, int], settings: dict[str, Any]) -> None:
+        num_heads, num_kv_heads, head_dim, page_size = shape
+        demand(num_heads % num_kv_heads == 0, "KV heads divide query heads")
+        demand(head_dim in HEAD_DIMS, "there are kernels for these heads")
+        demand(page_size >= 1, "a page has tokens")
+        demand(settings["pos_encoding_mode"] == "NONE", "positions are in the keys")
+        demand(isinstance(settings["sm_scale"], float), "the scale is named")
+        dtype = settings["q_data_type"]
+        demand(dtype in SIXTEEN_BITS, "queries have 16 bits")
+        demand(settings["o_data_type"] == dtype, "results are as the queries")
+        fitting = (dtype, torch.float8_e4m3fn)
+        demand(settings["kv_data_type"] in fitting, "keys are as the queries, or have 8 bits")
+        demand(settings["fixed_split_size"] is None, "splits are the planner's")
+        demand(not settings["disable_split_kv"], "splits stay on")
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Any,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        return_lse: bool,
+        window_left: int | None,
+        scales: tuple[Any, ...],
+    ) -> Any:
+        demand(self.num_plans > 0, "planned before it runs")
+        demand(threading.get_ident() == self._thread, "one thread uses a wrapper")
+        demand(all(each is None for each in scales), "scales and sinks are ignored")
+        shape, settings, qo_indptr = self._planned
+        num_tokens = int(qo_indptr[-1])
+        demand(window_left in (None, settings["window_left"]), "the window is the planned one")
+        packed = (num_tokens, shape[0], shape[2])
+        self._check_tensor(q, "q", packed, settings["q_data_type"])
+        demand(q.stride(2) == 1, "heads of q are contiguous")
+        demand(out is not None, "out is given")
+        assert out is not None
+        self._check_tensor(out, "out", packed, settings["o_data_type"])
+        demand(out.is_contiguous(), "out is contiguous")
+        key, value = self._check_cache(paged_kv_cache, shape, settings["kv_data_type"])
+        if lse is not None:
+            self._check_tensor(lse, "lse", packed[:2], torch.float32)
+            demand(return_lse and lse.is_contiguous(), "lse is asked for, and contiguous")
+        result = self._attend(on_host(q), key, value)
+        on_host(out).copy_(result[0])
+        self._device.enqueue()
+        if not return_lse:
+            return out
+        scores = self._device.adopt(result[1]) if lse is None else lse
+        on_host(scores).copy_(result[1])
+        return out, scores
+
+    def _check_tensor(
+        self, tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        demand(self._device.holds(tensor), f"{name} is on the device")
+        demand(tuple(tensor.shape) == shape, f"{name} has the planned shape")
+        demand(tensor.dtype == dtype, f"{name} has the planned dtype")
+
+    def _check_cache(
+        self, cache: Any, shape: tuple[int, int, int, int], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V, each [pages, kv_heads, page_size, head_dim] on the host."""
+        demand(isinstance(cache, tuple) and len(cache) == 2, "the cache is a tuple (k, v)")
+        _, num_kv_heads, head_dim, page_size = shape
+        page = (num_kv_heads, page_size) if self._heads_first else (page_size, num_kv_heads)
+        for name, pages in zip(("k", "v"), cache, strict=True):
+            self._check_tensor(pages, f"{name} cache", (len(pages), *page, head_dim), dtype)
+            demand(pages.stride(3) == 1, f"heads of the {name} cache are contiguous")
+        demand(cache[0].stride() == cache[1].stride(), "k and v have equal strides")
+        key, value = (on_host(each) for each in cache)
+        return (key, value) if self._heads_first else (key.transpose(1, 2), value.transpose(1, 2))
+
+    def _attend(
+        self, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output [T, Hq, D] and log-sum-exp to the base 2 [T, Hq], float32."""
+        (num_heads, num_kv_heads, head_dim, page_size), settings, qo_indptr = self._planned
+        soft_cap = settings["logits_soft_cap"] or 0.0
+        heads = AttentionShape(num_heads, num_kv_heads, head_dim, settings["sm_scale"], soft_cap)
+        window = None if settings["window_left"] < 0 else settings["window_left"] + 1
+        indptr, indices, last_page_len = self._read
+        output = torch.zeros(q.shape)
+        scores = torch.full(q.shape[:2], -math.inf)
+        for row, kv_len in enumerate(_kv_lens(indptr, last_page_len, page_size)):
+            if kv_len == 0:
+                continue
+            pages = indices[int(indptr[row]) : int(indptr[row + 1])].long()
+            demand(bool(((pages >= 0) & (pages < len(key))).all()), "pages are in the cache")
+            at = slice(int(qo_indptr[row]), int(qo_indptr[row + 1]))
+            first = first_in_sight(kv_len - (at.stop - at.start), window)
+            k, v = (
+                each[pages]
+                .float()
+                .transpose(0, 1)
+                .reshape(num_kv_heads, -1, head_dim)[:, first:kv_len]
+                for each in (key, value)
+            )
+            queries = q[at].float()
+            if settings["causal"]:
+                output[at] = causal_attention(queries, k, v, heads, window)
+            else:
+                output[at] = torch.cat(
+                    [causal_attention(each[None], k, v, heads, None) for each in queries]
+                )
+            scores[at] = _log_sums(queries, k, heads, window, settings["causal"])
+        return output, scores
+
+
+def _check_workspace(device: FakeDevice, workspace: torch.Tensor) -> None:
+    demand(device.holds(workspace), "the workspace is the device's")
+    demand(workspace.dtype == torch.uint8, "the workspace is bytes")
+    demand(not on_host(workspace).any(), "the workspace begins as zeros")
+    demand(workspace.data_ptr() % 16 == 0, "the workspace is aligned to 16 bytes")
+
+
+def check_index(device: FakeDevice, tensor: torch.Tensor, name: str, on_device: bool) -> None:
+    where = "device" if on_device else "host"
+    demand(device.holds(tensor) == on_device, f"{name} is on the {where}")
+    demand(tensor.dtype == torch.int32, f"{name} is int32")
+    demand(tensor.dim() == 1 and tensor.is_contiguous(), f"{name} is flat and contiguous")
+
+
+def _kv_lens(indptr: torch.Tensor, last_page_len: torch.Tensor, page_size: int) -> list[int]:
+    """As the kernels count: full pages and the last one; 0 without pages."""
+    pages = indptr.diff()
+    lens = (pages - 1) * page_size + last_page_len
+    return torch.where(pages > 0, lens, 0).tolist()
+
+
+def _log_sums(
+    queries: torch.Tensor,
+    key: torch.Tensor,
+    shape: AttentionShape,
+    window: int | None,
+    causal: bool,
+) -> torch.Tensor:
+    """Log-sum-exp of the scores to the base 2, [Q, Hq]; key [Hkv, N, D]."""
+    num_queries, num_tokens = queries.shape[0], key.shape[1]
+    wide = key.repeat_interleave(shape.group_size, 0)
+    scores = torch.einsum("qhd,hnd->qhn", queries, wide) * shape.scale
+    if shape.soft_cap:
+        scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
+    if causal:
+        distance = torch.arange(num_tokens - num_queries, num_tokens)[:, None] - torch.arange(
+            num_tokens
+        )
+        hidden = distance < 0
+        if window is not None:
+            hidden |= distance >= window
+        scores = scores.masked_fill(hidden[:, None], -math.inf)
+    return scores.logsumexp(-1) * math.log2(math.e)

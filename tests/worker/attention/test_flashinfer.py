@@ -1,0 +1,270 @@
+"""The FlashInfer backend on a strict fake of the library, over random steps."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from proto.errors import ConfigError
+from tests.fakes.fake_device import AcrossTheBoundary, FakeDevice, cache_on
+from tests.fakes.fake_flashinfer import FakeFlashInfer
+from tests.worker.attention.steps import LAYER, Case, Step
+from worker.attention import flashinfer
+from worker.attention.base import AttentionInputs, AttentionShape
+from worker.attention.flashinfer import FlashInferAttention
+from worker.attention.flashinfer_group import Options
+from worker.attention.kv_store import store_by_index
+from worker.attention.paged_batch import pad_decodes
+from worker.attention.reference import ReferenceAttention
+from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_layout import kv_layout
+
+OPTIONS = Options(workspace_bytes=1 << 12)
+MIXED = ((0, 7), (20, 1), (33, 5), (15, 1), (16, 1), (0, 1))
+DECODES = ((20, 1), (15, 1), (40, 1))
+PREFILLS = ((0, 7), (33, 5), (0, 32))
+
+
+class Fakes:
+    """The backend over a case's cache, and what it runs on."""
+
+    def __init__(self, step: Step, options: Options = OPTIONS) -> None:
+        self.device = FakeDevice()
+        self.library = FakeFlashInfer(self.device)
+        self.backend = AcrossTheBoundary(
+            self.device,
+            FlashInferAttention(
+                cache_on(self.device, step.kv_cache),
+                step.case.shape,
+                step.case.dtype,
+                self.device,
+                self.library,
+                store_by_index,
+                options,
+            ),
+        )
+
+
+def case_of(sequences: Sequence[tuple[int, int]], **fields: object) -> Case:
+    return Case(tuple(sequences), **{"dtype": torch.bfloat16} | fields)
+
+
+def capturing(*sizes: int) -> Options:
+    return replace(OPTIONS, capture_sizes=sizes, capture_pages=64)
+
+
+CASES = {
+    "mixed": case_of(MIXED),
+    "decodes": case_of(DECODES),
+    "prefills": case_of(PREFILLS),
+    "prefills, then decodes": case_of(PREFILLS + DECODES),
+    "one token": case_of(((0, 1),)),
+    "a page and its neighbours": case_of(((15, 1), (16, 1), (14, 1), (0, 15), (0, 16), (0, 17))),
+    "float16": case_of(MIXED, dtype=torch.float16),
+    "heads of 128, each its own": case_of(MIXED, num_heads=2, num_kv_heads=2, head_dim=128),
+    "heads of 256, a window": case_of(MIXED, num_heads=4, num_kv_heads=1, head_dim=256, window=6),
+    "a window of one": case_of(MIXED, window=1),
+    "a window longer than all": case_of(MIXED, window=900),
+    "pages of one, a window": case_of(MIXED, window=6, block_size=1),
+    "a soft cap": case_of(MIXED, soft_cap=2.0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference_bit_by_bit(name: str) -> None:
+    step, twin = Step(CASES[name]), Step(CASES[name])
+    result = step.run(Fakes(step).backend)
+    wanted = twin.run(ReferenceAttention(twin.kv_cache, twin.case.shape))
+    assert result.dtype == wanted.dtype
+    assert result.is_contiguous()
+    assert torch.equal(result, wanted)
+    for part in (0, 1):
+        assert torch.equal(step.written(part), twin.written(part))
+    exact = step.expected()
+    assert (result.double() - exact).norm() < 5e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keys_and_values_of_eight_bits(dtype: torch.dtype) -> None:
+    step = Step(case_of(MIXED, dtype=dtype, kv_dtype=torch.float8_e4m3fn, window=6))
+    result = step.run(Fakes(step).backend)
+    exact = step.expected()
+    assert (result.double() - exact).norm() < 5e-3 * exact.norm()
+    assert torch.equal(step.written(1), step.value.to(torch.float8_e4m3fn).float())
+
+
+def test_each_kind_is_planned_once_a_step_and_group() -> None:
+    step = Step(case_of(MIXED, window=6))
+    fakes = Fakes(step)
+    for _ in range(3):
+        step.run(fakes.backend)
+    num_groups = len(step.kv_cache.layout.windows)
+    assert [each.num_plans for each in fakes.library.wrappers] == [3] * 2 * num_groups
+    only_decodes = Step(case_of(DECODES))
+    fakes = Fakes(only_decodes)
+    only_decodes.run(fakes.backend)
+    assert sorted(each.num_plans for each in fakes.library.wrappers) == [0, 1]
+
+
+def test_nothing_is_waited_for_but_copies_of_earlier_steps() -> None:
+    step = Step(case_of(MIXED))
+    fakes = Fakes(step)
+    for _ in range(4):
+        before = fakes.device.queued
+        step.run(fakes.backend)
+        assert fakes.device.completed <= before
+    assert fakes.device.completed > 0
+
+
+def test_steps_that_grow_and_shrink_share_their_staging() -> None:
+    sequences = ((0, 7), (20, 1), (33, 5), (15, 1), (90, 1), (0, 40))
+    step, twin = Step(case_of(sequences)), Step(case_of(sequences))
+    fakes = Fakes(step)
+    reference = ReferenceAttention(twin.kv_cache, twin.case.shape)
+    assert torch.equal(step.run(fakes.backend), twin.run(reference))
+    for row in (5, 1, 0, 4, 2, 3):
+        tokens = slice(*step.inputs.query_start[row : row + 2])
+        results = []
+        for each, backend in ((step, fakes.backend), (twin, reference)):
+            backend.plan(each.of_all_groups(each.only(row)))
+            parts = (part[tokens] for part in (each.query, each.key, each.value, each.rotation))
+            results.append(backend.run(LAYER, *parts))
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_padded_batch_runs_on_the_wrapper_of_its_size(window: int | None) -> None:
+    case = case_of(DECODES, window=window)
+    step, plain = Step(case), Step(case)
+    fakes = Fakes(step, capturing(4, 8))
+    padded = pad_decodes(step.inputs, 4)
+
+    def widened(tokens: torch.Tensor) -> torch.Tensor:
+        return torch.cat((tokens, torch.zeros_like(tokens[:1])))
+
+    fakes.backend.plan(step.of_all_groups(padded))
+    parts = map(widened, (step.query, step.key, step.value, step.rotation))
+    result = fakes.backend.run(LAYER, *parts)
+    assert torch.equal(result[:3], plain.run(Fakes(plain).backend))
+    assert not result[3].any()
+    for part in (0, 1):
+        assert torch.equal(step.written(part), plain.written(part))
+    planned = [each for each in fakes.library.wrappers if each.num_plans]
+    assert all(each.batch_size == 4 for each in planned)
+    assert len(planned) == len(step.kv_cache.layout.windows)
+
+
+def test_decodes_beside_a_prefill_are_not_the_captured_ones() -> None:
+    step = Step(case_of(MIXED))
+    num_decodes = sum(new == 1 for _, new in MIXED)
+    fakes = Fakes(step, capturing(num_decodes))
+    step.run(fakes.backend)
+    assert all(each.batch_size is None for each in fakes.library.wrappers if each.num_plans)
+
+
+def test_a_captured_size_keeps_its_buffers_from_plan_to_plan() -> None:
+    step, twin = Step(case_of(DECODES)), Step(case_of(DECODES))
+    fakes = Fakes(step, capturing(1, 3))
+    reference = ReferenceAttention(twin.kv_cache, twin.case.shape)
+    for _ in range(3):
+        assert torch.equal(step.run(fakes.backend), twin.run(reference))
+
+
+SHARING = {
+    "decodes": ((40, 1), (33, 1), (64, 1)),
+    "prefills": ((40, 3), (33, 20), (64, 7)),
+    "mixed": ((50, 9), (40, 1), (33, 1), (64, 2), (32, 1)),
+}
+
+
+def sharing_two_pages(step: Step) -> AttentionInputs:
+    """All sequences begin with the first one's pages."""
+    table = step.inputs.block_table.copy()
+    table[:, :2] = table[0, :2]
+    return replace(step.inputs, block_table=table)
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 2.0])
+@pytest.mark.parametrize("name", SHARING)
+def test_a_shared_prefix_is_read_once_and_merged(name: str, soft_cap: float) -> None:
+    case = case_of(SHARING[name], soft_cap=soft_cap)
+    step, twin = Step(case), Step(case)
+    inputs = sharing_two_pages(step)
+    fakes = Fakes(step, replace(OPTIONS, cascade_from=2))
+    reference = ReferenceAttention(twin.kv_cache, case.shape)
+    results = []
+    for each, backend in ((step, fakes.backend), (twin, reference)):
+        backend.plan([inputs])
+        results.append(backend.run(LAYER, each.query, each.key, each.value, each.rotation))
+    assert (results[0] - results[1]).double().norm() < 5e-3 * results[1].double().norm()
+    assert len([each for each in fakes.library.wrappers if each.for_all_queries]) == 1
+
+
+@pytest.mark.parametrize(("window", "cascade_from"), [(None, 0), (None, 3), (40, 1)])
+def test_no_prefix_is_shared(window: int | None, cascade_from: int) -> None:
+    """Off, too short to be worth it, or in a group whose window passes over it."""
+    step = Step(case_of(SHARING["mixed"], window=window))
+    fakes = Fakes(step, replace(OPTIONS, cascade_from=cascade_from))
+    inputs = sharing_two_pages(step)
+    table = inputs.block_table
+    different = np.arange(table.size, dtype=np.int32).reshape(table.shape)
+    nothing = replace(inputs, block_table=different)
+    *others, _ = step.kv_cache.layout.windows
+    fakes.backend.plan([nothing] * len(others) + [inputs])
+    assert not [each for each in fakes.library.wrappers if each.for_all_queries]
+
+
+def backend_for(
+    shape: AttentionShape, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> FlashInferAttention:
+    layout = kv_layout([None])
+    geometry = kv_cache_geometry(layout, shape.num_kv_heads, shape.head_dim, kv_dtype)
+    device = FakeDevice()
+    cache = cache_on(device, KVCache(geometry, layout, 2, 4))
+    return FlashInferAttention(
+        cache,
+        shape,
+        dtype,
+        device,
+        FakeFlashInfer(device),
+        store_by_index,
+        options=OPTIONS,
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "head_dim", "message", "parameter"),
+    [
+        (torch.float32, torch.float32, 64, "not float32", "attention_backend"),
+        (torch.bfloat16, torch.float32, 64, "fn, not float32", "kv_cache_dtype"),
+        (torch.bfloat16, torch.float16, 64, "of bfloat16, .* not float16", "kv_cache_dtype"),
+        (torch.bfloat16, torch.int8, 64, "not int8", "kv_cache_dtype"),
+        (torch.bfloat16, torch.bfloat16, 96, "heads of 64, 128, 256, not 96", "attention_backend"),
+    ],
+)
+def test_what_there_are_no_kernels_for_is_a_config_error(
+    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, message: str, parameter: str
+) -> None:
+    shape = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=head_dim, scale=1.0)
+    with pytest.raises(ConfigError, match=message) as raised:
+        backend_for(shape, dtype, kv_dtype)
+    assert raised.value.parameter == parameter
+
+
+def test_a_missing_library_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise flashinfer.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(flashinfer.importlib.metadata, "version", missing)
+    with pytest.raises(ConfigError, match=r"tokend\[gpu\]"):
+        flashinfer.load_library()
+
+
+def test_another_version_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer.importlib.metadata, "version", lambda name: "0.7.2")
+    with pytest.raises(
+        ConfigError, match=r"needs flashinfer-python 0\.6\.18\.post1, found 0\.7\.2"
+    ):
+        flashinfer.load_library()

@@ -1,0 +1,95 @@
+"""The fake's parameters beside those of the installed FlashInfer.
+
+What the backend passes runs on the fake, so what the fake takes is what is relied on. The
+library imports without a GPU; where it is not installed the comparison is skipped:
+pip install --no-deps flashinfer-python==VERSION apache-tvm-ffi nvidia-ml-py einops
+"""
+
+import importlib.metadata
+import inspect
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.fake_flashinfer import FakeDecode, FakeFlashInfer, FakePrefill
+from worker.attention.flashinfer import VERSION, load_library
+
+PREFILL = "BatchPrefillWithPagedKVCacheWrapper"
+DECODE = "BatchDecodeWithPagedKVCacheWrapper"
+CALLS: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "making a prefill": (FakeFlashInfer.BatchPrefillWithPagedKVCacheWrapper, PREFILL, "__init__"),
+    "making a decode": (FakeFlashInfer.BatchDecodeWithPagedKVCacheWrapper, DECODE, "__init__"),
+    "planning a prefill": (FakePrefill.plan, PREFILL, "plan"),
+    "its memory": (FakeDecode.reset_workspace_buffer, DECODE, "reset_workspace_buffer"),
+    # Its plan takes keywords as **kwargs, for positions that are going away, and hands them on.
+    "planning a decode": (FakeDecode.plan, DECODE, "_plan_impl"),
+    "running a prefill": (FakePrefill.run, PREFILL, "run"),
+    "running a decode": (FakeDecode.run, DECODE, "run"),
+    "merging": (FakeFlashInfer.merge_state_in_place, "merge_state_in_place", ""),
+}
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def differences(ours: inspect.Signature, theirs: inspect.Signature) -> list[str]:
+    """What a call that fits `ours` would meet at `theirs`."""
+    found = []
+    places = [each.name for each in theirs.parameters.values() if each.kind in POSITIONAL]
+    for place, (name, own) in enumerate(ours.parameters.items()):
+        other = theirs.parameters.get(name)
+        if other is None:
+            found.append(f"{name} is gone")
+        elif own.kind in POSITIONAL and places[place : place + 1] != [name]:
+            found.append(f"{name} is not at place {place}")
+        elif own.kind not in POSITIONAL and other.kind not in KEYWORD:
+            found.append(f"{name} has no name any more")
+        elif own.default is not own.empty and own.default != other.default:
+            found.append(f"{name} is {other.default!r} by default, not {own.default!r}")
+    taken = ours.parameters
+    for name, other in theirs.parameters.items():
+        variable = other.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        if name not in taken and other.default is other.empty and not variable:
+            found.append(f"{name} must be given")
+    return found
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_library_takes_what_the_fake_takes(call: str) -> None:
+    try:
+        found = importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"flashinfer-python {VERSION} is not installed")
+    assert found == VERSION, "the extra gpu and the facts of the fake name one version"
+    fake, wrapper, method = CALLS[call]
+    real = getattr(load_library(), wrapper)
+    ours = inspect.signature(fake)
+    if method:
+        real = getattr(real, method)
+    else:
+        ours = ours.replace(parameters=list(ours.parameters.values())[1:])
+    assert differences(ours, inspect.signature(real)) == []
+
+
+def test_the_comparison_sees_what_has_changed() -> None:
+    def ours(self: object, a: int, b: int = 1, *, c: int, d: int = 2, e: int = 3) -> None: ...
+
+    def theirs(self: object, b: int, a: int, f: int, /, c: int, *, e: int = 4) -> None: ...
+
+    assert differences(inspect.signature(ours), inspect.signature(theirs)) == [
+        "a is not at place 1",
+        "b is not at place 2",
+        "d is gone",
+        "e is 4 by default, not 3",
+        "f must be given",
+    ]
+    assert differences(inspect.signature(ours), inspect.signature(ours)) == []
+
+
+def test_the_extra_names_the_version_that_the_backend_asks_for() -> None:
+    root = Path(__file__).parents[3]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert f"flashinfer-python=={VERSION}" in project["optional-dependencies"]["gpu"]
+    assert "flashinfer" not in (root / "constraints.txt").read_text()

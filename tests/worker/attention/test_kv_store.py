@@ -1,0 +1,96 @@
+"""Both ways of writing K and V against a loop over tokens.
+
+The kernel runs in Triton's interpreter and is compiled for Hopper, which takes no GPU.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+
+from worker.attention.kv_store import PADDING_SLOT, KVStore, TritonStore, store_by_index
+from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_layout import kv_layout
+
+NUM_BLOCKS, BLOCK_SIZE, HEAD_DIM = 6, 4, 64
+SLOTS = (9, 4, 23, PADDING_SLOT, 10, 5, PADDING_SLOT)
+
+
+def need_triton() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+
+
+@pytest.fixture(params=["torch", "triton"])
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KVStore:
+    if request.param == "torch":
+        return store_by_index
+    need_triton()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return TritonStore()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.float8_e4m3fn),
+        (torch.float16, torch.float8_e4m3fn),
+    ],
+)
+@pytest.mark.parametrize("num_heads", [1, 3])
+def test_every_token_stands_at_its_slot_and_nothing_else_changes(
+    store: KVStore, num_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    layout = kv_layout([None, None])
+    geometry = kv_cache_geometry(layout, num_heads, HEAD_DIM, kv_dtype)
+    cache = KVCache(geometry, layout, NUM_BLOCKS, BLOCK_SIZE)
+    generator = torch.Generator().manual_seed(0)
+    # What 8 bits hold exactly, and now and then more than they hold.
+    fused = torch.randint(-15, 16, (len(SLOTS), 3, num_heads * HEAD_DIM), generator=generator)
+    fused[:, :, ::7] *= 128
+    _, key, value = (
+        part.view(len(SLOTS), num_heads, HEAD_DIM) for part in fused.to(dtype).unbind(1)
+    )
+    before = torch.randint(0, 16, cache.buffer.shape, generator=generator).to(kv_dtype)
+    cache.buffer.copy_(before)
+    store(torch.tensor(SLOTS), key, value, cache.layer_pages(1))
+    expected = before.float()
+    largest = torch.finfo(kv_dtype).max
+    for part, tokens in enumerate((key, value)):
+        for slot, token in zip(SLOTS, tokens, strict=True):
+            if slot != PADDING_SLOT:
+                block, offset = divmod(slot, BLOCK_SIZE)
+                expected[block, 1, part, :, offset] = token.float().clamp(-largest, largest)
+    # The null block may hold anything.
+    assert torch.equal(cache.buffer[1:].float(), expected[1:])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "most"),
+    [("bf16", "bf16", 0.0), ("fp16", "fp16", 0.0), ("bf16", "fp8e4nv", 448.0)],
+)
+def test_the_kernel_compiles_for_a_gpu(
+    dtype: str, kv_dtype: str, most: float, head_dim: int
+) -> None:
+    need_triton()
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    pointers = {
+        "slots": "*i64",
+        "key": f"*{dtype}",
+        "value": f"*{dtype}",
+        "key_pages": f"*{kv_dtype}",
+        "value_pages": f"*{kv_dtype}",
+    }
+    strides = ("key_stride", "value_stride", "block_stride", "head_stride")
+    constants = {"block_size": 16, "head_dim": head_dim, "most": most}
+    signature = pointers | dict.fromkeys(strides, "i32") | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(TritonStore().kernel, signature, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert ("e4m3" in compiled.asm["ptx"]) == (kv_dtype == "fp8e4nv")
+    assert compiled.asm["cubin"]

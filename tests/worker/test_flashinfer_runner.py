@@ -1,0 +1,93 @@
+"""The whole worker on the FlashInfer backend, without a GPU: tokens equal the reference's.
+
+Tiny models of bfloat16 with heads that the library has kernels for; the engine of
+test_model_runner.py mixes prefills and decodes, and spoils blocks that a window has passed.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fakes.fake_device import AcrossTheBoundary, FakeDevice, cache_on
+from tests.fakes.fake_flashinfer import FakeFlashInfer
+from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
+from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine
+from worker.attention.base import AttentionBackend, AttentionShape
+from worker.attention.flashinfer import FlashInferAttention
+from worker.attention.flashinfer_group import Options
+from worker.attention.kv_store import store_by_index
+from worker.attention.reference import ReferenceAttention
+from worker.batch.rows import Rows
+from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_layout import kv_layout
+from worker.loader.weights import load_model
+from worker.model_runner import ModelRunner
+from worker.models.decoder import Decoder
+from worker.models.registry import spec_of
+from worker.sample.sampler import create_sampler
+
+DTYPE = torch.bfloat16
+HEAD_DIMS = {"llama": 64, "mistral-window": 128, "gemma3-pattern-untied": 256}
+OPTIONS = Options(
+    capture_sizes=(1, 2, 3), capture_pages=NUM_BLOCKS * len(CHUNKS), workspace_bytes=1 << 12
+)
+
+
+class Worker:
+    """A runner over a cache of its own, on either backend."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        spec = decoder.spec
+        layout = kv_layout(spec.windows)
+        geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, DTYPE)
+        self._decoder = decoder
+        self.cache = KVCache(geometry, layout, NUM_BLOCKS, BLOCK)
+        self.cache.buffer[1:] = float("nan")
+        self.shape = AttentionShape(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
+        )
+        self.rows = Rows(len(CHUNKS), spec.max_position, BLOCK, layout.num_groups)
+
+    def tokens(self, backend: AttentionBackend, prompts: dict[int, list[int]]) -> Any:
+        runner = ModelRunner(self._decoder, backend, create_sampler(), self.rows, self.cache)
+        runner.warm_up()
+        return Engine(runner, self.cache).generate(prompts)
+
+
+@pytest.fixture(params=HEAD_DIMS)
+def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> Decoder:
+    plain = CONFIGS[request.param]
+    config = type(plain)(**plain.to_dict() | {"head_dim": HEAD_DIMS[request.param]})
+    tiny_model(config).save_pretrained(tmp_path)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    spec = spec_of(prepared)
+    assert spec.head_dim == HEAD_DIMS[request.param]
+    return load_model(prepared, spec, DTYPE, torch.device("cpu"), lambda fraction: None)
+
+
+def test_tokens_equal_those_of_the_reference(decoder: Decoder) -> None:
+    generator = torch.Generator().manual_seed(1)
+    prompts = {
+        handle: torch.randint(0, 96, (sum(chunks),), generator=generator).tolist()
+        for handle, chunks in CHUNKS.items()
+    }
+    plain, faked = Worker(decoder), Worker(decoder)
+    device = FakeDevice()
+    library = FakeFlashInfer(device)
+    backend = FlashInferAttention(
+        cache_on(device, faked.cache),
+        faked.shape,
+        DTYPE,
+        device,
+        library,
+        store_by_index,
+        OPTIONS,
+    )
+    found = faked.tokens(AcrossTheBoundary(device, backend), prompts)
+    assert found == plain.tokens(ReferenceAttention(plain.cache, plain.shape), prompts)
+    assert all(len(set(tokens)) > 5 for tokens in found.values())
+    # Prefills, mixed decodes and those of each captured size have all been planned.
+    assert all(wrapper.num_plans for wrapper in library.wrappers)

@@ -1,0 +1,172 @@
+"""Attention on CUDA by FlashInfer 0.6.18: decodes and prefills of each group apart.
+
+Owns the order of a step's sequences and what goes to the device; paged_batch.py makes the
+index arrays, flashinfer_group.py calls the library. One plan for all would give a decode
+the tiles of the longest prompt, so each kind has its own:
+
+    step ──▶ decodes ──▶ plan ──▶ copy of the schedule is queued ──▶ event
+         └─▶ prefills ─▶ plan ──▶      "            "            ──▶ event
+    layer ─▶ turn q, k ─▶ write K, V ─▶ run decodes ─▶ run prefills
+
+Nothing waits but a plan for the copy of the one before: what plans need is on the host, and
+what kernels need was queued before them.
+
+Cascade attention is an option: a prefix that all sequences of a step share is read once,
+for all queries, and merged with what each finds behind it (Ye et al., FlashInfer, "composable
+formats").
+"""
+
+import importlib.metadata
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from proto.errors import ConfigError
+from worker.attention.base import AttentionInputs, AttentionShape
+from worker.attention.flashinfer_group import GroupWrappers, Library, Options, WrapperMaker
+from worker.attention.kv_store import KVStore, TritonStore
+from worker.attention.paged_batch import StepPages, gather_pages, shared_pages, step_pages
+from worker.attention.staging import Accelerator, Cuda, Staging
+from worker.kv_cache import KVCache
+from worker.layers.rotary import Rotation, rotate
+
+VERSION: Final = "0.6.18.post1"
+"""What the calls were written for; another one may mean something else by them."""
+HEAD_DIMS: Final = (64, 128, 256)
+QUERY_DTYPES: Final = (torch.bfloat16, torch.float16)
+EIGHT_BITS: Final = torch.float8_e4m3fn
+"""The other dtype of K and V, without scales."""
+DEFAULTS: Final = Options()
+
+
+def create_flashinfer(
+    kv_cache: KVCache, shape: AttentionShape, dtype: torch.dtype, options: Options = DEFAULTS
+) -> "FlashInferAttention":
+    """The backend on the device of `kv_cache`, for activations of `dtype`.
+
+    Raises ConfigError where heads, dtypes or the installed version do not fit.
+    """
+    refuse_unsupported(shape, dtype, kv_cache.dtype)
+    accelerator = Cuda(kv_cache.buffer.device)
+    return FlashInferAttention(
+        kv_cache, shape, dtype, accelerator, load_library(), TritonStore(), options
+    )
+
+
+def load_library() -> Library:
+    """The module; raises ConfigError where it is missing or another version."""
+    try:
+        found = importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        raise _refusal("needs FlashInfer: pip install 'tokend[gpu]'") from None
+    if found != VERSION:
+        raise _refusal(f"needs flashinfer-python {VERSION}, found {found}")
+    import flashinfer
+
+    library: Library = flashinfer
+    return library
+
+
+def refuse_unsupported(shape: AttentionShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Raise ConfigError for what the kernels cannot do."""
+    if dtype not in QUERY_DTYPES:
+        raise _refusal(f"computes in bfloat16 or float16, not {_name(dtype)}")
+    if kv_dtype not in (dtype, EIGHT_BITS):
+        raise ConfigError(
+            f"--attention-backend flashinfer needs K and V of {_name(dtype)}, as the activations "
+            f"are, or of {_name(EIGHT_BITS)}, not {_name(kv_dtype)}",
+            "kv_cache_dtype",
+        )
+    if shape.head_dim not in HEAD_DIMS:
+        sizes = ", ".join(map(str, HEAD_DIMS))
+        raise _refusal(f"has kernels for heads of {sizes}, not {shape.head_dim}")
+
+
+class FlashInferAttention:
+    """AttentionBackend over FlashInfer's wrappers; used by one thread on one stream.
+
+    Raises ConfigError as `refuse_unsupported` does.
+    """
+
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        shape: AttentionShape,
+        dtype: torch.dtype,
+        accelerator: Accelerator,
+        library: Library,
+        store: KVStore,
+        options: Options = DEFAULTS,
+    ) -> None:
+        refuse_unsupported(shape, dtype, kv_cache.dtype)
+        self._kv_cache = kv_cache
+        self._store = store
+        self._cascade_from = options.cascade_from
+        self._staging = Staging(accelerator)
+        make = WrapperMaker(accelerator, library, options)
+        self._groups = [
+            GroupWrappers(make, shape, dtype, kv_cache.dtype, kv_cache.block_size, window)
+            for window in kv_cache.layout.windows
+        ]
+        self._pages = [kv_cache.layer_pages(i) for i in range(len(kv_cache.layout.places))]
+
+    def plan(self, inputs: Sequence[AttentionInputs]) -> None:
+        """As the Protocol says; waits only for the copies of the plans before."""
+        windows = self._kv_cache.layout.windows
+        pages = step_pages(inputs, windows, self._kv_cache.block_size, self._shared(inputs))
+        indices = self._upload(inputs, pages)
+        each = indices.split_with_sizes([parts.num_pages for parts in pages.groups])
+        for group, parts, own in zip(self._groups, pages.groups, each, strict=True):
+            group.plan(parts, own)
+
+    def run(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation,
+    ) -> torch.Tensor:
+        """As the Protocol says; queues kernels and waits for none."""
+        group = self._kv_cache.layout.places[layer].group
+        pages = self._pages[layer]
+        self._store(self._slots[group], rotate(key, rotation), value, pages)
+        turned = rotate(query, rotation)
+        if self._moves:
+            turned = turned.index_select(0, self._moves[0])
+        output = torch.empty_like(turned)
+        self._groups[group].run(turned, (pages[0].rows, pages[1].rows), output)
+        return output.index_select(0, self._moves[1]) if self._moves else output
+
+    def _shared(self, inputs: Sequence[AttentionInputs]) -> list[int]:
+        """Pages of the prefix of each group that is attended to once."""
+        shared = [0] * len(inputs)
+        if self._cascade_from and inputs[0].num_seqs > 1:
+            for group, window in enumerate(self._kv_cache.layout.windows):
+                if window is None:
+                    found = shared_pages(inputs[group], self._kv_cache.block_size)
+                    shared[group] = found if found >= self._cascade_from else 0
+        return shared
+
+    def _upload(self, inputs: Sequence[AttentionInputs], pages: StepPages) -> torch.Tensor:
+        """Everything the device needs of a step, in one copy; returns the page indices."""
+        moves = [] if pages.order.as_in_step else [pages.order.tokens, pages.order.back]
+        sent = self._staging.upload(
+            [each.slot_mapping for each in inputs]
+            + [pages.runs, pages.shift]
+            + [np.concatenate([each.block_table.reshape(-1) for each in inputs])]
+            + moves
+        )
+        num_groups = len(inputs)
+        self._slots, (runs, shift, tables, *self._moves) = sent[:num_groups], sent[num_groups:]
+        return gather_pages(tables, runs, shift, pages.num_pages)
+
+
+def _refusal(what: str) -> ConfigError:
+    return ConfigError(f"--attention-backend flashinfer {what}", "attention_backend")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

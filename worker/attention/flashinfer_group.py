@@ -1,0 +1,243 @@
+"""FlashInfer's wrappers of one KV cache group: made once, planned each step, run each layer.
+
+Owns the calls of the library; knows nothing of tables, slots or layers. A plan fills
+page-locked memory of its wrapper and queues a copy of it, so the next plan of that wrapper
+waits for an event behind the copy, or it would write into one that has not run yet.
+
+Every argument whose default could change what is computed is named, also where the default
+would do: the library's own are float16 and not causal.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+
+from worker.attention.base import AttentionShape
+from worker.attention.paged_batch import GroupParts, Part
+from worker.attention.staging import Accelerator
+from worker.kv_layout import Window
+
+_BACKEND: Final = "fa2"
+"""Named always: on Hopper the library would choose by itself, and plan for longer."""
+_LAYOUT: Final = "HND"
+_CAPTURED_SCHEDULE_BYTES: Final = 512 << 10
+"""The library takes 8 MiB for any schedule, on the device and page-locked. One of 4,096 decodes
+took its planner 110 KB (132 multiprocessors); where it is too small a plan fails by name."""
+
+PagePair = tuple[torch.Tensor, torch.Tensor]
+"""K and V of a layer, [num_blocks, num_kv_heads, block_size, head_dim] each; a tuple, no list."""
+
+
+class Wrapper(Protocol):
+    """What both of the library's wrappers have."""
+
+    def plan(self, *args: Any, **settings: Any) -> None:
+        """Schedule a batch on the host and queue the copy of the schedule."""
+        ...
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
+    ) -> None:
+        """Take other memory for partial results and for the schedule."""
+        ...
+
+    def run(self, q: torch.Tensor, paged_kv_cache: PagePair, **results: Any) -> Any:
+        """Attend for the queries of the batch last planned."""
+        ...
+
+
+class Library(Protocol):
+    """What is used of the module `flashinfer`."""
+
+    def BatchPrefillWithPagedKVCacheWrapper(self, *args: Any, **settings: Any) -> Wrapper:
+        """Any number of query tokens a sequence."""
+        ...
+
+    def BatchDecodeWithPagedKVCacheWrapper(self, *args: Any, **settings: Any) -> Wrapper:
+        """One query token a sequence."""
+        ...
+
+    def merge_state_in_place(
+        self, v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor
+    ) -> None:
+        """Join attention to two sets of keys in v and s: results and log-sum-exps to base 2."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a deployment chooses.
+
+    capture_sizes: numbers of decodes for which graphs are captured.
+    capture_pages: most pages of such a batch in one group; a graph reads their indices
+        from one place.
+    cascade_from: full pages from which on a prefix that all share is attended to once; 0: never.
+    workspace_bytes: for partial results of split sequences. 256 MiB are enough for 512
+        decodes of 32 heads of 128; where it is too small a plan fails by name.
+    """
+
+    capture_sizes: tuple[int, ...] = ()
+    capture_pages: int = 0
+    cascade_from: int = 0
+    workspace_bytes: int = 256 << 20
+
+
+class PlannedWrapper:
+    """A wrapper and the event that tells when its next plan may be made."""
+
+    def __init__(self, wrapper: Wrapper, accelerator: Accelerator) -> None:
+        self._copied = accelerator.event()
+        self._wrapper = wrapper
+        self.run = wrapper.run
+
+    def plan(self, *args: Any, **settings: Any) -> None:
+        """As the wrapper's, once its last schedule has been copied."""
+        self._copied.synchronize()
+        self._wrapper.plan(*args, **settings)
+        self._copied.record()
+
+
+class WrapperMaker:
+    """Makes wrappers that share one workspace: on one stream they run one after the other."""
+
+    def __init__(self, accelerator: Accelerator, library: Library, options: Options) -> None:
+        self.library = library
+        self.cascades = options.cascade_from > 0
+        self._accelerator = accelerator
+        self._options = options
+        self._workspace = accelerator.zeros(options.workspace_bytes, torch.uint8)
+
+    def prefill(self) -> PlannedWrapper:
+        """For prefills of any number."""
+        wrapper = self.library.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace, _LAYOUT, use_cuda_graph=False, backend=_BACKEND
+        )
+        return PlannedWrapper(wrapper, self._accelerator)
+
+    def decode(self) -> PlannedWrapper:
+        """For decodes of any number."""
+        wrapper = self.library.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            _LAYOUT,
+            use_cuda_graph=False,
+            use_tensor_cores=True,
+            backend=_BACKEND,
+        )
+        return PlannedWrapper(wrapper, self._accelerator)
+
+    def captured(self) -> dict[int, PlannedWrapper]:
+        """For exactly so many decodes as a graph has; they read their plans from one place."""
+        sizes = self._options.capture_sizes
+        most = max(sizes, default=0)
+        indptr = self._accelerator.zeros(most + 1, torch.int32)
+        last_page_len = self._accelerator.zeros(most, torch.int32)
+        indices = self._accelerator.zeros(self._options.capture_pages, torch.int32)
+        found: dict[int, PlannedWrapper] = {}
+        for size in sizes:
+            wrapper = self.library.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace,
+                _LAYOUT,
+                use_cuda_graph=True,
+                use_tensor_cores=True,
+                paged_kv_indptr_buffer=indptr[: size + 1],
+                paged_kv_indices_buffer=indices,
+                paged_kv_last_page_len_buffer=last_page_len[:size],
+                backend=_BACKEND,
+            )
+            schedule = self._accelerator.zeros(_CAPTURED_SCHEDULE_BYTES, torch.uint8)
+            wrapper.reset_workspace_buffer(self._workspace, schedule)
+            found[size] = PlannedWrapper(wrapper, self._accelerator)
+        return found
+
+
+class GroupWrappers:
+    """The wrappers of one group and what of them the current step runs."""
+
+    def __init__(
+        self,
+        make: WrapperMaker,
+        shape: AttentionShape,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        block_size: int,
+        window: Window,
+    ) -> None:
+        self._merge = make.library.merge_state_in_place
+        self._decode = make.decode()
+        self._prefill = make.prefill()
+        # Without cascades no prefix is ever planned.
+        self._prefix = make.prefill() if make.cascades and window is None else self._prefill
+        self._captured = make.captured()
+        self._sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim, block_size)
+        self._settings: dict[str, Any] = {
+            "pos_encoding_mode": "NONE",
+            "sm_scale": shape.scale,
+            # The query's own token is one of the window, but not to the left of it.
+            "window_left": -1 if window is None else window - 1,
+            "logits_soft_cap": shape.soft_cap,
+            "q_data_type": dtype,
+            "kv_data_type": kv_dtype,
+            "o_data_type": dtype,
+        }
+
+    def plan(self, parts: GroupParts, indices: torch.Tensor) -> None:
+        """Plan what has rows; the page indices of all parts, int32, are on the device."""
+        pages = indices.split_with_sizes(
+            [parts.prefix.num_pages, parts.decodes.num_pages, parts.prefills.num_pages]
+        )
+        self._has_prefix = parts.prefix.num_rows > 0
+        if self._has_prefix:
+            self._plan_prefill(self._prefix, parts.prefix, pages[0], causal=False)
+        self._runs: list[tuple[PlannedWrapper, slice]] = []
+        num_decodes = parts.decodes.num_rows
+        if num_decodes:
+            alone = not parts.prefills.num_rows and not self._has_prefix
+            wrapper = self._captured.get(num_decodes, self._decode) if alone else self._decode
+            self._plan_decode(wrapper, parts.decodes, pages[1])
+            self._runs.append((wrapper, slice(num_decodes)))
+        if parts.prefills.num_rows:
+            self._plan_prefill(self._prefill, parts.prefills, pages[2], causal=True)
+            self._runs.append((self._prefill, slice(num_decodes, None)))
+
+    def run(self, query: torch.Tensor, pages: PagePair, output: torch.Tensor) -> None:
+        """query, output: [T, num_heads, head_dim], contiguous, in the order of the batch."""
+        if self._has_prefix:
+            self._run_cascade(query, pages, output)
+            return
+        for wrapper, tokens in self._runs:
+            wrapper.run(query[tokens], pages, out=output[tokens])
+
+    def _run_cascade(self, query: torch.Tensor, pages: PagePair, output: torch.Tensor) -> None:
+        sums, shared_sums = query.new_empty((2, *query.shape[:2]), dtype=torch.float32)
+        for wrapper, tokens in self._runs:
+            wrapper.run(query[tokens], pages, out=output[tokens], lse=sums[tokens], return_lse=True)
+        shared = torch.empty_like(output)
+        self._prefix.run(query, pages, out=shared, lse=shared_sums, return_lse=True)
+        self._merge(output, sums, shared, shared_sums)
+
+    def _plan_decode(self, wrapper: PlannedWrapper, part: Part, pages: torch.Tensor) -> None:
+        wrapper.plan(
+            torch.from_numpy(part.kv_indptr),
+            pages,
+            torch.from_numpy(part.last_page_len),
+            *self._sizes,
+            seq_lens=torch.from_numpy(part.kv_lens),
+            **self._settings,
+        )
+
+    def _plan_prefill(
+        self, wrapper: PlannedWrapper, part: Part, pages: torch.Tensor, causal: bool
+    ) -> None:
+        wrapper.plan(
+            torch.from_numpy(part.qo_indptr),
+            torch.from_numpy(part.kv_indptr),
+            pages,
+            torch.from_numpy(part.last_page_len),
+            *self._sizes,
+            causal=causal,
+            seq_lens=torch.from_numpy(part.kv_lens),
+            # Otherwise it looks for the longest query in Python, one after the other.
+            max_token_per_sequence=part.longest_query,
+            **self._settings,
+        )

@@ -1,0 +1,121 @@
+"""Writing K and V of a step's tokens into the pages of a layer, each at its slot.
+
+    slots      [ 35 ][ 36 ][ -1 ][ 81 ]            slot = block * block_size + offset
+    tokens     [ k0 ][ k1 ][ .. ][ k3 ]            -1: a row of padding
+    pages      block 2: … k0 k1 …       block 5: … k3 …
+
+Two ways that write the same bits: plain indexing in torch, and one Triton launch for both K
+and V. Values are rounded to the dtype of the pages; float8_e4m3fn saturates at its largest.
+"""
+
+from typing import Any, Final, Protocol
+
+import torch
+
+from worker.kv_pages import Pages
+
+PADDING_SLOT: Final = -1
+"""Of a token that has no place: nothing is written that anybody reads."""
+
+
+class KVStore(Protocol):
+    """One way of writing."""
+
+    def __call__(
+        self,
+        slots: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pages: tuple[Pages, Pages],
+    ) -> None:
+        """slots int64 [T]; key, value [T, num_kv_heads, head_dim]; pages of K and of V.
+
+        Heads and dims are contiguous, rows at any stride; the strides of both pages are equal.
+        """
+        ...
+
+
+def store_by_index(
+    slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pages: tuple[Pages, Pages]
+) -> None:
+    """KVStore in torch. Padding goes to slot 0, of the null block, which nobody reads."""
+    places = slots.clamp_min(0)
+    for part, tokens in zip(pages, (key, value), strict=True):
+        part.write(places, tokens)
+
+
+class TritonStore:
+    """KVStore as a kernel of Triton, for pages whose elements are the values.
+
+    head_dim and block_size are powers of two.
+    """
+
+    def __init__(self) -> None:
+        self.kernel = _kernel()
+
+    def __call__(
+        self,
+        slots: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pages: tuple[Pages, Pages],
+    ) -> None:
+        """As the Protocol says."""
+        num_tokens, num_heads, head_dim = key.shape
+        key_rows, value_rows = pages[0].rows, pages[1].rows
+        self.kernel[(num_tokens, num_heads)](
+            slots,
+            key,
+            value,
+            key_rows,
+            value_rows,
+            key.stride(0),
+            value.stride(0),
+            key_rows.stride(0),
+            key_rows.stride(1),
+            block_size=key_rows.shape[2],
+            head_dim=head_dim,
+            most=_largest(key_rows.dtype),
+        )
+
+
+def _kernel() -> Any:
+    """One program for each head of each token; `most` cuts values off where it is not 0."""
+    import triton
+    import triton.language as tl
+
+    # Triton reads the annotations too, and knows none but its own.
+    def store_head(  # type: ignore[no-untyped-def]
+        slots,
+        key,
+        value,
+        key_pages,
+        value_pages,
+        key_stride,
+        value_stride,
+        block_stride,
+        head_stride,
+        block_size: tl.constexpr,
+        head_dim: tl.constexpr,
+        most: tl.constexpr,
+    ):
+        token, head = tl.program_id(0), tl.program_id(1)
+        slot = tl.load(slots + token)
+        if slot >= 0:
+            dims = tl.arange(0, head_dim)
+            k = tl.load(key + token * key_stride + head * head_dim + dims)
+            v = tl.load(value + token * value_stride + head * head_dim + dims)
+            block, offset = slot // block_size, slot % block_size
+            to = block * block_stride + head * head_stride + offset * head_dim + dims
+            if most != 0.0:
+                k = tl.clamp(k.to(tl.float32), -most, most, propagate_nan=tl.PropagateNan.ALL)
+                v = tl.clamp(v.to(tl.float32), -most, most, propagate_nan=tl.PropagateNan.ALL)
+            tl.store(key_pages + to, k.to(key_pages.dtype.element_ty))
+            tl.store(value_pages + to, v.to(value_pages.dtype.element_ty))
+
+    return triton.jit(store_head)
+
+
+def _largest(dtype: torch.dtype) -> float:
+    """Where values are cut off before they are rounded; 0 where they never are."""
+    return torch.finfo(dtype).max if dtype.itemsize == 1 else 0.0
