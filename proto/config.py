@@ -70,7 +70,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     max_num_seqs: int = 256
     """Most sequences that run at once."""
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = 256
     """Token budget of a step; a longer prompt is computed in chunks."""
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt in a step; 0 sets no limit."""
