@@ -8,7 +8,6 @@ does not depend on the other rows, on their number or on the number of threads, 
 A row that holds a NaN or an infinity comes out as NaN and touches no other.
 """
 
-import ctypes
 from typing import Final, Self
 
 import numpy as np
@@ -16,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from worker.kernels import DTYPE_CODES, Kernels, Weight
-from worker.layers.product_call import product_call, weight_part
+from worker.layers.kernel_weight import KernelWeight
 
 BLOCK_NUMBERS: Final = {
     "Q4_0": 32,
@@ -42,7 +41,7 @@ def supported(gguf_type: str, in_features: int) -> bool:
     return in_features > 0 and in_features % BLOCK_NUMBERS.get(gguf_type, in_features + 1) == 0
 
 
-class PackedWeight:
+class PackedWeight(KernelWeight):
     """A weight [out_features, in_features]; made by from_blocks or from_dense.
 
     May be made and used by several threads at once; making it opens no OpenMP region.
@@ -52,12 +51,9 @@ class PackedWeight:
         """A weight of no numbers yet."""
         assert supported(gguf_type, shape[1]), (gguf_type, shape)
         self.gguf_type = gguf_type
-        self.out_features, self.in_features = shape
         self._kernels = kernels
-        self._structure = Weight(_TYPE_CODES[gguf_type], *shape)
-        # torch aligns its memory to cache lines, which the kernels rely on.
-        self._packed = torch.empty(kernels.packed_bytes(self._structure), dtype=torch.uint8)
-        self._structure.packed = self._packed.data_ptr()
+        weight = Weight(_TYPE_CODES[gguf_type], *shape)
+        super().__init__(_BLOCKS, weight, kernels.packed_bytes, kernels.packed_product)
 
     @classmethod
     def from_blocks(
@@ -101,38 +97,6 @@ class PackedWeight:
         )
         return weight
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that the weight takes."""
-        return self._packed.nbytes
-
-    def part(self, bias: torch.Tensor | None) -> ctypes.Structure:
-        """The weight and its bias [out], as a `worker.kernels.Part`; valid while both live."""
-        return weight_part(_BLOCKS, self._structure, self.out_features, bias)
-
-    def multiply(
-        self,
-        x: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """x [N, in] float32 or bfloat16 to x @ weight.T + bias, [N, out].
-
-        bias: [out], float32 or bfloat16. out: where the result goes, float32 or bfloat16
-        whatever x is; its rows may be a stride apart. Without it a new contiguous one of
-        x's dtype.
-        """
-        result = x.new_empty(x.shape[0], self.out_features) if out is None else out
-        self._run(x, bias, result, adds=False)
-        return result
-
-    def multiply_add(
-        self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Add x @ weight.T + bias to residual [N, out] in place, rounded once; returns residual."""
-        self._run(x, bias, residual, adds=True)
-        return residual
-
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """int64 [N] row numbers to the numbers of these rows, a new [N, in] of `dtype`.
 
@@ -149,9 +113,3 @@ class PackedWeight:
         if first_wrong < count:
             raise IndexError(f"row {int(ids[first_wrong])} of {self.out_features}")
         return numbers
-
-    def _run(
-        self, x: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor, adds: bool
-    ) -> None:
-        call = product_call((self.out_features, self.in_features), x, bias, output, adds)
-        self._kernels.packed_product(self._structure, call)
