@@ -235,7 +235,8 @@ async def test_the_time_in_the_queue_goes_on_while_there_is_no_engine(start, mon
 
 def stall(monkeypatch, client):
     """The engine takes nothing more; the call returned makes it go on."""
-    monkeypatch.setattr(sockets, "MAX_PENDING_BYTES", 0)
+    # A request is too much; the word of a new engine, which may wait for its connection, is not.
+    monkeypatch.setattr(sockets, "MAX_PENDING_BYTES", 30)
     link = client._current._link
     monkeypatch.setattr(link, "_try_send", lambda frame: False)
     return lambda: monkeypatch.delattr(link, "_try_send")
