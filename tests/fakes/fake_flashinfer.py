@@ -6,7 +6,7 @@ reference. Parameters have the library's names and defaults; those without a def
 here have one there that must not be relied on.
 """
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -134,23 +134,6 @@ class FakePrefill(PagedWrapper):
             longest = int(qo_indptr.diff().max())
             demand(max_token_per_sequence == longest, "the longest query is told as it is")
 
-    def run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
-        *,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        return_lse: bool = False,
-        window_left: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> Any:
-        scales = (q_scale, k_scale, v_scale, sinks)
-        return self._run(q, paged_kv_cache, out, lse, return_lse, window_left, scales)
-
 
 class FakeDecode(PagedWrapper):
     """BatchDecodeWithPagedKVCacheWrapper, with and without a fixed batch size."""
@@ -219,20 +202,3 @@ class FakeDecode(PagedWrapper):
             for buffer, content in zip(buffers, self._read, strict=True):
                 buffer[: len(content)] = content
             self._read = (buffers[0], buffers[1], buffers[2])
-
-    def run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
-        *,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        return_lse: bool = False,
-        window_left: int | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> Any:
-        scales = (q_scale, k_scale, v_scale, sinks)
-        return self._run(q, paged_kv_cache, out, lse, return_lse, window_left, scales)

@@ -139,16 +139,21 @@ class PagedWrapper:
         demand(settings["fixed_split_size"] is None, "splits are the planner's")
         demand(not settings["disable_split_kv"], "splits stay on")
 
-    def _run(
+    def run(
         self,
         q: torch.Tensor,
-        paged_kv_cache: Any,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-        return_lse: bool,
-        window_left: int | None,
-        scales: tuple[Any, ...],
+        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
+        *,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        window_left: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> Any:
+        scales = (q_scale, k_scale, v_scale, sinks)
         demand(self.num_plans > 0, "planned before it runs")
         demand(threading.get_ident() == self._thread, "one thread uses a wrapper")
         demand(all(each is None for each in scales), "scales and sinks are ignored")
