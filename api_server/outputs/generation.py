@@ -38,6 +38,7 @@ class Generation:
     label: the answer's id, for the log.
     requests, streams: one each per prompt, in the same order.
     unsent: what waits to be taken.
+    ignored: fields of the request that nobody defines, for the log.
     disconnected: the client is gone; nothing needs to be sent any more.
     """
 
@@ -49,6 +50,7 @@ class Generation:
     streams: Sequence[RequestStream]
     log: bool
     unsent: Unsent = field(default_factory=Unsent)
+    ignored: str = ""
     disconnected: bool = field(default=False, init=False)
     _cause: str = field(default="", init=False)
     _closed: bool = field(default=False, init=False)
@@ -143,6 +145,8 @@ class Generation:
             f"ttft={_seconds(first.arrival, first.first_token)}",
             f"total={_seconds(first.arrival, now)} finish={self._outcome()}",
         ]
+        if self.ignored:
+            parts.append(f"ignored_fields={self.ignored}")
         logger.info("%s", " ".join(parts))
 
     def _outcome(self) -> str:

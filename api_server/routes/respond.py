@@ -28,10 +28,21 @@ EVENT_STREAM_HEADERS = [
 
 
 class GenerationResponse(Response):
-    """The response to one generation. `stream`: as server-sent events."""
+    """The response to one generation. `stream`: as server-sent events.
 
-    def __init__(self, generation: Generation, answer: Answer, *, stream: bool) -> None:
+    more_headers: beside those of every answer.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        answer: Answer,
+        *,
+        stream: bool,
+        more_headers: list[tuple[bytes, bytes]],
+    ) -> None:
         super().__init__()
+        self._more_headers = more_headers
         self._generation = generation
         self._answer = answer
         self._stream = stream
@@ -64,7 +75,8 @@ class GenerationResponse(Response):
     async def _send_events(self, scope: Scope, send: Send) -> None:
         """Event by event. A failure is an event, then [DONE], then the end of the connection."""
         generation = self._generation
-        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+        headers = EVENT_STREAM_HEADERS + self._more_headers
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         while True:  # look, then wait: what came with the acceptance has rung already
             if generation.disconnected:
                 return
@@ -107,6 +119,7 @@ class GenerationResponse(Response):
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
+            *self._more_headers,
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
