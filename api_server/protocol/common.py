@@ -68,7 +68,10 @@ def _bias(value: Any) -> Any:
     for key in value:
         if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20):
             raise ValueError("must map token ids to numbers")
-    return {int(key): number for key, number in value.items()}
+    bias = {int(key): number for key, number in value.items()}
+    if len(bias) != len(value):
+        raise ValueError("names a token more than once")
+    return bias
 
 
 Text = Annotated[str, AfterValidator(_whole)]
