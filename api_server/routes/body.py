@@ -14,6 +14,8 @@ MAX_BODY_BYTES: Final = 32 << 20
 NUMBER_HEADERS: Final = {"x-vllm-priority": "priority", "x-request-timeout-ms": "timeout_ms"}
 """Headers that stand for a field of the body."""
 _WHOLE: Final = re.compile(r"[+-]?[0-9]{1,19}")
+MAX_DEPTH: Final = 64
+"""Most objects and lists around a value of a body."""
 MIB: Final = 1 << 20
 SECONDS_PER_MIB: Final = 60.0
 """A body has so long to arrive, and so long again for each whole MiB that has arrived."""
@@ -35,6 +37,8 @@ async def read_fields(request: Request) -> Any:
         raise InvalidRequestError("the body is nested too deeply") from None
     except ValueError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    if body.count(b"{") + body.count(b"[") > MAX_DEPTH and _is_deeper(fields, MAX_DEPTH):
+        raise InvalidRequestError(f"the body is nested more than {MAX_DEPTH} deep")
     if isinstance(fields, dict):
         for header, name in NUMBER_HEADERS.items():
             text = request.headers.get(header)
@@ -62,6 +66,21 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 )
             seen.add(key)
     return fields
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    """Whether there are more than so many objects and lists around a value; level by level."""
+    level: list[Any] = [[value]]
+    for _ in range(most + 1):
+        level = [
+            each
+            for holder in level
+            for each in (holder.values() if isinstance(holder, dict) else holder)
+            if isinstance(each, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 async def _read(request: Request) -> bytes:
