@@ -145,6 +145,8 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What tells tenants apart, who share fairly: their keys, X-Tenant-ID as well, or nothing."""
     queue_timeout: float = 0.0
     """Seconds that a request may wait for its first step before it gets a 503; 0: no limit."""
+    sse_keep_alive: float = 15.0
+    """Seconds of silence after which a stream gets a comment, so that proxies keep it; 0: never."""
 
 
 class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,7 +263,8 @@ def validate(config: ServeConfig) -> None:
     _positive("crashes_until_alone", scheduler.crashes_until_alone)
     for field in ("max_num_queued_reqs", "max_num_queued_tokens"):
         _not_negative(field, getattr(scheduler, field) or 0)
-    _not_negative("queue_timeout", frontend.queue_timeout)
+    for field in ("queue_timeout", "sse_keep_alive"):
+        _not_negative(field, getattr(frontend, field))
     if config.reliability.max_restarts < 0:
         raise ConfigError(
             f"--max-restarts must be 0 or more, got {config.reliability.max_restarts}",

@@ -39,4 +39,5 @@ async def create_chat_completion(request: Request) -> Response:
     )
     generation = preparation.generation(preparation.requests(prompts, wishes), [0])
     answer = ChatAnswer(preparation.shape(asked.num_logprobs), generation.streams[0])
-    return GenerationResponse(generation, answer, stream=asked.stream)
+    keep_alive = services.config.sse_keep_alive
+    return GenerationResponse(generation, answer, stream=asked.stream, keep_alive=keep_alive)

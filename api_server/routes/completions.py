@@ -40,7 +40,8 @@ async def create_completion(request: Request) -> Response:
     answer = CompletionAnswer(
         preparation.shape(asked.logprobs), generation.streams, echoes, asked.only_echoes
     )
-    return GenerationResponse(generation, answer, stream=asked.stream)
+    keep_alive = services.config.sse_keep_alive
+    return GenerationResponse(generation, answer, stream=asked.stream, keep_alive=keep_alive)
 
 
 def _wishes(asked: CompletionRequest) -> Wishes:
