@@ -55,7 +55,9 @@ class PromptReader:
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Prompt]:
         """The prompts of texts; raises InvalidRequestError for one that is empty or too long."""
         for text in texts:
-            self._check_text(text)
+            if not text:
+                raise self._wrong("prompt must not be empty")
+            self.check_text(text)
         encoded = await self.tokenizer.encode(texts, add_special_tokens=add_special_tokens)
         prompts = []
         for text, ids in zip(texts, encoded, strict=True):
@@ -64,9 +66,8 @@ class PromptReader:
             prompts.append(Prompt(ids, text))
         return prompts
 
-    def _check_text(self, text: str) -> None:
-        if not text:
-            raise self._wrong("prompt must not be empty")
+    def check_text(self, text: str) -> None:
+        """Raise InvalidRequestError for what is no text, or longer than any prompt."""
         self.check_characters(len(text))
         try:
             text.encode()

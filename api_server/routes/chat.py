@@ -11,7 +11,7 @@ from api_server.routes.access import services_of
 from api_server.routes.body import read_fields
 from api_server.routes.prepare import Preparation, Wishes
 from api_server.routes.respond import GenerationResponse
-from api_server.tenants import tenant_of
+from api_server.tenants import key_name_of, tenant_of
 from proto.errors import InvalidRequestError
 
 router = APIRouter()
@@ -25,7 +25,7 @@ async def create_chat_completion(request: Request) -> Response:
     asked = parse(ChatCompletionRequest, await read_fields(request), CHAT_LATER)
     if asked.top_logprobs and not asked.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs", "top_logprobs")
-    preparation = Preparation(services, asked, "chatcmpl-", tenant)
+    preparation = Preparation(services, asked, "chatcmpl-", tenant, key_name_of(request))
     reader.check_characters(sum(len(message.content) for message in asked.messages))
     messages = [message.for_template() for message in asked.messages]
     text = await services.chat_template.render(messages)

@@ -19,7 +19,7 @@ from api_server.routes.access import services_of
 from api_server.routes.body import read_fields
 from api_server.routes.prepare import Preparation, Wishes
 from api_server.routes.respond import GenerationResponse
-from api_server.tenants import tenant_of
+from api_server.tenants import key_name_of, tenant_of
 
 router = APIRouter()
 
@@ -30,7 +30,7 @@ async def create_completion(request: Request) -> Response:
     tenant = tenant_of(request, services.config.tenant_by)
     reader = services.prompt_reader("prompt")
     asked = parse(CompletionRequest, await read_fields(request), COMPLETION_LATER)
-    preparation = Preparation(services, asked, "cmpl-", tenant)
+    preparation = Preparation(services, asked, "cmpl-", tenant, key_name_of(request))
     preparation.check_choices(num_prompts(asked.prompt))
     prompts = await reader.read(asked.prompt, add_special_tokens=asked.add_special_tokens)
     echoed = sum(len(prompt.token_ids) for prompt in prompts) if asked.echo else 0

@@ -47,7 +47,12 @@ class Preparation:
     """One HTTP request on its way to the engine. Made when the request arrives."""
 
     def __init__(
-        self, services: Services, request: GenerationRequest, id_prefix: str, tenant: int
+        self,
+        services: Services,
+        request: GenerationRequest,
+        id_prefix: str,
+        tenant: int,
+        key_name: str,
     ) -> None:
         check_request(request)
         check_beams(request)
@@ -55,6 +60,7 @@ class Preparation:
         self._services = services
         self._request = request
         self._tenant = tenant
+        self._key_name = key_name
         self._arrival = time.monotonic()
         self._unsent = Unsent(MAX_UNSENT_BYTES if request.stream else math.inf)
         self.id = id_prefix + (request.request_id or secrets.token_hex(16))
@@ -130,6 +136,8 @@ class Preparation:
             streams,
             log,
             self._unsent,
+            self._key_name,
+            services.under_way,
         )
 
     def _check_queue(self, num_tokens: list[int]) -> None:
