@@ -63,8 +63,15 @@ ROWS = {
     "18 a salt of 1 MB, with control characters, that is no text": (
         f"{API}test_limits.py::test_a_salt_that_is_none",
     ),
-    "19 one request_id twice, a prefix of another": (
+    "19 one request_id twice, a prefix of another; aborts of others": (
         f"{API}test_system.py::test_requests_of_one_name_have_nothing_to_do_with_each_other",
+        f"{API}test_admin.py::test_aborts_do_not_cross_keys",
+    ),
+    "22 a wrong key or none on every route, paths and hosts in disguise": (
+        f"{API}test_api_key.py::test_the_key_guards_every_other_route",
+        f"{API}test_api_key.py::test_no_way_of_writing_a_path_or_a_host_gets_past_the_key",
+        f"{API}test_api_key.py::test_browsers_of_other_origins_are_not_let_in",
+        f"{API}test_admin.py::test_an_operators_key_and_nothing_else",
     ),
     "25 a client that stops reading": (
         f"{API}test_slow_clients.py::test_a_stream_that_nobody_reads_is_ended_at_its_bound",
@@ -100,5 +107,5 @@ def test_what_a_row_names_is_there(row: str) -> None:
 
 def test_every_row_of_inputs_and_streams_has_tests() -> None:
     numbers = {int(row.split()[0]) for row in ROWS}
-    assert numbers >= {*range(1, 13), 16, 17, 18, 19, 25, 44, 45}
+    assert numbers >= {*range(1, 13), 16, 17, 18, 19, 22, 25, 44, 45}
     assert all(ROWS.values())

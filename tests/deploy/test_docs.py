@@ -22,6 +22,7 @@ from api_server.protocol.common import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
 )
+from api_server.routes.admin import MAX_ABORTED_IDS, MAX_ID_CHARACTERS
 from api_server.routes.body import MAX_BODY_BYTES, MAX_DEPTH, SECONDS_PER_MIB
 from deploy.flags import all_flags
 from deploy.serve_help import field_helps, markdown_table
@@ -83,6 +84,7 @@ def test_the_readme_names_flags_that_exist_and_says_what_they_say() -> None:
             "log-probabilities in an answer: choices × tokens × (alternatives + 1)",
             f"{MAX_LOGPROB_ENTRIES:,}",
         ),
+        ("ids of one `/abort_requests`", f"{MAX_ABORTED_IDS:,} of {MAX_ID_CHARACTERS} characters"),
         (
             "stop strings; characters of one; stop token ids",
             f"{MAX_STOP_STRINGS}; {MAX_STOP_CHARACTERS:,}; {MAX_STOP_TOKEN_IDS}",
