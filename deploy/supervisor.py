@@ -38,6 +38,7 @@ from deploy.restart_budget import RestartBudget
 from deploy.signals import SignalInbox
 from proto import PROTOCOL_VERSION
 from proto.lifecycle import (
+    AbortRequests,
     Distrust,
     Drain,
     DrainWanted,
@@ -269,6 +270,10 @@ class Supervisor:
             self._draining.note(message)
         elif isinstance(message, DrainWanted):
             self._drain()
+        elif isinstance(message, AbortRequests):
+            for each in self._running:
+                if each.role == "api_server":
+                    each.tell(message)
         elif self._readiness.complete or isinstance(message, Distrust):
             self._reload.note(message)
             self._readiness.note_again(message)

@@ -99,7 +99,7 @@ class Abort(msgspec.Struct, array_like=True, tag=2, frozen=True):
 
 
 AdminName = Literal[
-    "reset_prefix_cache", "check_integrity", "pause", "resume", "get_num_unfinished"
+    "reset_prefix_cache", "check_integrity", "pause", "resume", "get_num_unfinished", "get_pause"
 ]
 
 
@@ -121,7 +121,8 @@ class AdminCall(msgspec.Struct, array_like=True, tag=3, frozen=True):
 class AdminReply(msgspec.Struct, array_like=True, tag=4, frozen=True):
     """`ok` tells whether the call did what it is named for; `detail` says why not.
 
-    value: the number that "get_num_unfinished" asks for, in choices.
+    value: the number that "get_num_unfinished" asks for, in choices; of "get_pause" 1 in a
+    pause, whose mode is the `detail`, and 0 otherwise.
     """
 
     epoch: int

@@ -65,7 +65,9 @@ class PromptReader:
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Prompt]:
         """The prompts of texts; raises InvalidRequestError for one that is empty or too long."""
         for text in texts:
-            self._check_text(text)
+            if not text:
+                raise self._wrong("prompt must not be empty")
+            self.check_text(text)
         truncates = self.truncation.most is not None
         if truncates:  # more characters cannot be said by the tokens that are kept
             texts = [self.truncation.cut(text, self._most_characters) for text in texts]
@@ -83,9 +85,8 @@ class PromptReader:
     def _most_characters(self) -> int:
         return self.max_model_len * self.tokenizer.longest_token * SHRINK
 
-    def _check_text(self, text: str) -> None:
-        if not text:
-            raise self._wrong("prompt must not be empty")
+    def check_text(self, text: str) -> None:
+        """Raise InvalidRequestError for what is no text, or longer than any prompt."""
         self.check_characters(len(text))
         try:
             text.encode()

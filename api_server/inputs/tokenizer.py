@@ -1,7 +1,7 @@
 """The model's tokenizer: text to ids, ids to text, names of single tokens.
 
 Owns the `tokenizers` object. Long texts are encoded on a thread, so that the event
-loop goes on.
+loop goes on; only calls for batches let other threads run meanwhile.
 """
 
 import asyncio
@@ -82,7 +82,13 @@ class ModelTokenizer:
         return await loop.run_in_executor(self._threads, partial(work, *args, **fields))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        # `decode` would keep other threads from running meanwhile; the batch of one does not
+        (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
+
+    def token_names(self, ids: Sequence[int]) -> list[str | None]:
+        """As the vocabulary spells each token; None for an id without one."""
+        return [self._tokenizer.id_to_token(each) for each in ids]
 
     def detokenizer(
         self,

@@ -38,14 +38,15 @@ def _joined(content: Any, info: ValidationInfo) -> Any:
     return "\n".join(texts)
 
 
-def _not_too_many(messages: Any) -> Any:
+def not_too_many(messages: Any) -> Any:
     """Before any of them is looked at."""
     if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
         raise ValueError(f"at most {MAX_MESSAGES} messages, got {len(messages)}")
     return messages
 
 
-def _message_fields(message: Any, info: ValidationInfo) -> Any:
+def message_fields(message: Any, info: ValidationInfo) -> Any:
+    """Those that are not null; raises ValueError for what no message may have."""
     if not isinstance(message, dict):
         return message
     role = message.get("role")
@@ -73,10 +74,10 @@ class Message(Strict):
 
 class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[
-        list[Annotated[Message, BeforeValidator(_message_fields)]],
+        list[Annotated[Message, BeforeValidator(message_fields)]],
         FailFast(),
         Field(min_length=1),
-        BeforeValidator(_not_too_many),
+        BeforeValidator(not_too_many),
     ]
     """The conversation, at most 4096 messages."""
     max_tokens: int | None = None

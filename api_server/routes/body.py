@@ -18,6 +18,8 @@ NUMBER_HEADERS: Final = {"x-vllm-priority": "priority", "x-request-timeout-ms": 
 REQUEST_ID_HEADER: Final = "x-request-id"
 """Stands for one as well, where it has the form of one."""
 _WHOLE: Final = re.compile(r"[+-]?[0-9]{1,19}")
+MAX_DEPTH: Final = 64
+"""Most objects and lists around a value of a body."""
 MIB: Final = 1 << 20
 SECONDS_PER_MIB: Final = 60.0
 """A body has so long to arrive, and so long again for each whole MiB that has arrived."""
@@ -27,19 +29,9 @@ async def read_fields(request: Request, ignored: IgnoredFields) -> Any:
     """The decoded body; a header that stands for a field counts where the body has none.
 
     ignored: is told of an X-Request-Id that is none; proxies put all sorts of things there.
-    Raises UnsupportedMediaError (415), BodyTooLargeError (413), SlowUploadError (408) or
-    InvalidRequestError; starlette's ClientDisconnect when the client leaves.
+    Raises what `read_json` does.
     """
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":
-        raise UnsupportedMediaError("the content type must be application/json")
-    body = await _read(request)
-    try:
-        fields = json.loads(body, object_pairs_hook=_object)
-    except RecursionError:
-        raise InvalidRequestError("the body is nested too deeply") from None
-    except ValueError as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    fields = await read_json(request)
     if isinstance(fields, dict):
         for header, name in NUMBER_HEADERS.items():
             text = request.headers.get(header)
@@ -54,6 +46,27 @@ async def read_fields(request: Request, ignored: IgnoredFields) -> Any:
                 fields["request_id"] = request_id
             else:
                 ignored.add(REQUEST_ID_HEADER)
+    return fields
+
+
+async def read_json(request: Request) -> Any:
+    """The decoded body.
+
+    Raises UnsupportedMediaError (415), BodyTooLargeError (413), SlowUploadError (408) or
+    InvalidRequestError; starlette's ClientDisconnect when the client leaves.
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise UnsupportedMediaError("the content type must be application/json")
+    body = await _read(request)
+    try:
+        fields = json.loads(body, object_pairs_hook=_object)
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply") from None
+    except ValueError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    if body.count(b"{") + body.count(b"[") > MAX_DEPTH and _is_deeper(fields, MAX_DEPTH):
+        raise InvalidRequestError(f"the body is nested more than {MAX_DEPTH} deep")
     return fields
 
 
@@ -73,6 +86,21 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 )
             seen.add(key)
     return fields
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    """Whether there are more than so many objects and lists around a value; level by level."""
+    level: list[Any] = [[value]]
+    for _ in range(most + 1):
+        level = [
+            each
+            for holder in level
+            for each in (holder.values() if isinstance(holder, dict) else holder)
+            if isinstance(each, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 async def _read(request: Request) -> bytes:

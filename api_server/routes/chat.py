@@ -14,7 +14,7 @@ from api_server.routes.access import services_of
 from api_server.routes.body import read_fields
 from api_server.routes.prepare import Preparation, Wishes
 from api_server.routes.respond import GenerationResponse
-from api_server.tenants import tenant_of
+from api_server.tenants import key_name_of, tenant_of
 from proto.errors import InvalidRequestError
 
 router = APIRouter()
@@ -30,7 +30,7 @@ async def create_chat_completion(request: Request) -> Response:
     asked = parse(ChatCompletionRequest, fields, CHAT_NEUTRAL, ignored)
     if asked.top_logprobs and not asked.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs", "top_logprobs")
-    preparation = Preparation(services, asked, "chatcmpl-", tenant, ignored)
+    preparation = Preparation(services, asked, "chatcmpl-", tenant, key_name_of(request), ignored)
     reader = reader.keeping(preparation.truncation(asked.wanted_max_tokens))
     reader.check_characters(sum(len(message.content) for message in asked.messages))
     messages = [message.for_template() for message in asked.messages]
@@ -49,5 +49,9 @@ async def create_chat_completion(request: Request) -> Response:
     shape = preparation.shape(asked.num_logprobs)
     answer = ChatAnswer(shape, generation.streams[0], prompt_text)
     return GenerationResponse(
-        generation, answer, stream=asked.stream, more_headers=preparation.headers()
+        generation,
+        answer,
+        stream=asked.stream,
+        keep_alive=services.config.sse_keep_alive,
+        more_headers=preparation.headers(),
     )

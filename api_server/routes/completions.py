@@ -18,7 +18,7 @@ from api_server.routes.access import services_of
 from api_server.routes.body import read_fields
 from api_server.routes.prepare import Preparation, Wishes, prompt_text
 from api_server.routes.respond import GenerationResponse
-from api_server.tenants import tenant_of
+from api_server.tenants import key_name_of, tenant_of
 from proto.logit_edits import LogitEdits
 
 router = APIRouter()
@@ -32,7 +32,7 @@ async def create_completion(request: Request) -> Response:
     ignored = IgnoredFields()
     fields = await read_fields(request, ignored)
     asked = parse(CompletionRequest, fields, COMPLETION_NEUTRAL, ignored)
-    preparation = Preparation(services, asked, "cmpl-", tenant, ignored)
+    preparation = Preparation(services, asked, "cmpl-", tenant, key_name_of(request), ignored)
     preparation.check_choices(num_prompts(asked.prompt))
     reader = reader.keeping(preparation.truncation(asked.max_tokens))
     prompts = await reader.read(asked.prompt, add_special_tokens=asked.add_special_tokens)
@@ -50,7 +50,11 @@ async def create_completion(request: Request) -> Response:
         asked.only_echoes,
     )
     return GenerationResponse(
-        generation, answer, stream=asked.stream, more_headers=preparation.headers()
+        generation,
+        answer,
+        stream=asked.stream,
+        keep_alive=services.config.sse_keep_alive,
+        more_headers=preparation.headers(),
     )
 
 

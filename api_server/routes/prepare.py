@@ -63,6 +63,7 @@ class Preparation:
         request: GenerationRequest,
         id_prefix: str,
         tenant: int,
+        key_name: str,
         ignored: IgnoredFields,
     ) -> None:
         check_request(request)
@@ -71,6 +72,7 @@ class Preparation:
         self._services = services
         self._request = request
         self._tenant = tenant
+        self._key_name = key_name
         self._ignored = ignored
         self._arrival = time.monotonic()
         self._unsent = Unsent(MAX_UNSENT_BYTES if request.stream else math.inf)
@@ -149,7 +151,9 @@ class Preparation:
             streams,
             log,
             self._unsent,
-            str(self._ignored),
+            ignored=str(self._ignored),
+            owner=self._key_name,
+            under_way=services.under_way,
         )
 
     def headers(self) -> list[tuple[bytes, bytes]]:

@@ -9,6 +9,7 @@ from api_server.http_protocol import (
     HEADER_SECONDS,
     LEFTOVER_SECONDS,
     MAX_HEADER_BYTES,
+    MAX_HEADERS,
     STALL_SECONDS,
 )
 from api_server.inputs.prompts import MAX_PROMPTS
@@ -21,7 +22,8 @@ from api_server.protocol.common import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
 )
-from api_server.routes.body import MAX_BODY_BYTES, SECONDS_PER_MIB
+from api_server.routes.admin import MAX_ABORTED_IDS, MAX_ID_CHARACTERS
+from api_server.routes.body import MAX_BODY_BYTES, MAX_DEPTH, SECONDS_PER_MIB
 from deploy.flags import all_flags
 from deploy.serve_help import field_helps, markdown_table
 from engine_core.scheduler.backlog import (
@@ -64,6 +66,8 @@ def test_the_readme_names_flags_that_exist_and_says_what_they_say() -> None:
             f"{MAX_UNSENT_BYTES >> 20} MiB",
         ),
         ("time without a byte being read, while some wait", f"{STALL_SECONDS:g} s"),
+        ("headers", f"{MAX_HEADERS}"),
+        ("objects and lists around a value of a body", f"{MAX_DEPTH}"),
         ("body", f"{MAX_BODY_BYTES >> 20} MiB"),
         (
             "time for the body to arrive",
@@ -80,6 +84,7 @@ def test_the_readme_names_flags_that_exist_and_says_what_they_say() -> None:
             "log-probabilities in an answer: choices × tokens × (alternatives + 1)",
             f"{MAX_LOGPROB_ENTRIES:,}",
         ),
+        ("ids of one `/abort_requests`", f"{MAX_ABORTED_IDS:,} of {MAX_ID_CHARACTERS} characters"),
         (
             "stop strings; characters of one; stop token ids",
             f"{MAX_STOP_STRINGS}; {MAX_STOP_CHARACTERS:,}; {MAX_STOP_TOKEN_IDS}",

@@ -176,6 +176,18 @@ def test_pause_and_resume_by_call():
     assert desk.outbox.replies == [(0, AdminReply(1, each, True)) for each in (5, 6, 7)]
 
 
+def test_whether_there_is_a_pause_by_call():
+    desk = Desk()
+    for call_id, name in enumerate(("get_pause", "pause", "get_pause", "resume", "get_pause")):
+        desk.take(AdminCall(1, call_id, name))
+    asked = [reply for _, reply in desk.outbox.replies[::2]]
+    assert [(each.value, each.detail) for each in asked] == [
+        (0, ""),
+        (1, "finish_running"),
+        (0, ""),
+    ]
+
+
 def test_the_number_of_unfinished_choices_by_call():
     desk = Desk()
     desk.take(request(1, n=3))

@@ -24,6 +24,7 @@ from proto.errors import ErrorInfo, ProtocolError
 from proto.faults import Fault
 from proto.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from proto.lifecycle import (
+    AbortRequests,
     Alive,
     CacheReady,
     Condition,
@@ -246,6 +247,7 @@ MESSAGES = [
     Drain(),
     UnderWay(1, 7),
     DrainWanted(1),
+    AbortRequests(["cmpl-1"], "alice"),
     NextEngine(5, MODEL, True),
     NextReady(1, 5, ERROR),
     SwitchEngine(5),
