@@ -65,16 +65,17 @@ def _names(names: frozenset[str]) -> str:
 
 
 def _texts(model: type[BaseModel]) -> dict[str, str]:
-    """The string literal under each field that the class defines itself."""
-    (body,) = ast.parse(inspect.getsource(model)).body
-    assert isinstance(body, ast.ClassDef)
-    texts = {}
-    for field, after in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(after, ast.Expr)
-            and isinstance(after.value, ast.Constant)
-        ):
-            texts[field.target.id] = " ".join(str(after.value.value).split())
+    """The string literal under each field, of the class and those that it is made of."""
+    texts: dict[str, str] = {}
+    for each in model.__mro__[: model.__mro__.index(BaseModel)]:
+        (body,) = ast.parse(inspect.getsource(each)).body
+        assert isinstance(body, ast.ClassDef)
+        for field, after in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+            ):
+                texts.setdefault(field.target.id, " ".join(str(after.value.value).split()))
     return texts
