@@ -174,3 +174,18 @@ def test_named_logprobs_are_those_of_the_model(daemon: Daemon, reference: Refere
     (found,) = choice["logprobs"]["top_logprobs"]
     for token_id in named:
         assert found[f"token_id:{token_id}"] == pytest.approx(float(expected[token_id]), abs=2e-3)
+
+
+def test_a_salt_shares_its_prefixes_with_nobody_else(daemon: Daemon, reference: Reference) -> None:
+    prompt = prompts(reference.tokenizer.encode)[-1][:200]
+
+    def cached(**fields: object) -> int:
+        body = {"prompt": prompt, "max_tokens": 1} | fields
+        response = httpx.post(f"{daemon.url}/v1/completions", json=body, timeout=300)
+        return int(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    cached()
+    assert cached() > 0
+    assert cached(cache_salt="one") == 0
+    assert cached(cache_salt="one") > 0
+    assert cached(cache_salt="two") == 0
