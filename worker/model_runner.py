@@ -117,9 +117,17 @@ class ModelRunner:
         scores = self._model.scores(inputs.rows_that_sample(hidden))
         best = self._sampler.best(scores)
         broken[sequences] |= best.broken
-        if self._rows.plain[inputs.rows[sequences]].all():
+        plain = self._rows.plain[inputs.rows[sequences]]
+        if plain.all():
             return self._append(inputs, sequences, best.token_ids, broken), [], []
-        return self._sample_each(inputs, scores.float(), handles, sequences, broken)
+        if not plain.any():
+            return self._sample_each(inputs, scores.float(), handles, sequences, broken)
+        # What the others want is no work for these.
+        greedy = self._append(inputs, sequences[plain], best.token_ids[plain], broken)
+        tokens, logprobs, candidates = self._sample_each(
+            inputs, scores[torch.from_numpy(~plain)].float(), handles, sequences[~plain], broken
+        )
+        return [a or b for a, b in zip(greedy, tokens, strict=True)], logprobs, candidates
 
     def _append(
         self,

@@ -30,6 +30,7 @@ _RULES: Final = {
     "too_short": "must not be empty",
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
+    "extra_forbidden": "is not known here",
     "value_error": "{error}",
 }
 """By the type of pydantic's error; in braces what its context has."""

@@ -295,3 +295,17 @@ async def test_the_id_of_a_request(start, say, endpoint):
         assert len(answer) == 32
         assert headers["x-request-id"].endswith(answer)
         assert headers["x-tokend-ignored"] == "x-request-id"
+
+
+async def test_the_same_id_twice_at_once(start, tokenizer):
+    """It is a label: what is under way is told apart by the server's own ids."""
+    async with start(lambda request, choice: [*request.prompt_token_ids, 2]) as front_end:
+        answers = await asyncio.gather(
+            *(
+                front_end.complete(prompt=text, request_id="same", max_tokens=60)
+                for text in ("fox", "lazy dog", "the sea")
+            )
+        )
+        texts = [answer.json()["choices"][0]["text"] for answer in answers]
+        assert texts == ["fox", "lazy dog", "the sea"]
+        assert {answer.json()["id"] for answer in answers} == {"cmpl-same"}

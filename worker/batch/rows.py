@@ -40,7 +40,7 @@ class Rows:
     num_candidates: int32, best next tokens that a row reports instead of sampling; 0: it samples.
     num_prompt_logprobs: int32, alternatives beside each prompt token.
     plain: bool, the row wants the best token of the model's logits as they are, and nothing else.
-    edits: by row, only of those that have the scores changed.
+    edited: bool, the row has its scores changed; edits: by what, only of those rows.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Rows:
         self.min_output = np.zeros(num_rows, dtype=np.int32)
         self.num_prompt_logprobs = np.full(num_rows, NO_LOGPROBS, dtype=np.int32)
         self.plain = np.zeros(num_rows, dtype=np.bool_)
+        self.edited = np.zeros(num_rows, dtype=np.bool_)
         self.edits: dict[int, RowEdits] = {}
         self._free = list(range(num_rows - 1, -1, -1))
         self._row_of: dict[int, int] = {}
@@ -164,6 +165,7 @@ class Rows:
             and params.min_tokens == 0
             and params.edits is None
         )
+        self.edited[row] = params.edits is not None
         self.edits.pop(row, None)
         if params.edits is not None:
             self.edits[row] = RowEdits(params.edits, sequence.prompt_token_ids, output_token_ids)

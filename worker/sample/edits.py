@@ -22,55 +22,47 @@ import torch
 from worker.sample.row_edits import RowEdits
 
 Edits = Sequence[tuple[int, RowEdits]]
-NEVER = float("-inf")
+Scores = npt.NDArray[np.float32]
+NEVER = np.float32("-inf")
 
 
 def edit_logits(logits: torch.Tensor, edits: Edits) -> None:
-    """Change logits float32 [N, V] in place; edits: (row, what to change) pairs."""
+    """Change logits float32 [N, V], contiguous and on the host, in place.
+
+    edits: (row, what to change) pairs.
+    """
+    scores = logits.numpy()
     for row, each in edits:
         if each.allowed is not None:
-            _keep_only(logits[row], torch.from_numpy(each.allowed).to(logits.device))
-    forbidden = [(row, np.array(each.forbidden, dtype=np.int64)) for row, each in edits]
-    places = _places(forbidden, logits.device)
-    if len(places[0]):
-        logits[places] = NEVER
-    places = _places([(row, each.bias_ids) for row, each in edits], logits.device)
-    if len(places[0]):
-        values = np.concatenate([each.bias_values for _, each in edits])
-        logits[places] += torch.from_numpy(values).to(logits.device)
-    _penalise(logits, edits)
+            _keep_only(scores[row], each.allowed)
+    flat = logits.view(-1).numpy()
+    width = logits.shape[1]
+    forbidden = [row * width + each for row, edit in edits for each in edit.forbidden]
+    if forbidden:
+        flat[forbidden] = NEVER
+    biased = [(row, each) for row, each in edits if len(each.bias_ids)]
+    if biased:
+        places = np.concatenate([row * width + each.bias_ids for row, each in biased])
+        flat[places] += np.concatenate([each.bias_values for _, each in biased])
+    penalised = [(row, each) for row, each in edits if len(each.counts.ids)]
+    if penalised:
+        _penalise(flat, width, penalised)
 
 
-def _keep_only(scores: torch.Tensor, allowed: torch.Tensor) -> None:
+def _keep_only(scores: Scores, allowed: npt.NDArray[np.int64]) -> None:
     """Forbid all tokens of scores [V] but these."""
     kept = scores[allowed]
-    scores.fill_(NEVER)
+    scores.fill(NEVER)
     scores[allowed] = kept
 
 
-def _penalise(logits: torch.Tensor, edits: Edits) -> None:
-    places = _places([(row, each.counts.ids) for row, each in edits], logits.device)
-    if not len(places[0]):
-        return
+def _penalise(flat: Scores, width: int, edits: Edits) -> None:
+    """flat [N * V]: rows of `width` scores one after the other."""
+    places = np.concatenate([row * width + each.counts.ids for row, each in edits])
+    counts = np.concatenate([each.counts.counts for _, each in edits])
     lengths = [len(each.counts.ids) for _, each in edits]
-    repetition, frequency, presence = (
-        torch.from_numpy(np.repeat(np.array(values, dtype=np.float32), lengths)).to(logits.device)
-        for values in zip(
-            *((each.repetition, each.frequency, each.presence) for _, each in edits), strict=True
-        )
-    )
-    counts = torch.from_numpy(np.concatenate([each.counts.counts for _, each in edits]))
-    counts = counts.to(logits.device)
-    scores = logits[places]
-    scores = torch.where(scores > 0, scores / repetition, scores * repetition)
-    logits[places] = scores - frequency * counts - presence * (counts > 0)
-
-
-def _places(
-    named: Sequence[tuple[int, npt.NDArray[np.int64]]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and token ids int64 [P] of (row, token ids) pairs."""
-    lengths = [len(ids) for _, ids in named]
-    rows = np.repeat(np.array([row for row, _ in named], dtype=np.int64), lengths)
-    ids = np.concatenate([ids for _, ids in named])
-    return torch.from_numpy(rows).to(device), torch.from_numpy(ids).to(device)
+    rules = np.array([(e.repetition, e.frequency, e.presence) for _, e in edits], dtype=np.float32)
+    repetition, frequency, presence = np.repeat(rules, lengths, axis=0).T
+    scores = flat[places]
+    scores = np.where(scores > 0, scores / repetition, scores * repetition)
+    flat[places] = scores - frequency * counts - presence * (counts > 0)
