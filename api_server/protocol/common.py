@@ -14,6 +14,7 @@ from pydantic import (
     FailFast,
     Field,
     StringConstraints,
+    WithJsonSchema,
 )
 
 from proto.engine_io import MAX_CHOICES
@@ -45,6 +46,9 @@ def _whole(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_whole)]
 StopString = Annotated[Text, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+
+
+_STOP_SCHEMA: Final = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
 
 
 class Strict(BaseModel):
@@ -85,6 +89,14 @@ class GenerationRequest(Strict):
         FailFast(),
         BeforeValidator(_one_or_many),
         Field(max_length=MAX_STOP_STRINGS),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    _STOP_SCHEMA,
+                    {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOP_STRINGS},
+                ]
+            }
+        ),
     ] = []
     """Up to 4 strings at which a choice ends; they are not part of its text."""
     stop_token_ids: Annotated[list[int], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] = []
