@@ -88,7 +88,7 @@ class Metrics(Collector):
         self._restarts[process_title("api_server")].raise_to(incarnation)
         self._watchdog_kills = news()
         self._watchdog_kills[process_title("api_server")].raise_to(num_hung)
-        self._ended = counters("stop", "length", "abort", "error")
+        self._ended = counters("stop", "length", "repetition", "abort", "error")
         self._first_token = Histogram(sheet, FIRST_TOKEN_SECONDS)
         self._inter_token = Histogram(sheet, INTER_TOKEN_SECONDS)
         self._latency = Histogram(sheet, REQUEST_SECONDS)
@@ -176,7 +176,7 @@ class Metrics(Collector):
         self._generation_tokens.add(num_tokens)
 
     def choice_ended(self, reason: str, num_tokens: int) -> None:
-        """`reason`: stop, length, abort or error."""
+        """`reason`: stop, length, repetition, abort or error."""
         self._ended[reason].add()
         self._generation_lengths.observe(num_tokens)
 

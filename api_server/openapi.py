@@ -154,10 +154,14 @@ def _describe(described: dict[str, Any], operation: Operation, schemas: dict[str
 
 
 def _add(model: type[BaseModel], schemas: dict[str, Schema]) -> str:
-    """A reference to the schema of a body. A field that is null counts as not given."""
+    """A reference to the schema of a body.
+
+    A field that is null counts as not given, and one that nobody defines is ignored.
+    """
     schema = model.model_json_schema(ref_template=_REFS)
     found = {**schema.pop("$defs", {}), model.__name__: schema}
     for each in found.values():
+        each.pop("additionalProperties", None)
         for name in each.get("properties", {}).keys() - each.get("required", []):
             each["properties"][name] = or_null(each["properties"][name])
     schemas.update(found)

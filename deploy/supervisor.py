@@ -116,7 +116,10 @@ class Supervisor:
                 for descriptor in (*death_pipe, metrics_fd):
                     os.close(descriptor)
                 directory.leave()
-        return self._failures.conclude(self._status, serving=self._readiness.complete)
+        status = self._failures.conclude(self._status, serving=self._readiness.complete)
+        if status == 0:
+            self._display.notice("stopped; nothing is left running")
+        return status
 
     def _births(self, run_dir: str, death_fd: int, metrics_fd: int) -> Births:
         launch = self._launch

@@ -198,3 +198,9 @@ class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
         error = classes.get(self.kind, InternalRequestError)(self.message, self.param)
         error.retry_after_seconds = self.retry_after_seconds or error.retry_after_seconds
         return error
+
+
+def require(condition: bool, param: str, rule: str) -> None:
+    """Raise InvalidRequestError for a parameter that breaks a rule."""
+    if not condition:
+        raise InvalidRequestError(f"{param} {rule}", param)

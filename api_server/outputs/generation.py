@@ -40,6 +40,7 @@ class Generation:
     under_way: where it is entered while it is.
     requests, streams: one each per prompt, in the same order.
     unsent: what waits to be taken.
+    ignored: fields of the request that nobody defines, for the log.
     disconnected: the client is gone; nothing needs to be sent any more.
     """
 
@@ -51,6 +52,7 @@ class Generation:
     streams: Sequence[RequestStream]
     log: bool
     unsent: Unsent = field(default_factory=Unsent)
+    ignored: str = ""
     owner: str = ""
     under_way: OpenGenerations = field(default_factory=OpenGenerations)
     disconnected: bool = field(default=False, init=False)
@@ -154,6 +156,8 @@ class Generation:
             f"ttft={_seconds(first.arrival, first.first_token)}",
             f"total={_seconds(first.arrival, now)} finish={self._outcome()}",
         ]
+        if self.ignored:
+            parts.append(f"ignored_fields={self.ignored}")
         logger.info("%s", " ".join(parts))
 
     def _outcome(self) -> str:

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, FailFast, Field
 from api_server.protocol.chat import Message, message_fields, not_too_many
 from api_server.protocol.common import Strict, Text
 
-TOKENIZE_CHAT_LATER: Final[dict[str, tuple[Any, ...]]] = {
+TOKENIZE_CHAT_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from api_server.protocol.common import Strict
 from api_server.protocol.fields import parse
+from api_server.protocol.ignored import IgnoredFields
 from api_server.routes.access import check_operator, has_operators_key, services_of
 from api_server.routes.body import read_json
 from api_server.routes.system import daemon_version
@@ -98,10 +99,13 @@ async def abort_requests(request: Request) -> Response:
 
     With a key of operators anybody's; else what came with the same key.
     """
-    asked = parse(AbortBody, await read_json(request), {})
+    ignored = IgnoredFields()
+    asked = parse(AbortBody, await read_json(request), {}, ignored)
     owner = None if has_operators_key(request) else key_name_of(request)
     services_of(request).ask_abort(asked.request_ids, owner)
-    return JSONResponse({"status": "aborting"}, status_code=202)
+    response = JSONResponse({"status": "aborting"}, status_code=202)
+    response.raw_headers += ignored.headers()
+    return response
 
 
 @router.get("/server_info")

@@ -8,11 +8,15 @@ from typing import Any, Final
 from starlette.requests import Request
 
 from api_server.errors import BodyTooLargeError, SlowUploadError
+from api_server.protocol.common import REQUEST_ID
+from api_server.protocol.ignored import IgnoredFields
 from proto.errors import InvalidRequestError, UnsupportedMediaError, shown
 
 MAX_BODY_BYTES: Final = 32 << 20
 NUMBER_HEADERS: Final = {"x-vllm-priority": "priority", "x-request-timeout-ms": "timeout_ms"}
 """Headers that stand for a field of the body."""
+REQUEST_ID_HEADER: Final = "x-request-id"
+"""Stands for one as well, where it has the form of one."""
 _WHOLE: Final = re.compile(r"[+-]?[0-9]{1,19}")
 MAX_DEPTH: Final = 64
 """Most objects and lists around a value of a body."""
@@ -21,9 +25,10 @@ SECONDS_PER_MIB: Final = 60.0
 """A body has so long to arrive, and so long again for each whole MiB that has arrived."""
 
 
-async def read_fields(request: Request) -> Any:
+async def read_fields(request: Request, ignored: IgnoredFields) -> Any:
     """The decoded body; a header that stands for a field counts where the body has none.
 
+    ignored: is told of an X-Request-Id that is none; proxies put all sorts of things there.
     Raises what `read_json` does.
     """
     fields = await read_json(request)
@@ -35,6 +40,12 @@ async def read_fields(request: Request) -> Any:
             if not _WHOLE.fullmatch(text):
                 raise InvalidRequestError(f"{header} must be a whole number", name)
             fields[name] = int(text)
+        request_id = request.headers.get(REQUEST_ID_HEADER)
+        if request_id is not None and fields.get("request_id") is None:
+            if re.fullmatch(REQUEST_ID, request_id):
+                fields["request_id"] = request_id
+            else:
+                ignored.add(REQUEST_ID_HEADER)
     return fields
 
 

@@ -32,13 +32,20 @@ class GenerationResponse(Response):
     """The response to one generation.
 
     stream: as server-sent events. keep_alive: seconds of silence after which a stream gets a
-    comment, 0 for never.
+    comment, 0 for never. more_headers: beside those of every answer.
     """
 
     def __init__(
-        self, generation: Generation, answer: Answer, *, stream: bool, keep_alive: float
+        self,
+        generation: Generation,
+        answer: Answer,
+        *,
+        stream: bool,
+        keep_alive: float,
+        more_headers: list[tuple[bytes, bytes]],
     ) -> None:
         super().__init__()
+        self._more_headers = more_headers
         self._generation = generation
         self._answer = answer
         self._stream = stream
@@ -71,7 +78,8 @@ class GenerationResponse(Response):
 
     async def _send_events(self, scope: Scope, send: Send) -> None:
         """Event by event. A failure is an event, then [DONE], then the end of the connection."""
-        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+        headers = EVENT_STREAM_HEADERS + self._more_headers
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         keep_alive = KeepAlive(self._keep_alive, self._generation.bell.ring)
         try:
             await self._send_until_over(scope, send, keep_alive)
@@ -124,6 +132,7 @@ class GenerationResponse(Response):
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
+            *self._more_headers,
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})

@@ -14,8 +14,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from api_server.protocol.fields import parse
+from api_server.protocol.ignored import IgnoredFields
 from api_server.protocol.tokens import (
-    TOKENIZE_CHAT_LATER,
+    TOKENIZE_CHAT_NEUTRAL,
     Detokenize,
     TokenizeChat,
     TokenizeText,
@@ -34,8 +35,9 @@ async def tokenize(request: Request) -> Response:
     """The token ids of a text, or of a conversation as the chat template writes it."""
     services = services_of(request)
     body = await read_json(request)
+    ignored = IgnoredFields()
     if isinstance(body, dict) and body.get("messages") is not None:
-        chat = parse(TokenizeChat, body, TOKENIZE_CHAT_LATER)
+        chat = parse(TokenizeChat, body, TOKENIZE_CHAT_NEUTRAL, ignored)
         services.check_model(chat.model)
         _check_size(services, "messages", sum(len(each.content) for each in chat.messages))
         text = await services.chat_template.render(
@@ -43,12 +45,17 @@ async def tokenize(request: Request) -> Response:
             add_generation_prompt=chat.add_generation_prompt,
         )
         return await _tokens(
-            services, "messages", text, chat.add_special_tokens, chat.return_token_strs
+            services, "messages", text, chat.add_special_tokens, chat.return_token_strs, ignored
         )
-    asked = parse(TokenizeText, body, {})
+    asked = parse(TokenizeText, body, {}, ignored)
     services.check_model(asked.model)
     return await _tokens(
-        services, "prompt", asked.prompt, asked.add_special_tokens, asked.return_token_strs
+        services,
+        "prompt",
+        asked.prompt,
+        asked.add_special_tokens,
+        asked.return_token_strs,
+        ignored,
     )
 
 
@@ -56,7 +63,8 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special ones included."""
     services = services_of(request)
-    asked = parse(Detokenize, await read_json(request), {})
+    ignored = IgnoredFields()
+    asked = parse(Detokenize, await read_json(request), {}, ignored)
     services.check_model(asked.model)
     ids, size = asked.tokens, services.client.engine.vocab_size
     for bound in (min(ids, default=0), max(ids, default=0)):
@@ -66,7 +74,7 @@ async def detokenize(request: Request) -> Response:
             )
     tokenizer = services.tokenizer
     text = await tokenizer.apart(len(ids), tokenizer.decode, ids, skip_special_tokens=False)
-    return _json({"prompt": text})
+    return _json({"prompt": text}, ignored)
 
 
 @router.get("/tokenizer_info")
@@ -81,7 +89,12 @@ async def tokenizer_info(request: Request) -> Response:
 
 
 async def _tokens(
-    services: Services, field: str, text: str, add_special_tokens: bool, names: bool
+    services: Services,
+    field: str,
+    text: str,
+    add_special_tokens: bool,
+    names: bool,
+    ignored: IgnoredFields,
 ) -> Response:
     reader = services.prompt_reader(field)
     reader.check_text(text)
@@ -94,7 +107,8 @@ async def _tokens(
             "max_model_len": reader.max_model_len,
             "tokens": ids,
             "token_strs": found,
-        }
+        },
+        ignored,
     )
 
 
@@ -110,5 +124,8 @@ def _tokenizer_settings(folder: str) -> dict[str, Any]:
     return {"tokenizer_class": "PreTrainedTokenizerFast", **found}
 
 
-def _json(body: dict[str, Any]) -> Response:
-    return Response(to_compact_json(body), media_type="application/json")
+def _json(body: dict[str, Any], ignored: IgnoredFields) -> Response:
+    """The answer; fields of the request that nobody defines are named in a header."""
+    response = Response(to_compact_json(body), media_type="application/json")
+    response.raw_headers += ignored.headers()
+    return response

@@ -8,6 +8,8 @@ import pytest
 from engine_core.intake import Intake
 from engine_core.validation import RequestLimits
 from proto.engine_io import MAX_CHOICES, Abort, AdminCall, AdminReply, FinishReason
+from proto.logit_edits import LogitEdits
+from proto.repetition import RepetitionDetection
 from proto.sampling_params import SamplingParams
 from tests.fakes.engine_harness import EOS
 from tests.fakes.intake_desk import Desk
@@ -54,6 +56,20 @@ def test_a_request_is_accepted_and_queued_with_all_its_choices():
         (request(beam_width=1, output_token_ids=((1,),)), "output_token_ids", "beam search"),
         (request(beam_width=1, logprobs=0), "logprobs", "beam search"),
         (request(beam_width=1, prompt_logprobs=0), "prompt_logprobs", "beam search"),
+        (request(beam_width=1, edits=LogitEdits(presence_penalty=1.0)), "edits", "beam search"),
+        (
+            request(beam_width=1, repetition=RepetitionDetection(max_pattern_size=2, min_count=2)),
+            "repetition_detection",
+            "beam search",
+        ),
+        (request(edits=LogitEdits(presence_penalty=3.0)), "presence_penalty", "3.0"),
+        (request(edits=LogitEdits(bad_words=((10**6,),))), "bad_words", "vocabulary"),
+        (request(logprob_token_ids=(1,)), "logprob_token_ids", "logprobs"),
+        (
+            request(repetition=RepetitionDetection(max_pattern_size=10**9, min_count=2)),
+            "repetition_detection",
+            "max_pattern_size",
+        ),
         (
             msgspec.structs.replace(
                 request(), sampling_params=SamplingParams(max_tokens=1, eos_token_ids=(1000,))
