@@ -2,7 +2,7 @@
 
 from fastapi import FastAPI
 
-from api_server import errors
+from api_server import errors, openapi
 from api_server.middleware import KnowKeys, PassTheDoor
 from api_server.routes import admin, chat, completions, models, system, tokenizer
 from api_server.services import Services
@@ -16,6 +16,7 @@ def create_app(services: Services) -> FastAPI:
     errors.install(app)
     for module in (completions, chat, models, tokenizer, system, admin):
         app.include_router(module.router)
+    openapi.install(app, services.config)
     app.add_middleware(PassTheDoor)
     keys = read_api_keys(services.config)
     if keys:

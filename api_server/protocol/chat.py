@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, FailFast, Field, ValidationInfo
+from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, WithJsonSchema
 
 from api_server.protocol.common import GenerationRequest, Strict, Text
 from api_server.protocol.fields import given_fields, ignored_of
@@ -62,9 +62,22 @@ def message_fields(message: Any, info: ValidationInfo) -> Any:
         raise ValueError(error.message) from None
 
 
+_PART_SCHEMA: Final = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_CONTENT_SCHEMA: Final = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, _PART_SCHEMA]}},
+    ]
+}
+
+
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text, BeforeValidator(_joined)]
+    content: Annotated[Text, BeforeValidator(_joined), WithJsonSchema(_CONTENT_SCHEMA)]
     name: Text | None = None
 
     def for_template(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     StringConstraints,
     ValidationInfo,
+    WithJsonSchema,
 )
 
 from api_server.protocol.fields import given_fields, ignored_of
@@ -82,6 +83,9 @@ Salt = Annotated[
     StringConstraints(min_length=1, max_length=MAX_SALT_CHARACTERS),
     AfterValidator(_no_control_characters),
 ]
+
+
+_STOP_SCHEMA: Final = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
 
 
 class Strict(BaseModel):
@@ -156,6 +160,14 @@ class GenerationRequest(Strict):
         FailFast(),
         BeforeValidator(_one_or_many),
         Field(max_length=MAX_STOP_STRINGS),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    _STOP_SCHEMA,
+                    {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOP_STRINGS},
+                ]
+            }
+        ),
     ] = []
     """Up to 4 strings at which a choice ends; they are not part of its text."""
     include_stop_str_in_output: bool = False

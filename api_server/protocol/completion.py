@@ -1,16 +1,33 @@
 """The request of POST /v1/completions."""
 
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
+from api_server.inputs.prompts import MAX_PROMPTS
 from api_server.protocol.common import GenerationRequest
 
 DEFAULT_MAX_TOKENS: Final = 16
 
 
+_TEXT_SCHEMA: Final = {"type": "string", "minLength": 1}
+_IDS_SCHEMA: Final = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"type": "integer", "minimum": 0},
+}
+_PROMPT_SCHEMA: Final = {
+    "anyOf": [
+        _TEXT_SCHEMA,
+        _IDS_SCHEMA,
+        {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": _TEXT_SCHEMA},
+        {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": _IDS_SCHEMA},
+    ]
+}
+
+
 class CompletionRequest(GenerationRequest):
-    prompt: Any
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
     """A string, a list of strings, a list of token ids, or a list of such lists."""
     max_tokens: int = DEFAULT_MAX_TOKENS
     """Most output tokens; by default 16, or less when the context leaves less."""

@@ -172,6 +172,7 @@ async def serving(
     config: FrontEndConfig | None = None,
     seed: int | None = None,
     max_model_len: int = 256,
+    port: int = 0,
 ) -> AsyncIterator[FrontEnd]:
     """A front end that serves a model, as long as it is needed."""
     path = front_end_path(run_dir, 1, 0)
@@ -189,7 +190,7 @@ async def serving(
         await services.client.wait_ready()
     app = create_app(services)
     server = make_server(app, services.config)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", port))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:

@@ -313,7 +313,7 @@ async def test_models(start, say):
         error = await expect_error(front_end, PATH, b'{"prompt": "x", "model": "gpt-9"}', 404)
         assert "gpt-9" in error["message"]
         assert error["param"] == "model"
-        await expect_error(front_end, PATH, b'{"prompt": "x", "model": "\ud800"}', 400)
+        await expect_error(front_end, PATH, b'{"prompt": "x", "model": "\\ud800"}', 400)
         assert (await front_end.complete(model="toy")).status_code == 200
 
 

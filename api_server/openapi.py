@@ -1,0 +1,168 @@
+"""The OpenAPI document at /openapi.json: what each route takes and answers, and with which key.
+
+Owns one line for each operation. FastAPI knows the paths; the routes read their bodies themselves,
+so it knows nothing of those, and this adds it from the models that the bodies are checked with.
+A test asks that every documented route has a line here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+
+from api_server.middleware import OPEN_PATHS
+from api_server.protocol.chat import ChatCompletionRequest
+from api_server.protocol.completion import CompletionRequest
+from api_server.protocol.schemas import (
+    BOOLEAN,
+    CHAT_COMPLETION,
+    COMPLETION,
+    ERROR,
+    EVENT,
+    INTEGER,
+    MODEL_CARD,
+    MODELS,
+    READINESS,
+    STRING,
+    TEXT,
+    TOKENS,
+    Schema,
+    an_object,
+    one_of,
+    or_null,
+)
+from api_server.protocol.tokens import Detokenize, TokenizeChat, TokenizeText
+from api_server.routes import admin
+from proto.config import FrontEndConfig
+
+_REFS: Final = "#/components/schemas/{model}"
+_JSON: Final = "application/json"
+_EVENTS: Final = "text/event-stream"
+_SCHEMES: Final = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """bodies: models of which the body is one. answers: content type → schema of a success.
+
+    status: of a success. query: parameter → schema. unready: 503 has this body.
+    """
+
+    bodies: Sequence[type[BaseModel]] = ()
+    answers: dict[str, Schema] = field(default_factory=dict)
+    status: int = 200
+    query: dict[str, Schema] = field(default_factory=dict)
+    unready: Schema = field(default_factory=lambda: ERROR)
+
+
+def _answers(schema: Schema) -> dict[str, Schema]:
+    return {_JSON: schema}
+
+
+_STATUS: Final = an_object({"status": STRING})
+_TRUTH: Final = one_of("true", "false", "1", "0")
+OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
+    ("/v1/completions", "post"): Operation(
+        (CompletionRequest,), {_JSON: COMPLETION, _EVENTS: EVENT}
+    ),
+    ("/v1/chat/completions", "post"): Operation(
+        (ChatCompletionRequest,), {_JSON: CHAT_COMPLETION, _EVENTS: EVENT}
+    ),
+    ("/v1/models", "get"): Operation(answers=_answers(MODELS)),
+    ("/v1/models/{name}", "get"): Operation(answers=_answers(MODEL_CARD)),
+    ("/tokenize", "post"): Operation((TokenizeText, TokenizeChat), _answers(TOKENS)),
+    ("/detokenize", "post"): Operation((Detokenize,), _answers(TEXT)),
+    ("/tokenizer_info", "get"): Operation(answers=_answers(an_object({"tokenizer_class": STRING}))),
+    ("/health", "get"): Operation(),
+    ("/ping", "get"): Operation(),
+    ("/ping", "post"): Operation(),
+    ("/health/live", "get"): Operation(),
+    ("/health/ready", "get"): Operation(answers=_answers(READINESS), unready=READINESS),
+    ("/version", "get"): Operation(answers=_answers(an_object({"version": STRING}))),
+    ("/load", "get"): Operation(answers=_answers(an_object({"server_load": INTEGER}))),
+    ("/metrics", "get"): Operation(answers={"text/plain": STRING}),
+    ("/admin/drain", "post"): Operation(answers=_answers(_STATUS), status=202),
+    ("/pause", "post"): Operation(
+        answers=_answers(_STATUS),
+        query={"mode": one_of("wait", "keep"), "clear_cache": one_of("false", "0")},
+    ),
+    ("/resume", "post"): Operation(answers=_answers(_STATUS)),
+    ("/is_paused", "get"): Operation(answers=_answers(an_object({"is_paused": BOOLEAN}))),
+    ("/reset_prefix_cache", "post"): Operation(query={"reset_running_requests": _TRUTH}),
+    ("/abort_requests", "post"): Operation((admin.AbortBody,), _answers(_STATUS), status=202),
+    ("/server_info", "get"): Operation(
+        answers=_answers(an_object({name: an_object({}) for name in ("model", "engine", "config")}))
+    ),
+}
+
+
+def install(app: FastAPI, config: FrontEndConfig) -> None:
+    """Have the application answer with this document, which is made when it is first asked for."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document(app, config)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def _document(app: FastAPI, config: FrontEndConfig) -> dict[str, Any]:
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schemas: dict[str, Schema] = {"Error": ERROR}
+    document["components"] = {"schemas": schemas, "securitySchemes": _SCHEMES}
+    admin_paths = {route.path for route in admin.router.routes if hasattr(route, "path")}
+    open_paths = OPEN_PATHS | ({"/metrics"} if config.metrics_open else set())
+    for path, methods in document["paths"].items():
+        for method, described in methods.items():
+            operation = OPERATIONS.get((path, method), Operation())
+            _describe(described, operation, schemas)
+            takes_key = config.has_client_keys and path not in open_paths
+            if takes_key or (config.has_admin_keys and path in admin_paths):
+                described["security"] = [{name: []} for name in _SCHEMES]
+    return document
+
+
+def _describe(described: dict[str, Any], operation: Operation, schemas: dict[str, Schema]) -> None:
+    if operation.bodies:
+        refs = [{"$ref": _add(each, schemas)} for each in operation.bodies]
+        schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
+        described["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
+    described.setdefault("parameters", []).extend(
+        {"name": name, "in": "query", "required": False, "schema": schema}
+        for name, schema in operation.query.items()
+    )
+    success: dict[str, Any] = {"description": "Success"}
+    if operation.answers:
+        success["content"] = {kind: {"schema": each} for kind, each in operation.answers.items()}
+    failure = {_JSON: {"schema": {"$ref": _REFS.format(model="Error")}}}
+    described["responses"] = {
+        str(operation.status): success,
+        "4XX": {"description": "The request is at fault", "content": failure},
+        "503": {
+            "description": "Not now; Retry-After says when to come again",
+            "content": {_JSON: {"schema": operation.unready}},
+        },
+        "5XX": {"description": "The daemon is at fault", "content": failure},
+    }
+
+
+def _add(model: type[BaseModel], schemas: dict[str, Schema]) -> str:
+    """A reference to the schema of a body.
+
+    A field that is null counts as not given, and one that nobody defines is ignored.
+    """
+    schema = model.model_json_schema(ref_template=_REFS)
+    found = {**schema.pop("$defs", {}), model.__name__: schema}
+    for each in found.values():
+        each.pop("additionalProperties", None)
+        for name in each.get("properties", {}).keys() - each.get("required", []):
+            each["properties"][name] = or_null(each["properties"][name])
+    schemas.update(found)
+    return _REFS.format(model=model.__name__)

@@ -1,0 +1,111 @@
+"""JSON Schemas of what the daemon answers, for the OpenAPI document.
+
+Requests have theirs from their models. Only what every answer has is required; fields that are
+there when they were asked for are named.
+"""
+
+from typing import Any, Final
+
+Schema = dict[str, Any]
+
+INTEGER: Final[Schema] = {"type": "integer"}
+NUMBER: Final[Schema] = {"type": "number"}
+STRING: Final[Schema] = {"type": "string"}
+BOOLEAN: Final[Schema] = {"type": "boolean"}
+
+
+def an_object(required: dict[str, Schema], optional: dict[str, Schema] | None = None) -> Schema:
+    """More fields than these may come with a later version."""
+    return {
+        "type": "object",
+        "properties": {**required, **(optional or {})},
+        "required": list(required),
+    }
+
+
+def a_list(of: Schema) -> Schema:
+    return {"type": "array", "items": of}
+
+
+def or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def one_of(*values: str) -> Schema:
+    return {"type": "string", "enum": list(values)}
+
+
+IDS: Final = a_list(INTEGER)
+USAGE: Final = an_object(
+    {"prompt_tokens": INTEGER, "completion_tokens": INTEGER, "total_tokens": INTEGER},
+    {"prompt_tokens_details": an_object({"cached_tokens": INTEGER})},
+)
+_ENDING: Final = {
+    "finish_reason": or_null(one_of("stop", "length", "repetition")),
+    "stop_reason": {"anyOf": [INTEGER, STRING, {"type": "null"}]},
+}
+COMPLETION: Final = an_object(
+    {
+        "id": STRING,
+        "object": one_of("text_completion"),
+        "created": INTEGER,
+        "model": STRING,
+        "choices": a_list(
+            an_object(
+                {"index": INTEGER, "text": STRING, **_ENDING},
+                {"logprobs": or_null(an_object({"tokens": a_list(STRING)})), "token_ids": IDS},
+            )
+        ),
+        "usage": USAGE,
+    }
+)
+CHAT_COMPLETION: Final = an_object(
+    {
+        "id": STRING,
+        "object": one_of("chat.completion"),
+        "created": INTEGER,
+        "model": STRING,
+        "choices": a_list(
+            an_object(
+                {
+                    "index": INTEGER,
+                    "message": an_object({"role": STRING, "content": or_null(STRING)}),
+                    **_ENDING,
+                },
+                {"logprobs": or_null(an_object({"content": a_list(an_object({}))}))},
+            )
+        ),
+        "usage": USAGE,
+    }
+)
+MODEL_CARD: Final = an_object(
+    {
+        "id": STRING,
+        "object": one_of("model"),
+        "created": INTEGER,
+        "owned_by": STRING,
+        "root": STRING,
+        "parent": {"type": "null"},
+        "max_model_len": INTEGER,
+    }
+)
+MODELS: Final = an_object({"object": one_of("list"), "data": a_list(MODEL_CARD)})
+TOKENS: Final = an_object(
+    {
+        "count": INTEGER,
+        "max_model_len": INTEGER,
+        "tokens": IDS,
+        "token_strs": or_null(a_list(or_null(STRING))),
+    }
+)
+EVENT: Final = an_object({"data": STRING})
+"""Of a stream: JSON in a string, or [DONE]."""
+TEXT: Final = an_object({"prompt": STRING})
+ERROR: Final = an_object(
+    {
+        "error": an_object(
+            {"message": STRING, "type": STRING, "param": or_null(STRING), "code": INTEGER}
+        )
+    }
+)
+READINESS: Final = an_object({"ready": BOOLEAN, "reasons": a_list(STRING)})
