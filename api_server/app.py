@@ -6,6 +6,7 @@ from api_server import errors
 from api_server.middleware import PassTheDoor, RequireApiKey
 from api_server.routes import admin, chat, completions, models, system
 from api_server.services import Services
+from api_server.short_way import ShortWay, endpoints_of
 from proto.api_keys import read_api_keys
 
 
@@ -16,6 +17,7 @@ def create_app(services: Services) -> FastAPI:
     errors.install(app)
     for module in (completions, chat, models, system, admin):
         app.include_router(module.router)
+    app.add_middleware(ShortWay, endpoints=endpoints_of(completions.router, chat.router))
     app.add_middleware(PassTheDoor)
     keys = read_api_keys(services.config)
     if keys:
