@@ -6,6 +6,7 @@ from api_server import errors, openapi
 from api_server.middleware import KnowKeys, PassTheDoor
 from api_server.routes import admin, chat, completions, models, system, tokenizer
 from api_server.services import Services
+from api_server.short_way import ShortWay, endpoints_of
 from proto.api_keys import read_api_keys
 
 
@@ -17,6 +18,7 @@ def create_app(services: Services) -> FastAPI:
     for module in (completions, chat, models, tokenizer, system, admin):
         app.include_router(module.router)
     openapi.install(app, services.config)
+    app.add_middleware(ShortWay, endpoints=endpoints_of(completions.router, chat.router))
     app.add_middleware(PassTheDoor)
     keys = read_api_keys(services.config)
     if keys:

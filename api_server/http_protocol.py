@@ -9,6 +9,7 @@ that it is the last one of its connection. Knows nothing of routes.
 """
 
 import asyncio
+import select
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -45,7 +46,11 @@ _STALLED: Final = "tokend.stalled"
 
 
 def has_left(scope: Scope) -> bool:
-    """Whether the client has closed the connection; its disconnect comes a moment later."""
+    """Whether the client has closed the connection, or its half of it.
+
+    Looks at the socket itself: the loop may not have read the end yet, and its disconnect
+    comes a moment later.
+    """
     return bool(scope.get("extensions", {}).get(_LEFT, _nothing)())
 
 
@@ -144,7 +149,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
         scope["extensions"] = {
             _LAST: partial(setattr, self.cycle, "keep_alive", False),
-            _LEFT: self.transport.is_closing,
+            _LEFT: partial(_is_closed, self.transport),
         }
 
     def on_message_complete(self) -> None:
@@ -236,6 +241,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self._refused = True
         self._arrival.set(LINGER_SECONDS, self.transport.close)
+
+
+def _is_closed(transport: asyncio.Transport) -> bool:
+    """By this end or, as the kernel knows, by the other one."""
+    if transport.is_closing():
+        return True
+    closings = select.poll()
+    closings.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+    return bool(closings.poll(0))
 
 
 def _nothing() -> None:

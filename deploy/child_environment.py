@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from typing import Final
 
 from proto.config import DeviceConfig
-from proto.cores import usable_cores
+from proto.cores import allowed_cores, usable_cores
 from proto.lifecycle import Role
 
 _THREADS: Final = "OMP_NUM_THREADS"
 _SPIN: Final = {"GOMP_SPINCOUNT": "4000"}
 """Some 80 microseconds: what lies between two operations, far less than a scheduler tick."""
+_BIND: Final = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
+_PLACING: Final = frozenset({*_BIND, "GOMP_CPU_AFFINITY"})
 
 
 def child_environment(
@@ -22,8 +24,10 @@ def child_environment(
     cores that this process may use by its affinity and its control groups. Its idle
     threads spin for a moment and then sleep: those that spin on win milliseconds a
     step on an idle machine, and lose tenfold as soon as anybody else wants the same
-    cores; docs/benchmarks.md has the figures. The user's environment goes before
-    that. Elsewhere numpy needs no threads of its own.
+    cores; docs/benchmarks.md has the figures. Where there is one for each core, each is
+    bound to its own: two on one core would wait for each other at every barrier until the
+    scheduler parts them. The user's environment goes before that. Elsewhere numpy needs no
+    threads of its own.
     """
     if role != "worker":
         return {**variables, _THREADS: "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -31,4 +35,6 @@ def child_environment(
     given = {_THREADS: str(usable_cores()), **spin, **variables}
     if device.cpu_threads is not None:
         given[_THREADS] = str(device.cpu_threads)
+    if device.device != "cuda" and given[_THREADS] == str(allowed_cores()):
+        return given if _PLACING & variables.keys() else {**given, **_BIND}
     return given

@@ -55,9 +55,8 @@ class GenerationResponse(Response):
         generation = self._generation
         watch = asyncio.create_task(self._watch(scope, receive))
         try:
-            await asyncio.sleep(0)  # for the sign of a client that asked and left at once
             if has_left(scope):
-                generation.disconnect("disconnect")
+                await watch  # which hears of it in a moment
                 return
             await generation.start()
             if generation.disconnected:

@@ -372,10 +372,11 @@ async def test_large_headers(start, say):
 
 async def test_a_client_that_leaves_during_its_upload_is_no_error(start, say, caplog, monkeypatch):
     async with start(say("!")) as front_end:
-        left = asyncio.Event()
+        reading, left = asyncio.Event(), asyncio.Event()
         read = completions.read_fields
 
         async def watched(request, ignored):
+            reading.set()
             try:
                 return await read(request, ignored)
             finally:
@@ -385,6 +386,7 @@ async def test_a_client_that_leaves_during_its_upload_is_no_error(start, say, ca
         _, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(front_end.url).port)
         writer.write(UPLOAD)
         await writer.drain()
+        await reading.wait()
         writer.close()
         await left.wait()
     assert not [record for record in caplog.records if record.levelname == "ERROR"]

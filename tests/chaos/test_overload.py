@@ -96,7 +96,7 @@ async def test_a_hundred_a_second_that_do_not_stay(daemon: Daemon) -> None:
     before, recipe = Before(daemon), Recipe()
     async with customers(daemon.url, recipe) as clients:
         run = await run_of(daemon, clients, recipe)
-        outcome = await run.beside_churn(SEATS // 2, 100.0, SECONDS)
+        outcome = await run.beside_churn(SEATS // 2, 100.0, SECONDS / 2, 0.1)
     assert run.record.problems() == []
     assert tokens_are_all_there(outcome, recipe)
     assert outcome.accepted

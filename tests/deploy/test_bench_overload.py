@@ -5,12 +5,14 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from urllib.parse import urlsplit
 
 import pytest
 
 from deploy import cli
 from deploy.loadtest.overload.bench import OverloadRun
 from deploy.loadtest.overload.churn import churn
+from deploy.loadtest.overload.closing_server import ClosingServer
 from deploy.loadtest.overload.memory import Memory
 from deploy.loadtest.overload.offers import Offer, Outcome, Recipe, customers
 from deploy.loadtest.overload.verdict import Record
@@ -86,7 +88,8 @@ async def test_so_many_are_always_under_way() -> None:
 async def test_who_does_not_stay_leaves_nothing_behind() -> None:
     async with serving(lambda _: "") as (url, seen):
         until = asyncio.get_running_loop().time() + 0.1
-        number = await churn(url, RECIPE, 100.0, lambda: asyncio.get_running_loop().time() >= until)
+        loop = asyncio.get_running_loop()
+        number = await churn(url, RECIPE, 100.0, 0.1, lambda: loop.time() >= until)
         assert number >= 10
         while seen["left"] < number:
             await asyncio.sleep(0.001)
@@ -99,14 +102,27 @@ async def test_the_table_has_a_row_for_each_part() -> None:
         run.memory.look = lambda: None  # type: ignore[method-assign]
         await run.fill(2, 0.05)
         await run.flood(100.0, 0.05)
-        await run.beside_churn(1, 100.0, 0.05)
-    assert len(run.record.outcomes) == 4
-    assert run.record.table().row_count == 4
+        await run.beside_churn(1, 100.0, 0.05, 0.01)
+    assert len(run.record.outcomes) == 6
+    assert run.record.table().row_count == 6
+    shares = [part["share_of_alone"] for part in run.record.plain()["parts"]]
+    assert [share is None for share in shares] == [True] * 3 + [False] * 3
     assert run.record.problems() == []
     assert run.record.full.offers
     assert run.record.flood.offers
     assert run.record.alone.offers
     assert run.record.beside.offers
+    assert run.record.control.offers
+    assert run.record.beside_stays.offers
+
+
+async def test_the_control_only_closes() -> None:
+    with ClosingServer() as control:
+        url = urlsplit(control.url)
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        writer.write(b"POST / HTTP/1.1\r\n\r\n")
+        assert await reader.read() == b""
+        writer.close()
 
 
 def test_problems_name_the_part() -> None:

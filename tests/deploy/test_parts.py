@@ -17,7 +17,7 @@ from deploy.listening import listen, url_of
 from deploy.signals import SignalInbox
 from deploy.surroundings import Surroundings
 from proto.config import DeviceConfig, FrontEndConfig, ModelConfig, ServeConfig
-from proto.cores import usable_cores
+from proto.cores import allowed_cores, usable_cores
 from proto.errors import ConfigError, ErrorInfo, ModelError
 from proto.lifecycle import FrontEndReady, Phase, ProcessStart, Role, WeightMemory, process_name
 from proto.phase_clock import PhaseClock
@@ -177,11 +177,24 @@ class TestEnvironment:
     def test_idle_threads_spin_briefly_unless_the_user_says_otherwise(self) -> None:
         def openmp(variables: dict[str, str]) -> dict[str, str]:
             given = child_environment(variables, "worker", DeviceConfig())
-            return {name: value for name, value in given.items() if name != "OMP_NUM_THREADS"}
+            hidden = {"OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES"}
+            return {name: value for name, value in given.items() if name not in hidden}
 
         assert openmp({}) == {"GOMP_SPINCOUNT": "4000"}
         assert openmp({"GOMP_SPINCOUNT": "0"}) == {"GOMP_SPINCOUNT": "0"}
         assert openmp({"OMP_WAIT_POLICY": "ACTIVE"}) == {"OMP_WAIT_POLICY": "ACTIVE"}
+
+    def test_threads_are_bound_where_each_has_a_core(self) -> None:
+        def places(variables: dict[str, str], device: DeviceConfig) -> str | None:
+            return child_environment(variables, "worker", device).get("OMP_PLACES")
+
+        cores = allowed_cores()
+        assert places({}, DeviceConfig(cpu_threads=cores)) == "cores"
+        assert places({}, DeviceConfig(cpu_threads=cores + 1)) is None
+        assert places({"OMP_NUM_THREADS": str(cores + 1)}, DeviceConfig()) is None
+        assert places({}, DeviceConfig(device="cuda", cpu_threads=cores)) is None
+        for user in ({"OMP_PROC_BIND": "false"}, {"GOMP_CPU_AFFINITY": "0"}):
+            assert places(user, DeviceConfig(cpu_threads=cores)) is None
 
     @pytest.mark.parametrize("role", ["engine_core", "api_server"])
     def test_others_need_none(self, role: Role) -> None:

@@ -5,6 +5,7 @@ products of them; at most a few layers exist in both states. What form the weigh
 products have is forms.py's business; norms are always dense.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Final
 
 import torch
 
+from proto.cores import ALLOWED_CPUS
 from proto.prepared_model import PreparedModel
 from worker.layers.embedding import Embedding
 from worker.layers.linear import Linear
@@ -97,12 +99,16 @@ def _readers() -> Iterator[ThreadPoolExecutor]:
     """
     num_threads = torch.get_num_threads()
     try:
-        with ThreadPoolExecutor(
-            _READER_THREADS, "load", initializer=torch.set_num_threads, initargs=(1,)
-        ) as pool:
+        with ThreadPoolExecutor(_READER_THREADS, "load", initializer=_be_reader) as pool:
             yield pool
     finally:
         torch.set_num_threads(num_threads)
+
+
+def _be_reader() -> None:
+    """One thread of torch, on any core: that of the thread it comes from is one of the team's."""
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, ALLOWED_CPUS)
 
 
 def _layers_in_order(

@@ -5,6 +5,10 @@ place keep it full: that is its capacity, and the longest that whoever is let in
 Then many times as many requests as it can answer arrive at a fixed rate. Then a few clients
 work beside a hundred a second that connect, ask and leave. Exit status 1 when a limit was missed
 (verdict.py): each is in the last table.
+
+Clients that leave do so as soon as they have asked, or after a moment, in which what they asked for
+is computed like anything else. Beside both the table has a control: the same clients ask a server
+that only closes connections, so the rest is what they cost the daemon.
 """
 
 import argparse
@@ -22,6 +26,7 @@ from deploy.loadtest.daemon import MeasuredDaemon
 from deploy.loadtest.limits import Limit, judge, limits_json, limits_table
 from deploy.loadtest.options import Parser, writable, write
 from deploy.loadtest.overload.churn import churn
+from deploy.loadtest.overload.closing_server import ClosingServer
 from deploy.loadtest.overload.memory import Memory
 from deploy.loadtest.overload.offers import Customers, Outcome, Recipe, customers
 from deploy.loadtest.overload.verdict import Record
@@ -56,18 +61,45 @@ class OverloadRun:
         self.record.flood = self.record.note(f"{per_second:.1f} new ones a second", outcome)
         return outcome
 
-    async def beside_churn(self, number: int, per_second: float, seconds: float) -> Outcome:
-        """So many clients, by themselves for a quarter of the time, then beside the others."""
+    async def beside_churn(
+        self, number: int, per_second: float, seconds: float, longest_stay: float
+    ) -> Outcome:
+        """So many clients: by themselves, beside the control, and beside those who leave.
+
+        Each for `seconds`, by themselves for a quarter of it. longest_stay: seconds, of the
+        last part. Returns the part beside those who leave at once.
+        """
         alone = await self.clients.keep(number, seconds / 4)
         self.record.alone = self.record.note(f"{number} clients", alone)
+        with ClosingServer() as control:
+            self.record.control = await self._beside(
+                number, "that left a server which only closes", control.url, per_second, seconds, 0
+            )
+        self.record.beside = await self._beside(
+            number, "that left at once", self.url, per_second, seconds, 0
+        )
+        if longest_stay:
+            name = f"that stayed up to {1e3 * longest_stay:g} ms"
+            self.record.beside_stays = await self._beside(
+                number, name, self.url, per_second, seconds, longest_stay
+            )
+        return self.record.beside
+
+    async def _beside(
+        self,
+        number: int,
+        name: str,
+        url: str,
+        per_second: float,
+        seconds: float,
+        longest_stay: float,
+    ) -> Outcome:
         until = time.monotonic() + seconds
         others = asyncio.create_task(
-            churn(self.url, self.recipe, per_second, lambda: time.monotonic() >= until)
+            churn(url, self.recipe, per_second, longest_stay, lambda: time.monotonic() >= until)
         )
-        beside = await self.clients.keep(number, seconds)
-        name = f"{number} beside {await others} that left"
-        self.record.beside = self.record.note(name, beside)
-        return beside
+        outcome = await self.clients.keep(number, seconds)
+        return self.record.note(f"{number} beside {await others} {name}", outcome)
 
 
 def left_behind(url: str) -> list[str]:
@@ -118,7 +150,8 @@ async def _run(url: str, memory: Memory, options: argparse.Namespace) -> Record:
         if options.flood_minutes:
             await run.flood(options.times * per_second, 60 * options.flood_minutes)
         if options.churn_minutes:
-            await run.beside_churn(options.seats, options.churn_rate, 60 * options.churn_minutes)
+            seconds, longest_stay = 60 * options.churn_minutes, options.churn_stay_ms / 1000
+            await run.beside_churn(options.seats, options.churn_rate, seconds, longest_stay)
     return run.record
 
 
@@ -145,7 +178,10 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--times", type=float, default=10.0, help="the capacity, in the flood")
     parser.add_argument("--flood-minutes", type=float, default=5.0)
     parser.add_argument("--churn-rate", type=float, default=100.0, help="clients a second")
-    parser.add_argument("--churn-minutes", type=float, default=2.0)
+    parser.add_argument("--churn-minutes", type=float, default=2.0, help="of each such part")
+    parser.add_argument(
+        "--churn-stay-ms", type=float, default=100.0, help="longest stay, in the last of them; or 0"
+    )
     parser.add_argument("--json", metavar="FILE", help="file to write the figures to")
     parser.add_argument("serve_flags", nargs="*", help="after --: flags of tokend serve")
     return parser.parse_args(words)

@@ -14,14 +14,21 @@ from urllib.parse import urlsplit
 
 from deploy.loadtest.overload.offers import Recipe
 
-LONGEST_STAY_SECONDS: Final = 0.1
 RESET_WHEN_CLOSED: Final = struct.pack("ii", 1, 0)
 
 
 async def churn(
-    url: str, recipe: Recipe, per_second: float, over: Callable[[], bool], seed: int = 0
+    url: str,
+    recipe: Recipe,
+    per_second: float,
+    longest_stay: float,
+    over: Callable[[], bool],
+    seed: int = 0,
 ) -> int:
-    """At this rate, each for a moment of its own, until `over`; returns how many came."""
+    """At this rate until `over`; returns how many came.
+
+    longest_stay: seconds; each stays for a time of its own up to that, once it has asked.
+    """
     rng = random.Random(seed)
     started = time.monotonic()
     tasks: set[asyncio.Task[None]] = set()
@@ -30,7 +37,7 @@ async def churn(
         if over():
             await asyncio.gather(*tasks)
             return number
-        stay = rng.uniform(0.0, LONGEST_STAY_SECONDS)
+        stay = rng.uniform(0.0, longest_stay)
         task = asyncio.create_task(_come_and_go(url, recipe, rng, stay))
         tasks.add(task)
         task.add_done_callback(tasks.discard)

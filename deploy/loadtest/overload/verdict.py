@@ -30,7 +30,9 @@ class Record:
     """What each part of the run came to, in order.
 
     full: with every place taken. flood: beyond that. alone, beside: a few clients without
-    and with those who leave. A part that was not run has no offers and no limits.
+    and with those who leave. control: with those who leave another server. beside_stays: with
+    those who stay for a moment, and are served like the others meanwhile. A part that was not run
+    has no offers and no limits.
     """
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -38,6 +40,8 @@ class Record:
     flood: Outcome = _NOTHING
     alone: Outcome = _NOTHING
     beside: Outcome = _NOTHING
+    control: Outcome = _NOTHING
+    beside_stays: Outcome = _NOTHING
 
     def note(self, name: str, outcome: Outcome) -> Outcome:
         """One more part."""
@@ -90,6 +94,13 @@ class Record:
             ),
         ]
 
+    def _share_of_alone(self, outcome: Outcome) -> float | None:
+        """Throughput beside the part without those who leave; None for parts of other clients."""
+        beside = (self.control, self.beside, self.beside_stays)
+        if not outcome.offers or all(outcome is not each for each in beside):
+            return None
+        return _ratio(outcome.tokens_per_second, self.alone.tokens_per_second)
+
     def plain(self) -> dict[str, Any]:
         """For JSON; times in seconds."""
         return {
@@ -101,6 +112,7 @@ class Record:
                     "refused": len(outcome.refused),
                     "failed": len(outcome.failed),
                     "tokens_per_second": outcome.tokens_per_second,
+                    "share_of_alone": self._share_of_alone(outcome),
                     "first_token": _quantiles([each.first_token for each in outcome.accepted]),
                     "refusal": _quantiles([each.answered for each in outcome.refused]),
                 }
@@ -124,6 +136,7 @@ class Record:
             "answered",
             "per s",
             "tokens/s",
+            "of alone",
             "refused",
             "first token of the accepted",
             "answer to the refused",
@@ -132,11 +145,13 @@ class Record:
             table.add_column(column, justify="left" if column == "load" else "right")
         for name, outcome in self.outcomes.items():
             accepted, refused = outcome.accepted, outcome.refused
+            share = self._share_of_alone(outcome)
             table.add_row(
                 name,
                 str(len(accepted)),
                 f"{outcome.requests_per_second:.1f}",
                 f"{outcome.tokens_per_second:.0f}",
+                "-" if share is None else f"{share:.2f}",
                 str(len(refused)),
                 _milliseconds([each.first_token for each in accepted]),
                 _milliseconds([each.answered for each in refused]),
