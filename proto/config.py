@@ -51,7 +51,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: KVCacheDType = "auto"
     """What K and V are kept as: int8 has a scale per token and head; auto is as the activations."""
     kv_cache_memory: int | None = None
-    """Bytes for the KV pool (suffixes K, M, G); on a CPU 4 GiB by default."""
+    """Bytes for the KV pool of all workers (suffixes K, M, G); on a CPU 4 GiB by default."""
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin alike."""
     kv_events_endpoint: str | None = None
@@ -104,7 +104,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How many devices share the model."""
 
     tensor_parallel_size: int = 1
-    """Devices that share each layer."""
+    """Workers that share each layer, one for each device; on a CPU they share the cores."""
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +115,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: Literal["auto", "cpu", "reference", "flashinfer"] = "auto"
     """Attention kernels; reference is slow, plain torch."""
     cpu_threads: int | None = None
-    """Threads of a CPU worker; by default one for each core."""
+    """Threads of a CPU worker; by default one for each core, or its share of them."""
 
 
 class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,7 +177,6 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NOT_AVAILABLE_YET: Final[dict[str, tuple[Any, ...]]] = {
-    "tensor_parallel_size": (1,),
     "device": ("auto", "cpu"),
     "attention_backend": ("auto", "cpu", "reference"),
 }
@@ -213,6 +212,7 @@ def validate(config: ServeConfig) -> None:
         if value is not None and not value.strip():
             raise ConfigError(f"{flag_name(field)} must not be empty", field)
     _positive("kv_cache_memory", cache.kv_cache_memory)
+    _positive("tensor_parallel_size", config.parallel.tensor_parallel_size)
     _positive("cpu_threads", config.device.cpu_threads)
     _positive("api_server_count", frontend.api_server_count)
     if frontend.api_server_count > MAX_CLIENTS:

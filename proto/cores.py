@@ -18,6 +18,11 @@ def usable_cores(root: Path = Path("/")) -> int:
     return len(cores) if limit is None else max(1, min(len(cores), math.ceil(limit)))
 
 
+def cores_of_worker(num_workers: int, root: Path = Path("/")) -> int:
+    """Cores for each of so many workers of this machine; at least 1."""
+    return max(1, usable_cores(root) // num_workers)
+
+
 def _core(root: Path, cpu: int) -> str:
     """A name that the hardware threads of a core share."""
     path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"

@@ -10,7 +10,7 @@ they can be only where a cut is between two blocks.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -30,8 +30,8 @@ _UNITS: Final = (64, 32)
 class Piece:
     """Rows and columns of a weight; slices of all of it where it is not divided that way."""
 
-    rows: slice = _ALL
-    columns: slice = _ALL
+    rows: slice = field(default_factory=lambda: _ALL)
+    columns: slice = field(default_factory=lambda: _ALL)
 
     def shape_of(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that is left of a whole weight."""

@@ -56,8 +56,10 @@ class TorchGroup:
         parts = x.new_empty((self.size, *x.shape))
         # gloo wants the parts one below the other
         flat = parts.view(self.size * x.shape[0], *x.shape[1:])
+        if not self._joined:
+            raise GroupLostError(f"worker {self.rank} has left the others")
+        (group,) = self._joined
         try:
-            (group,) = self._joined
             group._allgather_base(flat, x.contiguous()).wait()
         except RuntimeError as error:
             raise self._lost(error) from error

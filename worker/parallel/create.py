@@ -1,0 +1,14 @@
+"""Makes the group that a worker computes in."""
+
+import torch
+
+from worker.parallel.group import Alone, RankGroup
+
+
+def create_group(run_dir: str, rank: int, size: int, device: torch.device) -> RankGroup:
+    """The group of `size` ranks of one daemon, which has not met yet."""
+    if size == 1:
+        return Alone()
+    from worker.parallel.torch_group import TorchGroup  # a worker alone starts without it
+
+    return TorchGroup(run_dir, rank, size, device)
