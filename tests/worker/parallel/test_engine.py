@@ -27,11 +27,11 @@ from worker.sample.sampler import create_sampler
 BLOCK = 4
 PROMPTS = [
     torch.randint(0, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-    for length in (23, 5, 40, 11, 1, 32)
+    for length in (23, 5, 40, 11, 1)
 ]
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3", "qwen2-tied-yarn"])
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
 def prepared(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> PreparedModel:
@@ -78,7 +78,7 @@ def serve(harness: EngineHarness, **wishes: object) -> tuple[Answers, int]:
     one of them was preempted."""
     answers, num_preemptions = [], 0
     for _ in range(2):
-        rows = [row for prompt in PROMPTS for row in harness.add(prompt, 24, **wishes)]  # type: ignore[arg-type]
+        rows = [row for prompt in PROMPTS for row in harness.add(prompt, 16, **wishes)]  # type: ignore[arg-type]
         harness.run()
         for row in rows:
             outputs = harness.outputs[row.request_id, row.choice]
@@ -107,9 +107,9 @@ def assert_same(found: Answers, expected: Answers) -> None:
         (200, {}, {"temperature": 0.0}),
         (200, {"async_scheduling": True}, {"temperature": 0.0, "logprobs": 3}),
         (200, {"max_num_batched_tokens": 9}, {"temperature": 0.0, "logprobs": 0}),
-        (34, {"async_scheduling": True}, {"temperature": 0.0}),
+        (18, {"async_scheduling": True}, {"temperature": 0.0}),
         (200, {}, {"temperature": 1.0, "top_p": 0.9, "n": 2}),
-        (60, {}, {"n": 3, "beam_width": 3, "temperature": 0.0}),
+        (44, {}, {"n": 3, "beam_width": 3, "temperature": 0.0}),
     ],
     ids=["greedy", "overlapped", "chunks", "preempted", "drawn", "beams"],
 )
@@ -128,4 +128,4 @@ def test_two_ranks_answer_as_one(
         together.runner = RunnersTogether(ranks, runners)  # type: ignore[assignment]
         found, _ = serve(together, **wishes)
     assert_same(found, expected)
-    assert (preemptions > 0) is (num_blocks == 34)
+    assert (preemptions > 0) is (num_blocks < 200)
