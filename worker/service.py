@@ -25,6 +25,7 @@ from proto.errors import ModelError, ProtocolError
 from proto.faults import Saboteur
 from proto.heap import settle_heap
 from proto.lifecycle import (
+    AwaitsRanks,
     CacheReady,
     Distrust,
     InitializeCache,
@@ -57,8 +58,8 @@ from worker.loader.choice import activation_dtype, choose_form
 from worker.loader.form_report import dense_notice, memory_line
 from worker.loader.forms import WeightForm
 from worker.loader.index import read_index
-from worker.loader.weights import load_model
 from worker.loader.pieces import shares_of
+from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
@@ -100,7 +101,11 @@ class Service:
         num_workers = boot.config.parallel.tensor_parallel_size
         self._device = CpuDevice(boot.config.device, num_workers=num_workers)
         self._group = create_group(
-            boot.run_dir, boot.index, num_workers, self._device.torch_device
+            boot.run_dir,
+            boot.index,
+            num_workers,
+            self._device.torch_device,
+            lambda: supervisor.send(AwaitsRanks(boot.index)),
         )
         self._has_lost_group = False
         # Loading takes a while, and what has no room now has none beside the weights.

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
@@ -18,13 +19,17 @@ Result = TypeVar("Result")
 
 
 class Ranks:
-    """So many ranks that have met."""
+    """So many ranks that have met. waits: who has said that it waits for the others."""
 
     def __init__(self, size: int, epoch: int = 1) -> None:
         self._run_dir = tempfile.TemporaryDirectory(prefix="t-")
         self._threads = ThreadPoolExecutor(size)
         cpu = torch.device("cpu")
-        self.groups = [TorchGroup(self._run_dir.name, rank, size, cpu) for rank in range(size)]
+        self.waits: list[int] = []
+        self.groups = [
+            TorchGroup(self._run_dir.name, rank, size, cpu, partial(self.waits.append, rank))
+            for rank in range(size)
+        ]
         self.all(lambda rank: self.groups[rank].join(epoch))
 
     def all(self, work: Callable[[int], Result]) -> list[Result]:

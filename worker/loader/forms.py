@@ -325,7 +325,7 @@ def numbers_of(parts: Sequence[PackedWeight], dtype: torch.dtype) -> torch.Tenso
 
 
 def in_blocks(source: WeightSource, name: str) -> bool:
-    """Whether the kernels multiply with a weight, or this rank's piece of it, as the file has it."""
+    """Whether the kernels multiply with a weight, or its piece that is read, as the file has it."""
     kind = source.type_of(name)
     return (
         kind in BLOCKS

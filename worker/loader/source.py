@@ -29,7 +29,6 @@ from worker.models.spec import (
     parameter_shapes,
 )
 
-
 _UNDIVIDED: Final[Mapping[str, Piece]] = MappingProxyType({})
 
 

@@ -12,6 +12,7 @@ Norms, and biases that are added to a sum, are on every rank.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from proto.errors import ConfigError
 from worker.models.spec import ModelSpec
@@ -68,7 +69,7 @@ def deal(count: int, size: int) -> list[range]:
     """range(count) in `size` pieces in order; the first ones may have one more."""
     least, more = divmod(count, size)
     ends = [least * rank + min(rank, more) for rank in range(size + 1)]
-    return [range(first, end) for first, end in zip(ends, ends[1:], strict=False)]
+    return [range(first, end) for first, end in pairwise(ends)]
 
 
 def _deals(count: int, unit: int, size: int) -> bool:

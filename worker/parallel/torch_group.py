@@ -6,18 +6,23 @@ directory. Gloo's own connections are TCP on the loopback interface (docs/securi
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 
 from worker.parallel.group import GroupLostError
 
 MEETING_SECONDS: Final = 30.0
 """For the ranks of an epoch to come: all have loaded, and are told to meet at the same time."""
 _WITHOUT_LIMIT: Final = timedelta(days=30)
-"""Of a call. A daemon may be stopped as a whole and go on, so only the supervisor says who hangs."""
+"""Of a call. A daemon may be stopped as a whole and go on: only the supervisor says who hangs."""
+LONG_WAIT_SECONDS: Final = 1.0
+"""Much longer than ranks are apart, and shorter than what is called a hang."""
+_LONG_WAIT: Final = timedelta(seconds=LONG_WAIT_SECONDS)
 _POLL_SECONDS: Final = 0.005
 _LOOPBACK: Final = "127.0.0.1"
 
@@ -28,20 +33,32 @@ def rendezvous_path(run_dir: str, epoch: int) -> str:
 
 
 class TorchGroup:
-    """A RankGroup. run_dir: the daemon's private directory."""
+    """A RankGroup.
 
-    def __init__(self, run_dir: str, rank: int, size: int, device: torch.device) -> None:
+    run_dir: the daemon's private directory. on_long_wait: is called when the others let a call
+    wait for LONG_WAIT_SECONDS, once a call.
+    """
+
+    def __init__(
+        self,
+        run_dir: str,
+        rank: int,
+        size: int,
+        device: torch.device,
+        on_long_wait: Callable[[], None],
+    ) -> None:
         self.rank = rank
         self.size = size
         self._run_dir = run_dir
         self._device = device
+        self._on_long_wait = on_long_wait
         self._joined: list[Any] = []
 
     def join(self, epoch: int) -> None:
         """As the Protocol says; each epoch has a process group of its own."""
         self.leave()
         try:
-            store = dist.FileStore(rendezvous_path(self._run_dir, epoch), self.size)
+            store = FileStore(rendezvous_path(self._run_dir, epoch), self.size)
             self._await_all(store)
             self._joined = [self._process_group(store)]
         except RuntimeError as error:
@@ -60,12 +77,22 @@ class TorchGroup:
             raise GroupLostError(f"worker {self.rank} has left the others")
         (group,) = self._joined
         try:
-            group._allgather_base(flat, x.contiguous()).wait()
+            self._await(group._allgather_base(flat, x.contiguous()))
         except RuntimeError as error:
             raise self._lost(error) from error
         return parts
 
-    def _await_all(self, store: dist.FileStore) -> None:
+    def _await(self, work: Any) -> None:
+        """Until a call has ended; raises RuntimeError where it failed."""
+        try:
+            work.wait(_LONG_WAIT)
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            self._on_long_wait()
+            work.wait(_WITHOUT_LIMIT)
+
+    def _await_all(self, store: FileStore) -> None:
         """Until every rank is here: what comes then has no limit worth the name."""
         store.add("here", 1)
         deadline = time.monotonic() + MEETING_SECONDS
@@ -77,14 +104,16 @@ class TorchGroup:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def _process_group(self, store: dist.FileStore) -> Any:
+    def _process_group(self, store: FileStore) -> Any:
         if self._device.type == "cuda":
-            return dist.ProcessGroupNCCL(store, self.rank, self.size)
-        options = dist.ProcessGroupGloo._Options()
+            return dist.ProcessGroupNCCL(
+                store, self.rank, self.size, dist.ProcessGroupNCCL.Options()
+            )
+        options = ProcessGroupGloo._Options()
         options._timeout = _WITHOUT_LIMIT
         options._threads = 1
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
-        return dist.ProcessGroupGloo(store, self.rank, self.size, options)
+        options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        return ProcessGroupGloo(store, self.rank, self.size, options)
 
     def _lost(self, error: RuntimeError) -> GroupLostError:
         reason = str(error).partition("\n")[0]

@@ -1,8 +1,6 @@
 """Scheduler and model runners of two ranks, without processes: prefix hits, preemption, two
 steps in flight, log-probabilities, draws and beams give what one rank gives."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch

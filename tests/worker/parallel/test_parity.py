@@ -93,9 +93,7 @@ def test_bfloat16_sums_are_rounded_once(tmp_path: Path) -> None:
     assert_as_one(prepared, 2, torch.bfloat16, near=0.15)
 
 
-def assert_no_further_off(
-    found: torch.Tensor, one_rank: torch.Tensor, exact: torch.Tensor
-) -> None:
+def assert_no_further_off(found: torch.Tensor, one_rank: torch.Tensor, exact: torch.Tensor) -> None:
     """Roundings of activations differ; on the whole they are as large as those of one rank.
 
     exact: logits over dense weights of the same values.
@@ -197,8 +195,7 @@ def test_a_token_that_is_none_is_refused_by_every_rank(tmp_path: Path) -> None:
     with Ranks(2) as ranks:
         for group in ranks.groups:
             decoder = load(prepared, group)
+            first = torch.zeros(1, dtype=torch.int64)
             for token in (-1, 96):
                 with pytest.raises(IndexError, match=f"row {token} of 96"):
-                    decoder.forward(
-                        torch.tensor([token]), torch.zeros(1, dtype=torch.int64), DenseAttention(decoder.spec)
-                    )
+                    decoder.forward(torch.tensor([token]), first, DenseAttention(decoder.spec))

@@ -1,6 +1,8 @@
 """How ranks meet, exchange and part."""
 
 import tempfile
+import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -49,10 +51,27 @@ def test_one_that_leaves_ends_the_calls_of_the_others_and_all_meet_again() -> No
     assert sums == [1.0, 1.0]
 
 
+def test_who_waits_for_long_says_so_once_and_goes_on_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_group, "_LONG_WAIT", timedelta(milliseconds=20))
+    with Ranks(2) as ranks:
+        said = threading.Event()
+
+        def come(rank: int) -> float:
+            group = ranks.groups[rank]
+            group._on_long_wait = said.set
+            if rank == 1:
+                assert said.wait(20.0)
+            return group.gather(torch.ones(1) * rank).sum().item()
+
+        assert ranks.all(come) == [1.0, 1.0]
+
+
 def test_who_meets_nobody_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_group, "MEETING_SECONDS", 0.05)
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
-        group = TorchGroup(run_dir, 1, 3, CPU)
+        group = TorchGroup(run_dir, 1, 3, CPU, lambda: None)
         with pytest.raises(GroupLostError, match="worker 1: 1 of 3 workers have come"):
             group.join(1)
 
