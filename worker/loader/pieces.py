@@ -43,9 +43,9 @@ class Piece:
 
     def entry_of(self, entry: TensorEntry) -> TensorEntry:
         """The entry with its rows only; all columns."""
-        if self.rows == _ALL:
-            return entry
         first, end, _ = self.rows.indices(entry.shape[0])
+        if end - first == entry.shape[0]:
+            return entry
         row_bytes = entry.num_bytes // entry.shape[0]
         return TensorEntry(
             entry.name,
@@ -63,10 +63,10 @@ class Piece:
 
     def columns_of(self, stored: StoredBlocks) -> StoredBlocks:
         """Blocks with these columns only: a copy; no block is separated."""
-        if self.columns == _ALL:
+        first, end, _ = self.columns.indices(stored.columns)
+        if end - first == stored.columns:
             return stored
         size, num_bytes = BLOCKS[stored.type]
-        first, end, _ = self.columns.indices(stored.columns)
         blocks = stored.data.reshape(stored.rows, -1, num_bytes)[:, first // size : end // size]
         data = np.ascontiguousarray(blocks).reshape(-1)
         return StoredBlocks(stored.type, stored.rows, end - first, data, stored.row_order)

@@ -4,7 +4,9 @@ Owns the process group of one epoch. The ranks find each other by a file in the 
 directory. Gloo's own connections are TCP on the loopback interface (docs/security.md).
 """
 
+import contextlib
 import os
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -58,11 +60,15 @@ class TorchGroup:
         """As the Protocol says; each epoch has a process group of its own."""
         self.leave()
         try:
-            store = FileStore(rendezvous_path(self._run_dir, epoch), self.size)
+            path = rendezvous_path(self._run_dir, epoch)
+            store = FileStore(path, self.size)
             self._await_all(store)
             self._joined = [self._process_group(store)]
         except RuntimeError as error:
             raise self._lost(error) from error
+        self.gather(torch.zeros(1, device=self._device))  # nobody needs the file from here on
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
     def leave(self) -> None:
         for group in self._joined:
@@ -109,12 +115,14 @@ class TorchGroup:
             return dist.ProcessGroupNCCL(
                 store, self.rank, self.size, dist.ProcessGroupNCCL.Options()
             )
-        options = ProcessGroupGloo._Options()
+        gloo: Any = ProcessGroupGloo  # whose stubs know no options
+        options = gloo._Options()
         options._timeout = _WITHOUT_LIMIT
         options._threads = 1
-        options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
-        return ProcessGroupGloo(store, self.rank, self.size, options)
+        options._devices = [gloo.create_device(hostname=_LOOPBACK)]
+        return gloo(store, self.rank, self.size, options)
 
     def _lost(self, error: RuntimeError) -> GroupLostError:
-        reason = str(error).partition("\n")[0]
+        # [file:line] what happened. What it may mean, and wishes of good luck.
+        reason = re.sub(r"^\[[^]]*\] ", "", str(error).partition("\n")[0]).partition(". ")[0]
         return GroupLostError(f"worker {self.rank} has lost the others: {reason}")
