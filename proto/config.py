@@ -20,6 +20,7 @@ KVCacheDType = Literal["auto", "bf16", "f32", "int8"]
 CpuWeights = Literal["auto", "packed", "int8", "bf16", "f32"]
 TenantBy = Literal["api-key", "header", "none"]
 GIB: Final = 1 << 30
+MAX_TENSOR_PARALLEL_SIZE: Final = 64
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,7 +213,7 @@ def validate(config: ServeConfig) -> None:
         if value is not None and not value.strip():
             raise ConfigError(f"{flag_name(field)} must not be empty", field)
     _positive("kv_cache_memory", cache.kv_cache_memory)
-    _positive("tensor_parallel_size", config.parallel.tensor_parallel_size)
+    _check_parallel(config.parallel)
     _positive("cpu_threads", config.device.cpu_threads)
     _positive("api_server_count", frontend.api_server_count)
     if frontend.api_server_count > MAX_CLIENTS:
@@ -291,6 +292,17 @@ def validate(config: ServeConfig) -> None:
     _check_tls(frontend)
     if config.model.seed is not None and not 0 <= config.model.seed < 1 << 63:
         raise ConfigError(f"--seed must be in [0, 2^63), got {config.model.seed}", "seed")
+
+
+def _check_parallel(parallel: ParallelConfig) -> None:
+    """How many a model can be shared by is known when it is loaded; this is before any starts."""
+    _positive("tensor_parallel_size", parallel.tensor_parallel_size)
+    if parallel.tensor_parallel_size > MAX_TENSOR_PARALLEL_SIZE:
+        raise ConfigError(
+            f"--tensor-parallel-size must be at most {MAX_TENSOR_PARALLEL_SIZE}, "
+            f"got {parallel.tensor_parallel_size}",
+            "tensor_parallel_size",
+        )
 
 
 def _check_tls(frontend: FrontEndConfig) -> None:
