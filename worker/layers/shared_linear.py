@@ -33,7 +33,10 @@ class SummedLinear:
         return _sum(self._parts(x)).to(x.dtype)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return residual.copy_(_sum((residual, *self._parts(x))))
+        total = residual.float()  # the residual itself where it is of float32
+        for part in self._parts(x):
+            total += part
+        return residual.copy_(total) if total is not residual else residual
 
     def _parts(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self._group.gather(self._linear(x)).unbind()
