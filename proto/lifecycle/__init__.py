@@ -45,6 +45,7 @@ from proto.lifecycle.health import (
     Ping,
 )
 from proto.lifecycle.news import (
+    AbortRequests,
     Drain,
     DrainWanted,
     Fatal,
@@ -84,6 +85,7 @@ from proto.lifecycle.start import (
 )
 
 __all__ = [
+    "AbortRequests",
     "Alive",
     "AwaitsRanks",
     "CacheReady",
@@ -147,6 +149,7 @@ ToSupervisor = (
     | UnderWay
     | DrainWanted
     | AwaitsRanks
+    | AbortRequests
     | NextReady
     | Switched
     | EngineLeft
@@ -162,6 +165,7 @@ FromSupervisor = (
     | Restarted
     | Ping
     | Condition
+    | AbortRequests
     | Drain
     | NextEngine
     | SwitchEngine
