@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from proto.config import DeviceConfig
-from proto.cores import allowed_cores, usable_cores
+from proto.cores import allowed_cores, cores_of_worker
 from proto.lifecycle import Role
 
 _THREADS: Final = "OMP_NUM_THREADS"
@@ -15,12 +15,12 @@ _PLACING: Final = frozenset({*_BIND, "GOMP_CPU_AFFINITY"})
 
 
 def child_environment(
-    variables: Mapping[str, str], role: Role, device: DeviceConfig
+    variables: Mapping[str, str], role: Role, device: DeviceConfig, num_workers: int = 1
 ) -> dict[str, str]:
     """What the process of a role inherits.
 
     OpenMP reads its thread count when its library loads, so a worker must be born
-    with it: --cpu-threads, or else what the user's environment says, or else the
+    with it: --cpu-threads, or else what the user's environment says, or else its share of the
     cores that this process may use by its affinity and its control groups. Its idle
     threads spin for a moment and then sleep: those that spin on win milliseconds a
     step on an idle machine, and lose tenfold as soon as anybody else wants the same
@@ -32,7 +32,7 @@ def child_environment(
     if role != "worker":
         return {**variables, _THREADS: "1", "OPENBLAS_NUM_THREADS": "1"}
     spin = {} if "OMP_WAIT_POLICY" in variables else _SPIN
-    given = {_THREADS: str(usable_cores()), **spin, **variables}
+    given = {_THREADS: str(cores_of_worker(num_workers)), **spin, **variables}
     if device.cpu_threads is not None:
         given[_THREADS] = str(device.cpu_threads)
     if device.device != "cuda" and given[_THREADS] == str(allowed_cores()):

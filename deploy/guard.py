@@ -22,6 +22,7 @@ from deploy.removal import Removal
 from deploy.reporting import Reporter
 from proto.lifecycle import (
     Alive,
+    AwaitsRanks,
     Condition,
     EngineAlive,
     EngineReady,
@@ -78,6 +79,8 @@ class Guard:
             detector.note_answer(process)
         elif isinstance(message, EngineReady | FrontEndReady):
             detector.note_ready(process)
+        elif isinstance(message, AwaitsRanks):
+            detector.note_awaits_ranks(process)
         else:
             detector.note_sign(process)
         if isinstance(message, EngineAlive):

@@ -7,7 +7,8 @@ out; sends and kills nothing itself.
     worker              answers the engine; that it owes one, the engine says when it is asked
 
 So a worker is judged only by what an engine said that was still moving, and an engine is
-not blamed for a worker that it waits for. Who is idle answers, or owes nothing.
+not blamed for a worker that it waits for. Who is idle answers, or owes nothing. Of workers that
+share a model those that said that they wait for the others are not blamed, unless all wait.
 """
 
 import math
@@ -72,12 +73,14 @@ class _Life:
     next_question: when to ask; infinite while an answer is due, and for workers.
     owes_since: a question of ours or, of a worker, one of the engine has no answer since.
     started: it has answered, said that it is ready, or taken steps, in this life.
+    awaits_ranks: it has said so since a step was complete.
     """
 
     next_question: float
     owes_since: float = math.inf
     started: bool = False
     condemned: bool = False
+    awaits_ranks: bool = False
 
 
 class HangDetector:
@@ -136,6 +139,10 @@ class HangDetector:
         life.owes_since = math.inf
         life.next_question = self._look() + self._limits.interval
 
+    def note_awaits_ranks(self, process: Process) -> None:
+        """A worker waits for others in the middle of a step."""
+        self._lives[process].awaits_ranks = True
+
     def note_engine(self, report: EngineAlive, worker_epoch: int) -> None:
         """What the engine answered. worker_epoch: of the workers that there are now."""
         if report.worker_epoch != worker_epoch:
@@ -145,6 +152,7 @@ class HangDetector:
         for (role, index), life in self._lives.items():
             if role == "worker":
                 life.started |= report.ready
+                life.awaits_ranks &= not moved
                 owes = index in report.awaits
                 life.owes_since = _since(life.owes_since, owes, moved, now)
         owes = report.has_work and not report.awaits
@@ -187,12 +195,22 @@ class HangDetector:
         """What may be missing: its name, since when, until when that is known, the limit."""
         start, step = self._limits.start, self._limits.step
         if role == "worker":
-            limit = self._step_limit if life.started else start
-            yield "no completed step", life.owes_since, self._reported, limit
+            if not life.awaits_ranks or self._all_await_ranks:
+                limit = self._step_limit if life.started else start
+                yield "no completed step", life.owes_since, self._reported, limit
             return
         yield "no sign of life", life.owes_since, now, step if life.started else start
         if role == "engine_core":
             yield "work but no step", self._engine_owes_since, self._reported, self._step_limit
+
+    @property
+    def _all_await_ranks(self) -> bool:
+        """Nobody is left who could be to blame but those who wait."""
+        return all(
+            life.awaits_ranks
+            for (role, _), life in self._lives.items()
+            if role == "worker" and life.owes_since != math.inf
+        )
 
     @property
     def _step_limit(self) -> float:

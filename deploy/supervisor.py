@@ -174,7 +174,12 @@ class Supervisor:
     def _start(self, boot: ProcessBoot) -> None:
         """Start a process; it waits by itself for those that it needs."""
         launch = self._launch
-        env = child_environment(launch.variables, boot.role, launch.config.device)
+        env = child_environment(
+            launch.variables,
+            boot.role,
+            launch.config.device,
+            launch.config.parallel.tensor_parallel_size,
+        )
         child = Child(boot, launch.commands[boot.role], env)
         if self._draining.begun and boot.role == "api_server":
             child.tell(Drain())

@@ -128,7 +128,9 @@ def _announce(
         worker.device_name,
         queue.num_requests,
         queue.num_tokens,
-        plan.num_blocks * plan.block_size * worker.geometry.bytes_per_token * len(crew.workers),
+        plan.num_blocks
+        * plan.block_size
+        * sum(each.geometry.bytes_per_token for each in crew.workers),
         weight_memory(crew.workers),
         (
             *(ProcessStart("worker", each.rank, each.phases) for each in crew.workers),

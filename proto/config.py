@@ -20,6 +20,7 @@ KVCacheDType = Literal["auto", "bf16", "f32", "int8"]
 CpuWeights = Literal["auto", "packed", "int8", "bf16", "f32"]
 TenantBy = Literal["api-key", "header", "none"]
 GIB: Final = 1 << 30
+MAX_TENSOR_PARALLEL_SIZE: Final = 64
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +52,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: KVCacheDType = "auto"
     """What K and V are kept as: int8 has a scale per token and head; auto is as the activations."""
     kv_cache_memory: int | None = None
-    """Bytes for the KV pool (suffixes K, M, G); on a CPU 4 GiB by default."""
+    """Bytes for the KV pool of all workers (suffixes K, M, G); on a CPU 4 GiB by default."""
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin alike."""
     kv_events_endpoint: str | None = None
@@ -104,7 +105,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How many devices share the model."""
 
     tensor_parallel_size: int = 1
-    """Devices that share each layer."""
+    """Workers that share each layer, one for each device; on a CPU they share the cores."""
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +116,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: Literal["auto", "cpu", "reference", "flashinfer"] = "auto"
     """Attention kernels; reference is slow, plain torch."""
     cpu_threads: int | None = None
-    """Threads of a CPU worker; by default one for each core."""
+    """Threads of a CPU worker; by default one for each core, or its share of them."""
 
 
 class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,7 +198,6 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NOT_AVAILABLE_YET: Final[dict[str, tuple[Any, ...]]] = {
-    "tensor_parallel_size": (1,),
     "device": ("auto", "cpu"),
     "attention_backend": ("auto", "cpu", "reference"),
 }
@@ -237,6 +237,7 @@ def validate(config: ServeConfig) -> None:
         if value is not None and not value.strip():
             raise ConfigError(f"{flag_name(field)} must not be empty", field)
     _positive("kv_cache_memory", cache.kv_cache_memory)
+    _check_parallel(config.parallel)
     _positive("cpu_threads", config.device.cpu_threads)
     _positive("api_server_count", frontend.api_server_count)
     if frontend.api_server_count > MAX_CLIENTS:
@@ -313,6 +314,17 @@ def validate(config: ServeConfig) -> None:
     _check_tls(frontend)
     if config.model.seed is not None and not 0 <= config.model.seed < 1 << 63:
         raise ConfigError(f"--seed must be in [0, 2^63), got {config.model.seed}", "seed")
+
+
+def _check_parallel(parallel: ParallelConfig) -> None:
+    """How many a model can be shared by is known when it is loaded; this is before any starts."""
+    _positive("tensor_parallel_size", parallel.tensor_parallel_size)
+    if parallel.tensor_parallel_size > MAX_TENSOR_PARALLEL_SIZE:
+        raise ConfigError(
+            f"--tensor-parallel-size must be at most {MAX_TENSOR_PARALLEL_SIZE}, "
+            f"got {parallel.tensor_parallel_size}",
+            "tensor_parallel_size",
+        )
 
 
 def _check_keys(frontend: FrontEndConfig) -> None:

@@ -29,6 +29,11 @@ def allowed_cores(root: Path = Path("/")) -> int:
     return len({_core(root, cpu) for cpu in ALLOWED_CPUS})
 
 
+def cores_of_worker(num_workers: int, root: Path = Path("/")) -> int:
+    """Cores for each of so many workers of this machine; at least 1."""
+    return max(1, usable_cores(root) // num_workers)
+
+
 def _core(root: Path, cpu: int) -> str:
     """A name that the hardware threads of a core share."""
     path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"

@@ -4,13 +4,14 @@ Knows nothing of models; the worker asks it which dtype to load, how many thread
 to run and how much memory the KV cache may take.
 """
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Final, Protocol
 
 import torch
 
 from proto.config import GIB, CacheConfig, DeviceConfig, DType
-from proto.cores import usable_cores
+from proto.cores import cores_of_worker
 from proto.errors import ConfigError
 from proto.memory import available_memory
 
@@ -22,6 +23,7 @@ _DTYPES: Final = {
 }
 _MATRIX_FLAGS: Final = ("avx512_bf16", "amx_bf16")
 """CPU features that multiply bfloat16 matrices faster than float32 ones."""
+_ALL: Final = Fraction(1)
 
 
 class Device(Protocol):
@@ -41,10 +43,11 @@ class Device(Protocol):
         """The torch dtype of a setting; "auto" is what the device does best."""
         ...
 
-    def kv_cache_bytes(self, config: CacheConfig) -> int:
+    def kv_cache_bytes(self, config: CacheConfig, part: Fraction = _ALL) -> int:
         """Memory for the KV pool beside what is taken now.
 
-        Raises ConfigError for a setting that has no room.
+        part: of the pool, for a worker that has some of its heads; workers of one machine
+        share its memory. Raises ConfigError for a setting that has no room.
         """
         ...
 
@@ -60,13 +63,16 @@ class Device(Protocol):
 class CpuDevice:
     """The CPU cores that this process may run on.
 
-    `root` holds the `proc` and `sys` trees that describe the machine.
+    `root` holds the `proc` and `sys` trees that describe the machine. num_workers: that share
+    its cores.
     """
 
-    def __init__(self, config: DeviceConfig, root: Path = Path("/")) -> None:
+    def __init__(
+        self, config: DeviceConfig, root: Path = Path("/"), *, num_workers: int = 1
+    ) -> None:
         self._root = root
         self._model_name, self._flags = _read_cpuinfo(root)
-        self.num_threads = config.cpu_threads or usable_cores(root)
+        self.num_threads = config.cpu_threads or cores_of_worker(num_workers, root)
 
     @property
     def torch_device(self) -> torch.device:
@@ -84,16 +90,16 @@ class CpuDevice:
             return torch.bfloat16 if self.matrix_flags else torch.float32
         return _DTYPES[dtype]
 
-    def kv_cache_bytes(self, config: CacheConfig) -> int:
-        """The setting, or 4 GiB but at most half of the memory that is free.
+    def kv_cache_bytes(self, config: CacheConfig, part: Fraction = _ALL) -> int:
+        """A part of the setting, or of 4 GiB but at most half of the memory that is free.
 
         Raises ConfigError with both numbers for a setting beyond the free memory.
         """
         wanted = config.kv_cache_memory
         if wanted is None:
-            return min(DEFAULT_KV_CACHE_BYTES, available_memory(self._root) // 2)
+            return int(min(DEFAULT_KV_CACHE_BYTES, available_memory(self._root) // 2) * part)
         self._check_room(wanted, f"--kv-cache-memory {wanted} ({_gib(wanted)})", "kv_cache_memory")
-        return wanted
+        return int(wanted * part)
 
     def check_blocks(self, config: CacheConfig, bytes_per_token: int) -> None:
         """As the Protocol says; the error has both numbers."""

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from proto.lifecycle import KVCacheGeometry
 
-LAYOUT_VERSION: Final = 3
+LAYOUT_VERSION: Final = 4
 """Counts changes of the cache layout or of the arithmetic of a layer."""
 
 
@@ -21,10 +21,12 @@ def kv_fingerprint(
     block_size: int,
     compute_dtype: str,
     weight_form: str,
+    rank_of: tuple[int, int] = (0, 1),
 ) -> bytes:
     """32 bytes; equal in two processes only when their KV blocks are interchangeable.
 
     weight_form: its name, as worker/loader/choice.py gives it: other products, other KV.
+    rank_of: this worker's rank, and how many share the model: other heads, other sums.
     """
     facts = [
         LAYOUT_VERSION,
@@ -38,6 +40,7 @@ def kv_fingerprint(
         block_size,
         compute_dtype,
         weight_form,
+        rank_of,
     ]
     canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).digest()

@@ -7,11 +7,16 @@ engine ── SchedulerOutput ──▶ ModelRunner ── ModelRunnerOutput ─
 When the engine dies the supervisor names the epoch of the next one (NewEngine): rows and
 KV are given up, the weights stay, and all but the loading begins again. For 30 s: a worker
 without an engine ends itself.
+
+Workers that share a model meet when the engine has them make their caches, and part when it dies:
+one that waits for a step's other parts then loses its group, and waits for the supervisor, as it
+does when another worker has died.
 """
 
 import json
 import logging
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,7 @@ from proto.errors import ModelError, ProtocolError
 from proto.faults import Saboteur
 from proto.heap import settle_heap
 from proto.lifecycle import (
+    AwaitsRanks,
     CacheReady,
     Distrust,
     InitializeCache,
@@ -52,10 +58,13 @@ from worker.loader.choice import activation_dtype, choose_form
 from worker.loader.form_report import dense_notice, memory_line
 from worker.loader.forms import WeightForm
 from worker.loader.index import read_index
+from worker.loader.pieces import shares_of
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
+from worker.parallel.create import create_group
+from worker.parallel.group import GroupLostError
 from worker.sample.sampler import create_sampler
 
 logger = logging.getLogger("tokend.worker")
@@ -89,7 +98,16 @@ class Service:
         self._runner: ModelRunner | None = None
         self._has_room = False
         self._saboteur = Saboteur.of(boot.faults, "worker", boot.index, boot.incarnation)
-        self._device = CpuDevice(boot.config.device)
+        num_workers = boot.config.parallel.tensor_parallel_size
+        self._device = CpuDevice(boot.config.device, num_workers=num_workers)
+        self._group = create_group(
+            boot.run_dir,
+            boot.index,
+            num_workers,
+            self._device.torch_device,
+            lambda: supervisor.send(AwaitsRanks(boot.index)),
+        )
+        self._has_lost_group = False
         # Loading takes a while, and what has no room now has none beside the weights.
         self._device.kv_cache_bytes(boot.config.cache)
         self._dtype = self._device.resolve_dtype(activation_dtype(boot.config.model))
@@ -99,7 +117,7 @@ class Service:
         self._geometry = self._cache_geometry()
         self._device.check_blocks(boot.config.cache, self._geometry.bytes_per_token)
         # What is granted once holds for every engine: they plan alike, whatever is free by then.
-        self._kv_cache_bytes = self._device.kv_cache_bytes(boot.config.cache)
+        self._kv_cache_bytes = self._device.kv_cache_bytes(boot.config.cache, self._part_of_kv())
         self._phases.end("weights")
 
     def run(self) -> None:
@@ -115,8 +133,8 @@ class Service:
                 self._distrust_engine()
                 continue
             for message in messages:
-                if message.epoch == self._epoch:
-                    self._serve(message)
+                if message.epoch == self._epoch and not self._has_lost_group:
+                    self._serve_with_others(message)
 
     def _obey(self) -> bool:
         """What the supervisor says; True for Shutdown."""
@@ -141,6 +159,8 @@ class Service:
         logger.info("the engine died: waiting for the next one")
         self._poller.remove(self._engine)
         self._engine.close()
+        self._group.leave()
+        self._has_lost_group = False
         self._runner = None
         self._distrusts_engine = False
         self._epoch = epoch
@@ -148,6 +168,15 @@ class Service:
         self._poller.add(self._engine)
         self._engine.send(self._ready())
         self._engine_wait.begin()
+
+    def _serve_with_others(self, message: InitializeCache | SchedulerOutput) -> None:
+        """Without them there is nothing to do until the supervisor says what follows."""
+        try:
+            self._serve(message)
+        except GroupLostError as error:
+            logger.warning("%s", error)
+            self._has_lost_group = True
+            self._engine_wait.begin()
 
     def _serve(self, message: InitializeCache | SchedulerOutput) -> None:
         if isinstance(message, InitializeCache):
@@ -164,6 +193,8 @@ class Service:
             if step.total_num_scheduled_tokens:
                 self._saboteur.begin_step()
             output = runner.execute(step)
+        except GroupLostError:
+            raise  # whoever caused it says more
         except Exception as error:
             self._engine.send(
                 ModelRunnerOutput(
@@ -197,6 +228,7 @@ class Service:
             self._device.torch_device,
             self._report_progress,
             form,
+            self._group,
         )
         logger.info("weights: %s", memory_line(form))
         if notice := dense_notice(form):
@@ -228,6 +260,7 @@ class Service:
                 config.cache.block_size,
                 str(self._dtype),
                 self._form.name,
+                (self._group.rank, self._group.size),
             ),
             device_name=self._device.name,
             weights=tuple(WeightMemory(*each) for each in self._form.memory.items()),
@@ -239,6 +272,7 @@ class Service:
             raise ProtocolError(
                 f"engine speaks protocol {message.protocol_version}, worker {PROTOCOL_VERSION}"
             )
+        self._group.join(message.epoch)
         spec = self._model.spec
         self._check_rows(message)
         cache = KVCache(self._geometry, self._layout, message.num_blocks, message.block_size)
@@ -258,6 +292,17 @@ class Service:
         runner = ModelRunner(model, attention, create_sampler(), rows, cache)
         runner.warm_up()
         return runner
+
+    def _part_of_kv(self) -> Fraction:
+        """Of the KV heads that all workers hold together, those of this one."""
+        if self._group.size == 1:
+            return Fraction(1)
+        prepared = self._boot.model
+        shares = shares_of(
+            spec_from_config(read_config(prepared)), read_index(prepared), self._group.size
+        )
+        held = [len(share.kv_heads) for share in shares]
+        return Fraction(held[self._group.rank], sum(held))
 
     def _check_rows(self, message: InitializeCache) -> None:
         """Before anything is allocated; once, as for the pool."""

@@ -25,7 +25,8 @@ FromWorker = WorkerReady | CacheReady | ModelRunnerOutput
 class LocalExecutor:
     """Every rank gets every step; a step is complete when all ranks have answered it.
 
-    The answer of rank 0 counts: the ranks compute the same tokens.
+    The answer of rank 0 counts: the ranks compute the same tokens, and one that does not is
+    not to be trusted.
     """
 
     def __init__(self, run_dir: str, epoch: int, world_size: int) -> None:
@@ -96,6 +97,10 @@ class LocalExecutor:
                 if other.step != first.step:
                     raise WorkerFailedError(
                         rank, f"answered out of step: {other.step}, and worker 0 {first.step}"
+                    )
+                if other.sampled_token_ids != first.sampled_token_ids:
+                    raise WorkerFailedError(
+                        rank, f"has other tokens in step {first.step} than worker 0"
                     )
             complete.append(first)
         return complete

@@ -17,6 +17,7 @@ front end stuck  engine ──FrontEndStalled──▶ supervisor, which kills i
 Whether they still move is asked, because who hangs tells nothing:
 
 supervisor ──Ping──▶ engine, front ends ──EngineAlive, Alive──▶ supervisor ──Condition──▶ front ends
+worker that shares a model ──AwaitsRanks──▶ supervisor, which looks at the others first
 
 A reload brings another engine and other workers, beside those of now or in their place:
 
@@ -34,6 +35,7 @@ ends by the engine's own. A new engine has a new number for both.
 
 from proto.lifecycle.health import (
     Alive,
+    AwaitsRanks,
     Condition,
     Distrust,
     EngineAlive,
@@ -85,6 +87,7 @@ from proto.lifecycle.start import (
 __all__ = [
     "AbortRequests",
     "Alive",
+    "AwaitsRanks",
     "CacheReady",
     "Condition",
     "Distrust",
@@ -145,6 +148,7 @@ ToSupervisor = (
     | Distrust
     | UnderWay
     | DrainWanted
+    | AwaitsRanks
     | AbortRequests
     | NextReady
     | Switched

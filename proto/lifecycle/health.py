@@ -36,6 +36,15 @@ class EngineAlive(msgspec.Struct, array_like=True, tag=37, frozen=True):
     has_work: bool = False
 
 
+class AwaitsRanks(msgspec.Struct, array_like=True, tag=61, frozen=True):
+    """A worker is in the middle of a step and has waited long for those that share its model.
+
+    It hangs only if they all do.
+    """
+
+    rank: int
+
+
 class NotReady(msgspec.Struct, array_like=True, frozen=True):
     """A reason not to send requests here. since: seconds of the monotonic clock."""
 

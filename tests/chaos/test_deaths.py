@@ -4,6 +4,7 @@ Each test uses the daemon that the one before has left, so the second death is n
 """
 
 import asyncio
+import signal
 import time
 from collections.abc import Iterator
 
@@ -35,7 +36,9 @@ def expected(daemon: Daemon) -> list[Stream]:
     return asyncio.run(undisturbed(daemon.url, requests()))
 
 
-async def with_deaths(daemon: Daemon, victims: list[psutil.Process]) -> tuple[list[Stream], float]:
+async def with_deaths(
+    daemon: Daemon, victims: list[psutil.Process], number: signal.Signals = signal.SIGKILL
+) -> tuple[list[Stream], float]:
     """The streams, and the seconds from the deaths to the next token of any.
 
     One more client goes away in the gap, and one more request comes.
@@ -49,7 +52,7 @@ async def with_deaths(daemon: Daemon, victims: list[psutil.Process]) -> tuple[li
         running = [asyncio.create_task(each.run(client)) for each in streams]
         await asyncio.gather(*(each.reach(4) for each in streams[: SEATS - 2]))
         for victim in victims:
-            victim.kill()
+            victim.send_signal(number)
         died = time.monotonic()
         left.cancel()
         before = sum(each.num_tokens for each in streams)

@@ -8,6 +8,7 @@ from deploy.hangs import Limits
 from proto.config import ReliabilityConfig
 from proto.lifecycle import (
     Alive,
+    AwaitsRanks,
     Condition,
     EngineAlive,
     FrontEndReady,
@@ -107,6 +108,18 @@ def test_engine_and_front_ends_are_asked_one_question_at_a_time() -> None:
     assert asked == [0, 0, 1, asked[3], asked[3]]
     assert 3 <= asked[3] <= 5
     assert daemon.case.notices.lines == []
+
+
+def test_of_two_workers_that_owe_a_step_the_one_that_waits_is_not_taken_away() -> None:
+    daemon = Daemon()
+    daemon.engine.answer = EngineAlive(1, 100, (0, 1), ready=True, has_work=True)
+    daemon.wait(1.5)
+    daemon.guard.hear(daemon.children[0], AwaitsRanks(0))
+    daemon.wait(1.5 * STEP)
+    (line,) = daemon.case.notices.lines
+    assert line.startswith("worker 1: (pid 7) hangs, no completed step for 8.")
+    assert daemon.cut_off == [daemon.children[1]]
+    assert daemon.children[0].got == []
 
 
 def test_an_engine_that_hangs_is_cut_off_before_anything_is_done_to_it() -> None:

@@ -93,6 +93,33 @@ def test_all_who_owe_it_are_blamed() -> None:
     assert watch.hung() == [WORKER, SECOND]
 
 
+def test_who_waits_for_others_is_not_blamed_beside_one_who_does_not() -> None:
+    watch = Watch()
+    watch.say(WARM, 0, 1)
+    watch.wait(watch.limits.interval)
+    watch.detector.note_awaits_ranks(WORKER)
+    assert watch.time_to_hang(STEP) >= STEP - 2 * watch.limits.interval
+    assert watch.hung() == [SECOND]
+    assert [each.what for each in watch.detector.not_ready()] == ["worker 1: no completed step"]
+    watch.detector.condemn(SECOND)
+    watch.wait(STEP)
+    assert watch.hung() == []
+
+
+def test_where_all_wait_for_others_all_are_blamed_and_a_step_ends_the_waiting() -> None:
+    watch = Watch()
+    watch.say(WARM, 0, 1)
+    watch.wait(watch.limits.interval)
+    watch.detector.note_awaits_ranks(WORKER)
+    watch.say(WARM + 1, 0, 1)
+    watch.wait(2 * watch.limits.interval)
+    watch.detector.note_awaits_ranks(SECOND)
+    watch.time_to_hang(STEP)
+    assert watch.hung() == [WORKER]
+    watch.detector.note_awaits_ranks(WORKER)
+    assert watch.hung() == [WORKER, SECOND]
+
+
 def test_steps_that_are_long_but_complete_are_no_hang() -> None:
     watch = Watch()
     for step in range(WARM, WARM + 20):

@@ -173,6 +173,8 @@ class TestEnvironment:
         assert threads({}, DeviceConfig()) == str(usable_cores())
         assert threads({"OMP_NUM_THREADS": "5"}, DeviceConfig()) == "5"
         assert threads({"OMP_NUM_THREADS": "5"}, DeviceConfig(cpu_threads=3)) == "3"
+        shared = child_environment({}, "worker", DeviceConfig(), num_workers=2)
+        assert shared["OMP_NUM_THREADS"] == str(max(1, usable_cores() // 2))
 
     def test_idle_threads_spin_briefly_unless_the_user_says_otherwise(self) -> None:
         def openmp(variables: dict[str, str]) -> dict[str, str]:

@@ -326,3 +326,12 @@ def test_ranks_that_answer_different_steps_are_refused(run_dir, closing):
     ranks.peers[1].send(ModelRunnerOutput(EPOCH, 2, [], []))
     with pytest.raises(WorkerFailedError, match="out of step"):
         ranks.receive()
+
+
+def test_a_rank_that_has_other_tokens_than_the_first_is_not_trusted(run_dir, closing):
+    ranks = Ranks(run_dir, closing)
+    ranks.peers[0].send(ModelRunnerOutput(EPOCH, 1, [7], [[8]]))
+    assert ranks.receive() == []
+    ranks.peers[1].send(ModelRunnerOutput(EPOCH, 1, [7], [[9]]))
+    with pytest.raises(WorkerFailedError, match="worker 1 has other tokens in step 1"):
+        ranks.receive()

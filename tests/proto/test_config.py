@@ -126,6 +126,8 @@ def test_unusual_settings_that_work(section, changes):
         ("model", {"cpu_weights": "bf16", "dtype": "float32"}, "cpu_weights"),
         ("model", {"cpu_weights": "f32", "dtype": "bfloat16"}, "cpu_weights"),
         ("device", {"cpu_threads": 0}, "cpu_threads"),
+        ("parallel", {"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ("parallel", {"tensor_parallel_size": 65}, "tensor_parallel_size"),
     ],
 )
 def test_impossible_settings_name_the_parameter(section, changes, parameter):

@@ -26,6 +26,7 @@ from proto.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from proto.lifecycle import (
     AbortRequests,
     Alive,
+    AwaitsRanks,
     CacheReady,
     Condition,
     Distrust,
@@ -244,6 +245,7 @@ MESSAGES = [
     EngineAlive(3, 100, (0, 2), True, True),
     Condition((NotReady("engine 0 is being restarted", 12.5),)),
     Distrust("worker", 1, 3, "it babbles"),
+    AwaitsRanks(1),
     Drain(),
     UnderWay(1, 7),
     DrainWanted(1),

@@ -1,5 +1,6 @@
 """The CPU device on made-up machines: files in the place of /proc and /sys."""
 
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,16 @@ def test_threads_are_those_of_the_cores(tmp_path: Path) -> None:
 def test_kv_cache_memory(free: int, setting: int | None, expected: int, tmp_path: Path) -> None:
     device = CpuDevice(DeviceConfig(), machine(tmp_path, free=free))
     assert device.kv_cache_bytes(CacheConfig(kv_cache_memory=setting)) == expected
+
+
+def test_workers_of_a_machine_share_its_cores_and_the_pool(tmp_path: Path) -> None:
+    root = machine(tmp_path, free=16 * GIB)
+    assert CpuDevice(DeviceConfig(), root, num_workers=1000).num_threads == 1
+    assert CpuDevice(DeviceConfig(cpu_threads=3), root, num_workers=2).num_threads == 3
+    device = CpuDevice(DeviceConfig(), root, num_workers=2)
+    assert device.num_threads == max(1, usable_cores(tmp_path) // 2)
+    assert device.kv_cache_bytes(CacheConfig(kv_cache_memory=300), Fraction(2, 3)) == 200
+    assert device.kv_cache_bytes(CacheConfig(), Fraction(1, 4)) == GIB
 
 
 def test_rows_that_have_no_room_beside_the_pool_are_refused(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ FACTS: dict[str, Any] = {
         ("compute_dtype", "torch.float32"),
         ("weight_form", "bf16"),
         ("weight_form", "packed+rotated"),
+        ("rank_of", (0, 2)),
     ],
 )
 def test_it_changes_with_each_fact(fact: str, other: Any) -> None:

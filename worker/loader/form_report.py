@@ -19,6 +19,6 @@ def dense_notice(form: WeightForm) -> str:
         return ""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return (
-        f"{len(names)} weights are dense, as the kernels have no blocks for them: "
+        f"{len(names)} weights are dense, as the kernels have no whole blocks for them: "
         f"{', '.join(sorted(names)[:_NAMED])}{more}"
     )

@@ -325,9 +325,13 @@ def numbers_of(parts: Sequence[PackedWeight], dtype: torch.dtype) -> torch.Tenso
 
 
 def in_blocks(source: WeightSource, name: str) -> bool:
-    """Whether the kernels multiply with a weight as the file has it."""
+    """Whether the kernels multiply with a weight, or its piece that is read, as the file has it."""
     kind = source.type_of(name)
-    return kind in BLOCKS and supported(kind, source.columns_of(name))
+    return (
+        kind in BLOCKS
+        and supported(kind, source.columns_of(name))
+        and not source.separates(name, BLOCKS[kind][0])
+    )
 
 
 def read_bias(source: WeightSource, product: Product) -> torch.Tensor | None:

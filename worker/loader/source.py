@@ -1,8 +1,13 @@
-"""The weights of one model by tokend's names, wherever and however they are stored.
+"""The weights of one model, or one rank's pieces of them, by tokend's names, wherever and however
+they are stored.
 
 Owns the matching of files against a ModelSpec: names, shapes, completeness, and
 what GGUF files do to query and key rows and to norms. Knows nothing of layers or fusion.
 """
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +19,7 @@ from worker.loader.blocks import StoredBlocks, check_blocks
 from worker.loader.files import TensorFiles
 from worker.loader.index import entries_by_name
 from worker.loader.names import ROPE_FACTORS, carries_no_weight, name_in_file
+from worker.loader.pieces import Piece
 from worker.models.spec import (
     DefaultRope,
     FactorsRope,
@@ -23,22 +29,33 @@ from worker.models.spec import (
     parameter_shapes,
 )
 
+_UNDIVIDED: Final[Mapping[str, Piece]] = MappingProxyType({})
+
 
 class WeightSource:
     """Reads weights into tensors of one dtype and device; safe to use from several threads.
+
+    pieces: what is read of each weight instead of all of it.
 
     Raises ModelError at once for a tensor that is missing, unknown or of a shape
     other than the spec's, naming it as the file does.
     """
 
     def __init__(
-        self, index: TensorIndex, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+        self,
+        index: TensorIndex,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        pieces: Mapping[str, Piece] = _UNDIVIDED,
     ) -> None:
         self._spec = spec
         self._dtype = dtype
         self._device = device
         self._files = TensorFiles(index)
-        self._shapes = parameter_shapes(spec)
+        shapes = parameter_shapes(spec)
+        self._pieces = {name: pieces.get(name, Piece()) for name in shapes}
+        self._shapes = {name: self._pieces[name].shape_of(shape) for name, shape in shapes.items()}
         is_gguf = index.format == "gguf"
         self._permuted = is_gguf and spec.gguf_permutes_qk
         self._one_is_missing = spec.norms_add_one and not is_gguf
@@ -51,7 +68,7 @@ class WeightSource:
         self.ropes = spec.ropes if rope_factors is None else self._ropes_with(rope_factors)
         self._entries = {
             name: _take(in_file, name_in_file(index.format, name, spec.post_norms), shape)
-            for name, shape in self._shapes.items()
+            for name, shape in shapes.items()
         }
         if spec.tied_embeddings:
             self._drop_copy_of_embedding(in_file, name_in_file(index.format, "head.weight"))
@@ -91,11 +108,17 @@ class WeightSource:
 
     def read_blocks(self, name: str) -> StoredBlocks:
         """A weight in blocks (one of the types in blocks.py) as it is stored; shares the map."""
-        entry = self._entries[name]
+        piece = self._pieces[name]
+        entry = piece.entry_of(self._entries[name])
         check_blocks(entry)
         rows, columns = entry.shape
         data = self._files.bytes_of(entry)
-        return StoredBlocks(entry.type, rows, columns, data, self._row_order(name))
+        whole_rows = StoredBlocks(entry.type, rows, columns, data, self._row_order(name))
+        return piece.columns_of(whole_rows)
+
+    def separates(self, name: str, block_size: int) -> bool:
+        """Whether the piece of a weight begins or ends within a block of so many columns."""
+        return self._pieces[name].separates(block_size, self._entries[name].shape[-1])
 
     def _row_order(self, name: str) -> npt.NDArray[np.int64]:
         """Int64 [rows]: row i of a weight is this row in the file; see _read_into."""
@@ -105,12 +128,15 @@ class WeightSource:
 
     def _heads_in_halves(self, name: str) -> int:
         """Heads whose rows the file interleaves; 0 where it has them in our order."""
-        if not self._permuted:
+        if not self._permuted or name.split(".")[-2] not in ("q", "k"):
             return 0
-        return {"q": self._spec.num_heads, "k": self._spec.num_kv_heads}.get(name.split(".")[-2], 0)
+        return self._shapes[name][0] // self._spec.head_dim
 
     def _read_into(self, name: str, destination: torch.Tensor) -> None:
-        stored = self._files.read(self._entries[name])
+        piece = self._pieces[name]
+        stored = self._files.read(piece.entry_of(self._entries[name]))
+        if stored.dim() > 1:
+            stored = stored[:, piece.columns]
         heads = self._heads_in_halves(name)
         if heads:
             # file rows of a head       0 h 1 h+1 2 h+2 …     (h = head_dim / 2)

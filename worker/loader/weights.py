@@ -2,12 +2,13 @@
 
 Threads take tensors out of the files layer by layer, while the calling thread makes
 products of them; at most a few layers exist in both states. What form the weights of
-products have is forms.py's business; norms are always dense.
+products have is forms.py's business; norms are always dense. Where ranks share the model, each
+reads its own pieces, and layers that need the others are put around its products.
 """
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,18 +18,22 @@ import torch
 
 from proto.cores import ALLOWED_CPUS
 from proto.prepared_model import PreparedModel
-from worker.layers.embedding import Embedding
+from worker.layers.embedding import Embedding, Table
 from worker.layers.linear import Linear
 from worker.layers.norm import RMSNorm
 from worker.layers.residual import Addition, NormedAddition
 from worker.layers.rotary import RotaryEmbedding
+from worker.layers.shared_linear import GatheredHead, SharedTable, SummedLinear
 from worker.loader.forms import DenseForm, Ends, FinishEnds, FinishProduct, Product, WeightForm
 from worker.loader.index import read_index
+from worker.loader.pieces import pieces, shares_of
 from worker.loader.source import WeightSource
 from worker.models.decoder import Decoder
 from worker.models.kernel_stack import make_stacks
 from worker.models.layer_stack import LayerWeights
 from worker.models.spec import ModelSpec, layer_parameter_shapes
+from worker.parallel.group import Alone, RankGroup
+from worker.parallel.shares import Share
 
 _READER_THREADS: Final = 2
 _LAYERS_AHEAD: Final = 4
@@ -40,6 +45,9 @@ _PRODUCTS: Final = {
     "down": ("down",),
 }
 """The weights of a layer that are multiplied as one."""
+_SUMMED: Final = ("o", "down")
+"""Products whose columns are divided among ranks."""
+_ALONE: Final = Alone()
 
 
 @dataclass(frozen=True)
@@ -57,14 +65,21 @@ def load_model(
     device: torch.device,
     progress: Callable[[float], None],
     form: WeightForm | None = None,
+    group: RankGroup = _ALONE,
 ) -> Decoder:
     """The model with activations in `dtype` on `device`, its weights in `form` (else dense).
+
+    group: the ranks that share it, who need not have met yet. The decoder's spec is that of
+    this rank, with the vocabulary of all.
 
     `progress` is called from this thread with the finished part, 0 to 1. Every
     tensor of the files is used once; raises ModelError naming the first that is
     missing, unknown, of another shape or of a type that cannot be read.
     """
-    source = WeightSource(read_index(prepared), spec, dtype, device)
+    index = read_index(prepared)
+    shares = shares_of(spec, index, group.size)
+    own = shares[group.rank]
+    source = WeightSource(index, spec, dtype, device, pieces(spec, own))
     chosen = form or DenseForm(dtype)
     rotaries = {
         rope: RotaryEmbedding(rope, spec.head_dim, spec.max_position, device)
@@ -74,15 +89,15 @@ def load_model(
     layers: list[LayerWeights] = []
     with _readers() as pool:
         ends = pool.submit(_read_ends, source, spec, chosen)
-        for parts in _layers_in_order(pool, source, spec, chosen):
-            layers.append(_layer(parts, spec, rotaries[source.ropes[len(layers)]]))
+        for parts in _layers_in_order(pool, source, spec, chosen, group.rank):
+            layers.append(_layer(parts, spec, rotaries[source.ropes[len(layers)]], group))
             progress(len(layers) / steps)
         norm, finish_ends = ends.result()
-    table, head = finish_ends()
+    table, head = _of_all(*finish_ends(), group, shares)
     decoder = Decoder(
-        spec,
+        own.spec(spec),
         Embedding(table, spec.embedding_scale),
-        make_stacks(spec, layers),
+        make_stacks(own.spec(spec), layers),
         RMSNorm(norm, spec.norm_eps),
         head,
     )
@@ -111,13 +126,27 @@ def _be_reader() -> None:
     os.sched_setaffinity(0, ALLOWED_CPUS)
 
 
+def _of_all(
+    table: Table, head: Linear, group: RankGroup, shares: Sequence[Share]
+) -> tuple[Table, Linear]:
+    """Embedding and head of all tokens, from those that this rank has."""
+    if group.size == 1:
+        return table, head
+    vocab = [share.vocab for share in shares]
+    num_tokens = vocab[-1].stop
+    return (
+        SharedTable(table, group, vocab[group.rank], num_tokens),
+        GatheredHead(head, group, vocab),
+    )
+
+
 def _layers_in_order(
-    pool: ThreadPoolExecutor, source: WeightSource, spec: ModelSpec, form: WeightForm
+    pool: ThreadPoolExecutor, source: WeightSource, spec: ModelSpec, form: WeightForm, rank: int
 ) -> Iterator[LayerParts]:
     """The parts of layer 0, 1, …, read a few layers ahead."""
     ahead: deque[Future[LayerParts]] = deque()
     for layer in range(spec.num_layers):
-        ahead.append(pool.submit(_read_layer, source, spec, form, layer))
+        ahead.append(pool.submit(_read_layer, source, spec, form, layer, rank))
         if len(ahead) > _LAYERS_AHEAD:
             yield ahead.popleft().result()
     while ahead:
@@ -133,7 +162,9 @@ def _read_ends(
     return source.read_norm("norm.weight"), form.read_ends(source, ends)
 
 
-def _read_layer(source: WeightSource, spec: ModelSpec, form: WeightForm, layer: int) -> LayerParts:
+def _read_layer(
+    source: WeightSource, spec: ModelSpec, form: WeightForm, layer: int, rank: int
+) -> LayerParts:
     """One layer; weights that one product serves are joined."""
     names = {name: f"layers.{layer}.{name}" for name in layer_parameter_shapes(spec)}
 
@@ -142,7 +173,9 @@ def _read_layer(source: WeightSource, spec: ModelSpec, form: WeightForm, layer: 
             tuple(names[f"{part}.{kind}"] for part in parts if f"{part}.{kind}" in names)
             for kind in ("weight", "bias")
         )
-        return Product(weights, biases)
+        # of several summands one has the bias
+        is_summand = parts[0] in _SUMMED
+        return Product(weights, () if is_summand and rank > 0 else biases)
 
     return LayerParts(
         {
@@ -154,7 +187,9 @@ def _read_layer(source: WeightSource, spec: ModelSpec, form: WeightForm, layer: 
     )
 
 
-def _layer(parts: LayerParts, spec: ModelSpec, rotary: RotaryEmbedding) -> LayerWeights:
+def _layer(
+    parts: LayerParts, spec: ModelSpec, rotary: RotaryEmbedding, group: RankGroup
+) -> LayerWeights:
     def linear(part: str) -> Linear:
         return parts.products[part]()
 
@@ -163,6 +198,8 @@ def _layer(parts: LayerParts, spec: ModelSpec, rotary: RotaryEmbedding) -> Layer
 
     def end(part: str, block: str) -> Addition:
         product = linear(part)
+        if group.size > 1:
+            product = SummedLinear(product, group)
         return NormedAddition(product, norm(f"{block}_post_norm")) if spec.post_norms else product
 
     return LayerWeights(

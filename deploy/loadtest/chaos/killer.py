@@ -4,7 +4,8 @@
                                                   │          ─▶ the next token of each such stream
                                                   └──────────── the gap ──────────▶
 
-Owns the choice of the victim and the times. Only the victim may be another process afterwards.
+Owns the choice of the victim and the times. Only the victim may be another process afterwards,
+and with a worker those that share its model: any of them may be the victim.
 """
 
 import asyncio
@@ -25,6 +26,7 @@ NUM_STREAMS: Final = 8
 ENGINE: Final = "tokend: engine 0"
 WORKER: Final = "tokend: worker 0"
 FRONT_END: Final = "tokend: api 0"
+_WORKERS: Final = "tokend: worker "
 _PATIENCE_SECONDS: Final = 120.0
 _POLL_SECONDS: Final = 0.01
 _JITTER_SECONDS: Final = 0.3
@@ -33,7 +35,7 @@ _JITTER_SECONDS: Final = 0.3
 
 @dataclass(frozen=True)
 class Blow:
-    """titles: of those that get the signal, one a moment after the other."""
+    """titles: of those that get the signal, one a moment after the other; WORKER: any worker."""
 
     titles: tuple[str, ...]
     signal: signal.Signals
@@ -103,7 +105,7 @@ class Killer:
         for number, title in enumerate(blow.titles):
             if number:
                 await asyncio.sleep(self.rng.uniform(0, _JITTER_SECONDS))
-            self.send(self._pids[title], blow.signal)
+            self.send(self._pids[self._victim(title)], blow.signal)
         await self._until(lambda: self._replaced(blow), f"a process after {blow.name}")
         reborn_at = time.monotonic()  # what is heard from now on was computed anew
         if FRONT_END in blow.titles:
@@ -126,16 +128,27 @@ class Killer:
 
     def _replaced(self, blow: Blow) -> bool:
         pids = self.look()
-        return all(pids.get(title, old) != old for title, old in self._victims(blow))
+        return all(
+            pids.get(title, self._pids[title]) != self._pids[title]
+            for title in self._replaced_with(blow.titles)
+        )
 
-    def _victims(self, blow: Blow) -> list[tuple[str, int]]:
-        return [(title, self._pids[title]) for title in blow.titles]
+    def _victim(self, title: str) -> str:
+        return self.rng.choice(self._workers) if title == WORKER else title
+
+    def _replaced_with(self, titles: Sequence[str]) -> set[str]:
+        """Those of whom there are other processes afterwards."""
+        return {*titles, *(self._workers if WORKER in titles else ())}
+
+    @property
+    def _workers(self) -> list[str]:
+        return sorted(title for title in self._pids if title.startswith(_WORKERS))
 
     def _check_pids(self, titles: Sequence[str]) -> None:
         """Other processes than at the last look have these titles, and no others."""
         before, self._pids = self._pids, self.look()
         changed = {title for title in before if self._pids.get(title) != before[title]}
-        if changed != set(titles) or self._pids.keys() != before.keys():
+        if changed != self._replaced_with(titles) or self._pids.keys() != before.keys():
             raise TokendError(f"{before} became {self._pids}, not only {', '.join(titles)}")
 
     async def _until(self, condition: Callable[[], bool], what: str) -> None:

@@ -27,7 +27,7 @@ class FakeCrowd:
 class FakeDaemon:
     """Whoever is killed is another process at once, and all streams get a token.
 
-    also_dies: a title that changes its process with any other.
+    also_dies: how titles begin that change their process with any other.
     """
 
     crowd: FakeCrowd
@@ -39,10 +39,13 @@ class FakeDaemon:
         assert len(self.crowd.mid_generation) >= NUM_STREAMS
         self.sent.append((pid, number))
         self.pids = {
-            title: each + 1 if each == pid or title == self.also_dies else each
+            title: each + 1 if each == pid or self._dies_too(title) else each
             for title, each in self.pids.items()
         }
         asyncio.get_running_loop().call_later(0.05, self._answer)
+
+    def _dies_too(self, title: str) -> bool:
+        return bool(self.also_dies) and title.startswith(self.also_dies)
 
     def _answer(self) -> None:
         for stream in self.crowd.mid_generation:
@@ -76,6 +79,16 @@ async def test_two_victims_of_one_strike() -> None:
     daemon = FakeDaemon(FakeCrowd(streams(NUM_STREAMS)))
     await hand(daemon, Blow((ENGINE, WORKER), signal.SIGSEGV)).strike()
     assert daemon.sent == [(10, signal.SIGSEGV), (20, signal.SIGSEGV)]
+
+
+async def test_workers_that_share_a_model_are_replaced_together_whichever_dies() -> None:
+    pids = {ENGINE: 10, WORKER: 200, "tokend: worker 1": 300}
+    daemon = FakeDaemon(FakeCrowd(streams(NUM_STREAMS)), "tokend: worker", pids)
+    chosen = hand(daemon, Blow((WORKER,), signal.SIGKILL))
+    for _ in range(8):
+        await chosen.strike()
+    assert {pid // 100 for pid, _ in daemon.sent} == {2, 3}
+    assert daemon.pids == {ENGINE: 10, WORKER: 208, "tokend: worker 1": 308}
 
 
 async def test_another_process_may_not_change() -> None:

@@ -162,7 +162,7 @@ def test_what_cannot_be_in_blocks_is_dense_and_named(kernels: Kernels, tmp_path:
     assert sorted(form.memory) == ["f32", "packed"]
     assert form.memory["f32"] == 2 * 256 * 256 * 4
     assert dense_notice(form) == (
-        "2 weights are dense, as the kernels have no blocks for them: "
+        "2 weights are dense, as the kernels have no whole blocks for them: "
         "layers.0.down.weight (F16), layers.1.down.weight (F16)"
     )
 

@@ -1,0 +1,109 @@
+"""One of two workers that share a model dies or stops, or their engine does: nobody notices.
+
+Each test uses the daemon that the one before has left, so the second death is not the first.
+"""
+
+import asyncio
+import re
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from deploy.loadtest.processes import pids_by_title
+from tests.chaos.aftermath import ENGINE, WORKER, unharmed
+from tests.chaos.streams import Stream, assert_same, requests, undisturbed
+from tests.chaos.test_deaths import SEATS, with_deaths
+from tests.chaos.test_hangs import STEP_TIMEOUT, with_a_hang
+from tests.e2e.daemon import Daemon
+
+pytestmark = pytest.mark.long
+
+OTHER_WORKER = "tokend: worker 1"
+WORKERS = {WORKER, OTHER_WORKER}
+RAISE_AT = 20
+"""The step: amid all streams."""
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    flags = ("--tensor-parallel-size", "2", "--dtype", "float32", "--max-num-seqs", str(SEATS))
+    hangs = ("--step-timeout", str(STEP_TIMEOUT), "--enable-fault-injection")
+    faults = {"TOKEND_FAULTS": f"worker1:raise@{RAISE_AT}"}
+    with Daemon(*flags, *hangs, environment=faults) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def first(daemon: Daemon) -> list[Stream]:
+    """The second rank raises an exception among these."""
+    return asyncio.run(undisturbed(daemon.url, requests()))
+
+
+@pytest.fixture(scope="module")
+def expected(daemon: Daemon, first: object) -> list[Stream]:
+    return asyncio.run(undisturbed(daemon.url, requests()))
+
+
+def process(daemon: Daemon, title: str) -> psutil.Process:
+    return psutil.Process(pids_by_title(daemon.pid)[title])
+
+
+def test_an_exception_in_one_rank_is_reported_once_and_by_rank(
+    daemon: Daemon, first: list[Stream], expected: list[Stream]
+) -> None:
+    """The other rank only loses its group, and is started again with it."""
+    for was, now in zip(expected, first, strict=True):
+        assert_same(was, now)
+    assert daemon.text.count("Traceback") == 1
+    assert re.search(r"worker 1: \(pid \d+\) .*started again\n.*Traceback", daemon.text)
+    assert re.search(r"worker 1 failed in step \d+: InjectedFaultError", daemon.text)
+    assert re.search(r"worker 0: \(pid \d+\)", daemon.text) is None
+    assert daemon.metric("tokend:restarts_total") == 1
+
+
+@pytest.mark.parametrize(
+    ("titles", "number", "restarted"),
+    [
+        ({OTHER_WORKER}, signal.SIGKILL, WORKERS),
+        ({WORKER}, signal.SIGSEGV, WORKERS),
+        ({ENGINE}, signal.SIGKILL, {ENGINE}),
+        ({ENGINE, OTHER_WORKER}, signal.SIGKILL, {ENGINE, *WORKERS}),
+    ],
+    ids=["second rank", "first rank", "engine", "engine and second rank"],
+)
+def test_no_stream_notices_a_death(
+    daemon: Daemon,
+    expected: list[Stream],
+    titles: set[str],
+    number: signal.Signals,
+    restarted: set[str],
+) -> None:
+    """Ranks are started again together; when their engine dies they stay, and meet anew."""
+    victims = [process(daemon, title) for title in titles]
+    tracebacks = daemon.text.count("Traceback")
+    with unharmed(daemon, restarted):
+        streams, gap = asyncio.run(with_deaths(daemon, victims, number))
+    for was, now in zip([*expected, expected[0]], streams, strict=True):
+        assert_same(was, now)
+    print(f"{titles}: {gap:.2f} s from death to the next token")
+    for victim, title in zip(victims, titles, strict=True):
+        assert f"{title.removeprefix('tokend: ')}: (pid {victim.pid}) was killed" in daemon.text
+    assert daemon.text.count("Traceback") == tracebacks
+
+
+@pytest.mark.parametrize("title", [OTHER_WORKER, WORKER])
+def test_no_stream_notices_a_rank_that_stops(
+    daemon: Daemon, expected: list[Stream], title: str
+) -> None:
+    victim, printed = process(daemon, title), len(daemon.text)
+    with unharmed(daemon, WORKERS):
+        streams, reasons, longest = asyncio.run(with_a_hang(daemon, victim.suspend))
+    for was, now in zip(expected, streams, strict=True):
+        assert_same(was, now)
+    name = title.removeprefix("tokend: ")
+    assert f"{name}: no completed step" in reasons
+    assert longest > STEP_TIMEOUT
+    text = daemon.text[printed:]
+    assert re.search(rf"{name}: \(pid {victim.pid}\) hangs, no completed step for [34]\.\d s", text)

@@ -1,0 +1,93 @@
+"""Two workers that share the packaged model give transformers' tokens, and each has its part.
+
+SmolLM2 has three KV heads: two and their six query heads on one worker, one with three on the
+other. The prompts of test_parity.py go through the daemon at once, over prefix hits, with so few
+blocks that requests are preempted, and with two steps in flight.
+"""
+
+import re
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.e2e.daemon import Daemon
+from tests.e2e.prompts import prompts
+from tests.e2e.reference import Reference
+from tests.e2e.test_parity import all_at_once, check
+
+pytestmark = pytest.mark.slow
+
+TWO = ("--tensor-parallel-size", "2", "--dtype", "float32")
+MOST = 0.6
+"""Of the weights on one worker."""
+
+
+@pytest.fixture(scope="module")
+def token_prompts(reference: Reference) -> list[list[int]]:
+    return prompts(reference.tokenizer.encode)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Daemon]:
+    with Daemon(*TWO, "--num-gpu-blocks-override", "180", "--async-scheduling") as running:
+        yield running
+
+
+async def test_at_once_with_preemptions_and_two_steps_in_flight(
+    two: Daemon, reference: Reference, token_prompts: list[list[int]]
+) -> None:
+    outputs = await all_at_once(two, token_prompts)
+    check(reference, token_prompts, outputs)
+    preemptions = two.metric("vllm:num_preemptions_total")
+    assert preemptions > 0
+    print(f"{preemptions:.0f} preemptions")
+
+
+async def test_over_prefix_hits(
+    two: Daemon, reference: Reference, token_prompts: list[list[int]]
+) -> None:
+    """A third of the prompts, whose blocks all stay in the pool."""
+    some = sorted(token_prompts, key=len)[: len(token_prompts) // 3]
+    await all_at_once(two, some)
+    hits = two.metric("vllm:prefix_cache_hits_total")
+    check(reference, some, await all_at_once(two, some))
+    full_blocks = sum((len(prompt) - 1) // 16 * 16 for prompt in some)
+    assert two.metric("vllm:prefix_cache_hits_total") - hits == full_blocks > 0
+
+
+def weights_of_workers(daemon: Daemon) -> list[float]:
+    """MiB, as each worker says."""
+    lines = re.findall(r"INFO worker (\d): weights: (.*)", daemon.text)
+    assert sorted(rank for rank, _ in lines) == [str(rank) for rank in range(len(lines))]
+    return [sum(map(float, re.findall(r"([\d.]+) MiB", line))) for _, line in sorted(lines)]
+
+
+def test_each_worker_has_its_part_of_weights_and_kv(two: Daemon) -> None:
+    weights = weights_of_workers(two)
+    assert len(weights) == 2
+    assert max(weights) <= MOST * sum(weights)
+    assert "180 blocks" not in two.text
+    assert "179 KV blocks of 16" in two.text
+
+
+@pytest.mark.parametrize("form", ["packed", "auto"])
+async def test_blocks_of_the_file_are_shared_as_they_are(form: str) -> None:
+    """Every cut is between blocks, so that nothing is dense, and the sizes add up."""
+    flags = () if form == "auto" else ("--cpu-weights", form)
+    body = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
+    texts, weights = [], []
+    for parallel in ((), ("--tensor-parallel-size", "2")):
+        with Daemon(*flags, *parallel) as daemon:
+            async with httpx.AsyncClient(base_url=daemon.url, timeout=60) as client:
+                response = await client.post("/v1/completions", json=body)
+            assert response.status_code == 200, response.text
+            texts.append(response.json()["choices"][0]["text"])
+            weights.append(weights_of_workers(daemon))
+            assert "are dense" not in daemon.text
+    (whole,), parts = weights
+    assert texts[0].startswith(" Paris")
+    assert texts[1].startswith(" Paris")
+    assert len(parts) == 2
+    assert max(parts) <= MOST * whole
+    assert sum(parts) == pytest.approx(whole, rel=0.01)

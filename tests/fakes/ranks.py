@@ -1,0 +1,69 @@
+"""Workers that share a model, as threads of a test with real connections between them."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+
+from proto.model_runner_output import ModelRunnerOutput
+from proto.scheduler_output import SchedulerOutput
+from worker.model_runner import ModelRunner
+from worker.parallel.torch_group import TorchGroup
+
+LIMIT_SECONDS = 60.0
+Result = TypeVar("Result")
+
+
+class Ranks:
+    """So many ranks that have met. waits: who has said that it waits for the others."""
+
+    def __init__(self, size: int, epoch: int = 1) -> None:
+        self._run_dir = tempfile.TemporaryDirectory(prefix="t-")
+        self._threads = ThreadPoolExecutor(size)
+        cpu = torch.device("cpu")
+        self.waits: list[int] = []
+        self.groups = [
+            TorchGroup(self._run_dir.name, rank, size, cpu, partial(self.waits.append, rank))
+            for rank in range(size)
+        ]
+        self.all(lambda rank: self.groups[rank].join(epoch))
+
+    def all(self, work: Callable[[int], Result]) -> list[Result]:
+        """Do something on every rank at the same time; what each has found."""
+        started = [self._threads.submit(work, rank) for rank in range(len(self.groups))]
+        return [each.result(LIMIT_SECONDS) for each in started]
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        for group in self.groups:
+            group.leave()
+        self._threads.shutdown()
+        self._run_dir.cleanup()
+
+
+class RunnersTogether:
+    """Model runners of all ranks in the place of one."""
+
+    def __init__(self, ranks: Ranks, runners: Sequence[ModelRunner]) -> None:
+        self._ranks = ranks
+        self._runners = runners
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """The output of rank 0, which has the tokens of all others."""
+        first, *others = self._ranks.all(lambda rank: self._runners[rank].execute(step))
+        for other in others:
+            assert other.sampled_token_ids == first.sampled_token_ids
+            assert other.candidates == first.candidates
+            assert other.logprobs == first.logprobs
+        return first

@@ -1,0 +1,129 @@
+"""Scheduler and model runners of two ranks, without processes: prefix hits, preemption, two
+steps in flight, log-probabilities, draws and beams give what one rank gives."""
+
+import numpy as np
+import pytest
+import torch
+
+from proto.prepared_model import PreparedModel
+from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.ranks import Ranks, RunnersTogether
+from tests.fakes.tiny_checkpoints import save_tiny
+from worker.attention.base import AttentionShape
+from worker.attention.registry import create_backend
+from worker.batch.rows import Rows
+from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_layout import kv_layout
+from worker.loader.weights import load_model
+from worker.model_runner import ModelRunner
+from worker.models.decoder import Decoder
+from worker.models.registry import spec_of
+from worker.parallel.group import Alone, RankGroup
+from worker.sample.sampler import create_sampler
+
+BLOCK = 4
+PROMPTS = [
+    torch.randint(0, 96, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (23, 40, 11, 1)
+]
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def prepared(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> PreparedModel:
+    folder = tmp_path_factory.mktemp(request.param)
+    save_tiny(request.param, folder)
+    return prepare_checkpoint(folder, folder / "prepared")
+
+
+def load(prepared: PreparedModel, group: RankGroup) -> Decoder:
+    spec, cpu = spec_of(prepared), torch.device("cpu")
+    return load_model(prepared, spec, torch.float32, cpu, lambda fraction: None, None, group)
+
+
+def runner_of(decoder: Decoder, num_blocks: int) -> ModelRunner:
+    spec = decoder.spec
+    layout = kv_layout(spec.windows)
+    geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, torch.float32)
+    cache = KVCache(geometry, layout, num_blocks, BLOCK)
+    cache.buffer[1:] = float("nan")
+    shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
+    rows = Rows(64, spec.max_position, BLOCK, layout.num_groups)
+    return ModelRunner(decoder, create_backend("auto", cache, shape), create_sampler(), rows, cache)
+
+
+def engine(decoder: Decoder, num_blocks: int, **settings: object) -> tuple[EngineHarness, int]:
+    """An engine that has no runner yet, and how many blocks its runner needs."""
+    layout = kv_layout(decoder.spec.windows)
+    num_blocks *= layout.num_groups
+    harness = EngineHarness(
+        num_blocks=num_blocks,
+        block_size=BLOCK,
+        max_model_len=decoder.spec.max_position,
+        windows=layout.windows,
+        **settings,  # type: ignore[arg-type]
+    )
+    return harness, num_blocks
+
+
+Answers = list[tuple[list[int], list[list[float]]]]
+
+
+def serve(harness: EngineHarness, **wishes: object) -> tuple[Answers, int]:
+    """Tokens of all choices of all prompts, each twice, and their log-probabilities; how often
+    one of them was preempted."""
+    answers, num_preemptions = [], 0
+    for _ in range(2):
+        rows = [row for prompt in PROMPTS for row in harness.add(prompt, 12, **wishes)]  # type: ignore[arg-type]
+        harness.run()
+        for row in rows:
+            outputs = harness.outputs[row.request_id, row.choice]
+            logprobs = [
+                np.frombuffer(each.logprobs.logprobs, "<f4").tolist()
+                for each in outputs
+                if each.logprobs is not None
+            ]
+            answers.append((harness.tokens_of(row), logprobs))
+            num_preemptions += row.num_preemptions
+    assert harness.kv_cache.usage == 0
+    return answers, num_preemptions
+
+
+def assert_same(found: Answers, expected: Answers) -> None:
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    for (_, ours), (_, theirs) in zip(found, expected, strict=True):
+        assert len(ours) == len(theirs)
+        for our, their in zip(ours, theirs, strict=True):
+            assert our == pytest.approx(their, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "settings", "wishes"),
+    [
+        (200, {}, {"temperature": 0.0}),
+        (200, {"async_scheduling": True}, {"temperature": 0.0, "logprobs": 3}),
+        (200, {"max_num_batched_tokens": 9}, {"temperature": 0.0, "logprobs": 0}),
+        (15, {"async_scheduling": True}, {"temperature": 0.0}),
+        (200, {}, {"temperature": 1.0, "top_p": 0.9, "n": 2}),
+        (28, {}, {"n": 3, "beam_width": 3, "temperature": 0.0}),
+    ],
+    ids=["greedy", "overlapped", "chunks", "preempted", "drawn", "beams"],
+)
+def test_two_ranks_answer_as_one(
+    prepared: PreparedModel, num_blocks: int, settings: dict[str, object], wishes: dict[str, object]
+) -> None:
+    alone = load(prepared, Alone())
+    harness, blocks = engine(alone, num_blocks, **settings)
+    harness.runner = runner_of(alone, blocks)  # type: ignore[assignment]
+    expected, preemptions = serve(harness, **wishes)
+    with Ranks(2) as ranks:
+        decoders = [load(prepared, group) for group in ranks.groups]
+        together, blocks = engine(alone, num_blocks, **settings)
+        runners = [runner_of(decoder, blocks) for decoder in decoders]
+        ranks.all(lambda rank: runners[rank].warm_up())
+        together.runner = RunnersTogether(ranks, runners)  # type: ignore[assignment]
+        found, _ = serve(together, **wishes)
+    assert_same(found, expected)
+    assert (preemptions > 0) is (num_blocks < 200)

@@ -1,0 +1,201 @@
+"""Several ranks compute what one does: tiny models of every family, through real files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from proto.prepared_model import PreparedModel
+from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.ranks import Ranks
+from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
+from tests.fakes.tiny_ggufs import SIZES
+from tests.worker.loader.test_forms import prepared_gguf
+from worker.kernels import Kernels, KernelsUnavailableError, load_kernels
+from worker.layers.packed_weight import BLOCK_NUMBERS
+from worker.loader.forms import (
+    BlockForm,
+    DenseForm,
+    FileBlocks,
+    MixedForm,
+    NewBlocks,
+    RotatedForm,
+    TileForm,
+    WeightForm,
+)
+from worker.loader.weights import load_model
+from worker.models.decoder import Decoder
+from worker.models.registry import spec_of
+from worker.parallel.group import Alone, RankGroup
+
+TOKENS = torch.randint(0, 60, (30,), generator=torch.Generator().manual_seed(7))
+CPU = torch.device("cpu")
+NEAR = 1e-4
+"""Of float32 sums in another order."""
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    try:
+        return load_kernels()
+    except KernelsUnavailableError as reason:
+        pytest.skip(str(reason))
+
+
+def load(
+    prepared: PreparedModel,
+    group: RankGroup,
+    form: WeightForm | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Decoder:
+    return load_model(prepared, spec_of(prepared), dtype, CPU, lambda fraction: None, form, group)
+
+
+def logits(decoder: Decoder, *sizes: int) -> torch.Tensor:
+    """Logits of all tokens, computed this many at a time."""
+    attention = DenseAttention(decoder.spec)
+    chunks = zip(TOKENS.split(sizes), torch.arange(len(TOKENS)).split(sizes), strict=True)
+    hidden = [decoder.forward(tokens, positions, attention) for tokens, positions in chunks]
+    return decoder.logits(torch.cat(hidden))
+
+
+def assert_as_one(
+    prepared: PreparedModel, size: int, dtype: torch.dtype = torch.float32, near: float = NEAR
+) -> None:
+    """The logits of so many ranks are those of one, and the same bits on every rank."""
+    expected = logits(load(prepared, Alone(), dtype=dtype), 17, 1, 12)
+    assert expected.std() > 0.5, "a difference would not show"
+    with Ranks(size) as ranks:
+        decoders = [load(prepared, group, dtype=dtype) for group in ranks.groups]
+        found = ranks.all(lambda rank: logits(decoders[rank], 17, 1, 12))
+    assert (found[0] - expected).abs().max() < near
+    assert all(torch.equal(found[0], each) for each in found[1:])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_two_ranks_compute_what_one_does(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    assert_as_one(prepare_checkpoint(tmp_path, tmp_path / "prepared"), 2)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("name", ["llama-biases", "qwen2-tied-yarn", "gemma3-pattern-untied"])
+def test_more_ranks_than_kv_heads(name: str, size: int, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    assert_as_one(prepare_checkpoint(tmp_path, tmp_path / "prepared"), size)
+
+
+def test_bfloat16_sums_are_rounded_once(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    assert_as_one(prepared, 2, torch.bfloat16, near=0.15)
+
+
+def assert_no_further_off(found: torch.Tensor, one_rank: torch.Tensor, exact: torch.Tensor) -> None:
+    """Roundings of activations differ; on the whole they are as large as those of one rank.
+
+    exact: logits over dense weights of the same values.
+    """
+    assert exact.std() > 0.3, "a difference would not show"
+    error = (one_rank - exact).abs().mean()
+    assert 0 < error < 0.1 * exact.std()
+    assert (found - exact).abs().mean() < 1.3 * error
+
+
+def uneven(kv_heads: int = 3) -> LlamaConfig:
+    """Heads as in SmolLM2, of a size that makes cuts at heads cuts at blocks of 32."""
+    sizes = {
+        "hidden_size": 288,
+        "intermediate_size": 512,
+        "num_attention_heads": 9,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 32,
+    }
+    return LlamaConfig(**SIZES | sizes)
+
+
+def test_ranks_hold_their_part_of_the_blocks_of_a_file(kernels: Kernels, tmp_path: Path) -> None:
+    """Rows are permuted, blocks are cut apart, and nothing becomes dense."""
+    prepared = prepared_gguf(tmp_path, "Q4_1", uneven())
+
+    def form() -> BlockForm:
+        return BlockForm(FileBlocks(kernels), DenseForm(torch.float32), torch.float32)
+
+    whole = form()
+    expected = logits(load(prepared, Alone(), whole), 30)
+    with Ranks(2) as ranks:
+        forms = [form() for _ in ranks.groups]
+        decoders = [load(prepared, *each) for each in zip(ranks.groups, forms, strict=True)]
+        found = ranks.all(lambda rank: logits(decoders[rank], 30))
+    assert_no_further_off(found[0], expected, logits(load(prepared, Alone()), 30))
+    assert torch.equal(*found)
+    assert [decoder.spec.num_kv_heads for decoder in decoders] == [2, 1]
+    assert [each.dense_names for each in forms] == [[], []]
+    held = [each.memory["packed"] for each in forms]
+    assert sum(held) == pytest.approx(whole.memory["packed"], rel=0.1)
+    assert max(held) <= 0.6 * whole.memory["packed"]
+
+
+@pytest.mark.parametrize("kind", [each for each in BLOCK_NUMBERS if each.endswith("K")])
+def test_blocks_that_a_cut_at_heads_would_separate_are_dense(
+    kind: str, kernels: Kernels, tmp_path: Path
+) -> None:
+    """Inner columns are cut between blocks instead: two of 256 on either side."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}
+    prepared = prepared_gguf(tmp_path, kind, LlamaConfig(**SIZES | sizes))
+
+    def form() -> BlockForm:
+        return BlockForm(FileBlocks(kernels), DenseForm(torch.float32), torch.float32)
+
+    expected = logits(load(prepared, Alone(), form()), 30)
+    with Ranks(2) as ranks:
+        forms = [form() for _ in ranks.groups]
+        decoders = [load(prepared, *each) for each in zip(ranks.groups, forms, strict=True)]
+        found = ranks.all(lambda rank: logits(decoders[rank], 30))
+    names = [f"layers.{layer}.o.weight ({kind})" for layer in range(2)]
+    assert [sorted(each.dense_names) for each in forms] == [names, names]
+    assert_no_further_off(found[0], expected, logits(load(prepared, Alone()), 30))
+
+
+@pytest.mark.parametrize("kind", ["new", "rotated", "mixed", "tile"])
+def test_every_form_is_near_its_own_on_one_rank(
+    kind: str, kernels: Kernels, tmp_path: Path
+) -> None:
+    dtype = torch.float32 if kind != "tile" else torch.bfloat16
+    prepared = prepared_gguf(tmp_path, "Q8_0" if kind in ("mixed", "tile") else "F32", uneven())
+
+    def form() -> WeightForm:
+        dense = DenseForm(dtype)
+        blocks = BlockForm(FileBlocks(kernels), dense, dtype)
+        new = BlockForm(NewBlocks(kernels), dense, dtype)
+        match kind:
+            case "new":
+                return new
+            case "rotated":
+                return RotatedForm(new, dense, kernels)
+            case "mixed":
+                return MixedForm(blocks, kernels)
+        return TileForm(blocks, kernels, dense)
+
+    expected = logits(load(prepared, Alone(), form(), dtype), 20, 1, 9)
+    with Ranks(2) as ranks:
+        forms = [form() for _ in ranks.groups]
+        decoders = [load(prepared, *each, dtype) for each in zip(ranks.groups, forms, strict=True)]
+        found = ranks.all(lambda rank: logits(decoders[rank], 20, 1, 9))
+    assert torch.equal(*found)
+    assert [each.dense_names for each in forms] == [[], []]
+    assert_no_further_off(found[0], expected, logits(load(prepared, Alone()), 30))
+
+
+def test_a_token_that_is_none_is_refused_by_every_rank(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    with Ranks(2) as ranks:
+        for group in ranks.groups:
+            decoder = load(prepared, group)
+            first = torch.zeros(1, dtype=torch.int64)
+            for token in (-1, 96):
+                with pytest.raises(IndexError, match=f"row {token} of 96"):
+                    decoder.forward(torch.tensor([token]), first, DenseAttention(decoder.spec))

@@ -1,0 +1,83 @@
+"""How ranks meet, exchange and part."""
+
+import tempfile
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+
+from tests.fakes.ranks import Ranks
+from worker.parallel import torch_group
+from worker.parallel.group import Alone, GroupLostError
+from worker.parallel.torch_group import TorchGroup
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 5), (7, 3), (0, 4), (4,)])
+def test_what_all_have_comes_in_the_order_of_the_ranks(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    with Ranks(3) as ranks:
+        found = ranks.all(
+            lambda rank: ranks.groups[rank].gather(torch.full(shape, 1.5 + rank, dtype=dtype))
+        )
+    for each in found:
+        assert each.dtype == dtype
+        assert each.shape == (3, *shape)
+        assert [part.unique().tolist() for part in each] == [
+            [1.5 + rank] if part.numel() else [] for rank, part in enumerate(each)
+        ]
+
+
+def test_one_that_leaves_ends_the_calls_of_the_others_and_all_meet_again() -> None:
+    with Ranks(2) as ranks:
+
+        def part(rank: int) -> str:
+            if rank == 1:
+                ranks.groups[1].leave()
+                return ""
+            with pytest.raises(GroupLostError, match="worker 0 has lost the others") as lost:
+                ranks.groups[0].gather(torch.zeros(1))
+            return str(lost.value)
+
+        assert ranks.all(part)[0]
+        with pytest.raises(GroupLostError):
+            ranks.groups[1].gather(torch.zeros(1))
+        ranks.all(lambda rank: ranks.groups[rank].join(2))
+        sums = ranks.all(lambda rank: ranks.groups[rank].gather(torch.ones(1) * rank).sum().item())
+    assert sums == [1.0, 1.0]
+
+
+def test_who_waits_for_long_says_so_once_and_goes_on_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_group, "_LONG_WAIT", timedelta(milliseconds=20))
+    with Ranks(2) as ranks:
+        said = threading.Event()
+
+        def come(rank: int) -> float:
+            group = ranks.groups[rank]
+            group._on_long_wait = said.set
+            if rank == 1:
+                assert said.wait(20.0)
+            return group.gather(torch.ones(1) * rank).sum().item()
+
+        assert ranks.all(come) == [1.0, 1.0]
+
+
+def test_who_meets_nobody_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_group, "MEETING_SECONDS", 0.05)
+    with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
+        group = TorchGroup(run_dir, 1, 3, CPU, lambda: None)
+        with pytest.raises(GroupLostError, match="worker 1: 1 of 3 workers have come"):
+            group.join(1)
+
+
+def test_one_rank_alone_has_all_there_is() -> None:
+    group = Alone()
+    group.join(1)
+    assert group.gather(torch.arange(3)).tolist() == [[0, 1, 2]]
+    group.leave()

@@ -1,0 +1,204 @@
+"""Two workers that share a model, in threads; the test is their supervisor and their engines."""
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from proto import PROTOCOL_VERSION
+from proto.config import CacheConfig, ModelConfig, ParallelConfig, ServeConfig
+from proto.errors import ConfigError
+from proto.lifecycle import (
+    CacheReady,
+    InitializeCache,
+    NewEngine,
+    Shutdown,
+    ToSupervisor,
+    WorkerReady,
+)
+from proto.model_runner_output import ModelRunnerOutput
+from proto.prepared_model import PreparedModel
+from proto.sampling_params import SamplingParams
+from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from proto.sockets import Link, Poller, worker_path
+from tests.fakes import boots
+from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.tiny_checkpoints import tiny_model
+from worker.service import Service
+
+LIMIT_SECONDS = 20.0
+POOL_BYTES = 1 << 20
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 288,
+    "intermediate_size": 576,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+}
+"""Heads as in SmolLM2."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PreparedModel:
+    folder = tmp_path_factory.mktemp("uneven")
+    tiny_model(LlamaConfig(**SIZES)).save_pretrained(folder)
+    return prepare_checkpoint(folder, folder / "prepared")
+
+
+def config_for(size: int) -> ServeConfig:
+    return ServeConfig(
+        model=ModelConfig(dtype="float32"),
+        cache=CacheConfig(kv_cache_memory=POOL_BYTES),
+        parallel=ParallelConfig(tensor_parallel_size=size),
+    )
+
+
+class Workers:
+    """So many of one group, with an engine of epoch 1 that has heard of them."""
+
+    def __init__(self, model: PreparedModel, run_dir: str, size: int) -> None:
+        self._run_dir = run_dir
+        self.supervisors = [Link.bind(f"{run_dir}/s{rank}", ToSupervisor) for rank in range(size)]
+        self.links = list(self.supervisors)
+        self.engines: list[Link] = []
+        services = [
+            Service(
+                boots.boot(
+                    "worker", index=rank, config=config_for(size), model=model, run_dir=run_dir
+                ),
+                lambda epoch, rank=rank: Link.connect(  # type: ignore[misc]
+                    worker_path(run_dir, epoch, rank), InitializeCache | SchedulerOutput
+                ),
+                Link.connect(f"{run_dir}/s{rank}", NewEngine | Shutdown),
+            )
+            for rank in range(size)
+        ]
+        self.meet(1)
+        self.threads = [threading.Thread(target=each.run, daemon=True) for each in services]
+        for thread in self.threads:
+            thread.start()
+
+    def meet(self, epoch: int) -> None:
+        """An engine of this epoch is there."""
+        answers = WorkerReady | CacheReady | ModelRunnerOutput
+        self.engines = [
+            Link.bind(worker_path(self._run_dir, epoch, rank), answers)
+            for rank in range(len(self.supervisors))
+        ]
+        self.links += self.engines
+
+    def answers(self) -> list[Any]:
+        """The next message of each."""
+        return [heard(engine) for engine in self.engines]
+
+    def start(self, epoch: int) -> list[WorkerReady]:
+        """From the first words to the first step; what they said of themselves."""
+        ready = self.answers()
+        for engine in self.engines:
+            engine.send(InitializeCache(PROTOCOL_VERSION, epoch, 20, 16, 64))
+        assert self.answers() == [CacheReady(epoch, rank) for rank in range(len(self.engines))]
+        return ready
+
+    def end(self) -> None:
+        for supervisor in self.supervisors:
+            supervisor.send(Shutdown())
+        for thread in self.threads:
+            thread.join(LIMIT_SECONDS)
+            assert not thread.is_alive()
+        for link in self.links:
+            link.close()
+
+
+def heard(link: Link) -> Any:
+    poller = Poller([link])
+    assert poller.wait(LIMIT_SECONDS)
+    (message,) = link.receive()
+    return message
+
+
+def first_step(epoch: int) -> SchedulerOutput:
+    """The whole prompt of a request."""
+    request = NewRequestData(
+        handle=1,
+        prompt_token_ids=[3, 14, 15, 92],
+        output_token_ids=[],
+        sampling_params=SamplingParams(max_tokens=4, temperature=0.0),
+        seed=0,
+        choice=0,
+        block_ids=[[1]],
+        num_computed_tokens=0,
+        num_scheduled_tokens=4,
+    )
+    return SchedulerOutput(
+        epoch=epoch,
+        step=1,
+        new_requests=[request],
+        cached_requests=CachedRequestData(),
+        total_num_scheduled_tokens=4,
+        finished_handles=[],
+        preempted_handles=[],
+    )
+
+
+@pytest.fixture
+def two(model: PreparedModel) -> Iterator[Workers]:
+    with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
+        workers = Workers(model, run_dir, 2)
+        yield workers
+        workers.end()
+
+
+def weights(ready: WorkerReady) -> int:
+    return sum(each.num_bytes for each in ready.weights)
+
+
+def test_each_reports_its_share_of_weights_and_kv(model: PreparedModel, two: Workers) -> None:
+    first, second = two.start(1)
+    with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
+        alone = Workers(model, run_dir, 1)
+        (whole,) = alone.start(1)
+        alone.end()
+    assert [each.geometry.num_kv_heads for each in (first, second, whole)] == [2, 1, 3]
+    tokens = {each.kv_cache_bytes // each.geometry.bytes_per_token for each in (first, second)}
+    assert tokens == {POOL_BYTES // whole.geometry.bytes_per_token}, "one pool, dealt by heads"
+    assert weights(first) + weights(second) == weights(whole)
+    assert max(weights(first), weights(second)) <= 0.6 * weights(whole)
+    assert len({each.fingerprint for each in (first, second, whole)}) == 3
+
+
+def test_they_answer_alike_and_meet_again_after_an_engine_that_died_between_two_messages(
+    two: Workers,
+) -> None:
+    """One has the step and waits for the other, which never gets it."""
+    two.start(1)
+    for engine in two.engines:
+        engine.send(first_step(1))
+    answers = two.answers()
+    assert answers[0].sampled_token_ids == answers[1].sampled_token_ids
+    assert len(answers[0].sampled_token_ids[0]) == 1
+    two.engines[0].send(first_step(1))
+    two.meet(2)
+    for supervisor in two.supervisors:
+        supervisor.send(NewEngine(2, 2))
+    two.start(2)
+    for engine in two.engines:
+        engine.send(first_step(2))
+    again = two.answers()
+    assert [each.sampled_token_ids for each in again] == [answers[0].sampled_token_ids] * 2
+    assert [each.error for each in again] == [None, None]
+
+
+def test_too_many_workers_for_a_model_are_refused(model: PreparedModel, tmp_path: Path) -> None:
+    boot = boots.boot("worker", index=3, config=config_for(10), model=model)
+    supervisor = Link.bind(str(tmp_path / "s"), ToSupervisor)
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 10: LlamaForCausalLM") as error:
+        Service(boot, lambda epoch: supervisor, supervisor)
+    assert error.value.parameter == "tensor_parallel_size"
+    supervisor.close()
