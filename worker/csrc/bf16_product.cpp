@@ -7,9 +7,6 @@
 namespace tokend {
 namespace {
 
-// Below this, some microseconds of one thread, waking others costs more than it saves.
-constexpr int64_t PARALLEL_NUMBERS = 1 << 14;
-
 // Rows one after the other, whose inputs are filled up with zeros.
 struct CodesOfRows {
     int64_t inputs, stride;
@@ -38,6 +35,7 @@ struct Bf16Tiles {
 class Bf16Form {
   public:
     typedef float Sum;
+    static constexpr bool ALWAYS_FETCH = true;
 
     struct Finish {
         PairBias bias;
@@ -57,8 +55,8 @@ class Bf16Form {
         }
     };
 
-    Bf16Form(const TokendBf16& weight, const void* codes)
-        : weight_(weight), layout_(weight), rows_(weight.in_features), codes_(static_cast<const Bf16Code*>(codes)) {}
+    Bf16Form(const TokendBf16& weight, const void* codes, int64_t stride)
+        : weight_(weight), layout_(weight), codes_(static_cast<const Bf16Code*>(codes)), stride_(stride) {}
 
     int64_t num_pairs() const { return layout_.num_pairs; }
     int64_t pair_bytes() const { return layout_.pair_bytes(); }
@@ -69,18 +67,18 @@ class Bf16Form {
         void operator()(const Bf16Form& form, int64_t pair, int64_t row, int64_t num_rows, float* sums, bool fetch,
                         Between between) {
             const uint8_t* weight = form.layout_.pair(form.weight_, pair);
-            const Bf16Code* x = form.codes_ + row * form.rows_.stride;
+            const Bf16Code* x = form.codes_ + row * form.stride_;
 #if defined(TOKEND_AMX) && defined(__AMX_BF16__)
             if (allowed_) {
                 const TilesOfPair tiles = {weight, weight + PANEL_STEP_BYTES, PAIR_STEP_BYTES};
-                return tiles_(tiles, form.layout_.num_steps, x, form.rows_.row_bytes(), num_rows, sums, fetch, between);
+                return tiles_(tiles, form.layout_.num_steps, x, form.stride_ * int64_t(sizeof(Bf16Code)), num_rows, sums, fetch, between);
             }
 #endif
             (void)between;
             if (fetch)
-                bf16_dot_pair<true>(weight, form.layout_.num_steps, x, form.rows_.stride, num_rows, sums);
+                bf16_dot_pair<true>(weight, form.layout_.num_steps, x, form.stride_, num_rows, sums);
             else
-                bf16_dot_pair<false>(weight, form.layout_.num_steps, x, form.rows_.stride, num_rows, sums);
+                bf16_dot_pair<false>(weight, form.layout_.num_steps, x, form.stride_, num_rows, sums);
         }
 
 #if defined(TOKEND_AMX) && defined(__AMX_BF16__)
@@ -93,8 +91,8 @@ class Bf16Form {
   private:
     const TokendBf16& weight_;
     const Bf16Layout layout_;
-    const CodesOfRows rows_;
     const Bf16Code* codes_;
+    const int64_t stride_;  // numbers from row to row
 };
 
 // Some numbers as rows have them: rounded to bfloat16 in any case.
@@ -119,6 +117,10 @@ void code_numbers(const bfloat16* from, int64_t count, bfloat16* to) { std::copy
 
 }  // namespace
 
+bool bf16_rows_in_place(int64_t dtype, int64_t in_features) {
+    return sizeof(Bf16Code) == 2 && dtype == TOKEND_BFLOAT16 && in_features % STEP_INPUTS == 0;
+}
+
 void code_bf16_row(int64_t dtype, int64_t in_features, int64_t row, const void* x, void* codes) {
     const CodesOfRows rows(in_features);
     Bf16Code* to = static_cast<Bf16Code*>(codes) + row * rows.stride;
@@ -138,27 +140,27 @@ extern "C" int64_t tokend_bf16_code_bytes(int64_t num_rows, int64_t in_features)
 }
 
 extern "C" void tokend_bf16_coded_product(const TokendBf16* weight, const TokendProduct* product, const void* codes) {
-    in_team(worth_threads(product->num_rows, weight->in_features, weight->out_features),
-            [&] { multiply_share(Bf16Form(*weight, codes), *product); });
+    const int64_t in_features = weight->in_features;
+    const bool in_place = bf16_rows_in_place(product->input_dtype, in_features);
+    const Bf16Form form(*weight, in_place ? product->input : codes,
+                        in_place ? product->input_stride : CodesOfRows(in_features).stride);
+    in_team(worth_threads(product->num_rows, in_features, weight->out_features),
+            [&] { multiply_share(form, *product); });
 }
 
 extern "C" void tokend_bf16_product(const TokendBf16* weight, const TokendProduct* product) {
     const int64_t in_features = weight->in_features, num_rows = product->num_rows;
+    if (bf16_rows_in_place(product->input_dtype, in_features))
+        return tokend_bf16_coded_product(weight, product, nullptr);
     void* codes = own_codes(tokend_bf16_code_bytes(num_rows, in_features));
     const int64_t row_bytes = product->input_stride * (product->input_dtype == 0 ? 4 : 2);
-    const auto code = [&](int64_t row) {
-        const char* x = static_cast<const char*>(product->input) + row * row_bytes;
-        code_bf16_row(product->input_dtype, in_features, row, x, codes);
-    };
-    const bool shared = num_rows * in_features > PARALLEL_NUMBERS;
-    if (!shared)
-        for (int64_t row = 0; row < num_rows; row++) code(row);
 #pragma omp parallel if (worth_threads(num_rows, in_features, weight->out_features))
     {
-        if (shared) {
 #pragma omp for schedule(static)
-            for (int64_t row = 0; row < num_rows; row++) code(row);
+        for (int64_t row = 0; row < num_rows; row++) {
+            const char* x = static_cast<const char*>(product->input) + row * row_bytes;
+            code_bf16_row(product->input_dtype, in_features, row, x, codes);
         }
-        multiply_share(Bf16Form(*weight, codes), *product);
+        tokend_bf16_coded_product(weight, product, codes);
     }
 }

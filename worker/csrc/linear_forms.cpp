@@ -15,6 +15,10 @@ int64_t most_code_bytes(int64_t num_rows, int64_t in_features) {
     return std::max({of_blocks, tokend_code_bytes(num_rows, in_features), tokend_bf16_code_bytes(num_rows, in_features)});
 }
 
+bool has_codes(int64_t form, int64_t dtype, int64_t in_features) {
+    return form != TOKEND_BF16 || !bf16_rows_in_place(dtype, in_features);
+}
+
 void code_row(int64_t form, int64_t dtype, int64_t in_features, int64_t num_rows, int64_t row, const void* x,
               void* codes) {
     if (form == TOKEND_BF16) return code_bf16_row(dtype, in_features, row, x, codes);
@@ -30,15 +34,18 @@ void code_row(int64_t form, int64_t dtype, int64_t in_features, int64_t num_rows
     }
 }
 
-void multiply_codes(const TokendPart& part, int64_t num_rows, const void* codes, int64_t dtype,
-                    int64_t output_stride, void* output, bool adds) {
+void multiply_codes(const TokendPart& part, int64_t dtype, int64_t num_rows, const RowsOf& input, const void* codes,
+                    const RowsOf& output, bool adds) {
     TokendProduct product = {};
     product.num_rows = num_rows;
+    product.input_dtype = dtype;
+    product.input_stride = input.stride;
+    product.input = input.memory;
     product.bias_dtype = part.bias_dtype;
     product.bias = part.bias;
     product.output_dtype = dtype;
-    product.output_stride = output_stride;
-    product.output = output;
+    product.output_stride = output.stride;
+    product.output = output.memory;
     product.adds = adds;
     switch (part.form) {
         case TOKEND_BLOCKS:

@@ -130,7 +130,7 @@ TOKEND_FLATTEN void multiply_slice(const Form& form, const TokendProduct& produc
             const int64_t count = std::min(STRIP, slice.end_row - row);
             for (int64_t pair = begin; pair < end; pair++) {
                 turn ^= 1;
-                strips(form, pair, row, count, sums[turn], row == slice.first_row,
+                strips(form, pair, row, count, sums[turn], Form::ALWAYS_FETCH || row == slice.first_row,
                        [&] { before.template some<ROWS_BETWEEN>(); });
                 before.all();
                 const int64_t first = pair * PAIR_OUTPUTS;

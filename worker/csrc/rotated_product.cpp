@@ -11,6 +11,7 @@ namespace {
 class RotatedForm {
   public:
     typedef int32_t Sum;
+    static constexpr bool ALWAYS_FETCH = false;
 
     struct Finish {
         alignas(64) float scales[PAIR_OUTPUTS];

@@ -150,16 +150,18 @@ class Layers {
     // Rounds rows that each thread has itself, then multiplies.
     void multiply(const TokendLinear& linear, const Rows& from, const Rows& to, bool adds = false) {
         clock_.lap();
-        each_row([&](int64_t row) {
-            code_row(linear.parts->form, run_.dtype, linear.in_features, run_.num_rows, row, from.row(row),
-                     space_.codes);
-        });
+        const int64_t form = linear.parts->form;
+        if (has_codes(form, run_.dtype, linear.in_features))
+            each_row([&](int64_t row) {
+                code_row(form, run_.dtype, linear.in_features, run_.num_rows, row, from.row(row), space_.codes);
+            });
 #pragma omp barrier
         const int64_t width = bytes_of(run_.dtype);
+        const RowsOf input = {from.stride / width, from.memory};
         char* output = to.memory;
         for (int64_t index = 0; index < linear.num_parts; index++) {
             const TokendPart& part = linear.parts[index];
-            multiply_codes(part, run_.num_rows, space_.codes, run_.dtype, to.stride / width, output, adds);
+            multiply_codes(part, run_.dtype, run_.num_rows, input, space_.codes, {to.stride / width, output}, adds);
             output += part.out_features * width;
         }
         clock_.lap(run_.product_ns);
