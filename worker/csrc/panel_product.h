@@ -3,6 +3,7 @@
 //
 // A Form of weights has
 //   Sum                              of a row and an output: 4 bytes
+//   ALWAYS_FETCH                     whether lines are asked for also where they come from a cache
 //   num_pairs(), pair_bytes()        of the weight
 //   Strips                           a thread's way to multiply; strips(form, pair, row, num_rows, sums, fetch,
 //                                    between) makes sums [num_rows][PAIR_OUTPUTS]

@@ -41,11 +41,11 @@ struct Space {
         : memory_(static_cast<char*>(memory)) {
         const int64_t width = bytes_of(dtype), query_heads = stack.num_heads;
         const int64_t all_heads = query_heads + 2 * stack.num_kv_heads;
-        normed = rows(num_rows, stack.hidden_size * width);
+        normed = input_rows(num_rows, stack.hidden_size * width);
         heads = rows(num_rows, all_heads * stack.head_dim * width);
         attended = rows(num_rows, query_heads * stack.head_dim * width);
         gate_up = rows(num_rows, 2 * stack.inner_size * width);
-        inner = rows(num_rows, stack.inner_size * width);
+        inner = input_rows(num_rows, stack.inner_size * width);
         added = rows(num_rows, stack.hidden_size * width);
         const int64_t widest = std::max({stack.hidden_size, query_heads * stack.head_dim, stack.inner_size});
         codes = take(most_code_bytes(num_rows, widest));
@@ -54,6 +54,10 @@ struct Space {
 
   private:
     Rows rows(int64_t num_rows, int64_t row_bytes) { return {take(num_rows * row_bytes), row_bytes}; }
+
+    // Rows that a product may read where they are: an odd number of cache lines apart, so that the
+    // same place in several rows falls into different sets of a cache.
+    Rows input_rows(int64_t num_rows, int64_t row_bytes) { return rows(num_rows, ((row_bytes + 63) / 64 | 1) * 64); }
 
     char* take(int64_t count) {
         char* begin = memory_ + num_bytes;
