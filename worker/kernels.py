@@ -20,6 +20,7 @@ from worker.build_kernels import (
     machine_variants,
     usable_variants,
 )
+from worker.large_pages import WeightMemory
 
 logger = logging.getLogger("tokend.kernels")
 
@@ -192,10 +193,14 @@ StackRun = _structure(
 
 
 class Kernels:
-    """The functions of one library. `variant` names its instruction set."""
+    """The functions of one library. `variant` names its instruction set.
+
+    memory: where the weights are that these functions lay out.
+    """
 
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
         self.variant = variant
+        self.memory = WeightMemory()
         self.attention_plan = library.tokend_attention_plan
         self.attention_plan.argtypes = [POINTER(Step), POINTER(Plan)]
         self.attention_plan.restype = None

@@ -98,6 +98,10 @@ class Bf16Form {
 // Some numbers as rows have them: rounded to bfloat16 in any case.
 template <class T>
 TOKEND_FLATTEN void code_numbers(const T* from, int64_t count, Bf16Code* to) {
+    if constexpr (std::is_same_v<T, bfloat16> && std::is_same_v<Bf16Code, bfloat16>) {
+        std::copy_n(from, count, to);
+        return;
+    }
     constexpr int N = ROW_LANES;
     const auto some = [](F<N> numbers, Bf16Code* place) {
         bfloat16 rounded[N];
@@ -112,8 +116,6 @@ TOKEND_FLATTEN void code_numbers(const T* from, int64_t count, Bf16Code* to) {
         std::copy_n(last, count - at, to + at);
     }
 }
-
-void code_numbers(const bfloat16* from, int64_t count, bfloat16* to) { std::copy_n(from, count, to); }
 
 }  // namespace
 

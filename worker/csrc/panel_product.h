@@ -166,6 +166,7 @@ void multiply_share(const Form& form, const TokendProduct& product) {
 
 template <class Form>
 void multiply_share(const Form& form, const TokendProduct& product) {
+    if (product.num_rows == 0) return;
     if (product.output_dtype == 0)
         product.adds ? multiply_share<true, float>(form, product) : multiply_share<false, float>(form, product);
     else

@@ -27,7 +27,8 @@ class Bf16Weight(KernelWeight):
     def __init__(self, kernels: Kernels, dense: torch.Tensor) -> None:
         assert dense.dtype == torch.bfloat16
         assert dense.stride(1) == 1
-        super().__init__(_BF16, Bf16Shape(*dense.shape), kernels.bf16_bytes, kernels.bf16_product)
+        shape = Bf16Shape(*dense.shape)
+        super().__init__(_BF16, shape, kernels.memory, kernels.bf16_bytes, kernels.bf16_product)
         self._kernels = kernels
         kernels.bf16_pack(self._structure, dense.stride(0), dense.data_ptr())
 

@@ -1,5 +1,5 @@
-"""Matrix products with weights that kernels of ours lay out; see packed_weight.py, rotated_weight.py
-and bf16_weight.py for the arithmetic.
+"""Matrix products with weights that kernels of ours lay out; see packed_weight.py,
+rotated_weight.py and bf16_weight.py for the arithmetic.
 
 Owns what makes one product of weights of several types, which lie side by side in its result.
 """
