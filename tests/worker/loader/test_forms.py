@@ -265,7 +265,7 @@ def test_bfloat16_in_panels(tied: bool, kernels: Kernels, tmp_path: Path) -> Non
     dense = DenseForm(torch.bfloat16)
     found, expected = (logits(prepared, each, torch.bfloat16) for each in (form, dense))
     exact = logits(prepared)
-    assert 0 < relative(found, exact) < 0.02
+    assert 0 < relative(found, exact) < 0.03
     assert relative(found, exact) < 1.2 * relative(expected, exact)
     assert form.name == dense.name == "bf16"
     assert list(form.memory) == ["bf16"]
