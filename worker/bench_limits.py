@@ -22,6 +22,7 @@ from proto.prepared_model import PreparedModel
 from worker.bench_attention import AttentionStep
 from worker.bench_step import BenchWorker
 from worker.kernels import KernelsUnavailableError
+from worker.large_pages import large_pages
 from worker.layers.embedding import Table
 from worker.layers.linear import Linear
 from worker.loader.forms import Ends, FinishEnds, FinishProduct, Product, WeightForm
@@ -145,7 +146,8 @@ def weight_bytes(form: WeightForm, prepared: PreparedModel, *, tied: bool) -> in
 def measure(worker: LimitsWorker, workload: LimitsWorkload) -> LimitsTimings:
     """The parts take turns, and the best round of each counts."""
     products, attention = worker.products, worker.attention(workload)
-    memory = torch.ones(_READ_FLOATS)
+    # Pages as weights and KV have them.
+    memory = large_pages(4 * _READ_FLOATS).view(torch.float32).fill_(1.0)
     parts: list[Part] = [
         [_product(each, rows, worker.dtype) for each in (products.layers, products.head)]
         for rows in workload.rows

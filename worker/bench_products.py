@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from worker.kernels import Kernels, load_kernels
+from worker.large_pages import large_pages
+from worker.layers.bf16_weight import Bf16Weight
 from worker.layers.linear import make_linear
 from worker.layers.packed_weight import BLOCK_BYTES, BLOCK_NUMBERS, PackedWeight
 from worker.layers.rotated_weight import RotatedWeight
@@ -80,8 +82,20 @@ def _packed(kernels: Kernels, gguf_type: str, shape: tuple[int, int]) -> PackedW
     return PackedWeight.from_blocks(kernels, gguf_type, shape, raw)
 
 
+def bf16_form(kernels: Kernels) -> Form:
+    """bfloat16 in panels of our own."""
+    shapes = (*LAYER_SHAPES * LAYERS, HEAD_SHAPE)
+    weights = [Bf16Weight(kernels, torch.randn(shape).bfloat16()) for shape in shapes]
+
+    def step(inputs: dict[int, torch.Tensor]) -> None:
+        for weight in weights:
+            weight.multiply(inputs[weight.in_features])
+
+    return Form("bf16 in panels", step, sum(each.nbytes for each in weights))
+
+
 def dense_form(dtype: torch.dtype) -> Form:
-    """Weights as the worker holds dense ones."""
+    """Weights as the worker holds dense ones where it has no kernels."""
     shapes = (*LAYER_SHAPES * LAYERS, HEAD_SHAPE)
     linears = [(shape[1], make_linear(torch.randn(shape).to(dtype))) for shape in shapes]
 
@@ -101,7 +115,7 @@ def best_ms(run: Callable[[], object]) -> float:
 
 def read_rate() -> float:
     """Bytes a second that all threads read together, the best of some passes over 512 MiB."""
-    memory = torch.ones(1 << 27, dtype=torch.float32)
+    memory = large_pages(1 << 29).view(torch.float32).fill_(1.0)
     return memory.nbytes / min(best_ms(memory.sum) for _ in range(8)) * 1e3
 
 
@@ -128,6 +142,7 @@ def main() -> None:
     kernels = load_kernels()
     forms = [
         dense_form(torch.bfloat16),
+        bf16_form(kernels),
         packed_form(kernels, "Q4_1", "Q8_0"),
         packed_form(kernels, "Q5_0", "Q8_0"),
         packed_form(kernels, "Q8_0", "Q8_0"),

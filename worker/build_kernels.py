@@ -27,7 +27,7 @@ PRODUCT_SOURCES: Final = ("packed_product.cpp", "rotated_product.cpp")
 """The products of bytes, for which CPUs have the most kinds of instructions."""
 TILE_SOURCES: Final = (
     *("attention_bf16.cpp", "attention_few_bf16.cpp", "attention_tiles.cpp"),
-    "rotated_product.cpp",
+    *("rotated_product.cpp", "bf16_product.cpp"),
 )
 """Those that multiply bfloat16, or use the tile unit, where a variant can. All others are the
 same for every CPU with AVX-512."""

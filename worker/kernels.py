@@ -20,6 +20,7 @@ from worker.build_kernels import (
     machine_variants,
     usable_variants,
 )
+from worker.large_pages import WeightMemory
 
 logger = logging.getLogger("tokend.kernels")
 
@@ -107,6 +108,15 @@ RotatedShape = _structure(
 )
 """TokendRotated of csrc/rotated.h."""
 
+Bf16Shape = _structure(
+    "Bf16Shape",
+    {
+        **dict.fromkeys(("out_features", "in_features"), c_int64),
+        "packed": c_void_p,
+    },
+)
+"""TokendBf16 of csrc/bf16.h."""
+
 Product = _structure(
     "Product",
     {
@@ -183,10 +193,14 @@ StackRun = _structure(
 
 
 class Kernels:
-    """The functions of one library. `variant` names its instruction set."""
+    """The functions of one library. `variant` names its instruction set.
+
+    memory: where the weights are that these functions lay out.
+    """
 
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
         self.variant = variant
+        self.memory = WeightMemory()
         self.attention_plan = library.tokend_attention_plan
         self.attention_plan.argtypes = [POINTER(Step), POINTER(Plan)]
         self.attention_plan.restype = None
@@ -243,6 +257,7 @@ class Kernels:
         self.stack_run.argtypes = [POINTER(Stack), POINTER(StackRun)]
         self.stack_run.restype = c_int64
         self._bind_rotated(library)
+        self._bind_bf16(library)
 
     def _bind_rotated(self, library: ctypes.CDLL) -> None:
         """The functions of csrc/rotated.h."""
@@ -268,6 +283,21 @@ class Kernels:
             *(self.rotate_dense, self.code_rows, self.code_norm, self.code_gate),
             *(self.coded_product, self.rotated_product),
         ):
+            function.restype = None
+
+    def _bind_bf16(self, library: ctypes.CDLL) -> None:
+        """The functions of csrc/bf16.h."""
+        self.bf16_bytes = library.tokend_bf16_bytes
+        self.bf16_bytes.argtypes = [POINTER(Bf16Shape)]
+        self.bf16_rows = library.tokend_bf16_rows
+        self.bf16_rows.argtypes = [POINTER(Bf16Shape), c_int64, c_void_p, c_void_p]
+        for function in (self.bf16_bytes, self.bf16_rows):
+            function.restype = c_int64
+        self.bf16_pack = library.tokend_bf16_pack
+        self.bf16_pack.argtypes = [POINTER(Bf16Shape), c_int64, c_void_p]
+        self.bf16_product = library.tokend_bf16_product
+        self.bf16_product.argtypes = [POINTER(Bf16Shape), POINTER(Product)]
+        for function in (self.bf16_pack, self.bf16_product):
             function.restype = None
 
 

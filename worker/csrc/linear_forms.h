@@ -9,13 +9,22 @@ namespace tokend {
 // Bytes of the codes of so many rows in the form that needs the most.
 int64_t most_code_bytes(int64_t num_rows, int64_t in_features);
 
+// Whether a product of the form has codes at all; if not, it reads such rows where they are.
+bool has_codes(int64_t form, int64_t dtype, int64_t in_features);
+
 // Row `row` of the num_rows of a product's input, at x, to its place among the codes.
 void code_row(int64_t form, int64_t dtype, int64_t in_features, int64_t num_rows, int64_t row, const void* x,
               void* codes);
 
-// output (+)= rows @ weight^T + bias, for columns [0, out_features) of an output whose rows are
-// output_stride elements of dtype apart. Each thread of a team comes here.
-void multiply_codes(const TokendPart& part, int64_t num_rows, const void* codes, int64_t dtype,
-                    int64_t output_stride, void* output, bool adds);
+// Rows of dtype, `stride` elements apart.
+struct RowsOf {
+    int64_t stride;
+    void* memory;
+};
+
+// output (+)= input @ weight^T + bias, for columns [0, out_features) of the output. Of an input that
+// has codes these are read. Each thread of a team comes here.
+void multiply_codes(const TokendPart& part, int64_t dtype, int64_t num_rows, const RowsOf& input, const void* codes,
+                    const RowsOf& output, bool adds);
 
 }  // namespace tokend

@@ -1,19 +1,16 @@
 // Where the parts of a rotated weight and of the codes of rows are.
 #pragma once
 
+#include "panels.h"
 #include "rotated.h"
 
 namespace tokend {
 
-constexpr int64_t PANEL_OUTPUTS = 16;
-constexpr int64_t PAIR_OUTPUTS = 2 * PANEL_OUTPUTS;  // what a product computes at a time
 constexpr int64_t GROUP = 4;                         // inputs
 constexpr int64_t GROUP_BYTES = PANEL_OUTPUTS * GROUP;
 constexpr int64_t DEPTH = 64;  // inputs of a tile
 constexpr int WEIGHT_ZERO = 128;
 constexpr int LARGEST_CODE = 127;
-
-inline int64_t whole(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
 struct RotatedLayout {
     int64_t outputs, inputs, panel_bytes;

@@ -41,11 +41,11 @@ struct Space {
         : memory_(static_cast<char*>(memory)) {
         const int64_t width = bytes_of(dtype), query_heads = stack.num_heads;
         const int64_t all_heads = query_heads + 2 * stack.num_kv_heads;
-        normed = rows(num_rows, stack.hidden_size * width);
+        normed = input_rows(num_rows, stack.hidden_size * width);
         heads = rows(num_rows, all_heads * stack.head_dim * width);
         attended = rows(num_rows, query_heads * stack.head_dim * width);
         gate_up = rows(num_rows, 2 * stack.inner_size * width);
-        inner = rows(num_rows, stack.inner_size * width);
+        inner = input_rows(num_rows, stack.inner_size * width);
         added = rows(num_rows, stack.hidden_size * width);
         const int64_t widest = std::max({stack.hidden_size, query_heads * stack.head_dim, stack.inner_size});
         codes = take(most_code_bytes(num_rows, widest));
@@ -54,6 +54,10 @@ struct Space {
 
   private:
     Rows rows(int64_t num_rows, int64_t row_bytes) { return {take(num_rows * row_bytes), row_bytes}; }
+
+    // Rows that a product may read where they are: an odd number of cache lines apart, so that the
+    // same place in several rows falls into different sets of a cache.
+    Rows input_rows(int64_t num_rows, int64_t row_bytes) { return rows(num_rows, ((row_bytes + 63) / 64 | 1) * 64); }
 
     char* take(int64_t count) {
         char* begin = memory_ + num_bytes;
@@ -150,16 +154,18 @@ class Layers {
     // Rounds rows that each thread has itself, then multiplies.
     void multiply(const TokendLinear& linear, const Rows& from, const Rows& to, bool adds = false) {
         clock_.lap();
-        each_row([&](int64_t row) {
-            code_row(linear.parts->form, run_.dtype, linear.in_features, run_.num_rows, row, from.row(row),
-                     space_.codes);
-        });
+        const int64_t form = linear.parts->form;
+        if (has_codes(form, run_.dtype, linear.in_features))
+            each_row([&](int64_t row) {
+                code_row(form, run_.dtype, linear.in_features, run_.num_rows, row, from.row(row), space_.codes);
+            });
 #pragma omp barrier
         const int64_t width = bytes_of(run_.dtype);
+        const RowsOf input = {from.stride / width, from.memory};
         char* output = to.memory;
         for (int64_t index = 0; index < linear.num_parts; index++) {
             const TokendPart& part = linear.parts[index];
-            multiply_codes(part, run_.num_rows, space_.codes, run_.dtype, to.stride / width, output, adds);
+            multiply_codes(part, run_.dtype, run_.num_rows, input, space_.codes, {to.stride / width, output}, adds);
             output += part.out_features * width;
         }
         clock_.lap(run_.product_ns);

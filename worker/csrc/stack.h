@@ -19,6 +19,7 @@ extern "C" {
 enum TokendForm : int64_t {
     TOKEND_BLOCKS = 0,   // TokendWeight of packed.h
     TOKEND_ROTATED = 1,  // TokendRotated of rotated.h
+    TOKEND_BF16 = 2,     // TokendBf16 of bf16.h
 };
 
 // Some outputs of a product.

@@ -1,5 +1,5 @@
-"""Matrix products with weights of few bits; see packed_weight.py and rotated_weight.py for the
-arithmetic.
+"""Matrix products with weights that kernels of ours lay out; see packed_weight.py,
+rotated_weight.py and bf16_weight.py for the arithmetic.
 
 Owns what makes one product of weights of several types, which lie side by side in its result.
 """
@@ -9,15 +9,15 @@ from itertools import accumulate
 
 import torch
 
+from worker.layers.kernel_weight import KernelWeight
 from worker.layers.linear import Linear
 from worker.layers.packed_weight import PackedWeight
-from worker.layers.rotated_weight import RotatedWeight
 
 
 class BlockLinear:
     """One weight [out, in]."""
 
-    def __init__(self, weight: PackedWeight | RotatedWeight, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: KernelWeight, bias: torch.Tensor | None) -> None:
         self._weight = weight
         self._bias = bias
 

@@ -4,6 +4,7 @@ from typing import Protocol
 
 import torch
 
+from worker.layers.bf16_weight import Bf16Weight
 from worker.layers.packed_weight import PackedWeight
 
 
@@ -40,6 +41,19 @@ class BlockTable:
 
     def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._weight.rows(token_ids, self.dtype)
+
+
+class Bf16Table:
+    """A weight of bfloat16 in panels, which may be that of a tied head: rows are put together when
+    asked for."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, weight: Bf16Weight) -> None:
+        self._weight = weight
+
+    def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._weight.rows(token_ids)
 
 
 class Embedding:

@@ -4,8 +4,8 @@
                                  instead of within every product
     anything else                rows of the weight as they are
 
-Owns these two forms, and what a product is to the rest of the worker. Weights in blocks of
-few bits are in block_linear.py. Knows nothing of what is multiplied.
+Owns these two forms, and what a product is to the rest of the worker. Weights that kernels of ours
+multiply, bfloat16 among them, are in block_linear.py. Knows nothing of what is multiplied.
 """
 
 from typing import Protocol

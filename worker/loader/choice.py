@@ -17,6 +17,7 @@ from worker.kernels import Kernels, KernelsUnavailableError
 from worker.loader.blocks import BLOCKS
 from worker.loader.forms import (
     ROTATED_VARIANTS,
+    Bf16Form,
     BlockForm,
     DenseForm,
     FileBlocks,
@@ -49,28 +50,31 @@ def choose_form(
     matrix_flags: features of the CPU that multiply bfloat16 matrices.
     Raises ConfigError for a form that needs kernels where there are none.
 
+    Weights of bfloat16 are in panels of our kernels where there are any.
     auto gives, where a float type was asked for that has no block products or that promises
     exactness (--dtype float32, float16), and where there are no kernels: dense weights.
     Else, for a model in blocks: these, as `packed`; for a dense model: bfloat16 where the CPU
     multiplies it, and `int8` where it does not. auto's blocks have 8 bits with one scale an
     output beside them where the CPU has instructions that make many rows of these faster.
     """
-    if config.cpu_weights in ("bf16", "f32") or config.dtype == "float16":
+    if config.cpu_weights == "f32" or config.dtype == "float16":
         return DenseForm(dtype)
     if config.cpu_weights == "auto" and config.dtype == "float32":
         return DenseForm(dtype)
     try:
         kernels = load_kernels()
     except KernelsUnavailableError as reason:
-        if config.cpu_weights != "auto":
+        if config.cpu_weights not in ("auto", "bf16"):
             raise ConfigError(
                 f"--cpu-weights {config.cpu_weights} needs kernels: {reason}", "cpu_weights"
             ) from None
         return DenseForm(dtype)
-    dense = DenseForm(dtype)
+    dense = Bf16Form(kernels) if dtype == torch.bfloat16 else DenseForm(dtype)
     blocks = BlockForm(FileBlocks(kernels), dense, dtype)
     int8 = RotatedForm(BlockForm(NewBlocks(kernels), dense, dtype), dense, kernels)
     match config.cpu_weights:
+        case "bf16":
+            return dense
         case "packed":
             return blocks
         case "int8":

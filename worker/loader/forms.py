@@ -1,6 +1,7 @@
 """How the weights of products are held, and how they get there from the files.
 
     DenseForm    numbers of the activations' type, laid out as the device likes them
+    Bf16Form     the same of bfloat16, in panels of our own kernels
     BlockForm    blocks of a few bits with scales: the file's own, or made of numbers
     RotatedForm  8 bits and one scale an output, rotated
     MixedForm    a BlockForm for few rows, with the same rotated for many
@@ -18,8 +19,9 @@ from typing import Final, Protocol
 import torch
 
 from worker.kernels import Kernels
+from worker.layers.bf16_weight import Bf16Weight
 from worker.layers.block_linear import BlockHead, BlockLinear, block_linear
-from worker.layers.embedding import BlockTable, DenseTable, Table
+from worker.layers.embedding import Bf16Table, BlockTable, DenseTable, Table
 from worker.layers.linear import Linear, can_pack, make_linear
 from worker.layers.mixed_linear import MixedLinear
 from worker.layers.packed_weight import PackedWeight, supported
@@ -129,6 +131,40 @@ class DenseForm:
         if table is not head or can_pack(table.device, table.dtype):
             self.memory[self.name] += table.nbytes
         return DenseTable(table)
+
+
+class Bf16Form(DenseForm):
+    """bfloat16 as the kernels lay it out. A tied weight is there once."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__(torch.bfloat16)
+        self._kernels = kernels
+
+    def read_product(self, source: WeightSource, product: Product) -> FinishProduct:
+        weight = self._weight(source, *product.weights)
+        bias = read_bias(source, product)
+        return lambda: self._hold(weight, bias)
+
+    def read_ends(self, source: WeightSource, ends: Ends) -> FinishEnds:
+        head = self._weight(source, ends.head)
+        if ends.tied:
+            return lambda: (Bf16Table(head), self._hold(head, None))
+        table = source.read(ends.embedding)
+        return lambda: (self.table(table, table), self._hold(head, None))
+
+    def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return self._hold(Bf16Weight(self._kernels, weight), bias)
+
+    def table(self, table: torch.Tensor, head: torch.Tensor) -> Table:
+        self.memory[self.name] += table.nbytes
+        return DenseTable(table)
+
+    def _weight(self, source: WeightSource, *names: str) -> Bf16Weight:
+        return Bf16Weight(self._kernels, source.read(*names, dtype=self.dtype))
+
+    def _hold(self, weight: Bf16Weight, bias: torch.Tensor | None) -> Linear:
+        self.memory[self.name] += weight.nbytes
+        return BlockLinear(weight, bias)
 
 
 class Packer(Protocol):

@@ -11,7 +11,7 @@ from proto.errors import ConfigError
 from proto.prepared_model import TensorEntry, TensorIndex
 from worker.kernels import Kernels, KernelsUnavailableError
 from worker.loader.choice import activation_dtype, choose_form, part_in_blocks
-from worker.loader.forms import MixedForm, TileForm
+from worker.loader.forms import Bf16Form, DenseForm, MixedForm, TileForm
 
 AMX = ("avx512_bf16", "amx_bf16")
 NO_AMX = ("avx512_bf16",)
@@ -78,6 +78,13 @@ def test_one_form_where_a_second_gains_nothing(variant: str) -> None:
 def test_the_head_is_dense_as_well_where_tiles_multiply_it() -> None:
     for flags, kind in ((AMX, TileForm), (NO_AMX, MixedForm)):
         assert type(choose_form(ModelConfig(), BF16, BLOCKS, flags, kernels)) is kind
+
+
+@pytest.mark.parametrize("weights", ["auto", "bf16"])
+def test_bfloat16_is_multiplied_by_kernels_where_there_are_any(weights: CpuWeights) -> None:
+    config = ModelConfig(cpu_weights=weights)
+    assert type(choose_form(config, BF16, NUMBERS, AMX, kernels)) is Bf16Form
+    assert type(choose_form(config, BF16, NUMBERS, AMX, no_kernels)) is DenseForm
 
 
 @pytest.mark.parametrize("stored", [BLOCKS, NUMBERS])

@@ -26,6 +26,7 @@ from worker.layers.packed_reference import quantise_dense, rounded_rows
 from worker.loader import forms
 from worker.loader.form_report import dense_notice, memory_line
 from worker.loader.forms import (
+    Bf16Form,
     BlockForm,
     DenseForm,
     FileBlocks,
@@ -254,6 +255,22 @@ def test_a_head_in_blocks_and_dense(
     assert torch.equal(found, other) == (len(TOKENS) < least)
     assert relative(found, other) < 0.05
     assert sorted(form.memory) == ["bf16", "packed", "rotated"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bfloat16_in_panels(tied: bool, kernels: Kernels, tmp_path: Path) -> None:
+    """A tied weight is held once; what torch multiplies has the same numbers."""
+    config = LlamaConfig(**SIZES | {"tie_word_embeddings": tied}, attention_bias=True)
+    prepared, form = prepared_gguf(tmp_path, "F16", config), Bf16Form(kernels)
+    dense = DenseForm(torch.bfloat16)
+    found, expected = (logits(prepared, each, torch.bfloat16) for each in (form, dense))
+    exact = logits(prepared)
+    assert 0 < relative(found, exact) < 0.03
+    assert relative(found, exact) < 1.2 * relative(expected, exact)
+    assert form.name == dense.name == "bf16"
+    assert list(form.memory) == ["bf16"]
+    table = 64 * 256 * 2
+    assert form.memory["bf16"] == dense.memory["bf16"] - (table if tied else 0)
 
 
 def test_what_cannot_be_in_blocks_is_dense_in_both(kernels: Kernels, tmp_path: Path) -> None:

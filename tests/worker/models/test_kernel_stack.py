@@ -24,7 +24,15 @@ from worker.kernels import Kernels
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 from worker.layers import activation, norm
-from worker.loader.forms import BlockForm, DenseForm, FileBlocks, MixedForm, NewBlocks, WeightForm
+from worker.loader.forms import (
+    Bf16Form,
+    BlockForm,
+    DenseForm,
+    FileBlocks,
+    MixedForm,
+    NewBlocks,
+    WeightForm,
+)
 from worker.loader.weights import load_model
 from worker.models import kernel_stack
 from worker.models.decoder import Decoder
@@ -160,6 +168,30 @@ def test_variants(variant: Variant, use: Callable[[Variant], Kernels], tmp_path:
         assert_same_bits(load(prepared, dtype, int8(kernels, dtype)), kernels)
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("variant", RUNNABLE[:1])
+def test_families_in_bfloat16(
+    variant: Variant, name: str, use: Callable[[Variant], Kernels], tmp_path: Path
+) -> None:
+    kernels = use(variant)
+    prepared = prepared_checkpoint(CONFIGS[name], tmp_path)
+    assert_same_bits(load(prepared, torch.bfloat16, Bf16Form(kernels)), kernels)
+
+
+@each_variant
+def test_bfloat16_of_any_length(
+    variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path
+) -> None:
+    """Rows that are no whole number of a kernel's steps, which it does not read in place."""
+    kernels = use(variant)
+    for name in ("llama", "gemma3-pattern-untied"):
+        folder = tmp_path / name
+        tiny_model(CONFIGS[name]).save_pretrained(folder)
+        prepared = prepare_checkpoint(folder, folder / "prepared")
+        assert_same_bits(load(prepared, torch.bfloat16, Bf16Form(kernels)), kernels)
+
+
 @each_variant
 def test_products_of_several_types(
     variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path
@@ -180,7 +212,8 @@ def test_the_shapes_of_smollm2(
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 2}
     tiny_model(LlamaConfig(**sizes, **heads)).save_pretrained(tmp_path)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
-    assert_same_bits(load(prepared, torch.bfloat16, int8(kernels, torch.bfloat16)), kernels)
+    for form in (int8(kernels, torch.bfloat16), Bf16Form(kernels)):
+        assert_same_bits(load(prepared, torch.bfloat16, form), kernels)
 
 
 @each_variant

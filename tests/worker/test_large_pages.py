@@ -1,0 +1,35 @@
+"""Memory for weights: parts of maps that do not touch one another."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from worker import large_pages
+from worker.large_pages import WeightMemory
+
+
+def test_parts_are_aligned_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From several threads, across maps, and also those that are larger than a map."""
+    monkeypatch.setattr(large_pages, "_MAP_BYTES", 4096)
+    memory = WeightMemory()
+    sizes = [1, 63, 64, 65, 1000, 4096, 4097, 9000] * 20
+    with ThreadPoolExecutor(4) as pool:
+        parts = list(pool.map(memory.take, sizes))
+    assert [len(part) for part in parts] == sizes
+    assert all(part.data_ptr() % 64 == 0 for part in parts)
+    for number, part in enumerate(parts):
+        part.fill_(number % 251)
+    assert all((part == number % 251).all() for number, part in enumerate(parts))
+
+
+def test_a_part_outlives_the_memory_it_is_of() -> None:
+    part = WeightMemory().take(100)
+    part.fill_(7)
+    others = [WeightMemory().take(100).fill_(8) for _ in range(20)]
+    assert (part == 7).all()
+    assert len(others) == 20
+
+
+def test_a_map_is_zeros() -> None:
+    assert torch.equal(large_pages.large_pages(5000), torch.zeros(5000, dtype=torch.uint8))
