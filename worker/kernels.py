@@ -20,6 +20,7 @@ from worker.build_kernels import (
     machine_variants,
     usable_variants,
 )
+from worker.weight_memory import WeightMemory
 
 logger = logging.getLogger("tokend.kernels")
 
@@ -183,10 +184,14 @@ StackRun = _structure(
 
 
 class Kernels:
-    """The functions of one library. `variant` names its instruction set."""
+    """The functions of one library. `variant` names its instruction set.
+
+    memory: where the weights that they multiply lie.
+    """
 
     def __init__(self, library: ctypes.CDLL, variant: str) -> None:
         self.variant = variant
+        self.memory = WeightMemory()
         self.attention_plan = library.tokend_attention_plan
         self.attention_plan.argtypes = [POINTER(Step), POINTER(Plan)]
         self.attention_plan.restype = None

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 
 from worker.kernels import DTYPE_CODES, Part, Product
+from worker.weight_memory import WeightMemory
 
 PRODUCT_DTYPES: Final = (torch.float32, torch.bfloat16)
 
@@ -22,7 +23,7 @@ class KernelWeight:
     """A weight [out_features, in_features] of no numbers yet.
 
     form: a TokendForm of csrc/stack.h, which says what `structure` is; it has fields
-    out_features, in_features and packed. num_bytes: how much memory such a weight needs.
+    out_features, in_features and packed. memory: where it goes. num_bytes: how much memory such a weight needs.
     run: the kernel that multiplies, of a structure and a `worker.kernels.Product`.
     """
 
@@ -30,6 +31,7 @@ class KernelWeight:
         self,
         form: int,
         structure: Structure,
+        memory: WeightMemory,
         num_bytes: Callable[[Structure], int],
         run: Callable[[Structure, Structure], None],
     ) -> None:
@@ -38,8 +40,7 @@ class KernelWeight:
         self._form = form
         self._structure = structure
         self._kernel = run
-        # torch aligns its memory to cache lines, which the kernels rely on.
-        self._packed = torch.empty(num_bytes(structure), dtype=torch.uint8)
+        self._packed = memory.take(num_bytes(structure))
         structure.packed = self._packed.data_ptr()
 
     @property

@@ -53,7 +53,9 @@ class PackedWeight(KernelWeight):
         self.gguf_type = gguf_type
         self._kernels = kernels
         weight = Weight(_TYPE_CODES[gguf_type], *shape)
-        super().__init__(_BLOCKS, weight, kernels.packed_bytes, kernels.packed_product)
+        super().__init__(
+            _BLOCKS, weight, kernels.memory, kernels.packed_bytes, kernels.packed_product
+        )
 
     @classmethod
     def from_blocks(

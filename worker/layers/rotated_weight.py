@@ -36,6 +36,8 @@ class RotatedWeight(KernelWeight):
         assert can_rotate(dense.shape[1])
         assert dense.stride(1) == 1
         shape = RotatedShape(*dense.shape)
-        super().__init__(_ROTATED, shape, kernels.rotated_bytes, kernels.rotated_product)
+        super().__init__(
+            _ROTATED, shape, kernels.memory, kernels.rotated_bytes, kernels.rotated_product
+        )
         code = DTYPE_CODES[dense.dtype]
         kernels.rotate_dense(self._structure, code, dense.stride(0), dense.data_ptr())
