@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from proto.lifecycle import KVCacheGeometry
 
-LAYOUT_VERSION: Final = 3
+LAYOUT_VERSION: Final = 4
 """Counts changes of the cache layout or of the arithmetic of a layer."""
 
 

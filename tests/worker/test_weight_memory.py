@@ -1,5 +1,6 @@
 """Weights share ranges of memory and nothing else."""
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -15,7 +16,7 @@ def test_parts_are_zeros_on_cache_lines_and_apart() -> None:
     assert all(part.data_ptr() % 64 == 0 for part in parts)
     assert not any(part[-1] or part[0] for part in parts)
     places = sorted((part.data_ptr(), part.data_ptr() + part.nbytes) for part in parts)
-    assert all(end <= start for (_, end), (start, _) in zip(places, places[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
 
 
 def test_small_parts_share_a_large_page() -> None:

@@ -23,7 +23,7 @@ class KernelWeight:
     """A weight [out_features, in_features] of no numbers yet.
 
     form: a TokendForm of csrc/stack.h, which says what `structure` is; it has fields
-    out_features, in_features and packed. memory: where it goes. num_bytes: how much memory such a weight needs.
+    out_features, in_features and packed. num_bytes: how much of `memory` such a weight needs.
     run: the kernel that multiplies, of a structure and a `worker.kernels.Product`.
     """
 

@@ -158,8 +158,8 @@ def in_chunks(step: Step, backend: CpuAttention, cuts: list[int]) -> torch.Tenso
 
 
 def sums_of_decodes_and_chunks_are_one(variant, kv_dtype: torch.dtype) -> bool:
-    """The tile unit over pages of bfloat16; elsewhere a decode has a kernel of its own."""
-    return variant.name == "amx" and kv_dtype == torch.bfloat16
+    """The tile unit; elsewhere a decode has a kernel of its own."""
+    return variant.name == "amx" and kv_dtype != torch.float32
 
 
 @each_variant
@@ -387,7 +387,8 @@ def test_only_the_slots_of_the_step_are_written(variant, kv_dtype: torch.dtype) 
         assert step.written(part).isfinite().all()
         pages.rows.view(torch.uint8)[place] = 0xFF
         if isinstance(pages, Int8Pages):
-            pages.scales.view(torch.int32)[place] = -1
+            blocks, heads, offsets = place
+            pages.scales.view(torch.int32)[blocks, heads, :, offsets] = -1
     assert torch.equal(step.kv_cache.buffer.view(torch.uint8), before.view(torch.uint8))
 
 
