@@ -222,21 +222,20 @@ struct Groups {
 
 // The rows of the piece after the one at hand, to be fetched ahead a few lines at a time: memory
 // should never wait for arithmetic. What no page holds as a whole is left alone.
-template <class C>
 struct Ahead {
-    static constexpr int64_t LINES = 2 * sizeof(C);
+    static constexpr int64_t LINES = 4;
 
     const char* parts[2 * PIECE / TILE];  // 16 rows each, in the order of their use
     int64_t count = 0, index = 0, at = 0, size;
 
-    Ahead(const Piece& now, const Piece& following) : size(TILE * now.head_dim * sizeof(C)) {
+    Ahead(const Piece& now, const Piece& following) : size(TILE * now.head_dim * sizeof(bfloat16)) {
         if (following.tile == now.tile && following.begin == now.begin) return;
         if (now.step->block_size % TILE != 0) return;
         const int64_t groups = (following.end - 1) / TILE - following.begin / TILE + 1;
         for (int64_t group = 0; group < groups; group++) {
             const int64_t token = std::max(following.begin, (following.begin / TILE + group) * TILE);
-            const C *key, *value;
-            following.locate(token, token + 1, &key, &value);
+            const bfloat16 *key, *value;
+            following.locate(token, &key, &value);
             parts[group] = reinterpret_cast<const char*>(key);
             parts[groups + group] = reinterpret_cast<const char*>(value);
         }

@@ -9,6 +9,11 @@ namespace tokend {
 
 constexpr int64_t FEW_ROWS = 8;
 
+// Rows that share a pass over a chunk, at most: each number up to that is compiled by itself, so
+// the rarest type of pages has one.
+template <class C>
+constexpr int MOST_SHARING = std::is_same_v<C, float16> ? 1 : 4;
+
 // Dot products of R query rows with four K rows over dims [begin, end): parts[r] as sum_four
 // leaves them.
 template <int N, int R, class Q, class C>
@@ -303,7 +308,7 @@ template <class Q, class C>
 void attend_few(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index, Scratch& scratch) {
     FewRows<Q, C> tile(piece, scratch);
     if (piece.head_dim % LANES == 0)
-        tile.template compute<LANES, 4>(piece, following);
+        tile.template compute<LANES, MOST_SHARING<C>>(piece, following);
     else
         tile.template compute<8, 1>(piece, following);
     for (int64_t row = 0; row < piece.rows; row++)

@@ -16,7 +16,7 @@ bool attend_in_bfloat16(const Piece& piece, const TokendPlan* plan, int64_t inde
 bool attend_few_in_bfloat16(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
                             Scratch& scratch);
 
-// attention_tiles.cpp: few query rows, a piece of tokens; `following` is
+// attention_tiles.cpp: few query rows over pages of bfloat16, a piece of tokens; `following` is
 // what to fetch ahead.
 bool attend_in_tiles(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
                      Scratch& scratch);

@@ -1,9 +1,7 @@
-// Attention of up to 16 query rows over a piece of pages of bfloat16 or int8 with the tile unit: a
-// decode.
+// Attention of up to 16 query rows over a piece of bfloat16 pages with the tile unit: a decode.
 //
 // Reading K and V once is the limit, so what is done with them must be little: a tile of 16
-// rows of K is multiplied as it lies in the page, and V takes one instruction for two rows. int8
-// becomes bfloat16 on the way, which holds it exactly.
+// rows of K is multiplied as it lies in the page, and V takes one instruction for two rows.
 //
 //   scores [token, row]  = K [token, dim] . Q^T [dim, row]
 //   output [row, dim]   += weights [row, token] . V [token, dim]
@@ -46,23 +44,16 @@ TOKEND_INLINE float sum_pairs(F<16> v) {
 }
 
 // Rows of a tile of the plan over one piece.
-template <class C>
 struct FewRows {
     const Piece& piece;
     const int64_t head_dim, rows;
-    const int64_t parts, part_dims;  // of a row, with a scale each
-    Groups<C> groups;
-    Ahead<C> ahead;
+    Groups<bfloat16> groups;
+    Ahead ahead;
     int64_t begin, end;  // the tokens that are computed, whole tiles of them
     float best[TILE], total[TILE];
 
-    FewRows(const Piece& p, const Piece& following, C* copy)
-        : piece(p),
-          head_dim(p.head_dim),
-          rows(p.rows),
-          parts(QUANTISED<C> ? num_scales(p.head_dim) : 1),
-          part_dims(p.head_dim / parts),
-          ahead(p, following) {
+    FewRows(const Piece& p, const Piece& following, bfloat16* copy)
+        : piece(p), head_dim(p.head_dim), rows(p.rows), ahead(p, following) {
         groups.locate(piece, piece.begin, piece.end, copy);
         begin = (groups.from - groups.start) / INNER * INNER;
         end = round_up(groups.to - groups.start, INNER);
@@ -73,16 +64,6 @@ struct FewRows {
         return std::max(groups.from, piece.limit(row) - piece.window) - groups.start;
     }
     int64_t end_seen(int64_t row) const { return std::min(groups.to, piece.limit(row)) - groups.start; }
-
-    // Scores of a row are the products of each part of the dims, times its scales, added up.
-    void scale(int64_t part, const float* products, float* scores) const {
-        const float* scales = groups.key_scales + part * PIECE;
-        for (int64_t token = begin; token < end; token += 16) {
-            const F<16> product = load<16>(products + token), scale = load<16>(scales + token);
-            store<16>(scores + token,
-                      part == 0 ? product * scale : multiply_add<16>(product, scale, load<16>(scores + token)));
-        }
-    }
 
     void cap(float* scores) const {
         if (piece.soft_cap <= 0.0f) return;
@@ -126,64 +107,56 @@ constexpr int64_t DIMS = 64;  // of V that one pass takes
 constexpr int64_t ROW_WORDS = PIECE / 2;
 
 // Memory of one piece, from the thread's.
-template <class C>
 struct Memory {
     uint32_t* queries;  // tiles [head_dim / 32]
     uint32_t* values;   // [2, TILE, 64] words: two steps of tokens
-    uint32_t* keys;     // [2, TILE, head_dim / 2] words: int8 ones in the form of tiles
-    C* clean;           // [2, 64]
-    C* copy;            // of the groups
+    bfloat16* clean;    // [2, 64]
+    bfloat16* copy;     // of the groups
     float* products;    // [PIECE, columns]
-    float* turned;      // [columns, PIECE], of a part of the dims
     float* scores;      // [columns, PIECE]
-    uint32_t* weights;  // [parts, TILE, ROW_WORDS]
+    uint32_t* weights;  // [rows, ROW_WORDS]
     float* output;      // [rows, head_dim], in the order of the products
 
     Memory(Scratch& scratch, int64_t head_dim) {
-        const int64_t copied = Groups<C>::copy_size(head_dim) * sizeof(C) / 4;
-        float* at = scratch.floats(TILE * head_dim * 5 / 2 + 2 * TILE * DIMS + DIMS + copied + 3 * PIECE * TILE +
-                                   MOST_SCALES * TILE * ROW_WORDS);
+        const int64_t copied = Groups<bfloat16>::copy_size(head_dim) / 2;
+        float* at = scratch.floats(TILE * head_dim * 3 / 2 + 2 * TILE * DIMS + DIMS + copied + 2 * PIECE * TILE +
+                                   TILE * ROW_WORDS);
         const auto take = [&at](int64_t size) { return std::exchange(at, at + size); };
         queries = reinterpret_cast<uint32_t*>(take(TILE * head_dim / 2));
         values = reinterpret_cast<uint32_t*>(take(2 * TILE * DIMS));
-        keys = reinterpret_cast<uint32_t*>(take(TILE * head_dim));
-        clean = reinterpret_cast<C*>(take(DIMS));
-        copy = reinterpret_cast<C*>(take(copied));
+        clean = reinterpret_cast<bfloat16*>(take(DIMS));
+        copy = reinterpret_cast<bfloat16*>(take(copied));
         products = take(PIECE * TILE);
-        turned = take(PIECE * TILE);
         scores = take(PIECE * TILE);
-        weights = reinterpret_cast<uint32_t*>(take(MOST_SCALES * TILE * ROW_WORDS));
+        weights = reinterpret_cast<uint32_t*>(take(TILE * ROW_WORDS));
         output = take(TILE * head_dim);
     }
 };
 
-template <class C>
-struct Rows : Memory<C>, FewRows<C> {
-    using Memory<C>::queries, Memory<C>::values, Memory<C>::keys, Memory<C>::clean, Memory<C>::copy;
-    using Memory<C>::products, Memory<C>::turned, Memory<C>::scores, Memory<C>::weights, Memory<C>::output;
-    using FewRows<C>::piece, FewRows<C>::head_dim, FewRows<C>::rows, FewRows<C>::parts, FewRows<C>::part_dims;
-    using FewRows<C>::groups, FewRows<C>::ahead, FewRows<C>::begin, FewRows<C>::end, FewRows<C>::total;
+struct Rows : Memory, FewRows {
     int64_t columns;  // rows in whole fours
     Broken broken;
 
     Rows(const Piece& p, const Piece& following, Scratch& scratch)
-        : Memory<C>(scratch, p.head_dim), FewRows<C>(p, following, copy), columns(round_up(p.rows, 4)) {
+        : Memory(scratch, p.head_dim), FewRows(p, following, copy), columns(round_up(p.rows, 4)) {
         pack_queries();
     }
 
     void compute() {
         const Tiles tiles(rows, columns);
         tiles.keys.load();
-        for (int64_t part = 0; part < parts; part++) {
-            multiply_keys(part * part_dims);
-            turn(QUANTISED<C> ? turned : scores);
-            if constexpr (QUANTISED<C>)
-                for (int64_t row = 0; row < rows; row++) this->scale(part, turned + row * PIECE, scores + row * PIECE);
+        multiply_keys();
+        for (int64_t token = begin; token < end; token += TILE) {
+            ahead.fetch(head_dim / 16);
+            for (int64_t row = 0; row < rows; row += 4)
+                turn_four(products + token * columns + row, columns, scores + row * PIECE + token);
         }
         for (int64_t row = 0; row < rows; row++) {
-            this->cap(scores + row * PIECE);
-            this->weigh(row, scores + row * PIECE,
-                        [&](int64_t token, F<16> low, F<16> high) { leave_weights(row, token, low, high); });
+            cap(scores + row * PIECE);
+            weigh(row, scores + row * PIECE, [&](int64_t token, F<16> low, F<16> high) {
+                const auto words = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+                _mm512_storeu_si512(weights + row * ROW_WORDS + token / 2, words);
+            });
         }
         tiles.values.load();
         for (int64_t dim = 0; dim < head_dim; dim += DIMS) multiply_values(dim, std::min(DIMS, head_dim - dim));
@@ -194,39 +167,24 @@ struct Rows : Memory<C>, FewRows<C> {
     void pack_queries() {
         uint32_t* pairs = reinterpret_cast<uint32_t*>(products);  // [TILE, head_dim / 2], free as yet
         std::fill_n(pairs, TILE * head_dim / 2, 0u);
-        for (int64_t row = 0; row < rows; row++) pair_query<C>(piece, row, pairs + row * head_dim / 2);
+        for (int64_t row = 0; row < rows; row++) pair_query<bfloat16>(piece, row, pairs + row * head_dim / 2);
         for (int64_t step = 0; step < head_dim / INNER; step++)
             transpose(pairs + step * TILE, head_dim / 2, queries + step * TILE_WORDS, TILE);
     }
 
-    // Sixteen rows of K from `dim` on, of part_dims: where they are in the form of an `a`, and how
-    // far a row is from the next, in bytes.
-    TOKEND_INLINE const char* key_rows(int64_t group, int64_t dim) {
-        const C* from = groups.keys[group] + dim;
-        if constexpr (QUANTISED<C>) {
-            uint32_t* to = keys + group % 2 * TILE * part_dims / 2;
-            for (int64_t row = 0; row < TILE; row++) pair_dims(from + row * head_dim, part_dims, to + row * part_dims / 2);
-            return reinterpret_cast<const char*>(to);
-        } else {
-            return reinterpret_cast<const char*>(from);
-        }
-    }
-
-    // Over part_dims from `first` on.
-    void multiply_keys(int64_t first) {
-        const int64_t row_bytes = (QUANTISED<C> ? part_dims : head_dim) * 2;
-        const uint32_t* query = queries + first / INNER * TILE_WORDS;
+    void multiply_keys() {
+        const int64_t row_bytes = head_dim * 2;
         for (int64_t token = begin; token < end; token += INNER) {
-            ahead.fetch(part_dims / 8);
-            const char *upper = key_rows(token / TILE, first), *lower = key_rows(token / TILE + 1, first);
+            ahead.fetch(head_dim / 8);
+            const bfloat16 *upper = groups.keys[token / TILE], *lower = groups.keys[token / TILE + 1];
             // The compiler does not know that tiles are read from memory.
             asm volatile("" ::: "memory");
             _tile_zero(0);
             _tile_zero(1);
-            for (int64_t dim = 0; dim < part_dims; dim += INNER) {
-                _tile_loadd(2, query + dim / INNER * TILE_WORDS, 64);
-                _tile_loadd(3, upper + dim * 2, row_bytes);
-                _tile_loadd(4, lower + dim * 2, row_bytes);
+            for (int64_t dim = 0; dim < head_dim; dim += INNER) {
+                _tile_loadd(2, queries + dim / INNER * TILE_WORDS, 64);
+                _tile_loadd(3, upper + dim, row_bytes);
+                _tile_loadd(4, lower + dim, row_bytes);
                 _tile_dpbf16ps(0, 3, 2);
                 _tile_dpbf16ps(1, 4, 2);
             }
@@ -236,41 +194,18 @@ struct Rows : Memory<C>, FewRows<C> {
         }
     }
 
-    // Columns of products become rows.
-    void turn(float* to) {
-        for (int64_t token = begin; token < end; token += TILE) {
-            ahead.fetch(part_dims / 16);
-            for (int64_t row = 0; row < rows; row += 4)
-                turn_four(products + token * columns + row, columns, to + row * PIECE + token);
-        }
-    }
-
-    TOKEND_INLINE void leave_weights(int64_t row, int64_t token, F<16> low, F<16> high) {
-        for (int64_t part = 0; part < parts; part++) {
-            F<16> a = low, b = high;
-            if constexpr (QUANTISED<C>) {
-                const float* scales = groups.value_scales + part * PIECE + token;
-                a = scaled(low, load<16>(scales));
-                b = scaled(high, load<16>(scales + 16));
-            }
-            const auto words = (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
-            _mm512_storeu_si512(weights + (part * TILE + row) * ROW_WORDS + token / 2, words);
-        }
-    }
-
     // `dims` of the output, 64 or 32. V of a step is packed while the tiles take the one before.
     void multiply_values(int64_t dim, int64_t dims) {
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
-        const uint32_t* weight = weights + dim / part_dims * TILE * ROW_WORDS;
         pack(begin, dim, dims);
         for (int64_t token = begin; token < end; token += INNER) {
             if (token + INNER < end) pack(token + INNER, dim, dims);
             const uint32_t* words = values + token / INNER % 2 * TILE * DIMS;
             asm volatile("" ::: "memory");
-            _tile_loadd(4, weight + token / 2, ROW_WORDS * 4);
+            _tile_loadd(4, weights + token / 2, ROW_WORDS * 4);
             _tile_loadd(5, words, dims * 4);
             _tile_loadd(6, words + TILE, dims * 4);
             _tile_dpbf16ps(0, 4, 5);
@@ -303,29 +238,24 @@ struct Rows : Memory<C>, FewRows<C> {
     // Those who see a token of which V is not finite.
     void spoil() {
         for (int64_t row = 0; row < rows; row++)
-            for (int64_t token = this->first_seen(row); token < this->end_seen(row); token++)
+            for (int64_t token = first_seen(row); token < end_seen(row); token++)
                 if (broken.has(token)) total[row] = NAN;
     }
 };
-
-template <class C>
-void attend(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index, Scratch& scratch) {
-    Rows<C> few(piece, following, scratch);
-    few.compute();
-    for (int64_t row = 0; row < piece.rows; row++) {
-        float* output = few.output + row * piece.head_dim;
-        order_dims<C>(output, piece.head_dim);
-        leave_bfloat16(piece, plan, index, row, {output, few.best[row], few.total[row]});
-    }
-}
 
 }  // namespace
 
 bool attend_in_tiles(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
                      Scratch& scratch) {
-    if (!suits_bfloat16(piece.layer, piece.head_dim) || !tiles_allowed()) return false;
-    if (piece.layer->cache_dtype == TOKEND_INT8) attend<int8_t>(piece, following, plan, index, scratch);
-    else attend<bfloat16>(piece, following, plan, index, scratch);
+    const bool suits = suits_bfloat16(piece.layer, piece.head_dim) && piece.layer->cache_dtype == TOKEND_BFLOAT16;
+    if (!suits || !tiles_allowed()) return false;
+    Rows few(piece, following, scratch);
+    few.compute();
+    for (int64_t row = 0; row < piece.rows; row++) {
+        float* output = few.output + row * piece.head_dim;
+        order_dims<bfloat16>(output, piece.head_dim);
+        leave_bfloat16(piece, plan, index, row, {output, few.best[row], few.total[row]});
+    }
     return true;
 }
 

@@ -158,8 +158,8 @@ def in_chunks(step: Step, backend: CpuAttention, cuts: list[int]) -> torch.Tenso
 
 
 def sums_of_decodes_and_chunks_are_one(variant, kv_dtype: torch.dtype) -> bool:
-    """The tile unit; elsewhere a decode has a kernel of its own."""
-    return variant.name == "amx" and kv_dtype != torch.float32
+    """The tile unit over pages of bfloat16; elsewhere a decode has a kernel of its own."""
+    return variant.name == "amx" and kv_dtype == torch.bfloat16
 
 
 @each_variant
