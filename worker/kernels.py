@@ -271,16 +271,12 @@ class Kernels:
         self.rotate_dense.argtypes = [POINTER(RotatedShape), c_int64, c_int64, c_void_p]
         self.code_rows = library.tokend_code_rows
         self.code_rows.argtypes = [POINTER(Product), c_int64, c_void_p]
-        self.code_norm = library.tokend_code_norm
-        self.code_norm.argtypes = [POINTER(Norm), c_void_p]
-        self.code_gate = library.tokend_code_gate
-        self.code_gate.argtypes = [POINTER(Gate), c_void_p]
         self.coded_product = library.tokend_coded_product
         self.coded_product.argtypes = [POINTER(RotatedShape), POINTER(Product), c_void_p]
         self.rotated_product = library.tokend_rotated_product
         self.rotated_product.argtypes = [POINTER(RotatedShape), POINTER(Product)]
         for function in (
-            *(self.rotate_dense, self.code_rows, self.code_norm, self.code_gate),
+            *(self.rotate_dense, self.code_rows),
             *(self.coded_product, self.rotated_product),
         ):
             function.restype = None

@@ -24,7 +24,7 @@ from proto.config import KVCacheDType
 from proto.errors import ConfigError
 from proto.lifecycle import KVCacheGeometry, KVGroup
 from worker.kv_layout import KVLayout
-from worker.kv_pages import SCALE_BYTES, DensePages, Int8Pages, Pages
+from worker.kv_pages import SCALE_BYTES, DensePages, Int8Pages, Pages, num_scales
 
 _ALIGNMENT: Final = 64
 """Bytes of a cache line; rows of a page start on one when head_dim allows."""
@@ -63,7 +63,7 @@ class KVCache:
     """The KV tensors of one device.
 
     buffer: [num_blocks, num_slots, 2, num_kv_heads, block_size, head_dim], zeros; the
-        last two of int8 are one, block_size * (head_dim + 4) bytes.
+        last two of int8 are one: block_size rows and their scales.
 
     The memory is an anonymous zero mapping: a page costs memory only once a token
     was written to it.
@@ -106,15 +106,17 @@ class KVCache:
         if self.dtype != torch.int8:
             return DensePages(part)
         size, head_dim = self.block_size, self.geometry.head_dim
-        # a head  [ size * head_dim bytes of rows | size floats ]
+        # a head  [ size * head_dim bytes of rows | size floats for each part of a row ]
         rows, scales = part[..., : size * head_dim], part[..., size * head_dim :]
         split = (*part.shape[:-1], size, head_dim)
-        return Int8Pages(rows.view(split), scales.view(torch.float32))
+        by_part = (*part.shape[:-1], num_scales(head_dim), size)
+        return Int8Pages(rows.view(split), scales.view(torch.float32).view(by_part))
 
 
 def _row_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one head of one token, its scale included."""
-    return head_dim * dtype.itemsize + (SCALE_BYTES if dtype == torch.int8 else 0)
+    """Bytes of one head of one token, its scales included."""
+    scales = num_scales(head_dim) * SCALE_BYTES if dtype == torch.int8 else 0
+    return head_dim * dtype.itemsize + scales
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -1,12 +1,14 @@
 """K or V of one layer in the pages of a KV cache, as plain torch reads and writes it.
 
-Owns what a value becomes in a page: the cache's dtype, or int8 with one scale for each
-token and head (symmetric; largest magnitude / 127), which stands behind the page's rows:
+Owns what a value becomes in a page: the cache's dtype, or int8 with a scale for each
+token and head (symmetric; largest magnitude / 127), which stands behind the page's rows. A
+head of 256 numbers has a scale for each 128:
 
-    page of one KV head   | t0 | t1 | … | tB |  s0 s1 … sB |      rows int8, scales float32
+    page of one KV head   | t0 | t1 | … | tB |  s0 s1 … sB | s0 … sB |   rows int8, scales float32
+                                               of dims 0-127  128-255
 
-The kernels write the same bits. A row with anything in it that is not finite gets the
-scale NaN, so that whoever reads it is found broken.
+The kernels write the same bits. A row with anything in it that is not finite gets only
+scales that are NaN, so that whoever reads it is found broken.
 """
 
 from dataclasses import dataclass
@@ -15,10 +17,17 @@ from typing import Final, Protocol
 import torch
 
 SCALE_BYTES: Final = torch.float32.itemsize
-"""What a row of int8 takes beside its elements."""
+_SCALED_DIMS: Final = 128
+_MOST_SCALES: Final = 4
 _LARGEST: Final = 127.0
 _LEAST_LARGEST: Final = 2.0**-100
 """A row whose largest element is below this counts as zeros: its inverse would overflow."""
+
+
+def num_scales(head_dim: int) -> int:
+    """Of a row of int8: one for each 128 numbers, or one where there are no whole 128."""
+    parts, rest = divmod(head_dim, _SCALED_DIMS)
+    return parts if rest == 0 and parts <= _MOST_SCALES else 1
 
 
 class Pages(Protocol):
@@ -56,7 +65,7 @@ class DensePages:
 
 @dataclass(frozen=True, slots=True)
 class Int8Pages:
-    """Pages of int8 with their scales, float32 [num_blocks, num_kv_heads, block_size]."""
+    """Pages of int8 with their scales, float32 [num_blocks, num_kv_heads, num_scales, block_size]."""
 
     rows: torch.Tensor
     scales: torch.Tensor
@@ -64,21 +73,25 @@ class Int8Pages:
     def write(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """As the Protocol says; off by at most half a scale."""
         block_size = self.rows.shape[2]
-        place = (slots // block_size, slice(None), slots % block_size)
-        self.rows[place], self.scales[place] = quantise(tokens)
+        blocks, offsets = slots // block_size, slots % block_size
+        rows, scales = quantise(tokens, self.scales.shape[2])
+        self.rows[blocks, :, offsets] = rows
+        self.scales[blocks, :, :, offsets] = scales
 
     def read(self, blocks: torch.Tensor) -> torch.Tensor:
         """As the Protocol says."""
-        return self.rows[blocks].float() * self.scales[blocks][..., None]
+        scales = self.scales[blocks].transpose(-1, -2)
+        rows = self.rows[blocks].unflatten(-1, (scales.shape[-1], -1))
+        return (rows.float() * scales[..., None]).flatten(-2)
 
 
-def quantise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows [..., D] to int8 [..., D] and float32 scales [...]; rows ≈ int8 * scale."""
-    wide = rows.float()
+def quantise(rows: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows [..., D] to int8 [..., D] and float32 scales [..., parts] of neighbouring numbers."""
+    wide = rows.float().unflatten(-1, (parts, -1))
     largest = wide.abs().amax(dim=-1)
-    broken = ~wide.isfinite().all(dim=-1)
+    broken = ~wide.isfinite().all(dim=-1).all(dim=-1, keepdim=True)
     zero = broken | (largest < _LEAST_LARGEST)
     inverse = torch.where(zero, 0.0, _LARGEST / largest)
     whole = (wide.nan_to_num(0.0, 0.0, 0.0) * inverse[..., None]).round()
     scales = torch.where(zero, 0.0, largest / _LARGEST).masked_fill(broken, float("nan"))
-    return whole.to(torch.int8), scales
+    return whole.to(torch.int8).flatten(-2), scales

@@ -12,20 +12,24 @@ from typing import Final
 
 import torch
 
+_LARGE_PAGE: Final = 2 << 20
 _MAP_BYTES: Final = 64 << 20
 _ALIGNMENT: Final = 64
 """A cache line, which the kernels rely on."""
 
 
 def large_pages(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes] of zeros, memory of its own that begins with a page.
+    """uint8 [num_bytes] of zeros, memory of its own that begins with a large page.
 
     The system is asked for large pages; where it has none the memory is as any other.
     """
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, num_bytes + _LARGE_PAGE, flags=flags)
     with contextlib.suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    begin = -whole.data_ptr() % _LARGE_PAGE
+    return whole[begin : begin + num_bytes]
 
 
 class WeightMemory:

@@ -37,6 +37,8 @@ def test_geometry_of_int8_counts_a_scale_for_each_token_and_head() -> None:
     geometry = kv_cache_geometry(kv_layout([None] * 30), 3, 64, torch.int8)
     assert geometry.bytes_per_token == 30 * 2 * 3 * (64 + 4)
     assert geometry.dtype == "int8"
+    wide = kv_cache_geometry(kv_layout([None]), 1, 256, torch.int8)
+    assert wide.bytes_per_token == 2 * (256 + 2 * 4)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,7 @@ def test_int8_rows_and_scales_of_all_layers_lie_side_by_side() -> None:
         assert isinstance(value, Int8Pages)
         assert key.rows.shape == value.rows.shape == (5, 3, 8, 16)
         assert key.rows.stride() == value.rows.stride()
-        assert key.scales.shape == value.scales.shape == (5, 3, 8)
+        assert key.scales.shape == value.scales.shape == (5, 3, 1, 8)
         assert key.scales.stride() == value.scales.stride()
         for part in (key, value):
             part.rows.add_(1)

@@ -31,5 +31,7 @@ def test_a_part_outlives_the_memory_it_is_of() -> None:
     assert len(others) == 20
 
 
-def test_a_map_is_zeros() -> None:
-    assert torch.equal(large_pages.large_pages(5000), torch.zeros(5000, dtype=torch.uint8))
+def test_a_map_is_zeros_from_a_large_page_on() -> None:
+    found = large_pages.large_pages(5000)
+    assert torch.equal(found, torch.zeros(5000, dtype=torch.uint8))
+    assert found.data_ptr() % (2 << 20) == 0

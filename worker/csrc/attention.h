@@ -69,7 +69,7 @@ struct TokendPlan {
 // One layer. Strides in elements; block_stride and head_stride hold for K and V.
 //   dtype: of query, key, value and output, not int8
 //   cache_dtype: of the pages; int8 rows [block_size, head_dim] are followed by their
-//       float scales [block_size]
+//       float scales [parts of a row, block_size] (attention_rows.h)
 //   rotation: [num_tokens, 2, head_dim / 2], cosines and sines
 struct TokendLayer {
     int64_t dtype;

@@ -73,13 +73,15 @@ struct Rows {
 
     const Piece& piece;
     int64_t head_dim, width;
+    int64_t parts, part_dims;  // of a row, with a scale each
     float log_scale;
     ColumnResults all;   // [head_dim, width]: pieces that are done
     ColumnResults part;  // [head_dim, 32]: the rows and the piece at hand
     float* limits;       // [width], position after the last KV token that a row sees
     float* scores;       // [PIECE, 32]
+    float* part_scores;  // [PIECE, 32], of a part of the dims with a scale of its own
     uint32_t* queries;   // tiles [width / 16][head_dim / 32]
-    uint32_t* weights;   // tiles [STEPS][2]
+    uint32_t* weights;   // tiles [parts][STEPS][2]
     uint32_t* values;    // tiles [head_dim / 16][STEPS]
     uint32_t* pairs;     // [16, head_dim] words, on the way to `values`
     uint32_t* keys;      // [PIECE, head_dim / 2] words: int8 ones in the form of tiles
@@ -90,9 +92,11 @@ struct Rows {
     Broken broken;     // of which V is not finite, where not all rows see all
 
     Rows(const Piece& p, Scratch& scratch) : piece(p), head_dim(p.head_dim), width(round_up(p.rows, PAIR)) {
+        parts = QUANTISED<C> ? num_scales(head_dim) : 1;
+        part_dims = head_dim / parts;
         const int64_t half_words = head_dim / 2, copied = Groups<C>::copy_size(head_dim) * sizeof(C) / 4;
-        float* at = scratch.floats((width + PAIR) * (head_dim + 2) + width + PIECE * PAIR + width * half_words +
-                                   PIECE * TILE + PIECE * half_words + TILE * head_dim + PIECE * half_words +
+        float* at = scratch.floats((width + PAIR) * (head_dim + 2) + width + 2 * PIECE * PAIR + width * half_words +
+                                   parts * PIECE * TILE + PIECE * half_words + TILE * head_dim + PIECE * half_words +
                                    2 * head_dim + copied);
         const auto take = [&at](int64_t size) { return std::exchange(at, at + size); };
         const auto words = [&](int64_t size) { return reinterpret_cast<uint32_t*>(take(size)); };
@@ -100,8 +104,9 @@ struct Rows {
         part = {take(PAIR * head_dim), take(PAIR), take(PAIR), PAIR, PAIR};
         limits = take(width);
         scores = take(PIECE * PAIR);
+        part_scores = take(PIECE * PAIR);
         queries = words(width * half_words);
-        weights = words(PIECE * TILE);
+        weights = words(parts * PIECE * TILE);
         values = words(PIECE * half_words);
         pairs = words(TILE * head_dim);
         keys = words(PIECE * half_words);
@@ -166,8 +171,11 @@ struct Rows {
         const int64_t all_from = std::max(begin, piece.limit(last) - piece.window);
         const int64_t all_to = std::min(end, piece.limit(column));
         const int64_t first = (begin - start) / INNER, steps = (end - start + INNER - 1) / INNER - first;
-        multiply_keys(column, first, steps);
-        if constexpr (QUANTISED<C>) scale_scores(first, steps);
+        multiply_keys(column, 0, first, steps, scores);
+        if constexpr (QUANTISED<C>) {
+            scale_scores(first, steps);
+            for (int64_t part = 1; part < parts; part++) add_scores(column, part, first, steps);
+        }
         if (piece.soft_cap > 0.0f) cap(first, steps);
         for (int64_t tile = 0; tile < 2; tile++) {
             const F<16> limit = load<16>(limits + column + tile * TILE) - float(start);
@@ -181,17 +189,18 @@ struct Rows {
         columns.fold(part, head_dim, piece.scale);
     }
 
-    void multiply_keys(int64_t column, int64_t first, int64_t steps) {
-        const int64_t inner = head_dim / INNER;
-        const uint32_t* query = queries + column / TILE * inner * TILE_WORDS;
+    // Over the dims of a part.
+    void multiply_keys(int64_t column, int64_t part, int64_t first, int64_t steps, float* to) {
+        const int64_t inner = head_dim / INNER, part_inner = part_dims / INNER, offset = part * part_dims * 2;
+        const uint32_t* query = queries + (column / TILE * inner + part * part_inner) * TILE_WORDS;
         for (int64_t step = first; step < first + steps; step++)
-            multiply({key_tiles[step * 2], key_tiles[step * 2 + 1], head_dim * 2, INNER * 2, query,
-                      query + inner * TILE_WORDS, TILE_WORDS, inner, scores + step * INNER * PAIR});
+            multiply({at(key_tiles[step * 2], offset), at(key_tiles[step * 2 + 1], offset), head_dim * 2, INNER * 2,
+                      query, query + inner * TILE_WORDS, TILE_WORDS, part_inner, to + step * INNER * PAIR});
     }
 
     void multiply_values(int64_t first, int64_t steps) {
-        const uint32_t* weight = weights + first * 2 * TILE_WORDS;
         for (int64_t dim = 0; dim < head_dim; dim += 2 * TILE) {
+            const uint32_t* weight = weights + (dim / part_dims * PIECE + first * INNER) * TILE;
             const uint32_t* upper = values + (dim / TILE * STEPS + first) * TILE_WORDS;
             multiply({upper, upper + STEPS * TILE_WORDS, 64, TILE_WORDS * 4, weight, weight + TILE_WORDS,
                       2 * TILE_WORDS, steps, part.output + dim * PAIR});
@@ -202,6 +211,16 @@ struct Rows {
         for (int64_t token = first * INNER; token < (first + steps) * INNER; token++)
             for (float* at = scores + token * PAIR; at < scores + (token + 1) * PAIR; at += 16)
                 store<16>(at, load<16>(at) * groups.key_scales[token]);
+    }
+
+    // What another part of the dims adds.
+    void add_scores(int64_t column, int64_t part, int64_t first, int64_t steps) {
+        multiply_keys(column, part, first, steps, part_scores);
+        for (int64_t token = first * INNER; token < (first + steps) * INNER; token++) {
+            const F<16> scale = splat<16>(groups.key_scales[part * PIECE + token]);
+            for (int64_t at = token * PAIR; at < (token + 1) * PAIR; at += 16)
+                store<16>(scores + at, multiply_add<16>(load<16>(part_scores + at), scale, load<16>(scores + at)));
+        }
     }
 
     void cap(int64_t first, int64_t steps) {
@@ -245,26 +264,25 @@ struct Rows {
         for (int64_t word = 0; word < 8; word++) {
             F<16> even = {}, odd = {};
             for (int64_t token = first * INNER + word * 2; token < end; token += TILE) {
-                F<16> a = weight(load<16>(column + token * PAIR)), b = weight(load<16>(column + (token + 1) * PAIR));
+                const F<16> a = weight(load<16>(column + token * PAIR)), b = weight(load<16>(column + (token + 1) * PAIR));
                 even += a;
                 odd += b;
+                uint32_t* to = weights + (token / INNER * 2 + tile) * TILE_WORDS + token % INNER / 2 * TILE;
                 if constexpr (QUANTISED<C>) {
-                    a = scaled(a, scales[token]);
-                    b = scaled(b, scales[token + 1]);
+                    for (int64_t part = 0; part < parts; part++, to += PIECE * TILE) {
+                        const float* scale = scales + part * PIECE + token;
+                        const F<16> c = scaled(a, splat<16>(scale[0])), d = scaled(b, splat<16>(scale[1]));
+                        _mm512_storeu_si512(to, pair_rounded((__m512)c, (__m512)d));
+                    }
+                } else {
+                    _mm512_storeu_si512(to, pair_rounded((__m512)a, (__m512)b));
                 }
-                const int64_t at = (token / INNER * 2 + tile) * TILE_WORDS + token % INNER / 2 * TILE;
-                _mm512_storeu_si512(weights + at, pair_rounded((__m512)a, (__m512)b));
             }
             sums[word] = even + odd;
         }
         const F<16> sum = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
         store<16>(part.total + tile * TILE, sum);
         store<16>(part.best + tile * TILE, largest);
-    }
-
-    // A weight of zero takes nothing of a scale that is no number.
-    static TOKEND_INLINE F<16> scaled(F<16> weight, float scale) {
-        return weight == F<16>{} ? F<16>{} : weight * scale;
     }
 };
 

@@ -22,7 +22,7 @@ namespace tokend {
 
 constexpr int64_t TILE = 16;        // rows, words in a row
 constexpr int64_t TILE_WORDS = 256;
-constexpr int64_t INNER = 32;       // numbers in a row of a tile
+constexpr int64_t INNER = 32;       // numbers in a row of a tile; divides SCALED_DIMS
 
 // Whether these kernels do the layer: whole tiles, and nobody was promised float32.
 inline bool suits_bfloat16(const TokendLayer* layer, int64_t head_dim) {
@@ -176,8 +176,8 @@ struct Groups {
     int64_t start, from, to;  // the cut before it, and what there is of it
     const C* keys[COUNT];
     const C* values[COUNT];
-    alignas(64) float key_scales[QUANTISED<C> ? PIECE : 1];
-    alignas(64) float value_scales[QUANTISED<C> ? PIECE : 1];
+    alignas(64) float key_scales[QUANTISED<C> ? MOST_SCALES * PIECE : 1];  // [part, PIECE]
+    alignas(64) float value_scales[QUANTISED<C> ? MOST_SCALES * PIECE : 1];
 
     static constexpr int64_t copy_size(int64_t head_dim) { return 2 * PIECE * head_dim; }
 
@@ -193,9 +193,9 @@ struct Groups {
         to = end;
         for (int64_t group = first_step() * 2; group < end_step() * 2; group++) locate_group(piece, group, copy);
         if constexpr (QUANTISED<C>) {
-            std::fill_n(key_scales, PIECE, 0.0f);
-            std::fill_n(value_scales, PIECE, 0.0f);
-            piece.scales(from, to, key_scales + (from - start), value_scales + (from - start));
+            std::fill_n(key_scales, num_scales(piece.head_dim) * PIECE, 0.0f);
+            std::fill_n(value_scales, num_scales(piece.head_dim) * PIECE, 0.0f);
+            piece.scales(from, to, PIECE, key_scales + (from - start), value_scales + (from - start));
         }
     }
 
@@ -325,6 +325,9 @@ struct Weigher {
 };
 
 constexpr float LOG2_E = 1.44269504088896341f;
+
+// A weight of zero takes nothing of a scale that is no number.
+TOKEND_INLINE F<16> scaled(F<16> weight, F<16> scale) { return weight == F<16>{} ? F<16>{} : weight * scale; }
 
 TOKEND_INLINE F<16> larger(F<16> largest, F<16> score) { return (F<16>)_mm512_max_ps((__m512)largest, (__m512)score); }
 

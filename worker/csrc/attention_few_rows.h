@@ -9,12 +9,19 @@ namespace tokend {
 
 constexpr int64_t FEW_ROWS = 8;
 
-// Dot products of R query rows with four K rows: parts[r] as sum_four leaves them.
+// Rows that share a pass over a chunk, at most: each number up to that is compiled by itself, so
+// the rarest type of pages has one.
+template <class C>
+constexpr int MOST_SHARING = std::is_same_v<C, float16> ? 1 : 4;
+
+// Dot products of R query rows with four K rows over dims [begin, end): parts[r] as sum_four
+// leaves them.
 template <int N, int R, class Q, class C>
-TOKEND_INLINE void dot_four(const Q* const* queries, const C* const* keys, int64_t head_dim, F<N> (&parts)[R]) {
+TOKEND_INLINE void dot_four(const Q* const* queries, const C* const* keys, int64_t begin, int64_t end,
+                            F<N> (&parts)[R]) {
     F<N> sums[R][4];
     each<R>([&](auto r) { each<4>([&](auto t) { sums[r][t] = F<N>{}; }); });
-    for (int64_t dim = 0; dim < head_dim; dim += N) {
+    for (int64_t dim = begin; dim < end; dim += N) {
         F<N> query[R];
         each<R>([&](auto r) { query[r] = load<N>(queries[r] + dim); });
         each<4>([&](auto t) {
@@ -47,13 +54,14 @@ TOKEND_INLINE void dot_four_bfloat16(const bfloat16* const* queries, const bfloa
 #endif
 
 template <int N, int R, class Q, class C>
-TOKEND_INLINE void dot_products(const Q* const* queries, const C* const* keys, int64_t head_dim, F<N> (&parts)[R]) {
+TOKEND_INLINE void dot_products(const Q* const* queries, const C* const* keys, int64_t begin, int64_t end,
+                                F<N> (&parts)[R]) {
 #if defined(__AVX512BF16__)
     if constexpr (N == 16 && std::is_same_v<Q, bfloat16> && std::is_same_v<C, bfloat16>) {
-        if (head_dim % 32 == 0) return dot_four_bfloat16<R>(queries, keys, head_dim, parts);
+        if (end % 32 == 0) return dot_four_bfloat16<R>(queries, keys, end, parts);
     }
 #endif
-    dot_four<N, R, Q, C>(queries, keys, head_dim, parts);
+    dot_four<N, R, Q, C>(queries, keys, begin, end, parts);
 }
 
 // Pages lie far apart, so the processor does not foresee the next one by itself.
@@ -70,21 +78,29 @@ TOKEND_INLINE void few_scores(const Q* const* queries, const C* const* keys, con
     for (int64_t token = 0; token < count; token += N) {
         // A plain loop: a lambda that only prefetches counts as pure and is dropped.
         for (int i = 0; i < N; i++) prefetch(next[token + i], head_dim);
-        F<N> parts[R][N / 4];
-        each<N / 4>([&](auto part) {
-            F<N> four[R];
-            dot_products<N, R, Q, C>(queries, keys + token + part * 4, head_dim, four);
-            each<R>([&](auto r) { parts[r][part] = four[r]; });
-        });
-        each<R>([&](auto r) {
-            F<N> sums = gather_sums<N>(parts[r]);
-            if constexpr (QUANTISED<C>) sums *= load<N>(key_scales + token);
-            store<N>(scores + r * CHUNK + token, sums);
-        });
+        const int64_t num_parts = QUANTISED<C> ? num_scales(head_dim) : 1, dims = head_dim / num_parts;
+        for (int64_t part = 0; part < num_parts; part++) {
+            F<N> fours[R][N / 4];
+            each<N / 4>([&](auto i) {
+                F<N> four[R];
+                dot_products<N, R, Q, C>(queries, keys + token + i * 4, part * dims, (part + 1) * dims, four);
+                each<R>([&](auto r) { fours[r][i] = four[r]; });
+            });
+            each<R>([&](auto r) {
+                float* at = scores + r * CHUNK + token;
+                F<N> sums = gather_sums<N>(fours[r]);
+                if constexpr (QUANTISED<C>) {
+                    const F<N> scale = load<N>(key_scales + part * CHUNK + token);
+                    sums = part == 0 ? sums * scale : multiply_add<N>(sums, scale, load<N>(at));
+                }
+                store<N>(at, sums);
+            });
+        }
     }
 }
 
-// output[r][dims] = output * rescale[r] + weights[r][t] * V[t][dims], over V vectors of dims.
+// output[r][dims] = output * rescale[r] + weights[r][t] * V[t][dims], over V vectors of dims
+// from `dim` on.
 // Where not all rows see all tokens, a weight of zero takes nothing: zero times NaN would.
 template <int N, int R, int V, bool ALL_SEEN, class T>
 TOKEND_INLINE void few_values_slice(const float* weights, const float* rescale, const T* const* values,
@@ -112,12 +128,12 @@ TOKEND_INLINE void few_values_slice(const float* weights, const float* rescale, 
 
 template <int N, int R, bool ALL_SEEN, class T>
 TOKEND_INLINE void few_values(const float* weights, const float* rescale, const T* const* values, const T* const* next,
-                              int64_t count, float* output, int64_t head_dim) {
+                              int64_t count, int64_t begin, int64_t end, float* output, int64_t head_dim) {
     constexpr int V = N == 16 ? 4 : 2;
-    int64_t dim = 0;
-    for (; dim + V * N <= head_dim; dim += V * N)
+    int64_t dim = begin;
+    for (; dim + V * N <= end; dim += V * N)
         few_values_slice<N, R, V, ALL_SEEN, T>(weights, rescale, values, next, count, dim, output, head_dim);
-    for (; dim < head_dim; dim += N)
+    for (; dim < end; dim += N)
         few_values_slice<N, R, 1, ALL_SEEN, T>(weights, rescale, values, next, count, dim, output, head_dim);
 }
 
@@ -149,13 +165,13 @@ TOKEND_INLINE float weigh_row(float* scores, int64_t first, int64_t seen, float 
 // Weights times the scales of int8 values. Where not all rows see all tokens, a weight of
 // zero takes nothing of a scale that is no number.
 template <int R, bool ALL_SEEN>
-TOKEND_INLINE void scale_weights(const float* scales, float* weights) {
+TOKEND_INLINE void scale_weights(const float* scales, const float* weights, float* scaled) {
     constexpr int N = LANES;
     for (int64_t token = 0; token < CHUNK; token += N) {
         const F<N> scale = load<N>(scales + token);
         each<R>([&](auto r) {
             const F<N> weight = load<N>(weights + r * CHUNK + token), product = weight * scale;
-            store<N>(weights + r * CHUNK + token, ALL_SEEN ? product : weight == F<N>{} ? F<N>{} : product);
+            store<N>(scaled + r * CHUNK + token, ALL_SEEN ? product : weight == F<N>{} ? F<N>{} : product);
         });
     }
 }
@@ -167,8 +183,8 @@ struct Chunk {
     int64_t count;
     const C* keys[CHUNK];
     const C* values[CHUNK];
-    alignas(64) float key_scales[QUANTISED<C> ? CHUNK : 1];
-    alignas(64) float value_scales[QUANTISED<C> ? CHUNK : 1];
+    alignas(64) float key_scales[QUANTISED<C> ? MOST_SCALES * CHUNK : 1];  // [part, CHUNK]
+    alignas(64) float value_scales[QUANTISED<C> ? MOST_SCALES * CHUNK : 1];
 
     // Past the end of the piece no token counts, and the rows are those that `following`
     // begins with, to be fetched ahead. Scores come several at a time: entries past the
@@ -187,9 +203,11 @@ struct Chunk {
     // When they are needed, not when they are located: the pages are on their way till then.
     void load_scales(const Piece& piece) {
         if constexpr (QUANTISED<C>) {
-            piece.scales(from, from + count, key_scales, value_scales);
-            std::fill(key_scales + count, key_scales + CHUNK, 0.0f);
-            std::fill(value_scales + count, value_scales + CHUNK, 0.0f);
+            piece.scales(from, from + count, CHUNK, key_scales, value_scales);
+            for (int64_t part = 0; part < num_scales(piece.head_dim); part++) {
+                std::fill_n(key_scales + part * CHUNK + count, CHUNK - count, 0.0f);
+                std::fill_n(value_scales + part * CHUNK + count, CHUNK - count, 0.0f);
+            }
         }
     }
 };
@@ -267,10 +285,15 @@ struct FewRows {
     }
 
     template <int N, int R, bool ALL_SEEN>
-    TOKEND_INLINE static void add_values(float* weights, const float* rescale, const Chunk<C>& now, const Chunk<C>& next,
+    TOKEND_INLINE static void add_values(const float* weights, const float* rescale, const Chunk<C>& now, const Chunk<C>& next,
                                          float* rows, int64_t head_dim) {
-        if constexpr (QUANTISED<C>) scale_weights<R, ALL_SEEN>(now.value_scales, weights);
-        few_values<N, R, ALL_SEEN, C>(weights, rescale, now.values, next.values, now.count, rows, head_dim);
+        const int64_t parts = QUANTISED<C> ? num_scales(head_dim) : 1, dims = head_dim / parts;
+        alignas(64) float scaled[QUANTISED<C> ? R * CHUNK : 1];
+        for (int64_t part = 0; part < parts; part++) {
+            if constexpr (QUANTISED<C>) scale_weights<R, ALL_SEEN>(now.value_scales + part * CHUNK, weights, scaled);
+            few_values<N, R, ALL_SEEN, C>(QUANTISED<C> ? scaled : weights, rescale, now.values, next.values, now.count,
+                                          part * dims, (part + 1) * dims, rows, head_dim);
+        }
     }
 
     template <int R>
@@ -285,7 +308,7 @@ template <class Q, class C>
 void attend_few(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index, Scratch& scratch) {
     FewRows<Q, C> tile(piece, scratch);
     if (piece.head_dim % LANES == 0)
-        tile.template compute<LANES, 4>(piece, following);
+        tile.template compute<LANES, MOST_SHARING<C>>(piece, following);
     else
         tile.template compute<8, 1>(piece, following);
     for (int64_t row = 0; row < piece.rows; row++)

@@ -72,7 +72,7 @@ TOKEND_INLINE void over_columns(int64_t width, Body body) {
     if (width - column == LANES) body(column, std::integral_constant<int, 1>());
 }
 
-// Float rows of `count` tokens: the pages themselves, or a converted copy.
+// Float rows of `count` tokens: the pages themselves, or a converted copy. scales: [part, CHUNK].
 template <class C>
 void as_floats(const C* const* rows, const float* scales, int64_t count, int64_t head_dim, float* copy,
                const float** floats) {
@@ -82,10 +82,13 @@ void as_floats(const C* const* rows, const float* scales, int64_t count, int64_t
         } else {
             float* to = copy + token * head_dim;
             floats[token] = to;
-            for (int64_t dim = 0; dim < head_dim; dim += 8) {
-                F<8> value = load<8>(rows[token] + dim);
-                if constexpr (QUANTISED<C>) value *= scales[token];
-                store<8>(to + dim, value);
+            const int64_t parts = QUANTISED<C> ? num_scales(head_dim) : 1, dims = head_dim / parts;
+            for (int64_t part = 0; part < parts; part++) {
+                for (int64_t dim = part * dims; dim < (part + 1) * dims; dim += 8) {
+                    F<8> value = load<8>(rows[token] + dim);
+                    if constexpr (QUANTISED<C>) value *= scales[part * CHUNK + token];
+                    store<8>(to + dim, value);
+                }
             }
         }
     }
@@ -125,13 +128,13 @@ struct ManyRows {
     void compute(const Piece& piece) {
         const int64_t head_dim = piece.head_dim;
         const C *key_rows[CHUNK], *value_rows[CHUNK];
-        float key_scales[CHUNK], value_scales[CHUNK];
+        float key_scales[MOST_SCALES * CHUNK], value_scales[MOST_SCALES * CHUNK];
         const float *float_keys[CHUNK], *float_values[CHUNK];
         for (int64_t from = piece.begin, to; from < piece.end; from = to) {
             to = next_cut(from, CHUNK, piece.end);
             const int64_t count = to - from;
             piece.locate(from, from + count, key_rows, value_rows);
-            if constexpr (QUANTISED<C>) piece.scales(from, from + count, key_scales, value_scales);
+            if constexpr (QUANTISED<C>) piece.scales(from, from + count, CHUNK, key_scales, value_scales);
             as_floats(key_rows, key_scales, count, head_dim, keys, float_keys);
             as_floats(value_rows, value_scales, count, head_dim, values, float_values);
             // Scores come TILE_M tokens at a time: past the end, repeat a row that may be read.

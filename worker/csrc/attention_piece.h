@@ -87,8 +87,7 @@ struct Piece {
                 *values++ = value_page + (offset + i) * head_dim;
             }
             if constexpr (QUANTISED<C>) {
-                __builtin_prefetch(page_scales(key_page, step->block_size, head_dim) + offset);
-                __builtin_prefetch(page_scales(value_page, step->block_size, head_dim) + offset);
+                fetch_scales(key_page, value_page, offset);
             }
         });
     }
@@ -102,16 +101,30 @@ struct Piece {
         });
     }
 
-    // Scales of int8 K and V of tokens [from, to).
-    void scales(int64_t from, int64_t to, float* keys, float* values) const {
+    // Scales of int8 K and V of tokens [from, to); those of a part of the rows `stride` after
+    // those of the part before.
+    void scales(int64_t from, int64_t to, int64_t stride, float* keys, float* values) const {
         using C = int8_t;
         over_pages<C>(from, to, [&](const C* key_page, const C* value_page, int64_t offset, int64_t run) {
-            keys = std::copy_n(page_scales(key_page, step->block_size, head_dim) + offset, run, keys);
-            values = std::copy_n(page_scales(value_page, step->block_size, head_dim) + offset, run, values);
+            for (int64_t part = 0; part < num_scales(head_dim); part++) {
+                const int64_t at = part * step->block_size + offset;
+                std::copy_n(page_scales(key_page, step->block_size, head_dim) + at, run, keys + part * stride);
+                std::copy_n(page_scales(value_page, step->block_size, head_dim) + at, run, values + part * stride);
+            }
+            keys += run;
+            values += run;
         });
     }
 
   private:
+    void fetch_scales(const int8_t* key_page, const int8_t* value_page, int64_t offset) const {
+        for (int64_t part = 0; part < num_scales(head_dim); part++) {
+            const int64_t at = part * step->block_size + offset;
+            __builtin_prefetch(page_scales(key_page, step->block_size, head_dim) + at);
+            __builtin_prefetch(page_scales(value_page, step->block_size, head_dim) + at);
+        }
+    }
+
     // Calls body(pages of K and V of the tile's head, first token in them, number of tokens).
     template <class C, class Body>
     TOKEND_INLINE void over_pages(int64_t from, int64_t to, Body body) const {

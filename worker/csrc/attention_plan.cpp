@@ -4,7 +4,7 @@
 // cut (attention_cut.h). Rounds, which bound the memory of partial results, only order the
 // tiles.
 #include <algorithm>
-#include <vector>
+#include <tuple>
 
 #include "attention.h"
 #include "attention_cut.h"
@@ -69,13 +69,16 @@ extern "C" void tokend_attention_plan(const TokendStep* step, TokendPlan* plan) 
     }
     end_round(plan);
     if (plan->tasks == nullptr) return;
-    // The long ones first, so that no thread starts one while the others run dry.
+    // The long ones first, so that no thread starts one while the others run dry; of the same length
+    // all heads of the same tokens, which lie side by side in the pages.
+    const auto order = [plan](const TokendTask& task) {
+        const TokendTile& tile = plan->tiles[task.tile];
+        return std::tuple(-cost(tile, task.piece), tile.seq, tile.query_begin, task.piece, tile.kv_head);
+    };
     TokendTask* from = plan->tasks;
     for (const TokendRound* round = plan->rounds; round < plan->rounds + plan->num_rounds; round++) {
         TokendTask* to = plan->tasks + round->tasks_end;
-        std::stable_sort(from, to, [plan](const TokendTask& a, const TokendTask& b) {
-            return cost(plan->tiles[a.tile], a.piece) > cost(plan->tiles[b.tile], b.piece);
-        });
+        std::sort(from, to, [&](const TokendTask& a, const TokendTask& b) { return order(a) < order(b); });
         from = to;
     }
 }

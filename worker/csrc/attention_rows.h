@@ -72,8 +72,17 @@ inline void turn_row(const float* rotation, int64_t head_dim, float* row) {
 // Below this the largest element counts as zero: its inverse would not be finite.
 constexpr float LEAST_LARGEST = 0x1p-100f;
 
-// Symmetric int8 with one scale for the row; returns the scale, largest / 127. A row
-// with anything that is not finite gets NaN, so that whoever reads it is found broken.
+// Parts of a row of int8 that have a scale each: of 128 numbers, where it has whole ones.
+constexpr int64_t SCALED_DIMS = 128;
+constexpr int64_t MOST_SCALES = 4;
+
+inline int64_t num_scales(int64_t head_dim) {
+    const int64_t parts = head_dim / SCALED_DIMS;
+    return head_dim % SCALED_DIMS == 0 && parts <= MOST_SCALES ? parts : 1;
+}
+
+// Symmetric int8 with one scale for all; returns the scale, largest / 127, or NaN where
+// anything is not finite.
 inline float quantise_row(const float* row, int64_t head_dim, int8_t* to) {
     F<8> largest = {}, odd = {};
     for (int64_t dim = 0; dim < head_dim; dim += 8) {
@@ -95,7 +104,7 @@ inline float quantise_row(const float* row, int64_t head_dim, int8_t* to) {
     return most / 127.0f;
 }
 
-// The scales of the int8 rows of one KV head in one page.
+// The scales of the int8 rows of one KV head in one page, those of the rows' first parts first.
 template <class Page>
 TOKEND_INLINE auto page_scales(Page* page, int64_t block_size, int64_t head_dim) {
     using Scale = std::conditional_t<std::is_const_v<Page>, const float, float>;
@@ -107,7 +116,19 @@ template <class C>
 TOKEND_INLINE void write_to_page(const float* row, int64_t head_dim, int64_t block_size, int64_t offset, C* page) {
     C* to = page + offset * head_dim;
     if constexpr (std::is_same_v<C, int8_t>) {
-        page_scales(page, block_size, head_dim)[offset] = quantise_row(row, head_dim, to);
+        // A row with anything that is not finite is NaN as a whole: whoever reads it is found broken.
+        float* scales = page_scales(page, block_size, head_dim) + offset;
+        const int64_t parts = num_scales(head_dim), dims = head_dim / parts;
+        bool broken = false;
+        for (int64_t part = 0; part < parts; part++) {
+            const float scale = quantise_row(row + part * dims, dims, to + part * dims);
+            scales[part * block_size] = scale;
+            broken |= scale != scale;
+        }
+        for (int64_t part = 0; part < parts && broken; part++) {
+            scales[part * block_size] = std::numeric_limits<float>::quiet_NaN();
+            std::fill_n(to + part * dims, dims, int8_t(0));
+        }
     } else {
         for (int64_t dim = 0; dim < head_dim; dim += 8) store<8>(to + dim, load<8>(row + dim));
     }

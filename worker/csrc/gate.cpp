@@ -1,7 +1,6 @@
 // The gate of the MLP: silu or GELU (tanh form) of one half of a row, times the other half.
 //
 // Both are x * sigmoid(y): y = x for silu, and 0.5 (1 + tanh u) = sigmoid(2 u) for GELU.
-#include "rotated_rows.h"
 #include "row_parts.h"
 #include "rows.h"
 #include "rows_common.h"
@@ -53,19 +52,6 @@ void gate_rows(const TokendGate* gate) {
     }
 }
 
-template <int64_t KIND, class T>
-void code_rows(const TokendGate* gate, void* codes) {
-    const int64_t size = gate->size;
-    const CodesLayout layout(gate->num_rows, size);
-#pragma omp parallel for schedule(static) if (gate->num_rows * size > PARALLEL_ELEMENTS)
-    for (int64_t row = 0; row < gate->num_rows; row++) {
-        float* numbers = row_scratch(size);
-        const T* x = static_cast<const T*>(gate->x) + row * 2 * size;
-        gate_span<KIND>(x, x + size, size, numbers);
-        layout.facts(codes)[row] = code_row(numbers, size, layout.codes(codes, row));
-    }
-}
-
 // Calls body with a null pointer of the element type, and the kind.
 template <class Body>
 void with_kind(const TokendGate* gate, Body body) {
@@ -92,11 +78,5 @@ void gate_row(int64_t kind, int64_t dtype, int64_t size, const void* x, void* ou
 extern "C" void tokend_gate(const TokendGate* gate) {
     tokend::with_kind(gate, [&](auto* type, auto kind) {
         tokend::gate_rows<kind, std::remove_pointer_t<decltype(type)>>(gate);
-    });
-}
-
-extern "C" void tokend_code_gate(const TokendGate* gate, void* codes) {
-    tokend::with_kind(gate, [&](auto* type, auto kind) {
-        tokend::code_rows<kind, std::remove_pointer_t<decltype(type)>>(gate, codes);
     });
 }

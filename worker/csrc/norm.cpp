@@ -1,7 +1,6 @@
 // RMSNorm of rows, into a buffer or onto a residual.
 #include <cmath>
 
-#include "rotated_rows.h"
 #include "row_parts.h"
 #include "rows.h"
 #include "rows_common.h"
@@ -69,19 +68,6 @@ void norm_rows(const TokendNorm* norm) {
     }
 }
 
-template <class T>
-void code_rows(const TokendNorm* norm, void* codes) {
-    const int64_t size = norm->size, num_rows = norm->num_groups * norm->group_size;
-    const CodesLayout layout(num_rows, size);
-#pragma omp parallel for schedule(static) if (num_rows * size > PARALLEL_CODES)
-    for (int64_t row = 0; row < num_rows; row++) {
-        float* numbers = row_scratch(size);
-        const T* x = static_cast<const T*>(norm->x) + start_of(*norm, row);
-        norm_row<false>(x, norm->weight, size, norm->eps, numbers);
-        layout.facts(codes)[row] = code_row(numbers, size, layout.codes(codes, row));
-    }
-}
-
 }  // namespace
 
 void norm_row(int64_t dtype, int64_t size, const RowNorm& norm, const void* x, void* out) {
@@ -107,11 +93,5 @@ extern "C" void tokend_rms_norm(const TokendNorm* norm) {
 extern "C" void tokend_add_rms_norm(const TokendNorm* norm) {
     tokend::with_type(norm->dtype, [&](auto* type) {
         tokend::norm_rows<true, std::remove_pointer_t<decltype(type)>>(norm);
-    });
-}
-
-extern "C" void tokend_code_norm(const TokendNorm* norm, void* codes) {
-    tokend::with_type(norm->dtype, [&](auto* type) {
-        tokend::code_rows<std::remove_pointer_t<decltype(type)>>(norm, codes);
     });
 }

@@ -85,6 +85,7 @@ TOKEND_FLATTEN __attribute__((noinline)) void tile(const Source& from, int64_t n
     });
     for (int64_t index = 0; index < num_blocks; index++, x++) {
         const auto block = source.block(index, vector);
+        if (vector == 0) source.fetch_ahead(index);
         each<Source::HALVES>([&](auto half) {
             DotI dots[ROWS][TILE_VECTORS];
             each<ROWS>([&](auto row) {

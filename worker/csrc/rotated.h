@@ -18,7 +18,7 @@
 // What is filled up is 128, which stands for zero.
 //
 // Use:    memory = tokend_code_bytes(num_rows, in_features), aligned to 64
-//         tokend_code_rows(…)  or  tokend_code_norm(…)  or  tokend_code_gate(…)
+//         tokend_code_rows(…)
 //         tokend_coded_product(…), any number of times
 // The sums are integers: a row comes out the same, bit by bit, whatever rows are beside it
 // and however many threads there are. A row with a NaN or an infinity comes out as NaN.
@@ -28,7 +28,6 @@
 #include <cstdint>
 
 #include "packed.h"
-#include "rows.h"
 
 extern "C" {
 
@@ -61,10 +60,4 @@ __attribute__((visibility("default"))) void tokend_coded_product(
 // The same of the input of `product`.
 __attribute__((visibility("default"))) void tokend_rotated_product(
     const TokendRotated* weight, const TokendProduct* product);
-
-// RMSNorm of rows and the gate of the MLP, as tokend_rms_norm and tokend_gate compute them,
-// with codes of in_features = size instead of `out`, which is not read. What is coded was not
-// rounded to the dtype in between.
-__attribute__((visibility("default"))) void tokend_code_norm(const TokendNorm* norm, void* codes);
-__attribute__((visibility("default"))) void tokend_code_gate(const TokendGate* gate, void* codes);
 }

@@ -387,7 +387,8 @@ def test_only_the_slots_of_the_step_are_written(variant, kv_dtype: torch.dtype) 
         assert step.written(part).isfinite().all()
         pages.rows.view(torch.uint8)[place] = 0xFF
         if isinstance(pages, Int8Pages):
-            pages.scales.view(torch.int32)[place] = -1
+            blocks, heads, offsets = place
+            pages.scales.view(torch.int32)[blocks, heads, :, offsets] = -1
     assert torch.equal(step.kv_cache.buffer.view(torch.uint8), before.view(torch.uint8))
 
 
