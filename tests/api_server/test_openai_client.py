@@ -70,6 +70,25 @@ async def test_async(start, say):
         assert final.choices[0].message.content == TEXT
 
 
+async def test_parameters_and_the_id_that_comes_back(start, say):
+    async with start(say(TEXT)) as front_end, async_client(front_end.url) as client:
+        chat = await client.chat.completions.create(
+            model="toy",
+            messages=MESSAGES,
+            frequency_penalty=0.5,
+            presence_penalty=-0.5,
+            logit_bias={"5": -100},
+            extra_headers={"X-Request-Id": "mine"},
+            extra_body={"repetition_penalty": 1.1, "bad_words": ["sea"]},
+        )
+        assert chat._request_id == "mine"
+        edits = (await front_end.engine.requests.get()).sampling_params.edits
+        assert (edits.frequency_penalty, edits.presence_penalty) == (0.5, -0.5)
+        assert (edits.bias_token_ids, edits.bias_values) == ((5,), (-100.0,))
+        assert edits.repetition_penalty == 1.1
+        assert edits.bad_words
+
+
 async def test_leaving_a_stream_aborts(start):
     async with start(accepts=True) as front_end, async_client(front_end.url) as client:
         stream = await client.completions.create(model="toy", prompt="hello", stream=True)

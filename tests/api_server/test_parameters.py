@@ -79,6 +79,15 @@ async def test_rules_of_ending_and_identity_reach_the_engine(start, say, endpoin
         assert request.sampling_params.repetition.min_pattern_size == 1
 
 
+async def test_more_tokens_at_least_than_at_most(start, say):
+    """Also where the most is what the context leaves."""
+    async with start(say("!")) as front_end:
+        for fields in ({"min_tokens": 300}, {"min_tokens": 9, "max_completion_tokens": 8}):
+            response = await front_end.chat(**fields)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "min_tokens"
+
+
 async def test_a_repetition_ends_a_choice(start):
     async def script(front_end):
         request = await front_end.engine.requests.get()
