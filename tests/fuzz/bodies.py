@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from api_server.app import create_app
 from api_server.engine_client import FromEngine
-from api_server.protocol.chat import CHAT_LATER, ChatCompletionRequest
-from api_server.protocol.completion import COMPLETION_LATER, CompletionRequest
-from api_server.protocol.fields import IGNORED
+from api_server.protocol.chat import ChatCompletionRequest
+from api_server.protocol.completion import CompletionRequest
+from api_server.protocol.known_fields import HARMLESS, KNOWN
 from api_server.server import make_services
 from engine_core.validation import RequestLimits, validate_request
 from proto.config import FrontEndConfig
@@ -37,11 +37,10 @@ FIELDS: Final = sorted(
     {
         *CompletionRequest.model_fields,
         *ChatCompletionRequest.model_fields,
-        *COMPLETION_LATER,
-        *CHAT_LATER,
-        *IGNORED,
+        *KNOWN,
+        *HARMLESS,
         *("role", "content", "name", "type", "text", "tool_calls", "include_usage"),
-        "continuous_usage_stats",
+        *("continuous_usage_stats", "max_pattern_size", "min_pattern_size", "min_count"),
     }
 )
 CONTROL: Final = (COMPLETIONS, b'{"prompt": "the sea", "seed": 1, "max_tokens": 3, "logprobs": 1}')
@@ -54,6 +53,46 @@ VALID: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     (COMPLETIONS, {"prompt": "x", "prompt_logprobs": 1, "return_token_ids": True, "seed": -1}),
     (COMPLETIONS, {"prompt": "x", "use_beam_search": True, "n": 2, "length_penalty": 0.5}),
     (COMPLETIONS, {"prompt": "x", "priority": 0, "request_id": "me", "min_p": 0.1, "user": "a"}),
+    (
+        COMPLETIONS,
+        {
+            "prompt": "the fox",
+            "presence_penalty": 0.5,
+            "frequency_penalty": -1,
+            "repetition_penalty": 1.2,
+            "logit_bias": {"5": -100, "17": 2.5},
+            "bad_words": ["fox", "the sea"],
+            "allowed_token_ids": [5, 17, 30, 40],
+            "repetition_detection": {"max_pattern_size": 4, "min_count": 3},
+        },
+    ),
+    (
+        COMPLETIONS,
+        {
+            "prompt": [1, 2, 3, 4, 5],
+            "truncate_prompt_tokens": 3,
+            "truncation_side": "right",
+            "logprobs": 0,
+            "logprob_token_ids": [7, 8],
+            "return_tokens_as_token_ids": True,
+            "return_prompt_text": True,
+            "detokenize": False,
+            "cache_salt": "s",
+        },
+    ),
+    (
+        COMPLETIONS,
+        {
+            "prompt": "x",
+            "stream": True,
+            "stream_interval": 3,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+            "include_stop_str_in_output": True,
+            "stop": "fox",
+            "hat": 1,
+        },
+    ),
     (CHAT, {"messages": [{"role": "user", "content": "hello"}], "max_completion_tokens": 4}),
     (
         CHAT,
@@ -68,6 +107,9 @@ VALID: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         },
     ),
+    ("/tokenize", {"prompt": "x y", "add_special_tokens": False, "return_token_strs": True}),
+    ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}),
+    ("/detokenize", {"tokens": [5, 6, 7], "model": "toy"}),
     (CHAT, {"messages": [{"role": "user", "content": "x"}], "n": 3, "seed": 4, "tools": []}),
 )
 
@@ -188,7 +230,8 @@ def _check(status: int, answer: bytes, body: bytes) -> str:
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == status
     assert len(error["message"]) < 2000
-    if status == 400 and _is_object(body):
+    too_deep = error["message"].startswith("the body is nested")
+    if status == 400 and not too_deep and _is_object(body):
         assert isinstance(error["param"], str), error
     return f"{status} {error['param']} {error['message']}"
 
