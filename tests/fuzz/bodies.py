@@ -107,6 +107,9 @@ VALID: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         },
     ),
+    ("/tokenize", {"prompt": "x y", "add_special_tokens": False, "return_token_strs": True}),
+    ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}),
+    ("/detokenize", {"tokens": [5, 6, 7], "model": "toy"}),
     (CHAT, {"messages": [{"role": "user", "content": "x"}], "n": 3, "seed": 4, "tools": []}),
 )
 
