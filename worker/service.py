@@ -106,6 +106,7 @@ class Service:
             num_workers,
             self._device.torch_device,
             lambda: supervisor.send(AwaitsRanks(boot.index)),
+            lambda: bool(Poller([supervisor]).wait(0.0)),
         )
         self._has_lost_group = False
         # Loading takes a while, and what has no room now has none beside the weights.

@@ -27,7 +27,9 @@ class Ranks:
         cpu = torch.device("cpu")
         self.waits: list[int] = []
         self.groups = [
-            TorchGroup(self._run_dir.name, rank, size, cpu, partial(self.waits.append, rank))
+            TorchGroup(
+                self._run_dir.name, rank, size, cpu, partial(self.waits.append, rank), lambda: False
+            )
             for rank in range(size)
         ]
         self.all(lambda rank: self.groups[rank].join(epoch))

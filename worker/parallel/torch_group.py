@@ -18,8 +18,6 @@ from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 
 from worker.parallel.group import GroupLostError
 
-MEETING_SECONDS: Final = 30.0
-"""For the ranks of an epoch to come: all have loaded, and are told to meet at the same time."""
 _WITHOUT_LIMIT: Final = timedelta(days=30)
 """Of a call. A daemon may be stopped as a whole and go on: only the supervisor says who hangs."""
 LONG_WAIT_SECONDS: Final = 1.0
@@ -38,7 +36,8 @@ class TorchGroup:
     """A RankGroup.
 
     run_dir: the daemon's private directory. on_long_wait: is called when the others let a call
-    wait for LONG_WAIT_SECONDS, once a call.
+    wait for LONG_WAIT_SECONDS, once a call. called_away: whether waiting for them to meet is
+    over, because something else is wanted of this rank.
     """
 
     def __init__(
@@ -48,12 +47,14 @@ class TorchGroup:
         size: int,
         device: torch.device,
         on_long_wait: Callable[[], None],
+        called_away: Callable[[], bool],
     ) -> None:
         self.rank = rank
         self.size = size
         self._run_dir = run_dir
         self._device = device
         self._on_long_wait = on_long_wait
+        self._called_away = called_away
         self._joined: list[Any] = []
 
     def join(self, epoch: int) -> None:
@@ -101,12 +102,10 @@ class TorchGroup:
     def _await_all(self, store: FileStore) -> None:
         """Until every rank is here: what comes then has no limit worth the name."""
         store.add("here", 1)
-        deadline = time.monotonic() + MEETING_SECONDS
         while (here := store.add("here", 0)) < self.size:
-            if time.monotonic() > deadline:
+            if self._called_away():
                 raise GroupLostError(
-                    f"worker {self.rank}: {here} of {self.size} workers have come in "
-                    f"{MEETING_SECONDS:g} s"
+                    f"worker {self.rank}: {here} of {self.size} workers have met when it was over"
                 )
             time.sleep(_POLL_SECONDS)
 

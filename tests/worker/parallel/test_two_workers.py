@@ -195,6 +195,16 @@ def test_they_answer_alike_and_meet_again_after_an_engine_that_died_between_two_
     assert [each.error for each in again] == [None, None]
 
 
+def test_one_that_waits_for_the_other_to_meet_hears_of_the_next_engine(two: Workers) -> None:
+    """The engine died before it had told both to make their caches."""
+    two.answers()
+    two.engines[0].send(InitializeCache(PROTOCOL_VERSION, 1, 20, 16, 64))
+    two.meet(2)
+    for supervisor in two.supervisors:
+        supervisor.send(NewEngine(2, 2))
+    assert [each.rank for each in two.start(2)] == [0, 1]
+
+
 def test_too_many_workers_for_a_model_are_refused(model: PreparedModel, tmp_path: Path) -> None:
     boot = boots.boot("worker", index=3, config=config_for(10), model=model)
     supervisor = Link.bind(str(tmp_path / "s"), ToSupervisor)
