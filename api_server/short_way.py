@@ -37,7 +37,7 @@ def endpoints_of(*routers: APIRouter) -> dict[str, Endpoint]:
     found = {}
     for router in routers:
         for route in router.routes:
-            if isinstance(route, APIRoute) and "POST" in route.methods:
+            if isinstance(route, APIRoute) and "POST" in (route.methods or ()):
                 assert not route.dependencies, "what a route depends on is not asked on this way"
                 found[route.path] = route.endpoint
     return found

@@ -138,7 +138,7 @@ class Link:
         """
         messages: list[Any] = []
         # Asking first: an exception for "nothing more" would cost more than a message.
-        while self._socket.getsockopt(_EVENTS) & _READABLE:
+        while int(self._socket.getsockopt(_EVENTS)) & _READABLE:
             try:
                 messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
             except ProtocolError as error:
