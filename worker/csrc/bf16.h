@@ -15,7 +15,8 @@
 // multiplies bfloat16, numbers below the least normal one of float32 count as zero.
 //
 // Use:    memory = tokend_bf16_code_bytes(num_rows, in_features), aligned to 64
-//         rows by code_bf16_row (bf16_rows.h), then tokend_bf16_coded_product, any number of times
+//         rows by code_bf16_row unless bf16_rows_in_place (bf16_rows.h), then
+//         tokend_bf16_coded_product, any number of times
 #pragma once
 
 #include <cstdint>
@@ -50,8 +51,8 @@ __attribute__((visibility("default"))) int64_t tokend_bf16_code_bytes(int64_t nu
 __attribute__((visibility("default"))) void tokend_bf16_product(
     const TokendBf16* weight, const TokendProduct* product);
 
-// The same of rows that are in place already: the input of `product` is not read. May be called
-// by each thread of a team (team.h).
+// The same of rows that code_bf16_row has put into codes, or, where bf16_rows_in_place says that none
+// are needed, of the input of `product`. May be called by each thread of a team (team.h).
 __attribute__((visibility("default"))) void tokend_bf16_coded_product(
     const TokendBf16* weight, const TokendProduct* product, const void* codes);
 }

@@ -24,7 +24,7 @@ struct Bf16Layout {
     uint8_t* pair(const TokendBf16& weight, int64_t index) const {
         return static_cast<uint8_t*>(weight.packed) + index * pair_bytes();
     }
-    // The first two inputs of an output; the next are a line further, see next_step.
+    // The first two inputs of an output; the next are a line further, of the same step.
     uint8_t* column(const TokendBf16& weight, int64_t output) const {
         return pair(weight, output / PAIR_OUTPUTS) + output % PAIR_OUTPUTS / PANEL_OUTPUTS * PANEL_STEP_BYTES +
                output % PANEL_OUTPUTS * 4;

@@ -71,7 +71,8 @@ class Bf16Form {
 #if defined(TOKEND_AMX) && defined(__AMX_BF16__)
             if (allowed_) {
                 const TilesOfPair tiles = {weight, weight + PANEL_STEP_BYTES, PAIR_STEP_BYTES};
-                return tiles_(tiles, form.layout_.num_steps, x, form.stride_ * int64_t(sizeof(Bf16Code)), num_rows, sums, fetch, between);
+                const int64_t row_bytes = form.stride_ * int64_t(sizeof(Bf16Code));
+                return tiles_(tiles, form.layout_.num_steps, x, row_bytes, num_rows, sums, fetch, between);
             }
 #endif
             (void)between;

@@ -12,7 +12,8 @@ namespace tokend {
 
 int64_t most_code_bytes(int64_t num_rows, int64_t in_features) {
     const int64_t of_blocks = num_rows * (in_features / 32) * int64_t(sizeof(TokendQuantised));
-    return std::max({of_blocks, tokend_code_bytes(num_rows, in_features), tokend_bf16_code_bytes(num_rows, in_features)});
+    return std::max(
+        {of_blocks, tokend_code_bytes(num_rows, in_features), tokend_bf16_code_bytes(num_rows, in_features)});
 }
 
 bool has_codes(int64_t form, int64_t dtype, int64_t in_features) {
