@@ -65,7 +65,7 @@ class DensePages:
 
 @dataclass(frozen=True, slots=True)
 class Int8Pages:
-    """Pages of int8 and their scales: float32 [num_blocks, num_kv_heads, num_scales, block_size]."""
+    """Pages of int8 and scales: float32 [num_blocks, num_kv_heads, num_scales, block_size]."""
 
     rows: torch.Tensor
     scales: torch.Tensor
