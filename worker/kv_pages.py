@@ -99,4 +99,4 @@ def quantise(rows: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor
 
 def _in_parts(rows: torch.Tensor, parts: int) -> torch.Tensor:
     """[..., D] to [..., parts, D / parts]."""
-    return rows.reshape(*rows.shape[:-1], parts, -1)
+    return rows.reshape(*rows.shape[:-1], parts, rows.shape[-1] // parts)
