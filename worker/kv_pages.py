@@ -65,7 +65,7 @@ class DensePages:
 
 @dataclass(frozen=True, slots=True)
 class Int8Pages:
-    """Pages of int8 with their scales, float32 [num_blocks, num_kv_heads, num_scales, block_size]."""
+    """Pages of int8 and scales: float32 [num_blocks, num_kv_heads, num_scales, block_size]."""
 
     rows: torch.Tensor
     scales: torch.Tensor
@@ -81,13 +81,13 @@ class Int8Pages:
     def read(self, blocks: torch.Tensor) -> torch.Tensor:
         """As the Protocol says."""
         scales = self.scales[blocks].transpose(-1, -2)
-        rows = self.rows[blocks].unflatten(-1, (scales.shape[-1], -1))
-        return (rows.float() * scales[..., None]).flatten(-2)
+        rows = self.rows[blocks].float()
+        return (_in_parts(rows, scales.shape[-1]) * scales[..., None]).flatten(-2)
 
 
 def quantise(rows: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """rows [..., D] to int8 [..., D] and float32 scales [..., parts] of neighbouring numbers."""
-    wide = rows.float().unflatten(-1, (parts, -1))
+    wide = _in_parts(rows.float(), parts)
     largest = wide.abs().amax(dim=-1)
     broken = ~wide.isfinite().all(dim=-1).all(dim=-1, keepdim=True)
     zero = broken | (largest < _LEAST_LARGEST)
@@ -95,3 +95,8 @@ def quantise(rows: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor
     whole = (wide.nan_to_num(0.0, 0.0, 0.0) * inverse[..., None]).round()
     scales = torch.where(zero, 0.0, largest / _LARGEST).masked_fill(broken, float("nan"))
     return whole.to(torch.int8).flatten(-2), scales
+
+
+def _in_parts(rows: torch.Tensor, parts: int) -> torch.Tensor:
+    """[..., D] to [..., parts, D / parts]."""
+    return rows.reshape(*rows.shape[:-1], parts, rows.shape[-1] // parts)
