@@ -16,6 +16,7 @@ from pydantic import (
     StringConstraints,
 )
 
+from api_server.protocol.structured import StructuredFields
 from proto.engine_io import MAX_CHOICES
 from proto.sampling_params import MAX_STOP_TOKEN_IDS, EarlyStopping
 
@@ -58,7 +59,7 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(Strict):
+class GenerationRequest(StructuredFields, Strict):
     """Fields of /v1/completions and /v1/chat/completions alike."""
 
     model: Text | None = None

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from proto.engine_io import LogprobsArrays
+from worker.sample.grammar_masks import NO_ROW_MASKS, RowMasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class SamplingRows:
         index of the output token, 0 for the first.
     num_logprobs: int32, alternatives beside the chosen token, -1 for no logprobs.
     suppressed: (row, int64 token ids) pairs; those ids cannot be chosen.
+    masks: what the grammars of constrained rows leave.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -29,6 +31,7 @@ class SamplingRows:
     position: npt.NDArray[np.uint32]
     num_logprobs: npt.NDArray[np.int32]
     suppressed: tuple[tuple[int, npt.NDArray[np.int64]], ...] = ()
+    masks: RowMasks = NO_ROW_MASKS
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ Order of work, and what each stage sees:
 
     raw logprobs   the model's logits, only for rows that ask
     suppress       ids that may not come yet (min_tokens) become −inf
+    grammars       what a grammar does not allow becomes −inf, only in constrained rows
     greedy rows    argmax, lowest id among equals
     temperature    scores = logits / T
     filters        min-p, then top-k, then top-p, only for rows that filter
@@ -27,6 +28,7 @@ from worker.sample.backend import (
     SamplingBackend,
 )
 from worker.sample.best import Best
+from worker.sample.grammar_masks import rule_out
 from worker.sample.logprobs import row_logprobs
 from worker.sample.rows import Sampled, SamplingRows
 
@@ -52,6 +54,7 @@ class Sampler:
         raw = logits[torch.from_numpy(wanted)] if len(wanted) else logits[:0]
         for row, token_ids in rows.suppressed:
             logits[row, torch.from_numpy(token_ids)] = float("-inf")
+        rule_out(logits, rows.masks)
         token_ids = self._choose(logits, rows)
         return Sampled(token_ids, _logprobs(raw, wanted, token_ids, rows))
 
