@@ -4,7 +4,7 @@ It is a gate, because a request waits for its grammar, and it says which sequenc
 are to be held to theirs. It hears of every request that is over, as all gates do.
 """
 
-from typing import ClassVar, Protocol
+from typing import ClassVar, Final, Protocol
 
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.gates import Candidate, Wake
@@ -49,3 +49,6 @@ class NoConstraints:
 
     def handles_of(self, plan: StepPlan) -> list[int]:
         return []
+
+
+NO_CONSTRAINTS: Final = NoConstraints()

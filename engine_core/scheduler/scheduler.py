@@ -22,7 +22,7 @@ from engine_core.scheduler.beams import BeamGroups
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.completion import stop_token
-from engine_core.scheduler.constraints import Constraints, NoConstraints
+from engine_core.scheduler.constraints import NO_CONSTRAINTS, Constraints
 from engine_core.scheduler.corruption import error_output
 from engine_core.scheduler.courtesy import Courtesy
 from engine_core.scheduler.deadlines import Deadlines
@@ -76,9 +76,8 @@ class Scheduler:
         vocab_size: int,
         gates: Sequence[Gate] = (),
         clock: Callable[[], float] = time.monotonic,
-        constraints: Constraints | None = None,
+        constraints: Constraints = NO_CONSTRAINTS,
     ) -> None:
-        constraints = constraints or NoConstraints()
         self._kv_cache = kv_cache
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size

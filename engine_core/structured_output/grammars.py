@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from engine_core.request import Request
-from engine_core.scheduler.constraints import Constraints, NoConstraints
+from engine_core.scheduler.constraints import NO_CONSTRAINTS, Constraints
 from engine_core.structured_output.base import GrammarBackend, GrammarError, MaskRow
 from engine_core.structured_output.bell import NO_DESCRIPTOR, Bell
 from engine_core.structured_output.cache import GrammarCache
@@ -108,7 +108,7 @@ class Grammars(Protocol):
 class NoGrammars:
     """An engine without structured output."""
 
-    constraints: Constraints = NoConstraints()
+    constraints: Constraints = NO_CONSTRAINTS
     descriptor = NO_DESCRIPTOR
 
     def silence(self) -> None:
