@@ -29,7 +29,7 @@ class _Part(BaseModel):
 
 class JsonSchemaFormat(_Part):
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    wanted: dict[str, Any] | bool = Field(alias="schema")
+    wanted: Any = Field(alias="schema")
     description: str | None = None
     strict: bool | None = None
 
@@ -44,7 +44,7 @@ class ResponseFormat(_Part):
 class StructuredOutputs(_Part):
     """One of the first five, and how JSON is spaced."""
 
-    json_: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
+    json_: Any = Field(default=None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -81,7 +81,7 @@ class StructuredFields(BaseModel):
     """text, json_object, or json_schema with a schema that the answer keeps to."""
     structured_outputs: Annotated[StructuredOutputs | None, BeforeValidator(_without_nulls)] = None
     """One of json (a schema), regex, choice (a list), grammar (Lark or GBNF), json_object."""
-    guided_json: dict[str, Any] | bool | str | None = None
+    guided_json: Any = None
     """An older name of structured_outputs.json."""
     guided_regex: str | None = None
     """An older name of structured_outputs.regex."""
@@ -143,7 +143,7 @@ class StructuredFields(BaseModel):
 
 
 def _sources(
-    json: dict[str, Any] | bool | str | None,
+    json: Any,
     regex: str | None,
     choice: list[str] | None,
     grammar: str | None,
@@ -167,9 +167,7 @@ def _sources(
     return found
 
 
-def _schema(
-    schema: dict[str, Any] | bool | str, field: str, *, compact: bool = False
-) -> GrammarSource:
+def _schema(schema: Any, field: str, *, compact: bool = False) -> GrammarSource:
     """A schema may come as JSON, or as a text that is JSON."""
     text = schema if isinstance(schema, str) else _json(schema, field)
     return GrammarSource("json_schema", text, compact, field=field)

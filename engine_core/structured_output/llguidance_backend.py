@@ -142,7 +142,7 @@ def _masks(rows: int, vocab_size: int) -> npt.NDArray[np.int32]:
 def _grammar(source: GrammarSource) -> str:
     """In the words of llguidance; raises GrammarError."""
     if source.kind == "json_schema":
-        spacing: "JsonCompileOptions" = (
+        spacing: JsonCompileOptions = (
             {"whitespace_flexible": False} if source.compact else {"whitespace_pattern": WHITESPACE}
         )
         return LLMatcher.grammar_from_json_schema(source.source, spacing)

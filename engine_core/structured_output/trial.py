@@ -19,7 +19,7 @@ from proto.errors import ModelError
 from proto.grammar import GrammarSource
 
 MODULE: Final = "engine_core.structured_output.trial_process"
-TRIAL_SECONDS: Final = 3
+TRIAL_SECONDS: Final = 2
 """What passes takes about as long again in the engine."""
 
 

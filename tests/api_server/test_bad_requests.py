@@ -114,7 +114,7 @@ BAD_FIELDS = [
     ({"suffix": "x"}, "suffix", "not available yet"),
     ({"logit_bias": {"5": 1}}, "logit_bias", "not available yet"),
     ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "not available yet"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not available yet"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format", "not available yet"),
     ({"priority": True}, "priority", ""),
     ({"priority": 1.5}, "priority", ""),
     ({"priority": "1"}, "priority", ""),
