@@ -6,7 +6,8 @@ type number     minimum, maximum
 type boolean, null
 type array      items, prefixItems, minItems, maxItems
 type object     properties, required, additionalProperties (false)
-anyOf, const, enum, $ref (to $defs, also to itself through a list of at most one), title, description
+anyOf, const, enum, title, description
+$ref            to $defs, and from there on to the next link of a chain of four
 """
 
 import random
@@ -17,32 +18,14 @@ Schema = dict[str, Any]
 WORDS = ("name", "age", "city", "tags", "price", "ok", "note", "kind", "size", "left", "größe")
 PATTERNS = ("^[A-Z]{2}[0-9]{3}$", "^(red|green|blue)$", "^[a-z]{1,8}( [a-z]{1,8}){0,2}$")
 FORMATS = ("date", "uuid", "ipv4", "email")
-KEYWORDS = [
-    "minLength",
-    "maxLength",
-    "enum",
-    "pattern",
-    "format",
-    "minimum",
-    "maximum",
-    "exclusiveMinimum",
-    "exclusiveMaximum",
-    "multipleOf",
-    "items",
-    "prefixItems",
-    "minItems",
-    "maxItems",
-    "properties",
-    "required",
-    "additionalProperties",
-    "anyOf",
-    "const",
-    "$ref",
-    "$defs",
-    "title",
-    "description",
-    "type",
-]
+KEYWORDS = (
+    *("minLength", "maxLength", "enum", "pattern", "format", "const", "anyOf", "$ref", "$defs"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "type"),
+    *("items", "prefixItems", "minItems", "maxItems", "properties", "required"),
+    *("additionalProperties", "title", "description"),
+)
+CHAIN = 4
+"""Links of what refers to its like: how deep an answer can get."""
 DEEPEST = 3
 
 
@@ -55,22 +38,33 @@ def schemas(count: int, seed: int = 0) -> list[Schema]:
 def document(draw: random.Random) -> Schema:
     """A schema of an object, with what it refers to."""
     root = _object(draw, 0)
-    definitions: Schema = {
-        "part": _object(draw, DEEPEST - 1),
-        "chain": {
-            "type": "object",
-            "properties": {
-                "id": {"type": "integer", "minimum": 0, "maximum": 9},
-                "next": {"type": "array", "items": {"$ref": "#/$defs/chain"}, "maxItems": 1},
-            },
-            "required": ["id"],
-            "additionalProperties": False,
-        },
-    }
-    for name in draw.sample(sorted(definitions), draw.randrange(3)):
+    definitions: Schema = {"part": _object(draw, DEEPEST - 1)}
+    for link in range(CHAIN):
+        definitions[f"chain_{link}"] = _link(link)
+    for name in draw.sample(("part", "chain_0"), draw.randrange(3)):
         root["properties"][f"its_{name}"] = {"$ref": f"#/$defs/{name}"}
         root["$defs"] = definitions
     return root
+
+
+def _link(number: int) -> Schema:
+    """Of a chain; the last one has no next."""
+    following: Schema = {
+        "next": {
+            "type": "array",
+            "items": {"$ref": f"#/$defs/chain_{number + 1}"},
+            "maxItems": 1,
+        }
+    }
+    return {
+        "type": "object",
+        "properties": {
+            "id": {"type": "integer", "minimum": 0, "maximum": 9},
+            **(following if number + 1 < CHAIN else {}),
+        },
+        "required": ["id"],
+        "additionalProperties": False,
+    }
 
 
 def any_schema(draw: random.Random, depth: int) -> Schema:

@@ -43,9 +43,7 @@ def step(number: int, epoch: int = 1, *, known: bool = False) -> SchedulerOutput
         epoch=epoch,
         step=number,
         new_requests=[] if known else [new],
-        cached_requests=CachedRequestData([3], [number], [1], [None])
-        if known
-        else CachedRequestData(),
+        cached_requests=cached if known else CachedRequestData(),
         total_num_scheduled_tokens=1 if known else 2,
         finished_handles=[],
         preempted_handles=[],
