@@ -92,14 +92,20 @@ def check_schema(schema: Any) -> None:
 
 
 def check_depth(value: Any) -> None:
-    """Raise InvalidRequestError for JSON of more than MAX_GRAMMAR_DEPTH levels."""
-    level, depth = [value], 0
+    """Raise InvalidRequestError for JSON of more than MAX_GRAMMAR_DEPTH levels, or far too much.
+
+    Each part of it takes a byte at least, so this looks at no more of them than may be.
+    """
+    level, depth, num_parts = [value], 0, 1
     while level:
         depth += 1
         if depth > MAX_GRAMMAR_DEPTH:
             raise InvalidRequestError(
                 f"the schema is nested more than {MAX_GRAMMAR_DEPTH} levels deep"
             )
+        num_parts += sum(len(each) for each in level if isinstance(each, dict | list))
+        if num_parts > MAX_GRAMMAR_BYTES:
+            raise InvalidRequestError(f"the grammar has more than {MAX_GRAMMAR_BYTES} bytes")
         level = [
             part
             for each in level

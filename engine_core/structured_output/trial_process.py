@@ -58,7 +58,7 @@ def read_frame(stream: IO[bytes]) -> bytes:
 
 def main() -> None:
     """Try one grammar after the other."""
-    set_title("tokend: grammar trial")
+    set_title("tokend grammar trial")
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer

@@ -69,6 +69,7 @@ def test_free_text_and_compact_json():
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "one of"),
         ({"structured_outputs": {"regex": "x" * 1_000_000}}, "structured_outputs", "1000000 bytes"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least one"),
+        ({"structured_outputs": {"choice": ["a"] * 70_000}}, "structured_outputs", "65536 bytes"),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "string"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "structural_tag"),
         ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs", "whitespace"),
