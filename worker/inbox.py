@@ -1,7 +1,8 @@
 """What the engine has sent and the worker has not served yet.
 
 Messages are served in order, but for masks: a step asks for its own while it is served, and
-by then the next step may have come before them.
+by then the next step may have come before them. The engine sends masks of the oldest step in
+flight only, so those that come take the place of any that nobody has asked for.
 """
 
 from collections import deque
@@ -29,7 +30,7 @@ class Inbox:
         """More has arrived."""
         for message in messages:
             if isinstance(message, GrammarOutput):
-                self._masks[message.step] = message
+                self._masks = {message.step: message}
             else:
                 self._messages.append(message)
 
