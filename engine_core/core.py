@@ -58,12 +58,7 @@ def _serve(
     boot: ProcessBoot, supervisor: Link, front_ends: FrontEndLinks, clock: PhaseClock
 ) -> None:
     config, poller = boot.config, Poller([supervisor])
-    grammars = start_grammars(  # while workers load
-        config.grammars,
-        config.model.tokenizer or boot.model.folder,
-        boot.model.vocab_size,
-        boot.model.eos_token_ids,
-    )
+    grammars = start_grammars(boot)  # while workers load
     crew = Crew(
         _executors(boot),
         lambda workers: plan_pool(workers, config, boot.model.max_position),

@@ -3,9 +3,10 @@
     order ─▶ cached? ─▶ at once
         └▶ queue ─▶ (thread) trial ─▶ compile ─▶ bell ─▶ take ─▶ cache
 
-The thread begins with the backend itself: reading a vocabulary takes a moment in which nothing
-else of this process runs, so that is done while workers load. Owns thread, trial and cache;
-knows nothing of requests.
+Reading a vocabulary takes a moment in which nothing else of this process runs, so the thread begins
+with that, while workers load. Where nothing has to load, because an engine takes the place of one
+that died, streams wait for it, and it is done with the first grammar. Owns thread, trial and
+cache; knows nothing of requests.
 """
 
 import logging
@@ -41,7 +42,8 @@ def start_thread(name: str, run: Callable[[], None]) -> threading.Thread:
 class GrammarCompiler:
     """From sources to matchers.
 
-    make_backend: called once, in the thread. ring: when there is something to take.
+    make_backend: called once, in the thread; at once where it is `eager`, or with the first order.
+    ring: when there is something to take.
     """
 
     def __init__(
@@ -50,8 +52,11 @@ class GrammarCompiler:
         trial: Trial,
         cache: GrammarCache,
         ring: Callable[[], None],
+        *,
+        eager: bool = True,
     ) -> None:
         self._make_backend = make_backend
+        self._eager = eager
         self._trial = trial
         self._cache = cache
         self._ring = ring
@@ -91,18 +96,26 @@ class GrammarCompiler:
         self._trial.close()
 
     def _run(self) -> None:
+        if self._eager:
+            self._begin()
+        source = self._orders.get()
+        if source is not _END and not self._eager:
+            self._begin()
+        while source is not _END:
+            compiled = self._compiled(source)
+            if isinstance(compiled, GrammarError):
+                compiled.param = source.field
+            self._done.put((source, compiled))
+            self._ring()
+            source = self._orders.get()
+
+    def _begin(self) -> None:
         try:
             self._backend.append(self._make_backend())
         except TokendError as error:
             logger.warning("structured output is not available: %s", error)
         except Exception:
             logger.exception("structured output is not available")
-        while (source := self._orders.get()) is not _END:
-            compiled = self._compiled(source)
-            if isinstance(compiled, GrammarError):
-                compiled.param = source.field
-            self._done.put((source, compiled))
-            self._ring()
 
     def _compiled(self, source: GrammarSource) -> Compiled:
         """Never raises: whoever waits for it would wait for ever."""

@@ -23,11 +23,11 @@ from engine_core.structured_output.llguidance_backend import LLGuidanceBackend
 from engine_core.structured_output.masker import Masker, StepMasks
 from engine_core.structured_output.trial import TRIAL_SECONDS, ProcessTrial
 from engine_core.structured_output.trial_process import TrialSetup
-from proto.config import GrammarConfig
 from proto.cores import usable_cores
 from proto.engine_io import EngineCoreRequest
 from proto.errors import ErrorInfo, ProtocolError
 from proto.grammar import GrammarSource
+from proto.lifecycle import ProcessBoot
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 
@@ -234,11 +234,12 @@ class CompiledGrammars:
         self._bell.close()
 
 
-def start_grammars(
-    config: GrammarConfig, tokenizer_folder: str, vocab_size: int, eos_token_ids: tuple[int, ...]
-) -> Grammars:
-    """Begin to read the vocabulary, in the background."""
-    path = Path(tokenizer_folder, "tokenizer.json")
+def start_grammars(boot: ProcessBoot) -> Grammars:
+    """Structured output of an engine that is born; see `GrammarCompiler` for when it begins."""
+    config, model = boot.config, boot.model
+    folder = config.model.tokenizer or model.folder
+    vocab_size, eos_token_ids = model.vocab_size, model.eos_token_ids
+    path = Path(folder, "tokenizer.json")
     num_threads = min(MOST_THREADS, max(1, usable_cores() // 2))
 
     def make_backend() -> GrammarBackend:
@@ -246,8 +247,10 @@ def start_grammars(
 
     bell = Bell()
     setup = TrialSetup(str(path), vocab_size, eos_token_ids, TRIAL_SECONDS)
-    cache = GrammarCache(config.grammar_cache_entries, config.grammar_cache_bytes)
-    compiler = GrammarCompiler(make_backend, ProcessTrial(setup), cache, bell.ring)
+    cache = GrammarCache(config.grammars.grammar_cache_entries, config.grammars.grammar_cache_bytes)
+    compiler = GrammarCompiler(
+        make_backend, ProcessTrial(setup), cache, bell.ring, eager=boot.incarnation == 0
+    )
     return CompiledGrammars(compiler, Masker(bell.ring), bell)
 
 
