@@ -21,6 +21,7 @@ from worker.kv_cache import KVCache
 from worker.models.decoder import Decoder
 from worker.sample.grammar_masks import MaskSource, NoMasks, row_masks
 from worker.sample.logprobs import best_continuations, prompt_logprobs
+from worker.sample.row_edits import RowEdits
 from worker.sample.rows import SamplingRows
 from worker.sample.sampler import Sampler
 
@@ -122,9 +123,22 @@ class ModelRunner:
         best = self._sampler.best(scores)
         broken[sequences] |= best.broken
         grammars = masks.masks_of(step) if step.constrained_handles else NO_GRAMMARS
-        if not grammars.handles and self._rows.plain[inputs.rows[sequences]].all():
+        plain = self._rows.plain[inputs.rows[sequences]] & ~_has_mask(grammars, handles, sequences)
+        if plain.all():
             return self._append(inputs, sequences, best.token_ids, broken), [], []
-        return self._sample_each(inputs, scores.float(), handles, sequences, broken, grammars)
+        if not plain.any():
+            return self._sample_each(inputs, scores.float(), handles, sequences, broken, grammars)
+        # What the others want is no work for these.
+        greedy = self._append(inputs, sequences[plain], best.token_ids[plain], broken)
+        tokens, logprobs, candidates = self._sample_each(
+            inputs,
+            scores[torch.from_numpy(~plain)].float(),
+            handles,
+            sequences[~plain],
+            broken,
+            grammars,
+        )
+        return [a or b for a, b in zip(greedy, tokens, strict=True)], logprobs, candidates
 
     def _append(
         self,
@@ -214,8 +228,24 @@ class ModelRunner:
             position=position.astype(np.uint32),
             num_logprobs=rows.num_logprobs[at],
             suppressed=self._suppressed(at, position, handles),
+            edits=self._edits(at),
+            named=self._named(at, handles),
             masks=row_masks(grammars, handles),
         )
+
+    def _edits(self, at: NDArray[np.int64]) -> tuple[tuple[int, RowEdits], ...]:
+        edits = self._rows.edits
+        if not edits:
+            return ()
+        return tuple((i, edits[row]) for i, row in enumerate(at.tolist()) if row in edits)
+
+    def _named(
+        self, at: NDArray[np.int64], handles: list[int]
+    ) -> tuple[tuple[int, NDArray[np.int64]], ...]:
+        """Tokens whose log-probabilities are asked for by name."""
+        asking = np.flatnonzero(self._rows.num_logprobs[at] != NO_LOGPROBS).tolist()
+        named = [(i, self._rows.params(handles[i]).logprob_token_ids) for i in asking]
+        return tuple((i, np.array(ids, dtype=np.int64)) for i, ids in named if ids)
 
     def _prompt_logprobs(
         self,
@@ -261,6 +291,14 @@ class ModelRunner:
             b"".join(chunk.logprobs for chunk in chunks),
             b"".join(chunk.ranks for chunk in chunks),
         )
+
+
+def _has_mask(
+    grammars: GrammarOutput, handles: list[int], sequences: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Bool [N], for each of the sequences that sample."""
+    masked = set(grammars.handles)
+    return np.fromiter((handles[i] in masked for i in sequences), np.bool_, len(sequences))
 
 
 def _broken_before_scores(inputs: StepInputs, hidden: torch.Tensor) -> NDArray[np.bool_]:

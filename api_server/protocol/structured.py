@@ -10,13 +10,44 @@ the engine to say.
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
+from api_server.protocol.fields import given_fields, ignored_of
+from api_server.protocol.known_fields import STRUCTURED_NEUTRAL, Neutral
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarKind, GrammarSource, encoded
 
 ANY_OBJECT: Final = '{"type": "object"}'
 """The schema of json_object."""
+
+
+def _format_fields(value: Any, info: ValidationInfo) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") == "structural_tag":
+        raise ValueError("structural_tag is not available yet")
+    return _known(value, ResponseFormat, {}, info, "response_format.")
+
+
+def _schema_fields(value: Any, info: ValidationInfo) -> Any:
+    return _known(value, JsonSchemaFormat, {}, info, "response_format.json_schema.")
+
+
+def _structured_fields(value: Any, info: ValidationInfo) -> Any:
+    return _known(value, StructuredOutputs, STRUCTURED_NEUTRAL, info, "structured_outputs.")
+
+
+def _known(
+    value: Any, model: type[BaseModel], neutral: Neutral, info: ValidationInfo, where: str
+) -> Any:
+    """The fields that an object may have, by the names that clients know."""
+    if not isinstance(value, dict):
+        return value
+    names = [field.alias or name for name, field in model.model_fields.items()]
+    try:
+        return given_fields(value, names, neutral, ignored_of(info), where)
+    except InvalidRequestError as error:
+        raise ValueError(error.message) from None
 
 
 class _Part(BaseModel):
@@ -38,7 +69,7 @@ class ResponseFormat(_Part):
     """strict says nothing more: every answer keeps to its schema."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
+    json_schema: Annotated[JsonSchemaFormat | None, BeforeValidator(_schema_fields)] = None
 
 
 class StructuredOutputs(_Part):
@@ -52,34 +83,14 @@ class StructuredOutputs(_Part):
     disable_any_whitespace: bool = False
 
 
-def _later(value: Any) -> Any:
-    """Before the types are looked at: what we know and lack."""
-    if isinstance(value, dict) and value.get("type") == "structural_tag":
-        raise ValueError("structural_tag is not available yet")
-    return value
-
-
-def _without_nulls(value: Any) -> Any:
-    """Null counts as not given. What vLLM has beside and we lack is refused by name."""
-    if not isinstance(value, dict):
-        return value
-    for name in ("structural_tag", "whitespace_pattern", "disable_additional_properties"):
-        if value.get(name):
-            raise ValueError(f"{name} is not available yet")
-    neutral = ("structural_tag", "whitespace_pattern", "disable_additional_properties")
-    return {
-        name: each
-        for name, each in value.items()
-        if each is not None and name not in (*neutral, "disable_fallback")
-    }
-
-
 class StructuredFields(BaseModel):
     """The fields of a request that say it."""
 
-    response_format: Annotated[ResponseFormat | None, BeforeValidator(_later)] = None
+    response_format: Annotated[ResponseFormat | None, BeforeValidator(_format_fields)] = None
     """text, json_object, or json_schema with a schema that the answer keeps to."""
-    structured_outputs: Annotated[StructuredOutputs | None, BeforeValidator(_without_nulls)] = None
+    structured_outputs: Annotated[StructuredOutputs | None, BeforeValidator(_structured_fields)] = (
+        None
+    )
     """One of json (a schema), regex, choice (a list), grammar (Lark or GBNF), json_object."""
     guided_json: Any = None
     """An older name of structured_outputs.json."""

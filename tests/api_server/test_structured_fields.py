@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from api_server.protocol.completion import COMPLETION_LATER, CompletionRequest
+from api_server.protocol.completion import CompletionRequest
 from api_server.protocol.fields import parse
+from api_server.protocol.ignored import IgnoredFields
+from api_server.protocol.known_fields import COMPLETION_NEUTRAL
 from api_server.protocol.structured import ANY_OBJECT
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource
@@ -15,7 +17,8 @@ TEXT = json.dumps(SCHEMA)
 
 
 def source_of(**fields) -> GrammarSource | None:
-    return parse(CompletionRequest, {"prompt": "x", **fields}, COMPLETION_LATER).grammar_source
+    body = {"prompt": "x", **fields}
+    return parse(CompletionRequest, body, COMPLETION_NEUTRAL, IgnoredFields()).grammar_source
 
 
 @pytest.mark.parametrize(
@@ -50,6 +53,22 @@ def test_forms(fields, kind, source):
     assert (found.kind, found.source, found.field) == (kind, source, next(iter(fields)))
 
 
+def test_what_nobody_defines_is_ignored_by_name():
+    ignored = IgnoredFields()
+    body = {
+        "prompt": "x",
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"foo": 1}, "fuu": 2},
+        },
+    }
+    parse(CompletionRequest, body, COMPLETION_NEUTRAL, ignored)
+    assert str(ignored) == "response_format.json_schema.fuu"
+    body = {"prompt": "x", "structured_outputs": {"regex": "a", "fii": 1, "disable_fallback": True}}
+    parse(CompletionRequest, body, COMPLETION_NEUTRAL, ignored)
+    assert str(ignored).endswith(", structured_outputs.fii")
+
+
 def test_free_text_and_compact_json():
     assert source_of() is None
     assert source_of(response_format={"type": "text"}, structured_outputs=None) is None
@@ -73,7 +92,6 @@ def test_free_text_and_compact_json():
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "string"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "structural_tag"),
         ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs", "whitespace"),
-        ({"structured_outputs": {"foo": 1}}, "structured_outputs", "foo"),
         ({"structured_outputs": "json"}, "structured_outputs", "structured_outputs"),
         ({"response_format": {"type": "xml"}}, "response_format", "type"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "missing"),

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from proto.engine_io import LogprobsArrays
 from worker.sample.grammar_masks import NO_ROW_MASKS, RowMasks
+from worker.sample.row_edits import RowEdits
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,8 @@ class SamplingRows:
         index of the output token, 0 for the first.
     num_logprobs: int32, alternatives beside the chosen token, -1 for no logprobs.
     suppressed: (row, int64 token ids) pairs; those ids cannot be chosen.
+    edits: (row, what changes its scores) pairs, of the rows that have some.
+    named: (row, int64 token ids) pairs; log-probabilities of these in place of the best ones.
     masks: what the grammars of constrained rows leave.
     """
 
@@ -31,6 +34,8 @@ class SamplingRows:
     position: npt.NDArray[np.uint32]
     num_logprobs: npt.NDArray[np.int32]
     suppressed: tuple[tuple[int, npt.NDArray[np.int64]], ...] = ()
+    edits: tuple[tuple[int, RowEdits], ...] = ()
+    named: tuple[tuple[int, npt.NDArray[np.int64]], ...] = ()
     masks: RowMasks = NO_ROW_MASKS
 
 
