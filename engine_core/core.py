@@ -26,6 +26,7 @@ from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.service import Service
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS, Stepper
+from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars, start_grammars
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits
 from engine_core.vitals import Vitals
@@ -57,6 +58,7 @@ def _serve(
     boot: ProcessBoot, supervisor: Link, front_ends: FrontEndLinks, clock: PhaseClock
 ) -> None:
     config, poller = boot.config, Poller([supervisor])
+    grammars = start_grammars(boot)  # while workers load
     crew = Crew(
         _executors(boot),
         lambda workers: plan_pool(workers, config, boot.model.max_position),
@@ -71,7 +73,7 @@ def _serve(
     kv_events = make_kv_events(config.cache.kv_events_endpoint, boot.run_dir, boot.epoch)
     if kv_events.endpoint:
         supervisor.send(Notice(boot.role, boot.index, f"KV events: {kv_events.endpoint}"))
-    stepper = _build(boot, crew, front_ends, orders, poller, kv_events, vitals)
+    stepper = _build(boot, crew, front_ends, orders, poller, kv_events, vitals, grammars)
     settle_heap()
     clock.end("books")
     _announce(boot, crew, front_ends, supervisor, clock)
@@ -169,6 +171,7 @@ def build_parts(
     front_ends: FrontEndLinks,
     epoch: int,
     kv_events: KVEventSink,
+    grammars: Grammars = NO_GRAMMARS,
 ) -> EngineParts:
     """What the daemon runs, and the benchmark measures. epoch: of the engine."""
     kv_cache = KVCacheManager(
@@ -187,6 +190,7 @@ def build_parts(
         epoch=worker.epoch,
         max_model_len=plan.max_model_len,
         vocab_size=worker.vocab_size,
+        constraints=grammars.constraints,
     )
     outbox = Outbox(front_ends, scheduler, epoch, kv_events=kv_events)
     scheduler.tell_begun(outbox)
@@ -196,7 +200,7 @@ def build_parts(
         config.scheduler.scheduling_policy == "priority",
         config.scheduler.crashes_until_alone,
     )
-    intake = Intake(scheduler, kv_cache, outbox, limits, lambda: check(kv_cache))
+    intake = Intake(scheduler, kv_cache, outbox, limits, lambda: check(kv_cache), grammars)
     return EngineParts(scheduler, kv_cache, intake, outbox)
 
 
@@ -208,9 +212,12 @@ def _build(
     poller: Poller,
     kv_events: KVEventSink,
     vitals: Vitals,
+    grammars: Grammars,
 ) -> Stepper:
     plan = crew.plan
-    parts = build_parts(boot.config, plan, crew.workers[0], front_ends, boot.epoch, kv_events)
+    parts = build_parts(
+        boot.config, plan, crew.workers[0], front_ends, boot.epoch, kv_events, grammars
+    )
     kv_cache = parts.kv_cache
     vitals.watch(lambda: parts.scheduler.has_work)
     if boot.pause_mode is not None:
@@ -224,6 +231,8 @@ def _build(
         if kv_cache.usage > 0 and not parts.scheduler.num_unfinished:
             raise IntegrityError(f"leak: {kv_cache.usage:.1%} of the blocks are in use by nobody")
 
-    service = Service(orders, front_ends, poller, parts.scheduler, parts.intake, parts.outbox)
+    service = Service(
+        orders, front_ends, poller, parts.scheduler, parts.intake, parts.outbox, grammars
+    )
     max_in_flight = OVERLAPPED if boot.config.scheduler.async_scheduling else SYNCHRONOUS
-    return Stepper(parts.scheduler, crew, service, check_when_idle, max_in_flight)
+    return Stepper(parts.scheduler, crew, service, check_when_idle, max_in_flight, grammars)

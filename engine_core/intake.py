@@ -14,6 +14,7 @@ from engine_core.request import Request, choices_of
 from engine_core.scheduler.completion import completion, stop_token
 from engine_core.scheduler.quarantine import is_poisonous, poison_error
 from engine_core.scheduler.scheduler import Scheduler
+from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars
 from engine_core.validation import RequestLimits, validate_input, validate_request
 from proto.engine_io import (
     Abort,
@@ -43,12 +44,14 @@ class Intake:
         outbox: Outbox,
         limits: RequestLimits,
         check_integrity: Callable[[], list[str]],
+        grammars: Grammars = NO_GRAMMARS,
     ) -> None:
         self._scheduler = scheduler
         self._kv_cache = kv_cache
         self._outbox = outbox
         self._limits = limits
         self._check_integrity = check_integrity
+        self._grammars = grammars
 
     def take(self, client: int, message: ToEngine) -> None:
         """Do what a message asks; never raises for what is in it."""
@@ -69,6 +72,19 @@ class Intake:
             self._outbox.add(each.client_index, _final(each.request_id, each.error))
         return bool(overdue)
 
+    def answer_compiled(self) -> bool:
+        """Take in, or refuse, those that waited for their grammar; False when there are none."""
+        answers = self._grammars.take_compiled()
+        for each in answers:
+            if not self._scheduler.knows(each.request_id):
+                continue  # its client has left
+            if each.error is None:
+                self._outbox.accept(each.client, each.request_id)
+            else:
+                self._scheduler.abort(each.request_id)
+                self._outbox.add(each.client, _final(each.request_id, _told(each.error)))
+        return bool(answers)
+
     def _take_request(self, client: int, message: EngineCoreRequest) -> None:
         if self._scheduler.knows(message.request_id):
             # An answer would end the stream of the request that is running.
@@ -80,6 +96,7 @@ class Intake:
                 self._refuse(client, message, poison_error(message.crash_count))
                 return
             self._scheduler.backlog.check(message)
+            accepted = self._grammars.admit(client, message)
             mint_handle = self._scheduler.mint_handle
             for request in choices_of(message, mint_handle, client, self._kv_cache.hasher):
                 if message.resumable:
@@ -94,7 +111,8 @@ class Intake:
             self._scheduler.abort(message.request_id)
             self._refuse(client, message, INTERNAL_ERROR)
         else:
-            self._outbox.accept(client, message.request_id)
+            if accepted:
+                self._outbox.accept(client, message.request_id)
 
     def _add(self, request: Request, message: EngineCoreRequest) -> None:
         """Queue a choice, or end it at once where an earlier engine finished it unheard."""
@@ -103,6 +121,7 @@ class Intake:
             self._scheduler.add_request(request)
             self._scheduler.backlog.enter(request)
             self._scheduler.deadlines.enter(request, message)
+            self._grammars.enter(request, message.grammar)
             return
         request.status = status
         output = EngineCoreOutput(

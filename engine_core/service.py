@@ -14,6 +14,8 @@ from engine_core.pulse import Pulse
 from engine_core.request import Request
 from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
+from engine_core.structured_output.bell import NO_DESCRIPTOR
+from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars
 from engine_core.transport import FrontEndLinks
 from proto.lifecycle import FrontEndStalled, Notice, Paused
 from proto.sockets import Link, Poller
@@ -35,6 +37,7 @@ class Service:
         scheduler: Scheduler,
         intake: Intake,
         outbox: Outbox,
+        grammars: Grammars = NO_GRAMMARS,
     ) -> None:
         self._orders = orders
         self._supervisor = orders.link
@@ -47,6 +50,9 @@ class Service:
         self._pause_told = scheduler.pause_mode
         for link in front_ends.links:
             poller.add(link)
+        self._grammars = grammars
+        if grammars.descriptor != NO_DESCRIPTOR:
+            poller.add(grammars.descriptor)
 
     @property
     def stopped(self) -> bool:
@@ -76,7 +82,12 @@ class Service:
         resting = self._scheduler.sessions.end_overdue()
         self._outbox.add_step(resting)
         overdue = self._intake.end_overdue() or bool(resting)
-        if received or overdue:
+        if self._grammars.descriptor in ready:
+            self._grammars.silence()
+            compiled = self._intake.answer_compiled()
+        else:
+            compiled = False
+        if received or overdue or compiled:
             self._tell_pause()  # before anybody relies on it
             self._outbox.flush()
         self._bury_stalled()

@@ -16,6 +16,7 @@ from engine_core.executor.crew import Crew
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.scheduler.step_results import ImpossibleResultError
 from engine_core.service import Service
+from engine_core.structured_output.grammars import NO_GRAMMARS, EarlyAnswerError, Grammars
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
 
@@ -45,12 +46,14 @@ class Stepper:
         service: Service,
         check_when_idle: Callable[[], Iterator[None]],
         max_in_flight: int = SYNCHRONOUS,
+        grammars: Grammars = NO_GRAMMARS,
     ) -> None:
         self._scheduler = scheduler
         self._crew = crew
         self._service = service
         self._check_when_idle = check_when_idle
         self._max_in_flight = max_in_flight
+        self._grammars = grammars
         self._in_flight: deque[SchedulerOutput] = deque()
 
     def run(self) -> None:
@@ -70,7 +73,9 @@ class Stepper:
             try:
                 for result in self._crew.receive():
                     self._take(result)
+                self._mask()
                 may_have_work = self._send()
+                self._mask()
             except WorkerFailedError as error:
                 self._crew.distrust(error)
                 may_have_work = False
@@ -104,6 +109,14 @@ class Stepper:
         self._crew.submit(output)
         return True
 
+    def _mask(self) -> None:
+        """Have the masks of the oldest step made, and hand on those that are."""
+        if self._in_flight:
+            self._grammars.order_masks(self._in_flight[0])
+        for masks in self._grammars.take_masks():
+            if self._in_flight and masks.step == self._in_flight[0].step:
+                self._crew.submit_masks(masks)
+
     def _change_workers(self, epoch: int) -> None:
         """Whatever was in flight is lost with the workers that died."""
         self._in_flight.clear()
@@ -115,11 +128,16 @@ class Stepper:
         if not self._in_flight or result.step != self._in_flight[0].step:
             _check_empty(result)
             return
+        output = self._in_flight.popleft()
         try:
-            outputs = self._scheduler.update_from_output(self._in_flight.popleft(), result)
+            if violations := self._grammars.violations(output, result):
+                self._service.tell(self._scheduler.end_with_errors(violations))
+            outputs = self._scheduler.update_from_output(output, result)
         except ImpossibleResultError as error:
             self._service.tell(error.outputs)
             raise WorkerFailedError(0, f"sent an impossible result: {error}") from error
+        except EarlyAnswerError as error:
+            raise WorkerFailedError(0, str(error)) from error
         self._service.publish(outputs)
 
 

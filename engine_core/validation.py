@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from proto.engine_io import MAX_CHOICES, EngineCoreRequest, SessionInput
 from proto.errors import InvalidRequestError
+from proto.grammar import MAX_GRAMMAR_BYTES, GrammarSource
 from proto.sampling_params import SamplingParams
 
 
@@ -51,6 +52,8 @@ def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
     _check_resumption(message, limits)
     _check_beams(message)
     _check_deadlines(message)
+    if message.grammar is not None:
+        _check_grammar(message, message.grammar)
     if message.resumable:
         _check_session(message.n, params)
 
@@ -138,6 +141,24 @@ def _check_beams(message: EngineCoreRequest) -> None:
     ):
         if wrong:
             raise InvalidRequestError(f"{name} does not go with beam search", name)
+
+
+def _check_grammar(message: EngineCoreRequest, grammar: GrammarSource) -> None:
+    """The end of the text is the grammar's to decide; the rest is checked where it is compiled."""
+    params = message.sampling_params
+    for wrong, name in (
+        (params.beam_width > 0, "use_beam_search"),
+        (params.ignore_eos, "ignore_eos"),
+        (params.min_tokens > 0, "min_tokens"),
+        (message.resumable, "a session"),
+    ):
+        if wrong:
+            raise InvalidRequestError(f"{name} does not go with a grammar", grammar.field)
+    if grammar.num_bytes > MAX_GRAMMAR_BYTES:
+        raise InvalidRequestError(
+            f"the grammar has {grammar.num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are taken",
+            grammar.field,
+        )
 
 
 def _is_utf8(text: str) -> bool:

@@ -168,6 +168,15 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.admin_api_key is not None or self.admin_api_key_file is not None
 
 
+class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Structured output."""
+
+    grammar_cache_entries: int = 256
+    """Compiled grammars that are kept, about 100 kB each; 0 compiles each request's anew."""
+    grammar_cache_bytes: int = 4 << 20
+    """Bytes of their sources, at most."""
+
+
 class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What happens when a process dies or hangs, and when the daemon ends."""
 
@@ -195,6 +204,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: DeviceConfig = DeviceConfig()
     frontend: FrontEndConfig = FrontEndConfig()
     reliability: ReliabilityConfig = ReliabilityConfig()
+    grammars: GrammarConfig = GrammarConfig()
 
 
 NOT_AVAILABLE_YET: Final[dict[str, tuple[Any, ...]]] = {
@@ -286,6 +296,8 @@ def validate(config: ServeConfig) -> None:
     _positive("crashes_until_alone", scheduler.crashes_until_alone)
     for field in ("max_num_queued_reqs", "max_num_queued_tokens"):
         _not_negative(field, getattr(scheduler, field) or 0)
+    for field in ("grammar_cache_entries", "grammar_cache_bytes"):
+        _not_negative(field, getattr(config.grammars, field))
     for field in ("queue_timeout", "sse_keep_alive"):
         _not_negative(field, getattr(frontend, field))
     if config.reliability.max_restarts < 0:

@@ -22,6 +22,7 @@ from typing import Final, Literal
 import msgspec
 
 from proto.errors import ErrorInfo
+from proto.grammar import GrammarSource
 from proto.sampling_params import SamplingParams
 from proto.stats import SchedulerStats
 
@@ -63,6 +64,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     accepted: an engine has taken it in before, so no limit of the queue refuses it now.
     queue_deadline, deadline: seconds on the monotonic clock of the machine, before which it
         must have begun and must be over; infinite for none.
+    grammar: what the text of each choice has to be; None leaves it free.
     """
 
     epoch: int
@@ -82,6 +84,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     accepted: bool = False
     queue_deadline: float = math.inf
     deadline: float = math.inf
+    grammar: GrammarSource | None = None
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2, frozen=True):

@@ -69,6 +69,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_on
     preempted_handles: their KV is gone; keep tokens and parameters, free the row.
     block_copies: source, copy, source, copy …; whole blocks, of any group, to be copied
         before anything is computed. No copy is the source of another.
+    constrained_handles: those that sample in this step, and not just any token: before that
+        comes a GrammarOutput of this step. Which tokens may be theirs follows from the step
+        before, which may be under way when this one is sent.
     """
 
     epoch: int
@@ -79,3 +82,18 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_on
     finished_handles: list[int]
     preempted_handles: list[int]
     block_copies: list[int] = []
+    constrained_handles: list[int] = []
+
+
+class GrammarOutput(msgspec.Struct, array_like=True, tag=2, frozen=True):
+    """Which tokens the constrained sequences of a step may have.
+
+    handles: of `constrained_handles`; one that is left out is over, and may have any.
+    masks: little-endian uint32 [len(handles), ceil(vocab_size / 32)]; bit i % 32 of word i // 32
+        says whether token i is allowed.
+    """
+
+    epoch: int
+    step: int
+    handles: list[int]
+    masks: bytes

@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 
 from proto.engine_io import LogprobsArrays
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
-from proto.scheduler_output import SchedulerOutput
+from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from worker.attention.base import AttentionBackend, AttentionInputs
 from worker.batch.inputs import StepInputs, build_inputs
 from worker.batch.rows import NO_LOGPROBS, Rows
 from worker.finite import broken_sequences
 from worker.kv_cache import KVCache
 from worker.models.decoder import Decoder
+from worker.sample.grammar_masks import MaskSource, NoMasks, row_masks
 from worker.sample.logprobs import best_continuations, prompt_logprobs
 from worker.sample.row_edits import RowEdits
 from worker.sample.rows import SamplingRows
@@ -26,6 +27,8 @@ from worker.sample.sampler import Sampler
 
 LOGITS_CHUNK_BYTES: Final = 64 << 20
 """Most memory that the logits of prompt positions take at once."""
+NO_MASKS: Final = NoMasks()
+NO_GRAMMARS: Final = GrammarOutput(0, 0, [], b"")
 
 
 class ModelRunner:
@@ -51,8 +54,8 @@ class ModelRunner:
         return self._model.spec.vocab_size
 
     @torch.inference_mode()
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute a step and return its tokens.
+    def execute(self, step: SchedulerOutput, masks: MaskSource = NO_MASKS) -> ModelRunnerOutput:
+        """Compute a step and return its tokens. masks: asked when there are logits.
 
         Rows are updated before this returns, so the next step may follow at once.
         """
@@ -69,7 +72,7 @@ class ModelRunner:
             torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions), self._attention
         )
         broken = _broken_before_scores(inputs, hidden)
-        sampled, logprobs, candidates = self._sample(inputs, hidden, handles, broken)
+        sampled, logprobs, candidates = self._sample(inputs, hidden, handles, broken, step, masks)
         return ModelRunnerOutput(
             step.epoch,
             step.step,
@@ -104,6 +107,8 @@ class ModelRunner:
         hidden: torch.Tensor,
         handles: list[int],
         broken: NDArray[np.bool_],
+        step: SchedulerOutput,
+        masks: MaskSource,
     ) -> tuple[list[list[int]], list[RowLogprobs], list[RowLogprobs]]:
         """Draw a token for each sequence that is complete; append it to its row.
 
@@ -117,15 +122,21 @@ class ModelRunner:
         scores = self._model.scores(inputs.rows_that_sample(hidden))
         best = self._sampler.best(scores)
         broken[sequences] |= best.broken
-        plain = self._rows.plain[inputs.rows[sequences]]
+        grammars = masks.masks_of(step) if step.constrained_handles else NO_GRAMMARS
+        plain = self._rows.plain[inputs.rows[sequences]] & ~_has_mask(grammars, handles, sequences)
         if plain.all():
             return self._append(inputs, sequences, best.token_ids, broken), [], []
         if not plain.any():
-            return self._sample_each(inputs, scores.float(), handles, sequences, broken)
+            return self._sample_each(inputs, scores.float(), handles, sequences, broken, grammars)
         # What the others want is no work for these.
         greedy = self._append(inputs, sequences[plain], best.token_ids[plain], broken)
         tokens, logprobs, candidates = self._sample_each(
-            inputs, scores[torch.from_numpy(~plain)].float(), handles, sequences[~plain], broken
+            inputs,
+            scores[torch.from_numpy(~plain)].float(),
+            handles,
+            sequences[~plain],
+            broken,
+            grammars,
         )
         return [a or b for a, b in zip(greedy, tokens, strict=True)], logprobs, candidates
 
@@ -153,6 +164,7 @@ class ModelRunner:
         handles: list[int],
         sequences: NDArray[np.int64],
         broken: NDArray[np.bool_],
+        grammars: GrammarOutput,
     ) -> tuple[list[list[int]], list[RowLogprobs], list[RowLogprobs]]:
         """The same where rows want more than their best token; logits float32 [N, V] are spent."""
         if broken.any():
@@ -168,7 +180,9 @@ class ModelRunner:
             candidates = list(map(RowLogprobs, [handles[i] for i in found], best))
         if len(sequences) == 0:
             return [[] for _ in handles], [], candidates
-        request = self._sampling_rows(inputs.rows[sequences], [handles[i] for i in sequences])
+        request = self._sampling_rows(
+            inputs.rows[sequences], [handles[i] for i in sequences], grammars
+        )
         result = self._sampler.sample(logits, request)
         tokens = self._append(inputs, sequences, result.token_ids, broken)
         logprobs = [
@@ -199,7 +213,9 @@ class ModelRunner:
             for i in np.flatnonzero(position < rows.min_output[at])
         )
 
-    def _sampling_rows(self, at: NDArray[np.int64], handles: list[int]) -> SamplingRows:
+    def _sampling_rows(
+        self, at: NDArray[np.int64], handles: list[int], grammars: GrammarOutput
+    ) -> SamplingRows:
         rows = self._rows
         position = rows.num_tokens[at] - rows.num_prompt_tokens[at]
         return SamplingRows(
@@ -214,6 +230,7 @@ class ModelRunner:
             suppressed=self._suppressed(at, position, handles),
             edits=self._edits(at),
             named=self._named(at, handles),
+            masks=row_masks(grammars, handles),
         )
 
     def _edits(self, at: NDArray[np.int64]) -> tuple[tuple[int, RowEdits], ...]:
@@ -274,6 +291,14 @@ class ModelRunner:
             b"".join(chunk.logprobs for chunk in chunks),
             b"".join(chunk.ranks for chunk in chunks),
         )
+
+
+def _has_mask(
+    grammars: GrammarOutput, handles: list[int], sequences: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Bool [N], for each of the sequences that sample."""
+    masked = set(grammars.handles)
+    return np.fromiter((handles[i] in masked for i in sequences), np.bool_, len(sequences))
 
 
 def _broken_before_scores(inputs: StepInputs, hidden: torch.Tensor) -> NDArray[np.bool_]:

@@ -3,6 +3,7 @@
 supervisor ── boot ──▶ load weights ── WorkerReady ──▶ engine
 engine ── InitializeCache ──▶ allocate ── CacheReady ──▶ engine
 engine ── SchedulerOutput ──▶ ModelRunner ── ModelRunnerOutput ──▶ engine
+engine ── GrammarOutput ──▶ before it samples, where the step has constrained sequences
 
 When the engine dies the supervisor names the epoch of the next one (NewEngine): rows and
 KV are given up, the weights stay, and all but the loading begins again. For 30 s: a worker
@@ -42,7 +43,7 @@ from proto.model_runner_output import ModelRunnerOutput
 from proto.phase_clock import PhaseClock
 from proto.prepared_model import PreparedModel
 from proto.process import describe
-from proto.scheduler_output import SchedulerOutput
+from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.sockets import Link, Poller, worker_path
 from worker.attention.base import AttentionShape
 from worker.attention.registry import create_backend
@@ -51,6 +52,7 @@ from worker.device import CpuDevice
 from worker.engine_wait import EngineWait
 from worker.faulty_model import FaultyModel
 from worker.fingerprint import kv_fingerprint
+from worker.inbox import FromEngine, Inbox, StepAbandonedError
 from worker.kernels import load_kernels
 from worker.kv_cache import KVCache, kv_cache_geometry, resolve_kv_dtype
 from worker.kv_layout import kv_layout
@@ -75,7 +77,7 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
 
     def meet(epoch: int) -> Link:
         path = worker_path(boot.run_dir, epoch, boot.index)
-        return Link.connect(path, InitializeCache | SchedulerOutput)
+        return Link.connect(path, FromEngine)
 
     Service(boot, meet, supervisor).run()
 
@@ -94,6 +96,8 @@ class Service:
         self._distrusts_engine = False
         self._engine = meet(boot.worker_epoch)
         self._poller = Poller([supervisor, self._engine])
+        self._inbox = Inbox()
+        self._stopped = False
         self._engine_wait = EngineWait()
         self._runner: ModelRunner | None = None
         self._has_room = False
@@ -125,17 +129,31 @@ class Service:
         """Serve until Shutdown; raises ProcessDiedError when no engine follows one that died."""
         self._engine.send(self._ready())
         settle_heap()  # while the engine plans; what follows must not wait for it
-        while True:
-            readable = self._poller.wait(self._engine_wait.seconds_left())
-            if self._supervisor in readable and self._obey():
-                return
-            messages = self._engine.receive()
-            if self._engine.num_undecodable:
-                self._distrust_engine()
-                continue
-            for message in messages:
-                if message.epoch == self._epoch and not self._has_lost_group:
-                    self._serve_with_others(message)
+        while not self._stopped:
+            self._receive(self._engine_wait.seconds_left())
+            while not self._stopped and (message := self._inbox.next()) is not None:
+                self._serve_with_others(message)
+
+    def masks_of(self, step: SchedulerOutput) -> GrammarOutput:
+        """Wait for the masks of a step; raises StepAbandonedError when none will come."""
+        epoch = self._epoch
+        while (masks := self._inbox.masks_of(step.step)) is None:
+            self._receive(None)
+            if self._stopped or self._epoch != epoch:
+                raise StepAbandonedError
+        return masks
+
+    def _receive(self, seconds: float | None) -> None:
+        """Obey the supervisor, and take in what the engine has sent, after at most this time."""
+        readable = self._poller.wait(seconds)
+        if self._supervisor in readable and self._obey():
+            self._stopped = True
+            return
+        messages = self._engine.receive()
+        if self._engine.num_undecodable:
+            self._distrust_engine()
+            return
+        self._inbox.put([each for each in messages if each.epoch == self._epoch])
 
     def _obey(self) -> bool:
         """What the supervisor says; True for Shutdown."""
@@ -165,6 +183,7 @@ class Service:
         self._runner = None
         self._distrusts_engine = False
         self._epoch = epoch
+        self._inbox = Inbox()
         self._engine = self._meet(epoch)
         self._poller.add(self._engine)
         self._engine.send(self._ready())
@@ -172,6 +191,8 @@ class Service:
 
     def _serve_with_others(self, message: InitializeCache | SchedulerOutput) -> None:
         """Without them there is nothing to do until the supervisor says what follows."""
+        if self._has_lost_group:
+            return
         try:
             self._serve(message)
         except GroupLostError as error:
@@ -193,7 +214,9 @@ class Service:
         try:
             if step.total_num_scheduled_tokens:
                 self._saboteur.begin_step()
-            output = runner.execute(step)
+            output = runner.execute(step, self)
+        except StepAbandonedError:
+            return  # nobody is left to hear of it
         except GroupLostError:
             raise  # whoever caused it says more
         except Exception as error:

@@ -20,6 +20,7 @@ from pydantic import (
 
 from api_server.protocol.fields import given_fields, ignored_of
 from api_server.protocol.known_fields import STREAM_OPTIONS_NEUTRAL
+from api_server.protocol.structured import StructuredFields
 from proto.engine_io import MAX_CHOICES
 from proto.errors import InvalidRequestError
 from proto.logit_edits import MAX_BAD_WORDS, MAX_BIASED_TOKENS
@@ -131,7 +132,7 @@ def _nested(
         raise ValueError(error.message) from None
 
 
-class GenerationRequest(Strict):
+class GenerationRequest(StructuredFields, Strict):
     """Fields of /v1/completions and /v1/chat/completions alike."""
 
     model: Text | None = None

@@ -30,7 +30,6 @@ OPENAI: Final = frozenset(
         "prompt_cache_retention",
         "reasoning",
         "reasoning_effort",
-        "response_format",
         "service_tier",
         "store",
         "suffix",
@@ -69,11 +68,7 @@ VLLM: Final = frozenset(
         "documents",
         "ec_transfer_params",
         "flat_logprobs",
-        "guided_choice",
         "guided_decoding_backend",
-        "guided_grammar",
-        "guided_json",
-        "guided_regex",
         "guided_whitespace_pattern",
         "include_reasoning",
         "kv_transfer_params",
@@ -85,7 +80,6 @@ VLLM: Final = frozenset(
         "session_id",
         "skip_reading_prefix_cache",
         "structural_tag",
-        "structured_outputs",
         "thinking_token_budget",
         "vllm_xargs",
     }
@@ -114,7 +108,6 @@ NEUTRAL: Final[Neutral] = {
     "best_of": (1,),
     "include_reasoning": (True,),
     "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_reading_prefix_cache": (False,),
     "store": (False,),
@@ -158,3 +151,10 @@ MESSAGE_NEUTRAL: Final[Neutral] = {
 }
 
 PART_NEUTRAL: Final[Neutral] = {"cache_control": (), "prompt_cache_breakpoint": ()}
+
+STRUCTURED_NEUTRAL: Final[Neutral] = {
+    "disable_additional_properties": (False,),
+    "disable_fallback": (False, True),
+    "structural_tag": (),
+    "whitespace_pattern": (),
+}

@@ -32,6 +32,7 @@ from api_server.protocol.ignored import IgnoredFields
 from api_server.services import Services
 from proto.engine_io import EngineCoreRequest
 from proto.errors import InvalidRequestError
+from proto.grammar import GrammarSource
 from proto.logit_edits import LogitEdits
 
 
@@ -68,6 +69,7 @@ class Preparation:
     ) -> None:
         check_request(request)
         check_beams(request)
+        self._grammar = checked_grammar(request)
         services.check_model(request.model)
         self._services = services
         self._request = request
@@ -229,6 +231,7 @@ class Preparation:
                 self._request.queue_timeout_ms, services.config.queue_timeout * 1000
             ),
             deadline=self._deadline(self._request.timeout_ms),
+            grammar=self._grammar,
         )
 
     def _stream(
@@ -313,6 +316,23 @@ def check_request(request: GenerationRequest) -> None:
         raise InvalidRequestError("stop needs text, which detokenize leaves out", "stop")
     if "truncation_side" in request.model_fields_set and request.truncate_prompt_tokens is None:
         raise InvalidRequestError("truncation_side needs truncate_prompt_tokens", "truncation_side")
+
+
+def checked_grammar(request: GenerationRequest) -> GrammarSource | None:
+    """What the answer has to be; raises InvalidRequestError for what does not go with it.
+
+    The grammar says where the text ends, so nothing else may keep it from ending there.
+    """
+    grammar = request.grammar_source
+    if grammar is not None:
+        for wrong, name in (
+            (request.use_beam_search, "use_beam_search"),
+            (request.ignore_eos, "ignore_eos"),
+            (request.min_tokens > 0, "min_tokens"),
+        ):
+            if wrong:
+                raise InvalidRequestError(f"{name} does not go with {grammar.field}", name)
+    return grammar
 
 
 _NEUTRAL_TO_BEAMS: Final[dict[str, tuple[Any, ...]]] = {

@@ -8,7 +8,7 @@ from typing import Protocol
 from proto.errors import TokendError
 from proto.lifecycle import WorkerReady
 from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import SchedulerOutput
+from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.sockets import Link
 
 
@@ -54,6 +54,10 @@ class Executor(Protocol):
 
     def submit(self, output: SchedulerOutput) -> None:
         """Hand a step to the workers; never blocks."""
+        ...
+
+    def submit_masks(self, masks: GrammarOutput) -> None:
+        """Hand over what a step waits for before it samples; never blocks."""
         ...
 
     def receive(self) -> list[ModelRunnerOutput]:

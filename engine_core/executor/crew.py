@@ -20,7 +20,7 @@ from proto.codec import Message
 from proto.errors import ModelError
 from proto.lifecycle import Distrust, WorkerReady, WorkersReady
 from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import SchedulerOutput
+from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.sockets import Poller
 
 logger = logging.getLogger("tokend.executor")
@@ -96,6 +96,10 @@ class Crew:
     def submit(self, output: SchedulerOutput) -> None:
         """Hand a step to the workers, which must be ready; never blocks."""
         self._executor.submit(output)
+
+    def submit_masks(self, masks: GrammarOutput) -> None:
+        """Hand over what a step waits for; never blocks."""
+        self._executor.submit_masks(masks)
 
     def receive(self) -> list[ModelRunnerOutput]:
         """The steps that are complete on every rank, in order. What a start needs is done here.

@@ -14,7 +14,7 @@ from engine_core.executor.base import WorkerFailedError
 from proto import PROTOCOL_VERSION
 from proto.lifecycle import CacheReady, InitializeCache, WorkerReady
 from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import SchedulerOutput
+from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.sockets import Link, PeerStalledError, worker_path
 
 logger = logging.getLogger("tokend.executor")
@@ -78,11 +78,10 @@ class LocalExecutor:
 
     def submit(self, output: SchedulerOutput) -> None:
         self._num_submitted += 1
-        for rank, link in enumerate(self._links):
-            try:
-                link.send(output)
-            except PeerStalledError as error:
-                raise WorkerFailedError(rank, "does not read its steps") from error
+        self._send(output)
+
+    def submit_masks(self, masks: GrammarOutput) -> None:
+        self._send(masks)
 
     def receive(self) -> list[ModelRunnerOutput]:
         for rank, link in enumerate(self._links):
@@ -108,6 +107,13 @@ class LocalExecutor:
     def close(self) -> None:
         for link in self._links:
             link.close()
+
+    def _send(self, message: SchedulerOutput | GrammarOutput) -> None:
+        for rank, link in enumerate(self._links):
+            try:
+                link.send(message)
+            except PeerStalledError as error:
+                raise WorkerFailedError(rank, "does not read its steps") from error
 
     def _take(self, rank: int, message: WorkerReady | CacheReady | ModelRunnerOutput) -> None:
         if isinstance(message, WorkerReady) and message.protocol_version != PROTOCOL_VERSION:

@@ -2,7 +2,7 @@
 
 from proto.lifecycle import WorkerReady
 from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import SchedulerOutput
+from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.sockets import Link
 
 
@@ -27,6 +27,9 @@ class Nobody:
     def submit(self, output: SchedulerOutput) -> None:
         """Only who is ready may be asked to."""
         raise AssertionError("a step for nobody")
+
+    def submit_masks(self, masks: GrammarOutput) -> None:
+        """They were for a step that is lost."""
 
     def receive(self) -> list[ModelRunnerOutput]:
         """Nothing."""

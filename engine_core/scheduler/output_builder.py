@@ -6,6 +6,7 @@ they have yet to be told are finished.
 
 from engine_core.kv_cache.manager import NO_NEW_BLOCKS, KVCacheManager
 from engine_core.request import Request
+from engine_core.scheduler.constraints import Constraints
 from engine_core.scheduler.dictation import Dictation
 from engine_core.scheduler.step_plan import StepPlan
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -14,8 +15,15 @@ from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerO
 class OutputBuilder:
     """Describes a sequence in full once, and only what changed after that."""
 
-    def __init__(self, kv_cache: KVCacheManager, dictation: Dictation, epoch: int) -> None:
+    def __init__(
+        self,
+        kv_cache: KVCacheManager,
+        dictation: Dictation,
+        constraints: Constraints,
+        epoch: int,
+    ) -> None:
         self._kv_cache = kv_cache
+        self._constraints = constraints
         self._dictation = dictation
         self.epoch = epoch
         self._known: set[int] = set()
@@ -63,6 +71,7 @@ class OutputBuilder:
             finished_handles=finished,
             preempted_handles=[request.handle for request in plan.preempted],
             block_copies=self._kv_cache.take_block_copies(),
+            constrained_handles=self._constraints.handles_of(plan),
         )
 
     def _describe(self, request: Request, num_tokens: int) -> NewRequestData:

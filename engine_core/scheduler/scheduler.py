@@ -10,7 +10,7 @@ first, within one token budget.
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.queues.base import RequestQueue
@@ -22,6 +22,8 @@ from engine_core.scheduler.beams import BeamGroups
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.completion import stop_token
+from engine_core.scheduler.constraints import NO_CONSTRAINTS, Constraints
+from engine_core.scheduler.corruption import error_output
 from engine_core.scheduler.courtesy import Courtesy
 from engine_core.scheduler.deadlines import Deadlines
 from engine_core.scheduler.dictation import Dictation
@@ -45,6 +47,7 @@ from engine_core.scheduler.tenants import TenantLedger
 from engine_core.scheduler.victims import Victims
 from proto.config import SchedulerConfig
 from proto.engine_io import PauseMode
+from proto.errors import ErrorInfo
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
 from proto.stats import SchedulerStats
@@ -60,6 +63,7 @@ class Scheduler:
     max_model_len: usable length, in tokens, of prompt and output together.
     vocab_size: sampled token ids are below it.
     gates: hold requests back for reasons of their own, beside those that are always there.
+    constraints: a gate, too, which says who may not have just any token.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Scheduler:
         vocab_size: int,
         gates: Sequence[Gate] = (),
         clock: Callable[[], float] = time.monotonic,
+        constraints: Constraints = NO_CONSTRAINTS,
     ) -> None:
         self._kv_cache = kv_cache
         self._max_model_len = max_model_len
@@ -126,6 +131,7 @@ class Scheduler:
             self.backlog,
             self.deadlines,
             *gates,
+            constraints,
             self._beams,
             SiblingForks(kv_cache, self._choices),
             PrefixWait(kv_cache.block_size),
@@ -143,7 +149,7 @@ class Scheduler:
             idle_blocks,
             self._courtesy,
         )
-        self._output_builder = OutputBuilder(kv_cache, dictation, epoch)
+        self._output_builder = OutputBuilder(kv_cache, dictation, constraints, epoch)
         self._result_pass = ResultPass(
             self._requests, kv_cache, self._beams, max_model_len, self._finish, self.abort
         )
@@ -304,6 +310,17 @@ class Scheduler:
         if wrong:
             raise ImpossibleResultError(wrong, outputs)
         self._placeholders.fill(self._requests, result)
+        return outputs
+
+    def end_with_errors(self, errors: Mapping[int, ErrorInfo]) -> ClientOutputs:
+        """End requests, by handle, that cannot go on; those that are over already are left out."""
+        outputs: ClientOutputs = {}
+        for handle, error in errors.items():
+            request = self._requests.get(handle)
+            if request is not None:
+                self._result_pass.end_with(error_output(request, error), request, outputs)
+        self._clear_running()
+        self.sessions.begin_turns(outputs)
         return outputs
 
     def take_stats(self) -> SchedulerStats:

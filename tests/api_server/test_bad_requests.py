@@ -117,7 +117,7 @@ BAD_FIELDS = [
     ({"request_id": "a b\n"}, "request_id", ""),
     ({"best_of": 2}, "best_of", "not available here"),
     ({"suffix": "x"}, "suffix", "not available here"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not available here"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format", "not available yet"),
     ({"store": True}, "store", "not available here"),
     ({"service_tier": "flex"}, "service_tier", "not available here"),
     ({"stop_sequences": ["x"]}, "stop_sequences", "not available here"),

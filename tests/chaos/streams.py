@@ -13,12 +13,15 @@ SHARED = (
     "wrote was read by nobody. He noted the wind, the swell, and the ships that he had seen. "
 )
 NUM_TOKENS = 28
+WORDS = "([a-z]{3,8} ){40}"
+NAMES = {"type": "array", "items": {"type": "string", "minLength": 3}, "minItems": 30}
+"""Grammars that no text of NUM_TOKENS tokens completes."""
 TIE_GAP = 1e-3
 """Between the two best log-probabilities: closer ones may change places when recomputed."""
 
 
 def requests() -> list[dict[str, Any]]:
-    """Greedy with log-probabilities, seeded, n = 2; some share a prefix."""
+    """Greedy with log-probabilities, seeded, n = 2; some share a prefix, two have a grammar."""
     greedy = [
         {"prompt": text, "temperature": 0, "logprobs": 2}
         for text in ("Once upon a time", "The capital of France is", SHARED + "On Monday", "1 2 3")
@@ -28,7 +31,15 @@ def requests() -> list[dict[str, Any]]:
         for seed, text in enumerate(("My name is", SHARED + "On Friday", "In the year 1900", "To"))
     ]
     pair = {"prompt": "Two roads diverged in", "temperature": 0.9, "seed": 7, "n": 2}
-    bodies = [*greedy, *seeded, pair]
+    words = {"prompt": "The words are", "temperature": 0, "structured_outputs": {"regex": WORDS}}
+    names = {
+        "prompt": "Names: ",
+        "temperature": 0.8,
+        "seed": 5,
+        "structured_outputs": {"json": NAMES},
+    }
+    bound = [each | {"ignore_eos": False} for each in (words, names)]
+    bodies = [*greedy, *seeded, pair, *bound]
     return [
         {"max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True} | body
         for body in bodies

@@ -11,6 +11,7 @@ from engine_core.kv_cache.observers import PoolObserver
 from engine_core.request import Request, choices_of
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.client_outputs import ClientOutputs
+from engine_core.scheduler.constraints import NO_CONSTRAINTS, Constraints
 from engine_core.scheduler.gates import Gate
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS
@@ -44,6 +45,7 @@ class EngineHarness:
         gates: Sequence[Gate] = (),
         observers: Sequence[PoolObserver] = (),
         clock: Callable[[], float] = time.monotonic,
+        constraints: Constraints = NO_CONSTRAINTS,
         **scheduler: int | bool | float | str | None,
     ) -> None:
         config = SchedulerConfig(**{"max_num_batched_tokens": 8192, **scheduler})  # type: ignore[arg-type]
@@ -64,6 +66,7 @@ class EngineHarness:
             vocab_size=VOCAB_SIZE,
             gates=gates,
             clock=clock,
+            constraints=constraints,
         )
         self.max_in_flight = OVERLAPPED if config.async_scheduling else SYNCHRONOUS
         self.in_flight: deque[SchedulerOutput] = deque()

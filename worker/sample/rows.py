@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from proto.engine_io import LogprobsArrays
+from worker.sample.grammar_masks import NO_ROW_MASKS, RowMasks
 from worker.sample.row_edits import RowEdits
 
 
@@ -21,6 +22,7 @@ class SamplingRows:
     suppressed: (row, int64 token ids) pairs; those ids cannot be chosen.
     edits: (row, what changes its scores) pairs, of the rows that have some.
     named: (row, int64 token ids) pairs; log-probabilities of these in place of the best ones.
+    masks: what the grammars of constrained rows leave.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -34,6 +36,7 @@ class SamplingRows:
     suppressed: tuple[tuple[int, npt.NDArray[np.int64]], ...] = ()
     edits: tuple[tuple[int, RowEdits], ...] = ()
     named: tuple[tuple[int, npt.NDArray[np.int64]], ...] = ()
+    masks: RowMasks = NO_ROW_MASKS
 
 
 @dataclass(frozen=True, slots=True)

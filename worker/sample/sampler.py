@@ -7,6 +7,7 @@ Order of work, and what each stage sees:
                    word, and for stop tokens before min_tokens
     bias           logit_bias is added
     penalties      repetition, then frequency and presence, see edits.py
+    grammars       −inf for what a grammar does not allow, only in constrained rows
     greedy rows    argmax, lowest id among equals
     temperature    scores = logits / T
     filters        min-p, then top-k, then top-p, only for rows that filter
@@ -31,6 +32,7 @@ from worker.sample.backend import (
 )
 from worker.sample.best import Best
 from worker.sample.edits import edit_logits
+from worker.sample.grammar_masks import rule_out
 from worker.sample.logprobs import named_logprobs, row_logprobs
 from worker.sample.rows import Sampled, SamplingRows
 
@@ -58,6 +60,7 @@ class Sampler:
             logits[row, torch.from_numpy(token_ids)] = float("-inf")
         if rows.edits:
             edit_logits(logits, rows.edits)
+        rule_out(logits, rows.masks)
         token_ids = self._choose(logits, rows)
         return Sampled(token_ids, _logprobs(raw, wanted, token_ids, rows))
 

@@ -1,7 +1,8 @@
 """What is asked while processes die.
 
 Prompts that share a beginning, greedy, seeded and several choices, of three priorities,
-one that ends at a stop string. Each is asked over and over, so its answer is known.
+one that ends at a stop string, some that keep to a grammar. Each is asked over and over, so its
+answer is known.
 """
 
 from typing import Any, Final
@@ -26,6 +27,9 @@ _SEEDED: Final = (
     _LONG + "In autumn",
 )
 _SEVERAL: Final = (("Two roads diverged in", 2), (SHARED + "That night", 3), ("Roses are", 2))
+_WORDS: Final = "([a-z]{2,9}[ ,]){1000}"
+_LINES: Final = {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 1000}
+"""Grammars that no answer here completes."""
 
 
 def bodies(num_tokens: int) -> list[dict[str, Any]]:
@@ -36,6 +40,10 @@ def bodies(num_tokens: int) -> list[dict[str, Any]]:
     ]
     asked += [{"prompt": text, "temperature": 0.9, "seed": 70 + n, "n": n} for text, n in _SEVERAL]
     asked.append({"prompt": "A, B, C, D,", "temperature": 0, "stop": [" M"]})
+    asked += [
+        {"prompt": "They wrote", "seed": seed, "ignore_eos": False, "structured_outputs": grammar}
+        for seed, grammar in enumerate(({"regex": _WORDS}, {"json": _LINES}))
+    ]
     return [
         {"max_tokens": num_tokens, "ignore_eos": True, "return_token_ids": True}
         | {"priority": number % 3}

@@ -1,0 +1,191 @@
+"""What a client says of the form of its answer: three ways to ask for the same.
+
+    response_format      OpenAI: text, json_object, json_schema
+    structured_outputs   vLLM: json, regex, choice, grammar, json_object
+    guided_…             vLLM's older names of these
+
+Owns their types and the one `GrammarSource` that comes of them. Whether it can be compiled is for
+the engine to say.
+"""
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
+
+from api_server.protocol.fields import given_fields, ignored_of
+from api_server.protocol.known_fields import STRUCTURED_NEUTRAL, Neutral
+from proto.errors import InvalidRequestError
+from proto.grammar import GrammarKind, GrammarSource, encoded
+
+ANY_OBJECT: Final = '{"type": "object"}'
+"""The schema of json_object."""
+
+
+def _format_fields(value: Any, info: ValidationInfo) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") == "structural_tag":
+        raise ValueError("structural_tag is not available yet")
+    return _known(value, ResponseFormat, {}, info, "response_format.")
+
+
+def _schema_fields(value: Any, info: ValidationInfo) -> Any:
+    return _known(value, JsonSchemaFormat, {}, info, "response_format.json_schema.")
+
+
+def _structured_fields(value: Any, info: ValidationInfo) -> Any:
+    return _known(value, StructuredOutputs, STRUCTURED_NEUTRAL, info, "structured_outputs.")
+
+
+def _known(
+    value: Any, model: type[BaseModel], neutral: Neutral, info: ValidationInfo, where: str
+) -> Any:
+    """The fields that an object may have, by the names that clients know."""
+    if not isinstance(value, dict):
+        return value
+    names = [field.alias or name for name, field in model.model_fields.items()]
+    try:
+        return given_fields(value, names, neutral, ignored_of(info), where)
+    except InvalidRequestError as error:
+        raise ValueError(error.message) from None
+
+
+class _Part(BaseModel):
+    """Nothing is converted and nothing unknown is taken."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, populate_by_name=True, protected_namespaces=()
+    )
+
+
+class JsonSchemaFormat(_Part):
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    wanted: Any = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_Part):
+    """strict says nothing more: every answer keeps to its schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Annotated[JsonSchemaFormat | None, BeforeValidator(_schema_fields)] = None
+
+
+class StructuredOutputs(_Part):
+    """One of the first five, and how JSON is spaced."""
+
+    json_: Any = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+
+
+class StructuredFields(BaseModel):
+    """The fields of a request that say it."""
+
+    response_format: Annotated[ResponseFormat | None, BeforeValidator(_format_fields)] = None
+    """text, json_object, or json_schema with a schema that the answer keeps to."""
+    structured_outputs: Annotated[StructuredOutputs | None, BeforeValidator(_structured_fields)] = (
+        None
+    )
+    """One of json (a schema), regex, choice (a list), grammar (Lark or GBNF), json_object."""
+    guided_json: Any = None
+    """An older name of structured_outputs.json."""
+    guided_regex: str | None = None
+    """An older name of structured_outputs.regex."""
+    guided_choice: list[str] | None = None
+    """An older name of structured_outputs.choice."""
+    guided_grammar: str | None = None
+    """An older name of structured_outputs.grammar."""
+
+    @property
+    def grammar_source(self) -> GrammarSource | None:
+        """What the answer has to be; None for any text. Raises InvalidRequestError by name."""
+        found = [*self._from_format(), *self._from_structured(), *self._from_guided()]
+        if len(found) > 1:
+            raise InvalidRequestError(
+                f"{found[1].field} does not go with another form of the answer, there is "
+                f"{found[0].field}",
+                found[1].field,
+            )
+        for source in found:
+            try:
+                source.validate()
+            except InvalidRequestError as error:
+                raise InvalidRequestError(
+                    f"{source.field}: {error.message}", source.field
+                ) from None
+        return found[0] if found else None
+
+    def _from_format(self) -> list[GrammarSource]:
+        asked, field = self.response_format, "response_format"
+        if asked is None or asked.type == "text":
+            return []
+        if asked.type == "json_object":
+            return [GrammarSource("json_schema", ANY_OBJECT, field=field)]
+        if asked.json_schema is None:
+            raise InvalidRequestError("response_format.json_schema is missing", field)
+        return [_schema(asked.json_schema.wanted, field)]
+
+    def _from_structured(self) -> list[GrammarSource]:
+        asked, field = self.structured_outputs, "structured_outputs"
+        if asked is None:
+            return []
+        compact = asked.disable_any_whitespace
+        found = _sources(
+            asked.json_, asked.regex, asked.choice, asked.grammar, (field,) * 4, compact=compact
+        )
+        if asked.json_object:
+            found.append(GrammarSource("json_schema", ANY_OBJECT, compact, field=field))
+        if len(found) != 1 or asked.json_object is False:
+            raise InvalidRequestError(
+                "structured_outputs takes one of json, regex, choice, grammar, json_object (true)",
+                field,
+            )
+        return found
+
+    def _from_guided(self) -> list[GrammarSource]:
+        fields = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        json, regex = self.guided_json, self.guided_regex
+        return _sources(json, regex, self.guided_choice, self.guided_grammar, fields)
+
+
+def _sources(
+    json: Any,
+    regex: str | None,
+    choice: list[str] | None,
+    grammar: str | None,
+    fields: tuple[str, str, str, str],
+    *,
+    compact: bool = False,
+) -> list[GrammarSource]:
+    """Those that are given; fields: what the client calls each."""
+    found = []
+    if json is not None:
+        found.append(_schema(json, fields[0], compact=compact))
+    if choice is not None:
+        found.append(GrammarSource("choice", _json(choice, fields[2]), field=fields[2]))
+    texts: tuple[tuple[GrammarKind, str | None, str], ...] = (
+        ("regex", regex, fields[1]),
+        ("grammar", grammar, fields[3]),
+    )
+    found += [
+        GrammarSource(kind, text, field=name) for kind, text, name in texts if text is not None
+    ]
+    return found
+
+
+def _schema(schema: Any, field: str, *, compact: bool = False) -> GrammarSource:
+    """A schema may come as JSON, or as a text that is JSON."""
+    text = schema if isinstance(schema, str) else _json(schema, field)
+    return GrammarSource("json_schema", text, compact, field=field)
+
+
+def _json(value: Any, field: str) -> str:
+    try:
+        return encoded(value)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{field}: {error.message}", field) from None

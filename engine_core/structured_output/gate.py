@@ -1,0 +1,101 @@
+"""Requests that have a grammar: those that wait for it, and where the others stand in theirs.
+
+Owns the matchers of the choices, from the moment the grammar is there until the choice is over,
+so that they outlive a preemption and the workers. In a step they are the mask thread's.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.gates import Candidate, Wake
+from engine_core.scheduler.step_plan import StepPlan
+from engine_core.structured_output.base import GrammarBackend, Matcher
+from engine_core.structured_output.masker import MaskJob
+from proto.scheduler_output import SchedulerOutput
+
+
+@dataclass(slots=True)
+class _Row:
+    """A choice. num_seen: output tokens that its matcher has been given."""
+
+    request: Request
+    matcher: Matcher
+    num_seen: int = 0
+
+
+class GrammarGate:
+    """Holds who waits for a grammar; says of the others what is to be masked."""
+
+    status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_GRAMMAR
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Request] = {}
+        self._rows: dict[int, _Row] = {}
+
+    def __len__(self) -> int:
+        """Choices with a grammar, waiting or not."""
+        return len(self._waiting) + len(self._rows)
+
+    def enter(self, request: Request) -> None:
+        """A choice is in the queue and its grammar is not there."""
+        self._waiting[request.handle] = request
+
+    def open(self, request_id: int, matcher: Matcher) -> None:
+        """The grammar of a request is there; each choice has it from the start."""
+        for request in [each for each in self._waiting.values() if each.request_id == request_id]:
+            del self._waiting[request.handle]
+            self._rows[request.handle] = _Row(request, matcher.copy())
+            self._wake(request)
+
+    def attach(self, wake: Wake) -> None:
+        self._wake = wake
+
+    def begin(self, plan: StepPlan) -> None:
+        """Nothing changes by a step."""
+
+    def holds(self, candidate: Candidate) -> bool:
+        return candidate.request.handle in self._waiting
+
+    def admitted(self, request: Request, num_new_tokens: int) -> None:
+        """Its matcher goes on where it stood."""
+
+    def forget(self, request: Request) -> None:
+        self._waiting.pop(request.handle, None)
+        self._rows.pop(request.handle, None)
+
+    def handles_of(self, plan: StepPlan) -> list[int]:
+        """Those of the plan that sample, in a step that ends where nothing is known behind:
+
+        all_token_ids, placeholders   |-------------|
+        computed and planned          |-------------|  samples
+                                      |--------|       is a chunk of a prompt
+        """
+        if not self._rows:
+            return []
+        return [
+            *self._sampling(plan.continued, plan.continued_tokens),
+            *self._sampling(plan.admitted, plan.admitted_tokens),
+        ]
+
+    def _sampling(self, requests: list[Request], num_tokens: list[int]) -> Iterable[int]:
+        for request, number in zip(requests, num_tokens, strict=True):
+            if request.handle in self._rows:
+                known = len(request.all_token_ids) + request.num_output_placeholders
+                if request.num_computed_tokens + number >= known:
+                    yield request.handle
+
+    def job(self, output: SchedulerOutput, backend: GrammarBackend) -> MaskJob:
+        """The masks of a step, all before which have been taken in."""
+        job = MaskJob(output.epoch, output.step, backend)
+        for handle in output.constrained_handles:
+            row = self._rows.get(handle)
+            if row is None:
+                continue  # over since the step was sent
+            request = row.request
+            job.handles.append(handle)
+            job.matchers.append(row.matcher)
+            job.token_ids.append(request.all_token_ids[request.num_prompt_tokens + row.num_seen :])
+            row.num_seen = request.num_output_tokens
+        return job

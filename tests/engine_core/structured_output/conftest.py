@@ -1,0 +1,20 @@
+"""The toy vocabulary, written once."""
+
+from pathlib import Path
+
+import pytest
+
+from engine_core.structured_output.llguidance_backend import LLGuidanceBackend
+from tests.fakes.toy_vocabulary import EOS, SIZE, write_toy_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    write_toy_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def backend(tokenizer_folder: Path) -> LLGuidanceBackend:
+    return LLGuidanceBackend(tokenizer_folder / "tokenizer.json", SIZE, (EOS,))

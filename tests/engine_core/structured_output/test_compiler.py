@@ -1,0 +1,88 @@
+"""The thread that compiles: what it is asked, in order, and when there is no backend at all."""
+
+from select import select
+
+import pytest
+
+from engine_core.structured_output.base import GrammarError
+from engine_core.structured_output.bell import Bell
+from engine_core.structured_output.cache import GrammarCache
+from engine_core.structured_output.compiler import GrammarCompiler
+from proto.errors import ModelError
+from proto.grammar import GrammarSource
+from tests.fakes.grammar_engine import LIMIT_SECONDS, NoTrial
+
+
+class Case:
+    """A compiler with a bell; made: how many backends there were."""
+
+    def __init__(self, make, trial=None, *, eager=True):
+        self.bell, self.made = Bell(), 0
+
+        def counted():
+            self.made += 1
+            return make()
+
+        self.compiler = GrammarCompiler(
+            counted, trial or NoTrial(), GrammarCache(4, 1000), self.bell.ring, eager=eager
+        )
+
+    def take(self, number):
+        taken = []
+        while len(taken) < number:
+            assert select([self.bell.descriptor], [], [], LIMIT_SECONDS)[0]
+            self.bell.silence()
+            taken += self.compiler.take()
+        return taken
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_each_source_is_compiled_once_and_known_after(backend, eager):
+    case = Case(lambda: backend, eager=eager)
+    one, two = GrammarSource("regex", "a+"), GrammarSource("regex", "b+")
+    assert [case.compiler.order(each) for each in (one, two, one, one)] == [None] * 4
+    taken = case.take(2)
+    assert [source for source, _ in taken] == [one, two]
+    assert [case.compiler.order(each) for each in (one, two)] == [found for _, found in taken]
+    assert case.compiler.backend is backend
+    case.compiler.close()
+    assert case.made == 1
+
+
+def test_a_backend_that_nobody_needs_is_not_made_after_a_death(backend):
+    case = Case(lambda: backend, eager=False)
+    case.compiler.close()
+    assert case.made == 0
+
+
+def test_refusals_of_each_stage_name_the_field(backend):
+    class Suspicious:
+        def check(self, source):
+            if "bomb" in source.source:
+                raise GrammarError("too much")
+
+        def close(self):
+            """Nothing to end."""
+
+    case = Case(lambda: backend, Suspicious())
+    for source in ("", "bomb", "("):
+        case.compiler.order(GrammarSource("regex", source, field="guided_regex"))
+    errors = [error for _, error in case.take(3)]
+    case.compiler.close()
+    assert [error.param for error in errors] == ["guided_regex"] * 3
+    for error, words in zip(errors, ("empty", "too much", "unclosed"), strict=True):
+        assert words in error.message
+
+
+@pytest.mark.parametrize("error", [ModelError("no such tokenizer"), RuntimeError("surprise")])
+def test_without_a_backend_every_grammar_is_refused(error):
+    def make():
+        raise error
+
+    case = Case(make)
+    case.compiler.order(GrammarSource("regex", "a"))
+    ((_, found),) = case.take(1)
+    case.compiler.close()
+    assert isinstance(found, GrammarError)
+    assert "not available" in found.message
+    assert "surprise" not in found.message

@@ -1,0 +1,192 @@
+"""An engine with grammars, without sockets: real intake, scheduler, compiler and masks.
+
+Its worker draws from what a mask leaves, by a digest of the prefix, so runs can be compared.
+"""
+
+from pathlib import Path
+from select import select
+
+import numpy as np
+
+from engine_core.intake import Intake
+from engine_core.structured_output.bell import Bell
+from engine_core.structured_output.cache import GrammarCache
+from engine_core.structured_output.compiler import GrammarCompiler
+from engine_core.structured_output.grammars import CompiledGrammars
+from engine_core.structured_output.llguidance_backend import LLGuidanceBackend
+from engine_core.structured_output.masker import Masker
+from engine_core.validation import RequestLimits
+from proto.engine_io import EngineCoreRequest, FinishReason
+from proto.grammar import GrammarSource
+from proto.model_runner_output import ModelRunnerOutput
+from proto.sampling_params import SamplingParams
+from proto.scheduler_output import GrammarOutput, SchedulerOutput
+from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.intake_desk import Outbox
+from tests.fakes.paged_runner import PagedRunner, Row, hashed_token
+from tests.fakes.toy_vocabulary import EOS, SIZE
+
+LIMIT_SECONDS = 20.0
+
+
+class NoTrial:
+    """Every grammar is harmless."""
+
+    def check(self, source: GrammarSource) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class GrammarRunner(PagedRunner):
+    """Draws what it may; where there is no mask, what it likes."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size)
+        self.masks = GrammarOutput(0, 0, [], b"")
+
+    def _sample(self, row: Row, end: int) -> list[int]:
+        self.next_token = lambda token_ids, choice: self._draw(row, token_ids, choice)
+        return super()._sample(row, end)
+
+    def _draw(self, row: Row, token_ids: list[int], choice: int) -> int:
+        handle = next(each for each, other in self.rows.items() if other is row)
+        if handle not in self.masks.handles:
+            return hashed_token(token_ids, choice, SIZE)
+        words = np.frombuffer(self.masks.masks, "<u4").reshape(len(self.masks.handles), -1)
+        bits = np.unpackbits(
+            words[self.masks.handles.index(handle)].view(np.uint8), bitorder="little", count=SIZE
+        )
+        allowed = np.flatnonzero(bits)
+        assert len(allowed), "a mask leaves nothing"
+        if EOS in allowed and len(token_ids) % 3 == 0:
+            return EOS
+        return int(allowed[hashed_token(token_ids, choice, len(allowed))])
+
+
+class GrammarEngine:
+    """Take requests, run, look at what came."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        path, bell = folder / "tokenizer.json", Bell()
+        self.bell = bell
+        compiler = GrammarCompiler(
+            lambda: LLGuidanceBackend(path, SIZE, (EOS,)),
+            NoTrial(),
+            GrammarCache(16, 1 << 16),
+            bell.ring,
+        )
+        self.grammars = CompiledGrammars(compiler, Masker(bell.ring), bell)
+        self.harness = EngineHarness(
+            constraints=self.grammars.constraints,
+            **{"max_model_len": 512, **settings},  # type: ignore[arg-type]
+        )
+        self.harness.runner = self.runner = GrammarRunner(self.harness.runner.block_size)
+        self.outbox = Outbox()
+        self.intake = Intake(
+            self.harness.scheduler,
+            self.harness.kv_cache,
+            self.outbox,  # type: ignore[arg-type]
+            RequestLimits(SIZE, 512),
+            list,
+            self.grammars,
+        )
+
+    def close(self) -> None:
+        self.grammars.close()
+
+    def ask(
+        self,
+        request_id: int,
+        grammar: GrammarSource | None,
+        prompt: list[int] | None = None,
+        outputs: tuple[tuple[int, ...], ...] = (),
+        *,
+        n: int = 1,
+        max_tokens: int = 200,
+        wait: bool = True,
+    ) -> None:
+        """One request; wait: until its grammar is compiled."""
+        self.intake.take(
+            0,
+            EngineCoreRequest(
+                epoch=1,
+                request_id=request_id,
+                prompt_token_ids=prompt or [5, 6, request_id],
+                sampling_params=SamplingParams(max_tokens=max_tokens, eos_token_ids=(EOS,)),
+                seed=0,
+                arrival_time=0.0,
+                n=n,
+                grammar=grammar,
+                output_token_ids=outputs,
+            ),
+        )
+        if wait:
+            self.answer(request_id)
+
+    def answer(self, request_id: int) -> None:
+        """Until a request was accepted or refused."""
+        while not any(each == request_id for _, each in self.outbox.accepted) and not any(
+            output.request_id == request_id for _, output in self.outbox.outputs
+        ):
+            assert select([self.bell.descriptor], [], [], LIMIT_SECONDS)[0], "no answer"
+            self.grammars.silence()
+            self.intake.answer_compiled()
+
+    def send(self) -> SchedulerOutput:
+        """Schedule a step; one without tokens waits for its turn all the same."""
+        return self.harness.send()
+
+    def compute(self) -> ModelRunnerOutput:
+        """The worker's answer to the oldest step, after it was masked."""
+        output = self.harness.in_flight[0]
+        self.grammars.order_masks(output)
+        self.runner.masks = GrammarOutput(0, 0, [], b"")
+        if output.constrained_handles:
+            self.runner.masks = self._masks(output.step)
+        return self.runner.execute(output)
+
+    def receive(self, result: ModelRunnerOutput) -> None:
+        """Take an answer in, as the stepper does."""
+        output = self.harness.in_flight.popleft()
+        errors = self.grammars.violations(output, result)
+        self.harness.note(self.harness.scheduler.end_with_errors(errors))
+        self.harness.note(self.harness.scheduler.update_from_output(output, result))
+
+    def step(self) -> None:
+        """Keep as many steps in flight as there may be, and take one answer in."""
+        scheduler = self.harness.scheduler
+        while scheduler.has_work and len(self.harness.in_flight) < self.harness.max_in_flight:
+            if not self.send().total_num_scheduled_tokens:
+                break
+        if self.harness.in_flight:
+            self.receive(self.compute())
+
+    def run(self) -> None:
+        """Until nothing is left."""
+        for _ in range(5000):
+            if not self.harness.scheduler.num_unfinished:
+                break
+            self.step()
+        while self.harness.in_flight or self.harness.scheduler.has_work:
+            self.step()
+        assert not self.harness.scheduler.num_unfinished
+
+    def lose_workers(self) -> None:
+        """They die, and others take over."""
+        self.harness.in_flight.clear()
+        self.harness.runner = self.runner = GrammarRunner(self.runner.block_size)
+        self.harness.note(self.harness.scheduler.start_over(2))
+
+    def tokens(self, request_id: int, choice: int = 0) -> list[int]:
+        return self.harness.tokens[request_id, choice]
+
+    def reason(self, request_id: int, choice: int = 0) -> FinishReason:
+        return self.harness.final[request_id, choice]
+
+    def _masks(self, step: int) -> GrammarOutput:
+        while True:
+            for masks in self.grammars.take_masks():
+                if masks.step == step:
+                    return masks
+            assert select([self.bell.descriptor], [], [], LIMIT_SECONDS)[0], "no masks"
+            self.grammars.silence()
