@@ -41,7 +41,7 @@ from proto.sockets import Link, Poller, worker_path
 from worker.attention.base import AttentionShape
 from worker.attention.registry import create_backend
 from worker.batch.rows import Rows
-from worker.device import CpuDevice
+from worker.device.cpu import CpuDevice
 from worker.engine_wait import EngineWait
 from worker.faulty_model import FaultyModel
 from worker.fingerprint import kv_fingerprint

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.fakes.fake_device import DeviceError, FakeDevice
-from worker.attention.staging import Staging
+from worker.device.staging import Staging
 
 
 def filled_too_early(device: FakeDevice) -> None:
