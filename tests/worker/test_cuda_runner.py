@@ -27,8 +27,10 @@ from worker.batch.rows import Rows
 from worker.cuda_runner import CudaRunnerMaker, Kernels
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
-from worker.loader import weights
+from worker.layers import activation, linear, norm
+from worker.loader import forms, weights
 from worker.model_runner import ModelRunner
+from worker.models import kernel_stack
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_of
 from worker.sample.backend import ReferenceBackend
@@ -103,6 +105,11 @@ class OnFakeCuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     monkeypatch.setattr(weights, "ThreadPoolExecutor", InThisThread)
+    # The reference on the CPU is to round as the device does: by torch alone.
+    for module in (activation, norm, kernel_stack):
+        monkeypatch.setattr(module, "row_kernels", lambda: None)
+    for module in (linear, forms):
+        monkeypatch.setattr(module, "can_pack", lambda device, dtype: False)
     with FakeCuda() as fake:
         yield fake
 
