@@ -79,9 +79,7 @@ class CudaRunnerMaker:
         eager = EagerForward(self._model, attention)
         forward: Forward = eager
         if sizes and isinstance(attention, FlashInferAttention):
-            forward = graphs = GraphForward(
-                eager, self._model, attention, self._accelerator, sizes
-            )
+            forward = graphs = GraphForward(eager, self._model, attention, self._accelerator, sizes)
             graphs.capture(rows.block_table, progress)
         tokens = DeviceTokens(self._accelerator, num_rows)
         runner = self._model_runner(attention, kv_cache, rows, forward, tokens)
@@ -129,9 +127,7 @@ class CudaRunnerMaker:
             return ()
         return ladder(num_rows)
 
-    def _attention(
-        self, kv_cache: KVCache, sizes: tuple[int, ...], pages: int
-    ) -> AttentionBackend:
+    def _attention(self, kv_cache: KVCache, sizes: tuple[int, ...], pages: int) -> AttentionBackend:
         name = self._config.attention_backend
         if name == "reference":
             return ReferenceAttention(kv_cache, self._shape)

@@ -346,9 +346,7 @@ class ModelRunner:
             b"".join(chunk.ranks for chunk in chunks),
         )
 
-    def _broken_before_scores(
-        self, inputs: StepInputs, hidden: torch.Tensor
-    ) -> NDArray[np.bool_]:
+    def _broken_before_scores(self, inputs: StepInputs, hidden: torch.Tensor) -> NDArray[np.bool_]:
         """Bool [S]: sequences whose hidden states are no numbers, where scores will not show it.
 
         A row's norm makes all of it NaN where one of its elements is NaN or infinite, and so

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from tests.fakes.fake_graph import FakeGraph, Recorder
-
 from worker.attention.base import AttentionBackend, AttentionInputs
 from worker.kv_cache import KVCache
 from worker.layers.rotary import Rotation

@@ -120,6 +120,8 @@ class FlashInferAttention:
         self._pages = [kv_cache.layer_pages(i) for i in range(len(kv_cache.layout.places))]
         self._capture_sizes = frozenset(options.capture_sizes)
         most = max(options.capture_sizes, default=0)
+        self._slots: list[torch.Tensor] = []
+        self._offsets: list[SentOffsets] = []
         self._fixed_slots = [accelerator.zeros(most, torch.int64) for _ in self._groups]
 
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:

@@ -128,12 +128,13 @@ class Rows:
     def token_only(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Bool [n]: rows that want a token, by filters and a draw, and nothing else."""
         num_outputs = self.num_tokens[rows] - self.num_prompt_tokens[rows]
-        return (
+        found: NDArray[np.bool_] = (
             (self.num_logprobs[rows] == NO_LOGPROBS)
             & (self.num_prompt_logprobs[rows] == NO_LOGPROBS)
             & (self.num_candidates[rows] == 0)
             & (num_outputs >= self.min_output[rows])
         )
+        return found
 
     def params(self, handle: int) -> SamplingParams:
         """The sampling parameters of a sequence."""

@@ -1,1 +1,1 @@
-"""What a worker computes on: the CPU or one CUDA device, its memory, and the way of arrays there."""
+"""What a worker computes on: CPU or CUDA device, its memory, and the way of arrays there."""

@@ -73,7 +73,7 @@ class Cuda:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """As the Protocol says."""

@@ -115,4 +115,3 @@ def _read_cpuinfo(root: Path) -> tuple[str, frozenset[str]]:
         elif key in ("flags", "Features"):
             flags = frozenset(value.split())
     return name, flags
-
