@@ -116,7 +116,7 @@ def _kernel() -> Any:
         rounds: tl.constexpr,
         counters: tl.constexpr,
     ):
-        row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        row, piece = tl.program_id(0), tl.program_id(1)
         temperature = tl.load(temperatures + row)
         seed = tl.load(seeds + row)
         counter = piece * counters + tl.arange(0, counters)
