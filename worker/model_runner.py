@@ -108,7 +108,7 @@ class ModelRunner:
         self._attention = attention
         self._sampler = sampler
         self._rows = rows
-        self._kv_cache = kv_cache
+        self.kv_cache = kv_cache
         self._placement = placement
         self._forward = forward or EagerForward(model, attention)
         self._tokens = tokens
@@ -132,7 +132,7 @@ class ModelRunner:
         started = time.monotonic()
         step_rows = self._rows.apply(step)
         if step.block_copies:
-            self._kv_cache.copy_blocks(step.block_copies)
+            self.kv_cache.copy_blocks(step.block_copies)
         if len(step_rows) == 0:
             return ModelRunnerOutput(step.epoch, step.step, [], [])
         handles = [new.handle for new in step.new_requests] + step.cached_requests.handles

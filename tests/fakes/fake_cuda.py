@@ -2,7 +2,8 @@
 
 Tensors made on or moved to the device are those of a FakeDevice, and say that they are on
 "cuda", so everything that chooses by device chooses as it would there. Weights are put there
-with `loading`, when waiting is no fault.
+with `loading`, when waiting is no fault. Products, of the host too, are summed in float64, so
+that a row's result does not depend on how many there are.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,6 +45,13 @@ class FakeCuda(TorchFunctionMode):
         if getattr(func, "__self__", None) is _DEVICE and device.holds(args[0]):
             return CUDA
         name = getattr(func, "__name__", "")
+        if name == "linear":
+            x, weight, bias = args
+            product = (x.double() @ weight.double().t()).to(x.dtype)
+            return product if bias is None else product.add_(bias)
+        if name == "addmm_":
+            residual, x, transposed = args
+            return residual.add_((x.double() @ transposed.double()).to(x.dtype))
         if _is_cuda(kwargs.get("device")):
             del kwargs["device"]
             return device.adopt(func(*args, **kwargs))
