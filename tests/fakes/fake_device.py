@@ -101,6 +101,7 @@ class FakeEvent:
         self._place = self._device.queued
 
     def query(self) -> bool:
+        self._device.refuse_in_capture("a look at an event")
         return self._device.completed >= self._place
 
     def synchronize(self) -> None:
@@ -125,11 +126,11 @@ class FakeDevice:
         self.num_replays = 0
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        self._refuse_in_capture("memory that is to last")
+        self.refuse_in_capture("memory that is to last")
         return self.adopt(torch.zeros(size, dtype=dtype))
 
     def staging(self, num_bytes: int) -> torch.Tensor:
-        self._refuse_in_capture("page-locked memory")
+        self.refuse_in_capture("page-locked memory")
         memory = torch.zeros(num_bytes, dtype=torch.uint8)
         self._staging.add(memory.untyped_storage().data_ptr())
         return memory
@@ -142,7 +143,7 @@ class FakeDevice:
         return on_host(tensor).clone()
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[FakeGraph, torch.Tensor]:
-        self._refuse_in_capture("another capture")
+        self.refuse_in_capture("another capture")
         self._recorder = Recorder()
         try:
             with self._recorder:
@@ -163,11 +164,12 @@ class FakeDevice:
         self.enqueue()
 
     def _replayed(self) -> None:
-        self._refuse_in_capture("a replay")
+        self.refuse_in_capture("a replay")
         self.num_replays += 1
         self.enqueue()
 
-    def _refuse_in_capture(self, what: str) -> None:
+    def refuse_in_capture(self, what: str) -> None:
+        """Raise where a graph is being recorded."""
         if self._recorder is not None:
             raise DeviceError(f"{what} inside a capture")
 
@@ -191,7 +193,7 @@ class FakeDevice:
 
     def queue_copy(self, source: torch.Tensor, non_blocking: bool) -> None:
         """A copy from host memory."""
-        self._refuse_in_capture("a copy from the host")
+        self.refuse_in_capture("a copy from the host")
         if not non_blocking or source.untyped_storage().data_ptr() not in self._staging:
             raise DeviceError("a copy from memory that is not page-locked waits for the device")
         for each in self._copies:
@@ -203,7 +205,7 @@ class FakeDevice:
         self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool
     ) -> torch.Tensor:
         """A copy to host memory, which holds rubbish until it has run."""
-        self._refuse_in_capture("a copy to the host")
+        self.refuse_in_capture("a copy to the host")
         if not non_blocking or target.untyped_storage().data_ptr() not in self._staging:
             raise DeviceError("a copy to memory that is not page-locked waits for the device")
         content = on_host(source).clone()
@@ -213,7 +215,7 @@ class FakeDevice:
 
     def complete(self, place: int) -> None:
         """The queue has run up to `place`."""
-        self._refuse_in_capture("a wait")
+        self.refuse_in_capture("a wait")
         self.completed = max(self.completed, place)
         ran = [each for each in self._copies if each.place <= self.completed]
         self._copies = [each for each in self._copies if each.place > self.completed]

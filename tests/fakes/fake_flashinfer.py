@@ -71,8 +71,8 @@ class FakeFlashInfer:
         return wrapper
 
     def fast_decode_plan(
-        self,
-        wrapper: "FakeDecode",
+        library,
+        self: "FakeDecode",
         indptr: torch.Tensor,
         indices: torch.Tensor,
         last_page_len: torch.Tensor,
@@ -80,6 +80,7 @@ class FakeFlashInfer:
         num_kv_heads: int,
         head_dim: int,
         page_size: int,
+        *,
         pos_encoding_mode: str = "NONE",
         window_left: int = -1,
         logits_soft_cap: float | None = None,
@@ -90,10 +91,10 @@ class FakeFlashInfer:
         disable_split_kv: bool = False,
         global_override_indptr_cpu: torch.Tensor | None = None,
     ) -> None:
-        demand(wrapper.num_plans > 0, "planned in full before it is planned fast")
+        demand(self.num_plans > 0, "planned in full before it is planned fast")
         demand(global_override_indptr_cpu is not None, "indptr is read on the host")
         assert global_override_indptr_cpu is not None
-        check_index(self._device, indptr, "indptr of the kernels", on_device=True)
+        check_index(library._device, indptr, "indptr of the kernels", on_device=True)
         given = {
             "q_data_type": q_data_type,
             "kv_data_type": kv_data_type,
@@ -102,7 +103,7 @@ class FakeFlashInfer:
             "logits_soft_cap": logits_soft_cap,
             "sm_scale": sm_scale,
         }
-        wrapper.plan_fast(
+        self.plan_fast(
             global_override_indptr_cpu,
             indices,
             last_page_len,

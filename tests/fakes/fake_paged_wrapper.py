@@ -76,6 +76,7 @@ class PagedWrapper:
         seq_lens: torch.Tensor | None,
     ) -> None:
         demand(threading.get_ident() == self._thread, "one thread uses a wrapper")
+        self._device.refuse_in_capture("a plan")
         demand(
             self._device.completed >= self._schedule,
             "planned again before the copy of the schedule has run",
