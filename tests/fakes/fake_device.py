@@ -96,12 +96,17 @@ class FakeEvent:
     def __init__(self, device: "FakeDevice") -> None:
         self._device = device
         self._place = 0
+        self._was_asked = False
 
     def record(self) -> None:
         self._place = self._device.queued
 
     def query(self) -> bool:
+        """A device comes to it by itself: not at the first look, but at the second."""
         self._device.refuse_in_capture("a look at an event")
+        if self._was_asked:
+            self._device.complete(self._place)
+        self._was_asked = True
         return self._device.completed >= self._place
 
     def synchronize(self) -> None:

@@ -106,14 +106,19 @@ class OnFakeCuda:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    compute_by_torch(monkeypatch)
+    with FakeCuda() as fake:
+        yield fake
+
+
+def compute_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load in one thread, and use none of the kernels for CPUs."""
     monkeypatch.setattr(weights, "ThreadPoolExecutor", InThisThread)
     # The reference on the CPU is to round as the device does: by torch alone.
     for module in (activation, norm, kernel_stack):
         monkeypatch.setattr(module, "row_kernels", lambda: None)
     for module in (linear, forms):
         monkeypatch.setattr(module, "can_pack", lambda device, dtype: False)
-    with FakeCuda() as fake:
-        yield fake
 
 
 @pytest.fixture(params=HEAD_DIMS)
