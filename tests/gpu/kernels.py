@@ -49,13 +49,11 @@ def sampling() -> dict[str, Any]:
     sampling = DeviceSampling(OnDevice(Cuda(CUDA)), TritonDraw())
     logits = 3 * torch.randn(16, VOCAB_SIZE, device=CUDA)
     rows = rows_of(16, 1)
-    keys = (
-        rows.seed.view(np.int64),
-        *(each.astype(np.int64) for each in (rows.choice, rows.position)),
-    )
-    wanted = draw_by_torch(
-        logits.cpu(), torch.from_numpy(rows.temperature), *map(torch.from_numpy, keys)
-    )
+    keys = [
+        torch.from_numpy(each.astype(np.int64))
+        for each in (rows.seed.view(np.int64), rows.choice, rows.position)
+    ]
+    wanted = draw_by_torch(logits.cpu(), torch.from_numpy(rows.temperature), *keys)
     same = int((sampling.tokens(logits, rows).cpu() == wanted).sum())
     # The logarithms of two machines may differ in the last bit, hardly ever the best score.
     demand(same == 16, f"{same} of 16 draws are those of the host")

@@ -65,7 +65,7 @@ class Bench:
 
 
 def step_inputs(lengths: list[int], new: list[int]) -> StepInputs:
-    """Sequences of these lengths, the last `new` tokens of each computed, in blocks of their own."""
+    """Sequences of these lengths in blocks of their own; the last `new` tokens are computed."""
     pages = [-(-length // BLOCK) for length in lengths]
     table = np.zeros((len(lengths), max(pages)), np.int32)
     first = 1
@@ -93,6 +93,20 @@ def step_inputs(lengths: list[int], new: list[int]) -> StepInputs:
 
 
 @torch.inference_mode()
+def seconds_of_decode(decoder: Decoder, batch: int, context: int) -> float:
+    """The median step of so many decodes by a graph, with logits and best tokens."""
+    bench = Bench(decoder, batch * context, batch, context)
+    forward = bench.graphs(batch, context)
+    inputs = step_inputs([context] * batch, [1] * batch)
+    token_ids, positions = (
+        torch.from_numpy(each).to(CUDA) for each in (inputs.token_ids, inputs.positions)
+    )
+    return median_seconds(
+        lambda: decoder.scores(forward(inputs, token_ids, positions)).argmax(dim=1), rounds=50
+    )
+
+
+@torch.inference_mode()
 def decode(name: str, least_share: float) -> dict[str, Any]:
     """Graphs of steps with logits and best tokens, against reading weights and K and V once."""
     spec = spec_from_config(CONFIGS[name])
@@ -100,28 +114,12 @@ def decode(name: str, least_share: float) -> dict[str, Any]:
     figures: dict[str, Any] = {"read GB/s": rate / 1e9}
     missed = []
     for batch in BATCHES:
-        bench = Bench(decoder, batch * max(CONTEXTS), batch, max(CONTEXTS))
-        forward = bench.graphs(batch, max(CONTEXTS))
         for context in CONTEXTS:
-            inputs = step_inputs([context] * batch, [1] * batch)
-            token_ids, positions = (
-                torch.from_numpy(each).to(CUDA) for each in (inputs.token_ids, inputs.positions)
-            )
-
-            def step(
-                inputs: StepInputs = inputs,
-                token_ids: torch.Tensor = token_ids,
-                positions: torch.Tensor = positions,
-                forward: GraphForward = forward,
-            ) -> torch.Tensor:
-                return decoder.scores(forward(inputs, token_ids, positions)).argmax(dim=1)
-
-            seconds = median_seconds(step, rounds=50)
+            seconds = seconds_of_decode(decoder, batch, context)
             share = decode_floor(spec, [context] * batch, rate) / seconds
             figures[f"batch {batch}, context {context}"] = {"ms": seconds * 1e3, "share": share}
             if batch <= 64 and share < least_share:
                 missed.append(f"batch {batch}, context {context}: {share:.2f}")
-        del bench, forward
     figures["missed"] = missed
     return figures
 
@@ -171,9 +169,8 @@ def prefill_8b() -> dict[str, Any]:
     return figures
 
 
-@torch.inference_mode()
 def parity() -> dict[str, Any]:
-    """Logits of a prompt in one go, in chunks, and of decodes through graphs, against transformers."""
+    """Logits of a prompt in one go, in chunks and by graphs, against transformers in float32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -185,7 +182,7 @@ def parity() -> dict[str, Any]:
         num_key_value_heads=4,
         max_position_embeddings=2048,
     )
-    model = LlamaForCausalLM(config).to(CUDA, torch.float32).eval()
+    model = LlamaForCausalLM(config).float().eval()
     spec = spec_from_config(
         CONFIGS["1B"]
         | {name: getattr(config, name) for name in config.to_dict() if name in CONFIGS["1B"]}
@@ -196,8 +193,10 @@ def parity() -> dict[str, Any]:
         }
     )
     decoder = decoder_of(model, spec)
-    tokens = torch.randint(0, 4096, (1, 300), device=CUDA)
-    exact = model(tokens).logits[0].double()
+    tokens = torch.randint(0, 4096, (1, 300))
+    with torch.inference_mode():
+        exact = model(tokens).logits[0].double()
+    tokens = tokens.to(CUDA)
     figures = {}
     for name, chunks in {"in one go": [300], "in chunks": [128, 17, 155]}.items():
         figures[name] = _error(_logits(decoder, tokens[0], chunks), exact)
@@ -217,13 +216,12 @@ def decoder_of(model: Any, spec: ModelSpec) -> Decoder:
     from worker.models.layer_stack import LayerWeights
 
     def linear(*parts: Any) -> Any:
-        return make_linear(torch.cat([each.weight for each in parts]).to(DTYPE))
+        return make_linear(torch.cat([each.weight for each in parts]).to(CUDA, DTYPE))
 
     def norm(part: Any) -> RMSNorm:
-        return RMSNorm(part.weight.to(DTYPE), spec.norm_eps)
+        return RMSNorm(part.weight.to(CUDA, DTYPE), spec.norm_eps)
 
-    device = model.lm_head.weight.device
-    rotary = RotaryEmbedding(spec.ropes[0], spec.head_dim, spec.max_position, device)
+    rotary = RotaryEmbedding(spec.ropes[0], spec.head_dim, spec.max_position, CUDA)
     layers = [
         LayerWeights(
             attention_norm=norm(each.input_layernorm),
@@ -237,11 +235,12 @@ def decoder_of(model: Any, spec: ModelSpec) -> Decoder:
         )
         for each in model.model.layers
     ]
-    table = Embedding(DenseTable(model.model.embed_tokens.weight.to(DTYPE)))
+    table = Embedding(DenseTable(model.model.embed_tokens.weight.to(CUDA, DTYPE)))
     stacks = make_stacks(spec, layers)
     return Decoder(spec, table, stacks, norm(model.model.norm), linear(model.lm_head))
 
 
+@torch.inference_mode()
 def _logits(decoder: Decoder, tokens: torch.Tensor, chunks: list[int]) -> torch.Tensor:
     """Logits of all positions of one sequence, float64; single tokens go through a graph."""
     longest = len(tokens)
@@ -252,7 +251,7 @@ def _logits(decoder: Decoder, tokens: torch.Tensor, chunks: list[int]) -> torch.
         inputs = step_inputs([done + count], [count])
         positions = torch.from_numpy(inputs.positions).to(CUDA)
         hidden = forward(inputs, tokens[done : done + count], positions)
-        found.append(decoder.scores(hidden).double())
+        found.append(bench.accelerator.fetch(decoder.scores(hidden)).double())
         done += count
     return torch.cat(found)
 

@@ -1,4 +1,7 @@
-"""python -m tests.gpu.one_phase FUNCTION FILE: one phase in a process of its own, its figures to FILE."""
+"""One phase in a process of its own: its figures, or what went wrong, go to a file.
+
+python -m tests.gpu.one_phase FUNCTION FILE
+"""
 
 import importlib
 import json

@@ -70,7 +70,9 @@ def test_steps_that_are_made_up_lie_in_blocks_of_their_own() -> None:
     assert inputs.positions.tolist() == [39, 0, 1, 2, 12, 13, 14, 15, 16]
     (attention,) = inputs.attention
     assert len(set(attention.slot_mapping.tolist())) == 9
-    used = [table[: -(-n // 16)] for table, n in zip(attention.block_table, (40, 3, 17))]
+    used = [
+        table[: -(-n // 16)] for table, n in zip(attention.block_table, (40, 3, 17), strict=True)
+    ]
     assert sorted(np.concatenate(used).tolist()) == [1, 2, 3, 4, 5, 6]
     assert attention.slot_mapping[0] == 3 * 16 + 39 % 16
 

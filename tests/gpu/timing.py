@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -21,7 +22,7 @@ def median_seconds(run: Callable[[], object], rounds: int, warm_ups: int = 3) ->
         run()
         event.record()
     torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    times = [a.elapsed_time(b) for a, b in pairwise(events)]
     return statistics.median(times) / 1000
 
 

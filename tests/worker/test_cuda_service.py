@@ -1,4 +1,4 @@
-"""The worker's service on a CUDA device that is made up: it loads, sizes its pool and serves ahead."""
+"""The worker's service on a CUDA device that is made up: it loads, sizes its pool, serves."""
 
 import tempfile
 import threading
