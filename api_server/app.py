@@ -3,8 +3,8 @@
 from fastapi import FastAPI
 
 from api_server import errors
-from api_server.middleware import PassTheDoor, RequireApiKey
-from api_server.routes import admin, chat, completions, models, system
+from api_server.middleware import KnowKeys, PassTheDoor
+from api_server.routes import admin, chat, completions, models, system, tokenizer
 from api_server.services import Services
 from proto.api_keys import read_api_keys
 
@@ -14,10 +14,10 @@ def create_app(services: Services) -> FastAPI:
     app = FastAPI(title="tokend", version=system.daemon_version(), docs_url=None, redoc_url=None)
     app.state.services = services
     errors.install(app)
-    for module in (completions, chat, models, system, admin):
+    for module in (completions, chat, models, tokenizer, system, admin):
         app.include_router(module.router)
     app.add_middleware(PassTheDoor)
     keys = read_api_keys(services.config)
     if keys:
-        app.add_middleware(RequireApiKey, keys=keys)
+        app.add_middleware(KnowKeys, keys=keys, metrics_open=services.config.metrics_open)
     return app

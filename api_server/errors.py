@@ -50,6 +50,8 @@ class NotAvailableError(OverloadedError):
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 """What Python shows of an object that has no better words for itself."""
+_PATH = re.compile(r"(?<![\w.-])(?<!:/)/(?!v1/)[\w.@+~-]+(?:/[\w.@+~-]+)+")
+"""A file, as an error of the system or of a library names it; the API's own paths may be said."""
 
 
 class DrainingError(NotAvailableError):
@@ -63,10 +65,10 @@ _HTTP_TYPES = {404: "NotFoundError", 405: "MethodNotAllowedError"}
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """The body that clients of OpenAI's API expect, without addresses of the heap."""
+    """The body that clients of OpenAI's API expect, without addresses of the heap or files."""
     return {
         "error": {
-            "message": _ADDRESS.sub("0x…", error.message),
+            "message": _PATH.sub("/…", _ADDRESS.sub("0x…", error.message)),
             "type": error.type,
             "param": error.param,
             "code": error.status,

@@ -23,6 +23,9 @@ from proto.errors import RequestError
 MAX_HEADER_BYTES: Final = 64 << 10
 """Most bytes of the URL and all header lines of a request together."""
 
+MAX_HEADERS: Final = 128
+"""Most header lines of a request."""
+
 HEADER_SECONDS: Final = 60.0
 """From the connection, or the first byte of a further request on it, to the end of the headers."""
 
@@ -85,7 +88,7 @@ def close_after_response(scope: Scope) -> None:
 class LimitedHttpProtocol(HttpToolsProtocol):
     """Answers 431 when a request's headers are too large, 408 when they do not come, and closes.
 
-    Two counts: `_parsed` is exact, over what the parser has handed out; `_raw` is over
+    Two counts of bytes: `_parsed` is exact, over what the parser has handed out; `_raw` is over
     what came while one endless header keeps the parser silent.
     """
 
@@ -94,6 +97,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _in_body = False
     _begun = 0
     _parsed = 0
+    _num_headers = 0
     _raw = 0
     _unread = 0
 
@@ -116,7 +120,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._arrival.set(HEADER_SECONDS, self._headers_overdue)
 
     def on_message_begin(self) -> None:
-        self._in_headers, self._parsed, self._raw = True, 0, 0
+        self._in_headers, self._parsed, self._raw, self._num_headers = True, 0, 0, 0
         self._begun += 1
         if not self._arrival.is_set:
             self._arrival.set(HEADER_SECONDS, self._headers_overdue)
@@ -129,6 +133,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
         self._count(len(name) + len(value) + len(b": \r\n"))
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS:
+            raise ValueError("there are too many headers")
 
     def on_headers_complete(self) -> None:
         self._in_headers, self._in_body = False, True
@@ -170,7 +177,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What uvicorn calls when the parser stops, also when `_count` stopped it."""
-        if self._parsed > MAX_HEADER_BYTES:
+        if self._parsed > MAX_HEADER_BYTES or self._num_headers > MAX_HEADERS:
             self._refuse_headers()
         else:
             super().send_400_response(msg)
@@ -192,8 +199,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             raise ValueError("the headers are too large")
 
     def _refuse_headers(self) -> None:
-        message = f"URL and headers are larger than {MAX_HEADER_BYTES} bytes together"
-        self._refuse(HeadersTooLargeError(message))
+        self._refuse(
+            HeadersTooLargeError(
+                f"URL and headers are larger than {MAX_HEADER_BYTES} bytes together, or there are "
+                f"more than {MAX_HEADERS} headers"
+            )
+        )
 
     def _headers_overdue(self) -> None:
         """Who has not begun a request is owed no answer."""

@@ -92,6 +92,28 @@ class Counter:
         return self._sheet.totals(self._cell, 1)[0]
 
 
+class Gauge:
+    """How many are inside `with`; those of a dead front end are forgotten by the next one."""
+
+    __slots__ = ("_cell", "_sheet")
+
+    def __init__(self, sheet: MetricSheet) -> None:
+        self._sheet = sheet
+        self._cell = sheet.take()
+        sheet.write(self._cell, [0.0])
+
+    def __enter__(self) -> None:
+        self._sheet.add(self._cell)
+
+    def __exit__(self, *how: object) -> None:
+        self._sheet.add(self._cell, -1)
+
+    @property
+    def value(self) -> float:
+        """In all front ends."""
+        return self._sheet.totals(self._cell, 1)[0]
+
+
 class Histogram:
     """Counts per bucket. `bounds`: upper ends, ascending, without infinity."""
 

@@ -25,7 +25,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from api_server.engine_gauges import EngineGauges
-from api_server.metric_sheet import Counter, Histogram, MetricSheet, News
+from api_server.metric_sheet import Counter, Gauge, Histogram, MetricSheet, News
 from proto.lifecycle import Role, WeightMemory, process_title
 from proto.stats import SchedulerStats
 
@@ -57,6 +57,7 @@ class Metrics(Collector):
     """The daemon's statistics.
 
     incarnation: how often this front end was started again. num_hung: because it hung.
+    in_flight: HTTP requests that are answered, entered and left by whoever lets them in.
     """
 
     def __init__(
@@ -78,14 +79,16 @@ class Metrics(Collector):
         self._queue_limits = (0, 0)
         self._weights: tuple[WeightMemory, ...] = ()
         self._rejections = counters("max_num_queued_reqs", "max_num_queued_tokens", "restart")
-        self._cut_short = counters("disconnect", "slow_reader", "queue_timeout", "timeout")
+        self._cut_short = counters(
+            "disconnect", "slow_reader", "queue_timeout", "timeout", "operator"
+        )
         self._prompt_tokens = Counter(sheet)
         self._generation_tokens = Counter(sheet)
         self._restarts = news()
         self._restarts[process_title("api_server")].raise_to(incarnation)
         self._watchdog_kills = news()
         self._watchdog_kills[process_title("api_server")].raise_to(num_hung)
-        self._ended = counters("stop", "length", "abort", "error")
+        self._ended = counters("stop", "length", "repetition", "abort", "error")
         self._first_token = Histogram(sheet, FIRST_TOKEN_SECONDS)
         self._inter_token = Histogram(sheet, INTER_TOKEN_SECONDS)
         self._latency = Histogram(sheet, REQUEST_SECONDS)
@@ -96,6 +99,7 @@ class Metrics(Collector):
         self._block_lifetime = Histogram(sheet, BLOCK_SECONDS)
         self._block_idle = Histogram(sheet, BLOCK_SECONDS)
         self._block_reuse_gap = Histogram(sheet, BLOCK_SECONDS)
+        self.in_flight = Gauge(sheet)
         self._registry = CollectorRegistry()
         if sheet.num_rows == 1:  # else they would be of whichever process is asked
             for collector in (ProcessCollector, PlatformCollector, GCCollector):
@@ -151,7 +155,7 @@ class Metrics(Collector):
         self._rejections[reason].add()
 
     def cut_short(self, cause: str) -> None:
-        """A request was ended before its end: by its client, by a limit of time."""
+        """A request was ended before its end: by its client, an operator, a limit of time."""
         self._cut_short[cause].add()
 
     def prompt_accepted(self, num_tokens: int) -> None:
@@ -172,7 +176,7 @@ class Metrics(Collector):
         self._generation_tokens.add(num_tokens)
 
     def choice_ended(self, reason: str, num_tokens: int) -> None:
-        """`reason`: stop, length, abort or error."""
+        """`reason`: stop, length, repetition, abort or error."""
         self._ended[reason].add()
         self._generation_lengths.observe(num_tokens)
 

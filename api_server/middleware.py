@@ -1,7 +1,8 @@
-"""What happens to a request before its route: the API key, and the door.
+"""What happens to a request before its route: the key, and the door.
 
 Denies by default: a path is open only when it is listed here, exactly as routing
-sees it.
+sees it. What only operators may do is not told by paths: its routes look themselves
+(`routes/access.py`) whether the key was an operator's.
 """
 
 import hmac
@@ -16,38 +17,48 @@ from proto.api_keys import ApiKey
 from proto.errors import AuthenticationError
 
 OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/version"})
-OPERATORS: Final = frozenset({"health", "ping", "version", "metrics", "admin"})
+OPERATORS: Final = frozenset(
+    {
+        *("health", "ping", "version", "metrics", "load", "server_info", "admin"),
+        *("pause", "resume", "is_paused", "reset_prefix_cache", "abort_requests"),
+    }
+)
 """First parts of paths that pass by the door: they answer to the end, which waits for none."""
 
 
-class RequireApiKey:
+class KnowKeys:
     """Answers 401 unless a key comes as `Authorization: Bearer` or `x-api-key`.
 
-    Whose key it is, is `key_name` in the state of the request.
+    Whose key it is, is `key_name` in the state of the request, and `is_operator` whether it is
+    an operator's. Where only operators have keys, everybody else may come without one.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], metrics_open: bool) -> None:
         self._app = app
         self._keys = keys
+        self._clients_need_one = not all(each.operator for each in keys)
+        self._open_paths = OPEN_PATHS | ({"/metrics"} if metrics_open else frozenset())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            names = self._names(scope)
-            if not names:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            known = self._known(scope)
+            if self._clients_need_one and not known:
                 response = error_response(AuthenticationError("missing or wrong API key"))
                 await response(scope, receive, send)
                 return
-            scope.setdefault("state", {})["key_name"] = names[0]
+            state = scope.setdefault("state", {})
+            state["key_name"] = known[0].name if known else ""
+            state["is_operator"] = any(each.operator for each in known)
         await self._app(scope, receive, send)
 
-    def _names(self, scope: Scope) -> list[str]:
+    def _known(self, scope: Scope) -> list[ApiKey]:
         """Of the keys that came, each compared with all there are."""
-        names = []
+        known = []
         for name, value in scope["headers"]:
             given = _bearer(value) if name == b"authorization" else value
             if name in (b"authorization", b"x-api-key") and given is not None:
-                names += [each.name for each in self._keys if hmac.compare_digest(given, each.key)]
-        return names
+                known += [each for each in self._keys if hmac.compare_digest(given, each.key)]
+        return known
 
 
 class PassTheDoor:
@@ -64,7 +75,7 @@ class PassTheDoor:
         elif services.door.closed:
             await error_response(DrainingError())(scope, receive, send)
         else:
-            with services.visitors:
+            with services.visitors, services.metrics.in_flight:
                 await self._app(scope, receive, send)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from api_server.changeover import Changeover
 from proto.codec import Message
 from proto.lifecycle import (
+    AbortRequests,
     Alive,
     Condition,
     Distrust,
@@ -64,6 +65,8 @@ class Orders:
         elif isinstance(message, Drain):
             changeover.services.door.close()
             self._begin(self._report_under_way())
+        elif isinstance(message, AbortRequests):
+            changeover.services.under_way.abort(message.request_ids, message.owner)
         elif isinstance(message, NewEngine):
             changeover.replace_engine(message)
         elif isinstance(message, Restarted):

@@ -28,10 +28,12 @@ from api_server.metric_sheet import MetricSheet
 from api_server.metrics import Metrics
 from api_server.model_texts import ModelTexts
 from api_server.orders import Orders
+from api_server.outputs.open_generations import OpenGenerations
 from api_server.services import Services
+from proto.codec import Message
 from proto.config import FrontEndConfig
 from proto.ids import request_ids
-from proto.lifecycle import DrainWanted, FrontEndReady, ProcessBoot
+from proto.lifecycle import AbortRequests, DrainWanted, FrontEndReady, ProcessBoot
 from proto.phase_clock import PhaseClock
 from proto.sockets import Link, front_end_path
 from proto.tls import server_context
@@ -84,16 +86,16 @@ def _tls(config: FrontEndConfig) -> ssl.SSLContext | None:
 
 
 def make_services(
-    boot: ProcessBoot, link: Link, ask_drain: Callable[[], None] = lambda: None
+    boot: ProcessBoot, link: Link, tell: Callable[[Message], None] = lambda message: None
 ) -> Services:
-    """Everything the routes need, over a link to the engine. ask_drain: for the door."""
+    """Everything the routes need, over a link to the engine. tell: sends to the supervisor."""
     model, config = boot.model, boot.config
     name = config.model.served_model_name or model.name
     metrics = Metrics(name, metric_sheet(boot), boot.incarnation, boot.num_hung)
     ids = request_ids(boot.index, boot.incarnation)
     crashes_until_alone = config.scheduler.crashes_until_alone
     client = EngineClient(link, boot.epoch, ids, metrics, crashes_until_alone)
-    door = Door(ask_drain)
+    door = Door(partial(tell, DrainWanted(boot.index)))
     texts = ModelTexts.load(config.model, model)
     return Services(
         model=model,
@@ -107,6 +109,9 @@ def make_services(
         door=door,
         epoch=boot.epoch,
         vocabulary=texts.vocabulary,
+        settings=config,
+        ask_abort=lambda labels, owner: tell(AbortRequests(labels, owner)),
+        under_way=OpenGenerations(),
         seeds=seeds(config.model.seed, boot.index),
     )
 
@@ -121,8 +126,7 @@ def metric_sheet(boot: ProcessBoot) -> MetricSheet:
 async def _serve(boot: ProcessBoot, supervisor: Link, clock: PhaseClock) -> None:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     orders = Orders(supervisor, boot.index)
-    ask_drain = partial(orders.tell, DrainWanted(boot.index))
-    services = make_services(boot, connect(boot, boot.epoch), ask_drain)
+    services = make_services(boot, connect(boot, boot.epoch), orders.tell)
     clock.end("tokenizer")
     app = create_app(services)
     server = make_server(app, services.config)

@@ -4,7 +4,7 @@ Owns nothing itself; a test makes one with a scripted engine behind it.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,7 +16,8 @@ from api_server.inputs.rendering import TimedRendering
 from api_server.inputs.sampling import seeds
 from api_server.inputs.tokenizer import ModelTokenizer
 from api_server.metrics import Metrics
-from proto.config import FrontEndConfig
+from api_server.outputs.open_generations import OpenGenerations
+from proto.config import FrontEndConfig, ServeConfig
 from proto.errors import UnknownModelError
 from proto.prepared_model import PreparedModel
 
@@ -30,7 +31,9 @@ class Services:
 
     model_name: as clients call it. seeds: for requests without a seed. visitors: the
     requests that are answered with these services. epoch: of the engine that they go to, as
-    long as that one is there. vocabulary: changes with what token ids mean.
+    long as that one is there. vocabulary: changes with what token ids mean. under_way: of this
+    front end, whichever engine has them. ask_abort: has all front ends end requests with these
+    ids, of the key of this name or of any (None).
     """
 
     model: PreparedModel
@@ -44,6 +47,9 @@ class Services:
     door: Door
     epoch: int
     vocabulary: str
+    settings: ServeConfig
+    ask_abort: Callable[[list[str], str | None], None]
+    under_way: OpenGenerations
     visitors: Visitors = field(default_factory=Visitors)
     seeds: Iterator[int] = field(default_factory=lambda: seeds(None, 0))
     created: int = field(default_factory=lambda: int(time.time()))

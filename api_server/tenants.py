@@ -30,12 +30,17 @@ def tenant_of(request: Request, by: TenantBy) -> int:
     """
     if by == "none":
         return NOBODY
-    key_name = getattr(request.state, "key_name", "")
+    key_name = key_name_of(request)
     name = _header(request) if by == "header" else ""
     if not key_name and not name:
         return NOBODY
     digest = blake2b(f"{key_name}\n{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+def key_name_of(request: Request) -> str:
+    """Of the key in --api-key-file that it came with; empty for any other key, and for none."""
+    return str(getattr(request.state, "key_name", ""))
 
 
 def _header(request: Request) -> str:

@@ -14,14 +14,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-from proto.config import ServeConfig, flag_name, validate
+from proto.config import SECRET_FIELDS, ServeConfig, flag_name, validate
 from proto.errors import ConfigError, shown
 
 BYTE_FIELDS: Final = frozenset({"kv_cache_memory"})
 """Numbers of bytes, which take a suffix."""
-
-SECRET_FIELDS: Final = frozenset({"api_key"})
-"""Values that nobody is shown: not in messages, and not in the list of processes."""
 
 HIDDEN: Final = "***"
 

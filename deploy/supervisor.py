@@ -38,6 +38,7 @@ from deploy.restart_budget import RestartBudget
 from deploy.signals import SignalInbox
 from proto import PROTOCOL_VERSION
 from proto.lifecycle import (
+    AbortRequests,
     Distrust,
     Drain,
     DrainWanted,
@@ -115,7 +116,10 @@ class Supervisor:
                 for descriptor in (*death_pipe, metrics_fd):
                     os.close(descriptor)
                 directory.leave()
-        return self._failures.conclude(self._status, serving=self._readiness.complete)
+        status = self._failures.conclude(self._status, serving=self._readiness.complete)
+        if status == 0:
+            self._display.notice("stopped; nothing is left running")
+        return status
 
     def _births(self, run_dir: str, death_fd: int, metrics_fd: int) -> Births:
         launch = self._launch
@@ -266,6 +270,10 @@ class Supervisor:
             self._draining.note(message)
         elif isinstance(message, DrainWanted):
             self._drain()
+        elif isinstance(message, AbortRequests):
+            for each in self._running:
+                if each.role == "api_server":
+                    each.tell(message)
         elif self._readiness.complete or isinstance(message, Distrust):
             self._reload.note(message)
             self._readiness.note_again(message)

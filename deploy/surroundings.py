@@ -16,6 +16,8 @@ FAULTS_VARIABLE: Final = "TOKEND_FAULTS"
 """What is to break on purpose, see proto/faults.py; only with --enable-fault-injection."""
 API_KEY_VARIABLE: Final = "TOKEND_API_KEY"
 """Holds the API key for those who do not want it on a command line that others can see."""
+ADMIN_KEY_VARIABLE: Final = "TOKEND_ADMIN_API_KEY"
+"""The same for the key of operators."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,10 @@ class Surroundings:
         home = os.path.expanduser("~")
         base = variables.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
         inherited = dict(variables)
-        key = inherited.pop(API_KEY_VARIABLE, None)
-        settings = {} if key is None else {"api_key": key}
+        secrets = {"api_key": API_KEY_VARIABLE, "admin_api_key": ADMIN_KEY_VARIABLE}
+        settings = {
+            field: inherited.pop(name) for field, name in secrets.items() if name in inherited
+        }
         manager = {name: inherited.pop(name) for name in notify.VARIABLES if name in inherited}
         faults = inherited.pop(FAULTS_VARIABLE, "")
         cache = os.path.join(os.path.abspath(base), "tokend")

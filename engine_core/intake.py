@@ -152,6 +152,9 @@ class Intake:
                 self._scheduler.pause(message.pause_mode)
             case "resume":
                 self._scheduler.resume()
+            case "get_pause":
+                detail = self._scheduler.pause_mode or ""
+                value = int(bool(detail))
             case "get_num_unfinished":
                 value = self._scheduler.num_unfinished
         return AdminReply(message.epoch, message.call_id, ok, detail, value)

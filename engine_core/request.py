@@ -42,6 +42,7 @@ class RequestStatus(enum.IntEnum):
     FINISHED_LENGTH = 21
     FINISHED_ABORTED = 22
     FINISHED_ERROR = 23
+    FINISHED_REPETITION = 24
 
     @property
     def is_finished(self) -> bool:
@@ -63,6 +64,7 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_LENGTH: FinishReason.LENGTH,
     RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
     RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+    RequestStatus.FINISHED_REPETITION: FinishReason.REPETITION,
 }
 
 
@@ -75,7 +77,8 @@ class Request:
         prompt_token_ids: [num_prompt_tokens], shared by all choices, never changed (the
             next turn of a session gets another list with its input).
         tenant: whose it is, for fairness; 0 where nobody said so.
-        stop_ids: token ids that end it. seed, choice: key of its draws.
+        stop_ids: token ids that end it. repetition: so do outputs that repeat themselves, if set.
+        seed, choice: key of its draws.
         order: (priority, arrival, request id, choice); the lower goes first, where
             the policy asks.
         skip_reading_prefix_cache: every prompt position must be computed, because
@@ -122,6 +125,7 @@ class Request:
         "priority",
         "prompt_token_ids",
         "queued_at",
+        "repetition",
         "request_id",
         "sampling_params",
         "scheduled_at",
@@ -193,6 +197,7 @@ class Request:
         self.sampling_params = sampling_params
         self.max_tokens = sampling_params.max_tokens
         self.stop_ids = sampling_params.stop_ids
+        self.repetition = sampling_params.repetition
         self.skip_reading_prefix_cache = sampling_params.prompt_logprobs is not None
 
     def next_turn(self, handle: int) -> "Request":

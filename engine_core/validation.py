@@ -133,6 +133,8 @@ def _check_beams(message: EngineCoreRequest) -> None:
         (bool(message.finished_choices), "finished_choices"),
         (params.logprobs is not None, "logprobs"),
         (params.prompt_logprobs is not None, "prompt_logprobs"),
+        (params.edits is not None, "edits"),
+        (params.repetition is not None, "repetition_detection"),
     ):
         if wrong:
             raise InvalidRequestError(f"{name} does not go with beam search", name)

@@ -55,6 +55,11 @@ def to_json_line(message: msgspec.Struct) -> bytes:
     return msgspec.json.encode(message) + b"\n"
 
 
+def to_compact_json(value: Any) -> bytes:
+    """Dicts, lists, texts and numbers as JSON: a tenth of the time that `json` takes for many."""
+    return msgspec.json.encode(value)
+
+
 def from_json(data: bytes, message_type: type[T]) -> T:
     """The Struct in a JSON document; raises ProtocolError naming what is wrong."""
     try:

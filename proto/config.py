@@ -151,6 +151,26 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What tells tenants apart, who share fairly: their keys, X-Tenant-ID as well, or nothing."""
     queue_timeout: float = 0.0
     """Seconds that a request may wait for its first step before it gets a 503; 0: no limit."""
+    sse_keep_alive: float = 15.0
+    """Seconds of silence after which a stream gets a comment, so that proxies keep it; 0: never."""
+    admin_api_key: str | None = None
+    """Key that operators must send for the admin routes; without one they are for this machine."""
+    admin_api_key_file: str | None = None
+    """File with a name and an operator's key in each line."""
+    metrics_open: bool = False
+    """Let /metrics answer without a key."""
+    enable_tokenizer_info_endpoint: bool = False
+    """Let /tokenizer_info show the tokenizer's settings and the chat template."""
+
+    @property
+    def has_client_keys(self) -> bool:
+        """Whether clients need a key."""
+        return self.api_key is not None or self.api_key_file is not None
+
+    @property
+    def has_admin_keys(self) -> bool:
+        """Whether operators have keys of their own."""
+        return self.admin_api_key is not None or self.admin_api_key_file is not None
 
 
 class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,6 +216,10 @@ _DTYPES_OF_WEIGHTS: Final[dict[CpuWeights, tuple[DType, ...]]] = {
     "f32": ("auto", "float32"),
 }
 """Activations that products with each form of the weights take."""
+
+
+SECRET_FIELDS: Final = frozenset({"api_key", "admin_api_key"})
+"""Values that nobody is shown: not in messages, and not in the list of processes."""
 
 
 def flag_name(field: str) -> str:
@@ -266,7 +290,8 @@ def validate(config: ServeConfig) -> None:
     _positive("crashes_until_alone", scheduler.crashes_until_alone)
     for field in ("max_num_queued_reqs", "max_num_queued_tokens"):
         _not_negative(field, getattr(scheduler, field) or 0)
-    _not_negative("queue_timeout", frontend.queue_timeout)
+    for field in ("queue_timeout", "sse_keep_alive"):
+        _not_negative(field, getattr(frontend, field))
     if config.reliability.max_restarts < 0:
         raise ConfigError(
             f"--max-restarts must be 0 or more, got {config.reliability.max_restarts}",
@@ -289,13 +314,22 @@ def validate(config: ServeConfig) -> None:
         )
     if not 0 <= frontend.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {frontend.port}", "port")
-    if frontend.api_key is not None and not frontend.api_key.strip():
-        raise ConfigError("--api-key (or TOKEND_API_KEY) must not be empty", "api_key")
-    if frontend.api_key_file is not None and not frontend.api_key_file:
-        raise ConfigError("--api-key-file must name a file", "api_key_file")
+    _check_keys(frontend)
     _check_tls(frontend)
     if config.model.seed is not None and not 0 <= config.model.seed < 1 << 63:
         raise ConfigError(f"--seed must be in [0, 2^63), got {config.model.seed}", "seed")
+
+
+def _check_keys(frontend: FrontEndConfig) -> None:
+    """An empty key would let in whoever sends an empty one."""
+    for field in sorted(SECRET_FIELDS):
+        key = getattr(frontend, field)
+        if key is not None and not key.strip():
+            variable = f"TOKEND_{field.upper()}"
+            raise ConfigError(f"{flag_name(field)} (or {variable}) must not be empty", field)
+        file_field = f"{field}_file"
+        if getattr(frontend, file_field) == "":
+            raise ConfigError(f"{flag_name(file_field)} must name a file", file_field)
 
 
 def _check_tls(frontend: FrontEndConfig) -> None:

@@ -39,6 +39,7 @@ class FinishReason(enum.IntEnum):
     LENGTH = 1
     ABORT = 2
     ERROR = 3
+    REPETITION = 4
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -98,7 +99,7 @@ class Abort(msgspec.Struct, array_like=True, tag=2, frozen=True):
 
 
 AdminName = Literal[
-    "reset_prefix_cache", "check_integrity", "pause", "resume", "get_num_unfinished"
+    "reset_prefix_cache", "check_integrity", "pause", "resume", "get_num_unfinished", "get_pause"
 ]
 
 
@@ -120,7 +121,8 @@ class AdminCall(msgspec.Struct, array_like=True, tag=3, frozen=True):
 class AdminReply(msgspec.Struct, array_like=True, tag=4, frozen=True):
     """`ok` tells whether the call did what it is named for; `detail` says why not.
 
-    value: the number that "get_num_unfinished" asks for, in choices.
+    value: the number that "get_num_unfinished" asks for, in choices; of "get_pause" 1 in a
+    pause, whose mode is the `detail`, and 0 otherwise.
     """
 
     epoch: int

@@ -9,6 +9,9 @@
     │   ├── AuthenticationError   401
     │   ├── ForbiddenError        403
     │   ├── UnknownModelError     404
+    │   ├── UnknownPathError      404
+    │   ├── ConflictError         409
+    │   ├── RequestAbortedError   410
     │   ├── OverloadedError       503  may be retried
     │   │   ├── QueueFullError       503
     │   │   └── QueueTimeoutError    503
@@ -106,6 +109,31 @@ class UnknownModelError(RequestError):
     type = "NotFoundError"
 
 
+class UnknownPathError(RequestError):
+    """There is nothing, as the daemon is set."""
+
+    status = 404
+    type = "NotFoundError"
+
+
+class ConflictError(RequestError):
+    """Not now: something has to end before."""
+
+    status = 409
+    type = "ConflictError"
+
+
+class RequestAbortedError(RequestError):
+    """An operator has ended it. Clients retry most other failures by themselves, not this one."""
+
+    status = 410
+    type = "RequestAbortedError"
+    cause = "operator"
+
+    def __init__(self) -> None:
+        super().__init__("the request was aborted by an operator")
+
+
 class UnsupportedMediaError(RequestError):
     status = 415
     type = "UnsupportedMediaTypeError"
@@ -170,3 +198,9 @@ class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
         error = classes.get(self.kind, InternalRequestError)(self.message, self.param)
         error.retry_after_seconds = self.retry_after_seconds or error.retry_after_seconds
         return error
+
+
+def require(condition: bool, param: str, rule: str) -> None:
+    """Raise InvalidRequestError for a parameter that breaks a rule."""
+    if not condition:
+        raise InvalidRequestError(f"{param} {rule}", param)

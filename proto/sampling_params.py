@@ -10,10 +10,13 @@ from typing import Final, Literal
 
 import msgspec
 
-from proto.errors import InvalidRequestError, shown
+from proto.errors import require, shown
+from proto.logit_edits import LogitEdits, require_token_ids
+from proto.repetition import RepetitionDetection
 
 MAX_STOP_TOKEN_IDS: Final = 128
 MAX_LOGPROBS: Final = 20
+MAX_LOGPROB_TOKEN_IDS: Final = 128
 MAX_TEMPERATURE: Final = 1e4
 """Far beyond it every token is as likely as any other."""
 MAX_LENGTH_PENALTY: Final = 5.0
@@ -59,6 +62,9 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     beam_width: int = 0
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
+    edits: LogitEdits | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    repetition: RepetitionDetection | None = None
 
     @property
     def greedy(self) -> bool:
@@ -80,56 +86,62 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequestError naming the first parameter out of range."""
-        _require(
+        require(
             self.max_tokens >= 1, "max_tokens", f"must be at least 1, got {shown(self.max_tokens)}"
         )
-        _require(
+        require(
             0 <= self.min_tokens <= self.max_tokens,
             "min_tokens",
             f"must be between 0 and max_tokens ({self.max_tokens}), got {shown(self.min_tokens)}",
         )
-        _require(
+        require(
             math.isfinite(self.temperature) and 0.0 <= self.temperature <= MAX_TEMPERATURE,
             "temperature",
             f"must be between 0 and {MAX_TEMPERATURE:g}, got {self.temperature}",
         )
-        _require(self.top_k >= 0, "top_k", f"must be 0 (all) or more, got {shown(self.top_k)}")
-        _require(0.0 < self.top_p <= 1.0, "top_p", f"must be in (0, 1], got {self.top_p}")
-        _require(0.0 <= self.min_p <= 1.0, "min_p", f"must be in [0, 1], got {self.min_p}")
-        _require(
+        require(self.top_k >= 0, "top_k", f"must be 0 (all) or more, got {shown(self.top_k)}")
+        require(0.0 < self.top_p <= 1.0, "top_p", f"must be in (0, 1], got {self.top_p}")
+        require(0.0 <= self.min_p <= 1.0, "min_p", f"must be in [0, 1], got {self.min_p}")
+        require(
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             "stop_token_ids",
             f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
         )
-        for token_id in self.stop_token_ids:
-            _require(
-                0 <= token_id < vocab_size,
-                "stop_token_ids",
-                f"token id {shown(token_id)} is outside the vocabulary [0, {vocab_size})",
-            )
+        require_token_ids(self.stop_token_ids, vocab_size, "stop_token_ids")
         self._validate_beams(vocab_size)
+        self._validate_logprobs(vocab_size)
+        if self.edits is not None:
+            late_ids = self.stop_ids if self.min_tokens else frozenset()
+            self.edits.validate(vocab_size, late_ids)
+        if self.repetition is not None:
+            self.repetition.validate()
+
+    def _validate_logprobs(self, vocab_size: int) -> None:
         counts = (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))
         for name, number in counts:
-            _require(
+            require(
                 number is None or 0 <= number <= MAX_LOGPROBS,
                 name,
                 f"must be between 0 and {MAX_LOGPROBS}, got {shown(number)}",
             )
+        ids = self.logprob_token_ids
+        require(
+            len(ids) <= MAX_LOGPROB_TOKEN_IDS,
+            "logprob_token_ids",
+            f"at most {MAX_LOGPROB_TOKEN_IDS} ids, got {len(ids)}",
+        )
+        require_token_ids(ids, vocab_size, "logprob_token_ids")
+        require(not ids or self.logprobs is not None, "logprob_token_ids", "needs logprobs")
 
     def _validate_beams(self, vocab_size: int) -> None:
-        _require(
+        require(
             self.beam_width >= 0 and self.num_candidates <= vocab_size,
             "n",
             f"is more beams than {vocab_size} tokens can tell apart, got {shown(self.beam_width)}",
         )
-        _require(
+        require(
             abs(self.length_penalty) <= MAX_LENGTH_PENALTY,
             "length_penalty",
             f"must be between -{MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}, "
             f"got {self.length_penalty}",
         )
-
-
-def _require(condition: bool, param: str, rule: str) -> None:
-    if not condition:
-        raise InvalidRequestError(f"{param} {rule}", param)

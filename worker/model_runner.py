@@ -25,6 +25,7 @@ from worker.forward import EagerForward, Forward
 from worker.kv_cache import KVCache
 from worker.models.decoder import Decoder
 from worker.sample.logprobs import best_continuations, prompt_logprobs
+from worker.sample.row_edits import RowEdits
 from worker.sample.rows import SamplingRows
 from worker.sample.sampler import Sampler
 
@@ -205,9 +206,17 @@ class ModelRunner:
         scores = self._placement.fetch(self.scores(begun))
         best = self._sampler.best(scores)
         broken[sequences] |= best.broken
-        if self._rows.plain[inputs.rows[sequences]].all():
+        plain = self._rows.plain[inputs.rows[sequences]]
+        if plain.all():
             return self._append(inputs, sequences, best.token_ids, broken), [], []
-        return self._sample_each(inputs, scores.float(), handles, sequences, broken)
+        if not plain.any():
+            return self._sample_each(inputs, scores.float(), handles, sequences, broken)
+        # What the others want is no work for these.
+        greedy = self._append(inputs, sequences[plain], best.token_ids[plain], broken)
+        tokens, logprobs, candidates = self._sample_each(
+            inputs, scores[torch.from_numpy(~plain)].float(), handles, sequences[~plain], broken
+        )
+        return [a or b for a, b in zip(greedy, tokens, strict=True)], logprobs, candidates
 
     def scores(self, begun: Begun) -> torch.Tensor:
         """Logits [N, vocab] of the sequences that sample, of the head's dtype."""
@@ -296,7 +305,23 @@ class ModelRunner:
             position=position.astype(np.uint32),
             num_logprobs=rows.num_logprobs[at],
             suppressed=self._suppressed(at, position, handles),
+            edits=self._edits(at),
+            named=self._named(at, handles),
         )
+
+    def _edits(self, at: NDArray[np.int64]) -> tuple[tuple[int, RowEdits], ...]:
+        edits = self._rows.edits
+        if not edits:
+            return ()
+        return tuple((i, edits[row]) for i, row in enumerate(at.tolist()) if row in edits)
+
+    def _named(
+        self, at: NDArray[np.int64], handles: list[int]
+    ) -> tuple[tuple[int, NDArray[np.int64]], ...]:
+        """Tokens whose log-probabilities are asked for by name."""
+        asking = np.flatnonzero(self._rows.num_logprobs[at] != NO_LOGPROBS).tolist()
+        named = [(i, self._rows.params(handles[i]).logprob_token_ids) for i in asking]
+        return tuple((i, np.array(ids, dtype=np.int64)) for i, ids in named if ids)
 
     def _prompt_logprobs(
         self,

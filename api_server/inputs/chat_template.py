@@ -29,8 +29,18 @@ MAX_INTEGER_BITS: Final = 4096
 
 
 class ChatTemplate(Protocol):
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt; raises InvalidRequestError when the template refuses the messages."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt; raises InvalidRequestError when the template refuses the messages.
+
+        add_generation_prompt: end with what an answer begins with.
+        """
+        ...
+
+    @property
+    def source(self) -> str | None:
+        """As it was written; None where there is none."""
         ...
 
 
@@ -39,8 +49,11 @@ class NoChatTemplate:
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
+        self.source = None
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
         raise InvalidRequestError(
             f"the model {self._model_name} has no chat template; use /v1/completions", "messages"
         )
@@ -57,11 +70,14 @@ class JinjaChatTemplate:
         except Exception as error:  # of what it computes from constants, or how deep it is
             raise ModelError(f"chat template: {type(error).__name__}: {error}") from None
         self._variables = dict(variables)
+        self.source = source
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
         values = {**self._variables, "messages": list(messages), "tools": None, "documents": None}
         try:
-            return self._template.render(values, add_generation_prompt=True)
+            return self._template.render(values, add_generation_prompt=add_generation_prompt)
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"chat template: {shown(error)}", "messages") from None
         except Exception as error:  # a template is code that nobody here has read

@@ -5,10 +5,11 @@ after this.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from api_server.inputs.tokenizer import ModelTokenizer
+from api_server.inputs.truncation import ALL, Truncation
 from proto.errors import InvalidRequestError, shown
 
 MAX_PROMPTS: Final = 1024
@@ -18,7 +19,10 @@ SHRINK: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """token_ids: [num_prompt_tokens], at least one. text: None when the client sent ids."""
+    """token_ids: [num_prompt_tokens], at least one.
+
+    text: None when the client sent ids, or when not all of it is kept.
+    """
 
     token_ids: list[int]
     text: str | None = None
@@ -29,12 +33,18 @@ class PromptReader:
     """Turns a field of a request into prompts.
 
     max_model_len: tokens of prompt and output together. field: named in errors.
+    truncation: what is kept of each prompt.
     """
 
     tokenizer: ModelTokenizer
     vocab_size: int
     max_model_len: int
     field: str = "prompt"
+    truncation: Truncation = ALL
+
+    def keeping(self, truncation: Truncation) -> "PromptReader":
+        """The same for prompts of which only a part is kept, however long they are."""
+        return replace(self, truncation=truncation)
 
     async def read(self, value: Any, *, add_special_tokens: bool) -> list[Prompt]:
         """`value`: a string, a list of strings, a list of ids or a list of lists of ids."""
@@ -55,18 +65,28 @@ class PromptReader:
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Prompt]:
         """The prompts of texts; raises InvalidRequestError for one that is empty or too long."""
         for text in texts:
-            self._check_text(text)
-        encoded = await self.tokenizer.encode(texts, add_special_tokens=add_special_tokens)
+            if not text:
+                raise self._wrong("prompt must not be empty")
+            self.check_text(text)
+        truncates = self.truncation.most is not None
+        if truncates:  # more characters cannot be said by the tokens that are kept
+            texts = [self.truncation.cut(text, self._most_characters) for text in texts]
+        encoded = await self.tokenizer.encode(
+            texts, add_special_tokens=add_special_tokens, truncation=self.truncation
+        )
         prompts = []
         for text, ids in zip(texts, encoded, strict=True):
             self._check_length(ids)
             self._check_range(ids)
-            prompts.append(Prompt(ids, text))
+            prompts.append(Prompt(ids, None if truncates else text))
         return prompts
 
-    def _check_text(self, text: str) -> None:
-        if not text:
-            raise self._wrong("prompt must not be empty")
+    @property
+    def _most_characters(self) -> int:
+        return self.max_model_len * self.tokenizer.longest_token * SHRINK
+
+    def check_text(self, text: str) -> None:
+        """Raise InvalidRequestError for what is no text, or longer than any prompt."""
         self.check_characters(len(text))
         try:
             text.encode()
@@ -74,9 +94,11 @@ class PromptReader:
             raise self._wrong("prompt holds half of a surrogate pair, which is no text") from None
 
     def check_characters(self, number: int) -> None:
-        """Raise InvalidRequestError when no tokens that fit can say so many characters."""
-        most = self.max_model_len * self.tokenizer.longest_token * SHRINK
-        if number > most:
+        """Raise InvalidRequestError when no tokens that fit can say so many characters.
+
+        Of a prompt that is cut in any case there may be more.
+        """
+        if self.truncation.most is None and number > self._most_characters:
             raise self._wrong(
                 f"the prompt of {number} characters is longer than the maximum context "
                 f"length of {self.max_model_len} tokens can be"
@@ -86,6 +108,7 @@ class PromptReader:
         """Looks at the ids only when there are not too many."""
         if not isinstance(ids, list):
             raise self._wrong("a prompt of token ids must be a list of integers")
+        ids = self.truncation.cut_ids(ids)
         self._check_length(ids)
         if not all(type(each) is int for each in ids):  # True and False are integers to Python
             raise self._wrong("a prompt of token ids must be a list of integers")

@@ -13,7 +13,8 @@ import asyncio
 import contextlib
 import ctypes
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from api_server.inputs.chat_template import ChatTemplate
@@ -38,7 +39,14 @@ class TimedRendering:
         self._turn = asyncio.Lock()
         self._endings: set[asyncio.Task[None]] = set()
 
-    async def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    @property
+    def source(self) -> str | None:
+        """Of the template, None where there is none."""
+        return self._template.source
+
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
         """The prompt; raises InvalidRequestError when the template refuses or takes too long.
 
         Raises OverloadedError when those before it take all the time or all the threads there are.
@@ -49,7 +57,11 @@ class TimedRendering:
         except TimeoutError:
             raise OverloadedError("other conversations keep the chat template busy") from None
         try:
-            render = _Render(self._template, messages)
+            render = _Render(
+                partial(
+                    self._template.render, messages, add_generation_prompt=add_generation_prompt
+                )
+            )
         except RuntimeError:  # the machine has no thread left
             self._turn.release()
             raise OverloadedError("there is no thread for the chat template") from None
@@ -82,11 +94,11 @@ class TimedRendering:
 class _Render:
     """One text on a thread of its own. text: what comes of it, on the event loop."""
 
-    def __init__(self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, render: Callable[[], str]) -> None:
         self._loop = asyncio.get_running_loop()
         self.text: asyncio.Future[str] = self._loop.create_future()
         self._thread = threading.Thread(
-            target=self._run, args=(template, messages), name="render", daemon=True
+            target=self._run, args=(render,), name="render", daemon=True
         )
         self._thread.start()
 
@@ -100,12 +112,12 @@ class _Render:
             ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(_OvertimeError)
         )
 
-    def _run(self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> None:
+    def _run(self, render: Callable[[], str]) -> None:
         # The loop may be closed by the time a render ends that nobody waits for.
         with contextlib.suppress(_OvertimeError, RuntimeError):
             text, error = "", None
             try:
-                text = template.render(messages)
+                text = render()
             except Exception as raised:
                 error = raised
             self._loop.call_soon_threadsafe(self._settle, text, error)

@@ -10,6 +10,8 @@ from typing import Final
 
 from api_server.protocol.common import GenerationRequest
 from proto.errors import InvalidRequestError, shown
+from proto.logit_edits import LogitEdits
+from proto.repetition import RepetitionDetection
 from proto.sampling_params import SamplingParams
 
 SEED_BITS: Final = 64
@@ -38,12 +40,14 @@ def sampling_params(
     vocab_size: int,
     eos_token_ids: tuple[int, ...],
     max_tokens_field: str = "max_tokens",
+    edits: LogitEdits | None = None,
 ) -> SamplingParams:
     """The validated parameters of one prompt.
 
     max_tokens: as the client gave it; None takes `default_max_tokens` or, when that is
     None too, all that the context leaves.
-    max_tokens_field: what the client calls it. Raises InvalidRequestError naming the field.
+    max_tokens_field: what the client calls it. edits: of the scores. Raises
+    InvalidRequestError naming the field.
     """
     room = max_model_len - num_prompt_tokens
     wanted = max_tokens
@@ -75,6 +79,9 @@ def sampling_params(
         beam_width=request.n if request.use_beam_search else 0,
         length_penalty=request.length_penalty,
         early_stopping=request.early_stopping,
+        edits=edits,
+        logprob_token_ids=tuple(request.logprob_token_ids),
+        repetition=_repetition(request),
     )
     params.validate(vocab_size)
     if params.greedy and request.n > 1 and not request.use_beam_search:
@@ -82,3 +89,14 @@ def sampling_params(
             f"n must be 1 when temperature is 0: {request.n} choices would be the same", "n"
         )
     return params
+
+
+def _repetition(request: GenerationRequest) -> RepetitionDetection | None:
+    asked = request.repetition_detection
+    if asked is None:
+        return None
+    return RepetitionDetection(
+        max_pattern_size=asked.max_pattern_size,
+        min_pattern_size=asked.min_pattern_size or 1,
+        min_count=asked.min_count,
+    )

@@ -1,7 +1,7 @@
 """The model's tokenizer: text to ids, ids to text, names of single tokens.
 
 Owns the `tokenizers` object. Long texts are encoded on a thread, so that the event
-loop goes on.
+loop goes on; only calls for batches let other threads run meanwhile.
 """
 
 import asyncio
@@ -14,9 +14,11 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from tokenizers import Tokenizer
 
+from api_server.inputs.truncation import ALL, Truncation
 from api_server.outputs.detokenizer import (
     ByteLevelDetokenizer,
     Detokenizer,
+    JoinedSpecialTokens,
     TokenBytes,
     WindowDetokenizer,
     is_byte_level,
@@ -60,9 +62,17 @@ class ModelTokenizer:
         except Exception as error:  # the library raises plain Exception for a bad file
             raise ModelError(f"{path}: {error}") from None
 
-    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool, truncation: Truncation = ALL
+    ) -> list[list[int]]:
         """Ids of each text."""
-        return await self.apart(sum(map(len, texts)), self._encode, texts, add_special_tokens)
+        return await self.apart(
+            sum(map(len, texts)),
+            truncation.encode,
+            self._tokenizer,
+            texts,
+            add_special_tokens=add_special_tokens,
+        )
 
     async def apart(self, size: int, work: Callable[P, R], *args: P.args, **fields: P.kwargs) -> R:
         """Do `work` on so many characters or tokens, on the thread when they are many."""
@@ -72,16 +82,30 @@ class ModelTokenizer:
         return await loop.run_in_executor(self._threads, partial(work, *args, **fields))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        # `decode` would keep other threads from running meanwhile; the batch of one does not
+        (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
+
+    def token_names(self, ids: Sequence[int]) -> list[str | None]:
+        """As the vocabulary spells each token; None for an id without one."""
+        return [self._tokenizer.id_to_token(each) for each in ids]
 
     def detokenizer(
-        self, prompt: Sequence[int], *, skip_special_tokens: bool = True
+        self,
+        prompt: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
     ) -> Detokenizer:
         """For the tokens that follow `prompt`."""
         if self._byte_level:
             return ByteLevelDetokenizer(self._tokens if skip_special_tokens else self._all_tokens)
-        special = self.special_ids if skip_special_tokens else frozenset()
-        return WindowDetokenizer(self._tokenizer, special, prompt)
+        if skip_special_tokens:
+            return WindowDetokenizer(self._tokenizer, self.special_ids, prompt)
+        window = WindowDetokenizer(self._tokenizer, frozenset(), prompt)
+        if spaces_between_special_tokens:
+            return window
+        return JoinedSpecialTokens(window, self.special_ids)
 
     def token_text(self, token_id: int) -> str:
         """What a single token is called; broken characters are U+FFFD."""
@@ -94,12 +118,6 @@ class ModelTokenizer:
         if self._byte_level:
             return self._all_tokens.raw(token_id)
         return self.token_text(token_id).encode()
-
-    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        encodings = self._tokenizer.encode_batch_fast(
-            list(texts), add_special_tokens=add_special_tokens
-        )
-        return [encoding.ids for encoding in encodings]
 
 
 def special_token_texts(folder: str) -> dict[str, Any]:

@@ -5,12 +5,16 @@ nothing of the engine or of HTTP.
 """
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from api_server.outputs.detokenizer import Detokenizer
 from api_server.outputs.logprobs import LogprobRow, TextToken
 from api_server.outputs.stop_strings import StopMatcher
 from api_server.outputs.unsent import Unsent
 from proto.engine_io import FinishReason
+
+REPETITION_DETECTED: Final = "repetition_detected"
+"""The stop_reason of a choice that repeats itself."""
 
 
 @dataclass(slots=True)
@@ -40,6 +44,9 @@ class Choice:
     text_start: characters before the first output (the prompt, when it is echoed);
     offsets of tokens count from there.
     min_tokens: stop strings that are complete within so many tokens do not count.
+    shows_stop: the text of a stop token is part of the choice's.
+    interval: new tokens that make a piece of news, after the first one.
+    counts_tokens: tokens are news also where they bring no text.
     unsent: of all choices of the HTTP request.
     """
 
@@ -48,6 +55,9 @@ class Choice:
     stops: StopMatcher
     min_tokens: int = 0
     text_start: int = 0
+    shows_stop: bool = False
+    interval: int = 1
+    counts_tokens: bool = False
     unsent: Unsent = field(default_factory=Unsent)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -64,8 +74,13 @@ class Choice:
 
     @property
     def has_news(self) -> bool:
-        """Whether a delta would show anything."""
-        return bool(self._pieces or self._new_tokens) or (self.finished and not self._end_reported)
+        """Whether a delta would show anything, and it is time for one."""
+        if self.finished and not self._end_reported:
+            return True
+        num_new = len(self.token_ids) - self._num_taken
+        if self._num_taken and num_new < self.interval:
+            return False
+        return bool(self._pieces or self._new_tokens) or (self.counts_tokens and num_new > 0)
 
     def extend(
         self,
@@ -78,7 +93,8 @@ class Choice:
 
         rows: one for each token, or none at all.
         """
-        silent = len(token_ids) - 1 if finish_reason is FinishReason.STOP else len(token_ids)
+        stopped = finish_reason is FinishReason.STOP and not self.shows_stop
+        silent = len(token_ids) - 1 if stopped else len(token_ids)
         for position, token_id in enumerate(token_ids):
             self.token_ids.append(token_id)
             if rows:
@@ -132,6 +148,8 @@ class Choice:
         if rest:
             self._show(rest)
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
+        if finish_reason is FinishReason.REPETITION:
+            self.stop_reason = REPETITION_DETECTED
 
     def _show(self, text: str) -> None:
         self._pieces.append(text)

@@ -150,6 +150,38 @@ class WindowDetokenizer:
         return self._tokenizer.decode(self._ids, skip_special_tokens=False) if self._ids else ""
 
 
+class JoinedSpecialTokens:
+    """Leaves out the space that a tokenizer puts between two special tokens."""
+
+    __slots__ = ("_after_special", "_inner", "_special_ids")
+
+    def __init__(self, inner: Detokenizer, special_ids: frozenset[int]) -> None:
+        self._inner = inner
+        self._special_ids = special_ids
+        self._after_special = False
+
+    def feed(self, token_id: int) -> str:
+        text = self._inner.feed(token_id)
+        special = token_id in self._special_ids
+        if special and self._after_special:
+            text = text.removeprefix(" ")
+        self._after_special = special
+        return text
+
+    def flush(self) -> str:
+        return self._inner.flush()
+
+
+class NoText:
+    """For those who want token ids alone."""
+
+    def feed(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
 def is_byte_level(tokenizer: Tokenizer) -> bool:
     """Whether every token of this tokenizer is a string of bytes."""
     return isinstance(tokenizer.decoder, decoders.ByteLevel)

@@ -14,10 +14,11 @@ from typing import Literal
 from api_server.engine_client import EngineClient
 from api_server.metrics import Metrics
 from api_server.outputs.choice import Delta
+from api_server.outputs.open_generations import OpenGenerations
 from api_server.outputs.request_stream import Bell, RequestStream
 from api_server.outputs.unsent import Unsent
 from proto.engine_io import EngineCoreRequest
-from proto.errors import QueueFullError, RequestError
+from proto.errors import QueueFullError, RequestAbortedError, RequestError
 
 logger = logging.getLogger("tokend.requests")
 
@@ -31,13 +32,15 @@ class Usage:
     cached_tokens: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Generation:
     """The streams of one HTTP request.
 
-    label: the answer's id, for the log.
+    label: the answer's id. owner: name of the key that it came with.
+    under_way: where it is entered while it is.
     requests, streams: one each per prompt, in the same order.
     unsent: what waits to be taken.
+    ignored: fields of the request that nobody defines, for the log.
     disconnected: the client is gone; nothing needs to be sent any more.
     """
 
@@ -49,6 +52,9 @@ class Generation:
     streams: Sequence[RequestStream]
     log: bool
     unsent: Unsent = field(default_factory=Unsent)
+    ignored: str = ""
+    owner: str = ""
+    under_way: OpenGenerations = field(default_factory=OpenGenerations)
     disconnected: bool = field(default=False, init=False)
     _cause: str = field(default="", init=False)
     _closed: bool = field(default=False, init=False)
@@ -58,6 +64,7 @@ class Generation:
 
         Raises the RequestError of the first prompt that was refused.
         """
+        self.under_way.enter(self)
         for request, stream in zip(self.requests, self.streams, strict=True):
             try:
                 self.client.submit(request, stream)
@@ -105,11 +112,17 @@ class Generation:
         self.close()
         self.bell.ring()
 
+    def abort(self) -> None:
+        """An operator ends it: an error, not a finish reason, tells the client."""
+        for stream in self.streams:
+            stream.fail(RequestAbortedError())
+
     def close(self) -> None:
         """Abort what still runs, count and log the request; later calls do nothing."""
         if self._closed:
             return
         self._closed = True
+        self.under_way.leave(self)
         now = time.monotonic()
         for stream in self.streams:
             self._close_stream(stream, now)
@@ -143,6 +156,8 @@ class Generation:
             f"ttft={_seconds(first.arrival, first.first_token)}",
             f"total={_seconds(first.arrival, now)} finish={self._outcome()}",
         ]
+        if self.ignored:
+            parts.append(f"ignored_fields={self.ignored}")
         logger.info("%s", " ".join(parts))
 
     def _outcome(self) -> str:

@@ -23,6 +23,19 @@ class TokenNames(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
+class TokenIdNames:
+    """Names that say which token it is, also where its text does not."""
+
+    def __init__(self, names: TokenNames) -> None:
+        self._names = names
+
+    def token_text(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._names.token_bytes(token_id)
+
+
 class LogprobRow(NamedTuple):
     """One position: the chosen token first, then the best ones in order."""
 

@@ -35,10 +35,14 @@ class NoStopStrings:
 
 
 class StopStrings:
-    """For requests with stop strings. The one that is complete first wins."""
+    """For requests with stop strings. The one that is complete first wins.
 
-    def __init__(self, strings: Sequence[str]) -> None:
+    shows_stop: the text ends with it, and not before it.
+    """
+
+    def __init__(self, strings: Sequence[str], *, shows_stop: bool = False) -> None:
         self._automata = [_Automaton(string) for string in strings]
+        self._shows_stop = shows_stop
         self._held = ""
 
     def feed(self, piece: str, *, armed: bool) -> tuple[str, str | None]:
@@ -48,7 +52,8 @@ class StopStrings:
             if found and armed:
                 longest = max(found, key=lambda automaton: len(automaton.string))
                 self._held = ""
-                return text[: end - len(longest.string)], longest.string
+                hidden = 0 if self._shows_stop else len(longest.string)
+                return text[: end - hidden], longest.string
         keep = max(automaton.matched for automaton in self._automata)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None
@@ -92,6 +97,6 @@ def _borders(string: str) -> list[int]:
     return borders
 
 
-def stop_matcher(strings: Sequence[str]) -> StopMatcher:
-    """The matcher for a request's stop strings."""
-    return StopStrings(strings) if strings else NoStopStrings()
+def stop_matcher(strings: Sequence[str], *, shows_stop: bool = False) -> StopMatcher:
+    """The matcher for a request's stop strings; shows_stop: they are part of the text."""
+    return StopStrings(strings, shows_stop=shows_stop) if strings else NoStopStrings()

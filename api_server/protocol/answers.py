@@ -46,6 +46,7 @@ class Answer(Protocol):
 class Shape:
     """What an answer shows.
 
+    names: of tokens in `logprobs`; prompt_names: of those in `prompt_logprobs`.
     top: alternatives per token, None for no log-probabilities.
     prompt_top: the same for the field `prompt_logprobs`.
     usage: a last chunk with the usage; continuous_usage: in every chunk.
@@ -55,6 +56,7 @@ class Shape:
     created: int
     model: str
     names: TokenNames
+    prompt_names: TokenNames
     top: int | None
     prompt_top: int | None
     token_ids: bool
@@ -73,7 +75,7 @@ class Shape:
         """The field of that name; None when it was not asked for."""
         if self.prompt_top is None:
             return None
-        return prompt_logprobs(stream.prompt_rows, self.prompt_top, self.names)
+        return prompt_logprobs(stream.prompt_rows, self.prompt_top, self.prompt_names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,8 @@ class Echo:
 class CompletionAnswer:
     """Shapes of /v1/completions.
 
-    streams, echoes: one for each prompt. only_echoes: leave out what was generated.
+    streams, echoes, prompt_texts: one for each prompt; a text that is None is not shown.
+    only_echoes: leave out what was generated.
     """
 
     kind = "text_completion"
@@ -100,11 +103,13 @@ class CompletionAnswer:
         shape: Shape,
         streams: Sequence[RequestStream],
         echoes: Sequence[Echo],
+        prompt_texts: Sequence[str | None],
         only_echoes: bool = False,
     ) -> None:
         self._shape = shape
         self._streams = streams
         self._echoes = echoes
+        self._prompt_texts = prompt_texts
         self._only_echoes = only_echoes
         self._n = len(streams[0].choices)
         self._opened: set[int] = set()
@@ -152,6 +157,9 @@ class CompletionAnswer:
         if self._shape.token_ids:
             choice["token_ids"] = delta.token_ids
             choice["prompt_token_ids"] = list(stream.prompt_token_ids) if opening else None
+        prompt_text = self._prompt_texts[delta.index // self._n]
+        if opening and prompt_text is not None:
+            choice["prompt_text"] = prompt_text
         return choice
 
     def _logprobs(
@@ -181,14 +189,15 @@ class CompletionAnswer:
 
 
 class ChatAnswer:
-    """Shapes of /v1/chat/completions."""
+    """Shapes of /v1/chat/completions. prompt_text: None is not shown."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, shape: Shape, stream: RequestStream) -> None:
+    def __init__(self, shape: Shape, stream: RequestStream, prompt_text: str | None) -> None:
         self._shape = shape
         self._stream = stream
+        self._prompt = {} if prompt_text is None else {"prompt_text": prompt_text}
         self._opened: set[int] = set()
         self._head, self._tail = _around(
             {
@@ -223,7 +232,7 @@ class ChatAnswer:
         body["prompt_logprobs"] = self._shape.prompt_logprobs(self._stream)
         if self._shape.token_ids:
             body["prompt_token_ids"] = list(self._stream.prompt_token_ids)
-        return body
+        return body | self._prompt
 
     def _opening(self, index: int) -> str:
         """The chunk that tells the role; the first of all has the prompt's ids too."""
@@ -238,6 +247,8 @@ class ChatAnswer:
         event = self._shape.envelope(self.chunk_kind) | {"choices": [choice]}
         if self._shape.token_ids and first:
             event["prompt_token_ids"] = list(self._stream.prompt_token_ids)
+        if first:
+            event |= self._prompt
         nothing = Delta(index, "", [], [], 0)
         return _event(_with_usage(event, self._shape, self._stream, nothing))
 

@@ -2,55 +2,20 @@
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, FailFast, Field
+from pydantic import BeforeValidator, FailFast, Field, ValidationInfo
 
 from api_server.protocol.common import GenerationRequest, Strict, Text
-from api_server.protocol.fields import LATER, given_fields
+from api_server.protocol.fields import given_fields, ignored_of
+from api_server.protocol.known_fields import MESSAGE_NEUTRAL, PART_NEUTRAL
 from proto.errors import InvalidRequestError
 from proto.sampling_params import MAX_LOGPROBS
 
 MAX_MESSAGES: Final = 4096
 
-CHAT_LATER: Final[dict[str, tuple[Any, ...]]] = {
-    **LATER,
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (False,),
-    "audio": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "include_reasoning": (True,),
-    "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "prediction": (),
-    "reasoning_effort": (),
-    "thinking_token_budget": (),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "verbosity": (),
-    "web_search_options": (),
-}
-
-_MESSAGE_LATER: Final[dict[str, tuple[Any, ...]]] = {
-    "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "reasoning": (),
-    "reasoning_content": (),
-    "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
-}
 _LATER_ROLES: Final = ("tool", "function")
 
 
-def _joined(content: Any) -> Any:
+def _joined(content: Any, info: ValidationInfo) -> Any:
     """Text parts as one text, a line each."""
     if not isinstance(content, list):
         return content
@@ -64,18 +29,24 @@ def _joined(content: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError("takes a string or parts of type text; no other parts yet")
+        where = "messages.content."
+        try:
+            given_fields(part, ("type", "text"), PART_NEUTRAL, ignored_of(info), where)
+        except InvalidRequestError as error:
+            raise ValueError(error.message) from None
         texts.append(part["text"])
     return "\n".join(texts)
 
 
-def _not_too_many(messages: Any) -> Any:
+def not_too_many(messages: Any) -> Any:
     """Before any of them is looked at."""
     if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
         raise ValueError(f"at most {MAX_MESSAGES} messages, got {len(messages)}")
     return messages
 
 
-def _message_fields(message: Any) -> Any:
+def message_fields(message: Any, info: ValidationInfo) -> Any:
+    """Those that are not null; raises ValueError for what no message may have."""
     if not isinstance(message, dict):
         return message
     role = message.get("role")
@@ -84,7 +55,9 @@ def _message_fields(message: Any) -> Any:
     if "content" in message and message["content"] is None:
         raise ValueError("content must not be null")
     try:
-        return given_fields(message, Message.model_fields, _MESSAGE_LATER)
+        return given_fields(
+            message, Message.model_fields, MESSAGE_NEUTRAL, ignored_of(info), "messages."
+        )
     except InvalidRequestError as error:
         raise ValueError(error.message) from None
 
@@ -101,10 +74,10 @@ class Message(Strict):
 
 class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[
-        list[Annotated[Message, BeforeValidator(_message_fields)]],
+        list[Annotated[Message, BeforeValidator(message_fields)]],
         FailFast(),
         Field(min_length=1),
-        BeforeValidator(_not_too_many),
+        BeforeValidator(not_too_many),
     ]
     """The conversation, at most 4096 messages."""
     max_tokens: int | None = None

@@ -4,7 +4,7 @@ Owns the fields, their types and those limits that do not depend on the model.
 Values are taken strictly: a number in quotes is not a number.
 """
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -14,10 +14,15 @@ from pydantic import (
     FailFast,
     Field,
     StringConstraints,
+    ValidationInfo,
 )
 
+from api_server.protocol.fields import given_fields, ignored_of
+from api_server.protocol.known_fields import STREAM_OPTIONS_NEUTRAL
 from proto.engine_io import MAX_CHOICES
-from proto.sampling_params import MAX_STOP_TOKEN_IDS, EarlyStopping
+from proto.errors import InvalidRequestError
+from proto.logit_edits import MAX_BAD_WORDS, MAX_BIASED_TOKENS
+from proto.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_STOP_TOKEN_IDS, EarlyStopping
 
 MAX_CHOICES_PER_REQUEST: Final = 1024
 """Most choices of all prompts of a request together."""
@@ -25,6 +30,11 @@ MAX_LOGPROB_ENTRIES: Final = 1 << 20
 """Most log-probabilities in an answer: choices times tokens times (alternatives and the token)."""
 MAX_STOP_STRINGS: Final = 4
 MAX_STOP_CHARACTERS: Final = 1024
+MAX_BAD_WORD_CHARACTERS: Final = 256
+MAX_SALT_CHARACTERS: Final = 1024
+MAX_ALLOWED_TOKENS: Final = 1 << 20
+"""More than any vocabulary has."""
+REQUEST_ID: Final = r"^[A-Za-z0-9._:-]{1,128}$"
 MAX_TIMEOUT_MS: Final = (1 << 31) - 1
 INT64_MIN: Final = -(1 << 63)
 INT64_MAX: Final = (1 << 63) - 1
@@ -43,8 +53,35 @@ def _whole(text: str) -> str:
     return text
 
 
+def _no_control_characters(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("must hold no control characters")
+    return text
+
+
+def _bias(value: Any) -> Any:
+    """JSON has texts for keys, and some of them are numbers."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_BIASED_TOKENS:
+        raise ValueError(f"names at most {MAX_BIASED_TOKENS} tokens, got {len(value)}")
+    for key in value:
+        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20):
+            raise ValueError("must map token ids to numbers")
+    bias = {int(key): number for key, number in value.items()}
+    if len(bias) != len(value):
+        raise ValueError("names a token more than once")
+    return bias
+
+
 Text = Annotated[str, AfterValidator(_whole)]
 StopString = Annotated[Text, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+BadWord = Annotated[Text, StringConstraints(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
+Salt = Annotated[
+    Text,
+    StringConstraints(min_length=1, max_length=MAX_SALT_CHARACTERS),
+    AfterValidator(_no_control_characters),
+]
 
 
 class Strict(BaseModel):
@@ -58,6 +95,38 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = None
 
 
+def _stream_options(value: Any, info: ValidationInfo) -> Any:
+    return _nested(value, StreamOptions, STREAM_OPTIONS_NEUTRAL, info, "stream_options.")
+
+
+class RepetitionPattern(Strict):
+    """What counts as a repetition."""
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int
+
+
+def _repetition_detection(value: Any, info: ValidationInfo) -> Any:
+    return _nested(value, RepetitionPattern, {}, info, "repetition_detection.")
+
+
+def _nested(
+    value: Any,
+    model: type[BaseModel],
+    neutral: dict[str, tuple[Any, ...]],
+    info: ValidationInfo,
+    where: str,
+) -> Any:
+    """The fields that an object in the request may have; `where`: prefix for other names."""
+    if not isinstance(value, dict):
+        return value
+    try:
+        return given_fields(value, model.model_fields, neutral, ignored_of(info), where)
+    except InvalidRequestError as error:
+        raise ValueError(error.message) from None
+
+
 class GenerationRequest(Strict):
     """Fields of /v1/completions and /v1/chat/completions alike."""
 
@@ -65,8 +134,10 @@ class GenerationRequest(Strict):
     """Name of a served model; by default the one there is."""
     stream: bool = False
     """Answer with server-sent events."""
-    stream_options: StreamOptions | None = None
-    """What a stream tells of its usage; only with stream."""
+    stream_options: Annotated[StreamOptions | None, BeforeValidator(_stream_options)] = None
+    """What a stream tells of its usage: include_usage, continuous_usage_stats; only with stream."""
+    stream_interval: int = Field(default=1, ge=1, le=INT64_MAX)
+    """Tokens of a choice between two of its events, after the first one."""
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     """Choices for each prompt; more than one needs a temperature above 0, or beam search."""
     use_beam_search: bool = False
@@ -87,6 +158,8 @@ class GenerationRequest(Strict):
         Field(max_length=MAX_STOP_STRINGS),
     ] = []
     """Up to 4 strings at which a choice ends; they are not part of its text."""
+    include_stop_str_in_output: bool = False
+    """Let the text end with the stop string or the text of the stop token."""
     stop_token_ids: Annotated[list[int], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] = []
     """Tokens at which a choice ends."""
     temperature: float = 1.0
@@ -97,20 +170,59 @@ class GenerationRequest(Strict):
     """Draw from this many likeliest tokens; 0 and -1 for all."""
     min_p: float = 0.0
     """Leave out tokens less likely than this part of the likeliest."""
+    presence_penalty: float = 0.0
+    """Taken off the score of every token that is among the outputs (-2 to 2)."""
+    frequency_penalty: float = 0.0
+    """Taken off the score of a token each time it is among the outputs (-2 to 2)."""
+    repetition_penalty: float = 1.0
+    """Divides scores of tokens of prompt and outputs, multiplies those below 0 (0.01 to 100)."""
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_bias)] = {}
+    """Token id → number that is added to its score (-100 to 100); up to 1024 tokens."""
+    bad_words: Annotated[list[BadWord], FailFast(), Field(max_length=MAX_BAD_WORDS)] = []
+    """Up to 128 texts that an answer does not hold, with or without a space before them."""
+    allowed_token_ids: Annotated[
+        list[int], FailFast(), Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)
+    ] = []
+    """The only tokens that can be chosen."""
     min_tokens: int = 0
-    """Neither a stop token nor a stop string ends a choice before."""
+    """Neither a stop token nor a stop string nor a repetition ends a choice before."""
     ignore_eos: bool = False
     """Go on after the model's own end token."""
+    repetition_detection: Annotated[
+        RepetitionPattern | None, BeforeValidator(_repetition_detection)
+    ] = None
+    """End a choice that ends with a pattern of min_pattern_size to max_pattern_size tokens
+    min_count times in a row; its finish_reason is repetition."""
     prompt_logprobs: int | None = None
-    """Log-probabilities of the prompt's tokens, with so many alternatives."""
+    """Log-probabilities of the prompt's tokens, with so many alternatives (0 to 20)."""
+    logprob_token_ids: Annotated[
+        list[int], FailFast(), Field(max_length=MAX_LOGPROB_TOKEN_IDS)
+    ] = []
+    """Up to 128 tokens that logprobs tells of in place of the likeliest."""
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT64_MAX)
+    """Keep at most so many tokens of a prompt; -1: as many as the context leaves."""
+    truncation_side: Literal["left", "right"] = "left"
+    """The end of the prompt that is cut."""
+    detokenize: bool = True
+    """Whether an answer has text; without it there are only token ids."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    spaces_between_special_tokens: bool = True
+    """Let the tokenizer put spaces between special tokens, where it does."""
     return_token_ids: bool = False
     """Add token_ids and prompt_token_ids to the answer."""
+    return_tokens_as_token_ids: bool = False
+    """Write tokens of logprobs as token_id:N."""
+    return_prompt_text: bool = False
+    """Add prompt_text to the answer, as the model saw it."""
+    cache_salt: Salt | None = None
+    """Prompts share cached KV only with prompts of the same salt; 1 to 1024 characters."""
     timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)
     """Milliseconds after its arrival at which the request is ended, however far it is."""
     queue_timeout_ms: int | None = Field(default=None, ge=1, le=MAX_TIMEOUT_MS)
     """Milliseconds after its arrival at which it is refused if nothing of it was computed."""
-    request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
-    """Part of the answer's id and of the log line."""
+    request_id: str | None = Field(default=None, pattern=REQUEST_ID)
+    """Part of the answer's id and of the log line; also as X-Request-Id."""
 
     @property
     def includes_usage(self) -> bool:

@@ -5,15 +5,8 @@ from typing import Any, Final
 from pydantic import Field
 
 from api_server.protocol.common import GenerationRequest
-from api_server.protocol.fields import LATER
 
 DEFAULT_MAX_TOKENS: Final = 16
-
-COMPLETION_LATER: Final[dict[str, tuple[Any, ...]]] = {
-    **LATER,
-    "prompt_embeds": (),
-    "suffix": (),
-}
 
 
 class CompletionRequest(GenerationRequest):
@@ -27,6 +20,11 @@ class CompletionRequest(GenerationRequest):
     """Log-probabilities of the chosen tokens, with so many alternatives (0 to 20)."""
     add_special_tokens: bool = True
     """Let the tokenizer add what it adds to every text, such as a first token."""
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives for each token, None for no log-probabilities."""
+        return self.logprobs
 
     @property
     def wanted_max_tokens(self) -> int | None:

@@ -1,91 +1,64 @@
-"""Which fields a request may have, beyond those that its model defines.
+"""From the decoded body to a model of the request.
 
-Owns two lists: fields that are read and ignored because they cannot change an
-answer, and fields of features that come later, which may only hold the value that
-asks for nothing. Every other field is refused by name.
+Owns what happens to a field that the model does not have. One that some API defines (see
+known_fields.py) is refused by name, unless its value asks for nothing. One that none
+defines is ignored, and said to be.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, ValidationInfo
 
-from proto.errors import InvalidRequestError, shown
+from api_server.protocol.ignored import IgnoredFields
+from api_server.protocol.known_fields import HARMLESS, KNOWN
+from api_server.protocol.wording import in_plain_words
+from proto.errors import InvalidRequestError
 
 Model = TypeVar("Model", bound=BaseModel)
 
-IGNORED: Final = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-)
 
-LATER: Final[dict[str, tuple[Any, ...]]] = {
-    "agent_hint": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "cache_salt": (),
-    "detokenize": (True,),
-    "ec_transfer_params": (),
-    "frequency_penalty": (0,),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
-    "kv_transfer_params": (),
-    "logit_bias": ({},),
-    "logprob_token_ids": (),
-    "presence_penalty": (0,),
-    "repetition_detection": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "return_prompt_text": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "session_id": (),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "stream_interval": (1,),
-    "structured_outputs": (),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
-    "vllm_xargs": ({},),
-}
-"""Field → values, beside null, that ask for nothing. For both endpoints."""
-
-
-def parse(model: type[Model], body: Any, later: Mapping[str, tuple[Any, ...]]) -> Model:
+def parse(
+    model: type[Model], body: Any, neutral: Mapping[str, tuple[Any, ...]], ignored: IgnoredFields
+) -> Model:
     """`body` as a `model`; raises InvalidRequestError naming the first field that is wrong.
 
-    A field that is null counts as not given.
+    A field that is null counts as not given. neutral: values of known fields that ask for
+    nothing. ignored: is told of fields that nobody defines.
     """
     if not isinstance(body, dict):
         raise InvalidRequestError("the body must be a JSON object")
-    fields = given_fields(body, model.model_fields, later)
+    fields = given_fields(body, model.model_fields, neutral, ignored)
     try:
-        return model.model_validate(fields)
+        return model.model_validate(fields, context=ignored)
     except ValidationError as error:
-        raise _from_validation(error) from None
+        raise in_plain_words(error) from None
 
 
 def given_fields(
     body: Mapping[str, Any],
-    known: Collection[str],
-    later: Mapping[str, tuple[Any, ...]],
+    taken: Collection[str],
+    neutral: Mapping[str, tuple[Any, ...]],
+    ignored: IgnoredFields,
     where: str = "",
 ) -> dict[str, Any]:
-    """The known fields that are not null. `where`: prefix for names in errors."""
+    """The fields that are taken and not null. `where`: prefix for names."""
     fields = {}
     for name, value in body.items():
-        if name in known:
+        if name in taken:
             if value is not None:
                 fields[name] = value
-        elif name in later:
-            if not is_neutral(value, later[name]):
-                raise InvalidRequestError(f"{where}{name} is not available yet", f"{where}{name}")
-        elif name not in IGNORED:
-            written = shown(name.encode("ascii", "backslashreplace").decode())
-            raise InvalidRequestError(f"unknown field {where}{written}", f"{where}{written}")
+        elif name in KNOWN or name in neutral:
+            if not is_neutral(value, neutral.get(name, ())):
+                raise InvalidRequestError(f"{where}{name} is not available here", f"{where}{name}")
+        elif name not in HARMLESS:
+            ignored.add(where + name)
     return fields
+
+
+def ignored_of(info: ValidationInfo) -> IgnoredFields:
+    """Where a validator of a nested field tells of what is ignored."""
+    return info.context if isinstance(info.context, IgnoredFields) else IgnoredFields()
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
@@ -95,11 +68,3 @@ def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     return any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral
     )
-
-
-def _from_validation(error: ValidationError) -> InvalidRequestError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    place = shown(".".join(str(part) for part in first["loc"]))
-    name = str(first["loc"][0]) if first["loc"] else None
-    text = first["msg"].removeprefix("Value error, ")
-    return InvalidRequestError(f"{place}: {text}", name)

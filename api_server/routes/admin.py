@@ -1,59 +1,142 @@
-"""Routes that change what the daemon does: POST /admin/drain.
+"""Routes that change what the daemon does, or show how it is set: for operators.
 
-Who has the key of --api-key is heard from everywhere. Whoever else is let in, a tenant with a
-key of --api-key-file or anybody where there are no keys, is heard as a program on this machine
-only: no other address, no browser (a page of any site may send a POST to localhost), no proxy
-(which speaks for others from an address of this machine).
+Every route here is behind `check_operator`. The engine is asked by AdminCall; what concerns
+all front ends goes by way of the supervisor.
 """
 
-import ipaddress
-from typing import Final
+import json
+from typing import Annotated, Any, Final
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
+from pydantic import Field, StringConstraints
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from api_server.routes.access import services_of
-from proto.config import FrontEndConfig
-from proto.errors import ForbiddenError
+from api_server.protocol.common import Strict
+from api_server.protocol.fields import parse
+from api_server.protocol.ignored import IgnoredFields
+from api_server.routes.access import check_operator, has_operators_key, services_of
+from api_server.routes.body import read_json
+from api_server.routes.system import daemon_version
+from api_server.tenants import key_name_of
+from proto.codec import to_json_line
+from proto.config import SECRET_FIELDS
+from proto.engine_io import PauseMode
+from proto.errors import ConflictError, InvalidRequestError, shown
 
-router = APIRouter()
+router = APIRouter(dependencies=[Depends(check_operator)])
 
-_SIGNS_OF_OTHERS: Final = ("origin", "sec-fetch-site", "forwarded", "x-forwarded-for", "via")
-"""Headers of browsers and proxies."""
+MAX_ABORTED_IDS: Final = 1024
+MAX_ID_CHARACTERS: Final = 160
+
+_PAUSES: Final[dict[str, PauseMode]] = {"wait": "finish_running", "keep": "freeze"}
+"""Names of clients of vLLM's API; what it calls abort is POST /abort_requests here."""
+_TRUTHS: Final = {"true": True, "1": True, "false": False, "0": False}
+
+
+class AbortBody(Strict):
+    request_ids: Annotated[
+        list[Annotated[str, StringConstraints(max_length=MAX_ID_CHARACTERS)]],
+        Field(min_length=1, max_length=MAX_ABORTED_IDS),
+    ]
+    """Ids of answers, such as cmpl-…, in full."""
 
 
 @router.post("/admin/drain")
 async def drain(request: Request) -> Response:
     """202: no more requests are taken; the daemon ends when those under way have finished."""
     services = services_of(request)
-    if not _has_operators_key(request, services.config):
-        _check_is_local(request)
     services.door.ask_drain()
     return JSONResponse(
         {"status": "draining", "requests_under_way": services.visitors.number}, status_code=202
     )
 
 
-def _has_operators_key(request: Request, config: FrontEndConfig) -> bool:
-    """Only the keys of tenants have names."""
-    return config.api_key is not None and not request.state.key_name
+@router.post("/pause")
+async def pause(request: Request) -> Response:
+    """200: requests that have begun go on, others wait (mode=wait); or nothing is computed (keep).
+
+    It lasts until /resume, over restarts and reloads.
+    """
+    mode = _word(request, "mode", _PAUSES, "wait")
+    if _word(request, "clear_cache", _TRUTHS, "false"):
+        raise InvalidRequestError("clear_cache: use POST /reset_prefix_cache", "clear_cache")
+    await services_of(request).client.admin("pause", pause_mode=mode)
+    return JSONResponse({"status": "paused"})
 
 
-def _check_is_local(request: Request) -> None:
-    """Raise ForbiddenError unless a program on this machine asks by itself."""
-    address = request.client.host if request.client is not None else ""
-    if not _is_loopback(address) or any(name in request.headers for name in _SIGNS_OF_OTHERS):
-        raise ForbiddenError(
-            "without the key of --api-key this is for programs on the same machine only, "
-            "and neither for browsers nor through a proxy"
-        )
+@router.post("/resume")
+async def resume(request: Request) -> Response:
+    """200: the pause is over, if there was one."""
+    await services_of(request).client.admin("resume")
+    return JSONResponse({"status": "resumed"})
 
 
-def _is_loopback(address: str) -> bool:
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    mapped = getattr(parsed, "ipv4_mapped", None)
-    return (mapped or parsed).is_loopback
+@router.get("/is_paused")
+async def is_paused(request: Request) -> Response:
+    """Whether a pause lasts."""
+    reply = await services_of(request).client.admin("get_pause")
+    return JSONResponse({"is_paused": bool(reply.value)})
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> Response:
+    """200: nothing is cached any more; 409 while requests are unfinished.
+
+    reset_running_requests=true: those are computed again instead.
+    """
+    running = _word(request, "reset_running_requests", _TRUTHS, "false")
+    client = services_of(request).client
+    reply = await client.admin("reset_prefix_cache", reset_running_requests=running)
+    if not reply.ok:
+        raise ConflictError(f"{reply.detail}: wait for them, or give reset_running_requests=true")
+    return Response()
+
+
+@router.post("/abort_requests")
+async def abort_requests(request: Request) -> Response:
+    """202: at every front end, what is under way with one of these ids ends with an error (410).
+
+    With a key of operators anybody's; else what came with the same key.
+    """
+    ignored = IgnoredFields()
+    asked = parse(AbortBody, await read_json(request), {}, ignored)
+    owner = None if has_operators_key(request) else key_name_of(request)
+    services_of(request).ask_abort(asked.request_ids, owner)
+    response = JSONResponse({"status": "aborting"}, status_code=202)
+    response.raw_headers += ignored.headers()
+    return response
+
+
+@router.get("/server_info")
+async def server_info(request: Request) -> Response:
+    """Version, model, engine and all settings but for the secret ones."""
+    services = services_of(request)
+    settings = json.loads(to_json_line(services.settings))
+    for section in settings.values():
+        for field in SECRET_FIELDS & section.keys():
+            section[field] = None if section[field] is None else "***"
+    engine = services.client.engine
+    return JSONResponse(
+        {
+            "version": daemon_version(),
+            "model": json.loads(to_json_line(services.model)),
+            "engine": {
+                "device": engine.device_name,
+                "max_model_len": engine.max_model_len,
+                "num_blocks": engine.num_blocks,
+                "block_size": engine.block_size,
+                "max_num_queued_reqs": engine.max_num_queued_reqs,
+                "max_num_queued_tokens": engine.max_num_queued_tokens,
+            },
+            "config": settings,
+        }
+    )
+
+
+def _word(request: Request, name: str, meanings: dict[str, Any], default: str) -> Any:
+    """What a parameter of the query means; raises InvalidRequestError for another word."""
+    word = request.query_params.get(name, default)
+    if word not in meanings:
+        raise InvalidRequestError(f"{name} takes {' or '.join(meanings)}, got {shown(word)}", name)
+    return meanings[word]

@@ -8,19 +8,49 @@ from typing import Any, Final
 from starlette.requests import Request
 
 from api_server.errors import BodyTooLargeError, SlowUploadError
+from api_server.protocol.common import REQUEST_ID
+from api_server.protocol.ignored import IgnoredFields
 from proto.errors import InvalidRequestError, UnsupportedMediaError, shown
 
 MAX_BODY_BYTES: Final = 32 << 20
 NUMBER_HEADERS: Final = {"x-vllm-priority": "priority", "x-request-timeout-ms": "timeout_ms"}
 """Headers that stand for a field of the body."""
+REQUEST_ID_HEADER: Final = "x-request-id"
+"""Stands for one as well, where it has the form of one."""
 _WHOLE: Final = re.compile(r"[+-]?[0-9]{1,19}")
+MAX_DEPTH: Final = 64
+"""Most objects and lists around a value of a body."""
 MIB: Final = 1 << 20
 SECONDS_PER_MIB: Final = 60.0
 """A body has so long to arrive, and so long again for each whole MiB that has arrived."""
 
 
-async def read_fields(request: Request) -> Any:
+async def read_fields(request: Request, ignored: IgnoredFields) -> Any:
     """The decoded body; a header that stands for a field counts where the body has none.
+
+    ignored: is told of an X-Request-Id that is none; proxies put all sorts of things there.
+    Raises what `read_json` does.
+    """
+    fields = await read_json(request)
+    if isinstance(fields, dict):
+        for header, name in NUMBER_HEADERS.items():
+            text = request.headers.get(header)
+            if text is None or fields.get(name) is not None:
+                continue
+            if not _WHOLE.fullmatch(text):
+                raise InvalidRequestError(f"{header} must be a whole number", name)
+            fields[name] = int(text)
+        request_id = request.headers.get(REQUEST_ID_HEADER)
+        if request_id is not None and fields.get("request_id") is None:
+            if re.fullmatch(REQUEST_ID, request_id):
+                fields["request_id"] = request_id
+            else:
+                ignored.add(REQUEST_ID_HEADER)
+    return fields
+
+
+async def read_json(request: Request) -> Any:
+    """The decoded body.
 
     Raises UnsupportedMediaError (415), BodyTooLargeError (413), SlowUploadError (408) or
     InvalidRequestError; starlette's ClientDisconnect when the client leaves.
@@ -35,14 +65,8 @@ async def read_fields(request: Request) -> Any:
         raise InvalidRequestError("the body is nested too deeply") from None
     except ValueError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
-    if isinstance(fields, dict):
-        for header, name in NUMBER_HEADERS.items():
-            text = request.headers.get(header)
-            if text is None or fields.get(name) is not None:
-                continue
-            if not _WHOLE.fullmatch(text):
-                raise InvalidRequestError(f"{header} must be a whole number", name)
-            fields[name] = int(text)
+    if body.count(b"{") + body.count(b"[") > MAX_DEPTH and _is_deeper(fields, MAX_DEPTH):
+        raise InvalidRequestError(f"the body is nested more than {MAX_DEPTH} deep")
     return fields
 
 
@@ -62,6 +86,21 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 )
             seen.add(key)
     return fields
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    """Whether there are more than so many objects and lists around a value; level by level."""
+    level: list[Any] = [[value]]
+    for _ in range(most + 1):
+        level = [
+            each
+            for holder in level
+            for each in (holder.values() if isinstance(holder, dict) else holder)
+            if isinstance(each, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 async def _read(request: Request) -> bytes:

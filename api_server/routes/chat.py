@@ -4,14 +4,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api_server.inputs.logit_edits import logit_edits
 from api_server.protocol.answers import ChatAnswer
-from api_server.protocol.chat import CHAT_LATER, ChatCompletionRequest
+from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import parse
+from api_server.protocol.ignored import IgnoredFields
+from api_server.protocol.known_fields import CHAT_NEUTRAL
 from api_server.routes.access import services_of
 from api_server.routes.body import read_fields
 from api_server.routes.prepare import Preparation, Wishes
 from api_server.routes.respond import GenerationResponse
-from api_server.tenants import tenant_of
+from api_server.tenants import key_name_of, tenant_of
 from proto.errors import InvalidRequestError
 
 router = APIRouter()
@@ -22,10 +25,13 @@ async def create_chat_completion(request: Request) -> Response:
     services = services_of(request)
     tenant = tenant_of(request, services.config.tenant_by)
     reader = services.prompt_reader("messages")
-    asked = parse(ChatCompletionRequest, await read_fields(request), CHAT_LATER)
+    ignored = IgnoredFields()
+    fields = await read_fields(request, ignored)
+    asked = parse(ChatCompletionRequest, fields, CHAT_NEUTRAL, ignored)
     if asked.top_logprobs and not asked.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs", "top_logprobs")
-    preparation = Preparation(services, asked, "chatcmpl-", tenant)
+    preparation = Preparation(services, asked, "chatcmpl-", tenant, key_name_of(request), ignored)
+    reader = reader.keeping(preparation.truncation(asked.wanted_max_tokens))
     reader.check_characters(sum(len(message.content) for message in asked.messages))
     messages = [message.for_template() for message in asked.messages]
     text = await services.chat_template.render(messages)
@@ -36,7 +42,16 @@ async def create_chat_completion(request: Request) -> Response:
         logprobs=asked.num_logprobs,
         prompt_logprobs=asked.prompt_logprobs,
         max_tokens_field=asked.max_tokens_field,
+        edits=await logit_edits(asked, services.tokenizer),
     )
+    (prompt_text,) = await preparation.prompt_texts(prompts)
     generation = preparation.generation(preparation.requests(prompts, wishes), [0])
-    answer = ChatAnswer(preparation.shape(asked.num_logprobs), generation.streams[0])
-    return GenerationResponse(generation, answer, stream=asked.stream)
+    shape = preparation.shape(asked.num_logprobs)
+    answer = ChatAnswer(shape, generation.streams[0], prompt_text)
+    return GenerationResponse(
+        generation,
+        answer,
+        stream=asked.stream,
+        keep_alive=services.config.sse_keep_alive,
+        more_headers=preparation.headers(),
+    )

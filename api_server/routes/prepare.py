@@ -3,6 +3,7 @@
 What both endpoints do alike: parameters, ids, seeds, choices.
 """
 
+import hashlib
 import math
 import secrets
 import time
@@ -12,8 +13,12 @@ from typing import Any, Final
 
 from api_server.inputs.prompts import Prompt
 from api_server.inputs.sampling import SEED_MASK, sampling_params
+from api_server.inputs.tokenizer import ModelTokenizer
+from api_server.inputs.truncation import Truncation, truncation
 from api_server.outputs.choice import Choice
+from api_server.outputs.detokenizer import Detokenizer, NoText
 from api_server.outputs.generation import Generation
+from api_server.outputs.logprobs import TokenIdNames
 from api_server.outputs.request_stream import Bell, RequestStream, Timeline
 from api_server.outputs.stop_strings import stop_matcher
 from api_server.outputs.unsent import MAX_UNSENT_BYTES, Unsent
@@ -23,9 +28,11 @@ from api_server.protocol.common import (
     MAX_LOGPROB_ENTRIES,
     GenerationRequest,
 )
+from api_server.protocol.ignored import IgnoredFields
 from api_server.services import Services
 from proto.engine_io import EngineCoreRequest
 from proto.errors import InvalidRequestError
+from proto.logit_edits import LogitEdits
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +40,7 @@ class Wishes:
     """What the endpoints ask for in different words.
 
     max_tokens: None when not given. logprobs: alternatives, None for none at all.
-    max_tokens_field: what the client calls max_tokens.
+    max_tokens_field: what the client calls max_tokens. edits: changes of the scores.
     """
 
     max_tokens: int | None
@@ -41,13 +48,23 @@ class Wishes:
     logprobs: int | None
     prompt_logprobs: int | None
     max_tokens_field: str = "max_tokens"
+    edits: LogitEdits | None = None
 
 
 class Preparation:
-    """One HTTP request on its way to the engine. Made when the request arrives."""
+    """One HTTP request on its way to the engine. Made when the request arrives.
+
+    ignored: names of fields that nobody defines.
+    """
 
     def __init__(
-        self, services: Services, request: GenerationRequest, id_prefix: str, tenant: int
+        self,
+        services: Services,
+        request: GenerationRequest,
+        id_prefix: str,
+        tenant: int,
+        key_name: str,
+        ignored: IgnoredFields,
     ) -> None:
         check_request(request)
         check_beams(request)
@@ -55,19 +72,23 @@ class Preparation:
         self._services = services
         self._request = request
         self._tenant = tenant
+        self._key_name = key_name
+        self._ignored = ignored
         self._arrival = time.monotonic()
         self._unsent = Unsent(MAX_UNSENT_BYTES if request.stream else math.inf)
         self.id = id_prefix + (request.request_id or secrets.token_hex(16))
 
     def shape(self, top: int | None) -> Shape:
         """What the answer shows. `top`: alternatives per token, None for no logprobs."""
-        request = self._request
+        request, tokenizer = self._request, self._services.tokenizer
+        named = len(request.logprob_token_ids)
         return Shape(
             id=self.id,
             created=int(time.time()),
             model=self._services.model_name,
-            names=self._services.tokenizer,
-            top=top,
+            names=TokenIdNames(tokenizer) if request.return_tokens_as_token_ids else tokenizer,
+            prompt_names=tokenizer,
+            top=top if top is None or not named else named,
             prompt_top=request.prompt_logprobs,
             token_ids=request.return_token_ids,
             usage=request.includes_usage,
@@ -130,7 +151,29 @@ class Preparation:
             streams,
             log,
             self._unsent,
+            ignored=str(self._ignored),
+            owner=self._key_name,
+            under_way=services.under_way,
         )
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What the head of the answer tells beside its type."""
+        name = self._request.request_id or self.id
+        return [(b"x-request-id", name.encode()), *self._ignored.headers()]
+
+    def truncation(self, max_tokens: int | None) -> Truncation:
+        """What is kept of prompts; max_tokens: as given, or what is meant where it is not."""
+        request = self._request
+        room = self._services.client.engine.max_model_len - max(max_tokens or 1, 1)
+        return truncation(request.truncate_prompt_tokens, request.truncation_side, room)
+
+    async def prompt_texts(self, prompts: Sequence[Prompt]) -> Sequence[str | None]:
+        """The prompts as the model saw them, if they are asked for; None otherwise."""
+        if not self._request.return_prompt_text:
+            return [None] * len(prompts)
+        tokenizer = self._services.tokenizer
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        return await tokenizer.apart(num_tokens, _prompt_texts, prompts, tokenizer)
 
     def _check_queue(self, num_tokens: list[int]) -> None:
         """Refuse for good what the engine would refuse however often it came.
@@ -169,6 +212,7 @@ class Preparation:
             vocab_size=engine.vocab_size,
             eos_token_ids=services.model.eos_token_ids,
             max_tokens_field=wishes.max_tokens_field,
+            edits=wishes.edits,
         )
         return EngineCoreRequest(
             epoch=services.epoch,
@@ -179,6 +223,7 @@ class Preparation:
             arrival_time=self._arrival,
             n=self._request.n,
             priority=self._request.priority,
+            cache_salt=hidden_salt(self._request.cache_salt),
             tenant=self._tenant,
             queue_deadline=self._deadline(
                 self._request.queue_timeout_ms, services.config.queue_timeout * 1000
@@ -189,15 +234,18 @@ class Preparation:
     def _stream(
         self, request: EngineCoreRequest, bell: Bell, place: int, text_start: int
     ) -> RequestStream:
-        services = self._services
+        services, asked = self._services, self._request
         ids = request.prompt_token_ids
         choices = [
             Choice(
                 index=place * request.n + number,
-                detokenizer=services.tokenizer.detokenizer(ids),
-                stops=stop_matcher(self._request.stop),
-                min_tokens=self._request.min_tokens,
+                detokenizer=self._detokenizer(ids),
+                stops=stop_matcher(asked.stop, shows_stop=asked.include_stop_str_in_output),
+                min_tokens=asked.min_tokens,
                 text_start=text_start,
+                shows_stop=asked.include_stop_str_in_output,
+                interval=asked.stream_interval,
+                counts_tokens=not asked.detokenize,
                 unsent=self._unsent,
             )
             for number in range(request.n)
@@ -215,13 +263,39 @@ class Preparation:
             unsent=self._unsent,
         )
 
+    def _detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+        if not self._request.detokenize:
+            return NoText()
+        return self._services.tokenizer.detokenizer(
+            prompt_token_ids,
+            skip_special_tokens=self._request.skip_special_tokens,
+            spaces_between_special_tokens=self._request.spaces_between_special_tokens,
+        )
+
+
+def prompt_text(prompt: Prompt, tokenizer: ModelTokenizer) -> str:
+    """What the client sent, or what the token ids say."""
+    if prompt.text is None:
+        return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+    return prompt.text
+
+
+def _prompt_texts(prompts: Sequence[Prompt], tokenizer: ModelTokenizer) -> list[str]:
+    return [prompt_text(prompt, tokenizer) for prompt in prompts]
+
+
+def hidden_salt(salt: str | None) -> str | None:
+    """A client's salt as the rest of the system knows it: of one length, and of its own choice."""
+    return None if salt is None else hashlib.sha256(salt.encode()).hexdigest()
+
 
 def _num_logprob_entries(request: EngineCoreRequest) -> int:
     """The most log-probabilities that the answer can hold; a prompt's may be in every choice."""
     params = request.sampling_params
     entries = 0
     if params.logprobs is not None:
-        entries += params.max_tokens * (params.logprobs + 1)
+        alternatives = len(params.logprob_token_ids) or params.logprobs
+        entries += params.max_tokens * (alternatives + 1)
     if params.prompt_logprobs is not None:
         entries += len(request.prompt_token_ids) * (params.prompt_logprobs + 1)
     return entries * request.n
@@ -233,6 +307,12 @@ def check_request(request: GenerationRequest) -> None:
         raise InvalidRequestError("stream_options needs stream", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequestError("prompt_logprobs cannot be streamed", "prompt_logprobs")
+    if request.stream_interval != 1 and not request.stream:
+        raise InvalidRequestError("stream_interval needs stream", "stream_interval")
+    if request.stop and not request.detokenize:
+        raise InvalidRequestError("stop needs text, which detokenize leaves out", "stop")
+    if "truncation_side" in request.model_fields_set and request.truncate_prompt_tokens is None:
+        raise InvalidRequestError("truncation_side needs truncate_prompt_tokens", "truncation_side")
 
 
 _NEUTRAL_TO_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
@@ -243,6 +323,15 @@ _NEUTRAL_TO_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
     "min_p": (0.0,),
     "stop": ([],),
     "prompt_logprobs": (),
+    "logprob_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "repetition_detection": (),
 }
 """Fields that a beam search has no use for, and what they may say all the same."""
 

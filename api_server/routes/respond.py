@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from api_server.errors import error_body
 from api_server.http_protocol import close_after_response, has_left, is_stalled
 from api_server.outputs.generation import Generation
+from api_server.outputs.keep_alive import KeepAlive
 from api_server.protocol.answers import DONE, Answer, error_event
 from proto.errors import InternalRequestError, RequestError
 
@@ -28,13 +29,27 @@ EVENT_STREAM_HEADERS = [
 
 
 class GenerationResponse(Response):
-    """The response to one generation. `stream`: as server-sent events."""
+    """The response to one generation.
 
-    def __init__(self, generation: Generation, answer: Answer, *, stream: bool) -> None:
+    stream: as server-sent events. keep_alive: seconds of silence after which a stream gets a
+    comment, 0 for never. more_headers: beside those of every answer.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        answer: Answer,
+        *,
+        stream: bool,
+        keep_alive: float,
+        more_headers: list[tuple[bytes, bytes]],
+    ) -> None:
         super().__init__()
+        self._more_headers = more_headers
         self._generation = generation
         self._answer = answer
         self._stream = stream
+        self._keep_alive = keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self._generation
@@ -63,8 +78,16 @@ class GenerationResponse(Response):
 
     async def _send_events(self, scope: Scope, send: Send) -> None:
         """Event by event. A failure is an event, then [DONE], then the end of the connection."""
+        headers = EVENT_STREAM_HEADERS + self._more_headers
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        keep_alive = KeepAlive(self._keep_alive, self._generation.bell.ring)
+        try:
+            await self._send_until_over(scope, send, keep_alive)
+        finally:
+            keep_alive.close()
+
+    async def _send_until_over(self, scope: Scope, send: Send, keep_alive: KeepAlive) -> None:
         generation = self._generation
-        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
         while True:  # look, then wait: what came with the acceptance has rung already
             if generation.disconnected:
                 return
@@ -72,11 +95,13 @@ class GenerationResponse(Response):
             if error is not None:
                 close_after_response(scope)
                 events += error_event(error_body(error)) + DONE
+            events = events or keep_alive.take()
             if events:
                 body = events.encode()
                 generation.unsent.is_blocked = True  # seen by others only if `send` has to wait
                 await send({"type": "http.response.body", "body": body, "more_body": not over})
                 generation.unsent.is_blocked = False
+                keep_alive.spoke()
             if over:
                 return
             await generation.wait()
@@ -107,6 +132,7 @@ class GenerationResponse(Response):
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
+            *self._more_headers,
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})

@@ -50,6 +50,12 @@ async def show_version() -> dict[str, str]:
     return {"version": daemon_version()}
 
 
+@router.get("/load")
+async def load(request: Request) -> dict[str, int]:
+    """Requests that are answered now, by all front ends."""
+    return {"server_load": int(services_of(request).metrics.in_flight.value)}
+
+
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""

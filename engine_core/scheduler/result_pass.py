@@ -74,6 +74,7 @@ class ResultPass:
                 len(token_ids) == 1
                 and token_index + 1 < request.max_tokens
                 and token_ids[0] not in request.stop_ids
+                and request.repetition is None
             ):
                 tokens.append(token_ids[0])
             elif token_ids:

@@ -35,7 +35,11 @@ from proto.errors import ErrorInfo, InvalidRequestError
 
 logger = logging.getLogger("tokend.sessions")
 
-_TURN_ENDS: Final = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH)
+_TURN_ENDS: Final = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH,
+    RequestStatus.FINISHED_REPETITION,
+)
 """A turn that ends otherwise ends its session."""
 
 

@@ -43,6 +43,7 @@ from proto.lifecycle.health import (
     Ping,
 )
 from proto.lifecycle.news import (
+    AbortRequests,
     Drain,
     DrainWanted,
     Fatal,
@@ -82,6 +83,7 @@ from proto.lifecycle.start import (
 )
 
 __all__ = [
+    "AbortRequests",
     "Alive",
     "CacheReady",
     "Condition",
@@ -143,6 +145,7 @@ ToSupervisor = (
     | Distrust
     | UnderWay
     | DrainWanted
+    | AbortRequests
     | NextReady
     | Switched
     | EngineLeft
@@ -158,6 +161,7 @@ FromSupervisor = (
     | Restarted
     | Ping
     | Condition
+    | AbortRequests
     | Drain
     | NextEngine
     | SwitchEngine

@@ -97,6 +97,17 @@ class UnderWay(msgspec.Struct, array_like=True, tag=41, frozen=True):
     num_requests: int
 
 
+class AbortRequests(msgspec.Struct, array_like=True, tag=49, frozen=True):
+    """End the HTTP requests whose answers have one of these ids, whichever front end has them.
+
+    From the front end that an operator has asked to the supervisor, and from there to all.
+    owner: name of the key that they must have come with; None for any.
+    """
+
+    request_ids: list[str]
+    owner: str | None = None
+
+
 class DrainWanted(msgspec.Struct, array_like=True, tag=42, frozen=True):
     """An operator has asked a front end that the daemon drains and ends."""
 

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -160,49 +161,56 @@ async def samples(front_end: FrontEnd) -> dict[str, float]:
 StartFrontEnd = Callable[..., contextlib.AbstractAsyncContextManager[FrontEnd]]
 
 
+@contextlib.asynccontextmanager
+async def serving(
+    run_dir: str,
+    model: PreparedModel,
+    script: Script | None = None,
+    *,
+    accepts: bool = False,
+    ready: bool = True,
+    config: FrontEndConfig | None = None,
+    seed: int | None = None,
+    max_model_len: int = 256,
+) -> AsyncIterator[FrontEnd]:
+    """A front end that serves a model, as long as it is needed."""
+    path = front_end_path(run_dir, 1, 0)
+    engine = FakeEngine(
+        path,
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        script=script,
+        accepts=accepts,
+    )
+    boot = make_boot(run_dir, model, config or FrontEndConfig(), seed)
+    services = make_services(boot, Link.connect(path, FromEngine))
+    if ready:
+        engine.announce()
+        await services.client.wait_ready()
+    app = create_app(services)
+    server = make_server(app, services.config)
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            front_end = FrontEnd(services, engine, http, url, run_dir, server, app)
+            yield front_end
+    finally:
+        services.client.close()
+        server.should_exit = True
+        await task
+        await front_end.engine.close()
+
+
 @pytest.fixture
 def start(run_dir: str, model: PreparedModel) -> StartFrontEnd:
-    """start(script=…, …) runs a front end inside `async with`."""
+    """start(script=…, …) runs a front end inside `async with`; served: another model."""
 
-    @contextlib.asynccontextmanager
-    async def running(
-        script: Script | None = None,
-        *,
-        accepts: bool = False,
-        ready: bool = True,
-        config: FrontEndConfig | None = None,
-        seed: int | None = None,
-        served: PreparedModel | None = None,
-        max_model_len: int = 256,
-    ) -> AsyncIterator[FrontEnd]:
-        path = front_end_path(run_dir, 1, 0)
-        used = served or model
-        engine = FakeEngine(
-            path,
-            vocab_size=used.vocab_size,
-            max_model_len=max_model_len,
-            script=script,
-            accepts=accepts,
-        )
-        boot = make_boot(run_dir, used, config or FrontEndConfig(), seed)
-        services = make_services(boot, Link.connect(path, FromEngine))
-        if ready:
-            engine.announce()
-            await services.client.wait_ready()
-        app = create_app(services)
-        server = make_server(app, services.config)
-        listener = socket.create_server(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-                front_end = FrontEnd(services, engine, http, url, run_dir, server, app)
-                yield front_end
-        finally:
-            services.client.close()
-            server.should_exit = True
-            await serving
-            await front_end.engine.close()
+    def running(
+        script: Script | None = None, *, served: PreparedModel | None = None, **fields: Any
+    ) -> contextlib.AbstractAsyncContextManager[FrontEnd]:
+        return serving(run_dir, served or model, script, **fields)
 
     return running
 

@@ -11,6 +11,7 @@ from fastapi import APIRouter
 
 from api_server import middleware, routes
 from api_server.app import create_app
+from api_server.routes import admin
 from proto.config import FrontEndConfig
 
 
@@ -59,6 +60,7 @@ async def test_keys_are_compared_in_constant_time(start, monkeypatch):
 
 OPEN = {"/health", "/health/live", "/health/ready", "/ping", "/version"}
 """What may be open; a path that is not here must not be opened by the way."""
+ADMIN = {route.path for route in admin.router.routes}
 TRICKS = (
     *("//v1/models", "/v1//models", "/v1/models/", "/./v1/models", "/health/../v1/models"),
     *("/v1/%6dodels", "/%76%31/models", "/v1%2fmodels", "/health%2f..%2fmetrics", "/metrics%00"),
@@ -80,18 +82,35 @@ def all_paths(app) -> set[str]:
     return {route.path for route in found if hasattr(route, "path")}
 
 
+async def test_metrics_without_a_key_where_that_is_wanted(start):
+    for keys in ({"api_key": "k"}, {"api_key": "k", "admin_api_key": "op"}):
+        async with start(config=FrontEndConfig(metrics_open=True, **keys)) as front_end:
+            assert (await front_end.http.get("/metrics")).status_code == 200
+            for path in ("/metrics/", "//metrics", "/v1/models", "/load", "/server_info"):
+                assert (await front_end.http.get(path)).status_code == 401, path
+
+
 async def test_the_key_guards_every_other_route(start):
     """Every route that the application has, whether or not it is documented."""
-    async with start(config=FrontEndConfig(api_key="k")) as front_end:
+    async with start(config=FrontEndConfig(api_key="k", admin_api_key="op")) as front_end:
         paths = all_paths(create_app(front_end.services))
-        assert {"/v1/completions", "/v1/chat/completions", "/metrics"} <= paths
+        assert {"/v1/completions", "/v1/chat/completions", "/metrics", "/tokenize"} <= paths
         assert OPEN & paths >= middleware.OPEN_PATHS
         methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PURGE")
-        for path in sorted(paths):
-            for method in methods:
-                response = await front_end.http.request(method, path.replace("{name:path}", "x"))
-                is_open = path in middleware.OPEN_PATHS
+
+        async def try_keys(method: str, path: str) -> None:
+            written = path.replace("{name:path}", "x")
+            is_open = path in middleware.OPEN_PATHS
+            for headers in ({}, {"x-api-key": "kk"}, {"authorization": "Bearer op2"}):
+                response = await front_end.http.request(method, written, headers=headers)
                 assert (response.status_code != 401) == is_open, (method, path)
+            right = {"authorization": "Bearer k"}
+            response = await front_end.http.request(method, written, headers=right)
+            assert response.status_code != 401, (method, path)
+            if path in ADMIN and response.status_code != 405:
+                assert response.status_code == 403, (method, path)
+
+        await asyncio.gather(*(try_keys(method, path) for method in methods for path in paths))
 
 
 async def raw_status(front_end, target: str, *lines: str) -> int:

@@ -21,7 +21,7 @@ BAD_FIELDS = [
     ({"prompt": []}, "prompt", ""),
     ({"prompt": [[]]}, "prompt", ""),
     ({"prompt": ["x", ""]}, "prompt", ""),
-    ({"prompt": None}, "prompt", ""),
+    ({"prompt": None}, "prompt", "prompt is missing"),
     ({"prompt": 5}, "prompt", ""),
     ({"prompt": {"a": 1}}, "prompt", ""),
     ({"prompt": ["x", [1]]}, "prompt", ""),
@@ -55,15 +55,16 @@ BAD_FIELDS = [
     ({"stop_token_ids": ["x"] * 10**5}, "stop_token_ids", ""),
     ({"max_tokens": 10**4000}, "max_tokens", "…"),
     ({"n": 128, "prompt": [[5]] * 8, "max_tokens": 100, "logprobs": 20}, "logprobs", "1048576"),
-    ({"temperature": "1"}, "temperature", "temperature"),
+    ({"temperature": "1"}, "temperature", "temperature must be a number"),
     ({"temperature": 10**400}, "temperature", "temperature"),
     ({"top_p": 0}, "top_p", "top_p"),
     ({"top_p": 1.1}, "top_p", "top_p"),
     ({"top_k": -2}, "top_k", "top_k"),
     ({"min_p": 2}, "min_p", "min_p"),
-    ({"n": 10**6}, "n", "less than or equal"),
+    ({"n": 10**6}, "n", "n must be at most 128"),
     ({"n": 0}, "n", "n"),
-    ({"n": True}, "n", "n"),
+    ({"n": True}, "n", "n must be a whole number"),
+    ({"stop_token_ids": [5, "x"]}, "stop_token_ids", "stop_token_ids.1 must be a whole number"),
     ({"n": 128, "prompt": [[5]] * 9}, "n", "1024"),
     ({"n": 2, "temperature": 0}, "n", "temperature"),
     ({"use_beam_search": 1}, "use_beam_search", ""),
@@ -78,12 +79,12 @@ BAD_FIELDS = [
     ({"use_beam_search": True, "length_penalty": 5.1}, "length_penalty", "between -5 and 5"),
     ({"use_beam_search": True, "length_penalty": float("nan")}, "length_penalty", "nan"),
     ({"use_beam_search": True, "length_penalty": "1"}, "length_penalty", ""),
-    ({"use_beam_search": True, "early_stopping": "always"}, "early_stopping", ""),
+    ({"early_stopping": "always"}, "early_stopping", "must be true or false or must be 'never'"),
     ({"use_beam_search": True, "early_stopping": 1}, "early_stopping", ""),
     ({"length_penalty": 2}, "length_penalty", "use_beam_search"),
     ({"early_stopping": True}, "early_stopping", "use_beam_search"),
-    ({"seed": 2**63}, "seed", "less than or equal"),
-    ({"seed": -(2**63) - 1}, "seed", "greater than or equal"),
+    ({"seed": 2**63}, "seed", "at most"),
+    ({"seed": -(2**63) - 1}, "seed", "at least"),
     ({"stop": ""}, "stop", "stop"),
     ({"stop": [""]}, "stop", "stop"),
     ({"stop": ["a"] * 5}, "stop", "stop"),
@@ -103,18 +104,123 @@ BAD_FIELDS = [
     ({"prompt_logprobs": -1}, "prompt_logprobs", "20"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
-    ({"stream": True, "stream_options": {"x": 1}}, "stream_options", "x"),
-    ({"stream": True, "stream_options": {"x" * 10**6: 1}}, "stream_options", "xxx…"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options", "true or false"),
+    ({"stream": True, "stream_options": []}, "stream_options", "must be an object"),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options",
+        "include_obfuscation",
+    ),
+    ({"stream": True, "stream_interval": 0}, "stream_interval", "at least 1"),
+    ({"stream_interval": 2}, "stream_interval", "needs stream"),
     ({"stream": "yes"}, "stream", "stream"),
     ({"request_id": "a b\n"}, "request_id", ""),
-    ({"temprature": 1}, "temprature", "temprature"),
-    ({"presence_penalty": 1.0}, "presence_penalty", "not available yet"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty", "not available yet"),
-    ({"best_of": 2}, "best_of", "not available yet"),
-    ({"suffix": "x"}, "suffix", "not available yet"),
-    ({"logit_bias": {"5": 1}}, "logit_bias", "not available yet"),
-    ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "not available yet"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not available yet"),
+    ({"best_of": 2}, "best_of", "not available here"),
+    ({"suffix": "x"}, "suffix", "not available here"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "not available here"),
+    ({"store": True}, "store", "not available here"),
+    ({"service_tier": "flex"}, "service_tier", "not available here"),
+    ({"stop_sequences": ["x"]}, "stop_sequences", "not available here"),
+    ({"thinking": {"type": "enabled"}}, "thinking", "not available here"),
+    ({"kv_transfer_params": {"host": "x"}}, "kv_transfer_params", "not available here"),
+    ({"messages": []}, "messages", "not available here"),
+    ({"presence_penalty": 3}, "presence_penalty", "between -2 and 2"),
+    ({"presence_penalty": "1"}, "presence_penalty", "presence_penalty must be a number"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty", "between -2 and 2"),
+    ({"frequency_penalty": float("nan")}, "frequency_penalty", "nan"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "0.01"),
+    ({"repetition_penalty": -1}, "repetition_penalty", "0.01"),
+    ({"repetition_penalty": float("inf")}, "repetition_penalty", "inf"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "between -100 and 100"),
+    ({"logit_bias": {"5": float("nan")}}, "logit_bias", "nan"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias", "must be a number"),
+    ({"logit_bias": {"5": True}}, "logit_bias", "must be a number"),
+    ({"logit_bias": {"fox": 1}}, "logit_bias", "token ids"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", "token ids"),
+    ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias", "more than once"),
+    ({"logit_bias": {"400000": 1}}, "logit_bias", "vocabulary"),
+    ({"logit_bias": {str(each): 1 for each in range(1025)}}, "logit_bias", "1024"),
+    ({"logit_bias": [5]}, "logit_bias", "must be an object"),
+    ({"bad_words": [""]}, "bad_words", "must not be empty"),
+    ({"bad_words": ["  "]}, "bad_words", "spaces"),
+    ({"bad_words": ["x"] * 129}, "bad_words", "128"),
+    ({"bad_words": ["x" * 257]}, "bad_words", "256"),
+    (
+        {
+            "bad_words": [
+                "".join(map(chr, range(0x4E00 + 99 * n, 0x4E00 + 99 * n + 99))) for n in range(8)
+            ]
+        },
+        "bad_words",
+        "1024 tokens",
+    ),
+    ({"bad_words": ["\ud800"]}, "bad_words", "surrogate"),
+    ({"bad_words": "x"}, "bad_words", "must be a list"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", ""),
+    ({"allowed_token_ids": [10**6]}, "allowed_token_ids", "vocabulary"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids", "vocabulary"),
+    ({"allowed_token_ids": [1.5]}, "allowed_token_ids", "must be a whole number"),
+    ({"allowed_token_ids": [2], "min_tokens": 1}, "allowed_token_ids", "min_tokens"),
+    ({"logprob_token_ids": [5]}, "logprob_token_ids", "needs logprobs"),
+    ({"logprobs": 1, "logprob_token_ids": [5] * 129}, "logprob_token_ids", "128"),
+    ({"logprobs": 1, "logprob_token_ids": [10**6]}, "logprob_token_ids", "vocabulary"),
+    (
+        {
+            "n": 128,
+            "prompt": [[5]] * 8,
+            "max_tokens": 100,
+            "logprobs": 0,
+            "logprob_token_ids": list(range(128)),
+        },
+        "logprobs",
+        "1048576",
+    ),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "nothing"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "at least -1"),
+    ({"truncate_prompt_tokens": -1, "max_tokens": 256}, "truncate_prompt_tokens", "nothing"),
+    ({"truncate_prompt_tokens": 300, "prompt": [5] * 400}, "prompt", "256"),
+    ({"truncate_prompt_tokens": 5, "truncation_side": "top"}, "truncation_side", "'left'"),
+    ({"truncation_side": "left"}, "truncation_side", "needs truncate_prompt_tokens"),
+    ({"cache_salt": ""}, "cache_salt", "must not be empty"),
+    ({"cache_salt": "x" * 1025}, "cache_salt", "1024"),
+    ({"cache_salt": "a\x00b"}, "cache_salt", "control characters"),
+    ({"cache_salt": 5}, "cache_salt", "must be a string"),
+    ({"detokenize": False, "stop": "x"}, "stop", "detokenize"),
+    ({"repetition_detection": 5}, "repetition_detection", "must be an object"),
+    ({"repetition_detection": {}}, "repetition_detection", "max_pattern_size is missing"),
+    (
+        {"repetition_detection": {"max_pattern_size": 2, "min_count": 1}},
+        "repetition_detection",
+        "min_count of 2 or more",
+    ),
+    (
+        {"repetition_detection": {"max_pattern_size": 257, "min_count": 2}},
+        "repetition_detection",
+        "256",
+    ),
+    (
+        {"repetition_detection": {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}},
+        "repetition_detection",
+        "min_pattern_size",
+    ),
+    (
+        {"repetition_detection": {"max_pattern_size": 2, "min_count": 10**6}},
+        "repetition_detection",
+        "4096",
+    ),
+    *[
+        ({"use_beam_search": True, **fields}, next(iter(fields)), "use_beam_search")
+        for fields in (
+            {"presence_penalty": 1},
+            {"frequency_penalty": 1},
+            {"repetition_penalty": 1.1},
+            {"logit_bias": {"5": 1}},
+            {"bad_words": ["x"]},
+            {"allowed_token_ids": [5]},
+            {"include_stop_str_in_output": True},
+            {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}},
+        )
+    ],
     ({"priority": True}, "priority", ""),
     ({"priority": 1.5}, "priority", ""),
     ({"priority": "1"}, "priority", ""),
@@ -124,7 +230,7 @@ BAD_FIELDS = [
 
 async def expect_error(front_end, path: str, content: bytes, status: int) -> dict:
     response = await front_end.http.post(path, content=content, headers=JSON)
-    assert response.status_code == status, response.text
+    assert response.status_code == status, (content[:200], response.text)
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == status
@@ -207,7 +313,7 @@ async def test_models(start, say):
         error = await expect_error(front_end, PATH, b'{"prompt": "x", "model": "gpt-9"}', 404)
         assert "gpt-9" in error["message"]
         assert error["param"] == "model"
-        await expect_error(front_end, PATH, b'{"prompt": "x", "model": "\\ud800"}', 400)
+        await expect_error(front_end, PATH, b'{"prompt": "x", "model": "\ud800"}', 400)
         assert (await front_end.complete(model="toy")).status_code == 200
 
 
@@ -269,9 +375,9 @@ async def test_a_client_that_leaves_during_its_upload_is_no_error(start, say, ca
         left = asyncio.Event()
         read = completions.read_fields
 
-        async def watched(request):
+        async def watched(request, ignored):
             try:
-                return await read(request)
+                return await read(request, ignored)
             finally:
                 left.set()
 
@@ -314,7 +420,7 @@ async def test_neutral_and_ignored_fields(start, say):
         "priority": 0,
         "user": "ann",
         "metadata": {"a": "b"},
-        "store": True,
+        "store": False,
         "service_tier": "auto",
         "safety_identifier": "x",
         "prompt_cache_key": "y",

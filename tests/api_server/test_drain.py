@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from api_server.routes.admin import _is_loopback
+from api_server.routes.access import is_loopback
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 from proto.lifecycle import Drain, DrainWanted, FrontEndReady, Shutdown, UnderWay
@@ -113,20 +113,23 @@ async def test_without_a_key_neither_browsers_nor_proxies_are_heard(start, heade
     ],
 )
 def test_what_is_local(address, local):
-    assert _is_loopback(address) is local
+    assert is_loopback(address) is local
 
 
-async def test_with_a_key_whoever_has_it_is_heard(start):
-    async with start(config=FrontEndConfig(api_key="k")) as front_end:
+async def test_with_an_operators_key_whoever_has_it_is_heard(start):
+    config = FrontEndConfig(api_key="k", admin_api_key="op")
+    async with start(config=config) as front_end:
         assert (await front_end.http.post("/admin/drain")).status_code == 401
+        refused = await front_end.http.post("/admin/drain", headers={"x-api-key": "k"})
+        assert refused.status_code == 403
         assert not front_end.services.door.closed
-        headers = {"authorization": "Bearer k", "x-forwarded-for": "192.0.2.1"}
+        headers = {"authorization": "Bearer op", "x-forwarded-for": "192.0.2.1"}
         asked = await front_end.http.post("/admin/drain", headers=headers)
         assert asked.status_code == 202
         assert front_end.services.door.closed
 
 
-async def test_a_tenant_with_a_key_may_not_end_the_daemon_from_afar(start, tmp_path):
+async def test_a_client_with_a_key_may_not_end_the_daemon_from_afar(start, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("alice a-key\n")
     for api_key in (None, "k"):
@@ -135,7 +138,7 @@ async def test_a_tenant_with_a_key_may_not_end_the_daemon_from_afar(start, tmp_p
             headers = {"authorization": "Bearer a-key", "x-forwarded-for": "192.0.2.1"}
             refused = await front_end.http.post("/admin/drain", headers=headers)
             assert refused.status_code == 403
-            assert "--api-key" in refused.json()["error"]["message"]
+            assert "--admin-api-key" in refused.json()["error"]["message"]
             assert not front_end.services.door.closed
             del headers["x-forwarded-for"]
             asked = await front_end.http.post("/admin/drain", headers=headers)

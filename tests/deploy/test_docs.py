@@ -9,6 +9,7 @@ from api_server.http_protocol import (
     HEADER_SECONDS,
     LEFTOVER_SECONDS,
     MAX_HEADER_BYTES,
+    MAX_HEADERS,
     STALL_SECONDS,
 )
 from api_server.inputs.prompts import MAX_PROMPTS
@@ -16,12 +17,16 @@ from api_server.inputs.rendering import RENDER_SECONDS
 from api_server.outputs.unsent import MAX_UNSENT_BYTES
 from api_server.protocol.chat import MAX_MESSAGES
 from api_server.protocol.common import (
+    MAX_BAD_WORD_CHARACTERS,
     MAX_CHOICES_PER_REQUEST,
     MAX_LOGPROB_ENTRIES,
+    MAX_SALT_CHARACTERS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
 )
-from api_server.routes.body import MAX_BODY_BYTES, SECONDS_PER_MIB
+from api_server.protocol.reference import markdown
+from api_server.routes.admin import MAX_ABORTED_IDS, MAX_ID_CHARACTERS
+from api_server.routes.body import MAX_BODY_BYTES, MAX_DEPTH, SECONDS_PER_MIB
 from deploy.flags import all_flags
 from deploy.serve_help import field_helps, markdown_table
 from engine_core.scheduler.backlog import (
@@ -31,7 +36,9 @@ from engine_core.scheduler.backlog import (
     TURNS,
 )
 from proto.engine_io import MAX_CHOICES
-from proto.sampling_params import MAX_STOP_TOKEN_IDS
+from proto.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_TOKENS
+from proto.repetition import MAX_PATTERN_SIZE, MAX_REPEATED_TOKENS
+from proto.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_STOP_TOKEN_IDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,6 +47,11 @@ def test_the_table_of_settings_is_current() -> None:
     """To renew it: python -c 'from deploy.serve_help import markdown_table as t; print(t())'."""
     text = (ROOT / "docs" / "configuration.md").read_text()
     assert markdown_table() in text
+
+
+def test_the_tables_of_request_fields_are_current() -> None:
+    """To renew them: `print(markdown())` of api_server.protocol.reference; they end the page."""
+    assert markdown() in (ROOT / "docs" / "api.md").read_text()
 
 
 def test_the_readme_names_flags_that_exist_and_says_what_they_say() -> None:
@@ -64,6 +76,8 @@ def test_the_readme_names_flags_that_exist_and_says_what_they_say() -> None:
             f"{MAX_UNSENT_BYTES >> 20} MiB",
         ),
         ("time without a byte being read, while some wait", f"{STALL_SECONDS:g} s"),
+        ("headers", f"{MAX_HEADERS}"),
+        ("objects and lists around a value of a body", f"{MAX_DEPTH}"),
         ("body", f"{MAX_BODY_BYTES >> 20} MiB"),
         (
             "time for the body to arrive",
@@ -80,9 +94,23 @@ def test_the_readme_names_flags_that_exist_and_says_what_they_say() -> None:
             "log-probabilities in an answer: choices × tokens × (alternatives + 1)",
             f"{MAX_LOGPROB_ENTRIES:,}",
         ),
+        ("ids of one `/abort_requests`", f"{MAX_ABORTED_IDS:,} of {MAX_ID_CHARACTERS} characters"),
         (
             "stop strings; characters of one; stop token ids",
             f"{MAX_STOP_STRINGS}; {MAX_STOP_CHARACTERS:,}; {MAX_STOP_TOKEN_IDS}",
+        ),
+        (
+            "bad words; characters of one; tokens of all",
+            f"{MAX_BAD_WORDS}; {MAX_BAD_WORD_CHARACTERS}; {MAX_BAD_WORD_TOKENS:,}",
+        ),
+        (
+            "tokens of logit_bias; of logprob_token_ids",
+            f"{MAX_BIASED_TOKENS:,}; {MAX_LOGPROB_TOKEN_IDS}",
+        ),
+        ("characters of cache_salt", f"{MAX_SALT_CHARACTERS:,}"),
+        (
+            "repetition_detection: max_pattern_size; times min_count",
+            f"{MAX_PATTERN_SIZE}; {MAX_REPEATED_TOKENS:,}",
         ),
     ],
 )

@@ -197,6 +197,9 @@ class TestEnvironment:
         assert around.settings == {"api_key": "hush"}
         assert around.variables == {"PATH": "/bin"}
         assert Surroundings.of({}).settings == {}
+        both = Surroundings.of({"TOKEND_API_KEY": "a", "TOKEND_ADMIN_API_KEY": "b"})
+        assert both.settings == {"api_key": "a", "admin_api_key": "b"}
+        assert both.variables == {}
 
 
 class TestListening:

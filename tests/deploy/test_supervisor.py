@@ -43,6 +43,7 @@ def test_a_signal_ends_everything_in_order(start: Start, number: signal.Signals)
     children = daemon.children()
     daemon.process.send_signal(number)
     assert daemon.wait_exit() == 0, daemon.text
+    assert daemon.text.endswith("tokend: stopped; nothing is left running\n")
     assert "killed" not in daemon.text
     assert_nothing_left(daemon, children)
     with pytest.raises(ConnectionRefusedError):

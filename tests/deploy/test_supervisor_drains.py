@@ -64,6 +64,16 @@ def test_who_dies_while_the_daemon_drains_is_started_again(
     assert "aborted\n" not in daemon.text
 
 
+def test_what_one_front_end_is_asked_to_abort_all_are_told(start: Start) -> None:
+    daemon = start("api_server=asked_to_abort", "api_server_count=2")
+    daemon.wait_ready()
+    daemon.children()["api_server"].send_signal(signal.SIGUSR2)
+    heard = "heard AbortRequests(request_ids=['cmpl-1'], owner='alice')"
+    daemon.wait_for(f"api 0: {heard}", f"api 1: {heard}")
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.wait_exit() == 0, daemon.text
+
+
 def test_an_operator_drains_by_http_and_the_signal_after_it_is_the_first(
     start: Start,
 ) -> None:

@@ -8,6 +8,8 @@ import pytest
 from engine_core.intake import Intake
 from engine_core.validation import RequestLimits
 from proto.engine_io import MAX_CHOICES, Abort, AdminCall, AdminReply, FinishReason
+from proto.logit_edits import LogitEdits
+from proto.repetition import RepetitionDetection
 from proto.sampling_params import SamplingParams
 from tests.fakes.engine_harness import EOS
 from tests.fakes.intake_desk import Desk
@@ -54,6 +56,20 @@ def test_a_request_is_accepted_and_queued_with_all_its_choices():
         (request(beam_width=1, output_token_ids=((1,),)), "output_token_ids", "beam search"),
         (request(beam_width=1, logprobs=0), "logprobs", "beam search"),
         (request(beam_width=1, prompt_logprobs=0), "prompt_logprobs", "beam search"),
+        (request(beam_width=1, edits=LogitEdits(presence_penalty=1.0)), "edits", "beam search"),
+        (
+            request(beam_width=1, repetition=RepetitionDetection(max_pattern_size=2, min_count=2)),
+            "repetition_detection",
+            "beam search",
+        ),
+        (request(edits=LogitEdits(presence_penalty=3.0)), "presence_penalty", "3.0"),
+        (request(edits=LogitEdits(bad_words=((10**6,),))), "bad_words", "vocabulary"),
+        (request(logprob_token_ids=(1,)), "logprob_token_ids", "logprobs"),
+        (
+            request(repetition=RepetitionDetection(max_pattern_size=10**9, min_count=2)),
+            "repetition_detection",
+            "max_pattern_size",
+        ),
         (
             msgspec.structs.replace(
                 request(), sampling_params=SamplingParams(max_tokens=1, eos_token_ids=(1000,))
@@ -174,6 +190,18 @@ def test_pause_and_resume_by_call():
     desk.engine.step()
     assert len(desk.engine.scheduler.running) == 2
     assert desk.outbox.replies == [(0, AdminReply(1, each, True)) for each in (5, 6, 7)]
+
+
+def test_whether_there_is_a_pause_by_call():
+    desk = Desk()
+    for call_id, name in enumerate(("get_pause", "pause", "get_pause", "resume", "get_pause")):
+        desk.take(AdminCall(1, call_id, name))
+    asked = [reply for _, reply in desk.outbox.replies[::2]]
+    assert [(each.value, each.detail) for each in asked] == [
+        (0, ""),
+        (1, "finish_running"),
+        (0, ""),
+    ]
 
 
 def test_the_number_of_unfinished_choices_by_call():

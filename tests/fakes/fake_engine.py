@@ -24,6 +24,7 @@ from proto.engine_io import (
     FinishReason,
     FirstTokenInfo,
     LogprobsArrays,
+    PauseMode,
     RequestProgress,
     SessionInput,
     ToEngine,
@@ -64,7 +65,7 @@ def made_up_logprobs(token_ids: Sequence[int], number: int, first: int = 0) -> L
 class FakeEngine:
     """One end of a link to a front end. `requests`, `inputs`, `aborts`: what came, as queues.
 
-    calls: what was asked of an operator's services.
+    calls: what was asked of an operator's services. resets: the prefix cache can be reset.
 
     accepts: take every request in at once, with or without a script.
     """
@@ -90,6 +91,8 @@ class FakeEngine:
         self.aborts: asyncio.Queue[Abort] = asyncio.Queue()
         self.calls: list[AdminCall] = []
         self.num_cached_tokens = 0
+        self.resets = True
+        self.pause_mode: PauseMode | None = None
         self._aborted: set[tuple[int, int | None]] = set()
         self._sent: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._told: set[tuple[int, int]] = set()
@@ -222,7 +225,18 @@ class FakeEngine:
                 self.aborts.put_nowait(message)
             elif isinstance(message, AdminCall):
                 self.calls.append(message)
-                self._send(AdminReply(message.epoch, message.call_id, True, message.name))
+                self._send(self._reply(message))
+
+    def _reply(self, call: AdminCall) -> AdminReply:
+        if call.name in ("pause", "resume"):
+            self.pause_mode = call.pause_mode if call.name == "pause" else None
+        if call.name == "get_pause":
+            paused = int(self.pause_mode is not None)
+            return AdminReply(call.epoch, call.call_id, True, self.pause_mode or "", paused)
+        if call.name == "reset_prefix_cache" and not call.reset_running_requests:
+            detail = "" if self.resets else "3 requests are unfinished"
+            return AdminReply(call.epoch, call.call_id, self.resets, detail)
+        return AdminReply(call.epoch, call.call_id, True, call.name)
 
     def _on_request(self, request: EngineCoreRequest) -> None:
         for choice, tokens in enumerate(request.output_token_ids):

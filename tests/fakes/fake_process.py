@@ -28,6 +28,7 @@ from proto import PROTOCOL_VERSION, process
 from proto.codec import Message
 from proto.errors import ModelError
 from proto.lifecycle import (
+    AbortRequests,
     Alive,
     Distrust,
     Drain,
@@ -110,17 +111,20 @@ class FrontEnd:
         self.boot = boot
         self.supervisor = supervisor
         self.wants_drain = behaviour == "asked_to_drain"
+        self.wants_aborts = behaviour == "asked_to_abort"
         self.num_requests = 2 if behaviour == "busy" and not boot.incarnation else 0
         self.epoch = boot.epoch
         self.met: list[NextEngine] = []
         self.left: list[Message] = []
-        if behaviour in ("busy", "asked_to_drain"):
+        if behaviour in ("busy", "asked_to_drain", "asked_to_abort"):
             signal.signal(signal.SIGUSR2, self.finish)
 
     def finish(self, number: int, frame: FrameType | None) -> None:
         """The requests end, or an operator calls."""
         index, self.num_requests = self.boot.index, 0
-        said = DrainWanted(index) if self.wants_drain else UnderWay(index, 0)
+        said: Message = DrainWanted(index) if self.wants_drain else UnderWay(index, 0)
+        if self.wants_aborts:
+            said = AbortRequests(["cmpl-1"], "alice")
         for message in [said, *self.left]:
             self.supervisor.send(message)
 

@@ -37,6 +37,20 @@ def test_both_together(write):
     assert [each.name for each in read_api_keys(both)] == ["", "bob"]
 
 
+def test_keys_of_operators_are_nobodys_tenants(write):
+    path = write("ann k3").api_key_file
+    config = FrontEndConfig(api_key="k1", admin_api_key="k2", admin_api_key_file=path)
+    found = [(each.name, each.key, each.operator) for each in read_api_keys(config)]
+    assert found == [("", b"k1", False), ("", b"k2", True), ("", b"k3", True)]
+
+
+def test_a_key_of_a_client_is_not_one_of_an_operator():
+    with pytest.raises(ConfigError, match="twice"):
+        read_api_keys(FrontEndConfig(api_key="k", admin_api_key="k"))
+    with pytest.raises(ConfigError, match="--admin-api-key-file /nowhere/keys: No such file"):
+        read_api_keys(FrontEndConfig(admin_api_key_file="/nowhere/keys"))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -24,6 +24,7 @@ from proto.errors import ErrorInfo, ProtocolError
 from proto.faults import Fault
 from proto.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from proto.lifecycle import (
+    AbortRequests,
     Alive,
     CacheReady,
     Condition,
@@ -65,8 +66,10 @@ from proto.lifecycle import (
     WorkerReady,
     WorkersReady,
 )
+from proto.logit_edits import LogitEdits
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
+from proto.repetition import RepetitionDetection
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from proto.stats import KVEviction, SchedulerStats
@@ -86,6 +89,17 @@ PARAMS = SamplingParams(
     beam_width=2,
     length_penalty=0.5,
     early_stopping="never",
+    edits=LogitEdits(
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.5,
+        bias_token_ids=(1, 2),
+        bias_values=(-100.0, 0.5),
+        bad_words=((1,), (2, 3)),
+        allowed_token_ids=(4, 5),
+    ),
+    logprob_token_ids=(7,),
+    repetition=RepetitionDetection(max_pattern_size=3, min_pattern_size=2, min_count=4),
 )
 ARRAYS = LogprobsArrays(4, 2, b"\x00\x01", b"\xff", b"")
 ERROR = ErrorInfo("internal", "it broke", "n", 1, "Traceback …")
@@ -233,6 +247,7 @@ MESSAGES = [
     Drain(),
     UnderWay(1, 7),
     DrainWanted(1),
+    AbortRequests(["cmpl-1"], "alice"),
     NextEngine(5, MODEL, True),
     NextReady(1, 5, ERROR),
     SwitchEngine(5),

@@ -3,8 +3,13 @@
 import math
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
+from proto.codec import changed
 from proto.errors import InvalidRequestError
+from proto.logit_edits import LogitEdits
+from proto.repetition import RepetitionDetection
 from proto.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 
 VOCAB_SIZE = 100
@@ -50,6 +55,7 @@ def test_valid(values):
         ("stop_token_ids", (1,) * (MAX_STOP_TOKEN_IDS + 1)),
         ("length_penalty", 5.5),
         ("length_penalty", math.nan),
+        ("logprob_token_ids", (5,)),
         ("logprobs", -1),
         ("logprobs", 21),
         ("prompt_logprobs", 21),
@@ -61,6 +67,101 @@ def test_invalid_names_the_parameter(param, value):
         params.validate(VOCAB_SIZE)
     assert caught.value.param == param
     assert param in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("param", "edits"),
+    [
+        ("presence_penalty", {"presence_penalty": 2.1}),
+        ("presence_penalty", {"presence_penalty": math.nan}),
+        ("frequency_penalty", {"frequency_penalty": -2.1}),
+        ("repetition_penalty", {"repetition_penalty": 0.0}),
+        ("repetition_penalty", {"repetition_penalty": math.inf}),
+        ("logit_bias", {"bias_token_ids": (1,)}),
+        ("logit_bias", {"bias_token_ids": (1, 1), "bias_values": (1.0, 2.0)}),
+        ("logit_bias", {"bias_token_ids": (100,), "bias_values": (1.0,)}),
+        ("logit_bias", {"bias_token_ids": (1,), "bias_values": (-101.0,)}),
+        ("logit_bias", {"bias_token_ids": (1,), "bias_values": (math.nan,)}),
+        ("bad_words", {"bad_words": ((),)}),
+        ("bad_words", {"bad_words": ((1, 100),)}),
+        ("bad_words", {"bad_words": ((1,),) * 257}),
+        ("bad_words", {"bad_words": ((1,) * 1025,)}),
+        ("bad_words", {"bad_words": tuple((each,) for each in range(100))}),
+        ("allowed_token_ids", {"allowed_token_ids": ()}),
+        ("allowed_token_ids", {"allowed_token_ids": (-1,)}),
+        ("allowed_token_ids", {"allowed_token_ids": (5, 6), "bad_words": ((5,), (7, 6))}),
+    ],
+)
+def test_invalid_edits_name_the_parameter(param, edits):
+    params = SamplingParams(max_tokens=16, edits=LogitEdits(**edits))
+    with pytest.raises(InvalidRequestError) as caught:
+        params.validate(VOCAB_SIZE)
+    assert caught.value.param == param
+    assert param in caught.value.message
+
+
+def test_edits_at_their_limits():
+    edits = LogitEdits(
+        presence_penalty=-2.0,
+        frequency_penalty=2.0,
+        repetition_penalty=0.01,
+        bias_token_ids=(0, 99),
+        bias_values=(-100.0, 100.0),
+        bad_words=((1,) * 1024,),
+        allowed_token_ids=(2, 3),
+    )
+    params = SamplingParams(max_tokens=16, edits=edits, eos_token_ids=(2,), min_tokens=1)
+    params.validate(VOCAB_SIZE)
+
+
+def test_something_is_left_to_choose_before_min_tokens():
+    edits = LogitEdits(allowed_token_ids=(2, 3))
+    params = SamplingParams(
+        max_tokens=9, edits=edits, eos_token_ids=(2,), stop_token_ids=(3,), min_tokens=1
+    )
+    with pytest.raises(InvalidRequestError) as caught:
+        params.validate(VOCAB_SIZE)
+    assert caught.value.param == "allowed_token_ids"
+    changed(params, min_tokens=0).validate(VOCAB_SIZE)
+
+
+def repeats(tokens: list[int], most: int, least: int, count: int) -> bool:
+    """Whether they end with a pattern, tried out."""
+    return any(
+        len(tokens) >= size * count and tokens[-size:] * count == tokens[-size * count :]
+        for size in range(least, most + 1)
+    )
+
+
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=40),
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.integers(2, 5),
+)
+def test_a_repetition_is_found_where_there_is_one(tokens, most, least, count):
+    assume(least <= most)
+    rule = RepetitionDetection(max_pattern_size=most, min_pattern_size=least, min_count=count)
+    rule.validate()
+    assert rule.is_found(tokens) == repeats(tokens, most, least, count)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_pattern_size": 0, "min_count": 2},
+        {"max_pattern_size": 257, "min_count": 2},
+        {"max_pattern_size": 4, "min_pattern_size": 5, "min_count": 2},
+        {"max_pattern_size": 4, "min_pattern_size": 0, "min_count": 2},
+        {"max_pattern_size": 4, "min_count": 1},
+        {"max_pattern_size": 256, "min_count": 17},
+    ],
+)
+def test_repetitions_that_cannot_be_looked_for(values):
+    params = SamplingParams(max_tokens=9, repetition=RepetitionDetection(**values))
+    with pytest.raises(InvalidRequestError) as caught:
+        params.validate(VOCAB_SIZE)
+    assert caught.value.param == "repetition_detection"
 
 
 def test_stop_ids_join_stop_tokens_and_eos():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from proto.logit_edits import LogitEdits
 from proto.model_runner_output import ModelRunnerOutput
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -25,9 +26,14 @@ TABLES = {1: [1, 2], 2: [3, 4]}
 
 
 class Runner:
-    """A tiny model over a cache that can be written to; makes steps by hand."""
+    """A tiny model over a cache that can be written to; makes steps by hand.
 
-    def __init__(self, decoder: Decoder, backend: str, params: SamplingParams) -> None:
+    params: of both sequences, or by handle.
+    """
+
+    def __init__(
+        self, decoder: Decoder, backend: str, params: SamplingParams | dict[int, SamplingParams]
+    ) -> None:
         spec, layout = decoder.spec, kv_layout(decoder.spec.windows)
         geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, torch.float32)
         self.cache = KVCache(geometry, layout, 10, BLOCK)
@@ -37,7 +43,7 @@ class Runner:
         attention = create_backend(backend, self.cache, shape)
         rows = Rows(2, spec.max_position, BLOCK, layout.num_groups)
         self._runner = ModelRunner(decoder, attention, create_sampler(), rows, self.cache)
-        self._params = params
+        self._params = params if isinstance(params, dict) else dict.fromkeys(PROMPTS, params)
         self._step = 0
 
     def start(self, num_scheduled: dict[int, int]) -> ModelRunnerOutput:
@@ -48,7 +54,7 @@ class Runner:
                     handle=handle,
                     prompt_token_ids=prompt,
                     output_token_ids=[],
-                    sampling_params=self._params,
+                    sampling_params=self._params[handle],
                     seed=3,
                     choice=0,
                     block_ids=[TABLES[handle]],
@@ -141,3 +147,29 @@ def test_odd_logits_of_finite_hidden_states_count_too(
     found = runner.start({1: 5, 2: 3})
     assert found.failed_handles == [2]
     assert [len(tokens) for tokens in found.sampled_token_ids] == [1, 0]
+
+
+@pytest.mark.parametrize("spoilt", [None, 1, 2])
+def test_who_wants_the_best_token_gets_it_beside_who_wants_more(
+    decoder: Decoder, spoilt: int | None
+) -> None:
+    """Each has the tokens that it has among its like, also when the other one breaks."""
+    plain = SamplingParams(max_tokens=8, temperature=0.0)
+    edits = LogitEdits(repetition_penalty=1.4, bad_words=((3,),), presence_penalty=1.0)
+    other = SamplingParams(max_tokens=8, temperature=0.9, logprobs=2, edits=edits)
+    runners = [Runner(decoder, "auto", params) for params in (plain, other, {1: plain, 2: other})]
+    lengths = {handle: len(prompt) for handle, prompt in PROMPTS.items()}
+    for runner in runners:
+        runner.start(lengths)
+    for step in range(3):
+        if spoilt is not None and step == 2:
+            runners[2].cache.buffer[TABLES[spoilt][0]] = float("nan")
+        computed = {handle: length + step for handle, length in lengths.items()}
+        alike, others, mixed = (runner.decode(computed) for runner in runners)
+        broken = [spoilt] if spoilt is not None and step == 2 else []
+        assert mixed.failed_handles == broken
+        assert mixed.sampled_token_ids == [
+            [] if 1 in broken else alike.sampled_token_ids[0],
+            [] if 2 in broken else others.sampled_token_ids[1],
+        ]
+        assert [row.handle for row in mixed.logprobs] == ([] if 2 in broken else [2])

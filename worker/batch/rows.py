@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from proto.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 from proto.scheduler_output import NewRequestData, SchedulerOutput
 from worker.batch.block_table import BlockTable
+from worker.sample.row_edits import RowEdits
 
 NO_LOGPROBS = -1
 """In arrays of logprob counts: the row asks for none."""
@@ -41,6 +42,7 @@ class Rows:
     num_candidates: int32, best next tokens that a row reports instead of sampling; 0: it samples.
     num_prompt_logprobs: int32, alternatives beside each prompt token.
     plain: bool, the row wants the best token of the model's logits as they are, and nothing else.
+    edited: bool, the row has its scores changed; edits: by what, only of those rows.
     """
 
     def __init__(
@@ -61,13 +63,18 @@ class Rows:
         self.min_output = np.zeros(num_rows, dtype=np.int32)
         self.num_prompt_logprobs = np.full(num_rows, NO_LOGPROBS, dtype=np.int32)
         self.plain = np.zeros(num_rows, dtype=np.bool_)
+        self.edited = np.zeros(num_rows, dtype=np.bool_)
+        self.edits: dict[int, RowEdits] = {}
         self._free = list(range(num_rows - 1, -1, -1))
         self._row_of: dict[int, int] = {}
         self._sequences: dict[int, Sequence] = {}
 
     @staticmethod
     def bytes_needed(num_rows: int, max_model_len: int, block_size: int, num_groups: int) -> int:
-        """What they come to take when all have been used at full length."""
+        """What they come to take when all have been used at full length.
+
+        Without what rows need that have their scores changed.
+        """
         num_blocks = num_groups * -(-max_model_len // block_size)
         return num_rows * (4 * (max_model_len + 1 + num_blocks) + _OTHER_BYTES)
 
@@ -94,9 +101,7 @@ class Rows:
         for handle, token_id in zip(
             cached.dictated_handles, cached.dictated_token_ids, strict=True
         ):
-            row = self._row_of[handle]
-            self.token_ids[row, self.num_tokens[row]] = token_id
-            self.num_tokens[row] += 1
+            self.append_sampled(np.array([self._row_of[handle]]), np.array([token_id]))
         handles = [new.handle for new in step.new_requests] + cached.handles
         return np.fromiter(map(self._row_of.__getitem__, handles), np.int64, len(handles))
 
@@ -104,6 +109,10 @@ class Rows:
         """Each of `rows` [n] gets one more token."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
+        if self.edits:
+            for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+                if row in self.edits:
+                    self.edits[row].append(token_id)
 
     def append_pending(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Each of `rows` [n] gets one more token, to be known later; returns their places."""
@@ -187,10 +196,17 @@ class Rows:
             and params.logprobs is None
             and params.num_candidates == 0
             and params.min_tokens == 0
+            and params.edits is None
         )
+        self.edited[row] = params.edits is not None
+        self.edits.pop(row, None)
+        if params.edits is not None:
+            self.edits[row] = RowEdits(params.edits, sequence.prompt_token_ids, output_token_ids)
 
     def _release_row(self, handle: int) -> None:
-        self._free.append(self._row_of.pop(handle))
+        row = self._row_of.pop(handle)
+        self.edits.pop(row, None)
+        self._free.append(row)
 
     def _forget(self, handle: int) -> None:
         if handle in self._row_of:

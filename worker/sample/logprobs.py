@@ -37,6 +37,17 @@ def row_logprobs(
     ]
 
 
+def named_logprobs(
+    logits: torch.Tensor, token_id: int, named: npt.NDArray[np.int64], position: int
+) -> LogprobsArrays:
+    """The same for one row of logits float32 [V]: columns are the chosen token, then `named`."""
+    chosen = torch.tensor([[token_id]])
+    ids = torch.cat((chosen, torch.from_numpy(named)[None]), dim=1)
+    values = logits[None].log_softmax(dim=1).gather(1, ids).numpy().astype("<f4")
+    ranks = token_ranks(logits[None], chosen).numpy().astype("<i4")
+    return _pack(ids.numpy().astype("<i4"), values, ranks, position)
+
+
 def best_continuations(
     logits: torch.Tensor,
     counts: npt.NDArray[np.int32],

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from proto.engine_io import LogprobsArrays
+from worker.sample.row_edits import RowEdits
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,8 @@ class SamplingRows:
         index of the output token, 0 for the first.
     num_logprobs: int32, alternatives beside the chosen token, -1 for no logprobs.
     suppressed: (row, int64 token ids) pairs; those ids cannot be chosen.
+    edits: (row, what changes its scores) pairs, of the rows that have some.
+    named: (row, int64 token ids) pairs; log-probabilities of these in place of the best ones.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -29,6 +32,8 @@ class SamplingRows:
     position: npt.NDArray[np.uint32]
     num_logprobs: npt.NDArray[np.int32]
     suppressed: tuple[tuple[int, npt.NDArray[np.int64]], ...] = ()
+    edits: tuple[tuple[int, RowEdits], ...] = ()
+    named: tuple[tuple[int, npt.NDArray[np.int64]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

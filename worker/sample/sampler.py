@@ -3,7 +3,10 @@
 Order of work, and what each stage sees:
 
     raw logprobs   the model's logits, only for rows that ask
-    suppress       ids that may not come yet (min_tokens) become −inf
+    forbid         −inf for what is not among allowed_token_ids, for what would complete a bad
+                   word, and for stop tokens before min_tokens
+    bias           logit_bias is added
+    penalties      repetition, then frequency and presence, see edits.py
     greedy rows    argmax, lowest id among equals
     temperature    scores = logits / T
     filters        min-p, then top-k, then top-p, only for rows that filter
@@ -27,7 +30,8 @@ from worker.sample.backend import (
     SamplingBackend,
 )
 from worker.sample.best import Best
-from worker.sample.logprobs import row_logprobs
+from worker.sample.edits import edit_logits
+from worker.sample.logprobs import named_logprobs, row_logprobs
 from worker.sample.rows import Sampled, SamplingRows
 
 logger = logging.getLogger("tokend.sample")
@@ -52,6 +56,8 @@ class Sampler:
         raw = logits[torch.from_numpy(wanted)] if len(wanted) else logits[:0]
         for row, token_ids in rows.suppressed:
             logits[row, torch.from_numpy(token_ids)] = float("-inf")
+        if rows.edits:
+            edit_logits(logits, rows.edits)
         token_ids = self._choose(logits, rows)
         return Sampled(token_ids, _logprobs(raw, wanted, token_ids, rows))
 
@@ -102,4 +108,9 @@ def _logprobs(
         )
         for row, arrays in zip(wanted.tolist(), packed, strict=True):
             spread[row] = arrays
+        places = {row: place for place, row in enumerate(wanted.tolist())}
+        for row, named in rows.named:
+            spread[row] = named_logprobs(
+                raw[places[row]], int(token_ids[row]), named, int(rows.position[row])
+            )
     return tuple(spread)

@@ -84,6 +84,7 @@ def test_what_goes_wrong_is_counted_and_shown(
     assert "3 failed: out of blocks" in text
     assert "6 compared, 6 different" in text
     assert "after 2 characters: 'y', then '0y'" in text
+    assert "a different one is no failure by itself" in text
 
 
 def test_nothing_answered_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from engine_core.scheduler.completion import completion
 from proto.engine_io import FinishReason
+from proto.repetition import RepetitionDetection
 from tests.fakes.engine_harness import EOS, EngineHarness
 
 
@@ -56,6 +57,42 @@ def test_min_tokens_holds_back_every_kind_of_stop(stop):
     kept, reason, _ = finish(tokens, min_tokens=5, stop_token_ids=(42,))
     assert kept == tokens[:5]
     assert reason is FinishReason.STOP
+
+
+TWICE = RepetitionDetection(max_pattern_size=2, min_count=2)
+THRICE = RepetitionDetection(max_pattern_size=4, min_pattern_size=2, min_count=3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kept", "params"),
+    [
+        ([10, 11, 11, 12], 3, {"repetition": TWICE}),
+        ([10, 11, 10, 11, 12], 4, {"repetition": TWICE}),
+        ([7, 7, 7, 7, 7, 7, 7], 6, {"repetition": THRICE}),
+        ([10, 11, 11, 11, 12, 12], 6, {"repetition": TWICE, "min_tokens": 5}),
+        ([3, 10, 11], 3, {"repetition": TWICE, "max_tokens": 3}),
+    ],
+)
+def test_ends_when_the_outputs_repeat_themselves(tokens, kept, params):
+    """The prompt, which ends with 3, does not count."""
+    found, reason, stop_reason = finish(tokens, **params)
+    assert found == tokens[:kept]
+    length = "max_tokens" in params
+    assert reason is (FinishReason.LENGTH if length else FinishReason.REPETITION)
+    assert stop_reason is None
+
+
+def test_a_stop_token_and_the_length_count_more_than_a_repetition():
+    assert finish([EOS, EOS], repetition=TWICE, min_tokens=2)[1] is FinishReason.STOP
+    assert finish([9, 9], repetition=TWICE, max_tokens=2)[1] is FinishReason.LENGTH
+
+
+def test_a_resumed_request_repeats_what_it_had_before():
+    engine = EngineHarness(next_token=scripted([10, 11]))
+    request = engine.add_one([1, 2], repetition=TWICE, max_tokens=8, output_token_ids=((5, 10),))
+    engine.run()
+    assert engine.tokens_of(request)[-1] == 10
+    assert engine.reason_of(request) is FinishReason.REPETITION
 
 
 def test_ends_at_the_usable_length():

@@ -5,10 +5,12 @@ import random
 import numpy as np
 import pytest
 
+from proto.logit_edits import LogitEdits
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from worker.batch.inputs import build_inputs
 from worker.batch.rows import Rows
+from worker.sample.row_edits import RowEdits
 
 BLOCK = 4
 
@@ -115,6 +117,32 @@ def test_a_preempted_sequence_resumes_with_its_outputs(rows: Rows) -> None:
     assert inputs.samples.tolist() == [True]
     assert rows.num_tokens[step_rows[0]] == 5
     assert rows.num_prompt_tokens[step_rows[0]] == 3
+
+
+def test_changes_of_scores_follow_the_tokens_through_a_preemption(rows: Rows) -> None:
+    """Rebuilt they are as they grew, and the row leaves nothing to who has it next."""
+    edits = LogitEdits(repetition_penalty=1.5, frequency_penalty=1.0, bad_words=((4, 5), (7,)))
+    params = SamplingParams(max_tokens=8, edits=edits)
+    (row,) = rows.apply(step([new(1, [1, 2, 2], [2], sampling_params=params)]))
+    assert not rows.plain[row]
+    for token_id in (9, 9, 4):
+        rows.append_sampled(np.array([row]), np.array([token_id]))
+    grown = rows.edits[row]
+    assert counted(grown) == {1: 0, 2: 0, 9: 2, 4: 1}
+    assert sorted(grown.forbidden) == [5, 7]
+    rows.apply(step(preempted=[1]))
+    assert rows.edits == {}
+    resumed = step(cached=CachedRequestData([1], [0], [6], [[[8, 9]]], [1], [[9, 9, 4]]))
+    (row,) = rows.apply(resumed)
+    assert counted(rows.edits[row]) == counted(grown)
+    assert sorted(rows.edits[row].forbidden) == [5, 7]
+    (again,) = rows.apply(step([new(2, [1], [3])], finished=[1]))
+    assert again == row
+    assert rows.edits == {}
+
+
+def counted(edits: RowEdits) -> dict[int, float]:
+    return dict(zip(edits.counts.ids.tolist(), edits.counts.counts.tolist(), strict=True))
 
 
 def test_a_token_of_the_engine_is_taken_like_a_sampled_one(rows: Rows) -> None:

@@ -16,7 +16,7 @@ def backend_of(variant) -> SamplingBackend:
     return ReferenceBackend() if variant == "reference" else KernelBackend(load_variant(variant))
 
 
-def sampling_rows(count: int, suppressed=(), **settings) -> SamplingRows:
+def sampling_rows(count: int, suppressed=(), edits=(), named=(), **settings) -> SamplingRows:
     """`count` rows; a setting is one value for all or a list of one each. Default: greedy."""
     defaults = {
         "temperature": (0.0, np.float32),
@@ -35,4 +35,4 @@ def sampling_rows(count: int, suppressed=(), **settings) -> SamplingRows:
         for name, (default, dtype) in defaults.items()
     }
     assert not settings, f"unknown settings {settings}"
-    return SamplingRows(**arrays, suppressed=tuple(suppressed))
+    return SamplingRows(**arrays, suppressed=tuple(suppressed), edits=edits, named=named)

@@ -1,4 +1,4 @@
-"""Filters against a slow reference that sorts Python lists."""
+"""Filters against a slow reference that sorts Python lists, and against transformers."""
 
 import math
 import random
@@ -6,9 +6,17 @@ import random
 import numpy as np
 import pytest
 import torch
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from tests.worker.sample.settings import backend_of, each_backend
+from tests.worker.sample.settings import backend_of, each_backend, sampling_rows
 from worker.sample.backend import RowFilters
+from worker.sample.sampler import Sampler
 
 
 def kept_slowly(logits: list[float], temperature: float, k: int, p: float, m: float) -> set[int]:
@@ -132,3 +140,36 @@ def test_suppressed_tokens_stay_out(variant) -> None:
     logits = torch.tensor([[float("-inf"), 1.0, 2.0, float("-inf")]])
     assert filtered(variant, logits, 1.0, 3, 1.0, 0.0) == [{1, 2}]
     assert filtered(variant, logits, 1.0, 0, 0.999, 0.0) == [{1, 2}]
+
+
+@each_backend
+def test_each_filter_keeps_what_that_of_transformers_keeps(variant) -> None:
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.randn(40, 211, generator=generator) * 2
+    ids = torch.zeros(40, 1, dtype=torch.int64)
+    for temperature in (0.6, 1.0, 1.8):
+        scores = TemperatureLogitsWarper(temperature)(ids, logits)
+        for warper, settings in (
+            (TopKLogitsWarper(17), (17, 1.0, 0.0)),
+            (TopPLogitsWarper(0.8), (0, 0.8, 0.0)),
+            (MinPLogitsWarper(0.07), (0, 1.0, 0.07)),
+        ):
+            expected = warper(ids, scores.clone()) > float("-inf")
+            kept = filtered(variant, logits, temperature, *settings)
+            assert kept == [set(row.nonzero().squeeze(1).tolist()) for row in expected]
+
+
+@each_backend
+def test_tokens_that_end_too_early_are_those_of_transformers(variant) -> None:
+    """Before min_tokens, stop tokens cannot be chosen; afterwards they can."""
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(7))
+    logits[:, [3, 9]] += 20.0
+    processor = MinNewTokensLengthLogitsProcessor(4, 3, [3, 9], device="cpu")
+    for num_outputs in (0, 2, 3):
+        tokens = torch.zeros(2, 4 + num_outputs, dtype=torch.int64)
+        expected = processor(tokens, logits.clone()).argmax(1).tolist()
+        out = np.array([3, 9])
+        early = [(0, out), (1, out)] if num_outputs < 3 else []
+        rows = sampling_rows(2, temperature=0.0, suppressed=early)
+        sampled = Sampler(backend_of(variant)).sample(logits.clone(), rows)
+        assert sampled.token_ids.tolist() == expected

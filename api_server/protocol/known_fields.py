@@ -1,0 +1,160 @@
+"""Names of fields that the APIs which clients know define, beyond what is taken here.
+
+Owns the lists, as data. A name in one of them is not a slip of the pen: whoever sends it
+expects an effect. Names that are in none of them are ignored.
+"""
+
+from typing import Any, Final
+
+Neutral = dict[str, tuple[Any, ...]]
+"""Field → values, beside null, that ask for nothing."""
+
+HARMLESS: Final = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+"""Labels and hints: they cannot change an answer."""
+
+OPENAI: Final = frozenset(
+    {
+        "audio",
+        "best_of",
+        "function_call",
+        "functions",
+        "input",
+        "instructions",
+        "max_output_tokens",
+        "max_tool_calls",
+        "modalities",
+        "moderation",
+        "parallel_tool_calls",
+        "prediction",
+        "previous_response_id",
+        "prompt_cache_retention",
+        "reasoning",
+        "reasoning_effort",
+        "response_format",
+        "service_tier",
+        "store",
+        "suffix",
+        "text",
+        "tool_choice",
+        "tools",
+        "truncation",
+        "verbosity",
+        "web_search_options",
+    }
+)
+"""Of completions, chat completions and responses."""
+
+ANTHROPIC: Final = frozenset(
+    {
+        "anthropic_beta",
+        "anthropic_version",
+        "cache_control",
+        "container",
+        "context_management",
+        "max_tokens_to_sample",
+        "mcp_servers",
+        "output_config",
+        "output_format",
+        "stop_sequences",
+        "system",
+        "thinking",
+    }
+)
+"""Of messages."""
+
+VLLM: Final = frozenset(
+    {
+        "agent_hint",
+        "data_parallel_rank",
+        "documents",
+        "ec_transfer_params",
+        "flat_logprobs",
+        "guided_choice",
+        "guided_decoding_backend",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "guided_whitespace_pattern",
+        "include_reasoning",
+        "kv_transfer_params",
+        "logits_processors",
+        "media_io_kwargs",
+        "mm_processor_kwargs",
+        "output_kind",
+        "prompt_embeds",
+        "session_id",
+        "skip_reading_prefix_cache",
+        "structural_tag",
+        "structured_outputs",
+        "thinking_token_budget",
+        "vllm_xargs",
+    }
+)
+"""Of completions and chat completions."""
+
+ENDPOINTS: Final = frozenset(
+    {
+        "add_generation_prompt",
+        "add_special_tokens",
+        "chat_template",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "echo",
+        "max_completion_tokens",
+        "messages",
+        "prompt",
+        "top_logprobs",
+    }
+)
+"""Fields of one endpoint that mean nothing to the other."""
+
+KNOWN: Final = OPENAI | ANTHROPIC | VLLM | ENDPOINTS
+
+NEUTRAL: Final[Neutral] = {
+    "best_of": (1,),
+    "include_reasoning": (True,),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "skip_reading_prefix_cache": (False,),
+    "store": (False,),
+    "text": ({}, {"format": {"type": "text"}}),
+    "truncation": ("disabled",),
+    "vllm_xargs": ({},),
+}
+"""Of fields of both endpoints."""
+
+COMPLETION_NEUTRAL: Final[Neutral] = {**NEUTRAL}
+
+CHAT_NEUTRAL: Final[Neutral] = {
+    **NEUTRAL,
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "tool_choice": ("none",),
+    "tools": ([],),
+}
+
+STREAM_OPTIONS_NEUTRAL: Final[Neutral] = {"include_obfuscation": (False,)}
+
+MESSAGE_NEUTRAL: Final[Neutral] = {
+    "annotations": ([],),
+    "audio": (),
+    "cache_control": (),
+    "function_call": (),
+    "reasoning": (),
+    "reasoning_content": (),
+    "refusal": (),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+
+PART_NEUTRAL: Final[Neutral] = {"cache_control": (), "prompt_cache_breakpoint": ()}

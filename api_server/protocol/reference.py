@@ -1,0 +1,81 @@
+"""The table of request fields for docs/api.md, read from the models.
+
+Python drops the strings under the fields, so they are read from the source.
+"""
+
+import ast
+import inspect
+import json
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from api_server.protocol.chat import ChatCompletionRequest
+from api_server.protocol.common import GenerationRequest
+from api_server.protocol.completion import CompletionRequest
+from api_server.protocol.known_fields import ANTHROPIC, HARMLESS, NEUTRAL, OPENAI, VLLM
+
+_NO_DEFAULT = "required"
+
+
+def markdown() -> str:
+    """Every field that a request may have, by endpoint, and those that are refused or pass by."""
+    shared = set(GenerationRequest.model_fields)
+    parts = [
+        "## Fields of both endpoints",
+        _table(GenerationRequest, set()),
+        "## Fields of /v1/completions",
+        _table(CompletionRequest, shared),
+        "## Fields of /v1/chat/completions",
+        _table(ChatCompletionRequest, shared),
+        "## Fields without effect",
+        f"Taken and not looked at: {_names(HARMLESS)}.",
+        "Refused by name, unless the value asks for nothing (null, or what is in brackets):",
+        "\n".join(
+            f"- {api}: {_names(names)}."
+            for api, names in (("OpenAI", OPENAI), ("Anthropic", ANTHROPIC), ("vLLM", VLLM))
+        ),
+    ]
+    return "\n\n".join(parts)
+
+
+def _table(model: type[BaseModel], without: set[str]) -> str:
+    texts = _texts(model)
+    rows = [
+        f"| `{name}` | {_default(field)} | {texts[name]} |"
+        for name, field in model.model_fields.items()
+        if name not in without
+    ]
+    return "\n".join(["| field | default | meaning |", "|---|---|---|", *rows])
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return _NO_DEFAULT
+    value: Any = field.default
+    return "" if value is None or value in ([], {}) else f"`{json.dumps(value)}`"
+
+
+def _names(names: frozenset[str]) -> str:
+    return ", ".join(
+        f"`{name}`" + (f" ({json.dumps(NEUTRAL[name][-1])})" if name in NEUTRAL else "")
+        for name in sorted(names)
+    )
+
+
+def _texts(model: type[BaseModel]) -> dict[str, str]:
+    """The string literal under each field, of the class and those that it is made of."""
+    texts: dict[str, str] = {}
+    for each in model.__mro__[: model.__mro__.index(BaseModel)]:
+        (body,) = ast.parse(inspect.getsource(each)).body
+        assert isinstance(body, ast.ClassDef)
+        for field, after in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+            ):
+                texts.setdefault(field.target.id, " ".join(str(after.value.value).split()))
+    return texts

@@ -1,0 +1,53 @@
+"""The requests of /tokenize and /detokenize; their shapes are those of vLLM."""
+
+from typing import Annotated, Any, Final
+
+from pydantic import BeforeValidator, FailFast, Field
+
+from api_server.protocol.chat import Message, message_fields, not_too_many
+from api_server.protocol.common import Strict, Text
+
+TOKENIZE_CHAT_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "tools": ([],),
+}
+
+
+class TokenizeText(Strict):
+    model: Text | None = None
+    """Name of a served model; by default the one there is."""
+    prompt: str
+    """The text; it may be empty, and longer than the context."""
+    add_special_tokens: bool = True
+    """Let the tokenizer add what it adds to every text, such as a first token."""
+    return_token_strs: bool = False
+    """Name each token as the vocabulary spells it."""
+
+
+class TokenizeChat(Strict):
+    model: Text | None = None
+    """Name of a served model; by default the one there is."""
+    messages: Annotated[
+        list[Annotated[Message, BeforeValidator(message_fields)]],
+        FailFast(),
+        Field(min_length=1),
+        BeforeValidator(not_too_many),
+    ]
+    """The conversation, at most 4096 messages."""
+    add_generation_prompt: bool = True
+    """End with what an answer begins with."""
+    add_special_tokens: bool = False
+    """Let the tokenizer add what it adds to every text; the template has most often done it."""
+    return_token_strs: bool = False
+    """Name each token as the vocabulary spells it."""
+
+
+class Detokenize(Strict):
+    model: Text | None = None
+    """Name of a served model; by default the one there is."""
+    tokens: Annotated[list[int], FailFast()]
+    """Token ids, each below the size of the vocabulary."""

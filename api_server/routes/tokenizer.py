@@ -1,0 +1,131 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info: text to tokens and back, without the engine.
+
+Long work is done on the tokenizer's thread, and answers are encoded in one short call, so that
+streams go on meanwhile.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from api_server.protocol.fields import parse
+from api_server.protocol.ignored import IgnoredFields
+from api_server.protocol.tokens import (
+    TOKENIZE_CHAT_NEUTRAL,
+    Detokenize,
+    TokenizeChat,
+    TokenizeText,
+)
+from api_server.routes.access import services_of
+from api_server.routes.body import read_json
+from api_server.services import Services
+from proto.codec import to_compact_json
+from proto.errors import InvalidRequestError, UnknownPathError, shown
+
+router = APIRouter()
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request) -> Response:
+    """The token ids of a text, or of a conversation as the chat template writes it."""
+    services = services_of(request)
+    body = await read_json(request)
+    ignored = IgnoredFields()
+    if isinstance(body, dict) and body.get("messages") is not None:
+        chat = parse(TokenizeChat, body, TOKENIZE_CHAT_NEUTRAL, ignored)
+        services.check_model(chat.model)
+        _check_size(services, "messages", sum(len(each.content) for each in chat.messages))
+        text = await services.chat_template.render(
+            [each.for_template() for each in chat.messages],
+            add_generation_prompt=chat.add_generation_prompt,
+        )
+        return await _tokens(
+            services, "messages", text, chat.add_special_tokens, chat.return_token_strs, ignored
+        )
+    asked = parse(TokenizeText, body, {}, ignored)
+    services.check_model(asked.model)
+    return await _tokens(
+        services,
+        "prompt",
+        asked.prompt,
+        asked.add_special_tokens,
+        asked.return_token_strs,
+        ignored,
+    )
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request) -> Response:
+    """The text of token ids, special ones included."""
+    services = services_of(request)
+    ignored = IgnoredFields()
+    asked = parse(Detokenize, await read_json(request), {}, ignored)
+    services.check_model(asked.model)
+    ids, size = asked.tokens, services.client.engine.vocab_size
+    for bound in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= bound < size:
+            raise InvalidRequestError(
+                f"token id {shown(bound)} is outside the vocabulary [0, {size})", "tokens"
+            )
+    tokenizer = services.tokenizer
+    text = await tokenizer.apart(len(ids), tokenizer.decode, ids, skip_special_tokens=False)
+    return _json({"prompt": text}, ignored)
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    """tokenizer_config.json and the chat template; where it is asked for by a setting."""
+    services = services_of(request)
+    if not services.config.enable_tokenizer_info_endpoint:
+        raise UnknownPathError("/tokenizer_info needs --enable-tokenizer-info-endpoint")
+    folder = services.settings.model.tokenizer or services.model.folder
+    settings = await asyncio.to_thread(_tokenizer_settings, folder)
+    return JSONResponse(settings | {"chat_template": services.chat_template.source})
+
+
+async def _tokens(
+    services: Services,
+    field: str,
+    text: str,
+    add_special_tokens: bool,
+    names: bool,
+    ignored: IgnoredFields,
+) -> Response:
+    reader = services.prompt_reader(field)
+    reader.check_text(text)
+    tokenizer = services.tokenizer
+    (ids,) = await tokenizer.encode([text], add_special_tokens=add_special_tokens)
+    found = await tokenizer.apart(len(ids), tokenizer.token_names, ids) if names else None
+    return _json(
+        {
+            "count": len(ids),
+            "max_model_len": reader.max_model_len,
+            "tokens": ids,
+            "token_strs": found,
+        },
+        ignored,
+    )
+
+
+def _check_size(services: Services, field: str, number: int) -> None:
+    """Before a template makes a text of so many characters."""
+    services.prompt_reader(field).check_characters(number)
+
+
+def _tokenizer_settings(folder: str) -> dict[str, Any]:
+    """What the model came with; the class is what a client would load it as."""
+    path = Path(folder, "tokenizer_config.json")
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **found}
+
+
+def _json(body: dict[str, Any], ignored: IgnoredFields) -> Response:
+    """The answer; fields of the request that nobody defines are named in a header."""
+    response = Response(to_compact_json(body), media_type="application/json")
+    response.raw_headers += ignored.headers()
+    return response

@@ -1,0 +1,266 @@
+"""What operators may ask for over HTTP, and who is taken for one."""
+
+import asyncio
+import json
+
+import pytest
+
+from api_server.routes import admin
+from proto.config import FrontEndConfig
+from proto.engine_io import FinishReason
+from proto.lifecycle import AbortRequests, FrontEndReady
+from tests.api_server.conftest import samples
+from tests.api_server.test_process import running
+
+OPERATOR = {"x-api-key": "op"}
+KEYS = {"authorization": "Bearer op"}
+ROUTES = {
+    (method, route.path): {"request_ids": ["cmpl-x"]} if "abort" in route.path else None
+    for route in admin.router.routes
+    for method in route.methods
+}
+JSON_ERROR = {"message", "type", "param", "code"}
+
+
+async def ask(front_end, method, path, headers=None, **fields):
+    return await front_end.http.request(
+        method, path, json=ROUTES[method, path], headers=headers, **fields
+    )
+
+
+def config(tmp_path, **fields) -> FrontEndConfig:
+    (tmp_path / "clients").write_text("alice a-key\nbob b-key\n")
+    (tmp_path / "operators").write_text("ops op2\n")
+    return FrontEndConfig(api_key_file=str(tmp_path / "clients"), **fields)
+
+
+def test_every_admin_route_is_listed():
+    assert {path for _, path in ROUTES} == {
+        *("/admin/drain", "/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
+        *("/abort_requests", "/server_info"),
+    }
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_an_operators_key_and_nothing_else(start, tmp_path, method, path):
+    """Also from this machine: where operators have keys, being here is not enough."""
+    fields = {"admin_api_key": "op", "admin_api_key_file": str(tmp_path / "operators")}
+    async with start(config=config(tmp_path, **fields)) as front_end:
+        for headers, status in (
+            ({}, 401),
+            ({"authorization": "Bearer wrong"}, 401),
+            ({"x-api-key": "a-key"}, 403),
+            ({"authorization": "Bearer b-key"}, 403),
+        ):
+            refused = await ask(front_end, method, path, headers)
+            assert refused.status_code == status, headers
+            assert set(refused.json()["error"]) == JSON_ERROR
+        assert front_end.engine.calls == []
+        assert not front_end.services.door.closed
+        afar = {"x-forwarded-for": "192.0.2.1", "origin": "https://example.org"}
+        for key in ("op", "op2"):
+            heard = await ask(front_end, method, path, {"x-api-key": key, **afar})
+            assert heard.is_success, heard.text
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_where_only_operators_have_keys(start, method, path):
+    async with start(config=FrontEndConfig(admin_api_key="op")) as front_end:
+        assert (await front_end.http.get("/v1/models")).status_code == 200
+        for headers in ({}, {"x-api-key": "wrong"}):
+            refused = await ask(front_end, method, path, headers)
+            assert refused.status_code == 401
+            assert "www-authenticate" in refused.headers
+        assert (await ask(front_end, method, path, OPERATOR)).is_success
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_without_keys_of_operators_programs_of_this_machine(start, tmp_path, method, path):
+    async with start(config=config(tmp_path)) as front_end:
+        key = {"x-api-key": "a-key"}
+        assert (await ask(front_end, method, path)).status_code == 401
+        for sign in ({"origin": "https://example.org"}, {"via": "1.1 proxy"}):
+            assert (await ask(front_end, method, path, {**key, **sign})).status_code == 403
+        assert front_end.engine.calls == []
+        assert (await ask(front_end, method, path, key)).is_success
+
+
+async def test_an_operators_key_opens_everything(start, tmp_path):
+    async with start(config=config(tmp_path, admin_api_key="op"), accepts=True) as front_end:
+        assert (await front_end.http.get("/metrics", headers=OPERATOR)).status_code == 200
+        answer = asyncio.create_task(
+            front_end.http.post("/v1/completions", json={"prompt": "x"}, headers=OPERATOR)
+        )
+        request = await front_end.engine.requests.get()
+        front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
+        assert (await answer).status_code == 200
+        assert request.tenant == 0
+
+
+async def test_pause_and_resume(start):
+    async with start() as front_end:
+        http = front_end.http
+
+        async def paused() -> bool:
+            return (await http.get("/is_paused")).json()["is_paused"]
+
+        assert not await paused()
+        assert (await http.post("/pause")).json() == {"status": "paused"}
+        assert front_end.engine.pause_mode == "finish_running"
+        assert await paused()
+        assert (await http.post("/pause?mode=keep&clear_cache=false")).status_code == 200
+        assert front_end.engine.pause_mode == "freeze"
+        assert (await http.post("/resume")).json() == {"status": "resumed"}
+        assert not await paused()
+        for query, param in (("mode=abort", "mode"), ("mode=", "mode"), ("clear_cache=true",) * 2):
+            refused = await http.post(f"/pause?{query}")
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == param.partition("=")[0]
+        assert not await paused()
+
+
+async def test_the_prefix_cache_is_reset_when_nobody_needs_it(start):
+    async with start() as front_end:
+        assert (await front_end.http.post("/reset_prefix_cache")).status_code == 200
+        front_end.engine.resets = False
+        refused = await front_end.http.post("/reset_prefix_cache")
+        assert refused.status_code == 409
+        assert "3 requests are unfinished" in refused.json()["error"]["message"]
+        query = "reset_running_requests=true"
+        assert (await front_end.http.post(f"/reset_prefix_cache?{query}")).status_code == 200
+        assert [each.reset_running_requests for each in front_end.engine.calls] == [0, 0, 1]
+        refused = await front_end.http.post("/reset_prefix_cache?reset_running_requests=perhaps")
+        assert refused.status_code == 400
+
+
+async def test_the_settings_are_shown_without_secrets(start, tmp_path):
+    fields = {"api_key": "hush-1", "admin_api_key": "hush-2"}
+    async with start(config=config(tmp_path, **fields)) as front_end:
+        answer = await front_end.http.get("/server_info", headers={"x-api-key": "hush-2"})
+        assert "hush" not in answer.text
+        assert "a-key" not in answer.text
+        info = answer.json()
+        assert info["config"]["frontend"]["api_key"] == "***"
+        assert info["config"]["scheduler"]["max_num_seqs"] == 256
+        assert info["engine"]["max_model_len"] == 256
+        assert info["model"]["name"] == "toy"
+        assert info["version"]
+
+
+def wired(front_end) -> list[AbortRequests]:
+    """In the place of the supervisor: what it is asked, which it passes on at once."""
+    heard: list[AbortRequests] = []
+
+    def pass_on(request_ids: list[str], owner: str | None) -> None:
+        heard.append(AbortRequests(request_ids, owner))
+        front_end.services.under_way.abort(request_ids, owner)
+
+    object.__setattr__(front_end.services, "ask_abort", pass_on)
+    return heard
+
+
+def begin(front_end, key: str, **fields) -> asyncio.Task:
+    body = {"prompt": "hello", "max_tokens": 4, **fields}
+    headers = {"x-api-key": key}
+    return asyncio.create_task(front_end.http.post("/v1/completions", json=body, headers=headers))
+
+
+async def abort(front_end, key: str, *ids: str) -> int:
+    response = await front_end.http.post(
+        "/abort_requests", json={"request_ids": ids}, headers={"x-api-key": key}
+    )
+    return response.status_code
+
+
+async def test_an_operator_aborts_anybodys_request(start, tmp_path):
+    """The answers of whom it was cannot be taken for complete."""
+    async with start(config=config(tmp_path, admin_api_key="op"), accepts=True) as front_end:
+        wired(front_end)
+        whole = begin(front_end, "a-key", request_id="one")
+        streamed = begin(front_end, "b-key", request_id="two", stream=True)
+        other = begin(front_end, "b-key", request_id="one-and-more")
+        requests = [await front_end.engine.requests.get() for _ in range(3)]
+        for request in requests:
+            front_end.engine.emit(request, [40])
+        assert await abort(front_end, "op", "cmpl-one", "cmpl-two", "cmpl-nobody") == 202
+        gone = {(await front_end.engine.aborts.get()).request_id for _ in range(2)}
+        assert (await whole).status_code == 410
+        assert (await whole).json()["error"]["type"] == "RequestAbortedError"
+        events = (await streamed).text.removesuffix("\n\n").split("\n\n")
+        assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == 410
+        assert events[-1] == "data: [DONE]"
+        (left,) = (each for each in requests if each.request_id not in gone)
+        front_end.engine.emit(left, [41], finish=FinishReason.LENGTH)
+        assert (await other).status_code == 200
+        assert front_end.services.client.num_open == 0
+        counts = (await front_end.http.get("/metrics", headers=OPERATOR)).text
+        assert 'tokend:requests_cut_short_total{cause="operator"} 2.0' in counts
+
+
+async def test_aborts_do_not_cross_keys(start, tmp_path):
+    """Of two requests with one name a client's program ends its own."""
+    async with start(config=config(tmp_path), accepts=True) as front_end:
+        heard = wired(front_end)
+        mine, yours = (begin(front_end, key, request_id="same") for key in ("a-key", "b-key"))
+        requests = [await front_end.engine.requests.get() for _ in range(2)]
+        assert await abort(front_end, "a-key", "cmpl-same", "cmpl-sam", "same") == 202
+        assert heard[0].owner == "alice"
+        gone = (await front_end.engine.aborts.get()).request_id
+        assert (await mine).status_code == 410
+        (left,) = (each for each in requests if each.request_id != gone)
+        front_end.engine.emit(left, [41], finish=FinishReason.LENGTH)
+        assert (await yours).status_code == 200
+        assert front_end.engine.aborts.empty()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *({}, [1], {"request_ids": []}, {"request_ids": "x"}, {"request_ids": [1]}),
+        *({"request_ids": ["x" * 161]}, {"request_ids": ["x"] * 1025}),
+    ],
+)
+async def test_what_is_no_list_of_ids(start, body):
+    async with start() as front_end:
+        refused = await front_end.http.post("/abort_requests", json=body)
+        assert refused.status_code == 400
+
+
+async def test_the_word_goes_to_the_supervisor_and_comes_back_from_it(run_dir, model):
+    async with running(run_dir, model) as process:
+        process.engine.announce()
+        await process.say(FrontEndReady)
+        body = {"prompt": "hello", "request_id": "mine"}
+        answer = asyncio.create_task(process.http.post("/v1/completions", json=body))
+        await process.engine.requests.get()
+        asked = await process.http.post("/abort_requests", json={"request_ids": ["cmpl-mine"]})
+        assert asked.status_code == 202
+        told = await process.say(AbortRequests)
+        assert told == AbortRequests(["cmpl-mine"], "")
+        assert not answer.done(), "other front ends may have it, so all hear of it together"
+        process.supervisor.send(told)
+        assert (await answer).status_code == 410
+
+
+async def test_what_is_under_way_is_forgotten_when_it_ends(start, say):
+    async with start(say("!")) as front_end:
+        await front_end.complete(request_id="x")
+        await front_end.events("/v1/completions", prompt="hello", request_id="x")
+        assert front_end.services.under_way._by_label == {}
+
+
+async def test_load_counts_what_is_answered(start):
+    async with start(accepts=True) as front_end:
+
+        async def load() -> int:
+            return (await front_end.http.get("/load")).json()["server_load"]
+
+        assert await load() == 0
+        asking = [asyncio.create_task(front_end.complete(max_tokens=1)) for _ in range(3)]
+        requests = [await front_end.engine.requests.get() for _ in asking]
+        assert await load() == 3
+        for request in requests:
+            front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
+        await asyncio.gather(*asking)
+        assert await load() == 0
+        assert (await samples(front_end))["tokend:requests_cut_short_total,operator"] == 0

@@ -1,0 +1,311 @@
+"""What the parameters of a request become: for the engine, and in the text of the answer."""
+
+import asyncio
+import hashlib
+
+import pytest
+
+from proto.engine_io import FinishReason
+from proto.logit_edits import LogitEdits
+from proto.repetition import RepetitionDetection
+from tests.fakes.fake_engine import pack_logprobs
+
+PATH = "/v1/completions"
+ENDPOINTS = ("complete", "chat")
+
+
+async def asked(front_end, endpoint: str, **fields):
+    """The answer's body and what the engine was asked."""
+    response = await getattr(front_end, endpoint)(**fields)
+    assert response.status_code == 200, response.text
+    return response.json(), front_end.engine.requests.get_nowait()
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+async def test_edits_of_scores_reach_the_engine(start, say, tokenizer, endpoint):
+    async with start(say("!")) as front_end:
+        _, request = await asked(front_end, endpoint)
+        assert request.sampling_params.edits is None
+        assert request.sampling_params.repetition is None
+        assert request.cache_salt is None
+        _, request = await asked(
+            front_end,
+            endpoint,
+            presence_penalty=0.5,
+            frequency_penalty=-1,
+            repetition_penalty=1.25,
+            logit_bias={"5": -100, "17": 3.5},
+            allowed_token_ids=[5, 17, 8],
+            bad_words=["fox", "the sea"],
+        )
+        words = [*map(tuple, (tokenizer.encode(each).ids for each in ("fox", "the sea")))]
+        edits = request.sampling_params.edits
+        assert edits == LogitEdits(
+            presence_penalty=0.5,
+            frequency_penalty=-1.0,
+            repetition_penalty=1.25,
+            bias_token_ids=(5, 17),
+            bias_values=(-100.0, 3.5),
+            allowed_token_ids=(5, 17, 8),
+            bad_words=edits.bad_words,
+        )
+        assert set(words) <= set(edits.bad_words)
+
+
+async def test_bad_words_with_a_space_before_them(start, say, tokenizer):
+    """The other spelling counts where it is as long and begins with another token."""
+    async with start(say("!")) as front_end:
+        for word in ("fox", "lazy", "zebra", "the quick", "  dog"):
+            first = tuple(tokenizer.encode(word.lstrip()).ids)
+            spaced = tuple(tokenizer.encode(" " + word.lstrip()).ids)
+            other = len(first) == len(spaced) and first[0] != spaced[0]
+            _, request = await asked(front_end, "complete", bad_words=[word])
+            assert request.sampling_params.edits.bad_words == (
+                (first, spaced) if other else (first,)
+            )
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+async def test_rules_of_ending_and_identity_reach_the_engine(start, say, endpoint):
+    async with start(say("!")) as front_end:
+        pattern = {"max_pattern_size": 20, "min_pattern_size": 3, "min_count": 4}
+        _, request = await asked(
+            front_end, endpoint, repetition_detection=pattern, cache_salt="tenant é"
+        )
+        assert request.sampling_params.repetition == RepetitionDetection(**pattern)
+        assert request.cache_salt == hashlib.sha256("tenant é".encode()).hexdigest()
+        fewer = {"max_pattern_size": 20, "min_pattern_size": 0, "min_count": 4}
+        _, request = await asked(front_end, endpoint, repetition_detection=fewer)
+        assert request.sampling_params.repetition.min_pattern_size == 1
+
+
+async def test_a_repetition_ends_a_choice(start):
+    async def script(front_end):
+        request = await front_end.engine.requests.get()
+        front_end.engine.accept(request)
+        front_end.engine.emit(request, [40, 40], finish=FinishReason.REPETITION)
+
+    async with start() as front_end:
+        for stream in (False, True):
+            answer = asyncio.create_task(front_end.complete(stream=stream))
+            await script(front_end)
+            text = (await answer).text
+            assert '"finish_reason": "repetition"' in text
+            assert '"stop_reason": "repetition_detected"' in text
+
+
+@pytest.mark.parametrize("shown", [False, True])
+async def test_stop_strings_in_the_text(start, say, shown):
+    async with start(say("the quick brown fox")) as front_end:
+        fields = {"max_tokens": 60, "stop": ["brown"], "include_stop_str_in_output": shown}
+        body = (await front_end.complete(**fields)).json()
+        expected = "the quick brown" if shown else "the quick "
+        assert body["choices"][0]["text"] == expected
+        assert body["choices"][0]["stop_reason"] == "brown"
+        events = await front_end.events(PATH, prompt="hello", **fields)
+        assert "".join(each["choices"][0]["text"] for each in events[:-1]) == expected
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+@pytest.mark.parametrize("shows_stop", [False, True])
+async def test_special_tokens_in_the_text(start, tokenizer, skipped, shows_stop):
+    """The end token is text only where both want it."""
+    ids = [*tokenizer.encode("fox").ids, 1, 0, 2]
+    async with start(lambda request, choice: ids) as front_end:
+        fields = {"skip_special_tokens": skipped, "include_stop_str_in_output": shows_stop}
+        body = (await front_end.complete(max_tokens=60, **fields)).json()
+        end = "<|im_end|>" if shows_stop else ""
+        expected = "fox" if skipped else f"fox<|im_start|><|endoftext|>{end}"
+        assert body["choices"][0]["text"] == expected
+        chat = (await front_end.chat(**fields)).json()
+        assert chat["choices"][0]["message"]["content"] == expected
+
+
+async def test_token_ids_without_text(start, say, tokenizer):
+    ids = [*tokenizer.encode("the quick fox").ids, 2]
+    async with start(say("the quick fox")) as front_end:
+        fields = {"max_tokens": 60, "detokenize": False, "return_token_ids": True}
+        choice = (await front_end.complete(**fields)).json()["choices"][0]
+        assert (choice["text"], choice["token_ids"]) == ("", ids)
+        events = await front_end.events(PATH, prompt="hello", **fields)
+        assert [id_ for each in events[:-1] for id_ in each["choices"][0]["token_ids"]] == ids
+        assert len(events) > 3
+        chat = (await front_end.chat(**fields)).json()["choices"][0]
+        assert (chat["message"]["content"], chat["token_ids"]) == ("", ids)
+
+
+@pytest.mark.parametrize("interval", [1, 3, 1000])
+async def test_the_interval_of_a_stream(start, say, tokenizer, interval):
+    """The first token at once, then every so many, then the rest."""
+    ids = [*tokenizer.encode("the quick brown fox jumps").ids, 2]
+    async with start(say("the quick brown fox jumps")) as front_end:
+        fields = {"prompt": "hello", "max_tokens": 60, "return_token_ids": True}
+        events = await front_end.events(PATH, stream_interval=interval, **fields)
+        lengths = [len(each["choices"][0]["token_ids"]) for each in events[:-1]]
+        assert sum(lengths) == len(ids)
+        assert all(length >= interval for length in lengths[1:-1])
+        text = "".join(each["choices"][0]["text"] for each in events[:-1])
+        assert text == "the quick brown fox jumps"
+        if interval == 1000:
+            assert len(lengths) <= 2
+
+
+async def test_names_and_choice_of_logprobs(start, say, tokenizer):
+    first = tokenizer.encode("fox").ids[0]
+    async with start(say("fox")) as front_end:
+        fields = {"max_tokens": 60, "return_tokens_as_token_ids": True, "prompt_logprobs": 0}
+        choice = (await front_end.complete(logprobs=1, **fields)).json()["choices"][0]
+        assert choice["logprobs"]["tokens"][0] == f"token_id:{first}"
+        assert f"token_id:{first}" in choice["logprobs"]["top_logprobs"][0]
+        prompt = next(iter(choice["prompt_logprobs"][1].values()))
+        assert not prompt["decoded_token"].startswith("token_id")
+        chat = (await front_end.chat(logprobs=True, top_logprobs=1, **fields)).json()
+        entry = chat["choices"][0]["logprobs"]["content"][0]
+        assert entry["token"] == f"token_id:{first}"
+        assert bytes(entry["bytes"]).decode() == tokenizer.decode([first])
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+async def test_tokens_that_logprobs_name(start, endpoint):
+    """The engine's columns are those tokens, however many logprobs was."""
+    async with start() as front_end:
+        wanted = {"logprobs": True} if endpoint == "chat" else {"logprobs": 0}
+        answer = asyncio.create_task(
+            getattr(front_end, endpoint)(logprob_token_ids=[50, 60], **wanted)
+        )
+        request = await front_end.engine.requests.get()
+        assert request.sampling_params.logprob_token_ids == (50, 60)
+        front_end.engine.accept(request)
+        rows = pack_logprobs([[(40, -1.0), (50, -2.0), (60, -3.0)]], [1])
+        front_end.engine.emit(request, [40], finish=FinishReason.LENGTH, logprobs=rows)
+        choice = (await answer).json()["choices"][0]
+        if endpoint == "chat":
+            best = choice["logprobs"]["content"][0]["top_logprobs"]
+            assert [each["logprob"] for each in best] == [-2.0, -3.0]
+        else:
+            assert sorted(choice["logprobs"]["top_logprobs"][0].values()) == [-3.0, -2.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"truncate_prompt_tokens": 3}, slice(-3, None)),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "left"}, slice(-3, None)),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, slice(0, 3)),
+        ({"truncate_prompt_tokens": 255, "max_tokens": 1}, slice(-255, None)),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 50}, slice(-206, None)),
+        ({"truncate_prompt_tokens": -1}, slice(-240, None)),
+    ],
+)
+async def test_a_prompt_that_is_cut(start, say, tokenizer, fields, kept):
+    """As text and as token ids, and far longer than the context."""
+    text = "the quick brown fox jumps over the lazy dog. " * 400
+    ids = tokenizer.encode(text).ids
+    async with start(say("!")) as front_end:
+        for prompt in (text, ids):
+            _, request = await asked(front_end, "complete", prompt=prompt, **fields)
+            assert request.prompt_token_ids == ids[kept]
+        body, _ = await asked(front_end, "complete", prompt=text, echo=True, **fields)
+        assert body["choices"][0]["text"].startswith(tokenizer.decode(ids[kept]))
+        body, _ = await asked(front_end, "complete", prompt="the fox", **fields)
+        assert body["usage"]["prompt_tokens"] == min(
+            len(tokenizer.encode("the fox").ids), len(ids[kept])
+        )
+
+
+async def test_a_chat_that_is_cut(start, say):
+    async with start(say("!")) as front_end:
+        long = [{"role": "user", "content": "the quick brown fox " * 5000}]
+        _, request = await asked(front_end, "chat", messages=long, truncate_prompt_tokens=40)
+        assert len(request.prompt_token_ids) == 40
+        _, request = await asked(
+            front_end, "chat", messages=long, truncate_prompt_tokens=-1, max_tokens=56
+        )
+        assert len(request.prompt_token_ids) == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_prompt_as_the_model_saw_it(start, say, tokenizer, stream):
+    async def shown(path, **fields):
+        if stream:
+            return (await front_end.events(path, **fields))[0]
+        return (await front_end.http.post(path, json=fields)).json()
+
+    async with start(say("!")) as front_end:
+        ids = tokenizer.encode("lazy dog").ids
+        body = await shown(PATH, prompt=ids, return_prompt_text=True)
+        assert body["choices"][0]["prompt_text"] == "lazy dog"
+        messages = [{"role": "user", "content": "hello"}]
+        body = await shown("/v1/chat/completions", messages=messages, return_prompt_text=True)
+        assert body["prompt_text"] == ("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
+        assert "prompt_text" not in await shown("/v1/chat/completions", messages=messages)
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+async def test_fields_that_nobody_defines_are_named(start, say, caplog, endpoint):
+    caplog.set_level("INFO", "tokend.requests")
+    async with start(say("!")) as front_end:
+        fields = {"temprature": 1, "x\r\ny: 1": 2, "z" * 200: None, "repetition_detection": None}
+        response = await getattr(front_end, endpoint)(**fields)
+        assert response.status_code == 200, response.text
+        named = response.headers["x-tokend-ignored"]
+        assert named == f"temprature, x??y??1, {'z' * 61}..."
+        assert f"ignored_fields={named}" in caplog.text
+        many = await getattr(front_end, endpoint)(**{f"f{number}": 1 for number in range(5000)})
+        assert many.headers["x-tokend-ignored"].endswith("f15, 4984 more")
+        fine = await getattr(front_end, endpoint)(user="ann")
+        assert "x-tokend-ignored" not in fine.headers
+
+
+async def test_fields_within_others_that_nobody_defines(start, say):
+    async with start(say("!")) as front_end:
+        response = await front_end.chat(
+            messages=[
+                {"role": "user", "content": [{"type": "text", "text": "hi", "mood": 1}], "hat": 2}
+            ],
+            stream=True,
+            stream_options={"include_usage": True, "speed": 3},
+            repetition_detection={"max_pattern_size": 2, "min_count": 3, "why": 1},
+        )
+        assert response.status_code == 200, response.text
+        assert sorted(response.headers["x-tokend-ignored"].split(", ")) == [
+            "messages.content.mood",
+            "messages.hat",
+            "repetition_detection.why",
+            "stream_options.speed",
+        ]
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+async def test_the_id_of_a_request(start, say, endpoint):
+    async with start(say("!")) as front_end:
+        url = PATH if endpoint == "complete" else "/v1/chat/completions"
+        messages = [{"role": "user", "content": "hi"}]
+        ask = {"prompt": "hi"} if endpoint == "complete" else {"messages": messages}
+
+        async def ids(headers, **fields):
+            response = await front_end.http.post(url, json=ask | fields, headers=headers)
+            return response.json()["id"].split("-", 1)[1], response.headers
+
+        answer, headers = await ids({"x-request-id": "abc.1:2"})
+        assert answer == headers["x-request-id"] == "abc.1:2"
+        answer, headers = await ids({"x-request-id": "abc"}, request_id="body")
+        assert answer == headers["x-request-id"] == "body"
+        answer, headers = await ids({"x-request-id": "Root=1;x"})
+        assert len(answer) == 32
+        assert headers["x-request-id"].endswith(answer)
+        assert headers["x-tokend-ignored"] == "x-request-id"
+
+
+async def test_the_same_id_twice_at_once(start, tokenizer):
+    """It is a label: what is under way is told apart by the server's own ids."""
+    async with start(lambda request, choice: [*request.prompt_token_ids, 2]) as front_end:
+        answers = await asyncio.gather(
+            *(
+                front_end.complete(prompt=text, request_id="same", max_tokens=60)
+                for text in ("fox", "lazy dog", "the sea")
+            )
+        )
+        texts = [answer.json()["choices"][0]["text"] for answer in answers]
+        assert texts == ["fox", "lazy dog", "the sea"]
+        assert {answer.json()["id"] for answer in answers} == {"cmpl-same"}

@@ -1,0 +1,165 @@
+"""Text to tokens and back over HTTP, in vLLM's shapes; nobody waits for somebody's long text."""
+
+import asyncio
+import json
+import shutil
+
+import msgspec
+import pytest
+
+from api_server.inputs import tokenizer as tokenizers
+from proto.config import FrontEndConfig
+from proto.engine_io import FinishReason
+from tests.api_server.conftest import CORPUS
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+async def test_a_text(start, tokenizer):
+    async with start() as front_end:
+        response = await front_end.http.post("/tokenize", json={"prompt": "naïve 你好"})
+        ids = tokenizer.encode("naïve 你好").ids
+        assert response.json() == {
+            "count": len(ids),
+            "max_model_len": 256,
+            "tokens": ids,
+            "token_strs": None,
+        }
+        body = {"prompt": "the fox", "return_token_strs": True, "model": "toy"}
+        found = (await front_end.http.post("/tokenize", json=body)).json()
+        assert found["token_strs"] == tokenizer.encode("the fox").tokens
+        empty = (await front_end.http.post("/tokenize", json={"prompt": ""})).json()
+        assert (empty["count"], empty["tokens"]) == (0, [])
+
+
+async def test_more_tokens_than_the_context_holds_are_counted(start, tokenizer):
+    async with start() as front_end:
+        text = CORPUS[0] * 20
+        found = (await front_end.http.post("/tokenize", json={"prompt": text})).json()
+        assert found["count"] == len(tokenizer.encode(text).ids) > 256
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_a_conversation(start, tokenizer, goes_on):
+    async with start() as front_end:
+        body = {"messages": MESSAGES, "add_generation_prompt": goes_on, "return_token_strs": True}
+        found = (await front_end.http.post("/tokenize", json=body)).json()
+        text = "<|im_start|>user\nhello<|im_end|>\n" + "<|im_start|>assistant\n" * goes_on
+        assert found["tokens"] == tokenizer.encode(text).ids
+        assert found["token_strs"][0] == "<|im_start|>"
+
+
+async def test_a_conversation_has_the_tokens_that_a_chat_has(start, say):
+    async with start(say("!")) as front_end:
+        chat = (await front_end.chat(return_token_ids=True)).json()
+        found = (await front_end.http.post("/tokenize", json={"messages": MESSAGES})).json()
+        assert found["tokens"] == chat["prompt_token_ids"]
+
+
+async def test_back_to_text(start, tokenizer):
+    async with start() as front_end:
+        for text in ("naïve 你好 😀", "<|im_start|>user\nhi<|im_end|>", ""):
+            body = {"tokens": tokenizer.encode(text).ids}
+            answer = await front_end.http.post("/detokenize", json=body)
+            assert answer.json() == {"prompt": text}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": None}, "prompt"),
+        ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"prompt": "a\ud800"}, "prompt"),
+        ("/tokenize", {"prompt": "x" * 10**6}, "prompt"),
+        ("/tokenize", {"prompt": "x", "add_special_tokens": "yes"}, "add_special_tokens"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 10**6}]}, "messages"),
+        ("/tokenize", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
+        ("/tokenize", {"messages": MESSAGES, "tools": [{}]}, "tools"),
+        ("/tokenize", {"messages": MESSAGES, "continue_final_message": True}, "continue_final"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/detokenize", {"tokens": [1.5]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [2**70]}, "tokens"),
+    ],
+)
+async def test_what_is_refused(start, path, body, param):
+    async with start() as front_end:
+        content = json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        refused = await front_end.http.post(path, content=content, headers=headers)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"].startswith(param)
+
+
+async def test_another_model_and_another_content_type(start):
+    async with start() as front_end:
+        for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
+            other = await front_end.http.post(path, json={**body, "model": "gpt-9"})
+            assert other.status_code == 404
+            assert (await front_end.http.post(path, content=b"x")).status_code == 415
+
+
+async def test_a_header_that_stands_for_a_field_of_others_is_no_error(start):
+    async with start() as front_end:
+        headers = {"x-request-timeout-ms": "1000", "x-vllm-priority": "1"}
+        answer = await front_end.http.post("/tokenize", json={"prompt": "x"}, headers=headers)
+        assert answer.status_code == 200
+
+
+async def test_what_the_tokenizer_is(start, model, tmp_path):
+    async with start() as front_end:
+        hidden = await front_end.http.get("/tokenizer_info")
+        assert hidden.status_code == 404
+        assert "--enable-tokenizer-info-endpoint" in hidden.json()["error"]["message"]
+    config = FrontEndConfig(enable_tokenizer_info_endpoint=True)
+    async with start(config=config) as front_end:
+        info = (await front_end.http.get("/tokenizer_info")).json()
+        assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
+        assert info["eos_token"] == {"content": "<|im_end|>"}
+        assert info["chat_template"].startswith("{% for message in messages %}")
+
+
+async def test_a_tokenizer_without_settings(start, model, tmp_path):
+    shutil.copy(f"{model.folder}/tokenizer.json", tmp_path)
+    served = msgspec.structs.replace(model, folder=str(tmp_path))
+    config = FrontEndConfig(enable_tokenizer_info_endpoint=True)
+    async with start(config=config, served=served) as front_end:
+        info = (await front_end.http.get("/tokenizer_info")).json()
+        assert info == {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": None}
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
+async def test_a_stream_goes_on_while_a_long_text_becomes_tokens(start, path):
+    """The engine draws a token when the client has read the last one: many of them, meanwhile."""
+    text = CORPUS[0] * 4000
+    async with start(accepts=True, max_model_len=200_000) as front_end:
+        body = {"prompt": "hello", "stream": True, "max_tokens": 100_000}
+        async with front_end.http.stream("POST", "/v1/completions", json=body) as response:
+            request = await front_end.engine.requests.get()
+            lines = response.aiter_lines()
+            asked = asyncio.create_task(front_end.http.post(path, json={"prompt": text}))
+            others = asyncio.create_task(front_end.engine.requests.get())
+            steps = 0
+            while not (asked.done() or others.done()):
+                front_end.engine.emit(request, [40])
+                while not (await anext(lines)).startswith("data: "):
+                    pass
+                steps += 1
+            front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
+            if path != "/tokenize":
+                long = others.result()
+                assert len(long.prompt_token_ids) > 50_000
+                front_end.engine.emit(long, [40], finish=FinishReason.LENGTH)
+            assert (await asked).status_code == 200
+            others.cancel()
+        assert steps > 20
+
+
+async def test_short_texts_are_not_worth_a_thread(start, monkeypatch):
+    async with start() as front_end:
+        monkeypatch.setattr(front_end.services.tokenizer, "_threads", None)
+        short = "x" * tokenizers.INLINE_SIZE
+        assert (await front_end.http.post("/tokenize", json={"prompt": short})).is_success

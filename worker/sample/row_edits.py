@@ -1,0 +1,140 @@
+"""What one sequence's parameters change about its scores, and the tokens that this depends on.
+
+Owns the token counts of a sequence with penalties, and the end of its outputs where it has bad
+words. All of it follows from prompt and outputs, so a sequence that comes back after a
+preemption or in another process has what it had. Made only for sequences that change scores.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from proto.logit_edits import LogitEdits
+
+Ids = npt.NDArray[np.int64]
+
+
+class TokenCounts:
+    """How often each token is among the outputs; also those of the prompt, with 0, if wanted.
+
+    The distinct tokens are in no order, each at the same place for good:
+
+        ids      5 9 2 7 . .
+        counts   0 3 1 1 . .
+    """
+
+    def __init__(self, seen: Sequence[int], outputs: Sequence[int]) -> None:
+        self._place: dict[int, int] = {}
+        self._ids = np.empty(0, dtype=np.int64)
+        self._counts = np.empty(0, dtype=np.float32)
+        distinct, counts = np.unique(np.array(outputs, dtype=np.int64), return_counts=True)
+        rest = np.setdiff1d(np.array(seen, dtype=np.int64), distinct)
+        self._reserve(len(distinct) + len(rest))
+        for place, token_id in enumerate([*distinct.tolist(), *rest.tolist()]):
+            self._place[token_id] = place
+            self._ids[place] = token_id
+        self._counts[: len(distinct)] = counts
+
+    def add(self, token_id: int) -> None:
+        """One more output."""
+        place = self._place.setdefault(token_id, len(self._place))
+        if place == len(self._ids):
+            self._reserve(2 * place + 8)
+        self._ids[place] = token_id
+        self._counts[place] += 1
+
+    @property
+    def ids(self) -> Ids:
+        """Distinct tokens, int64 [D]."""
+        return self._ids[: len(self._place)]
+
+    @property
+    def counts(self) -> npt.NDArray[np.float32]:
+        """How often each of them is among the outputs, float32 [D]."""
+        return self._counts[: len(self._place)]
+
+    def _reserve(self, size: int) -> None:
+        ids, counts = np.empty(size, dtype=np.int64), np.zeros(size, dtype=np.float32)
+        ids[: len(self._ids)] = self._ids
+        counts[: len(self._counts)] = self._counts
+        self._ids, self._counts = ids, counts
+
+
+class BadWords:
+    """Sequences of tokens that the outputs are not to come to hold.
+
+    bad word a b c, outputs … a b   →   c is forbidden now
+    """
+
+    def __init__(self, words: Sequence[Sequence[int]], outputs: Sequence[int]) -> None:
+        ends: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
+        for word in words:
+            ends[tuple(word[:-1])].add(word[-1])
+        self._ends = {begin: sorted(last) for begin, last in ends.items()}
+        self._lengths = sorted({len(begin) for begin in ends})
+        longest = max(self._lengths, default=0)
+        self._tail = list(outputs[len(outputs) - min(longest, len(outputs)) :])
+        self._longest = longest
+
+    def add(self, token_id: int) -> None:
+        """One more output."""
+        if self._longest:
+            self._tail.append(token_id)
+            del self._tail[: -self._longest]
+
+    @property
+    def forbidden(self) -> list[int]:
+        """Tokens that would complete a word now; one may be there twice."""
+        found: list[int] = []
+        for length in self._lengths:
+            if length <= len(self._tail):
+                found += self._ends.get(tuple(self._tail[len(self._tail) - length :]), ())
+        return found
+
+
+class RowEdits:
+    """One sequence's changes of scores.
+
+    allowed: int64 [A], the only tokens that can be chosen, or None for all.
+    bias_ids int64 [B], bias_values float32 [B].
+    repetition, frequency, presence: penalties; counts: what they are for.
+    """
+
+    __slots__ = (
+        "_bad_words",
+        "_penalises",
+        "allowed",
+        "bias_ids",
+        "bias_values",
+        "counts",
+        "frequency",
+        "presence",
+        "repetition",
+    )
+
+    def __init__(self, edits: LogitEdits, prompt: Sequence[int], outputs: Sequence[int]) -> None:
+        self.allowed = None
+        if edits.allowed_token_ids is not None:
+            self.allowed = np.array(edits.allowed_token_ids, dtype=np.int64)
+        self.bias_ids = np.array(edits.bias_token_ids, dtype=np.int64)
+        self.bias_values = np.array(edits.bias_values, dtype=np.float32)
+        self.repetition = edits.repetition_penalty
+        self.frequency = edits.frequency_penalty
+        self.presence = edits.presence_penalty
+        self._penalises = edits.penalises
+        seen = prompt if edits.repetition_penalty != 1.0 else ()
+        self.counts = TokenCounts(seen, outputs if edits.penalises else ())
+        self._bad_words = BadWords(edits.bad_words, outputs)
+
+    def append(self, token_id: int) -> None:
+        """The sequence has one more output."""
+        if self._penalises:
+            self.counts.add(token_id)
+        self._bad_words.add(token_id)
+
+    @property
+    def forbidden(self) -> list[int]:
+        """Tokens that cannot be chosen now."""
+        return self._bad_words.forbidden
