@@ -5,8 +5,8 @@
 
 Sampled tokens stay on the device, where the next step takes them from; their copies reach
 the host behind an event. Until then a row holds PENDING in their place. A step with a row
-that wants more than a token (log-probabilities, candidates of a beam) is sampled on the host,
-once everything before it has arrived.
+that wants more than a token (log-probabilities, candidates of a beam, penalties and other edits of
+its scores) is sampled on the host, once everything before it has arrived.
 """
 
 from collections.abc import Callable

@@ -13,6 +13,7 @@ import torch
 
 from engine_core.stepper import OVERLAPPED
 from proto.config import DeviceConfig
+from proto.logit_edits import LogitEdits
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
 from tests.fakes.engine_harness import EngineHarness
@@ -193,6 +194,7 @@ WISHES: list[dict[str, Any]] = [
     {"temperature": 1.2, "min_p": 0.05},
     {"temperature": 0.0, "logprobs": 2},
     {"temperature": 0.7},
+    {"temperature": 0.0, "edits": LogitEdits(frequency_penalty=1.5)},
     {"temperature": 0.0},
 ]
 

@@ -138,7 +138,8 @@ class Rows:
         """Bool [n]: rows that want a token, by filters and a draw, and nothing else."""
         num_outputs = self.num_tokens[rows] - self.num_prompt_tokens[rows]
         found: NDArray[np.bool_] = (
-            (self.num_logprobs[rows] == NO_LOGPROBS)
+            ~self.edited[rows]
+            & (self.num_logprobs[rows] == NO_LOGPROBS)
             & (self.num_prompt_logprobs[rows] == NO_LOGPROBS)
             & (self.num_candidates[rows] == 0)
             & (num_outputs >= self.min_output[rows])
