@@ -130,8 +130,8 @@ class Service:
             for message in messages:
                 if message.epoch == self._epoch:
                     self._serve(message)
-            while self._launched and self._launched[0][1].ready():
-                self._answer()
+                self._answer_what_is_ready()
+            self._answer_what_is_ready()
 
     def _obey(self) -> bool:
         """What the supervisor says; True for Shutdown."""
@@ -182,12 +182,13 @@ class Service:
                 self._saboteur.begin_step()
             self._launched.append((step, runner.launch(step)))
 
-    def _answer(self) -> None:
-        """Send the tokens of the oldest step that was begun."""
-        step, launched = self._launched.popleft()
-        with self._reporting(step):
-            output = launched.result()
-        self._engine.send(output)
+    def _answer_what_is_ready(self) -> None:
+        """Send the tokens of the steps that are done, the oldest first."""
+        while self._launched and self._launched[0][1].ready():
+            step, launched = self._launched.popleft()
+            with self._reporting(step):
+                output = launched.result()
+            self._engine.send(output)
 
     @contextmanager
     def _reporting(self, step: SchedulerOutput) -> Iterator[None]:
