@@ -24,6 +24,7 @@ from worker.device.accelerator import Accelerator
 from worker.device.placement import OnDevice
 from worker.forward import EagerForward, Forward
 from worker.kv_cache import KVCache
+from worker.layers.rotary import Rotate
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.sample.device_draw import KeyedDraw
@@ -43,6 +44,7 @@ class Kernels:
     library: Callable[[], Library]
     store: KVStore
     draw: KeyedDraw
+    turn: Rotate
 
 
 class CudaRunnerMaker:
@@ -151,4 +153,5 @@ class CudaRunnerMaker:
             library,
             self._kernels.store,
             options,
+            self._kernels.turn,
         )

@@ -55,6 +55,7 @@ from worker.fingerprint import kv_fingerprint
 from worker.kernels import load_kernels
 from worker.kv_cache import KVCache, kv_cache_geometry, resolve_kv_dtype
 from worker.kv_layout import kv_layout
+from worker.layers.triton_rows import TritonRotate
 from worker.loader.choice import activation_dtype, choose_form
 from worker.loader.form_report import dense_notice, memory_line
 from worker.loader.forms import DenseForm, WeightForm
@@ -313,7 +314,7 @@ class Service:
             self._boot.config.device,
             self._checked_model(),
             Cuda(self._device.torch_device),
-            Kernels(load_library, TritonStore(), TritonDraw()),
+            Kernels(load_library, TritonStore(), TritonDraw(), TritonRotate()),
             create_sampler(),
             self._dtype,
         )

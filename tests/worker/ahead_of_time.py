@@ -5,14 +5,18 @@ Where a kernel has run in Triton's interpreter, its language stays changed.
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from typing import Any, NamedTuple
 
 
 class Kernel(NamedTuple):
-    """maker: "module:class", whose instances have the kernel. signature: types of its pointers
-    and numbers. constants: its compile-time parameters."""
+    """What is to be compiled.
+
+    maker: "module:name" of what makes the kernel, or something that has it. signature: types
+    of its pointers and numbers. constants: its compile-time parameters.
+    """
 
     maker: str
     signature: dict[str, str]
@@ -24,6 +28,7 @@ def compiled(kernels: list[Kernel]) -> list[str]:
     result = subprocess.run(
         [sys.executable, "-m", "tests.worker.ahead_of_time"],
         input=json.dumps(kernels),
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -38,7 +43,8 @@ def _compile(maker: str, signature: dict[str, str], constants: dict[str, Any]) -
     from triton.compiler import ASTSource
 
     module, name = maker.split(":")
-    kernel = getattr(importlib.import_module(module), name)().kernel
+    made = getattr(importlib.import_module(module), name)()
+    kernel = getattr(made, "kernel", made)
     source = ASTSource(
         kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants
     )

@@ -31,6 +31,7 @@ from worker.cuda_runner import CudaRunnerMaker, Kernels
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 from worker.layers import activation, linear, norm
+from worker.layers.rotary import rotate
 from worker.loader import forms, weights
 from worker.model_runner import ModelRunner
 from worker.models import kernel_stack
@@ -98,7 +99,7 @@ class OnFakeCuda:
             DeviceConfig(**settings),
             decoder,
             cuda.device,
-            Kernels(lambda: self.library, store_by_index, draw_by_torch),
+            Kernels(lambda: self.library, store_by_index, draw_by_torch, rotate),
             Sampler(ReferenceBackend()),
             DTYPE,
         )
@@ -115,6 +116,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 def compute_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load in one thread, and use none of the kernels for CPUs."""
     monkeypatch.setattr(weights, "ThreadPoolExecutor", InThisThread)
+    monkeypatch.setattr(activation, "TritonGate", activation.TorchGate)
+    monkeypatch.setattr(norm, "TritonNorm", norm.TorchNorm)
     # The reference on the CPU is to round as the device does: by torch alone.
     for module in (activation, norm, kernel_stack):
         monkeypatch.setattr(module, "row_kernels", lambda: None)

@@ -32,6 +32,7 @@ from tests.worker.test_model_runner import BLOCK, new_request
 from worker import service
 from worker.attention.kv_store import store_by_index
 from worker.device.cuda import CudaDevice
+from worker.layers.rotary import rotate
 from worker.sample.device_draw import draw_by_torch
 
 LIMIT_SECONDS = 60.0
@@ -72,6 +73,7 @@ class Running:
         monkeypatch.setattr(service, "load_library", lambda: FakeFlashInfer(cuda.device))
         monkeypatch.setattr(service, "TritonStore", lambda: store_by_index)
         monkeypatch.setattr(service, "TritonDraw", lambda: draw_by_torch)
+        monkeypatch.setattr(service, "TritonRotate", lambda: rotate)
 
     def _run(self) -> None:
         def meet(epoch: int) -> Link:

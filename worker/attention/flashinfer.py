@@ -37,7 +37,8 @@ from worker.attention.paged_batch import StepPages, gather_pages, shared_pages, 
 from worker.device.accelerator import Accelerator, Cuda
 from worker.device.staging import Staging
 from worker.kv_cache import KVCache
-from worker.layers.rotary import Rotation, rotate
+from worker.layers.rotary import Rotate, Rotation, rotate
+from worker.layers.triton_rows import TritonRotate
 
 VERSION: Final = "0.6.18.post1"
 """What the calls were written for; another one may mean something else by them."""
@@ -58,7 +59,14 @@ def create_flashinfer(
     refuse_unsupported(shape, dtype, kv_cache.dtype)
     accelerator = Cuda(kv_cache.buffer.device)
     return FlashInferAttention(
-        kv_cache, shape, dtype, accelerator, load_library(), TritonStore(), options
+        kv_cache,
+        shape,
+        dtype,
+        accelerator,
+        load_library(),
+        TritonStore(),
+        options,
+        TritonRotate(),
     )
 
 
@@ -106,10 +114,12 @@ class FlashInferAttention:
         library: Library,
         store: KVStore,
         options: Options = DEFAULTS,
+        turn: Rotate = rotate,
     ) -> None:
         refuse_unsupported(shape, dtype, kv_cache.dtype)
         self._kv_cache = kv_cache
         self._store = store
+        self._turn = turn
         self._cascade_from = options.cascade_from
         self._staging = Staging(accelerator)
         make = WrapperMaker(accelerator, library, options)
@@ -152,8 +162,8 @@ class FlashInferAttention:
         """As the Protocol says; queues kernels and waits for none."""
         group = self._kv_cache.layout.places[layer].group
         pages = self._pages[layer]
-        self._store(self._slots[group], rotate(key, rotation), value, pages)
-        turned = rotate(query, rotation)
+        self._store(self._slots[group], self._turn(key, rotation), value, pages)
+        turned = self._turn(query, rotation)
         if self._moves:
             turned = turned.index_select(0, self._moves[0])
         output = torch.empty_like(turned)
