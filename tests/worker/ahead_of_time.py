@@ -44,7 +44,7 @@ def _compile(maker: str, signature: dict[str, str], constants: dict[str, Any]) -
 
     module, name = maker.split(":")
     made = getattr(importlib.import_module(module), name)()
-    kernel = getattr(made, "kernel", made)
+    kernel = getattr(made, "kernel", None) or made
     source = ASTSource(
         kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants
     )
