@@ -31,6 +31,7 @@ from worker.cuda_runner import CudaRunnerMaker, Kernels
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 from worker.layers import activation, linear, norm
+from worker.layers.buffer import RowBuffer
 from worker.layers.rotary import rotate
 from worker.loader import forms, weights
 from worker.model_runner import ModelRunner
@@ -146,6 +147,16 @@ def test_tokens_equal_those_of_the_reference(model: Model, cuda: FakeCuda) -> No
     runner = host_runner(model, len(CHUNKS))
     assert found == Engine(runner, runner.kv_cache).generate(model.prompts())
     assert cuda.device.num_replays > 30
+
+
+def test_memory_of_a_step_is_its_own_on_a_device(cuda: FakeCuda) -> None:
+    """A graph goes on using what it was recorded with, whatever a longer step needs."""
+    buffer = RowBuffer(8)
+    short, long = (cuda.device.adopt(torch.zeros(count, 8)) for count in (2, 5))
+    captured, grown = buffer.rows(short), buffer.rows(long)
+    again = buffer.rows(short)
+    assert len({captured.address, grown.address, again.address}) == 3
+    assert captured.tensor.shape == again.tensor.shape == (2, 8)
 
 
 class AheadOfTokens:
