@@ -24,6 +24,7 @@ PHASES: Final = (
     Phase("decode 8B", "models:decode_8b", 90.0),
     Phase("prefill 8B", "models:prefill_8b", 60.0),
     Phase("steps 8B", "serving:steps_8b", 60.0),
+    Phase("daemon 8B", "server:daemon_8b", 150.0),
     Phase("transformers 8B", "serving:transformers_8b", 90.0),
 )
 

@@ -12,7 +12,9 @@ import torch
 import tests.gpu.__main__ as gpu_check
 from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
+from tests.fakes.prepared_models import prepare_checkpoint
 from tests.gpu import models
+from tests.gpu.checkpoint import write_checkpoint
 from tests.gpu.formulas import decode_floor, kv_bytes_per_token, prefill_operations, weight_bytes
 from tests.gpu.kernels import exact_shares
 from tests.gpu.phases import PHASES, Failed, Phase, demand
@@ -20,7 +22,8 @@ from tests.gpu.random_model import CONFIGS, random_decoder
 from tests.worker.test_cuda_runner import compute_by_torch
 from worker.attention.kv_store import store_by_index
 from worker.layers.rotary import rotate
-from worker.models.registry import spec_from_config
+from worker.loader.weights import load_model
+from worker.models.registry import spec_from_config, spec_of
 from worker.sample.filters import apply_filters
 
 SMALL = CONFIGS["1B"] | {
@@ -97,6 +100,16 @@ def test_the_models_run_on_a_made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert whole.shape == (30, 64)
     assert models._error(in_parts, whole) < 1e-2
     assert cuda.device.num_replays == 3
+
+
+def test_a_checkpoint_that_is_written_can_be_loaded(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, SMALL)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+    decoder = load_model(
+        prepared, spec_of(prepared), torch.bfloat16, torch.device("cpu"), lambda fraction: None
+    )
+    assert decoder.spec == spec_from_config(SMALL)
+    assert decoder.logits(torch.ones(1, 32).bfloat16()).std() > 0
 
 
 def test_nothing_is_checked_without_a_gpu() -> None:
