@@ -260,7 +260,8 @@ class Service:
                 self._geometry,
                 config.cache.block_size,
                 str(self._dtype),
-                self._form.name,
+                # Another device sums in another order.
+                f"cuda {self._form.name}" if self._on_cuda else self._form.name,
             ),
             device_name=self._device.name,
             weights=tuple(WeightMemory(*each) for each in self._form.memory.items()),

@@ -2,6 +2,7 @@
 
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ class Running:
 
         link = Link.connect(f"{self._run_dir}/s", NewEngine | Shutdown)
         with self.cuda:
-            service.Service(self._boot, meet, link).run()
+            self.service = service.Service(self._boot, meet, link)
+            self.service.run()
 
     def expect(self, kind: type) -> Any:
         """The first message of a kind that nobody has expected yet."""
@@ -158,3 +160,18 @@ def test_it_serves_steps_before_their_tokens_are_known(model: Model, running: Ru
     assert [each.sampled_token_ids for each in found] == wanted
     shown = [each for each in running.heard if isinstance(each, Progress)]
     assert Progress("worker", 0, "capturing graphs", 1.0) in shown
+
+
+def test_nothing_is_left_of_a_runner_when_another_engine_comes(running: Running) -> None:
+    """Its pool has most of the memory, and the next one is as large."""
+    running.expect(WorkerReady)
+    running.engine.send(InitializeCache(PROTOCOL_VERSION, 1, NUM_BLOCKS, BLOCK, 64))
+    running.expect(CacheReady)
+    for step in steps(num_decodes=2):
+        running.engine.send(step)
+        running.expect(ModelRunnerOutput)
+    assert running.service._runner is not None
+    runner = weakref.ref(running.service._runner)
+    running.supervisor.send(NewEngine(2, 2))
+    running.expect(WorkerReady)
+    assert runner() is None
