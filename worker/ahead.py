@@ -18,6 +18,7 @@ import torch
 
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
+from worker.batch.inputs import StepInputs
 from worker.batch.rows import PENDING, Rows
 from worker.device.accelerator import Accelerator
 from worker.device.placement import OnDevice
@@ -76,6 +77,10 @@ class DeviceTokens:
 
     def __init__(self, accelerator: Accelerator, num_rows: int) -> None:
         self._last = accelerator.zeros(num_rows, torch.int64)
+
+    def rows_of(self, inputs: StepInputs) -> npt.NDArray[np.int64]:
+        """int64 [T], the row of each token."""
+        return np.repeat(inputs.rows, np.diff(inputs.query_start))
 
     def fill(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """As the Protocol says."""

@@ -74,13 +74,21 @@ class Begun:
 class TokenSource(Protocol):
     """Where tokens are that were sampled and are not on the host yet."""
 
+    def rows_of(self, inputs: StepInputs) -> NDArray[np.int64]:
+        """What `fill` needs to know of a step, where the model is."""
+        ...
+
     def fill(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Token ids int64 [T] with those in place that are missing; rows int64 [T] are theirs."""
+        """Token ids int64 [T] with those in place that are missing; rows: from `rows_of`."""
         ...
 
 
 class NothingMissing:
     """TokenSource of a runner whose tokens are all on the host."""
+
+    def rows_of(self, inputs: StepInputs) -> NDArray[np.int64]:
+        """Whatever is at hand: nobody asks."""
+        return inputs.last_token
 
     def fill(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The same."""
@@ -150,7 +158,7 @@ class ModelRunner:
                 inputs.token_ids,
                 inputs.positions,
                 inputs.last_token,
-                np.repeat(inputs.rows, np.diff(inputs.query_start)),
+                self._tokens.rows_of(inputs),
             ]
         )
         hidden = self._forward(inputs, self._tokens.fill(token_ids, rows), positions)

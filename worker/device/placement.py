@@ -7,7 +7,6 @@ through page-locked memory, and a result is waited for.
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -40,7 +39,7 @@ class OnHost:
 
     def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """The same memory."""
-        return [torch.from_numpy(np.ascontiguousarray(each)) for each in arrays]
+        return [torch.from_numpy(each) for each in arrays]
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same tensor."""
