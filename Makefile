@@ -1,5 +1,5 @@
-# serve, test, test-long, lint, audit, bench, clean. Everything is installed into .venv; a stamp says
-# that it is.
+# serve, test, test-long, gpu-check, lint, audit, bench, clean. Everything is installed into .venv; a
+# stamp says that it is.
 #   make serve ARGS="--port 8001"     flags of tokend serve
 
 PYTHON ?= python3
@@ -9,9 +9,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-long lint audit bench clean
+.PHONY: serve test test-long gpu-check lint audit bench clean
 
-serve: $(VENV)/installed
+# What runs on a GPU is installed where there is one
+GPU := $(if $(shell nvidia-smi -L 2>/dev/null),$(VENV)/installed-gpu)
+
+serve: $(VENV)/installed $(GPU)
 	@$(BIN)/tokend serve $(ARGS)
 
 # Each process of the quick tests has a core to itself: more threads wait for each other
@@ -35,6 +38,11 @@ test-long: $(VENV)/installed-test
 	@echo "tests: those of the daemon once more with overlapped steps"
 	@TOKEND_TEST_FLAGS=--async-scheduling \
 		$(BIN)/python -m pytest -q -m "slow or long" tests/e2e tests/chaos
+
+# Kernels, models and speed on a GPU, in eight minutes at most; a table at the end, figures in
+# gpu-check.json. ARGS="--only attention" runs some phases.
+gpu-check: $(VENV)/installed-test $(GPU)
+	@$(BIN)/python -m tests.gpu $(ARGS)
 
 lint: $(VENV)/installed-test
 	@echo "lint and types"
@@ -72,6 +80,11 @@ KERNELS := engine_core/build_native.py engine_core/build_compiled.py worker/buil
 $(VENV)/installed: $(VENV)/torch pyproject.toml setup.py $(KERNELS)
 	@echo "installing tokend and what it needs, building its kernels (once)"
 	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/installed-gpu: $(VENV)/installed
+	@echo "installing what a GPU needs (large; once)"
+	@$(PIP) --editable '.[gpu]'
 	@touch $@
 
 $(VENV)/installed-test: $(VENV)/installed

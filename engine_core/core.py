@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
+import msgspec
+
 from engine_core.executor.base import Executor
 from engine_core.executor.crew import Crew
 from engine_core.executor.local import LocalExecutor
@@ -185,7 +187,7 @@ def build_parts(
         residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
     )
     scheduler = Scheduler(
-        config.scheduler,
+        msgspec.structs.replace(config.scheduler, async_scheduling=overlaps(config, worker)),
         kv_cache,
         epoch=worker.epoch,
         max_model_len=plan.max_model_len,
@@ -202,6 +204,12 @@ def build_parts(
     )
     intake = Intake(scheduler, kv_cache, outbox, limits, lambda: check(kv_cache), grammars)
     return EngineParts(scheduler, kv_cache, intake, outbox)
+
+
+def overlaps(config: ServeConfig, worker: WorkerReady) -> bool:
+    """Whether steps are scheduled ahead: as the setting says, or where the workers gain by it."""
+    setting = config.scheduler.async_scheduling
+    return worker.computes_ahead if setting is None else setting
 
 
 def _build(
@@ -234,5 +242,6 @@ def _build(
     service = Service(
         orders, front_ends, poller, parts.scheduler, parts.intake, parts.outbox, grammars
     )
-    max_in_flight = OVERLAPPED if boot.config.scheduler.async_scheduling else SYNCHRONOUS
+    overlapped = overlaps(boot.config, crew.workers[0])
+    max_in_flight = OVERLAPPED if overlapped else SYNCHRONOUS
     return Stepper(parts.scheduler, crew, service, check_when_idle, max_in_flight, grammars)

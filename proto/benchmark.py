@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from proto.config import ServeConfig
+from proto.config import KVCacheDType, ServeConfig
 from proto.prepared_model import PreparedModel
 
 
@@ -140,7 +140,7 @@ class AttentionWorkload(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int
     query_tokens: int
     dtype: Literal["float32", "bfloat16", "float16"]
-    kv_cache_dtype: Literal["auto", "bf16", "f32", "int8"]
+    kv_cache_dtype: KVCacheDType
     rounds: int
     read_megabytes: int = 512
     num_threads: int | None = None

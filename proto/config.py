@@ -16,7 +16,7 @@ from proto.errors import ConfigError
 from proto.ids import MAX_CLIENTS
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-KVCacheDType = Literal["auto", "bf16", "f32", "int8"]
+KVCacheDType = Literal["auto", "bf16", "f16", "f32", "int8", "fp8"]
 CpuWeights = Literal["auto", "packed", "int8", "bf16", "f32"]
 TenantBy = Literal["api-key", "header", "none"]
 GIB: Final = 1 << 30
@@ -50,7 +50,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_gpu_blocks_override: int | None = None
     """Number of KV blocks, instead of as many as the memory holds."""
     kv_cache_dtype: KVCacheDType = "auto"
-    """What K and V are kept as: int8 has a scale per token and head; auto is as the activations."""
+    """What K and V are kept as: int8 has a scale per token and head; fp8 (e4m3) is for GPUs."""
     kv_cache_memory: int | None = None
     """Bytes for the KV pool of all workers (suffixes K, M, G); on a CPU 4 GiB by default."""
     enable_prefix_caching: bool = True
@@ -59,6 +59,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Publish what the prefix cache holds (prompts' token ids): ipc, ipc://PATH or tcp://HOST:PORT."""
     kv_cache_metrics_one_in: int = 0
     """Measure how long one KV block in this many keeps its content; 0 measures none."""
+    gpu_memory_utilization: float = 0.9
+    """Part of a GPU's memory that may be taken; the KV pool gets what weights and steps leave."""
 
     @property
     def has_fixed_kv_events_endpoint(self) -> bool:
@@ -79,8 +81,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Let a prompt be computed over several steps."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of waiting requests."""
-    async_scheduling: bool = False
-    """Schedule the next step while the current one computes."""
+    async_scheduling: bool | None = None
+    """Schedule the next step while the current one computes; by default on a GPU only."""
     scheduler_reserve_full_isl: bool = False
     """Admit a request only when its whole prompt has room, not just the first chunk."""
     watermark: float = 0.0
@@ -117,6 +119,10 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Attention kernels; reference is slow, plain torch."""
     cpu_threads: int | None = None
     """Threads of a CPU worker; by default one for each core, or its share of them."""
+    enforce_eager: bool = False
+    """On a GPU, launch each kernel of a step by itself instead of replaying captured graphs."""
+    cascade_attention_from: int = 0
+    """Read a prefix of this many KV blocks once for all sequences of a step; 0: never. Eager."""
 
 
 class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,10 +213,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     grammars: GrammarConfig = GrammarConfig()
 
 
-NOT_AVAILABLE_YET: Final[dict[str, tuple[Any, ...]]] = {
-    "device": ("auto", "cpu"),
-    "attention_backend": ("auto", "cpu", "reference"),
-}
+NOT_AVAILABLE_YET: Final[dict[str, tuple[Any, ...]]] = {}
 """Settings whose feature comes later, with the values that work today."""
 
 
@@ -269,6 +272,7 @@ def validate(config: ServeConfig) -> None:
             "--num-gpu-blocks-override and --kv-cache-memory both size the KV pool: give one",
             "num_gpu_blocks_override",
         )
+    _check_device(config)
     _check_kv_events(cache)
     if cache.kv_cache_metrics_one_in < 0:
         raise ConfigError(
@@ -411,6 +415,28 @@ def _check_weights(config: ServeConfig) -> None:
         raise ConfigError(
             f"--cpu-weights {weights} goes with --dtype {' or '.join(works)}, got {dtype}",
             "cpu_weights",
+        )
+
+
+def _check_device(config: ServeConfig) -> None:
+    """What one kind of device has and the other does not."""
+    cache, device = config.cache, config.device
+    if not 0.0 < cache.gpu_memory_utilization <= 1.0:
+        raise ConfigError(
+            f"--gpu-memory-utilization must be in (0, 1], got {cache.gpu_memory_utilization}",
+            "gpu_memory_utilization",
+        )
+    _not_negative("cascade_attention_from", device.cascade_attention_from)
+    if device.device == "cpu" and cache.kv_cache_dtype == "fp8":
+        raise ConfigError(
+            "--kv-cache-dtype fp8 needs --device cuda; a CPU has int8", "kv_cache_dtype"
+        )
+    kinds = {"cpu": "cpu", "flashinfer": "cuda"}
+    needed = kinds.get(device.attention_backend, device.device)
+    if device.device not in ("auto", needed):
+        raise ConfigError(
+            f"--attention-backend {device.attention_backend} needs --device {needed}",
+            "attention_backend",
         )
 
 

@@ -67,9 +67,8 @@ class BenchWorker(Service):
     def runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
         """A model runner with a cache of its own."""
         block_size = self._boot.config.cache.block_size
-        return self._initialize(
-            InitializeCache(PROTOCOL_VERSION, _EPOCH, num_blocks, block_size, max_model_len)
-        )
+        message = InitializeCache(PROTOCOL_VERSION, _EPOCH, num_blocks, block_size, max_model_len)
+        return self._host_runner(*self._pool_and_rows(message))
 
 
 class DecodeSteps:

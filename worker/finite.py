@@ -24,8 +24,17 @@ def broken_sequences(hidden: torch.Tensor, query_start: NDArray[np.int32]) -> ND
 
 def broken_by_torch(hidden: torch.Tensor, query_start: NDArray[np.int32]) -> NDArray[np.bool_]:
     """As broken_sequences says."""
-    odd = (~hidden.isfinite()).any(dim=1).cpu().numpy()
-    return np.logical_or.reduceat(odd, query_start[:-1])
+    return sequences_of(odd_tokens(hidden), query_start)
+
+
+def odd_tokens(hidden: torch.Tensor) -> torch.Tensor:
+    """Bool [T], where the hidden states are: tokens with anything that is not finite."""
+    return ~hidden.isfinite().all(dim=1)
+
+
+def sequences_of(odd: torch.Tensor, query_start: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Bool [S]: sequences with any such token; odd [T] is on the host."""
+    return np.logical_or.reduceat(odd.numpy(), query_start[:-1])
 
 
 def broken_by_kernel(

@@ -28,7 +28,14 @@ from worker.kv_pages import SCALE_BYTES, DensePages, Int8Pages, Pages, num_scale
 
 _ALIGNMENT: Final = 64
 """Bytes of a cache line; rows of a page start on one when head_dim allows."""
-_DTYPES: Final = {"bf16": torch.bfloat16, "f32": torch.float32, "int8": torch.int8}
+_DTYPES: Final = {
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "f32": torch.float32,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
+_CPU: Final = torch.device("cpu")
 
 
 def resolve_kv_dtype(setting: KVCacheDType, activations: torch.dtype, head_dim: int) -> torch.dtype:
@@ -65,12 +72,17 @@ class KVCache:
     buffer: [num_blocks, num_slots, 2, num_kv_heads, block_size, head_dim], zeros; the
         last two of int8 are one: block_size rows and their scales.
 
-    The memory is an anonymous zero mapping: a page costs memory only once a token
-    was written to it.
+    On a CPU the memory is an anonymous zero mapping: a page costs memory only once a
+    token was written to it.
     """
 
     def __init__(
-        self, geometry: KVCacheGeometry, layout: KVLayout, num_blocks: int, block_size: int
+        self,
+        geometry: KVCacheGeometry,
+        layout: KVLayout,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device = _CPU,
     ) -> None:
         self.geometry = geometry
         self.layout = layout
@@ -81,7 +93,11 @@ class KVCache:
         if self.dtype == torch.int8:
             page = (block_size * _row_bytes(geometry.head_dim, torch.int8),)
         shape = (num_blocks, geometry.num_slots, 2, geometry.num_kv_heads, *page)
-        self.buffer = _lazy_zeros(shape, self.dtype)
+        self.buffer = (
+            _lazy_zeros(shape, self.dtype)
+            if device == _CPU
+            else torch.zeros(shape, dtype=self.dtype, device=device)
+        )
 
     @property
     def bytes_per_token(self) -> int:

@@ -1,10 +1,13 @@
 """One step on one device: rows, block copies, attention plan, forward, logits, sample.
 
-Owns the rows; the model and the KV cache are given to it. Knows nothing of sockets.
+Owns the rows; the model and the KV cache are given to it. Knows nothing of sockets. What
+samples here does so on the host, where the logits of another device are fetched to; tokens
+that stay on such a device are ahead.py's.
 """
 
 import time
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -13,10 +16,12 @@ from numpy.typing import NDArray
 from proto.engine_io import LogprobsArrays
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
-from worker.attention.base import AttentionBackend, AttentionInputs
-from worker.batch.inputs import StepInputs, build_inputs
+from worker.attention.base import AttentionBackend
+from worker.batch.inputs import StepInputs, build_inputs, decodes_first, nobodys_inputs
 from worker.batch.rows import NO_LOGPROBS, Rows
-from worker.finite import broken_sequences
+from worker.device.placement import OnHost, Placement
+from worker.finite import broken_sequences, odd_tokens, sequences_of
+from worker.forward import EagerForward, Forward
 from worker.kv_cache import KVCache
 from worker.models.decoder import Decoder
 from worker.sample.grammar_masks import MaskSource, NoMasks, row_masks
@@ -31,6 +36,72 @@ NO_MASKS: Final = NoMasks()
 NO_GRAMMARS: Final = GrammarOutput(0, 0, [], b"")
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A step whose hidden states are computed, or queued to be.
+
+    handles: of the sequences as `inputs` has them. back: place of each sequence of the
+    step among those. hidden [T, H] and last_token, that of the inputs, are where the model is.
+    """
+
+    step: SchedulerOutput
+    started: float
+    inputs: StepInputs
+    handles: list[int]
+    back: list[int]
+    hidden: torch.Tensor
+    last_token: torch.Tensor
+
+    def output(
+        self,
+        sampled: list[list[int]],
+        broken: NDArray[np.bool_],
+        logprobs: list[RowLogprobs],
+        prompt_logprobs: list[RowLogprobs],
+        candidates: list[RowLogprobs],
+    ) -> ModelRunnerOutput:
+        """The answer, in the step's own order; sampled and broken are in that of the inputs."""
+        return ModelRunnerOutput(
+            self.step.epoch,
+            self.step.step,
+            [self.handles[at] for at in self.back],
+            [sampled[at] for at in self.back],
+            logprobs,
+            prompt_logprobs,
+            time.monotonic() - self.started,
+            failed_handles=[self.handles[at] for at in broken.nonzero()[0].tolist()],
+            candidates=candidates,
+        )
+
+
+class TokenSource(Protocol):
+    """Where tokens are that were sampled and are not on the host yet."""
+
+    def rows_of(self, inputs: StepInputs) -> NDArray[np.int64]:
+        """What `fill` needs to know of a step, where the model is."""
+        ...
+
+    def fill(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Token ids int64 [T] with those in place that are missing; rows: from `rows_of`."""
+        ...
+
+
+class NothingMissing:
+    """TokenSource of a runner whose tokens are all on the host."""
+
+    def rows_of(self, inputs: StepInputs) -> NDArray[np.int64]:
+        """Whatever is at hand: nobody asks."""
+        return inputs.last_token
+
+    def fill(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The same."""
+        return token_ids
+
+
+ON_HOST: Final = OnHost()
+NOTHING_MISSING: Final = NothingMissing()
+
+
 class ModelRunner:
     """Executes the steps of one epoch in order."""
 
@@ -41,49 +112,69 @@ class ModelRunner:
         sampler: Sampler,
         rows: Rows,
         kv_cache: KVCache,
+        placement: Placement = ON_HOST,
+        forward: Forward | None = None,
+        tokens: TokenSource = NOTHING_MISSING,
     ) -> None:
         self._model = model
         self._attention = attention
         self._sampler = sampler
         self._rows = rows
-        self._kv_cache = kv_cache
+        self.kv_cache = kv_cache
+        self._placement = placement
+        self._forward = forward or EagerForward(model, attention)
+        self._tokens = tokens
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
         return self._model.spec.vocab_size
 
-    @torch.inference_mode()
     def execute(self, step: SchedulerOutput, masks: MaskSource = NO_MASKS) -> ModelRunnerOutput:
         """Compute a step and return its tokens. masks: asked when there are logits.
 
         Rows are updated before this returns, so the next step may follow at once.
         """
+        begun = self.begin(step)
+        return self.complete(begun, masks) if isinstance(begun, Begun) else begun
+
+    @torch.inference_mode()
+    def begin(self, step: SchedulerOutput) -> Begun | ModelRunnerOutput:
+        """Take over what the step changes and run the model; the answer where nothing runs."""
         started = time.monotonic()
         step_rows = self._rows.apply(step)
         if step.block_copies:
-            self._kv_cache.copy_blocks(step.block_copies)
+            self.kv_cache.copy_blocks(step.block_copies)
         if len(step_rows) == 0:
             return ModelRunnerOutput(step.epoch, step.step, [], [])
-        inputs = build_inputs(step, step_rows, self._rows)
         handles = [new.handle for new in step.new_requests] + step.cached_requests.handles
-        self._attention.plan(inputs.attention)
-        hidden = self._model.forward(
-            torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions), self._attention
+        back = list(range(len(handles)))
+        if self._placement.decodes_first:
+            order = decodes_first(step)
+            inputs = build_inputs(step, step_rows, self._rows, order)
+            handles = [handles[at] for at in order]
+            back = np.argsort(order).tolist()
+        else:
+            inputs = build_inputs(step, step_rows, self._rows)
+        token_ids, positions, last_token, rows = self._placement.send(
+            [
+                inputs.token_ids,
+                inputs.positions,
+                inputs.last_token,
+                self._tokens.rows_of(inputs),
+            ]
         )
-        broken = _broken_before_scores(inputs, hidden)
-        sampled, logprobs, candidates = self._sample(inputs, hidden, handles, broken, step, masks)
-        return ModelRunnerOutput(
-            step.epoch,
-            step.step,
-            handles,
-            sampled,
-            logprobs,
-            self._prompt_logprobs(inputs, hidden, handles, broken),
-            time.monotonic() - started,
-            failed_handles=[handles[i] for i in broken.nonzero()[0].tolist()],
-            candidates=candidates,
-        )
+        hidden = self._forward(inputs, self._tokens.fill(token_ids, rows), positions)
+        return Begun(step, started, inputs, handles, back, hidden, last_token)
+
+    @torch.inference_mode()
+    def complete(self, begun: Begun, masks: MaskSource) -> ModelRunnerOutput:
+        """Sample on the host; every row has its tokens then. masks: as of `execute`."""
+        inputs, handles = begun.inputs, begun.handles
+        broken = self._broken_before_scores(inputs, begun.hidden)
+        sampled, logprobs, candidates = self._sample(begun, handles, broken, masks)
+        prompts = self._prompt_logprobs(inputs, begun.hidden, handles, broken)
+        return begun.output(sampled, broken, logprobs, prompts, candidates)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -91,23 +182,27 @@ class ModelRunner:
 
         Its KV goes to block 0, the null block, which nobody reads.
         """
-        token = torch.zeros(1, dtype=torch.int64)
-        inputs = AttentionInputs(
-            query_start=np.array([0, 1], dtype=np.int32),
-            seq_lens=np.ones(1, dtype=np.int32),
-            block_table=np.zeros((1, 1), dtype=np.int32),
-            slot_mapping=np.zeros(1, dtype=np.int64),
+        self.run_nobodys(1, 1)
+
+    @torch.inference_mode()
+    def run_nobodys(self, num_tokens: int, num_seqs: int) -> None:
+        """A step of nobody's tokens, dealt over so many sequences, and logits for each of these.
+
+        All of it reads and writes block 0.
+        """
+        inputs = nobodys_inputs(num_tokens, num_seqs, self._rows.block_table)
+        token_ids, positions, last_token = self._placement.send(
+            [inputs.token_ids, inputs.positions, inputs.last_token]
         )
-        self._attention.plan([inputs] * self._rows.block_table.num_groups)
-        self._model.logits(self._model.forward(token, token, self._attention))
+        self._attention.plan(inputs.attention)
+        hidden = self._model.forward(token_ids, positions, self._attention)
+        self._model.logits(hidden.index_select(0, last_token))
 
     def _sample(
         self,
-        inputs: StepInputs,
-        hidden: torch.Tensor,
+        begun: Begun,
         handles: list[int],
         broken: NDArray[np.bool_],
-        step: SchedulerOutput,
         masks: MaskSource,
     ) -> tuple[list[list[int]], list[RowLogprobs], list[RowLogprobs]]:
         """Draw a token for each sequence that is complete; append it to its row.
@@ -116,13 +211,14 @@ class ModelRunner:
         broken: bool [S], marked further where logits are odd. Such a sequence samples
         nothing, but its row gets a token all the same: a step may be waiting for it.
         """
+        inputs = begun.inputs
         if len(inputs.last_token) == 0:
             return [[] for _ in handles], [], []
         sequences = inputs.samples.nonzero()[0]
-        scores = self._model.scores(inputs.rows_that_sample(hidden))
+        scores = self._placement.fetch(self.scores(begun))
         best = self._sampler.best(scores)
         broken[sequences] |= best.broken
-        grammars = masks.masks_of(step) if step.constrained_handles else NO_GRAMMARS
+        grammars = masks.masks_of(begun.step) if begun.step.constrained_handles else NO_GRAMMARS
         plain = self._rows.plain[inputs.rows[sequences]] & ~_has_mask(grammars, handles, sequences)
         if plain.all():
             return self._append(inputs, sequences, best.token_ids, broken), [], []
@@ -139,6 +235,10 @@ class ModelRunner:
             grammars,
         )
         return [a or b for a, b in zip(greedy, tokens, strict=True)], logprobs, candidates
+
+    def scores(self, begun: Begun) -> torch.Tensor:
+        """Logits [N, vocab] of the sequences that sample, of the head's dtype."""
+        return self._model.scores(begun.inputs.rows_that_sample(begun.hidden, begun.last_token))
 
     def _append(
         self,
@@ -280,7 +380,10 @@ class ModelRunner:
         rows = max(1, LOGITS_CHUNK_BYTES // (self._model.spec.vocab_size * 4))
         chunks = [
             prompt_logprobs(
-                self._model.logits(hidden[at : at + rows]), token_ids[at : at + rows], wanted, first
+                self._placement.fetch(self._model.logits(hidden[at : at + rows])),
+                token_ids[at : at + rows],
+                wanted,
+                first,
             )
             for at in range(0, len(token_ids), rows)
         ]
@@ -292,6 +395,19 @@ class ModelRunner:
             b"".join(chunk.ranks for chunk in chunks),
         )
 
+    def _broken_before_scores(self, inputs: StepInputs, hidden: torch.Tensor) -> NDArray[np.bool_]:
+        """Bool [S]: sequences whose hidden states are no numbers, where scores will not show it.
+
+        A row's norm makes all of it NaN where one of its elements is NaN or infinite, and so
+        all of its scores, which are looked at anyway. So nothing is left to find where all
+        rows have some.
+        """
+        if len(inputs.last_token) == len(inputs.token_ids):
+            return np.zeros(len(inputs.samples), dtype=np.bool_)
+        if hidden.device.type == "cpu":
+            return broken_sequences(hidden, inputs.query_start)
+        return sequences_of(self._placement.fetch(odd_tokens(hidden)), inputs.query_start)
+
 
 def _has_mask(
     grammars: GrammarOutput, handles: list[int], sequences: NDArray[np.int64]
@@ -299,14 +415,3 @@ def _has_mask(
     """Bool [N], for each of the sequences that sample."""
     masked = set(grammars.handles)
     return np.fromiter((handles[i] in masked for i in sequences), np.bool_, len(sequences))
-
-
-def _broken_before_scores(inputs: StepInputs, hidden: torch.Tensor) -> NDArray[np.bool_]:
-    """Bool [S]: sequences whose hidden states are no numbers, where scores will not show it.
-
-    A row's norm makes all of it NaN where one of its elements is NaN or infinite, and so all of
-    its scores, which are looked at anyway. So nothing is left to find where all rows have some.
-    """
-    if len(inputs.last_token) == len(inputs.token_ids):
-        return np.zeros(len(inputs.samples), dtype=np.bool_)
-    return broken_sequences(hidden, inputs.query_start)

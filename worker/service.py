@@ -16,7 +16,9 @@ does when another worker has died.
 
 import json
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -45,10 +47,15 @@ from proto.prepared_model import PreparedModel
 from proto.process import describe
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.sockets import Link, Poller, worker_path
+from worker.ahead import AtOnce, Launched, Runner
 from worker.attention.base import AttentionShape
+from worker.attention.flashinfer import load_library
+from worker.attention.kv_store import TritonStore
 from worker.attention.registry import create_backend
 from worker.batch.rows import Rows
-from worker.device import CpuDevice
+from worker.cuda_runner import CudaRunnerMaker, Kernels
+from worker.device.accelerator import Cuda
+from worker.device.choice import create_device
 from worker.engine_wait import EngineWait
 from worker.faulty_model import FaultyModel
 from worker.fingerprint import kv_fingerprint
@@ -56,9 +63,10 @@ from worker.inbox import FromEngine, Inbox, StepAbandonedError
 from worker.kernels import load_kernels
 from worker.kv_cache import KVCache, kv_cache_geometry, resolve_kv_dtype
 from worker.kv_layout import kv_layout
+from worker.layers.triton_rows import TritonRotate
 from worker.loader.choice import activation_dtype, choose_form
 from worker.loader.form_report import dense_notice, memory_line
-from worker.loader.forms import WeightForm
+from worker.loader.forms import DenseForm, WeightForm
 from worker.loader.index import read_index
 from worker.loader.pieces import shares_of
 from worker.loader.weights import load_model
@@ -67,6 +75,7 @@ from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.parallel.create import create_group
 from worker.parallel.group import GroupLostError
+from worker.sample.device_draw import TritonDraw
 from worker.sample.sampler import create_sampler
 
 logger = logging.getLogger("tokend.worker")
@@ -99,11 +108,13 @@ class Service:
         self._inbox = Inbox()
         self._stopped = False
         self._engine_wait = EngineWait()
-        self._runner: ModelRunner | None = None
+        self._runner: Runner | None = None
+        self._launched: deque[tuple[SchedulerOutput, Launched]] = deque()
         self._has_room = False
         self._saboteur = Saboteur.of(boot.faults, "worker", boot.index, boot.incarnation)
         num_workers = boot.config.parallel.tensor_parallel_size
-        self._device = CpuDevice(boot.config.device, num_workers=num_workers)
+        self._device = create_device(boot.config, boot.index)
+        self._device.check_kv_dtype(boot.config.cache.kv_cache_dtype)
         self._group = create_group(
             boot.run_dir,
             boot.index,
@@ -122,7 +133,10 @@ class Service:
         self._geometry = self._cache_geometry()
         self._device.check_blocks(boot.config.cache, self._geometry.bytes_per_token)
         # What is granted once holds for every engine: they plan alike, whatever is free by then.
-        self._kv_cache_bytes = self._device.kv_cache_bytes(boot.config.cache, self._part_of_kv())
+        peak = self._device.peak_of(self._run_largest_step)
+        self._kv_cache_bytes = self._device.kv_cache_bytes(
+            boot.config.cache, self._part_of_kv(), peak
+        )
         self._phases.end("weights")
 
     def run(self) -> None:
@@ -130,15 +144,19 @@ class Service:
         self._engine.send(self._ready())
         settle_heap()  # while the engine plans; what follows must not wait for it
         while not self._stopped:
-            self._receive(self._engine_wait.seconds_left())
+            # A device that computes may be done before anything arrives: then it is looked at.
+            self._receive(0.0 if self._launched else self._engine_wait.seconds_left())
             while not self._stopped and (message := self._inbox.next()) is not None:
                 self._serve_with_others(message)
+                self._answer_what_is_ready()
+            self._answer_what_is_ready()
 
     def masks_of(self, step: SchedulerOutput) -> GrammarOutput:
         """Wait for the masks of a step; raises StepAbandonedError when none will come."""
         epoch = self._epoch
         while (masks := self._inbox.masks_of(step.step)) is None:
-            self._receive(None)
+            self._answer_what_is_ready()  # the engine makes them of the tokens before
+            self._receive(0.0 if self._launched else None)
             if self._stopped or self._epoch != epoch:
                 raise StepAbandonedError
         return masks
@@ -181,6 +199,7 @@ class Service:
         self._group.leave()
         self._has_lost_group = False
         self._runner = None
+        self._launched.clear()
         self._distrusts_engine = False
         self._epoch = epoch
         self._inbox = Inbox()
@@ -208,15 +227,30 @@ class Service:
         elif self._runner is None:
             raise ProtocolError("the engine sent a step before InitializeCache")
         else:
-            self._execute(self._runner, message)
+            self._launch(self._runner, message)
 
-    def _execute(self, runner: ModelRunner, step: SchedulerOutput) -> None:
-        try:
+    def _launch(self, runner: Runner, step: SchedulerOutput) -> None:
+        """Begin a step; a device may still be computing the one before."""
+        with self._reporting(step):
             if step.total_num_scheduled_tokens:
                 self._saboteur.begin_step()
-            output = runner.execute(step, self)
+            self._launched.append((step, runner.launch(step, self)))
+
+    def _answer_what_is_ready(self) -> None:
+        """Send the tokens of the steps that are done, the oldest first."""
+        while self._launched and self._launched[0][1].ready():
+            step, launched = self._launched.popleft()
+            with self._reporting(step):
+                output = launched.result()
+            self._engine.send(output)
+
+    @contextmanager
+    def _reporting(self, step: SchedulerOutput) -> Iterator[None]:
+        """The engine hears what a step has failed of; nobody is left to hear of others."""
+        try:
+            yield
         except StepAbandonedError:
-            return  # nobody is left to hear of it
+            pass
         except GroupLostError:
             raise  # whoever caused it says more
         except Exception as error:
@@ -226,9 +260,10 @@ class Service:
                 )
             )
             raise
-        self._engine.send(output)
 
     def _choose_form(self) -> WeightForm:
+        if self._on_cuda:
+            return DenseForm(self._dtype)
         return choose_form(
             self._boot.config.model,
             self._dtype,
@@ -283,37 +318,46 @@ class Service:
                 self._geometry,
                 config.cache.block_size,
                 str(self._dtype),
-                self._form.name,
+                # Another device sums in another order.
+                f"cuda {self._form.name}" if self._on_cuda else self._form.name,
                 (self._group.rank, self._group.size),
             ),
             device_name=self._device.name,
             weights=tuple(WeightMemory(*each) for each in self._form.memory.items()),
             phases=self._phases.phases,
+            computes_ahead=self._on_cuda,
         )
 
-    def _initialize(self, message: InitializeCache) -> ModelRunner:
+    def _initialize(self, message: InitializeCache) -> Runner:
         if message.protocol_version != PROTOCOL_VERSION:
             raise ProtocolError(
                 f"engine speaks protocol {message.protocol_version}, worker {PROTOCOL_VERSION}"
             )
         self._group.join(message.epoch)
-        spec = self._model.spec
         self._check_rows(message)
-        cache = KVCache(self._geometry, self._layout, message.num_blocks, message.block_size)
+        cache, rows = self._pool_and_rows(message)
+        if self._on_cuda:
+            return self._cuda_runners().runner(cache, rows, self._report_graphs)
+        return AtOnce(self._host_runner(cache, rows))
+
+    def _pool_and_rows(self, message: InitializeCache) -> tuple[KVCache, Rows]:
+        cache = KVCache(
+            self._geometry,
+            self._layout,
+            message.num_blocks,
+            message.block_size,
+            self._device.torch_device,
+        )
+        return cache, self._rows(message.max_model_len)
+
+    def _host_runner(self, cache: KVCache, rows: Rows) -> ModelRunner:
+        """What serves an epoch on a CPU."""
+        spec = self._model.spec
         shape = AttentionShape(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
         )
         attention = create_backend(self._boot.config.device.attention_backend, cache, shape)
-        rows = Rows(
-            self._boot.config.scheduler.max_num_seqs,
-            message.max_model_len,
-            message.block_size,
-            self._layout.num_groups,
-        )
-        model = self._model
-        if not self._saboteur.idle:
-            model = FaultyModel(model, self._saboteur)
-        runner = ModelRunner(model, attention, create_sampler(), rows, cache)
+        runner = ModelRunner(self._checked_model(), attention, create_sampler(), rows, cache)
         runner.warm_up()
         return runner
 
@@ -327,6 +371,45 @@ class Service:
         )
         held = [len(share.kv_heads) for share in shares]
         return Fraction(held[self._group.rank], sum(held))
+
+    def _run_largest_step(self) -> None:
+        """As many tokens and sequences as the settings allow; only their memory matters."""
+        scheduler, longest = self._boot.config.scheduler, self._model.spec.max_position
+        num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        block_size = self._boot.config.cache.block_size
+        cache = KVCache(self._geometry, self._layout, 1, block_size, self._device.torch_device)
+        num_tokens = min(scheduler.max_num_batched_tokens, num_seqs * longest)
+        self._cuda_runners().run_largest_step(cache, self._rows(longest), num_tokens, num_seqs)
+
+    def _cuda_runners(self) -> CudaRunnerMaker:
+        return CudaRunnerMaker(
+            self._boot.config.device,
+            self._checked_model(),
+            Cuda(self._device.torch_device),
+            Kernels(load_library, TritonStore(), TritonDraw(), TritonRotate()),
+            create_sampler(),
+            self._dtype,
+        )
+
+    def _checked_model(self) -> Decoder:
+        """The model, or one that is wrong at times, where a test has asked for it."""
+        return self._model if self._saboteur.idle else FaultyModel(self._model, self._saboteur)
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self._device.torch_device.type == "cuda"
+
+    def _rows(self, max_model_len: int) -> Rows:
+        config = self._boot.config
+        return Rows(
+            config.scheduler.max_num_seqs,
+            max_model_len,
+            config.cache.block_size,
+            self._layout.num_groups,
+        )
+
+    def _report_graphs(self, fraction: float) -> None:
+        self._supervisor.send(Progress("worker", self._boot.index, "capturing graphs", fraction))
 
     def _check_rows(self, message: InitializeCache) -> None:
         """Before anything is allocated; once, as for the pool."""

@@ -109,6 +109,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     fingerprint: 32 bytes over everything that changes KV values; root of the block hashes.
     weights: memory of each form that there is.
     phases: until here, since the birth of the process.
+    computes_ahead: it gains from a step that is there before the tokens of the last are known.
     """
 
     protocol_version: int
@@ -121,6 +122,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     device_name: str
     weights: tuple[WeightMemory, ...] = ()
     phases: tuple[Phase, ...] = ()
+    computes_ahead: bool = False
 
 
 class InitializeCache(msgspec.Struct, array_like=True, tag=11, frozen=True):

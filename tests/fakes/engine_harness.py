@@ -46,6 +46,7 @@ class EngineHarness:
         observers: Sequence[PoolObserver] = (),
         clock: Callable[[], float] = time.monotonic,
         constraints: Constraints = NO_CONSTRAINTS,
+        vocab_size: int = VOCAB_SIZE,
         **scheduler: int | bool | float | str | None,
     ) -> None:
         config = SchedulerConfig(**{"max_num_batched_tokens": 8192, **scheduler})  # type: ignore[arg-type]
@@ -63,7 +64,7 @@ class EngineHarness:
             self.kv_cache,
             epoch=1,
             max_model_len=max_model_len,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
             gates=gates,
             clock=clock,
             constraints=constraints,

@@ -7,12 +7,14 @@ not change until then.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tests.fakes.fake_graph import FakeGraph, Recorder
 from worker.attention.base import AttentionBackend, AttentionInputs
 from worker.kv_cache import KVCache
 from worker.layers.rotary import Rotation
@@ -63,6 +65,8 @@ class DeviceTensor(torch.Tensor):
         host = [each for each in tensors if not isinstance(each, DeviceTensor) and each.dim()]
         if name == "copy_" and isinstance(args[0], cls) and host:
             cls.owner.queue_copy(args[1], kwargs.get("non_blocking", False))
+        elif name == "copy_" and host:
+            return cls.owner.queue_download(*args, kwargs.get("non_blocking", False))
         elif host:
             raise DeviceError(f"{name} of tensors on host and device")
         return super().__torch_function__(func, types, args, kwargs)
@@ -77,15 +81,33 @@ class _Copy:
     content: torch.Tensor
 
 
+@dataclass
+class _Download:
+    """A queued copy to the host: where to, and what is to arrive."""
+
+    place: int
+    target: torch.Tensor
+    content: torch.Tensor
+
+
 class FakeEvent:
     """An event of a FakeDevice."""
 
     def __init__(self, device: "FakeDevice") -> None:
         self._device = device
         self._place = 0
+        self._was_asked = False
 
     def record(self) -> None:
         self._place = self._device.queued
+
+    def query(self) -> bool:
+        """A device comes to it by itself: not at the first look, but at the second."""
+        self._device.refuse_in_capture("a look at an event")
+        if self._was_asked:
+            self._device.complete(self._place)
+        self._was_asked = True
+        return self._device.completed >= self._place
 
     def synchronize(self) -> None:
         self._device.complete(self._place)
@@ -104,17 +126,57 @@ class FakeDevice:
         self._staging: set[int] = set()
         self._owned: set[int] = set()
         self._copies: list[_Copy] = []
+        self._downloads: list[_Download] = []
+        self._recorder: Recorder | None = None
+        self.num_replays = 0
 
     def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        self.refuse_in_capture("memory that is to last")
         return self.adopt(torch.zeros(size, dtype=dtype))
 
     def staging(self, num_bytes: int) -> torch.Tensor:
+        self.refuse_in_capture("page-locked memory")
         memory = torch.zeros(num_bytes, dtype=torch.uint8)
         self._staging.add(memory.untyped_storage().data_ptr())
         return memory
 
     def event(self) -> FakeEvent:
         return FakeEvent(self)
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.complete(self.enqueue())
+        return on_host(tensor).clone()
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[FakeGraph, torch.Tensor]:
+        self.refuse_in_capture("another capture")
+        self._recorder = Recorder()
+        try:
+            with self._recorder:
+                result = run()
+        finally:
+            recorder, self._recorder = self._recorder, None
+        # Recording computes nothing on a real device.
+        on_host(result).fill_(float("nan"))
+        return FakeGraph(recorder.calls, self._replayed), result
+
+    def memory_taken(self) -> int:
+        return 0
+
+    def kernel(self, run: Callable[[], None]) -> None:
+        """Somebody plays a kernel: what it does to tensors is not what a host may do."""
+        with self._recorder.as_one(run) if self._recorder else nullcontext():
+            run()
+        self.enqueue()
+
+    def _replayed(self) -> None:
+        self.refuse_in_capture("a replay")
+        self.num_replays += 1
+        self.enqueue()
+
+    def refuse_in_capture(self, what: str) -> None:
+        """Raise where a graph is being recorded."""
+        if self._recorder is not None:
+            raise DeviceError(f"{what} inside a capture")
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory, as the device's."""
@@ -136,6 +198,7 @@ class FakeDevice:
 
     def queue_copy(self, source: torch.Tensor, non_blocking: bool) -> None:
         """A copy from host memory."""
+        self.refuse_in_capture("a copy from the host")
         if not non_blocking or source.untyped_storage().data_ptr() not in self._staging:
             raise DeviceError("a copy from memory that is not page-locked waits for the device")
         for each in self._copies:
@@ -143,11 +206,29 @@ class FakeDevice:
                 raise DeviceError("memory is filled again that a queued copy has not read")
         self._copies.append(_Copy(self.enqueue(), source, source.clone()))
 
+    def queue_download(
+        self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool
+    ) -> torch.Tensor:
+        """A copy to host memory, which holds rubbish until it has run."""
+        self.refuse_in_capture("a copy to the host")
+        if not non_blocking or target.untyped_storage().data_ptr() not in self._staging:
+            raise DeviceError("a copy to memory that is not page-locked waits for the device")
+        content = on_host(source).clone()
+        target.view(torch.uint8).fill_(0xA5)
+        self._downloads.append(_Download(self.enqueue(), target, content))
+        return target
+
     def complete(self, place: int) -> None:
         """The queue has run up to `place`."""
+        self.refuse_in_capture("a wait")
         self.completed = max(self.completed, place)
         ran = [each for each in self._copies if each.place <= self.completed]
         self._copies = [each for each in self._copies if each.place > self.completed]
+        with torch.inference_mode():
+            for each in self._downloads:
+                if each.place <= self.completed:
+                    each.target.copy_(each.content)
+        self._downloads = [each for each in self._downloads if each.place > self.completed]
         if not all(torch.equal(each.source, each.content) for each in ran):
             raise DeviceError("memory was written while a queued copy had not read it")
 

@@ -6,7 +6,7 @@ reference. Parameters have the library's names and defaults; those without a def
 here have one there that must not be relied on.
 """
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -69,6 +69,48 @@ class FakeFlashInfer:
             )
         self.wrappers.append(wrapper)
         return wrapper
+
+    def fast_decode_plan(
+        library,
+        self: "FakeDecode",
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: torch.dtype | None = None,
+        kv_data_type: torch.dtype | None = None,
+        sm_scale: float | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        global_override_indptr_cpu: torch.Tensor | None = None,
+    ) -> None:
+        demand(self.num_plans > 0, "planned in full before it is planned fast")
+        demand(global_override_indptr_cpu is not None, "indptr is read on the host")
+        assert global_override_indptr_cpu is not None
+        check_index(library._device, indptr, "indptr of the kernels", on_device=True)
+        given = {
+            "q_data_type": q_data_type,
+            "kv_data_type": kv_data_type,
+            "pos_encoding_mode": pos_encoding_mode,
+            "window_left": window_left,
+            "logits_soft_cap": logits_soft_cap,
+            "sm_scale": sm_scale,
+        }
+        self.plan_fast(
+            global_override_indptr_cpu,
+            indices,
+            last_page_len,
+            (num_qo_heads, num_kv_heads, head_dim, page_size),
+            given,
+            (fixed_split_size, disable_split_kv),
+        )
 
     def merge_state_in_place(
         self, v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor
@@ -191,6 +233,38 @@ class FakeDecode(PagedWrapper):
             (num_qo_heads, num_kv_heads, head_dim, page_size),
             settings,
             seq_lens,
+        )
+
+    def plan_fast(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        shape: tuple[int, int, int, int],
+        given: dict[str, Any],
+        splits: tuple[int | None, bool],
+    ) -> None:
+        """fast_decode_plan: the kernels read what the caller has written into the buffers."""
+        demand(self._buffers is not None, "only a graph's buffers are its caller's")
+        assert self._buffers is not None
+        planned = self._planned[1]
+        same = all(planned[name] == value for name, value in given.items())
+        demand(same, "planned fast as it was planned in full")
+        check_index(self._device, last_page_len, "last_page_len", on_device=False)
+        for buffer, content in zip(
+            self._buffers, (indptr, on_host(indices), last_page_len), strict=True
+        ):
+            written = on_host(buffer)[: len(content)]
+            demand(torch.equal(written, content), "the caller fills the buffers of a graph")
+        settings = {"fixed_split_size": splits[0], "disable_split_kv": splits[1]}
+        self.plan(
+            indptr,
+            indices,
+            last_page_len,
+            *shape,
+            o_data_type=planned["o_data_type"],
+            **given,
+            **settings,
         )
 
     def _keep(

@@ -76,6 +76,7 @@ class PagedWrapper:
         seq_lens: torch.Tensor | None,
     ) -> None:
         demand(threading.get_ident() == self._thread, "one thread uses a wrapper")
+        self._device.refuse_in_capture("a plan")
         demand(
             self._device.completed >= self._schedule,
             "planned again before the copy of the schedule has run",
@@ -171,14 +172,16 @@ class PagedWrapper:
         if lse is not None:
             self._check_tensor(lse, "lse", packed[:2], torch.float32)
             demand(return_lse and lse.is_contiguous(), "lse is asked for, and contiguous")
-        result = self._attend(on_host(q), key, value)
-        on_host(out).copy_(result[0])
-        self._device.enqueue()
-        if not return_lse:
-            return out
-        scores = self._device.adopt(result[1]) if lse is None else lse
-        on_host(scores).copy_(result[1])
-        return out, scores
+        demand(lse is not None or not return_lse, "lse is given")
+
+        def kernel() -> None:
+            result = self._attend(on_host(q), key, value)
+            on_host(out).copy_(result[0])
+            if lse is not None:
+                on_host(lse).copy_(result[1])
+
+        self._device.kernel(kernel)
+        return (out, lse) if return_lse else out
 
     def _check_tensor(
         self, tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype

@@ -39,6 +39,8 @@ def test_the_defaults_are_valid():
         ("scheduler", {"enable_chunked_prefill": False}),
         ("scheduler", {"scheduling_policy": "priority"}),
         ("scheduler", {"async_scheduling": True}),
+        ("device", {"device": "cuda", "attention_backend": "flashinfer"}),
+        ("cache", {"kv_cache_dtype": "fp8", "gpu_memory_utilization": 1.0}),
         ("scheduler", {"watermark": 0.5, "scheduler_reserve_full_isl": True}),
         ("scheduler", {"stop_admission_above": 0.9}),
         ("scheduler", {"resume_admission_below": 0.8, "stop_admission_above": 0.9}),
@@ -128,6 +130,11 @@ def test_unusual_settings_that_work(section, changes):
         ("device", {"cpu_threads": 0}, "cpu_threads"),
         ("parallel", {"tensor_parallel_size": 0}, "tensor_parallel_size"),
         ("parallel", {"tensor_parallel_size": 65}, "tensor_parallel_size"),
+        ("device", {"cascade_attention_from": -1}, "cascade_attention_from"),
+        ("device", {"device": "cpu", "attention_backend": "flashinfer"}, "attention_backend"),
+        ("device", {"device": "cuda", "attention_backend": "cpu"}, "attention_backend"),
+        ("cache", {"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
+        ("cache", {"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
     ],
 )
 def test_impossible_settings_name_the_parameter(section, changes, parameter):
@@ -136,6 +143,14 @@ def test_impossible_settings_name_the_parameter(section, changes, parameter):
     assert caught.value.parameter == parameter
     assert flag_name(parameter) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_eight_bits_without_scales_are_refused_for_a_cpu_by_name():
+    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8 needs --device cuda") as caught:
+        validate(
+            ServeConfig(cache=CacheConfig(kv_cache_dtype="fp8"), device=DeviceConfig(device="cpu"))
+        )
+    assert caught.value.parameter == "kv_cache_dtype"
 
 
 def test_every_setting_of_a_later_feature_accepts_its_default():

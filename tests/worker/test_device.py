@@ -9,7 +9,7 @@ import torch
 from proto.config import GIB, CacheConfig, DeviceConfig
 from proto.cores import usable_cores
 from proto.errors import ConfigError
-from worker.device import CpuDevice
+from worker.device.cpu import CpuDevice
 
 
 def machine(

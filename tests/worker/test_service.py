@@ -25,12 +25,13 @@ from proto.lifecycle import (
     WorkerReady,
 )
 from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import SchedulerOutput
+from proto.scheduler_output import CachedRequestData, SchedulerOutput
 from proto.sockets import Link, Poller, worker_path
 from tests.fakes import boots
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker import engine_wait, service
+from worker.ahead import Done
 from worker.loader.forms import DenseForm
 
 LIMIT_SECONDS = 20.0
@@ -223,4 +224,52 @@ def test_an_engine_that_sends_garbage_is_told_of_once_and_the_next_one_served(
         thread.join(20.0)
         assert not thread.is_alive()
         for link in (supervisor, engine, following, own):
+            link.close()
+
+
+def test_a_step_is_answered_before_the_next_one_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where both have come at once: the engine schedules a third one meanwhile."""
+    first_heard = threading.Event()
+
+    class Runner:
+        def launch(self, step: SchedulerOutput) -> Done:
+            assert step.step == 1 or first_heard.wait(LIMIT_SECONDS)
+            return Done(ModelRunnerOutput(step.epoch, step.step, [], []))
+
+    pretend_to_load(monkeypatch)
+    monkeypatch.setattr(service.Service, "_initialize", lambda *_: Runner())
+    with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
+
+        def meet(epoch: int) -> Link:
+            return Link.connect(f"{run_dir}/e", InitializeCache | SchedulerOutput)
+
+        supervisor = Link.bind(f"{run_dir}/s", ToSupervisor)
+        engine = Link.bind(f"{run_dir}/e", WorkerReady | CacheReady | ModelRunnerOutput)
+        own = Link.connect(f"{run_dir}/s", Shutdown | NewEngine)
+        worker = service.Service(boots.boot("worker"), meet, own)
+        engine.send(InitializeCache(PROTOCOL_VERSION, 1, 10, 16, 100))
+        for step in (1, 2):
+            nothing = CachedRequestData([], [], [], [], [], [])
+            engine.send(
+                SchedulerOutput(
+                    epoch=1,
+                    step=step,
+                    new_requests=[],
+                    cached_requests=nothing,
+                    total_num_scheduled_tokens=0,
+                    finished_handles=[],
+                    preempted_handles=[],
+                )
+            )
+        thread = threading.Thread(target=worker.run, daemon=True)
+        thread.start()
+        *_, first = heard(engine, 3)
+        first_heard.set()
+        (second,) = heard(engine)
+        assert (first.step, second.step) == (1, 2)
+        supervisor.send(Shutdown())
+        thread.join(LIMIT_SECONDS)
+        for link in (supervisor, engine, own):
             link.close()

@@ -25,12 +25,20 @@ import torch
 
 from proto.errors import ConfigError
 from worker.attention.base import AttentionInputs, AttentionShape
-from worker.attention.flashinfer_group import GroupWrappers, Library, Options, WrapperMaker
+from worker.attention.flashinfer_group import (
+    GroupWrappers,
+    Library,
+    Options,
+    SentOffsets,
+    WrapperMaker,
+)
 from worker.attention.kv_store import KVStore, TritonStore
 from worker.attention.paged_batch import StepPages, gather_pages, shared_pages, step_pages
-from worker.attention.staging import Accelerator, Cuda, Staging
+from worker.device.accelerator import Accelerator, Cuda
+from worker.device.staging import Staging
 from worker.kv_cache import KVCache
-from worker.layers.rotary import Rotation, rotate
+from worker.layers.rotary import Rotate, Rotation, rotate
+from worker.layers.triton_rows import TritonRotate
 
 VERSION: Final = "0.6.18.post1"
 """What the calls were written for; another one may mean something else by them."""
@@ -51,7 +59,14 @@ def create_flashinfer(
     refuse_unsupported(shape, dtype, kv_cache.dtype)
     accelerator = Cuda(kv_cache.buffer.device)
     return FlashInferAttention(
-        kv_cache, shape, dtype, accelerator, load_library(), TritonStore(), options
+        kv_cache,
+        shape,
+        dtype,
+        accelerator,
+        load_library(),
+        TritonStore(),
+        options,
+        TritonRotate(),
     )
 
 
@@ -99,10 +114,12 @@ class FlashInferAttention:
         library: Library,
         store: KVStore,
         options: Options = DEFAULTS,
+        turn: Rotate = rotate,
     ) -> None:
         refuse_unsupported(shape, dtype, kv_cache.dtype)
         self._kv_cache = kv_cache
         self._store = store
+        self._turn = turn
         self._cascade_from = options.cascade_from
         self._staging = Staging(accelerator)
         make = WrapperMaker(accelerator, library, options)
@@ -111,6 +128,11 @@ class FlashInferAttention:
             for window in kv_cache.layout.windows
         ]
         self._pages = [kv_cache.layer_pages(i) for i in range(len(kv_cache.layout.places))]
+        self._capture_sizes = frozenset(options.capture_sizes)
+        most = max(options.capture_sizes, default=0)
+        self._slots: list[torch.Tensor] = []
+        self._offsets: list[SentOffsets] = []
+        self._fixed_slots = [accelerator.zeros(most, torch.int64) for _ in self._groups]
 
     def plan(self, inputs: Sequence[AttentionInputs]) -> None:
         """As the Protocol says; waits only for the copies of the plans before."""
@@ -118,8 +140,16 @@ class FlashInferAttention:
         pages = step_pages(inputs, windows, self._kv_cache.block_size, self._shared(inputs))
         indices = self._upload(inputs, pages)
         each = indices.split_with_sizes([parts.num_pages for parts in pages.groups])
-        for group, parts, own in zip(self._groups, pages.groups, each, strict=True):
-            group.plan(parts, own)
+        for group, parts, own, offsets in zip(
+            self._groups, pages.groups, each, self._offsets, strict=True
+        ):
+            group.plan(parts, own, offsets)
+        count = inputs[0].num_tokens
+        if count in self._capture_sizes and pages.order.num_decodes == count:
+            # A graph reads them from one place.
+            for fixed, slots in zip(self._fixed_slots, self._slots, strict=True):
+                fixed[:count].copy_(slots)
+            self._slots = [fixed[:count] for fixed in self._fixed_slots]
 
     def run(
         self,
@@ -132,8 +162,8 @@ class FlashInferAttention:
         """As the Protocol says; queues kernels and waits for none."""
         group = self._kv_cache.layout.places[layer].group
         pages = self._pages[layer]
-        self._store(self._slots[group], rotate(key, rotation), value, pages)
-        turned = rotate(query, rotation)
+        self._store(self._slots[group], self._turn(key, rotation), value, pages)
+        turned = self._turn(query, rotation)
         if self._moves:
             turned = turned.index_select(0, self._moves[0])
         output = torch.empty_like(turned)
@@ -153,14 +183,21 @@ class FlashInferAttention:
     def _upload(self, inputs: Sequence[AttentionInputs], pages: StepPages) -> torch.Tensor:
         """Everything the device needs of a step, in one copy; returns the page indices."""
         moves = [] if pages.order.as_in_step else [pages.order.tokens, pages.order.back]
+        decodes = [each.decodes for each in pages.groups]
         sent = self._staging.upload(
             [each.slot_mapping for each in inputs]
+            + [each.kv_indptr for each in decodes]
+            + [each.last_page_len for each in decodes]
             + [pages.runs, pages.shift]
             + [np.concatenate([each.block_table.reshape(-1) for each in inputs])]
             + moves
         )
-        num_groups = len(inputs)
-        self._slots, (runs, shift, tables, *self._moves) = sent[:num_groups], sent[num_groups:]
+        count = len(inputs)
+        self._slots, indptr, last_page_len = (
+            sent[begin : begin + count] for begin in (0, count, 2 * count)
+        )
+        self._offsets = list(map(SentOffsets, indptr, last_page_len))
+        runs, shift, tables, *self._moves = sent[3 * count :]
         return gather_pages(tables, runs, shift, pages.num_pages)
 
 

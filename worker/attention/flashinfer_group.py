@@ -15,7 +15,7 @@ import torch
 
 from worker.attention.base import AttentionShape
 from worker.attention.paged_batch import GroupParts, Part
-from worker.attention.staging import Accelerator
+from worker.device.accelerator import Accelerator
 from worker.kv_layout import Window
 
 _BACKEND: Final = "fa2"
@@ -58,6 +58,10 @@ class Library(Protocol):
         """One query token a sequence."""
         ...
 
+    def fast_decode_plan(self, wrapper: Wrapper, *args: Any, **settings: Any) -> None:
+        """As `plan` of a decode wrapper that was planned before; its buffers are the caller's."""
+        ...
+
     def merge_state_in_place(
         self, v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor
     ) -> None:
@@ -83,6 +87,29 @@ class Options:
     workspace_bytes: int = 256 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class SentOffsets:
+    """What plans of decodes have on the host, on the device too; see Part."""
+
+    kv_indptr: torch.Tensor
+    last_page_len: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GraphBuffers:
+    """Where the kernels of graphs read; int32 on the device, shared by all batch sizes."""
+
+    kv_indptr: torch.Tensor
+    last_page_len: torch.Tensor
+    indices: torch.Tensor
+
+    def fill(self, offsets: SentOffsets, indices: torch.Tensor) -> None:
+        """What the next replay is to read."""
+        self.kv_indptr[: len(offsets.kv_indptr)].copy_(offsets.kv_indptr)
+        self.last_page_len[: len(offsets.last_page_len)].copy_(offsets.last_page_len)
+        self.indices[: len(indices)].copy_(indices)
+
+
 class PlannedWrapper:
     """A wrapper and the event that tells when its next plan may be made."""
 
@@ -95,6 +122,62 @@ class PlannedWrapper:
         """As the wrapper's, once its last schedule has been copied."""
         self._copied.synchronize()
         self._wrapper.plan(*args, **settings)
+        self._copied.record()
+
+    def plan_decodes(
+        self,
+        part: Part,
+        indices: torch.Tensor,
+        offsets: SentOffsets,
+        sizes: tuple[int, int, int, int],
+        settings: dict[str, Any],
+    ) -> None:
+        """`plan` for a part of decodes."""
+        self.plan(
+            torch.from_numpy(part.kv_indptr),
+            indices,
+            torch.from_numpy(part.last_page_len),
+            *sizes,
+            seq_lens=torch.from_numpy(part.kv_lens),
+            **settings,
+        )
+
+
+class CapturedWrapper(PlannedWrapper):
+    """One of a fixed batch size; after its first plan the library is spared its own copies."""
+
+    def __init__(
+        self, wrapper: Wrapper, accelerator: Accelerator, library: Library, buffers: GraphBuffers
+    ) -> None:
+        super().__init__(wrapper, accelerator)
+        self._plan_again = library.fast_decode_plan
+        self._buffers = buffers
+        self._is_planned = False
+
+    def plan_decodes(
+        self,
+        part: Part,
+        indices: torch.Tensor,
+        offsets: SentOffsets,
+        sizes: tuple[int, int, int, int],
+        settings: dict[str, Any],
+    ) -> None:
+        if not self._is_planned:
+            super().plan_decodes(part, indices, offsets, sizes, settings)
+            self._is_planned = True
+            return
+        self._buffers.fill(offsets, indices)
+        kept = {name: value for name, value in settings.items() if name != "o_data_type"}
+        self._copied.synchronize()
+        self._plan_again(
+            self._wrapper,
+            offsets.kv_indptr,
+            indices,
+            torch.from_numpy(part.last_page_len),
+            *sizes,
+            global_override_indptr_cpu=torch.from_numpy(part.kv_indptr),
+            **kept,
+        )
         self._copied.record()
 
 
@@ -133,6 +216,7 @@ class WrapperMaker:
         indptr = self._accelerator.zeros(most + 1, torch.int32)
         last_page_len = self._accelerator.zeros(most, torch.int32)
         indices = self._accelerator.zeros(self._options.capture_pages, torch.int32)
+        buffers = GraphBuffers(indptr, last_page_len, indices)
         found: dict[int, PlannedWrapper] = {}
         for size in sizes:
             wrapper = self.library.BatchDecodeWithPagedKVCacheWrapper(
@@ -147,7 +231,7 @@ class WrapperMaker:
             )
             schedule = self._accelerator.zeros(_CAPTURED_SCHEDULE_BYTES, torch.uint8)
             wrapper.reset_workspace_buffer(self._workspace, schedule)
-            found[size] = PlannedWrapper(wrapper, self._accelerator)
+            found[size] = CapturedWrapper(wrapper, self._accelerator, self.library, buffers)
         return found
 
 
@@ -181,8 +265,11 @@ class GroupWrappers:
             "o_data_type": dtype,
         }
 
-    def plan(self, parts: GroupParts, indices: torch.Tensor) -> None:
-        """Plan what has rows; the page indices of all parts, int32, are on the device."""
+    def plan(self, parts: GroupParts, indices: torch.Tensor, offsets: SentOffsets) -> None:
+        """Plan what has rows.
+
+        indices: the page indices of all parts, int32, on the device. offsets: of the decodes.
+        """
         pages = indices.split_with_sizes(
             [parts.prefix.num_pages, parts.decodes.num_pages, parts.prefills.num_pages]
         )
@@ -194,7 +281,7 @@ class GroupWrappers:
         if num_decodes:
             alone = not parts.prefills.num_rows and not self._has_prefix
             wrapper = self._captured.get(num_decodes, self._decode) if alone else self._decode
-            self._plan_decode(wrapper, parts.decodes, pages[1])
+            wrapper.plan_decodes(parts.decodes, pages[1], offsets, self._sizes, self._settings)
             self._runs.append((wrapper, slice(num_decodes)))
         if parts.prefills.num_rows:
             self._plan_prefill(self._prefill, parts.prefills, pages[2], causal=True)
@@ -215,16 +302,6 @@ class GroupWrappers:
         shared = torch.empty_like(output)
         self._prefix.run(query, pages, out=shared, lse=shared_sums, return_lse=True)
         self._merge(output, sums, shared, shared_sums)
-
-    def _plan_decode(self, wrapper: PlannedWrapper, part: Part, pages: torch.Tensor) -> None:
-        wrapper.plan(
-            torch.from_numpy(part.kv_indptr),
-            pages,
-            torch.from_numpy(part.last_page_len),
-            *self._sizes,
-            seq_lens=torch.from_numpy(part.kv_lens),
-            **self._settings,
-        )
 
     def _plan_prefill(
         self, wrapper: PlannedWrapper, part: Part, pages: torch.Tensor, causal: bool

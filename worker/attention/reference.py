@@ -41,7 +41,7 @@ class ReferenceAttention:
         key_pages.write(slots, rotate(key.float(), rotation))
         value_pages.write(slots, value)
         turned = rotate(query, rotation).float()
-        output = torch.empty(query.shape, dtype=query.dtype)
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for row, seq_len in enumerate(inputs.seq_lens.tolist()):
             tokens = slice(int(inputs.query_start[row]), int(inputs.query_start[row + 1]))
             first = first_in_sight(seq_len - (tokens.stop - tokens.start), window)
@@ -74,8 +74,9 @@ def causal_attention(
     scores = torch.einsum("qhgd,hnd->hgqn", grouped, key) * shape.scale
     if shape.soft_cap:
         scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
-    positions = torch.arange(num_tokens - num_queries, num_tokens)
-    distance = positions[:, None] - torch.arange(num_tokens)
+    device = query.device
+    positions = torch.arange(num_tokens - num_queries, num_tokens, device=device)
+    distance = positions[:, None] - torch.arange(num_tokens, device=device)
     hidden = distance < 0
     if window is not None:
         hidden |= distance >= window

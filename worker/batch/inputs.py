@@ -42,22 +42,41 @@ class StepInputs:
     last_token: NDArray[np.int64]
     attention: tuple[AttentionInputs, ...]
 
-    def rows_that_sample(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows [N, H] of hidden states [T, H]: the last token of each sequence that samples."""
+    def rows_that_sample(self, hidden: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
+        """Rows [N, H] of hidden states [T, H]: the last token of each sequence that samples.
+
+        last_token: that of the inputs, where the hidden states are.
+        """
         if len(self.last_token) == len(self.token_ids):
             return hidden
-        return hidden[torch.from_numpy(self.last_token)]
+        return hidden.index_select(0, last_token)
 
 
-def build_inputs(step: SchedulerOutput, step_rows: NDArray[np.int64], rows: Rows) -> StepInputs:
-    """The inputs of a step whose changes `rows` has taken over."""
+def decodes_first(step: SchedulerOutput) -> NDArray[np.int64]:
+    """int64 [S]: place i is for this sequence of the step; those with one token come first."""
+    counts = [each.num_scheduled_tokens for each in step.new_requests]
+    counts += step.cached_requests.num_scheduled_tokens
+    return np.argsort(np.array(counts) > 1, kind="stable")
+
+
+def build_inputs(
+    step: SchedulerOutput,
+    step_rows: NDArray[np.int64],
+    rows: Rows,
+    order: NDArray[np.int64] | slice = slice(None),
+) -> StepInputs:
+    """The inputs of a step whose changes `rows` has taken over.
+
+    order: which sequence of the step is at each place; all arrays follow it.
+    """
     new, cached = step.new_requests, step.cached_requests
+    step_rows = step_rows[order]
     num_computed = np.array(
         [each.num_computed_tokens for each in new] + cached.num_computed_tokens, dtype=np.int32
-    )
+    )[order]
     num_scheduled = np.array(
         [each.num_scheduled_tokens for each in new] + cached.num_scheduled_tokens, dtype=np.int32
-    )
+    )[order]
     query_start = np.zeros(len(step_rows) + 1, dtype=np.int32)
     np.cumsum(num_scheduled, out=query_start[1:])
     seq_lens = num_computed + num_scheduled
@@ -78,6 +97,32 @@ def build_inputs(step: SchedulerOutput, step_rows: NDArray[np.int64], rows: Rows
         attention=_attention_inputs(
             rows.block_table, step_rows, token_rows, positions, query_start, seq_lens
         ),
+    )
+
+
+def nobodys_inputs(num_tokens: int, num_seqs: int, table: BlockTable) -> StepInputs:
+    """A step of tokens 0 of sequences that nobody has, all in block 0, the null block.
+
+    Each sequence begins in this step, with at most as many tokens as a row of the table has.
+    """
+    counts = np.full(num_seqs, num_tokens // num_seqs, dtype=np.int32)
+    counts[: num_tokens % num_seqs] += 1
+    assert 0 < counts.min() <= counts.max() <= table.ids.shape[2] * table.block_size
+    query_start = np.zeros(num_seqs + 1, dtype=np.int32)
+    np.cumsum(counts, out=query_start[1:])
+    positions = np.arange(num_tokens) - np.repeat(query_start[:-1], counts)
+    blocks = np.zeros((num_seqs, -(-int(counts.max()) // table.block_size)), dtype=np.int32)
+    attention = AttentionInputs(query_start, counts, blocks, positions % table.block_size)
+    return StepInputs(
+        token_ids=np.zeros(num_tokens, dtype=np.int64),
+        positions=positions,
+        rows=np.zeros(num_seqs, dtype=np.int64),
+        query_start=query_start,
+        seq_lens=counts,
+        num_computed=np.zeros_like(counts),
+        samples=np.ones(num_seqs, dtype=np.bool_),
+        last_token=(query_start[1:] - 1).astype(np.int64),
+        attention=(attention,) * table.num_groups,
     )
 
 

@@ -16,6 +16,8 @@ from worker.sample.row_edits import RowEdits
 
 NO_LOGPROBS = -1
 """In arrays of logprob counts: the row asks for none."""
+PENDING = -1
+"""In token_ids: sampled, and not on the host yet."""
 _OTHER_BYTES = 256
 """Of a row, at most: its parameters, its counts and its place in the list of those free."""
 
@@ -111,6 +113,38 @@ class Rows:
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
                 if row in self.edits:
                     self.edits[row].append(token_id)
+
+    def append_pending(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Each of `rows` [n] gets one more token, to be known later; returns their places."""
+        places = self.num_tokens[rows].astype(np.int64)
+        self.append_sampled(rows, np.full(len(rows), PENDING))
+        return places
+
+    def fill_in(
+        self,
+        handles: list[int],
+        rows: NDArray[np.int64],
+        places: NDArray[np.int64],
+        token_ids: NDArray[np.int64],
+    ) -> None:
+        """What `append_pending` left open, all [n]; nothing for a row that is another's by now."""
+        for handle, row, place, token_id in zip(
+            handles, rows.tolist(), places.tolist(), token_ids.tolist(), strict=True
+        ):
+            if self._row_of.get(handle) == row and self.token_ids[row, place] == PENDING:
+                self.token_ids[row, place] = token_id
+
+    def token_only(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Bool [n]: rows that want a token, by filters and a draw, and nothing else."""
+        num_outputs = self.num_tokens[rows] - self.num_prompt_tokens[rows]
+        found: NDArray[np.bool_] = (
+            ~self.edited[rows]
+            & (self.num_logprobs[rows] == NO_LOGPROBS)
+            & (self.num_prompt_logprobs[rows] == NO_LOGPROBS)
+            & (self.num_candidates[rows] == 0)
+            & (num_outputs >= self.min_output[rows])
+        )
+        return found
 
     def params(self, handle: int) -> SamplingParams:
         """The sampling parameters of a sequence."""

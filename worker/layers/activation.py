@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from worker.kernels import DTYPE_CODES, Kernels, row_kernels
 from worker.kernels import Gate as GateCall
 from worker.layers.buffer import Space
+from worker.layers.triton_rows import TritonGate
 from worker.models.spec import Activation
 
 GATE_CODES: Final = {"silu": 0, "gelu_tanh": 1}
@@ -67,5 +68,7 @@ class KernelGate:
 
 def make_gate(name: Activation, device: torch.device) -> Gate:
     """The gate called `name` in a ModelSpec, for tensors of a device."""
+    if device.type == "cuda":
+        return TritonGate(name)
     kernels = row_kernels() if device.type == "cpu" else None
     return TorchGate(name) if kernels is None else KernelGate(kernels, name)

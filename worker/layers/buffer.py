@@ -1,6 +1,8 @@
 """Memory for what is computed for each token of a step and read at once: allocated once.
 
-What is read later, by the sampler or the engine, must not lie here.
+What is read later, by the sampler or the engine, must not lie here. On an accelerator it is
+new each time: torch keeps memory at hand there, and a captured graph goes on using what it
+was recorded with, which must not be given back when a longer step comes.
 """
 
 from dataclasses import dataclass
@@ -28,6 +30,9 @@ class RowBuffer:
     def rows(self, like: torch.Tensor) -> Space:
         """As many rows as `like` has, of its dtype and on its device, with whatever is in them."""
         count = like.shape[0]
+        if like.device.type != "cpu":
+            tensor = like.new_empty((count, self._size))
+            return Space(tensor, tensor.data_ptr(), count)
         if (self._memory.dtype, self._memory.device) != (like.dtype, like.device):
             self._memory = like.new_empty((0, self._size))
         elif count == self._space.num_rows:

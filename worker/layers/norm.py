@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from worker.kernels import DTYPE_CODES, Kernels, Norm, RowNorm, row_kernels
 from worker.layers.buffer import Space
+from worker.layers.triton_rows import TritonNorm
 
 
 class NormArithmetic(Protocol):
@@ -38,9 +39,13 @@ class RMSNorm:
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self.device = weight.device
         kernels = row_kernels() if self.device.type == "cpu" else None
-        arithmetic: NormArithmetic = (
-            TorchNorm(weight, eps) if kernels is None else KernelNorm(kernels, weight, eps)
-        )
+        arithmetic: NormArithmetic
+        if self.device.type == "cuda":
+            arithmetic = TritonNorm(weight, eps)
+        elif kernels is None:
+            arithmetic = TorchNorm(weight, eps)
+        else:
+            arithmetic = KernelNorm(kernels, weight, eps)
         self.arithmetic = arithmetic
         self.into = arithmetic.norm_into
         self.add_to = arithmetic.add_norm

@@ -17,7 +17,7 @@ def order_keys(scores: torch.Tensor) -> torch.Tensor:
 
     | score as an order-preserving int32 | 2^32 - 1 - id |
     """
-    return _pack_keys(scores, torch.arange(scores.shape[1]))
+    return _pack_keys(scores, torch.arange(scores.shape[1], device=scores.device))
 
 
 def _pack_keys(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -50,6 +50,6 @@ def best_tokens(scores: torch.Tensor, count: int) -> torch.Tensor:
 def token_ranks(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Rank of token_ids int64 [N, 1] in each row, 1 for the best, int64 [N]."""
     chosen = scores.gather(1, token_ids)
-    ids = torch.arange(scores.shape[1])
+    ids = torch.arange(scores.shape[1], device=scores.device)
     better = (scores > chosen) | ((scores == chosen) & (ids < token_ids))
     return better.sum(dim=1) + 1

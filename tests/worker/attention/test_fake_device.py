@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fakes.fake_device import DeviceError, FakeDevice
-from worker.attention.staging import Staging
+from tests.fakes.fake_device import DeviceError, FakeDevice, on_host
+from tests.fakes.fake_graph import CaptureError
+from worker.device.results import Results
+from worker.device.staging import Staging
 
 
 def filled_too_early(device: FakeDevice) -> None:
@@ -23,6 +25,14 @@ def written_too_early(device: FakeDevice) -> None:
     event.record()
     memory[0] = 1
     event.synchronize()
+
+
+def read_too_early(device: FakeDevice) -> None:
+    """Not refused, but rubbish: the copy has not run."""
+    memory, source = device.staging(4), device.zeros(4, torch.uint8)
+    memory.copy_(source, non_blocking=True)
+    if memory.any():
+        raise DeviceError("not what was copied")
 
 
 def unchecked_staging(device: FakeDevice) -> None:
@@ -51,6 +61,10 @@ WAITS_AND_RACES: dict[str, Callable[[FakeDevice], Any]] = {
     "filled too early": filled_too_early,
     "written too early": written_too_early,
     "staging without events": unchecked_staging,
+    "pageable memory, to the host": lambda device: torch.zeros(2, dtype=torch.uint8).copy_(
+        device.zeros(2, torch.uint8), non_blocking=True
+    ),
+    "a result that is read too early": read_too_early,
 }
 
 
@@ -58,3 +72,69 @@ WAITS_AND_RACES: dict[str, Callable[[FakeDevice], Any]] = {
 def test_waits_and_races_are_refused(name: str) -> None:
     with pytest.raises(DeviceError):
         WAITS_AND_RACES[name](FakeDevice())
+
+
+def test_a_result_arrives_with_its_event() -> None:
+    device = FakeDevice()
+    results = Results(device)
+    sent = [torch.arange(5), torch.tensor([0.5]), torch.tensor([True, False])]
+    downloads = [results.send([device.adopt(each) for each in sent]) for _ in range(3)]
+    for download in downloads:
+        assert not download.ready()
+        found = download.arrays()
+        assert [each.tolist() for each in found] == [each.tolist() for each in sent]
+        assert [each.dtype for each in found] == [each.numpy().dtype for each in sent]
+
+
+def recorded(device: FakeDevice, run: Callable[[torch.Tensor], Any]) -> Any:
+    """A graph of `run` over a tensor of the device, of which nothing is to be kept."""
+    given = device.zeros(2, torch.float32)
+
+    def running() -> torch.Tensor:
+        run(given)
+        return given + 1
+
+    return device.capture(running)
+
+
+def test_a_replay_computes_from_what_stands_there_now() -> None:
+    device = FakeDevice()
+    given, chosen = device.zeros(2, torch.float32), [1.0]
+    graph, result = device.capture(lambda: (given * 2 + chosen[0]).relu_())
+    assert on_host(result).isnan().all()
+    given += 3
+    chosen[0] = 100.0  # decided when it was recorded
+    graph.replay()
+    assert on_host(result).tolist() == [7.0, 7.0]
+    given -= 9
+    graph.replay()
+    assert on_host(result).tolist() == [0.0, 0.0]
+
+
+def test_a_tensor_in_the_place_of_another_is_not_seen() -> None:
+    device = FakeDevice()
+    places = [device.zeros(1, torch.float32)]
+    graph, result = device.capture(lambda: places[0] + 1)
+    places[0] = device.adopt(torch.full((1,), 5.0))
+    graph.replay()
+    assert on_host(result).tolist() == [1.0]
+
+
+NOT_CAPTURED: dict[str, Callable[[FakeDevice, torch.Tensor], Any]] = {
+    "memory that lasts": lambda device, given: device.zeros(2, torch.int64),
+    "page-locked memory": lambda device, given: device.staging(2),
+    "a number on the host": lambda device, given: on_host(given)[0].item(),
+    "a wait": lambda device, given: device.event().synchronize(),
+    "a look": lambda device, given: device.event().query(),
+    "a result": lambda device, given: device.fetch(given),
+    "a copy from the host": lambda device, given: Staging(device).upload([np.arange(2)]),
+    "another capture": lambda device, given: device.capture(lambda: given + 1),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CAPTURED)
+def test_what_cannot_be_recorded_is_refused(name: str) -> None:
+    device = FakeDevice()
+    recorded(device, lambda given: given.add_(1))
+    with pytest.raises((DeviceError, CaptureError)):
+        recorded(device, lambda given: NOT_CAPTURED[name](device, given))

@@ -28,6 +28,7 @@ CALLS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "planning a decode": (FakeDecode.plan, DECODE, "_plan_impl"),
     "running a prefill": (FakePrefill.run, PREFILL, "run"),
     "running a decode": (FakeDecode.run, DECODE, "run"),
+    "planning a decode again": (FakeFlashInfer.fast_decode_plan, "fast_decode_plan", ""),
     "merging": (FakeFlashInfer.merge_state_in_place, "merge_state_in_place", ""),
 }
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

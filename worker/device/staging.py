@@ -13,62 +13,16 @@ Knows nothing of what the arrays mean.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from worker.device.accelerator import Accelerator, Event
+
 _ALIGNMENT: Final = 16
 _NUM_TURNS: Final = 2
-
-
-class Event(Protocol):
-    """A place in the queue of an accelerator."""
-
-    def record(self) -> None:
-        """Stand for everything that has been queued so far."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until that has run; at once where nothing was recorded."""
-        ...
-
-
-class Accelerator(Protocol):
-    """Memory and queue of a device, used by one thread."""
-
-    def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor [size] of zeros on the device."""
-        ...
-
-    def staging(self, num_bytes: int) -> torch.Tensor:
-        """Host memory, uint8 [num_bytes], that copies may still read after they are queued."""
-        ...
-
-    def event(self) -> Event:
-        """A new event of the current queue."""
-        ...
-
-
-class Cuda:
-    """Accelerator: one CUDA device and its current stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """As the Protocol says."""
-        return torch.zeros(size, dtype=dtype, device=self._device)
-
-    def staging(self, num_bytes: int) -> torch.Tensor:
-        """As the Protocol says; page-locked."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def event(self) -> Event:
-        """As the Protocol says."""
-        event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        return event
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from tests.fakes.fake_device import FakeDevice, on_host
-from worker.attention.staging import Staging
+from worker.device.staging import Staging
 
 
 def test_everything_arrives_with_its_dtype() -> None:

@@ -1,63 +1,25 @@
-"""What a worker computes on: arithmetic, threads and memory of the machine.
+"""The CPU as a device: arithmetic, threads and memory of the machine.
 
 Knows nothing of models; the worker asks it which dtype to load, how many threads
 to run and how much memory the KV cache may take.
 """
 
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
-from proto.config import GIB, CacheConfig, DeviceConfig, DType
+from proto.config import GIB, CacheConfig, DeviceConfig, DType, KVCacheDType
 from proto.cores import cores_of_worker
 from proto.errors import ConfigError
 from proto.memory import available_memory
+from worker.device.base import ALL, DTYPES, gib
 
 DEFAULT_KV_CACHE_BYTES: Final = 4 * GIB
-_DTYPES: Final = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 _MATRIX_FLAGS: Final = ("avx512_bf16", "amx_bf16")
 """CPU features that multiply bfloat16 matrices faster than float32 ones."""
-_ALL: Final = Fraction(1)
-
-
-class Device(Protocol):
-    """One device of one worker."""
-
-    @property
-    def torch_device(self) -> torch.device:
-        """Where tensors go."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """For people: the hardware and how it is used."""
-        ...
-
-    def resolve_dtype(self, dtype: DType) -> torch.dtype:
-        """The torch dtype of a setting; "auto" is what the device does best."""
-        ...
-
-    def kv_cache_bytes(self, config: CacheConfig, part: Fraction = _ALL) -> int:
-        """Memory for the KV pool beside what is taken now.
-
-        part: of the pool, for a worker that has some of its heads; workers of one machine
-        share its memory. Raises ConfigError for a setting that has no room.
-        """
-        ...
-
-    def check_blocks(self, config: CacheConfig, bytes_per_token: int) -> None:
-        """Raise ConfigError where a number of blocks is set that has no room."""
-        ...
-
-    def check_rows(self, num_rows: int, num_bytes: int, pool_bytes: int) -> None:
-        """Raise ConfigError where the rows of so many sequences have no room beside the pool."""
-        ...
 
 
 class CpuDevice:
@@ -88,9 +50,20 @@ class CpuDevice:
         """bfloat16 for "auto" where the CPU multiplies it in hardware, else float32."""
         if dtype == "auto":
             return torch.bfloat16 if self.matrix_flags else torch.float32
-        return _DTYPES[dtype]
+        return DTYPES[dtype]
 
-    def kv_cache_bytes(self, config: CacheConfig, part: Fraction = _ALL) -> int:
+    def check_kv_dtype(self, setting: KVCacheDType) -> None:
+        """No kernel of a CPU reads 8 bits without scales."""
+        if setting == "fp8":
+            raise ConfigError(
+                "--kv-cache-dtype fp8 needs --device cuda; a CPU has int8", "kv_cache_dtype"
+            )
+
+    def peak_of(self, run: Callable[[], None]) -> int:
+        """None is set aside: the operating system gives and takes."""
+        return 0
+
+    def kv_cache_bytes(self, config: CacheConfig, part: Fraction = ALL, beside: int = 0) -> int:
         """A part of the setting, or of 4 GiB but at most half of the memory that is free.
 
         Raises ConfigError with both numbers for a setting beyond the free memory.
@@ -98,7 +71,7 @@ class CpuDevice:
         wanted = config.kv_cache_memory
         if wanted is None:
             return int(min(DEFAULT_KV_CACHE_BYTES, available_memory(self._root) // 2) * part)
-        self._check_room(wanted, f"--kv-cache-memory {wanted} ({_gib(wanted)})", "kv_cache_memory")
+        self._check_room(wanted, f"--kv-cache-memory {wanted} ({gib(wanted)})", "kv_cache_memory")
         return int(wanted * part)
 
     def check_blocks(self, config: CacheConfig, bytes_per_token: int) -> None:
@@ -106,12 +79,12 @@ class CpuDevice:
         num_blocks = config.num_gpu_blocks_override
         if num_blocks is not None:
             wanted = num_blocks * config.block_size * bytes_per_token
-            what = f"--num-gpu-blocks-override {num_blocks}: {wanted} bytes ({_gib(wanted)})"
+            what = f"--num-gpu-blocks-override {num_blocks}: {wanted} bytes ({gib(wanted)})"
             self._check_room(wanted, what, "num_gpu_blocks_override")
 
     def check_rows(self, num_rows: int, num_bytes: int, pool_bytes: int) -> None:
         """As the Protocol says; the pool takes its memory only as it is used."""
-        what = f"--max-num-seqs {num_rows}: {num_bytes} bytes ({_gib(num_bytes)}) of rows"
+        what = f"--max-num-seqs {num_rows}: {num_bytes} bytes ({gib(num_bytes)}) of rows"
         self._check_room(num_bytes, what, "max_num_seqs", pool_bytes, " beside the KV pool")
 
     def _check_room(
@@ -121,7 +94,7 @@ class CpuDevice:
         free = max(0, available_memory(self._root) - taken)
         if wanted > free:
             raise ConfigError(
-                f"{what} is more than the {free} bytes ({_gib(free)}) of memory that are "
+                f"{what} is more than the {free} bytes ({gib(free)}) of memory that are "
                 f"free{beside}",
                 setting,
             )
@@ -146,7 +119,3 @@ def _read_cpuinfo(root: Path) -> tuple[str, frozenset[str]]:
         elif key in ("flags", "Features"):
             flags = frozenset(value.split())
     return name, flags
-
-
-def _gib(number: int) -> str:
-    return f"{number / GIB:.1f} GiB"

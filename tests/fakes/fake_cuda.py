@@ -1,0 +1,88 @@
+"""A CUDA device for a whole worker, on the CPU: torch's functions with a FakeDevice behind "cuda".
+
+Tensors made on or moved to the device are those of a FakeDevice, and say that they are on
+"cuda", so everything that chooses by device chooses as it would there. Weights are put there
+with `loading`, when waiting is no fault. Products, of the host too, are summed in float64, so
+that a row's result does not depend on how many there are.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tests.fakes.fake_device import FakeDevice, on_host
+
+CUDA = torch.device("cuda", 0)
+_DEVICE: Any = torch.Tensor.device
+
+
+class FakeCuda(TorchFunctionMode):
+    """Active as a context, in one thread. device: what stands behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = FakeDevice()
+        self._is_loading = False
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Copies from any memory of the host are done at once."""
+        self._is_loading = True
+        try:
+            yield
+        finally:
+            self._is_loading = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        device = self.device
+        if getattr(func, "__self__", None) is _DEVICE and device.holds(args[0]):
+            return CUDA
+        name = getattr(func, "__name__", "")
+        if name == "linear":
+            x, weight, bias = args
+            product = (x.double() @ weight.double().t()).to(x.dtype)
+            return product if bias is None else product.add_(bias)
+        if name == "addmm_":
+            residual, x, transposed = args
+            return residual.add_((x.double() @ transposed.double()).to(x.dtype))
+        if _is_cuda(kwargs.get("device")):
+            del kwargs["device"]
+            return device.adopt(func(*args, **kwargs))
+        if name == "to" and any(map(_is_cuda, args[1:])):
+            rest = [each for each in args[1:] if not _is_cuda(each)]
+            source = on_host(args[0])
+            return device.adopt(source.to(*rest, **kwargs | {"copy": True}))
+        if self._is_loading and name == "copy_" and device.holds(args[0]):
+            on_host(args[0]).copy_(on_host(args[1]))
+            return args[0]
+        return func(*args, **kwargs)
+
+
+class InThisThread:
+    """A ThreadPoolExecutor whose work is done when it is given: modes belong to a thread."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> "InThisThread":
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(work(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def _is_cuda(device: Any) -> bool:
+    return isinstance(device, torch.device) and device.type == "cuda"

@@ -1,0 +1,83 @@
+"""Graphs of a FakeDevice: each operation on tensors is recorded and done again, on the same memory.
+
+As on a real device nothing of Python runs in a replay: what was decided on the host while
+recording stays decided, and a tensor that was put in the place of another is not seen.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class CaptureError(Exception):
+    """Something that cannot be recorded."""
+
+
+class Recorder(TorchDispatchMode):
+    """Records what is computed while it is active; computes it as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Callable[[], None]] = []
+        self._hidden = False
+
+    @contextmanager
+    def as_one(self, run: Callable[[], None]) -> Iterator[None]:
+        """What happens inside is recorded as `run`, whatever it consists of."""
+        self.calls.append(run)
+        self._hidden = True
+        try:
+            yield
+        finally:
+            self._hidden = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._hidden:
+            return result
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise CaptureError("a number is read on the host inside a capture")
+        given = {_place(each) for each in _tensors((args, kwargs))}
+        outputs = [each for each in _tensors(result) if _place(each) not in given]
+
+        def again() -> None:
+            found = [each for each in _tensors(func(*args, **kwargs)) if _place(each) not in given]
+            for output, each in zip(outputs, found, strict=True):
+                output.copy_(each)
+
+        self.calls.append(again)
+        return result
+
+
+class FakeGraph:
+    """What was recorded; `replayed` is told of each replay."""
+
+    def __init__(self, calls: list[Callable[[], None]], replayed: Callable[[], None]) -> None:
+        self._calls = calls
+        self._replayed = replayed
+
+    def replay(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for call in self._calls:
+                call()
+        self._replayed()
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

@@ -1,0 +1,139 @@
+"""What is filtered and drawn on a device equals what the host's backend gives.
+
+The kernel runs in Triton's interpreter and is compiled for Hopper, which takes no GPU.
+"""
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fakes.fake_cuda import FakeCuda
+from tests.fakes.fake_device import on_host
+from tests.worker.ahead_of_time import Kernel, compiled
+from worker.device.placement import OnDevice, OnHost
+from worker.sample.backend import DrawKeys, ReferenceBackend, RowFilters
+from worker.sample.device_draw import KeyedDraw, TritonDraw, draw_by_torch
+from worker.sample.device_sampling import DeviceSampling, DrawnRows
+from worker.sample.philox import ROUNDS
+
+VOCAB_SIZE = 3001
+
+
+def need_triton() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+
+
+@pytest.fixture(params=["torch", "triton"])
+def draw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KeyedDraw:
+    if request.param == "torch":
+        return draw_by_torch
+    need_triton()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return TritonDraw()
+
+
+def rows_of(count: int, seed: int = 0, **settings: Any) -> DrawnRows:
+    generator = np.random.default_rng(seed)
+    fields = {
+        "temperature": generator.uniform(0.3, 2.0, count),
+        "top_k": np.zeros(count),
+        "top_p": np.ones(count),
+        "min_p": np.zeros(count),
+    }
+    fields |= {name: np.resize(value, count) for name, value in settings.items()}
+    return DrawnRows(
+        fields["temperature"].astype(np.float32),
+        fields["top_k"].astype(np.int32),
+        fields["top_p"].astype(np.float32),
+        fields["min_p"].astype(np.float32),
+        generator.integers(0, 1 << 64, count, dtype=np.uint64),
+        generator.integers(0, 1 << 32, count, dtype=np.uint32),
+        generator.integers(0, 1 << 32, count, dtype=np.uint32),
+    )
+
+
+def logits_of(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """With many ties, and tokens that cannot come."""
+    generator = torch.Generator().manual_seed(count)
+    logits = (4 * torch.randn(count, VOCAB_SIZE, generator=generator)).to(dtype)
+    logits[:, ::11] = float("-inf")
+    return logits
+
+
+def on_the_host(logits: torch.Tensor, rows: DrawnRows) -> list[int]:
+    """One row after the other, by the backend that defines it."""
+    backend, logits, tokens = ReferenceBackend(), logits.float().clone(), []
+    for row in range(len(logits)):
+        at, t = np.array([row]), rows.temperature[row : row + 1]
+        one = slice(row, row + 1)
+        if t[0] < 1e-5:
+            tokens.append(int(logits[row].argmax()))
+            continue
+        backend.filter(logits, at, t, RowFilters(rows.top_k[one], rows.top_p[one], rows.min_p[one]))
+        keys = DrawKeys(rows.seed[one], rows.choice[one], rows.position[one])
+        tokens += backend.draw(logits, at, t, keys).tolist()
+    return tokens
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "greedy and random": {"temperature": (0.0, 1.0)},
+    "top-k": {"top_k": (1, 5, 40)},
+    "top-k of some": {"top_k": (0, 5, 99999)},
+    "top-p": {"top_p": (0.1, 0.6, 0.95)},
+    "top-p of some": {"top_p": (1.0, 0.6)},
+    "both": {"top_k": (3, 50), "top_p": (0.9, 0.5, 0.7)},
+    "min-p": {"min_p": (0.0, 0.05, 0.5)},
+    "all": {"top_k": (0, 20), "top_p": (0.9, 1.0, 0.7), "min_p": (0.0, 0.02)},
+    "all, and greedy": {"temperature": (0.0, 0.7, 1.3), "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_equal_those_of_the_host(name: str, dtype: torch.dtype, draw: KeyedDraw) -> None:
+    logits, rows = logits_of(7, dtype), rows_of(7, **CASES[name])
+    found = DeviceSampling(OnHost(), draw).tokens(logits, rows)
+    assert found.tolist() == on_the_host(logits, rows)
+
+
+def test_a_token_does_not_depend_on_its_row(draw: KeyedDraw) -> None:
+    logits, rows = logits_of(6, torch.float32), rows_of(6, top_p=0.9)
+    order = np.array([4, 0, 5])
+    some = DrawnRows(*(getattr(rows, name)[order] for name in DrawnRows.__slots__))
+    sampling = DeviceSampling(OnHost(), draw)
+    everyone = sampling.tokens(logits, rows)
+    assert sampling.tokens(logits[order], some).tolist() == everyone[order].tolist()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_waits_for_the_device(name: str) -> None:
+    logits, rows = logits_of(7, torch.bfloat16), rows_of(7, **CASES[name])
+    with FakeCuda() as cuda:
+        sampling = DeviceSampling(OnDevice(cuda.device), draw_by_torch)
+        found = sampling.tokens(cuda.device.adopt(logits), rows)
+    assert cuda.device.completed == 0
+    assert on_host(found).tolist() == on_the_host(logits, rows)
+
+
+def test_the_kernel_compiles_for_a_gpu() -> None:
+    need_triton()
+    constants = {"stream": 0, "rounds": ROUNDS, "counters": 512}
+    signature = {
+        "logits": "*fp32",
+        "temperatures": "*fp32",
+        "seeds": "*i64",
+        "choices": "*i64",
+        "positions": "*i64",
+        "scores": "*fp64",
+        "tokens": "*i64",
+        "vocab_size": "i32",
+        "stride": "i64",
+        "num_pieces": "i32",
+    }
+    kernel = Kernel("worker.sample.device_draw:TritonDraw", signature, constants)
+    assert compiled([kernel])

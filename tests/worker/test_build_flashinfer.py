@@ -1,0 +1,61 @@
+"""What the ahead-of-time build of FlashInfer's kernels prepares and packs; the build takes nvcc."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from proto.errors import ConfigError
+from worker.attention.flashinfer import VERSION
+from worker.build_flashinfer import build_environment, find_toolkit, pack, parser
+
+
+def toolkit(root: Path, name: str) -> Path:
+    folder = root / name
+    for file in ("include/cuda_runtime.h", "bin/nvcc"):
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).touch()
+    return folder
+
+
+def test_the_newest_toolkit_is_found_and_no_wrapper_of_its_compiler(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvcc").touch()
+    (tmp_path / "cuda-13.2").mkdir()
+    with pytest.raises(ConfigError, match="no CUDA toolkit"):
+        find_toolkit(tmp_path)
+    toolkit(tmp_path, "cuda-12.9")
+    newest = toolkit(tmp_path, "cuda-13.0")
+    assert find_toolkit(tmp_path) == newest
+
+
+def test_the_environment_names_files_that_exist(tmp_path: Path) -> None:
+    found = build_environment(tmp_path / "work", Path("/cuda"), "9.0a", 3)
+    assert found["CUDA_HOME"] == "/cuda"
+    assert (found["FLASHINFER_CUDA_ARCH_LIST"], found["MAX_JOBS"]) == ("9.0a", "3")
+    headers = Path(found["FLASHINFER_EXTRA_CUDAFLAGS"].removeprefix("-I"))
+    assert {each.name for each in headers.iterdir()} == {"cublasLt.h", "cublas_v2.h"}
+    stubs = Path(found["FLASHINFER_EXTRA_LDFLAGS"].removeprefix("-L"))
+    assert (stubs / "libcuda.so").stat().st_size > 0
+
+
+def test_the_package_is_what_the_library_looks_for(tmp_path: Path) -> None:
+    libraries = [tmp_path / f"{name}.so" for name in ("page", "fa2_of_some_kind")]
+    for each in libraries:
+        each.write_bytes(each.stem.encode())
+    place = pack(libraries, tmp_path / "out") / "__init__.py"
+    spec = importlib.util.spec_from_file_location("flashinfer_jit_cache_of_a_test", place)
+    assert spec is not None
+    assert spec.loader is not None
+    package = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    assert package.__version__.startswith(VERSION)
+    cache = Path(package.get_jit_cache_dir())
+    assert (cache / "page/page.so").read_bytes() == b"page"
+    assert (cache / "fa2_of_some_kind/fa2_of_some_kind.so").exists()
+
+
+def test_heads_that_there_are_no_kernels_for_are_refused(tmp_path: Path) -> None:
+    assert parser().parse_args([str(tmp_path), "--head-dims", "256"]).head_dims == [256]
+    with pytest.raises(SystemExit):
+        parser().parse_args([str(tmp_path), "--head-dims", "96"])

@@ -1,0 +1,122 @@
+"""The CUDA device over a made-up GPU."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from proto.config import GIB, CacheConfig, DeviceConfig, ServeConfig
+from proto.errors import ConfigError
+from worker.device import choice
+from worker.device.cpu import CpuDevice
+from worker.device.cuda import CudaDevice, Room
+
+
+class MadeUpGpu:
+    """CudaRuntime with these numbers; a step takes `peak`, or has no room."""
+
+    def __init__(self, free: int, capability: tuple[int, int] = (9, 0), peak: int = GIB) -> None:
+        self._free = free
+        self._capability = capability
+        self._peak = peak
+
+    def name(self) -> str:
+        return "Some GPU"
+
+    def capability(self) -> tuple[int, int]:
+        return self._capability
+
+    def room(self) -> Room:
+        return Room(self._free, 80 * GIB)
+
+    def peak_of(self, run: Callable[[], None]) -> int:
+        run()
+        if self._peak > self._free:
+            raise torch.cuda.OutOfMemoryError("no room")
+        return self._peak
+
+
+def device_of(free: int, utilization: float = 0.9, **gpu: object) -> CudaDevice:
+    return CudaDevice(torch.device("cuda", 0), MadeUpGpu(free, **gpu), utilization)  # type: ignore[arg-type]
+
+
+def test_its_name_and_dtypes() -> None:
+    device = device_of(80 * GIB)
+    assert device.name == "Some GPU (80.0 GiB)"
+    assert device.resolve_dtype("auto") == torch.bfloat16
+    assert device.resolve_dtype("float32") == torch.float32
+    assert device_of(GIB, capability=(7, 5)).resolve_dtype("auto") == torch.float16
+
+
+def test_the_pool_gets_what_weights_and_the_largest_step_leave() -> None:
+    device, ran = device_of(free=60 * GIB), []
+    peak = device.peak_of(lambda: ran.append(True))
+    assert (peak, ran) == (GIB, [True])
+    # 72 of 80 GiB may be taken; 20 are, and a step takes one more.
+    assert device.kv_cache_bytes(CacheConfig(), peak) == 72 * GIB - 20 * GIB - GIB
+
+
+def test_no_room_for_a_pool_is_told_with_all_numbers() -> None:
+    with pytest.raises(ConfigError) as raised:
+        device_of(free=60 * GIB, utilization=0.25).kv_cache_bytes(CacheConfig(), 2 * GIB)
+    assert raised.value.parameter == "gpu_memory_utilization"
+    for number in ("0.25", "20.0 GiB", "2.0 GiB", str(80 * GIB)):
+        assert number in str(raised.value)
+
+
+def test_a_step_without_room_is_told_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"\(2\.0 GiB\) of .* \(80\.0 GiB\)") as raised:
+        device_of(free=2 * GIB, peak=3 * GIB).peak_of(lambda: None)
+    assert raised.value.parameter == "max_num_batched_tokens"
+
+
+@pytest.mark.parametrize(
+    ("check", "parameter"),
+    [
+        (
+            lambda device: device.kv_cache_bytes(CacheConfig(kv_cache_memory=5 * GIB)),
+            "kv_cache_memory",
+        ),
+        (
+            lambda device: device.check_blocks(
+                CacheConfig(num_gpu_blocks_override=5 << 10), 1 << 16
+            ),
+            "num_gpu_blocks_override",
+        ),
+    ],
+)
+def test_a_pool_beyond_the_free_memory_is_refused(
+    check: Callable[[CudaDevice], object], parameter: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{5 * GIB}.*{4 * GIB} bytes \(4\.0 GiB\)") as raised:
+        check(device_of(free=4 * GIB))
+    assert raised.value.parameter == parameter
+
+
+def config_of(**settings: object) -> ServeConfig:
+    return ServeConfig(device=DeviceConfig(**settings))  # type: ignore[arg-type]
+
+
+def test_auto_is_the_cpu_where_torch_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert isinstance(choice.create_device(config_of(), 0), CpuDevice)
+
+
+def test_cuda_without_a_gpu_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"--device cuda: .*; --device cpu works here") as raised:
+        choice.create_device(config_of(device="cuda"), 0)
+    assert raised.value.parameter == "device"
+
+
+def test_each_worker_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="worker 1 has no GPU, 1 found"):
+        choice.create_device(config_of(device="cuda"), 1)
+
+
+def test_eight_bits_without_scales_are_not_for_a_cpu() -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8 needs --device cuda"):
+        CpuDevice(DeviceConfig()).check_kv_dtype("fp8")
+    device_of(GIB).check_kv_dtype("fp8")

@@ -1,0 +1,242 @@
+"""The whole worker on a CUDA device without a GPU: tokens equal those of the reference on a CPU.
+
+Weights, cache, attention by the strict FlashInfer, graphs, sampling and the tokens that stay
+on the device: everything is on a fake device, which refuses whatever would wait or race.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_core.stepper import OVERLAPPED
+from proto.config import DeviceConfig
+from proto.logit_edits import LogitEdits
+from proto.model_runner_output import ModelRunnerOutput
+from proto.scheduler_output import SchedulerOutput
+from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.fake_cuda import CUDA, FakeCuda, InThisThread
+from tests.fakes.fake_flashinfer import FakeFlashInfer
+from tests.fakes.prepared_models import prepare_checkpoint
+from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
+from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine
+from worker.ahead import AheadRunner, AtOnce, Launched, Runner
+from worker.attention.base import AttentionShape
+from worker.attention.kv_store import store_by_index
+from worker.attention.reference import ReferenceAttention
+from worker.batch.rows import Rows
+from worker.cuda_runner import CudaRunnerMaker, Kernels
+from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_layout import kv_layout
+from worker.layers import activation, linear, norm
+from worker.layers.buffer import RowBuffer
+from worker.layers.rotary import rotate
+from worker.loader import forms, weights
+from worker.model_runner import ModelRunner
+from worker.models import kernel_stack
+from worker.models.decoder import Decoder
+from worker.models.registry import spec_of
+from worker.sample.backend import ReferenceBackend
+from worker.sample.device_draw import draw_by_torch
+from worker.sample.sampler import Sampler
+
+DTYPE = torch.bfloat16
+HEAD_DIMS = {"llama": 64, "mistral-window": 128, "gemma3-pattern-untied": 256}
+
+
+class OneAtATime:
+    """A runner whose caller waits for each step."""
+
+    def __init__(self, runner: AheadRunner) -> None:
+        self._runner = runner
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        return self._runner.launch(step).result()
+
+
+class Model:
+    """A tiny model that can be loaded on any device."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        plain = CONFIGS[name]
+        config = type(plain)(**plain.to_dict() | {"head_dim": HEAD_DIMS[name]})
+        tiny_model(config).save_pretrained(folder)
+        self.prepared = prepare_checkpoint(folder, folder / "prepared")
+        self.spec = spec_of(self.prepared)
+
+    def load(self, device: torch.device) -> Decoder:
+        return weights.load_model(self.prepared, self.spec, DTYPE, device, lambda fraction: None)
+
+    def cache(self, device: torch.device) -> KVCache:
+        layout = kv_layout(self.spec.windows)
+        geometry = kv_cache_geometry(layout, self.spec.num_kv_heads, self.spec.head_dim, DTYPE)
+        return KVCache(geometry, layout, NUM_BLOCKS, BLOCK, device)
+
+    def rows(self, count: int) -> Rows:
+        layout = kv_layout(self.spec.windows)
+        return Rows(count, self.spec.max_position, BLOCK, layout.num_groups)
+
+    def prompts(self) -> dict[int, list[int]]:
+        generator = torch.Generator().manual_seed(1)
+        return {
+            handle: torch.randint(0, 96, (sum(chunks),), generator=generator).tolist()
+            for handle, chunks in CHUNKS.items()
+        }
+
+
+class OnFakeCuda:
+    """A runner and what it runs on."""
+
+    def __init__(self, model: Model, cuda: FakeCuda, num_rows: int, **settings: Any) -> None:
+        self.library = FakeFlashInfer(cuda.device)
+        with cuda.loading():
+            decoder = model.load(CUDA)
+            self.cache = model.cache(CUDA)
+        self.rows = model.rows(num_rows)
+        self.progress: list[float] = []
+        self.maker = CudaRunnerMaker(
+            DeviceConfig(**settings),
+            decoder,
+            cuda.device,
+            Kernels(lambda: self.library, store_by_index, draw_by_torch, rotate),
+            Sampler(ReferenceBackend()),
+            DTYPE,
+        )
+        self.runner = self.maker.runner(self.cache, self.rows, self.progress.append)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    compute_by_torch(monkeypatch)
+    with FakeCuda() as fake:
+        yield fake
+
+
+def compute_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load in one thread, and use none of the kernels for CPUs."""
+    monkeypatch.setattr(weights, "ThreadPoolExecutor", InThisThread)
+    monkeypatch.setattr(activation, "TritonGate", activation.TorchGate)
+    monkeypatch.setattr(norm, "TritonNorm", norm.TorchNorm)
+    # The reference on the CPU is to round as the device does: by torch alone.
+    for module in (activation, norm, kernel_stack):
+        monkeypatch.setattr(module, "row_kernels", lambda: None)
+    for module in (linear, forms):
+        monkeypatch.setattr(module, "can_pack", lambda device, dtype: False)
+
+
+@pytest.fixture(params=HEAD_DIMS)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
+    return Model(request.param, tmp_path)
+
+
+def host_runner(model: Model, num_rows: int) -> ModelRunner:
+    """The same model on the CPU, by the reference."""
+    decoder, cache = model.load(torch.device("cpu")), model.cache(torch.device("cpu"))
+    spec = model.spec
+    shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
+    attention, sampler = ReferenceAttention(cache, shape), Sampler(ReferenceBackend())
+    return ModelRunner(decoder, attention, sampler, model.rows(num_rows), cache)
+
+
+def test_tokens_equal_those_of_the_reference(model: Model, cuda: FakeCuda) -> None:
+    worker = OnFakeCuda(model, cuda, len(CHUNKS))
+    engine: Any = Engine(OneAtATime(worker.runner), worker.cache)
+    found = engine.generate(model.prompts())
+    runner = host_runner(model, len(CHUNKS))
+    assert found == Engine(runner, runner.kv_cache).generate(model.prompts())
+    assert cuda.device.num_replays > 30
+
+
+def test_memory_of_a_step_is_its_own_on_a_device(cuda: FakeCuda) -> None:
+    """A graph goes on using what it was recorded with, whatever a longer step needs."""
+    buffer = RowBuffer(8)
+    short, long = (cuda.device.adopt(torch.zeros(count, 8)) for count in (2, 5))
+    captured, grown = buffer.rows(short), buffer.rows(long)
+    again = buffer.rows(short)
+    assert len({captured.address, grown.address, again.address}) == 3
+    assert captured.tensor.shape == again.tensor.shape == (2, 8)
+
+
+class AheadOfTokens:
+    """What an EngineHarness runs: steps are launched when they are sent."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._launched: dict[int, Launched] = {}
+        self.rows: dict[int, object] = {}
+        self.most_at_once = 0
+        self.num_preempted = 0
+
+    def launch(self, step: SchedulerOutput) -> None:
+        self.num_preempted += len(step.preempted_handles)
+        self._launched[step.step] = self._runner.launch(step)
+        self.most_at_once = max(self.most_at_once, len(self._launched))
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        return self._launched.pop(step.step).result()
+
+
+class Harness(EngineHarness):
+    """The scheduler over a worker of this test."""
+
+    def __init__(self, runner: Runner, num_blocks: int, **settings: Any) -> None:
+        super().__init__(
+            num_blocks=num_blocks,
+            block_size=BLOCK,
+            max_model_len=128,
+            max_num_batched_tokens=16,
+            max_num_seqs=NUM_ROWS,
+            **settings,
+        )
+        self.worker = AheadOfTokens(runner)
+        self.runner: Any = self.worker
+
+    def send(self) -> SchedulerOutput:
+        step = super().send()
+        self.worker.launch(step)
+        return step
+
+
+NUM_ROWS = 5
+WISHES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 20},
+    {"temperature": 0.0, "min_tokens": 3, "stop_token_ids": (5, 6)},
+    {"temperature": 1.2, "min_p": 0.05},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.7},
+    {"temperature": 0.0, "edits": LogitEdits(frequency_penalty=1.5)},
+    {"temperature": 0.0},
+]
+
+
+def serve(harness: EngineHarness) -> list[list[int]]:
+    """Requests that come while others run, their lengths and wishes mixed."""
+    generator = torch.Generator().manual_seed(3)
+    requests = []
+    for index, wish in enumerate(WISHES):
+        count = 3 + 5 * index % 17
+        prompt = torch.randint(0, 96, (count,), generator=generator).tolist()
+        requests.append(harness.add_one(prompt, 12 + index, seed=index, eos_token_ids=(7,), **wish))
+        harness.step()
+    harness.run()
+    return [harness.tokens_of(each) for each in requests]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("num_blocks", [81, 24])
+def test_tokens_that_stay_on_the_device_are_those_of_the_host(
+    num_blocks: int, eager: bool, cuda: FakeCuda, tmp_path: Path
+) -> None:
+    """Also where rows are preempted and given to others with a token of theirs on its way."""
+    model = Model("llama", tmp_path)
+    worker = OnFakeCuda(model, cuda, NUM_ROWS, enforce_eager=eager)
+    ahead = Harness(worker.runner, num_blocks, async_scheduling=True)
+    found = serve(ahead)
+    assert ahead.worker.most_at_once == OVERLAPPED
+    assert (ahead.worker.num_preempted > 0) == (num_blocks < 81)
+    assert (cuda.device.num_replays > 0) == (not eager)
+    assert found == serve(Harness(AtOnce(host_runner(model, NUM_ROWS)), num_blocks))

@@ -1,0 +1,177 @@
+"""The worker's service on a CUDA device that is made up: it loads, sizes its pool, serves."""
+
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from proto import PROTOCOL_VERSION
+from proto.config import GIB, CacheConfig, SchedulerConfig, ServeConfig
+from proto.lifecycle import (
+    CacheReady,
+    InitializeCache,
+    NewEngine,
+    Progress,
+    Shutdown,
+    ToSupervisor,
+    WorkerReady,
+)
+from proto.model_runner_output import ModelRunnerOutput
+from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from proto.sockets import Link, Poller
+from tests.fakes import boots
+from tests.fakes.fake_cuda import CUDA, FakeCuda
+from tests.fakes.fake_flashinfer import FakeFlashInfer
+from tests.worker.test_cuda_device import MadeUpGpu
+from tests.worker.test_cuda_runner import Model, compute_by_torch, host_runner
+from tests.worker.test_model_runner import BLOCK, new_request
+from worker import service
+from worker.attention.kv_store import store_by_index
+from worker.device.cuda import CudaDevice
+from worker.layers.rotary import rotate
+from worker.sample.device_draw import draw_by_torch
+
+LIMIT_SECONDS = 60.0
+NUM_BLOCKS = 20
+PROMPT = [5, 9, 2, 40, 41]
+
+
+class Running:
+    """A worker in a thread, which has the made-up device; the test is the others."""
+
+    def __init__(self, model: Model, run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cuda = FakeCuda()
+        compute_by_torch(monkeypatch)
+        self._pretend(monkeypatch)
+        self.supervisor = Link.bind(f"{run_dir}/s", ToSupervisor)
+        self.engine = Link.bind(f"{run_dir}/e", WorkerReady | CacheReady | ModelRunnerOutput)
+        config = ServeConfig(
+            cache=CacheConfig(block_size=BLOCK),
+            scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=64),
+        )
+        boot = boots.boot("worker", config=config, model=model.prepared)
+        self._run_dir, self._boot = run_dir, boot
+        self.heard: list[Any] = []
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _pretend(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cuda, load = self.cuda, service.load_model
+        gpu = MadeUpGpu(free=70 * GIB)
+
+        def load_model(*args: Any) -> Any:
+            with cuda.loading():
+                return load(*args)
+
+        monkeypatch.setattr(service, "load_model", load_model)
+        monkeypatch.setattr(service, "create_device", lambda *_: CudaDevice(CUDA, gpu, 0.9))
+        monkeypatch.setattr(service, "Cuda", lambda device: cuda.device)
+        monkeypatch.setattr(service, "load_library", lambda: FakeFlashInfer(cuda.device))
+        monkeypatch.setattr(service, "TritonStore", lambda: store_by_index)
+        monkeypatch.setattr(service, "TritonDraw", lambda: draw_by_torch)
+        monkeypatch.setattr(service, "TritonRotate", lambda: rotate)
+
+    def _run(self) -> None:
+        def meet(epoch: int) -> Link:
+            return Link.connect(f"{self._run_dir}/e", InitializeCache | SchedulerOutput)
+
+        link = Link.connect(f"{self._run_dir}/s", NewEngine | Shutdown)
+        with self.cuda:
+            self.service = service.Service(self._boot, meet, link)
+            self.service.run()
+
+    def expect(self, kind: type) -> Any:
+        """The first message of a kind that nobody has expected yet."""
+        poller = Poller([self.supervisor, self.engine])
+        while not any(isinstance(each, kind) for each in self.heard):
+            for each in (self.supervisor, self.engine):
+                self.heard += each.receive()
+            found = any(isinstance(each, kind) for each in self.heard)
+            assert found or poller.wait(LIMIT_SECONDS), f"no {kind.__name__}"
+        first = next(each for each in self.heard if isinstance(each, kind))
+        self.heard.remove(first)
+        return first
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    return Model("llama", tmp_path)
+
+
+@pytest.fixture
+def running(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
+        worker = Running(model, run_dir, monkeypatch)
+        yield worker
+        worker.supervisor.send(Shutdown())
+        worker.thread.join(LIMIT_SECONDS)
+        worker.supervisor.close()
+        worker.engine.close()
+
+
+def steps(num_decodes: int) -> list[SchedulerOutput]:
+    """A prompt, then tokens that are not known when their step is sent."""
+    request = new_request(1, PROMPT, [[1, 2, 3, 4]], len(PROMPT))
+    nothing = CachedRequestData([], [], [], [], [], [])
+    found = [scheduler_output(1, [request], nothing, len(PROMPT))]
+    for index in range(num_decodes):
+        cached = CachedRequestData([1], [len(PROMPT) + index], [1], [None], [], [])
+        found.append(scheduler_output(2 + index, [], cached, 1))
+    return found
+
+
+def scheduler_output(
+    step: int, new: list[NewRequestData], cached: CachedRequestData, num_tokens: int
+) -> SchedulerOutput:
+    return SchedulerOutput(
+        epoch=1,
+        step=step,
+        new_requests=new,
+        cached_requests=cached,
+        total_num_scheduled_tokens=num_tokens,
+        finished_handles=[],
+        preempted_handles=[],
+    )
+
+
+def test_it_serves_steps_before_their_tokens_are_known(model: Model, running: Running) -> None:
+    ready = running.expect(WorkerReady)
+    assert ready.computes_ahead
+    assert ready.device_name == "Some GPU (80.0 GiB)"
+    assert ready.geometry.dtype == "bfloat16"
+    # Of 72 GiB 10 are taken, and the largest step takes one.
+    assert ready.kv_cache_bytes == 72 * GIB - 10 * GIB - GIB
+    running.engine.send(InitializeCache(PROTOCOL_VERSION, 1, NUM_BLOCKS, BLOCK, 64))
+    running.expect(CacheReady)
+    sent = steps(num_decodes=6)
+    for step in sent:
+        running.engine.send(step)
+    found = [running.expect(ModelRunnerOutput) for _ in sent]
+    assert [each.step for each in found] == [step.step for step in sent]
+    assert running.cuda.device.num_replays == 6
+    with FakeCuda(), torch.inference_mode():
+        runner = host_runner(model, 3)
+        wanted = [runner.execute(step).sampled_token_ids for step in sent]
+    assert [each.sampled_token_ids for each in found] == wanted
+    shown = [each for each in running.heard if isinstance(each, Progress)]
+    assert Progress("worker", 0, "capturing graphs", 1.0) in shown
+
+
+def test_nothing_is_left_of_a_runner_when_another_engine_comes(running: Running) -> None:
+    """Its pool has most of the memory, and the next one is as large."""
+    running.expect(WorkerReady)
+    running.engine.send(InitializeCache(PROTOCOL_VERSION, 1, NUM_BLOCKS, BLOCK, 64))
+    running.expect(CacheReady)
+    for step in steps(num_decodes=2):
+        running.engine.send(step)
+        running.expect(ModelRunnerOutput)
+    assert running.service._runner is not None
+    runner = weakref.ref(running.service._runner)
+    running.supervisor.send(NewEngine(2, 2))
+    running.expect(WorkerReady)
+    assert runner() is None

@@ -1,0 +1,151 @@
+"""Compiles FlashInfer's attention kernels ahead of time, on a machine with nvcc and no GPU.
+
+    python -m worker.build_flashinfer FOLDER [--head-dims 64 128] [--windows] [--fp8]
+
+Makes FOLDER/flashinfer_jit_cache, a package that the library looks for: with FOLDER on
+PYTHONPATH it loads the kernels from there, and with FLASHINFER_DISABLE_JIT=1 from nowhere
+else. Knows what the library's build asks of a machine: the CUDA toolkit itself and not a
+wrapper of its compiler, a libcuda.so to link with, and headers that are included and not used.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from proto.errors import ConfigError
+from worker.attention.flashinfer import EIGHT_BITS, HEAD_DIMS, VERSION
+
+PACKAGE: Final = "flashinfer_jit_cache"
+UNUSED_HEADERS: Final = ("cublasLt.h", "cublas_v2.h")
+"""Included by the library's sources, which use nothing of them."""
+TOOLKITS: Final = Path("/usr/local")
+INIT: Final = f'''"""Kernels of FlashInfer {VERSION}, compiled ahead of time."""
+
+from pathlib import Path
+
+__version__ = "{VERSION}+tokend"
+
+
+def get_jit_cache_dir() -> str:
+    """Where the library finds NAME/NAME.so."""
+    return str(Path(__file__).parent / "jit_cache")
+'''
+
+
+def find_toolkit(root: Path = TOOLKITS) -> Path:
+    """The newest folder with headers and libraries of CUDA; raises ConfigError without one."""
+    found = [
+        each
+        for each in root.glob("cuda*")
+        if (each / "include/cuda_runtime.h").exists() and (each / "bin/nvcc").exists()
+    ]
+    if not found:
+        raise ConfigError(f"no CUDA toolkit with nvcc in {root}/cuda*")
+    return max(found, key=lambda each: [int(n) for n in each.name[5:].split(".") if n.isdigit()])
+
+
+def build_environment(work: Path, toolkit: Path, arch: str, jobs: int) -> dict[str, str]:
+    """What the library reads before it builds; makes the files that this names in `work`."""
+    headers, stubs = work / "headers", work / "stubs"
+    for folder in (headers, stubs):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name in UNUSED_HEADERS:
+        (headers / name).touch()
+    stub = stubs / "libcuda.so"
+    if not stub.exists():
+        subprocess.run(["gcc", "-shared", "-o", stub, "-x", "c", os.devnull], check=True)
+    return {
+        "CUDA_HOME": str(toolkit),
+        "FLASHINFER_CUDA_ARCH_LIST": arch,
+        "FLASHINFER_WORKSPACE_BASE": str(work),
+        "FLASHINFER_EXTRA_CUDAFLAGS": f"-I{headers}",
+        "FLASHINFER_EXTRA_LDFLAGS": f"-L{stubs}",
+        "MAX_JOBS": str(jobs),
+    }
+
+
+def specs(options: argparse.Namespace) -> Iterator[Any]:
+    """What is to be built, as the library describes it."""
+    from flashinfer.jit import cascade, page
+    from flashinfer.jit.attention.modules import gen_batch_prefill_module
+
+    if options.page:
+        yield page.gen_page_module()
+    if options.cascade:
+        yield cascade.gen_cascade_module()
+    dtype = getattr(torch, options.dtype)
+    kv_dtypes = [dtype, EIGHT_BITS] if options.fp8 else [dtype]
+    for head_dim in options.head_dims:
+        for kv_dtype in kv_dtypes:
+            for window in (False, True) if options.windows else (False,):
+                # Prefills, and decodes on tensor cores.
+                yield gen_batch_prefill_module(
+                    "fa2",
+                    dtype,
+                    kv_dtype,
+                    dtype,
+                    torch.int32,
+                    head_dim,
+                    head_dim,
+                    0,
+                    window,
+                    False,
+                    False,
+                )
+
+
+def pack(libraries: list[Path], folder: Path) -> Path:
+    """The package with these NAME.so; returns where it is."""
+    package = folder / PACKAGE
+    for library in libraries:
+        place = package / "jit_cache" / library.stem
+        place.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(library, place)
+    (package / "__init__.py").write_text(INIT)
+    return package
+
+
+def parser() -> argparse.ArgumentParser:
+    """The words that this takes."""
+    words = argparse.ArgumentParser("python -m worker.build_flashinfer", description=__doc__)
+    words.add_argument("folder", type=Path)
+    words.add_argument("--arch", default="9.0a", help="compute capability; 9.0a is Hopper")
+    words.add_argument("--cuda-home", type=Path, help="the toolkit; found by itself")
+    words.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    words.add_argument("--head-dims", type=int, nargs="*", choices=HEAD_DIMS, default=[64, 128])
+    words.add_argument("--windows", action="store_true", help="also for layers with a window")
+    words.add_argument("--fp8", action="store_true", help="also for K and V of 8 bits")
+    words.add_argument("--cascade", action="store_true", help="merging of a shared prefix")
+    words.add_argument("--page", action="store_true", help="a small module, to try the toolchain")
+    words.add_argument("--jobs", type=int, default=2, help="compilers at a time")
+    return words
+
+
+def main(arguments: list[str]) -> None:
+    """Build and pack; prints a line for each module."""
+    options = parser().parse_args(arguments)
+    folder = options.folder.resolve()
+    toolkit = options.cuda_home or find_toolkit()
+    # The library reads these when it is imported.
+    os.environ.update(build_environment(folder / "work", toolkit, options.arch, options.jobs))
+    libraries = []
+    for spec in specs(options):
+        started = time.monotonic()
+        spec.build(verbose=False)
+        library = Path(spec.jit_library_path)
+        libraries.append(library)
+        seconds, size = time.monotonic() - started, library.stat().st_size / 1e6
+        print(f"{spec.name}  {size:.2f} MB  {seconds:.0f} s", flush=True)
+    print(f"{pack(libraries, folder)}: {len(libraries)} modules")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,157 @@
+"""A runner whose model, KV cache and sampling are on an accelerator, put together.
+
+Owns which parts belong together: attention by FlashInfer allows graphs, the reference does
+not; both compute ahead. Knows nothing of sockets.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from proto.config import DeviceConfig
+from proto.errors import ConfigError
+from worker.ahead import AheadRunner, DeviceTokens
+from worker.attention.base import AttentionBackend, AttentionShape
+from worker.attention.flashinfer import FlashInferAttention, refuse_unsupported
+from worker.attention.flashinfer_group import Library, Options
+from worker.attention.kv_store import KVStore
+from worker.attention.reference import ReferenceAttention
+from worker.batch.rows import Rows
+from worker.cuda_graphs import GraphForward, ladder
+from worker.device.accelerator import Accelerator
+from worker.device.placement import OnDevice
+from worker.forward import EagerForward, Forward
+from worker.kv_cache import KVCache
+from worker.layers.rotary import Rotate
+from worker.model_runner import ModelRunner
+from worker.models.decoder import Decoder
+from worker.sample.device_draw import KeyedDraw
+from worker.sample.device_sampling import DeviceSampling
+from worker.sample.sampler import Sampler
+
+logger = logging.getLogger("tokend.attention")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What computes on the accelerator beside torch.
+
+    library: gives FlashInfer, or raises ConfigError where it is not installed.
+    """
+
+    library: Callable[[], Library]
+    store: KVStore
+    draw: KeyedDraw
+    turn: Rotate
+
+
+class CudaRunnerMaker:
+    """Makes runners over one model."""
+
+    def __init__(
+        self,
+        config: DeviceConfig,
+        model: Decoder,
+        accelerator: Accelerator,
+        kernels: Kernels,
+        sampler: Sampler,
+        dtype: torch.dtype,
+    ) -> None:
+        spec = model.spec
+        self._config = config
+        self._model = model
+        self._accelerator = accelerator
+        self._kernels = kernels
+        self._sampler = sampler
+        self._dtype = dtype
+        self._shape = AttentionShape(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
+        )
+
+    def runner(
+        self, kv_cache: KVCache, rows: Rows, progress: Callable[[float], None]
+    ) -> AheadRunner:
+        """What serves an epoch; captures graphs, of which `progress` is told the finished part."""
+        num_rows = len(rows.num_tokens)
+        sizes = self._capture_sizes(num_rows)
+        pages = max(sizes, default=0) * rows.block_table.ids.shape[2]
+        attention = self._attention(kv_cache, sizes, pages)
+        eager = EagerForward(self._model, attention)
+        forward: Forward = eager
+        if sizes and isinstance(attention, FlashInferAttention):
+            forward = graphs = GraphForward(eager, self._model, attention, self._accelerator, sizes)
+            graphs.capture(rows.block_table, progress)
+        tokens = DeviceTokens(self._accelerator, num_rows)
+        runner = self._model_runner(attention, kv_cache, rows, forward, tokens)
+        runner.warm_up()
+        return AheadRunner(runner, rows, tokens, self._accelerator, self._sampling)
+
+    def run_largest_step(
+        self, kv_cache: KVCache, table_of: Rows, num_tokens: int, num_seqs: int
+    ) -> None:
+        """Compute what takes the most memory, in a cache whose block 0 is enough.
+
+        table_of: rows as long as sequences get.
+        """
+        attention = self._attention(kv_cache, (), 0)
+        forward = EagerForward(self._model, attention)
+        tokens = DeviceTokens(self._accelerator, num_seqs)
+        runner = self._model_runner(attention, kv_cache, table_of, forward, tokens)
+        runner.run_nobodys(num_tokens, num_seqs)
+
+    def _model_runner(
+        self,
+        attention: AttentionBackend,
+        kv_cache: KVCache,
+        rows: Rows,
+        forward: Forward,
+        tokens: DeviceTokens,
+    ) -> ModelRunner:
+        return ModelRunner(
+            self._model,
+            attention,
+            self._sampler,
+            rows,
+            kv_cache,
+            OnDevice(self._accelerator),
+            forward,
+            tokens,
+        )
+
+    def _sampling(self, placement: OnDevice) -> DeviceSampling:
+        return DeviceSampling(placement, self._kernels.draw)
+
+    def _capture_sizes(self, num_rows: int) -> tuple[int, ...]:
+        """None where the host has a part in each step, as it has in sharing prefixes."""
+        if self._config.enforce_eager or self._config.cascade_attention_from:
+            return ()
+        return ladder(num_rows)
+
+    def _attention(self, kv_cache: KVCache, sizes: tuple[int, ...], pages: int) -> AttentionBackend:
+        name = self._config.attention_backend
+        if name == "reference":
+            return ReferenceAttention(kv_cache, self._shape)
+        if name == "cpu":
+            raise ConfigError("--attention-backend cpu needs --device cpu", "attention_backend")
+        try:
+            refuse_unsupported(self._shape, self._dtype, kv_cache.dtype)
+            library = self._kernels.library()
+        except ConfigError as reason:
+            if name == "flashinfer":
+                raise
+            logger.warning("attention runs on the slow reference: %s", reason)
+            return ReferenceAttention(kv_cache, self._shape)
+        options = Options(sizes, pages, self._config.cascade_attention_from)
+        logger.info("attention runs on FlashInfer")
+        return FlashInferAttention(
+            kv_cache,
+            self._shape,
+            self._dtype,
+            self._accelerator,
+            library,
+            self._kernels.store,
+            options,
+            self._kernels.turn,
+        )
