@@ -1,5 +1,6 @@
 """The environment variables that each role's process gets: the one place that sets them."""
 
+import os
 from collections.abc import Mapping
 from typing import Final
 
@@ -12,6 +13,7 @@ _SPIN: Final = {"GOMP_SPINCOUNT": "4000"}
 """Some 80 microseconds: what lies between two operations, far less than a scheduler tick."""
 _BIND: Final = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
 _PLACING: Final = frozenset({*_BIND, "GOMP_CPU_AFFINITY"})
+_NVIDIA_DRIVER: Final = "/dev/nvidiactl"
 
 
 def child_environment(
@@ -35,6 +37,13 @@ def child_environment(
     given = {_THREADS: str(cores_of_worker(num_workers)), **spin, **variables}
     if device.cpu_threads is not None:
         given[_THREADS] = str(device.cpu_threads)
-    if device.device != "cuda" and given[_THREADS] == str(allowed_cores()):
+    if _computes_on_cpu(device) and given[_THREADS] == str(allowed_cores()):
         return given if _PLACING & variables.keys() else {**given, **_BIND}
     return given
+
+
+def _computes_on_cpu(device: DeviceConfig) -> bool:
+    """Of a worker that has a GPU no thread is worth a core of its own."""
+    return device.device == "cpu" or (
+        device.device == "auto" and not os.path.exists(_NVIDIA_DRIVER)
+    )

@@ -186,7 +186,7 @@ class TestEnvironment:
         assert openmp({"GOMP_SPINCOUNT": "0"}) == {"GOMP_SPINCOUNT": "0"}
         assert openmp({"OMP_WAIT_POLICY": "ACTIVE"}) == {"OMP_WAIT_POLICY": "ACTIVE"}
 
-    def test_threads_are_bound_where_each_has_a_core(self) -> None:
+    def test_threads_are_bound_where_each_has_a_core(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def places(variables: dict[str, str], device: DeviceConfig) -> str | None:
             return child_environment(variables, "worker", device).get("OMP_PLACES")
 
@@ -195,6 +195,10 @@ class TestEnvironment:
         assert places({}, DeviceConfig(cpu_threads=cores + 1)) is None
         assert places({"OMP_NUM_THREADS": str(cores + 1)}, DeviceConfig()) is None
         assert places({}, DeviceConfig(device="cuda", cpu_threads=cores)) is None
+        with monkeypatch.context() as patch:
+            patch.setattr("deploy.child_environment._NVIDIA_DRIVER", "/dev/null")
+            assert places({}, DeviceConfig(cpu_threads=cores)) is None
+            assert places({}, DeviceConfig(device="cpu", cpu_threads=cores)) == "cores"
         for user in ({"OMP_PROC_BIND": "false"}, {"GOMP_CPU_AFFINITY": "0"}):
             assert places(user, DeviceConfig(cpu_threads=cores)) is None
 

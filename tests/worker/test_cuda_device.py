@@ -53,12 +53,12 @@ def test_the_pool_gets_what_weights_and_the_largest_step_leave() -> None:
     peak = device.peak_of(lambda: ran.append(True))
     assert (peak, ran) == (GIB, [True])
     # 72 of 80 GiB may be taken; 20 are, and a step takes one more.
-    assert device.kv_cache_bytes(CacheConfig(), peak) == 72 * GIB - 20 * GIB - GIB
+    assert device.kv_cache_bytes(CacheConfig(), beside=peak) == 72 * GIB - 20 * GIB - GIB
 
 
 def test_no_room_for_a_pool_is_told_with_all_numbers() -> None:
     with pytest.raises(ConfigError) as raised:
-        device_of(free=60 * GIB, utilization=0.25).kv_cache_bytes(CacheConfig(), 2 * GIB)
+        device_of(free=60 * GIB, utilization=0.25).kv_cache_bytes(CacheConfig(), beside=2 * GIB)
     assert raised.value.parameter == "gpu_memory_utilization"
     for number in ("0.25", "20.0 GiB", "2.0 GiB", str(80 * GIB)):
         assert number in str(raised.value)

@@ -33,6 +33,7 @@ from tests.fakes.tiny_checkpoints import save_tiny
 from worker import engine_wait, service
 from worker.ahead import Done
 from worker.loader.forms import DenseForm
+from worker.sample.grammar_masks import MaskSource
 
 LIMIT_SECONDS = 20.0
 
@@ -234,7 +235,7 @@ def test_a_step_is_answered_before_the_next_one_is_computed(
     first_heard = threading.Event()
 
     class Runner:
-        def launch(self, step: SchedulerOutput) -> Done:
+        def launch(self, step: SchedulerOutput, masks: MaskSource) -> Done:
             assert step.step == 1 or first_heard.wait(LIMIT_SECONDS)
             return Done(ModelRunnerOutput(step.epoch, step.step, [], []))
 
