@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from proto.engine_io import MAX_CHOICES, EngineCoreRequest, SessionInput
 from proto.errors import InvalidRequestError
 from proto.grammar import MAX_GRAMMAR_BYTES, GrammarSource
+from proto.logit_edits import LogitEdits
 from proto.sampling_params import SamplingParams
 
 
@@ -144,9 +145,15 @@ def _check_beams(message: EngineCoreRequest) -> None:
 
 
 def _check_grammar(message: EngineCoreRequest, grammar: GrammarSource) -> None:
-    """The end of the text is the grammar's to decide; the rest is checked where it is compiled."""
+    """The end of the text is the grammar's to decide, and which tokens there are to choose from.
+
+    The rest is checked where it is compiled.
+    """
     params = message.sampling_params
+    edits = params.edits or LogitEdits()
     for wrong, name in (
+        (edits.allowed_token_ids is not None, "allowed_token_ids"),
+        (bool(edits.bad_words), "bad_words"),
         (params.beam_width > 0, "use_beam_search"),
         (params.ignore_eos, "ignore_eos"),
         (params.min_tokens > 0, "min_tokens"),

@@ -50,7 +50,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_gpu_blocks_override: int | None = None
     """Number of KV blocks, instead of as many as the memory holds."""
     kv_cache_dtype: KVCacheDType = "auto"
-    """What K and V are kept as: int8 has a scale per token and head; fp8 (e4m3) is for GPUs."""
+    """What K and V are kept as: int8 has scales (CPU), fp8 is e4m3 (GPU), others are plain."""
     kv_cache_memory: int | None = None
     """Bytes for the KV pool of all workers (suffixes K, M, G); on a CPU 4 GiB by default."""
     enable_prefix_caching: bool = True

@@ -321,7 +321,8 @@ def check_request(request: GenerationRequest) -> None:
 def checked_grammar(request: GenerationRequest) -> GrammarSource | None:
     """What the answer has to be; raises InvalidRequestError for what does not go with it.
 
-    The grammar says where the text ends, so nothing else may keep it from ending there.
+    The grammar says where the text ends, so nothing else may keep it from ending there; and
+    what tokens are left to choose from, so that no other rule may leave none.
     """
     grammar = request.grammar_source
     if grammar is not None:
@@ -329,6 +330,8 @@ def checked_grammar(request: GenerationRequest) -> GrammarSource | None:
             (request.use_beam_search, "use_beam_search"),
             (request.ignore_eos, "ignore_eos"),
             (request.min_tokens > 0, "min_tokens"),
+            (request.allowed_token_ids is not None, "allowed_token_ids"),
+            (bool(request.bad_words), "bad_words"),
         ):
             if wrong:
                 raise InvalidRequestError(f"{name} does not go with {grammar.field}", name)

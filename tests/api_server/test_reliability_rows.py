@@ -7,6 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 API = "tests/api_server/"
+GRAMMARS = "tests/engine_core/structured_output/"
 
 ROWS = {
     "1 not JSON, an array, empty, another content type": (
@@ -51,6 +52,22 @@ ROWS = {
         f"{API}test_stop_strings.py::test_holds_back_no_more_than_a_beginning",
     ),
     "12 tokens outside the vocabulary": (f"{API}test_bad_requests.py::test_bad_fields",),
+    "13 schemas that are none, too deep, recursive without an end": (
+        f"{API}test_structured_fields.py::test_what_is_refused",
+        f"{API}test_structured_fields.py::test_a_schema_a_thousand_levels_deep_is_refused",
+        f"{GRAMMARS}test_backend.py::test_what_cannot_be_used_says_why",
+        f"{GRAMMARS}test_trial.py::test_neither_a_full_stack_nor_an_endless_compilation_harms_the_engine",
+        "tests/e2e/test_structured_output.py::test_abuse_is_a_400_within_seconds",
+    ),
+    "14 regular expressions that explode, grammars without a bound": (
+        f"{GRAMMARS}test_backend.py::test_regular_expressions_that_explode_elsewhere_do_not",
+        f"{GRAMMARS}test_cache.py::test_ten_thousand_grammars_keep_within_entries_and_bytes",
+        "tests/e2e/test_structured_output.py::test_ten_thousand_grammars_take_bounded_memory",
+    ),
+    "15 a grammar of one kind, then of another": (
+        "tests/e2e/test_structured_output.py::test_every_form_of_asking",
+        "tests/e2e/test_structured_output.py::test_constrained_and_free_requests_in_one_batch",
+    ),
     "16 bad tools, an unknown tool_choice": (
         f"{API}test_limits.py::test_templates_and_tools_of_clients",
         f"{API}test_bad_requests.py::test_neutral_and_ignored_fields",
@@ -107,5 +124,5 @@ def test_what_a_row_names_is_there(row: str) -> None:
 
 def test_every_row_of_inputs_and_streams_has_tests() -> None:
     numbers = {int(row.split()[0]) for row in ROWS}
-    assert numbers >= {*range(1, 13), 16, 17, 18, 19, 22, 25, 44, 45}
+    assert numbers >= {*range(1, 20), 22, 25, 44, 45}
     assert all(ROWS.values())

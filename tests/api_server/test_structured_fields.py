@@ -135,7 +135,13 @@ async def test_a_grammar_reaches_the_engine_and_its_refusal_is_a_400(start, say)
     async with start(say("!")) as front_end:
         response = await front_end.complete(**body)
         assert response.status_code == 200, response.text
-        for field in ({"ignore_eos": True}, {"min_tokens": 1}, {"use_beam_search": True, "n": 2}):
+        for field in (
+            {"ignore_eos": True},
+            {"min_tokens": 1},
+            {"use_beam_search": True, "n": 2},
+            {"allowed_token_ids": [1]},
+            {"bad_words": ["fox"]},
+        ):
             response = await front_end.http.post("/v1/completions", json=body | field)
             assert response.status_code == 400
             assert response.json()["error"]["param"] == next(iter(field))
