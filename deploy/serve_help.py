@@ -36,7 +36,7 @@ def render() -> str:
         lines += ["", f"{section}: {title}"]
         for flag in flags:
             if flag.section == section:
-                lines += _entry(_usage(flag), helps[flag.field] + _default(flag) + _later(flag))
+                lines += _entry(_usage(flag), helps[flag.field] + _default(flag))
     return "\n".join(lines)
 
 
@@ -79,20 +79,6 @@ def _usage(flag: Flag) -> str:
 def _default(flag: Flag) -> str:
     value = _default_value(flag)
     return f" (default: {value})" if value else ""
-
-
-def _later(flag: Flag) -> str:
-    """What of it does not work today."""
-    works = config.NOT_AVAILABLE_YET.get(flag.field)
-    if works is None:
-        return ""
-    if flag.kind == "choice":
-        missing = [choice for choice in flag.choices if choice not in works]
-    elif flag.kind == "bool":
-        missing = [word for word, value in (("on", True), ("off", False)) if value not in works]
-    else:
-        missing = [f"anything but {' or '.join(map(str, works))}"]
-    return f" (not available yet: {', '.join(missing)})" if missing else ""
 
 
 def _default_value(flag: Flag) -> str:

@@ -8,7 +8,7 @@ what it was given.
 
 import math
 import re
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -213,10 +213,6 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     grammars: GrammarConfig = GrammarConfig()
 
 
-NOT_AVAILABLE_YET: Final[dict[str, tuple[Any, ...]]] = {}
-"""Settings whose feature comes later, with the values that work today."""
-
-
 _DTYPES_OF_WEIGHTS: Final[dict[CpuWeights, tuple[DType, ...]]] = {
     "auto": ("auto", "float32", "bfloat16", "float16"),
     "packed": ("auto", "float32", "bfloat16"),
@@ -237,9 +233,8 @@ def flag_name(field: str) -> str:
 
 
 def validate(config: ServeConfig) -> None:
-    """Raise ConfigError for the first setting that is impossible, conflicting or not available."""
+    """Raise ConfigError for the first setting that is impossible or conflicting."""
     _check_weights(config)
-    _check_available(config)
     cache, scheduler, frontend = config.cache, config.scheduler, config.frontend
     _positive("block_size", cache.block_size)
     _positive("max_num_seqs", scheduler.max_num_seqs)
@@ -438,21 +433,6 @@ def _check_device(config: ServeConfig) -> None:
             f"--attention-backend {device.attention_backend} needs --device {needed}",
             "attention_backend",
         )
-
-
-def _check_available(config: ServeConfig) -> None:
-    for section in config.__struct_fields__:
-        part = getattr(config, section)
-        for field in part.__struct_fields__:
-            allowed = NOT_AVAILABLE_YET.get(field)
-            value = getattr(part, field)
-            if allowed is not None and value not in allowed:
-                works = ", ".join(str(each).lower() for each in allowed)
-                raise ConfigError(
-                    f"{flag_name(field)} {str(value).lower()} is not available yet; "
-                    f"works today: {works}",
-                    field,
-                )
 
 
 def _check_kv_events(cache: CacheConfig) -> None:

@@ -51,7 +51,7 @@ class TokendError(Exception):
 
 
 class ConfigError(TokendError):
-    """A setting that is wrong, conflicting or not available yet."""
+    """A setting that is wrong, or in conflict with another."""
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
         super().__init__(message)

@@ -330,7 +330,7 @@ def checked_grammar(request: GenerationRequest) -> GrammarSource | None:
             (request.use_beam_search, "use_beam_search"),
             (request.ignore_eos, "ignore_eos"),
             (request.min_tokens > 0, "min_tokens"),
-            (request.allowed_token_ids is not None, "allowed_token_ids"),
+            (bool(request.allowed_token_ids), "allowed_token_ids"),
             (bool(request.bad_words), "bad_words"),
         ):
             if wrong:

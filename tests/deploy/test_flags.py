@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from deploy import flags, serve_help
-from proto import config
 from proto.config import ServeConfig
 from proto.errors import ConfigError
 
@@ -129,31 +128,6 @@ def test_fractions(text: str, number: float) -> None:
 )
 def test_what_makes_no_sense_is_refused_in_one_line(words: list[str], expected: str) -> None:
     assert expected in refusal(*words)
-
-
-@pytest.mark.parametrize("field", sorted(config.NOT_AVAILABLE_YET))
-def test_a_later_feature_takes_only_the_value_that_works(field: str) -> None:
-    (flag,) = (each for each in flags.all_flags() if each.field == field)
-    works = config.NOT_AVAILABLE_YET[field]
-    if flag.kind == "bool":
-        built(flag.negation)
-        assert flag.name in refusal(flag.name)
-        return
-    built(flag.name, str(works[0]))
-    later = set(flag.choices) - set(works) if flag.kind == "choice" else {"2"}
-    for value in sorted(later):
-        assert "not available yet" in refusal(flag.name, value)
-
-
-def test_help_tells_what_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    later = {"device": ("auto", "cpu"), "async_scheduling": (False,), "port": (8000,)}
-    monkeypatch.setattr(config, "NOT_AVAILABLE_YET", later)
-    text = " ".join(serve_help.render().split())
-    assert "(not available yet: cuda)" in text
-    assert "(not available yet: on)" in text
-    assert "(not available yet: anything but 8000)" in text
-    monkeypatch.setattr(config, "NOT_AVAILABLE_YET", {})
-    assert "not available yet" not in serve_help.render()
 
 
 def test_help_is_asked_for_anywhere() -> None:
