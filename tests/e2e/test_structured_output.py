@@ -34,7 +34,8 @@ ABUSE_SECONDS = 5.0
 
 @pytest.fixture(scope="module", params=["", "--async-scheduling"], ids=["plain", "overlapped"])
 def serving(request: Any) -> Iterator[Daemon]:
-    with Daemon(*request.param.split()) as running:
+    """With weights whose products give a row the same bits whatever the rows beside it."""
+    with Daemon("--cpu-weights", "bf16", *request.param.split()) as running:
         yield running
 
 
@@ -124,7 +125,7 @@ def test_constrained_and_free_requests_in_one_batch(serving: Daemon) -> None:
             return found[:3], found[3:]
 
     free, bound = asyncio.run(together())
-    assert sum(a == b for a, b in zip(free, alone, strict=True)) >= 2  # one may be a tie
+    assert free == alone
     for text in bound:
         check(PERSON, text)
 
