@@ -4,6 +4,7 @@ import asyncio
 
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from tests.e2e.daemon import Daemon, eventually
 
@@ -55,6 +56,28 @@ def test_chat_streamed_equals_not_streamed(client: openai.OpenAI) -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == whole.choices[0].message.content
     assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == ["stop"]
+
+
+class Person(BaseModel):
+    """A form of answer."""
+
+    name: str = Field(max_length=20)
+    age: int = Field(ge=0, le=120)
+
+
+def test_answers_are_parsed_into_a_model(client: openai.OpenAI) -> None:
+    fields = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Describe a person as JSON."}],
+        "response_format": Person,
+        "temperature": 0,
+        "max_tokens": 100,
+    }
+    whole = client.chat.completions.parse(**fields).choices[0].message.parsed
+    assert isinstance(whole, Person)
+    with client.chat.completions.stream(**fields) as stream:
+        stream.until_done()
+        assert stream.get_final_completion().choices[0].message.parsed == whole
 
 
 async def test_async_streams_at_once(async_client: openai.AsyncOpenAI) -> None:
