@@ -13,7 +13,6 @@ from api_server.protocol.known_fields import CHAT_NEUTRAL
 from api_server.routes.access import services_of
 from api_server.routes.body import read_fields
 from api_server.routes.prepare import Preparation, Wishes
-from api_server.routes.respond import GenerationResponse
 from api_server.tenants import key_name_of, tenant_of
 from proto.errors import InvalidRequestError
 
@@ -48,10 +47,4 @@ async def create_chat_completion(request: Request) -> Response:
     generation = preparation.generation(preparation.requests(prompts, wishes), [0])
     shape = preparation.shape(asked.num_logprobs)
     answer = ChatAnswer(shape, generation.streams[0], prompt_text)
-    return GenerationResponse(
-        generation,
-        answer,
-        stream=asked.stream,
-        keep_alive=services.config.sse_keep_alive,
-        more_headers=preparation.headers(),
-    )
+    return preparation.response(generation, answer)

@@ -17,7 +17,6 @@ from api_server.protocol.known_fields import COMPLETION_NEUTRAL
 from api_server.routes.access import services_of
 from api_server.routes.body import read_fields
 from api_server.routes.prepare import Preparation, Wishes, prompt_text
-from api_server.routes.respond import GenerationResponse
 from api_server.tenants import key_name_of, tenant_of
 from proto.logit_edits import LogitEdits
 
@@ -49,13 +48,7 @@ async def create_completion(request: Request) -> Response:
         prompt_texts,
         asked.only_echoes,
     )
-    return GenerationResponse(
-        generation,
-        answer,
-        stream=asked.stream,
-        keep_alive=services.config.sse_keep_alive,
-        more_headers=preparation.headers(),
-    )
+    return preparation.response(generation, answer)
 
 
 def _wishes(asked: CompletionRequest, edits: LogitEdits | None) -> Wishes:

@@ -22,13 +22,14 @@ from api_server.outputs.logprobs import TokenIdNames
 from api_server.outputs.request_stream import Bell, RequestStream, Timeline
 from api_server.outputs.stop_strings import stop_matcher
 from api_server.outputs.unsent import MAX_UNSENT_BYTES, Unsent
-from api_server.protocol.answers import Shape
+from api_server.protocol.answers import Answer, Shape
 from api_server.protocol.common import (
     MAX_CHOICES_PER_REQUEST,
     MAX_LOGPROB_ENTRIES,
     GenerationRequest,
 )
 from api_server.protocol.ignored import IgnoredFields
+from api_server.routes.respond import GenerationResponse
 from api_server.services import Services
 from proto.engine_io import EngineCoreRequest
 from proto.errors import InvalidRequestError
@@ -158,10 +159,16 @@ class Preparation:
             under_way=services.under_way,
         )
 
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """What the head of the answer tells beside its type."""
+    def response(self, generation: Generation, answer: Answer) -> GenerationResponse:
+        """The response to that generation, which answers as `answer` words it."""
         name = self._request.request_id or self.id
-        return [(b"x-request-id", name.encode()), *self._ignored.headers()]
+        return GenerationResponse(
+            generation,
+            answer,
+            stream=self._request.stream,
+            keep_alive=self._services.config.sse_keep_alive,
+            more_headers=[(b"x-request-id", name.encode()), *self._ignored.headers()],
+        )
 
     def truncation(self, max_tokens: int | None) -> Truncation:
         """What is kept of prompts; max_tokens: as given, or what is meant where it is not."""
