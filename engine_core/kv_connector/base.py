@@ -1,0 +1,125 @@
+"""The deciding half of a KV connector, as the scheduler sees it.
+
+A connector knows KV that this engine's pool does not hold: in host memory, on a disk, in another
+engine. It decides in the engine, without ever waiting for anything; its other half copies in the
+workers. Method names are the field's (vLLM's KVConnectorBase_V1).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import msgspec
+
+from engine_core.kv_cache.block import BlockIds
+from engine_core.request import Request
+from proto.kv_events import KVEvent
+from proto.kv_transfer import KVConnectorOutput
+from proto.lifecycle import KVCacheGeometry
+from proto.scheduler_output import SchedulerOutput
+
+
+class Match(NamedTuple):
+    """What a connector has of a request beyond what the device has.
+
+    num_tokens: a number of whole blocks; None: not known yet, ask again after a wake.
+    is_async: the request waits in WAITING_FOR_REMOTE_KVS until its load is reported; otherwise the
+        worker has it done before the step computes.
+    """
+
+    num_tokens: int | None
+    is_async: bool
+
+
+NO_MATCH = Match(0, is_async=False)
+ASK_AGAIN = Match(None, is_async=False)
+
+
+class BlockHolds(Protocol):
+    """References of a connector's own on device blocks, beside those of requests and pins."""
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Keep the content of blocks that some request holds now, whatever becomes of it."""
+        ...
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Give up references taken by `hold`, last block first; free ones stay findable."""
+        ...
+
+
+@dataclass(frozen=True)
+class SchedulerContext:
+    """What a deciding half may know of its engine.
+
+    geometry: of one rank. block_size: tokens of a device block. fingerprint: of everything that
+    changes KV values, the same on every rank. num_ranks: workers that share the model.
+    wake: puts requests that were told to ask again back into the line.
+    """
+
+    geometry: KVCacheGeometry
+    block_size: int
+    num_blocks: int
+    fingerprint: bytes
+    num_ranks: int
+    holds: BlockHolds
+    wake: Callable[[Request], None]
+
+
+class SchedulerConnector(Protocol):
+    """Called between the scheduler's own decisions; none of these waits for anything.
+
+    supports_groups: it copes with several KV cache groups (hybrid models).
+    """
+
+    supports_groups: ClassVar[bool]
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Match:
+        """Tokens it has after the first `num_computed_tokens`, which the device has.
+
+        At least one token of the request is left to compute. May be asked often for the same.
+        """
+        ...
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        """The request was given blocks: its whole tables, a list per group.
+
+        num_external_tokens: of what was matched, those that are to be loaded; 0: it starts without.
+        """
+        ...
+
+    def build_connector_meta(self, output: SchedulerOutput) -> msgspec.Raw:
+        """What the other half is to do with this step. Called once for every step."""
+        ...
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """All ranks have finished this."""
+        ...
+
+    def request_finished(
+        self, request: Request, block_ids: BlockIds
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request is over, whatever state it was in.
+
+        Returns whether its blocks are to be kept until `finished_sending` names it, and what
+        the client is told as `kv_transfer_params`.
+        """
+        ...
+
+    def take_events(self) -> Iterable[KVEvent]:
+        """What changed on its media since the last call."""
+        ...
+
+    def reset_cache(self) -> bool:
+        """Forget all it has; False where something is being copied."""
+        ...
+
+    def start_over(self) -> None:
+        """Workers of a new epoch: no copy of the old ones is ever reported; nothing is in
+        flight."""
+        ...
+
+    def close(self) -> None:
+        """The engine ends."""
+        ...

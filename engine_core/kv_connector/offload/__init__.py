@@ -1,0 +1,1 @@
+"""Blocks that leave the device and come back: the ledger of what lies where."""

@@ -1,0 +1,80 @@
+"""The seam between the offloading connector and a medium: host memory, a disk, a remote store.
+
+The connector knows requests, steps and device blocks. A manager knows which offloaded blocks its
+medium has, by key, and gives out places; it knows nothing of requests or device blocks, and
+never waits.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+OffloadKey = bytes
+"""Hash of the last device block of an offloaded block; group, rank count and factor behind it."""
+
+
+class OffloadingEvent(NamedTuple):
+    """keys: that a medium has from now on, or (removed) no more."""
+
+    keys: Sequence[OffloadKey]
+    removed: bool
+    medium: str
+
+
+class PrepareStoreOutput(NamedTuple):
+    """keys: of those asked for, the ones to be stored, in order. slots: their places, empty for a
+    medium that is looked up by key. evicted: what had to go for them."""
+
+    keys: Sequence[OffloadKey]
+    slots: Sequence[int]
+    evicted: Sequence[OffloadKey]
+
+
+class OffloadingManager(Protocol):
+    """The ledger of one medium.
+
+    A block is stored (-1), present (0) or read by n loads (n); only present ones are evicted.
+    """
+
+    medium: str
+
+    def lookup(self, keys: Sequence[OffloadKey]) -> int | None:
+        """Length of the leading run that is present; None: not known yet, a wake follows."""
+        ...
+
+    def contains(self, keys: Sequence[OffloadKey]) -> list[bool] | None:
+        """Of each whether it is present; None: not known yet, a wake follows."""
+        ...
+
+    def prepare_load(self, keys: Sequence[OffloadKey]) -> Sequence[int]:
+        """Keep these, which are present, until `complete_load`; returns their places, or none."""
+        ...
+
+    def complete_load(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
+        """A load is over. What could not be read is forgotten once nobody reads it."""
+        ...
+
+    def prepare_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
+        """Find room for those that are not there. None, with nothing changed, if there is none."""
+        ...
+
+    def complete_store(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
+        """A store is over on all ranks: present from now on, or forgotten."""
+        ...
+
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        """These are wanted, whether they are here or not."""
+        ...
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """What became present and what went since the last call."""
+        ...
+
+    def reset(self) -> bool:
+        """Forget all; False where a copy is under way."""
+        ...
+
+    def start_over(self) -> None:
+        """Whatever was being copied never will be."""
+        ...
+
+    def close(self) -> None: ...

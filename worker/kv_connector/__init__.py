@@ -1,0 +1,1 @@
+"""KV that lies outside the device: copying it there and back."""

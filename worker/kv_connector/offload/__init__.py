@@ -1,0 +1,1 @@
+"""Copies between device blocks and a medium."""
