@@ -22,6 +22,8 @@ class BlockStored(msgspec.Struct, array_like=True, tag="stored", frozen=True):
     parent_block_hash: of the block before the first one; None at the start of a prompt.
     token_ids: [num_blocks * block_size].
     group: KV cache group, from 0.
+    medium: where; "" is the device. Elsewhere only the hashes may be known: then there are no
+        token_ids.
     """
 
     block_hashes: list[bytes]
@@ -29,13 +31,15 @@ class BlockStored(msgspec.Struct, array_like=True, tag="stored", frozen=True):
     token_ids: list[int]
     block_size: int
     group: int = 0
+    medium: str = ""
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, tag="removed", frozen=True):
-    """No block of the group holds this content any more."""
+    """No block of the group holds this content any more. medium: as of BlockStored."""
 
     block_hash: bytes
     group: int = 0
+    medium: str = ""
 
 
 class AllBlocksCleared(msgspec.Struct, array_like=True, tag="cleared", frozen=True):
