@@ -53,7 +53,8 @@ class SchedulerContext:
 
     geometry: of one rank. block_size: tokens of a device block. fingerprint: of everything that
     changes KV values, the same on every rank. num_ranks: workers that share the model.
-    wake: puts requests that were told to ask again back into the line.
+    wake: puts requests that were told to ask again back into the line. ring: from any thread; the
+    engine's loop wakes up and does so with all of them.
     """
 
     geometry: KVCacheGeometry
@@ -63,6 +64,7 @@ class SchedulerContext:
     num_ranks: int
     holds: BlockHolds
     wake: Callable[[Request], None]
+    ring: Callable[[], None]
 
 
 class SchedulerConnector(Protocol):
