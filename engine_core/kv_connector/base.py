@@ -16,6 +16,7 @@ from proto.kv_events import KVEvent
 from proto.kv_transfer import KVConnectorOutput, Payload
 from proto.lifecycle import KVCacheGeometry
 from proto.scheduler_output import SchedulerOutput
+from proto.stats import KVMediumStats
 
 
 class Match(NamedTuple):
@@ -55,6 +56,8 @@ class SchedulerContext:
 
     geometry: of one rank. block_size: tokens of a device block. fingerprint: of everything that
     changes KV values, the same on every rank. num_ranks: workers that share the model.
+    block_ids: the block tables of a request now, by handle, a copy; null blocks for what a
+    window has passed.
     wake: puts requests that were told to ask again back into the line; in the engine's thread.
     serve_config: all settings, for those that some media cannot do with.
     """
@@ -65,6 +68,7 @@ class SchedulerContext:
     fingerprint: bytes
     num_ranks: int
     holds: BlockHolds
+    block_ids: Callable[[int], BlockIds]
     wake: Callable[[Request], None]
     serve_config: ServeConfig = DEFAULTS
 
@@ -127,6 +131,10 @@ class SchedulerConnector(Protocol):
 
     def take_events(self) -> Iterable[KVEvent]:
         """What changed on its media since the last call."""
+        ...
+
+    def take_stats(self) -> list[KVMediumStats]:
+        """What was copied since the last call, and how full each medium is."""
         ...
 
     def reset_cache(self) -> bool:

@@ -10,6 +10,7 @@ from engine_core.structured_output.bell import NO_DESCRIPTOR
 from proto.kv_events import KVEvent
 from proto.kv_transfer import NO_PAYLOAD, KVConnectorOutput, Payload
 from proto.scheduler_output import SchedulerOutput
+from proto.stats import KVMediumStats
 
 
 class NoConnector:
@@ -39,6 +40,9 @@ class NoConnector:
 
     def take_events(self) -> Iterable[KVEvent]:
         return ()
+
+    def take_stats(self) -> list[KVMediumStats]:
+        return []
 
     def reset_cache(self) -> bool:
         return True
