@@ -28,7 +28,7 @@ from typing import ClassVar
 from engine_core.kv_cache.holds import PoolHolds
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_connector.base import SchedulerConnector
-from engine_core.kv_connector.nothing import NoConnector
+from engine_core.kv_connector.nothing import NO_CONNECTOR
 from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.gates import Candidate, Wake
@@ -45,7 +45,7 @@ Connect = Callable[[PoolHolds, Wake], SchedulerConnector]
 
 def no_connector(holds: PoolHolds, wake: Wake) -> SchedulerConnector:
     """Connect to nothing."""
-    return NoConnector()
+    return NO_CONNECTOR
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class ExternalKV:
         self._idle_blocks = idle_blocks
         self.fails_requests = policy == "fail"
         self.connector = connect(kv_cache.holds, self._wake_asked)
-        self.connected = not isinstance(self.connector, NoConnector)
+        self.connected = self.connector is not NO_CONNECTOR
         self._plan: StepPlan | None = None
         self._asked: dict[int, Request] = {}
         self._loads: dict[int, _Load] = {}
