@@ -346,12 +346,15 @@ class ExternalKV:
         return self._plan is None or request not in self._plan.preempted
 
     def _usable(self, request: Request, num_local: int, num_matched: int) -> int:
-        """At least one token is left to compute; a window is only known at the ends of blocks."""
-        most = request.num_tokens
-        if most == 1:
+        """Whole blocks. At least one token is left to compute, if need be in the last of them.
+
+        Not there where there are windows: which blocks a token sees, those behind the end of a
+        block say.
+        """
+        most = request.num_tokens - (1 if self._kv_cache.has_windows else 0)
+        if request.num_tokens == 1:
             return 0
-        if self._kv_cache.has_windows:
-            most -= 1 + (most - 1) % self._kv_cache.block_size
+        most -= most % self._kv_cache.block_size
         return max(0, min(num_matched, most - num_local))
 
     def _blocks_to_come(self, request: Request) -> int:

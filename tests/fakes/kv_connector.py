@@ -131,7 +131,10 @@ class FakeConnector(NoConnector):
             if load.is_async:
                 self.under_way[load.handle] = load
             else:
-                invalid += self._fill(load, runner)
+                bad = self._fill(load, runner)
+                invalid += bad
+                if bad:
+                    runner.misled[load.handle] = step
         return KVConnectorOutput(invalid_block_ids=invalid)
 
     def finish(self, handle: int, runner: PagedRunner) -> KVConnectorOutput:
@@ -155,8 +158,6 @@ class FakeConnector(NoConnector):
             for position in range(first, min(first + runner.block_size, load.end)):
                 good = row.digest(position) + bytes([group])
                 runner.slots[block, position - first] = JUNK if block in bad else good
-        if bad and not load.is_async:
-            runner.misled.add(load.handle)
         return sorted(bad)
 
 

@@ -85,7 +85,7 @@ class PagedRunner:
         self.windows = tuple(windows)
         self.rows: dict[int, Row] = {}
         self.slots: dict[tuple[int, int], bytes] = {}
-        self.misled: set[int] = set()  # rows that begin with KV that was not loaded
+        self.misled: dict[int, int] = {}  # rows with KV that was not loaded, and in which step
         self.steps: list[SchedulerOutput] = []
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -93,7 +93,7 @@ class PagedRunner:
         self.steps.append(output)
         for handle in output.finished_handles:
             del self.rows[handle]
-            self.misled.discard(handle)
+            self.misled.pop(handle, None)
         for handle in output.preempted_handles:
             self.rows[handle].tables = [[] for _ in self.windows]
         work = [self._begin(new) for new in output.new_requests] + self._continue(output)
@@ -136,7 +136,8 @@ class PagedRunner:
             row = self.rows[handle]
             if handle in resumed:
                 assert blocks is not None
-                self.misled.discard(handle)
+                if self.misled.get(handle, output.step) < output.step:
+                    del self.misled[handle]
                 row.token_ids[row.num_prompt_tokens :] = resumed[handle]
                 row.digests.clear()
                 row.tables = [list(table) for table in blocks]
