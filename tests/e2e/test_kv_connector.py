@@ -112,7 +112,7 @@ def test_kills_of_worker_and_engine_between_loads(tmp_path: Path, undisturbed: l
     flags = ("--kv-transfer-config", shared(tmp_path))
     with daemon(*flags) as running:
         assert tokens_of(running) == undisturbed
-        for role in ("worker", "engine"):
+        for role in ("worker", "engine_core"):
             running.processes()[role].kill()
             assert tokens_of(running) == undisturbed
         assert running.metric("vllm:external_prefix_cache_hits_total") > 0
