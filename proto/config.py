@@ -79,6 +79,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens of one prompt in a step; 0 sets no limit."""
     enable_chunked_prefill: bool = True
     """Let a prompt be computed over several steps."""
+    max_step_stretch: float = 1.8
+    """Most that a prompt may stretch a step of others that decode, as a multiple; 0: no limit."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of waiting requests."""
     async_scheduling: bool | None = None
@@ -285,6 +287,11 @@ def validate(config: ServeConfig) -> None:
             "--long-prefill-token-threshold needs chunked prefill, "
             "and --no-enable-chunked-prefill turns it off",
             "long_prefill_token_threshold",
+        )
+    if scheduler.max_step_stretch != 0.0 and not 1.0 < scheduler.max_step_stretch < math.inf:
+        raise ConfigError(
+            f"--max-step-stretch must be more than 1, or 0, got {scheduler.max_step_stretch}",
+            "max_step_stretch",
         )
     _check_pressure(scheduler)
     if not scheduler.session_timeout > 0.0:
