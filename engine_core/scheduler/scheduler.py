@@ -37,6 +37,7 @@ from engine_core.scheduler.placeholders import NoPlaceholders, OutputPlaceholder
 from engine_core.scheduler.policies import policy_of
 from engine_core.scheduler.preemption import Preemption
 from engine_core.scheduler.prefix_wait import PrefixWait
+from engine_core.scheduler.prompt_pace import pace_of
 from engine_core.scheduler.quarantine import Herald, Quarantine, poison_output
 from engine_core.scheduler.restart import start_over
 from engine_core.scheduler.result_pass import ResultPass
@@ -92,7 +93,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._clock = clock
-        ledger = TenantLedger(max_model_len)
+        ledger = self._ledger = TenantLedger(max_model_len)
         policy = policy_of(config.scheduling_policy, ledger)
         self.mint_handle: Callable[[], int] = itertools.count().__next__
         self.waiting: RequestQueue = policy.make_queue()
@@ -101,6 +102,7 @@ class Scheduler:
         self._choices: dict[int, dict[int, Request]] = {}
         chunks = ChunkRule.from_config(config)
         self._step_budget = chunks.step_budget
+        self._pace = pace_of(chunks.step_budget, config.max_step_stretch, chunked=chunks.chunked)
         pressure = pressure_of(config, kv_cache)
         idle_blocks = IdleBlocks(kv_cache)
         victims = Victims(policy)
@@ -300,10 +302,11 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step. Where running requests had to give way, nothing is admitted."""
-        plan = StepPlan(self._step_budget, self._clock())
+        plan = StepPlan(self._step_budget, self._clock(), self._step_budget)
         if not self._pause.frozen:
             self._preemption.relieve(plan)
             late = self._courtesy.line_up()
+            plan.prompt_budget = self._prompt_budget()
             self._running_pass.run(plan, late)
             if not plan.preempted:
                 self._admission_pass.run(plan)
@@ -335,6 +338,9 @@ class Scheduler:
         if wrong:
             raise ImpossibleResultError(wrong, outputs)
         self._placeholders.fill(self._requests, result, self.external.void_until)
+        num_decoding = output.cached_requests.num_scheduled_tokens.count(1)
+        num_prompt_tokens = output.total_num_scheduled_tokens - num_decoding
+        self._pace.learn(num_decoding, num_prompt_tokens, result.compute_seconds)
         return outputs
 
     def update_from_connector(self, report: KVConnectorOutput) -> ClientOutputs:
@@ -386,6 +392,17 @@ class Scheduler:
         return stats
 
     # Parts of the above
+
+    def _prompt_budget(self) -> int:
+        """Tokens of prompts that the step may have beside those who decode."""
+        prefills = self._ledger.prefills
+        num_missing = 0
+        if num_waiting := len(self.backlog):  # as much of it as has seats
+            num_seated = min(num_waiting, self._admission_pass.num_free_seats)
+            num_missing = self.backlog.num_tokens * num_seated // num_waiting
+        for request in prefills.values():
+            num_missing += request.num_tokens - request.num_computed_tokens
+        return self._pace.prompt_tokens(len(self.running) - len(prefills), num_missing)
 
     def _wake(self, request: Request) -> None:
         """A gate lets go of a request."""
