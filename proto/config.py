@@ -200,6 +200,15 @@ class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
     """At a reload the new engine comes beside the old one, or after it; auto looks for memory."""
 
 
+class TraceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler decided, step by step, in a file: docs/trace.md."""
+
+    sched_trace: str | None = None
+    """File (.jsonl) for the scheduler's trace; `tokend trace` shows and replays it."""
+    sched_trace_max_bytes: int = 4 << 30
+    """The trace ends when its file is so long (suffixes K, M, G)."""
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `tokend serve` was told."""
 
@@ -211,6 +220,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     frontend: FrontEndConfig = FrontEndConfig()
     reliability: ReliabilityConfig = ReliabilityConfig()
     grammars: GrammarConfig = GrammarConfig()
+    trace: TraceConfig = TraceConfig()
 
 
 _DTYPES_OF_WEIGHTS: Final[dict[CpuWeights, tuple[DType, ...]]] = {
@@ -295,6 +305,7 @@ def validate(config: ServeConfig) -> None:
     _positive("crashes_until_alone", scheduler.crashes_until_alone)
     for field in ("max_num_queued_reqs", "max_num_queued_tokens"):
         _not_negative(field, getattr(scheduler, field) or 0)
+    _positive("sched_trace_max_bytes", config.trace.sched_trace_max_bytes)
     for field in ("grammar_cache_entries", "grammar_cache_bytes"):
         _not_negative(field, getattr(config.grammars, field))
     for field in ("queue_timeout", "sse_keep_alive"):
