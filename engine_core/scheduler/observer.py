@@ -4,7 +4,7 @@ Owns nothing. An observer looks and changes nothing; it is called in the step, s
 Without one the scheduler calls a null object, three times a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Final, Protocol
 
 from engine_core.kv_cache.manager import KVCacheManager
@@ -18,7 +18,7 @@ class SchedulerObserver(Protocol):
     """Told by one scheduler, in the order in which things happen."""
 
     def watch(
-        self, waiting: RequestQueue, running: Sequence[Request], kv_cache: KVCacheManager
+        self, waiting: RequestQueue, running: Collection[Request], kv_cache: KVCacheManager
     ) -> None:
         """What it may look at from now on; called once, before anything else."""
         ...
@@ -52,7 +52,7 @@ class NoObserver:
     """Nobody watches."""
 
     def watch(
-        self, waiting: RequestQueue, running: Sequence[Request], kv_cache: KVCacheManager
+        self, waiting: RequestQueue, running: Collection[Request], kv_cache: KVCacheManager
     ) -> None: ...
 
     def added(self, request: Request) -> None: ...

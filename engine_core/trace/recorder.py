@@ -5,7 +5,7 @@ contents of blocks were seen. Puts the lines somewhere; knows no file.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Final
 
 import msgspec
@@ -64,7 +64,7 @@ class Recorder:
         self._snapshot: Snapshot | None = None
 
     def watch(
-        self, waiting: RequestQueue, running: Sequence[Request], kv_cache: KVCacheManager
+        self, waiting: RequestQueue, running: Collection[Request], kv_cache: KVCacheManager
     ) -> None:
         self._queue, self._running, self._kv_cache = waiting, running, kv_cache
 
