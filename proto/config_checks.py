@@ -133,6 +133,7 @@ def _check_front_end(frontend: FrontEndConfig) -> None:
 
 
 def _check_grammars(grammars: GrammarConfig) -> None:
+    _positive("sched_trace_max_bytes", config.trace.sched_trace_max_bytes)
     for field in ("grammar_cache_entries", "grammar_cache_bytes"):
         _not_negative(field, getattr(grammars, field))
 
