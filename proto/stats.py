@@ -24,6 +24,27 @@ class KVEviction(msgspec.Struct, array_like=True, frozen=True):
     reuse_gaps: list[float] = []
 
 
+class KVMediumStats(msgspec.Struct, array_like=True, frozen=True):
+    """Copies between the KV pool and one other medium, over all ranks, and what it holds.
+
+    Deltas: copies that are over, their bytes and seconds (the slowest rank's); blocks that were
+    left out because nobody is known to want them again (skipped) or because there was no room
+    (num_unstored); copies that failed. Gauge: usage, 0 to 1, or 0 of a medium that does not say.
+    """
+
+    medium: str
+    num_loads: int = 0
+    load_bytes: int = 0
+    load_seconds: float = 0.0
+    num_stores: int = 0
+    store_bytes: int = 0
+    store_seconds: float = 0.0
+    num_skipped: int = 0
+    num_unstored: int = 0
+    num_failed: int = 0
+    usage: float = 0.0
+
+
 class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     """The state of the scheduler after a step, and what the step added.
 

@@ -17,6 +17,7 @@ from proto.kv_events import KVEvent
 from proto.kv_transfer import KVConnectorOutput
 from proto.lifecycle import KVCacheGeometry
 from proto.scheduler_output import SchedulerOutput
+from proto.stats import KVMediumStats
 
 
 class Match(NamedTuple):
@@ -53,6 +54,8 @@ class SchedulerContext:
 
     geometry: of one rank. block_size: tokens of a device block. fingerprint: of everything that
     changes KV values, the same on every rank. num_ranks: workers that share the model.
+    block_ids: the block tables of a request now, by handle, a copy; null blocks for what a
+    window has passed.
     wake: puts requests that were told to ask again back into the line. ring: from any thread; the
     engine's loop wakes up and does so with all of them.
     """
@@ -63,6 +66,7 @@ class SchedulerContext:
     fingerprint: bytes
     num_ranks: int
     holds: BlockHolds
+    block_ids: Callable[[int], BlockIds]
     wake: Callable[[Request], None]
     ring: Callable[[], None]
 
@@ -111,6 +115,10 @@ class SchedulerConnector(Protocol):
 
     def take_events(self) -> Iterable[KVEvent]:
         """What changed on its media since the last call."""
+        ...
+
+    def take_stats(self) -> list[KVMediumStats]:
+        """What was copied since the last call, and how full each medium is."""
         ...
 
     def reset_cache(self) -> bool:
