@@ -29,7 +29,8 @@ class KVMediumStats(msgspec.Struct, array_like=True, frozen=True):
 
     Deltas: copies that are over, their bytes and seconds (the slowest rank's); blocks that were
     left out because they were there or nobody is known to want them again (num_skipped), or
-    because there was no room (num_unstored); copies that failed. Gauge: usage, 0 to 1, or 0 of a medium that does not say.
+    because there was no room (num_unstored); copies that failed. Gauge: usage, 0 to 1, or 0 of
+    a medium that does not say.
     """
 
     medium: str
