@@ -39,8 +39,11 @@ class GroupPresence:
 
 
 def first_needed(window: int | None, computed: int, end: int) -> int:
-    """The first token to be loaded of a group, where all groups are to have [0, end)."""
-    return computed if window is None else max(computed, end - window + 1)
+    """The first token to be loaded of a group, where all groups are to have [0, end).
+
+    A token that sees only itself needs none, but a hit is something that was computed.
+    """
+    return computed if window is None else max(computed, end - max(window, 2) + 1)
 
 
 def longest_run(extent: Extent, group: GroupPresence, most: int) -> int:

@@ -7,7 +7,6 @@ Stores wait for the step that follows, so that they come after what this step's 
 Owns which copies were put off, and for whom loads are; the copies are the handlers'.
 """
 
-import os
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -18,6 +17,7 @@ from proto.offload_settings import offload_settings
 from worker.kv_cache import KVCache
 from worker.kv_connector.base import Finished, WorkerContext
 from worker.kv_connector.offload.base import HandlerContext, TransferResult
+from worker.kv_connector.offload.bell import Bell
 from worker.kv_connector.offload.specs import create_handlers
 from worker.kv_connector.offload.transfers import NO_TRANSFERS, Transfers
 
@@ -32,7 +32,7 @@ class OffloadingWorker:
     def __init__(self, config: KVTransferConfig, context: WorkerContext) -> None:
         self._extra = config.kv_connector_extra_config
         self._context = context
-        self._over = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = Bell()
         self._transfers = NO_TRANSFERS
         self._metadata = _NOTHING
         self._put_off: list[TransferJob] = []
@@ -51,12 +51,12 @@ class OffloadingWorker:
             rank=context.rank,
             num_ranks=context.num_ranks,
             fingerprint=context.fingerprint,
-            notify=lambda: os.eventfd_write(self._over, 1),
+            notify=self._bell.ring,
         )
         self._transfers = Transfers(create_handlers(settings, self._extra, handler_context))
 
     def fileno(self) -> int:
-        return self._over
+        return self._bell.descriptor
 
     def bind_connector_metadata(self, metadata: Payload) -> None:
         self._metadata = _NOTHING if metadata == NO_PAYLOAD else unpack(metadata, OffloadMetadata)
@@ -86,7 +86,7 @@ class OffloadingWorker:
 
     def get_finished(self, finished_handles: Sequence[int]) -> Finished:
         """Requests that are over keep no blocks waiting: the deciding half holds those."""
-        self._silence()
+        self._bell.silence()
         loaded = [self._take_in(result) for result in self._transfers.get_finished()]
         return Finished([], [handle for handles in loaded for handle in handles])
 
@@ -102,7 +102,7 @@ class OffloadingWorker:
 
     def close(self) -> None:
         self._transfers.close()
-        os.close(self._over)
+        self._bell.close()
 
     def _begin_put_off(self) -> None:
         stores, self._put_off = self._put_off, []
@@ -117,9 +117,3 @@ class OffloadingWorker:
         self._invalid_blocks += result.failed_blocks
         handle = self._waiting.pop(result.job_id, None)
         return [] if handle is None else [handle]
-
-    def _silence(self) -> None:
-        try:
-            os.eventfd_read(self._over)
-        except BlockingIOError:
-            return
