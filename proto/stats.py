@@ -52,7 +52,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     Gauges: num_running, num_waiting, kv_cache_usage (0 to 1), num_deferred (those of
     num_waiting that wait for something else than room), num_queued_reqs, num_queued_tokens (choices
     that wait for their first step, and the tokens of their prompts).
-    Deltas since the last message: the rest. Prefix cache figures are in tokens;
+    Deltas since the last message: the rest. Prefix cache figures are in tokens
+    (external: of what the KV connector was asked for, and had);
     num_corrupted are requests that ended because their scores were not numbers.
     """
 
@@ -68,3 +69,5 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     num_corrupted: int = 0
     num_queued_reqs: int = 0
     num_queued_tokens: int = 0
+    external_prefix_cache_queries: int = 0
+    external_prefix_cache_hits: int = 0
