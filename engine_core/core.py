@@ -16,6 +16,7 @@ from engine_core.executor.crew import Crew
 from engine_core.executor.local import LocalExecutor
 from engine_core.executor.sabotaged import SabotagedExecutor
 from engine_core.intake import Intake
+from engine_core.kv_cache.block import BlockIds
 from engine_core.kv_cache.holds import PoolHolds
 from engine_core.kv_cache.integrity import check, check_in_slices
 from engine_core.kv_cache.manager import KVCacheManager
@@ -203,7 +204,7 @@ def build_parts(
         max_model_len=plan.max_model_len,
         vocab_size=worker.vocab_size,
         constraints=grammars.constraints,
-        connect=connect_of(config, plan, worker, transfer),
+        connect=connect_of(config, plan, worker, transfer, kv_cache.block_ids),
         load_failure_policy=transfer.kv_load_failure_policy,
     )
     outbox = Outbox(front_ends, scheduler, epoch, kv_events=kv_events)
@@ -219,7 +220,11 @@ def build_parts(
 
 
 def connect_of(
-    config: ServeConfig, plan: PoolPlan, worker: WorkerReady, transfer: KVTransferConfig
+    config: ServeConfig,
+    plan: PoolPlan,
+    worker: WorkerReady,
+    transfer: KVTransferConfig,
+    block_ids: Callable[[int], BlockIds],
 ) -> Connect:
     """How the scheduler comes to the connector that is configured; raises ConfigError there."""
 
@@ -231,6 +236,7 @@ def connect_of(
             worker.fingerprint,
             config.parallel.tensor_parallel_size,
             holds,
+            block_ids,
             wake,
             config,
         )
