@@ -25,7 +25,7 @@ class Machine:
         self.rng = rng = random.Random(seed)
         self.reliability = rng.choice([1.0, 1.0, 0.8])
         size = rng.choice([4, 8, 12])
-        windows = rng.choice([(None,), (None,), (None, 14), (20, None, 14), (14,)])
+        windows = rng.choice([(None,), (None,), (None, 14), (20, None, 14), (14,), (1, None)])
         self.rig = OffloadRig(
             size=size,
             windows=windows,
