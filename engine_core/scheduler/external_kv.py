@@ -28,7 +28,7 @@ from typing import ClassVar
 from engine_core.kv_cache.holds import PoolHolds
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_connector.base import SchedulerConnector
-from engine_core.kv_connector.nothing import NoConnector
+from engine_core.kv_connector.nothing import NO_CONNECTOR
 from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.gates import Candidate, Wake
@@ -45,7 +45,7 @@ Connect = Callable[[PoolHolds, Wake], SchedulerConnector]
 
 def no_connector(holds: PoolHolds, wake: Wake) -> SchedulerConnector:
     """Connect to nothing."""
-    return NoConnector()
+    return NO_CONNECTOR
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class ExternalKV:
         self._idle_blocks = idle_blocks
         self.fails_requests = policy == "fail"
         self.connector = connect(kv_cache.holds, self._wake_asked)
-        self.connected = not isinstance(self.connector, NoConnector)
+        self.connected = self.connector is not NO_CONNECTOR
         self._plan: StepPlan | None = None
         self._asked: dict[int, Request] = {}
         self._loads: dict[int, _Load] = {}
@@ -346,12 +346,15 @@ class ExternalKV:
         return self._plan is None or request not in self._plan.preempted
 
     def _usable(self, request: Request, num_local: int, num_matched: int) -> int:
-        """At least one token is left to compute; a window is only known at the ends of blocks."""
-        most = request.num_tokens
-        if most == 1:
+        """Whole blocks. At least one token is left to compute, if need be in the last of them.
+
+        Not there where there are windows: which blocks a token sees, those behind the end of a
+        block say.
+        """
+        most = request.num_tokens - (1 if self._kv_cache.has_windows else 0)
+        if request.num_tokens == 1:
             return 0
-        if self._kv_cache.has_windows:
-            most -= 1 + (most - 1) % self._kv_cache.block_size
+        most -= most % self._kv_cache.block_size
         return max(0, min(num_matched, most - num_local))
 
     def _blocks_to_come(self, request: Request) -> int:
