@@ -14,6 +14,7 @@ import msgspec
 
 from proto.errors import ConfigError
 from proto.ids import MAX_CLIENTS
+from proto.kv_transfer_config import kv_transfer_config
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "bf16", "f16", "f32", "int8", "fp8"]
@@ -61,6 +62,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Measure how long one KV block in this many keeps its content; 0 measures none."""
     gpu_memory_utilization: float = 0.9
     """Part of a GPU's memory that may be taken; the KV pool gets what weights and steps leave."""
+    kv_transfer_config: str | None = None
+    """KV connector, as JSON (kv_connector, kv_connector_extra_config …): KV beyond the pool."""
 
     @property
     def has_fixed_kv_events_endpoint(self) -> bool:
@@ -269,6 +272,7 @@ def validate(config: ServeConfig) -> None:
         )
     _check_device(config)
     _check_kv_events(cache)
+    _check_kv_transfer(cache)
     if cache.kv_cache_metrics_one_in < 0:
         raise ConfigError(
             f"--kv-cache-metrics-one-in must be 0 or more, got {cache.kv_cache_metrics_one_in}",
@@ -449,6 +453,17 @@ def _check_kv_events(cache: CacheConfig) -> None:
             "--kv-events-endpoint publishes what the prefix cache holds, "
             "and --no-enable-prefix-caching turns it off",
             "kv_events_endpoint",
+        )
+
+
+def _check_kv_transfer(cache: CacheConfig) -> None:
+    """What is kept elsewhere is known by the hashes of the prefix cache."""
+    transfer = kv_transfer_config(cache.kv_transfer_config)
+    if transfer.kv_connector and not cache.enable_prefix_caching:
+        raise ConfigError(
+            "--kv-transfer-config finds KV by the hashes of the prefix cache, "
+            "and --no-enable-prefix-caching turns it off",
+            "kv_transfer_config",
         )
 
 

@@ -27,6 +27,7 @@ from proto import PROTOCOL_VERSION
 from proto.errors import ModelError, ProtocolError
 from proto.faults import Saboteur
 from proto.heap import settle_heap
+from proto.kv_transfer_config import kv_transfer_config
 from proto.lifecycle import (
     AwaitsRanks,
     CacheReady,
@@ -62,6 +63,9 @@ from worker.fingerprint import kv_fingerprint
 from worker.inbox import FromEngine, Inbox, StepAbandonedError
 from worker.kernels import load_kernels
 from worker.kv_cache import KVCache, kv_cache_geometry, resolve_kv_dtype
+from worker.kv_connector.base import WorkerContext
+from worker.kv_connector.factory import create_worker_connector
+from worker.kv_connector.steps import ConnectorSteps, no_connector_steps
 from worker.kv_layout import kv_layout
 from worker.layers.triton_rows import TritonRotate
 from worker.loader.choice import activation_dtype, choose_form
@@ -105,6 +109,7 @@ class Service:
         self._distrusts_engine = False
         self._engine = meet(boot.worker_epoch)
         self._poller = Poller([supervisor, self._engine])
+        self._copies = no_connector_steps(self._poller)
         self._inbox = Inbox()
         self._stopped = False
         self._engine_wait = EngineWait()
@@ -141,6 +146,12 @@ class Service:
 
     def run(self) -> None:
         """Serve until Shutdown; raises ProcessDiedError when no engine follows one that died."""
+        try:
+            self._run()
+        finally:
+            self._copies.close()
+
+    def _run(self) -> None:
         self._engine.send(self._ready())
         settle_heap()  # while the engine plans; what follows must not wait for it
         while not self._stopped:
@@ -167,6 +178,7 @@ class Service:
         if self._supervisor in readable and self._obey():
             self._stopped = True
             return
+        self._copies.report_if_ready(readable)
         messages = self._engine.receive()
         if self._engine.num_undecodable:
             self._distrust_engine()
@@ -198,6 +210,8 @@ class Service:
         self._engine.close()
         self._group.leave()
         self._has_lost_group = False
+        self._copies.close()  # nothing writes to a cache that is given up
+        self._copies = no_connector_steps(self._poller)
         self._runner = None
         self._launched.clear()
         self._distrusts_engine = False
@@ -234,7 +248,9 @@ class Service:
         with self._reporting(step):
             if step.total_num_scheduled_tokens:
                 self._saboteur.begin_step()
+            self._copies.begin(step)
             self._launched.append((step, runner.launch(step, self)))
+            self._copies.end(step)
 
     def _answer_what_is_ready(self) -> None:
         """Send the tokens of the steps that are done, the oldest first."""
@@ -304,7 +320,6 @@ class Service:
         return kv_cache_geometry(self._layout, spec.num_kv_heads, spec.head_dim, dtype)
 
     def _ready(self) -> WorkerReady:
-        config = self._boot.config
         return WorkerReady(
             protocol_version=PROTOCOL_VERSION,
             epoch=self._epoch,
@@ -312,20 +327,24 @@ class Service:
             geometry=self._geometry,
             kv_cache_bytes=self._kv_cache_bytes,
             vocab_size=self._model.spec.vocab_size,
-            fingerprint=kv_fingerprint(
-                self._boot.model.weights_sha256,
-                read_config(self._boot.model),
-                self._geometry,
-                config.cache.block_size,
-                str(self._dtype),
-                # Another device sums in another order.
-                f"cuda {self._form.name}" if self._on_cuda else self._form.name,
-                (self._group.rank, self._group.size),
-            ),
+            fingerprint=self._fingerprint(self._group.rank),
             device_name=self._device.name,
             weights=tuple(WeightMemory(*each) for each in self._form.memory.items()),
             phases=self._phases.phases,
             computes_ahead=self._on_cuda,
+        )
+
+    def _fingerprint(self, rank: int) -> bytes:
+        """Of what a rank keeps in its cache; rank 0's names what all of them compute."""
+        return kv_fingerprint(
+            self._boot.model.weights_sha256,
+            read_config(self._boot.model),
+            self._geometry,
+            self._boot.config.cache.block_size,
+            str(self._dtype),
+            # Another device sums in another order.
+            f"cuda {self._form.name}" if self._on_cuda else self._form.name,
+            (rank, self._group.size),
         )
 
     def _initialize(self, message: InitializeCache) -> Runner:
@@ -336,9 +355,20 @@ class Service:
         self._group.join(message.epoch)
         self._check_rows(message)
         cache, rows = self._pool_and_rows(message)
+        self._copies = self._connect(cache, message)
         if self._on_cuda:
             return self._cuda_runners().runner(cache, rows, self._report_graphs)
         return AtOnce(self._host_runner(cache, rows))
+
+    def _connect(self, cache: KVCache, message: InitializeCache) -> ConnectorSteps:
+        config, group = self._boot.config, self._group
+        context = WorkerContext(
+            group.rank, group.size, self._fingerprint(0), message.block_size, config
+        )
+        transfer = kv_transfer_config(config.cache.kv_transfer_config)
+        connector = create_worker_connector(transfer, context)
+        connector.register_kv_caches(cache)
+        return ConnectorSteps(connector, message.epoch, group.rank, self._poller, self._engine.send)
 
     def _pool_and_rows(self, message: InitializeCache) -> tuple[KVCache, Rows]:
         cache = KVCache(

@@ -85,6 +85,11 @@ class OffloadingManager(Protocol):
         """
         ...
 
+    @property
+    def usage(self) -> float:
+        """Part of the medium that is taken, 0 to 1; 0 where it is not known."""
+        ...
+
     def take_events(self) -> Iterable[OffloadingEvent]:
         """What became present and what went since the last call."""
         ...
