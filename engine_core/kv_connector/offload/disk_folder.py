@@ -61,9 +61,7 @@ Order = Callable[[], None]
 class DiskFolder:
     """root: of all models. folder: of this one. ring: is called when there are reports."""
 
-    def __init__(
-        self, root: Path, name: str, num_ranks: int, ring: Callable[[], None]
-    ) -> None:
+    def __init__(self, root: Path, name: str, num_ranks: int, ring: Callable[[], None]) -> None:
         self._root = root
         self._folder = root / name
         self._num_ranks = num_ranks

@@ -11,7 +11,8 @@ folder: then a load fails, its blocks are computed, and the folder is asked agai
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,8 @@ PATIENCE_SECONDS: Final = 2.0
 """For which requests wait until it is known what is there, after the start of the engine."""
 MAX_BYTES_IN_FLIGHT: Final = 64 << 20
 """Of one rank; while more is being stored, nothing is added to it."""
+_SLICE: Final = 2000
+"""Blocks that are taken into the ledger at a time."""
 _RETRY_SECONDS: Final = 1.0
 _FAILED_LOADS_ALLOWED: Final = 1
 _FAILED_STORES_ALLOWED: Final = 2
@@ -73,6 +76,9 @@ class DiskOffloadingManager:
         self._num_storing = 0
         self._events: deque[OffloadingEvent] = deque()
         self._known = False
+        self._found = False
+        self._arriving: Iterator[tuple[OffloadKey, int]] = iter(())
+        self._ring = context.ring
         self._clock = clock
         self._patient_until = clock() + PATIENCE_SECONDS
         self._loads = Breaker(_RETRY_SECONDS, _FAILED_LOADS_ALLOWED, clock)
@@ -174,7 +180,7 @@ class DiskOffloadingManager:
         if present:
             self._events.append(OffloadingEvent(present, True, self.medium))
         self._blocks.clear()
-        self._known = False  # until it is empty; what is found then is what is there
+        self._known = self._found = False  # until it is empty; what is found then is there
         self._patient_until = self._clock()
         self._folder.clear()
         return True
@@ -191,6 +197,11 @@ class DiskOffloadingManager:
     def close(self) -> None:
         self._impatience.cancel()
         self._folder.close()
+
+    @property
+    def usage(self) -> float:
+        """Part of the limit that files take, others' included."""
+        return (len(self._blocks) + self._others / self._set_bytes) / self._capacity
 
     @property
     def _is_busy(self) -> bool:
@@ -246,17 +257,32 @@ class DiskOffloadingManager:
             self._folder.look_at(keys)
 
     def _hear(self) -> None:
-        for report in self._folder.take_reports():
-            self._take(report)
+        """Take what was found out; a folder of many files in slices, so that it holds nobody up."""
+        if self._found and not self._known:
+            self._take_arriving()
+        else:
+            for report in self._folder.take_reports():
+                self._take(report)
+                if isinstance(report, Found):
+                    return
+
+    def _take_arriving(self) -> None:
+        arriving = list(islice(self._arriving, _SLICE))
+        for key, ranks in arriving:
+            self._add(key, ranks)
+        if len(arriving) == _SLICE:
+            self._ring()
+        else:
+            self._known = True
+            self._remove_surplus()
 
     def _take(self, report: Report) -> None:
         match report:
             case Found(blocks, others):
-                self._known = True
                 self._others = others
-                for key, ranks in blocks.items():
-                    self._add(key, ranks)
-                self._remove_surplus()
+                self._found = True
+                self._arriving = iter(blocks.items())
+                self._take_arriving()
             case Seen(added, removed):
                 for key, bit in added:
                     self._add(key, bit)

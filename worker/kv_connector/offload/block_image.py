@@ -2,10 +2,10 @@
 
     magic version rank ranks group | key length, bytes | length crc | fingerprint key | crc of these
 
-Little-endian, filled up to HEADER_BYTES; the content follows as it lies in the cache. The checksum is
-CRC-32 as zlib has it: 5 GB/s on one core here, where BLAKE2b makes 1 and a plain sum of words
-would take two exchanged ones for the same. It is for accidents, not for attackers: who can write
-to the folder or the server can write whatever KV they like.
+Little-endian, filled up to HEADER_BYTES; the content follows as it lies in the cache. The
+checksum is CRC-32 as zlib has it: 5 GB/s on one core here, where BLAKE2b makes 1, and a plain sum
+of words does not see two that are exchanged. It is for accidents, not for attackers: who can
+write to the folder or the server can write whatever KV they like.
 """
 
 import struct

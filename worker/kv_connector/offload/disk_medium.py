@@ -8,11 +8,12 @@ nothing is synced. The folder may be shared with other daemons, and files may va
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from proto.kv_media import DISK, DiskSettings, file_name, media_folder
+from proto.kv_events import DEVICE_MEDIUM
+from proto.kv_media import DISK, DiskSettings, disk_settings, file_name, media_folder
 from worker.kv_connector.offload.base import HandlerContext, OffloadingHandler
 from worker.kv_connector.offload.block_image import BlockLabel
 from worker.kv_connector.offload.transfer_queue import (
@@ -26,6 +27,8 @@ TEMPORARY: Final = ".new"
 """End of the name of a file that is being written."""
 _SLICE: Final = 1 << 20
 """Bytes read or written before the time is looked at again."""
+
+Handlers = dict[tuple[str, str], OffloadingHandler]
 
 
 class DiskMedium:
@@ -113,17 +116,18 @@ def make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def make_disk_handlers(
-    settings: DiskSettings, context: HandlerContext
-) -> tuple[OffloadingHandler, OffloadingHandler]:
-    """Those that load, and those that store."""
+def make_handlers(extra: Mapping[str, Any], context: HandlerContext) -> Handlers:
+    """For the settings in `kv_connector_extra_config`; raises ConfigError naming the key."""
+    settings: DiskSettings = disk_settings(extra)
     block_bytes = context.cache.buffer[0].nbytes * context.factor
     name = media_folder(context.fingerprint, context.num_ranks, block_bytes)
     folder = Path(settings.disk_path) / name
-    return (
-        TransferQueue(DiskMedium(folder), context, settings.load_timeout),
-        TransferQueue(DiskMedium(folder), context, settings.store_timeout, STORE_NICENESS),
-    )
+    return {
+        (DISK, DEVICE_MEDIUM): TransferQueue(DiskMedium(folder), context, settings.load_timeout),
+        (DEVICE_MEDIUM, DISK): TransferQueue(
+            DiskMedium(folder), context, settings.store_timeout, STORE_NICENESS
+        ),
+    }
 
 
 def _check_time(seconds_left: SecondsLeft) -> None:

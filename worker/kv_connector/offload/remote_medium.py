@@ -5,10 +5,11 @@ does not answer it is left alone for longer and longer, and every copy fails at 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from proto.breaker import Breaker
+from proto.kv_events import DEVICE_MEDIUM
 from proto.kv_media import (
     REMOTE,
     RemoteAddress,
@@ -16,6 +17,7 @@ from proto.kv_media import (
     media_folder,
     remote_address,
     remote_name,
+    remote_settings,
 )
 from proto.redis_client import (
     MISSING,
@@ -37,6 +39,8 @@ _AHEAD: Final = 16
 _MAX_CONNECT_SECONDS: Final = 0.5
 
 _T = TypeVar("_T")
+
+Handlers = dict[tuple[str, str], OffloadingHandler]
 
 
 class RemoteMedium:
@@ -127,10 +131,9 @@ class RemoteMedium:
             self._connection = None
 
 
-def make_remote_handlers(
-    settings: RemoteSettings, context: HandlerContext
-) -> tuple[OffloadingHandler, OffloadingHandler]:
-    """Those that load, and those that store."""
+def make_handlers(extra: Mapping[str, Any], context: HandlerContext) -> Handlers:
+    """For the settings in `kv_connector_extra_config`; raises ConfigError naming the key."""
+    settings: RemoteSettings = remote_settings(extra)
     block_bytes = context.cache.buffer[0].nbytes * context.factor
     folder = media_folder(context.fingerprint, context.num_ranks, block_bytes)
     address = remote_address(settings)
@@ -139,7 +142,9 @@ def make_remote_handlers(
         breaker = Breaker(settings.remote_retry_seconds)
         return RemoteMedium(address, folder, settings.remote_timeout, breaker)
 
-    return (
-        TransferQueue(medium(), context, settings.load_timeout),
-        TransferQueue(medium(), context, settings.store_timeout, STORE_NICENESS),
-    )
+    return {
+        (REMOTE, DEVICE_MEDIUM): TransferQueue(medium(), context, settings.load_timeout),
+        (DEVICE_MEDIUM, REMOTE): TransferQueue(
+            medium(), context, settings.store_timeout, STORE_NICENESS
+        ),
+    }

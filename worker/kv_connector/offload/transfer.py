@@ -36,8 +36,8 @@ class Piece:
 def pieces_of(job: TransferJob, factor: int) -> list[Piece]:
     """The offloaded blocks of a job, group by group, in order.
 
-        key 0              key 1              factor 4
-        .   .   7   2  |   9   4   1   .      skip 2, block_ids [7 2 9 4 1]
+    key 0              key 1              factor 4
+    .   .   7   2  |   9   4   1   .      skip 2, block_ids [7 2 9 4 1]
     """
     pieces = []
     for device, keys in zip(job.device, job.keys, strict=True):

@@ -187,8 +187,8 @@ class TransferQueue:
     def _parts(self, piece: Piece) -> Iterator[tuple[memoryview, int]]:
         """Of the image and the cache, what belongs together.
 
-            image    header | content 0 | content 1 | content 2 | content 3
-            blocks               -           7           2           9
+        image    header | content 0 | content 1 | content 2 | content 3
+        blocks               -           7           2           9
         """
         size = self._blocks.block_bytes
         for index, block_id in enumerate(piece.blocks):
@@ -229,7 +229,9 @@ class TransferQueue:
         """Once for as long as nothing works."""
         if self._works:
             self._works = False
-            logger.warning("%s: %s; nothing goes there or comes from there", self._medium.name, error)
+            logger.warning(
+                "%s: %s; nothing goes there or comes from there", self._medium.name, error
+            )
 
     def _say_again(self) -> None:
         if not self._works:
