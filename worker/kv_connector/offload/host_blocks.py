@@ -69,10 +69,10 @@ class DeviceBlockBytes:
         self._page = torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=True)
         self._bytes = self._page.numpy()
         self._device = cache.buffer.device
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def moment(self) -> Callable[[], None]:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event.synchronize
 
