@@ -167,7 +167,9 @@ def test_nonsense_ends_in_an_error_in_time(
         RedisConnection(address(scripted(answer, hang_up).url), SHORT)
 
 
-@pytest.mark.parametrize("answer", [b"$5\r\nhel", b"$5\r\nhelloXX", b":5\r\n", b"+OK\r\n", b"$x\r\n"])
+@pytest.mark.parametrize(
+    "answer", [b"$5\r\nhel", b"$5\r\nhelloXX", b":5\r\n", b"+OK\r\n", b"$x\r\n"]
+)
 def test_nonsense_in_place_of_a_value(
     scripted: Callable[..., ScriptedServer], answer: bytes
 ) -> None:
