@@ -28,8 +28,9 @@ class KVMediumStats(msgspec.Struct, array_like=True, frozen=True):
     """Copies between the KV pool and one other medium, over all ranks, and what it holds.
 
     Deltas: copies that are over, their bytes and seconds (the slowest rank's); blocks that were
-    left out because nobody is known to want them again (skipped) or because there was no room
-    (num_unstored); copies that failed. Gauge: usage, 0 to 1, or 0 of a medium that does not say.
+    left out because they were there or nobody is known to want them again (num_skipped), or
+    because there was no room (num_unstored); copies that failed. Gauge: usage, 0 to 1, or 0 of
+    a medium that does not say.
     """
 
     medium: str
@@ -51,7 +52,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     Gauges: num_running, num_waiting, kv_cache_usage (0 to 1), num_deferred (those of
     num_waiting that wait for something else than room), num_queued_reqs, num_queued_tokens (choices
     that wait for their first step, and the tokens of their prompts).
-    Deltas since the last message: the rest. Prefix cache figures are in tokens;
+    Deltas since the last message: the rest. Prefix cache figures are in tokens
+    (external: of what the KV connector was asked for, and had);
     num_corrupted are requests that ended because their scores were not numbers.
     """
 
@@ -67,3 +69,5 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     num_corrupted: int = 0
     num_queued_reqs: int = 0
     num_queued_tokens: int = 0
+    external_prefix_cache_queries: int = 0
+    external_prefix_cache_hits: int = 0

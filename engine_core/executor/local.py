@@ -75,7 +75,12 @@ class LocalExecutor:
     def initialize_cache(self, num_blocks: int, block_size: int, max_model_len: int) -> None:
         self._initializing = True
         message = InitializeCache(
-            PROTOCOL_VERSION, self._epoch, num_blocks, block_size, max_model_len
+            PROTOCOL_VERSION,
+            self._epoch,
+            num_blocks,
+            block_size,
+            max_model_len,
+            self._ready[0].fingerprint,
         )
         for link in self._links:
             link.send(message)

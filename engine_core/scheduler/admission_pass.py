@@ -9,12 +9,13 @@ has come.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine_core.kv_cache.manager import ComputedBlocks, KVCacheManager
+from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_rules import AdmissionRule
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.courtesy import Courtesy
+from engine_core.scheduler.external_kv import ExternalKV
 from engine_core.scheduler.gates import Candidate, Gate
 from engine_core.scheduler.idle_blocks import IdleBlocks
 from engine_core.scheduler.step_plan import StepPlan
@@ -28,12 +29,12 @@ class _Refusal:
     found, next_one: hash of the last block of its computed prefix, and of the block after
     it; empty where there is none.
 
-    Nothing is remembered where there are rules: they look at more than this; nor where there
-    are windows, in which a block before the last one may be lost, or a later one found; nor in
-    a step that admitted somebody, whose fork the request may be in the next. Otherwise,
-    until the pool is freer, or a request at rest holds blocks, or somebody has to give way,
-    or fewer tokens are wanted, or that prefix is shorter (a chunk that begins earlier needs
-    fewer blocks) or longer, looking again is in vain.
+    Nothing is remembered where there are rules or KV elsewhere: they look at more than this;
+    nor where there are windows, in which a block before the last one may be lost, or a later one
+    found; nor in a step that admitted somebody, whose fork the request may be in the next.
+    Otherwise, until the pool is freer, or a request at rest holds blocks, or somebody has to
+    give way, or fewer tokens are wanted, or that prefix is shorter (a chunk that begins earlier
+    needs fewer blocks) or longer, looking again is in vain.
     """
 
     request: Request
@@ -58,6 +59,7 @@ class AdmissionPass:
         gates: Sequence[Gate],
         idle_blocks: IdleBlocks,
         courtesy: Courtesy,
+        external: ExternalKV,
     ) -> None:
         self._waiting = waiting
         self._running = running
@@ -68,8 +70,9 @@ class AdmissionPass:
         self._gates = gates
         self._idle_blocks = idle_blocks
         self._courtesy = courtesy
+        self._external = external
         self._refusal: _Refusal | None = None
-        self._remembers = not rules and all(group.has_prefixes for group in kv_cache.groups)
+        self._remembers = not rules and not external.connected and not kv_cache.has_windows
 
     def run(self, plan: StepPlan) -> None:
         for gate in self._gates:
@@ -130,24 +133,28 @@ class AdmissionPass:
         True without that where somebody has given way: it is to be looked at once more, as
         what it found in the cache may be gone.
 
-        0          num_computed                  num_tokens
-        |---its own-or--|           |                 |
-        |---in cache----|--num_new--|---later steps---|
+        0                       num_computed                  num_tokens
+        |---its own-or--|            |           |                 |
+        |---in cache----|--external--|--num_new--|---later steps---|
         """
-        request, num_computed = candidate.request, candidate.num_computed_tokens
+        request = candidate.request
+        num_computed = candidate.num_computed_tokens + candidate.num_external_tokens
+        num_computed = min(num_computed, request.num_tokens - 1)
         if request.num_output_placeholders:
             return False  # preempted; until its late token is here, nobody knows what to compute
         if request in plan.preempted:
             return False  # it gave way in this pass, and is not to take the room back in it
         if self._courtesy.is_behind(request):
             return False
+        if candidate.loads_async:
+            return self._load(candidate)
         if not self._has_seat():
             return self._courtesy.claim(request, plan)
         num_missing = request.num_tokens - num_computed
         num_new = self._chunks.first_chunk(num_missing, plan.budget)
         if num_new == 0:
             return False
-        if not self._has_room(request, num_new, candidate.computed):
+        if not self._has_room(request, num_new, candidate):
             if self._courtesy.claim(request, plan):
                 return True
             self._refuse(candidate, num_new, plan)
@@ -160,6 +167,7 @@ class AdmissionPass:
         if request.scheduled_at is None:
             request.scheduled_at = plan.now
             request.num_cached_tokens = num_computed
+        self._external.begin_request(candidate)
         plan.admitted.append(request)
         plan.admitted_tokens.append(num_new)
         plan.budget -= num_new
@@ -167,19 +175,47 @@ class AdmissionPass:
             gate.admitted(request, num_new)
         return True
 
-    def _has_room(self, request: Request, num_new: int, computed: ComputedBlocks) -> bool:
+    def _load(self, candidate: Candidate) -> bool:
+        """Set the head of the queue aside with blocks for what is loaded; False if it has to wait.
+
+        As long as nobody runs whose end would give room, nor anybody's load is under way, those
+        in line give up what they hold: else each might wait for the others' blocks.
+        """
+        external, idle_blocks = self._external, self._idle_blocks
+        while not (external.has_room_to_load(candidate) and self._take_blocks(candidate, 0)):
+            if idle_blocks.take_from_rest():
+                continue
+            if self._running or external.is_loading:
+                return False
+            if not idle_blocks.take_from_line(candidate.request):
+                return False
+        external.begin_load(candidate)
+        return True
+
+    def _has_room(self, request: Request, num_new: int, candidate: Candidate) -> bool:
         """Allocates if the rules allow it and there are blocks, those that nobody uses included."""
         idle_blocks = self._idle_blocks
-        while not self._fits(request, num_new, computed):
+        while not self._fits(request, num_new, candidate):
             if idle_blocks.take_from_rest():
                 continue
             if self._running or not idle_blocks.take_from_line(request):
                 return False
         return True
 
-    def _fits(self, request: Request, num_new: int, computed: ComputedBlocks) -> bool:
+    def _fits(self, request: Request, num_new: int, candidate: Candidate) -> bool:
         if self._running:
+            num_wanted = candidate.num_external_tokens + num_new
             for rule in self._rules:
-                if not rule.admits(request, num_new, computed):
+                if not rule.admits(request, num_wanted, candidate.computed):
                     return False
-        return self._kv_cache.allocate_slots(request, num_new, computed) is not None
+        return self._take_blocks(candidate, num_new)
+
+    def _take_blocks(self, candidate: Candidate, num_new: int) -> bool:
+        request, num_external = candidate.request, candidate.num_external_tokens
+        # What is loaded may reach the last token, which is computed all the same.
+        num_here = candidate.num_computed_tokens + num_external
+        num_new = min(num_new, request.num_tokens - num_here)
+        blocks = self._kv_cache.allocate_slots(
+            request, num_new, candidate.computed, num_external_tokens=num_external
+        )
+        return blocks is not None

@@ -11,6 +11,7 @@ first, within one token budget.
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.queues.base import RequestQueue
@@ -27,6 +28,7 @@ from engine_core.scheduler.corruption import error_output
 from engine_core.scheduler.courtesy import Courtesy
 from engine_core.scheduler.deadlines import Deadlines
 from engine_core.scheduler.dictation import Dictation
+from engine_core.scheduler.external_kv import Connect, ExternalKV, no_connector
 from engine_core.scheduler.gates import Gate
 from engine_core.scheduler.idle_blocks import IdleBlocks
 from engine_core.scheduler.output_builder import OutputBuilder
@@ -48,9 +50,14 @@ from engine_core.scheduler.victims import Victims
 from proto.config import SchedulerConfig
 from proto.engine_io import PauseMode
 from proto.errors import ErrorInfo
+from proto.kv_transfer import KVConnectorOutput, LoadFailurePolicy
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
 from proto.stats import SchedulerStats
+
+LOAD_ERROR: Final = ErrorInfo(
+    "internal", "KV that this request relied on could not be loaded (kv_load_failure_policy: fail)"
+)
 
 
 class Scheduler:
@@ -64,6 +71,7 @@ class Scheduler:
     vocab_size: sampled token ids are below it.
     gates: hold requests back for reasons of their own, beside those that are always there.
     constraints: a gate, too, which says who may not have just any token.
+    connect: makes the KV connector. load_failure_policy: what becomes of who relied on it in vain.
     """
 
     def __init__(
@@ -77,6 +85,8 @@ class Scheduler:
         gates: Sequence[Gate] = (),
         clock: Callable[[], float] = time.monotonic,
         constraints: Constraints = NO_CONSTRAINTS,
+        connect: Connect = no_connector,
+        load_failure_policy: LoadFailurePolicy = "recompute",
     ) -> None:
         self._kv_cache = kv_cache
         self._max_model_len = max_model_len
@@ -123,6 +133,9 @@ class Scheduler:
             self._preemption.evict_running,
             config.crashes_until_alone,
         )
+        self.external = ExternalKV(
+            connect, kv_cache, self.waiting, idle_blocks, load_failure_policy
+        )
         self._gates: tuple[Gate, ...] = (
             self._pause,
             self._quarantine,
@@ -135,6 +148,7 @@ class Scheduler:
             self._beams,
             SiblingForks(kv_cache, self._choices),
             PrefixWait(kv_cache.block_size),
+            self.external,
         )
         for gate in self._gates:
             gate.attach(self._wake)
@@ -148,10 +162,17 @@ class Scheduler:
             self._gates,
             idle_blocks,
             self._courtesy,
+            self.external,
         )
         self._output_builder = OutputBuilder(kv_cache, dictation, constraints, epoch)
         self._result_pass = ResultPass(
-            self._requests, kv_cache, self._beams, max_model_len, self._finish, self.abort
+            self._requests,
+            kv_cache,
+            self._beams,
+            max_model_len,
+            self._finish,
+            self.abort,
+            self.external.void_until,
         )
         self._placeholders: Placeholders = (
             OutputPlaceholders() if config.async_scheduling else NoPlaceholders()
@@ -206,7 +227,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """A step would compute something or tell the workers what they can forget."""
-        if self._output_builder.has_finished_handles:
+        if self._output_builder.has_finished_handles or self.external.wants_step:
             return True
         return bool(self.running or self.waiting.num_ready) and not self._pause.frozen
 
@@ -240,6 +261,7 @@ class Scheduler:
         final outputs of requests that have crashed the workers too often.
         """
         poisonous = self._quarantine.note_crash()
+        self.external.start_over()
         start_over(self._requests.values(), self._preemption, self._kv_cache, self._clock())
         self._output_builder.begin_epoch(epoch)
         outputs: ClientOutputs = {}
@@ -263,6 +285,7 @@ class Scheduler:
         queue again, in the order of admission, and to the workers is a new sequence.
         """
         if preempting:
+            self.external.drop_loads()
             victims = self._preemption.evict_all(self._clock())
             for victim in victims:
                 self._output_builder.forget(victim.handle)
@@ -285,7 +308,8 @@ class Scheduler:
             if not plan.preempted:
                 self._admission_pass.run(plan)
             self._running_pass.run_late(plan, late)
-        output = self._output_builder.build(plan)
+        self.external.describe_rewound(plan)
+        output = self.external.complete(self._output_builder.build(plan))
         self._advance(plan)
         self._placeholders.reserve(plan)
         return output
@@ -303,13 +327,28 @@ class Scheduler:
         check_result(output, result, self._vocab_size)
         outputs: ClientOutputs = {}
         num_unfinished = len(self._requests)
+        self.external.prove(output.step)
         wrong = self._result_pass.run(output, result, outputs)
         if len(self._requests) < num_unfinished:
             self._clear_running()
             self.sessions.begin_turns(outputs)
         if wrong:
             raise ImpossibleResultError(wrong, outputs)
-        self._placeholders.fill(self._requests, result)
+        self._placeholders.fill(self._requests, result, self.external.void_until)
+        return outputs
+
+    def update_from_connector(self, report: KVConnectorOutput) -> ClientOutputs:
+        """A rank has finished copies. To be taken in before the result of a step that follows it.
+
+        Returns the final outputs of requests whose KV could not be loaded, if these are to end.
+        """
+        outputs: ClientOutputs = {}
+        if report.invalid_block_ids:
+            ended = self.external.invalidate(
+                report.invalid_block_ids, self._requests.values(), self.step
+            )
+            outputs = self.end_with_errors({each.handle: LOAD_ERROR for each in ended})
+        self.external.note(report)
         return outputs
 
     def end_with_errors(self, errors: Mapping[int, ErrorInfo]) -> ClientOutputs:
@@ -326,6 +365,7 @@ class Scheduler:
     def take_stats(self) -> SchedulerStats:
         """Gauges of now, and deltas since the last call."""
         queries, hits = self._kv_cache.take_prefix_cache_stats()
+        external_queries, external_hits = self.external.take_stats()
         stats = SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
@@ -339,6 +379,8 @@ class Scheduler:
             num_corrupted=self._result_pass.take_num_corrupted(),
             num_queued_reqs=len(self.backlog),
             num_queued_tokens=self.backlog.num_tokens,
+            external_prefix_cache_queries=external_queries,
+            external_prefix_cache_hits=external_hits,
         )
         self._num_preemptions = self._num_scheduled_tokens = 0
         return stats
@@ -368,6 +410,7 @@ class Scheduler:
         if status is RequestStatus.FINISHED_STOPPED:
             request.stop_reason = stop_token(request)
         request.status = status
+        self.external.depart(request)
         self.sessions.end_turn(request)
         self._release(request)
 
@@ -376,6 +419,7 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 self.waiting.remove(request)
             request.status = RequestStatus.FINISHED_ABORTED
+            self.external.depart(request)
             self._release(request)
         self._clear_running()
 
