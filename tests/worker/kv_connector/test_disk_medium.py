@@ -119,8 +119,15 @@ def damage(kind: str, path: Path) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["torn", "header only", "empty", "zeros at the end", "bit flip", "bit flip in the header"]
-    + ["longer"],
+    [
+        "torn",
+        "header only",
+        "empty",
+        "zeros at the end",
+        "bit flip",
+        "bit flip in the header",
+        "longer",
+    ],
 )
 def test_a_damaged_file_fails_its_own_block_and_goes(
     make_rank: Callable[..., Rank], tmp_path: Path, kind: str

@@ -11,8 +11,8 @@ from worker.kv_connector.offload.base import HandlerContext, OffloadingHandler
 _HERE: Final = "worker.kv_connector.offload"
 HANDLERS: Final = {
     CPU_SPEC: f"{_HERE}.cpu_spec:make_handlers",
-    "DiskOffloadingSpec": f"{_HERE}.disk_handlers:make_handlers",
-    "RemoteOffloadingSpec": f"{_HERE}.remote_handlers:make_handlers",
+    "DiskOffloadingSpec": f"{_HERE}.disk_medium:make_handlers",
+    "RemoteOffloadingSpec": f"{_HERE}.remote_medium:make_handlers",
 }
 Direction = tuple[str, str]
 """(source, destination): names of media."""

@@ -23,6 +23,8 @@ logger = logging.getLogger("tokend.kv_media")
 
 STORE_NICENESS: Final = 10
 """Stores come after everything that somebody waits for."""
+_STORE_PATIENCE: Final = 0.02
+"""Seconds that a step may wait for stores before they are given up."""
 _CLOSE_SECONDS: Final = 1.0
 """For threads to end by themselves; those that hang end with the process."""
 SecondsLeft = Callable[[], float]
@@ -102,12 +104,13 @@ class TransferQueue:
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Stores are given up where they are; loads end by themselves, or by their limit."""
+        """Stores that take long are given up where they are; loads end by their limit at last."""
         with self._changed:
             wanted = [self._open[each] for each in job_ids if each in self._open]
-        for transfer in wanted:
-            if not transfer.job.is_load:
-                self._end(transfer)
+            stores = [each for each in wanted if not each.job.is_load]
+            self._changed.wait_for(lambda: all(each.over for each in stores), _STORE_PATIENCE)
+        for transfer in stores:
+            self._end(transfer)
         with self._changed:
             self._changed.wait_for(lambda: all(each.over for each in wanted))
 
