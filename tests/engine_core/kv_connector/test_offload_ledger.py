@@ -86,7 +86,8 @@ def test_prepare_store_is_atomic_when_everything_else_is_in_flight(
     assert ledger.contains(keys(1, 2, 3, 4, 6)) == [True, True, False, False, False]
     ledger.complete_store(keys(3, 4))
     output = ledger.prepare_store(keys(1, 6))
-    assert output is not None and numbers(output.evicted) in ([3], [4])
+    assert output is not None
+    assert numbers(output.evicted) in ([3], [4])
 
 
 def test_prepare_load_pins_blocks_until_complete_load() -> None:
@@ -118,12 +119,15 @@ def test_complete_store_that_failed_forgets_only_what_was_being_stored() -> None
     ledger.touch(keys(7, 6, 5))
     events(ledger)
     output = ledger.prepare_store(keys(7, 9))
-    assert output is not None and numbers(output.evicted) == [8]
+    assert output is not None
+    assert numbers(output.evicted) == [8]
     ledger.complete_store(keys(7, 9), success=False)
     assert ledger.contains(keys(7, 9)) == [True, False]
     assert events(ledger) == ([], [[8]])
     again = ledger.prepare_store(keys(9))
-    assert again is not None and again.evicted == [] and again.slots == output.slots
+    assert again is not None
+    assert again.evicted == []
+    assert again.slots == output.slots
 
 
 def test_complete_load_that_failed_forgets_the_block_once_nobody_reads_it(
@@ -157,7 +161,8 @@ def test_touch_keeps_the_beginning_of_a_sequence_longest() -> None:
     store(ledger, 3, 4)
     ledger.touch(keys(1, 2, 3, 4), is_new_use=False)
     output = ledger.prepare_store(keys(5, 6, 7))
-    assert output is not None and numbers(output.evicted) == [4, 3, 2]
+    assert output is not None
+    assert numbers(output.evicted) == [4, 3, 2]
 
 
 def test_reset_refuses_while_a_block_is_copied(ledger: CPUOffloadingManager) -> None:
@@ -196,7 +201,8 @@ def test_arc_pinned_blocks_are_not_evicted() -> None:
     assert ledger.prepare_store(keys(6, 7, 8)) is None
     ledger.complete_load(keys(2, 3))
     output = ledger.prepare_store(keys(6, 7, 8))
-    assert output is not None and len(output.evicted) >= 1
+    assert output is not None
+    assert len(output.evicted) >= 1
 
 
 def test_arc_ghost_hit_raises_the_target() -> None:
@@ -220,7 +226,8 @@ def test_arc_evicts_from_once_while_it_is_as_long_as_its_target() -> None:
     ledger.touch(keys(3, 4))
     policy.target = 1.0
     output = ledger.prepare_store(keys(5))
-    assert output is not None and numbers(output.evicted) == [1]
+    assert output is not None
+    assert numbers(output.evicted) == [1]
     assert numbers(policy.once_ghosts) == [1]
     assert key(5) in policy.once
 
@@ -231,7 +238,8 @@ def test_arc_evicts_from_often_where_once_is_shorter_than_its_target() -> None:
     ledger.touch(keys(3, 4))
     policy.target = 3.0
     output = ledger.prepare_store(keys(5))
-    assert output is not None and numbers(output.evicted) == [4]
+    assert output is not None
+    assert numbers(output.evicted) == [4]
     assert numbers(policy.often_ghosts) == [4]
     ledger.complete_store(keys(5))
     ledger.touch(keys(4))

@@ -59,7 +59,8 @@ def test_lookup_records_every_key_and_delegates() -> None:
     assert manager.lookup([A, B, C]) == 2
     assert manager.lookup([A, B, C]) == 2
     output = manager.prepare_store([C])
-    assert output is not None and output.keys == [C], "also what came after the first miss"
+    assert output is not None
+    assert output.keys == [C], "also what came after the first miss"
     assert manager.contains([A, D]) == [True, False]
 
 
@@ -68,9 +69,11 @@ def test_prepare_store_passes_on_only_what_reached_the_threshold() -> None:
     manager.lookup([A, B])
     manager.lookup([A])
     output = manager.prepare_store([A, B])
-    assert output is not None and output.keys == [A]
+    assert output is not None
+    assert output.keys == [A]
     nothing = manager.prepare_store([B])
-    assert nothing is not None and nothing.keys == []
+    assert nothing is not None
+    assert nothing.keys == []
 
 
 def test_everything_else_is_delegated() -> None:
@@ -84,7 +87,8 @@ def test_everything_else_is_delegated() -> None:
     manager.complete_load([A])
     manager.touch([A])
     output = backing.prepare_store([C, D, b"e"])
-    assert output is not None and output.evicted == [B]
+    assert output is not None
+    assert output.evicted == [B]
     manager.start_over()
     assert backing.usage == 0.0
     assert manager.reset()
