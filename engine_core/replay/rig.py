@@ -1,10 +1,12 @@
 """A scheduler over a KV cache as a trace had them, and a worker that answers as its worker did."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
 import msgspec
 
 from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.kv_cache.observers import PoolObserver
 from engine_core.replay.chains import STOP, VOCAB_SIZE, Tokens
 from engine_core.replay.recording import Sequence
 from engine_core.request import Request
@@ -53,6 +55,7 @@ class Rig:
         *,
         one_tenant: bool = False,
         aborts: bool = False,
+        pool_observers: SequenceOf[PoolObserver] = (),
     ) -> None:
         config = header.scheduler
         self.kv_cache = KVCacheManager(
@@ -62,6 +65,7 @@ class Rig:
             _FINGERPRINT,
             groups=header.groups,
             longest_chunk=ChunkRule.from_config(config).longest_chunk,
+            observers=pool_observers,
         )
         self.scheduler = Scheduler(
             config,

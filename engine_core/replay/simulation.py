@@ -17,9 +17,11 @@ from engine_core.queues.base import RequestQueue
 from engine_core.replay.offers import Offers
 from engine_core.replay.recording import Recording, Sequence
 from engine_core.replay.rig import Rig
+from engine_core.replay.taping import Both, FileTape
 from engine_core.request import Request
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS
+from engine_core.trace.tracing import NO_TRACING, Tracing
 from proto.model_runner_output import ModelRunnerOutput
 from proto.replay import StepModel
 from proto.sched_trace import TraceHeader
@@ -49,7 +51,10 @@ class Outcome:
 
 
 class Simulation:
-    """One run. header: settings. offers: of sequences of this recording that have an end."""
+    """One run. header: settings. offers: of sequences of this recording that have an end.
+
+    tape_path: file for its own trace; "" for none.
+    """
 
     def __init__(
         self,
@@ -58,6 +63,7 @@ class Simulation:
         offers: Offers,
         step_model: StepModel,
         one_tenant: bool = False,
+        tape_path: str = "",
     ) -> None:
         self._recording = recording
         self._offers = offers
@@ -65,7 +71,19 @@ class Simulation:
         self.now = 0.0
         self.outcome = Outcome()
         self._meter = _Meter(self)
-        self._rig = Rig(header, self._meter, lambda: self.now, one_tenant=one_tenant)
+        self._tape: Tracing = NO_TRACING
+        if tape_path:
+            sequences = recording.sequences
+            self._tape = FileTape(
+                tape_path, header, lambda handle: sequences[handle].arrival.job, lambda: self.now
+            )
+        self._rig = Rig(
+            header,
+            Both(self._tape.scheduler_observer, self._meter) if tape_path else self._meter,
+            lambda: self.now,
+            one_tenant=one_tenant,
+            pool_observers=self._tape.pool_observers,
+        )
         self._max_in_flight = OVERLAPPED if header.scheduler.async_scheduling else SYNCHRONOUS
         self._in_flight: deque[tuple[float, SchedulerOutput, ModelRunnerOutput]] = deque()
         self._free_at = 0.0
@@ -82,6 +100,7 @@ class Simulation:
             if not due:
                 break
             self.now = max(self.now, min(due))
+        self._tape.close()
         outcome, kv_cache = self.outcome, self._rig.kv_cache
         outcome.num_queried, outcome.num_hit = kv_cache.take_prefix_cache_stats()
         outcome.seconds = self.now
