@@ -136,8 +136,7 @@ class ReplayWorker:
         """
         num_tokens = self._num_tokens
         for handle in output.finished_handles:
-            for known in (num_tokens, self._tokens, self._ends):
-                known.pop(handle, None)
+            num_tokens.pop(handle, None)
         for new in output.new_requests:
             num_tokens[new.handle] = len(new.prompt_token_ids) + len(new.output_token_ids)
         handles = [each.handle for each in output.new_requests] + output.cached_requests.handles

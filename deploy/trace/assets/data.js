@@ -47,3 +47,4 @@ function duration(micros) {
 }
 
 const count = (number) => number.toLocaleString("en");
+const many = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;

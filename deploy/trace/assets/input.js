@@ -35,10 +35,10 @@ class Page {
     document.getElementById("title").textContent = `${about.name}: the scheduler's trace`;
     const sum = (name) => columns[name].reduce((total, each) => total + each, 0);
     const prompt = sum("prompt"), parts = [
-      `${count(numRows)} requests`, `${count(numSteps)} steps`, duration(about.end),
+      many(numRows, "request"), many(numSteps, "step"), duration(about.end),
       `${about.policy}`, `${count(about.blocks)} blocks of ${about.blockSize} tokens`,
       `up to ${about.seats} sequences and ${about.budget} tokens a step`,
-      `${count(sum("preempted"))} preemptions`,
+      many(sum("preempted"), "preemption"),
       `${prompt ? ((100 * sum("hit")) / prompt).toFixed(1) : 0} % of prompts found`,
     ];
     document.getElementById("summary").textContent = parts.join(" · ");
@@ -89,7 +89,7 @@ class Page {
       `first token after ${first < 0 ? "-" : duration(first - columns.arrival[row])}, `
         + `${about.reasons[row] || "unfinished"} after `
         + duration(columns.end[row] - columns.arrival[row]),
-      columns.preemptions[row] ? `preempted ${columns.preemptions[row]} times` : "",
+      columns.preemptions[row] ? `preempted ${many(columns.preemptions[row], "time")}` : "",
     ];
     return lines.filter(Boolean).join("\n");
   }

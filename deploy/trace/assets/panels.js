@@ -100,7 +100,7 @@ function drawLine(pen, x, wide, idle, [value, rest, next]) {
 }
 
 // The pool while nothing computes: as the next step found it.
-function drawRest(pen, panel, columns, last, x, idle, y, pens) {
+function drawRest(pen, panel, columns, step, x, idle, y, pens) {
   const after = Math.min(step + 1, columns.step.length - 1);
   let below = 0;
   panel.names.forEach((name, index) => {

@@ -1,6 +1,6 @@
 // What is looked at: a stretch of time and a stretch of rows, and how they become pixels.
 
-const LEFT = 64, RIGHT = 10, AXIS = 18;
+const LEFT = 64, RIGHT = 10, AXIS = 18, FEWEST_ROWS = 10;
 
 class View {
   constructor(trace) {
@@ -34,7 +34,7 @@ class View {
     return this.shownRows;
   }
 
-  get rows() { return Math.max(this.shown.length * this.share, 4); }
+  get rows() { return Math.max(this.shown.length * this.share, FEWEST_ROWS); }
 
   get top() { return this.scroll * this.shown.length; }
 
@@ -56,7 +56,7 @@ class View {
 
   zoomRows(factor, part = 0.5) {
     const middle = this.scroll + part * this.share;
-    this.share = Math.min(Math.max(this.share * factor, 4 / Math.max(this.shown.length, 4)), 1);
+    this.share = Math.min(Math.max(this.share * factor, FEWEST_ROWS / Math.max(this.shown.length, FEWEST_ROWS)), 1);
     this.scroll = middle - part * this.share;
     this.#stay();
   }
