@@ -132,7 +132,7 @@ class Condenser:
             self._end(handle, end)
         for job in list(self._pins):
             self._unpin(job, end)
-        self.condensed.segments.sort()
+        self.condensed.segments.sort(key=lambda each: (each[0], each[2]))
         return self.condensed
 
     def _step(self, line: Step) -> None:
