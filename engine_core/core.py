@@ -16,15 +16,21 @@ from engine_core.executor.crew import Crew
 from engine_core.executor.local import LocalExecutor
 from engine_core.executor.sabotaged import SabotagedExecutor
 from engine_core.intake import Intake
+from engine_core.kv_cache.block import BlockIds
+from engine_core.kv_cache.holds import PoolHolds
 from engine_core.kv_cache.integrity import check, check_in_slices
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.residency import ResidencyMeter
+from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
+from engine_core.kv_connector.factory import create_scheduler_connector
 from engine_core.kv_events import KVEventSink, make_kv_events
 from engine_core.orders import Orders
 from engine_core.outbox import Outbox
 from engine_core.pool_plan import PoolPlan, plan_pool, weight_memory
 from engine_core.scheduler.backlog import queue_limits
 from engine_core.scheduler.chunking import ChunkRule
+from engine_core.scheduler.external_kv import Connect
+from engine_core.scheduler.gates import Wake
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.service import Service
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS, Stepper
@@ -38,6 +44,7 @@ from proto.config import SchedulerConfig, ServeConfig
 from proto.errors import TokendError
 from proto.faults import Saboteur
 from proto.heap import settle_heap
+from proto.kv_transfer_config import KVTransferConfig, kv_transfer_config
 from proto.lifecycle import EngineReady, Notice, ProcessBoot, ProcessStart, WorkerReady
 from proto.phase_clock import PhaseClock
 from proto.sockets import Link, Poller
@@ -83,7 +90,8 @@ def _serve(
         settle_heap()
         clock.end("books")
         _announce(boot, crew, front_ends, supervisor, clock)
-        stepper.run()
+        with closing(stepper):
+            stepper.run()
 
 
 def _trace(boot: ProcessBoot, crew: Crew) -> Tracing:
@@ -203,6 +211,7 @@ def build_parts(
         observers=(*kv_events.observers, *tracing.pool_observers),
         residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
     )
+    transfer = kv_transfer_config(config.cache.kv_transfer_config)
     scheduler = Scheduler(
         scheduler_settings(config, worker),
         kv_cache,
@@ -210,6 +219,8 @@ def build_parts(
         max_model_len=plan.max_model_len,
         vocab_size=worker.vocab_size,
         constraints=grammars.constraints,
+        connect=connect_of(config, plan, worker, transfer, kv_cache.block_ids),
+        load_failure_policy=transfer.kv_load_failure_policy,
         observer=tracing.scheduler_observer,
     )
     outbox = Outbox(front_ends, scheduler, epoch, kv_events=kv_events)
@@ -222,6 +233,32 @@ def build_parts(
     )
     intake = Intake(scheduler, kv_cache, outbox, limits, lambda: check(kv_cache), grammars)
     return EngineParts(scheduler, kv_cache, intake, outbox)
+
+
+def connect_of(
+    config: ServeConfig,
+    plan: PoolPlan,
+    worker: WorkerReady,
+    transfer: KVTransferConfig,
+    block_ids: Callable[[int], BlockIds],
+) -> Connect:
+    """How the scheduler comes to the connector that is configured; raises ConfigError there."""
+
+    def connect(holds: PoolHolds, wake: Wake) -> SchedulerConnector:
+        context = SchedulerContext(
+            worker.geometry,
+            plan.block_size,
+            plan.num_blocks,
+            worker.fingerprint,
+            config.parallel.tensor_parallel_size,
+            holds,
+            block_ids,
+            wake,
+            config,
+        )
+        return create_scheduler_connector(transfer, context)
+
+    return connect
 
 
 def overlaps(config: ServeConfig, worker: WorkerReady) -> bool:
@@ -260,8 +297,9 @@ def _build(
             if found:
                 raise IntegrityError("; ".join(found))
             yield
-        if kv_cache.usage > 0 and not parts.scheduler.num_unfinished:
-            raise IntegrityError(f"leak: {kv_cache.usage:.1%} of the blocks are in use by nobody")
+        num_lost = kv_cache.num_usable_blocks - kv_cache.num_free_blocks - kv_cache.holds.num_blocks
+        if num_lost > 0 and not parts.scheduler.num_unfinished:
+            raise IntegrityError(f"leak: {num_lost} blocks are in use by nobody")
 
     service = Service(
         orders, front_ends, poller, parts.scheduler, parts.intake, parts.outbox, grammars

@@ -14,7 +14,8 @@ from engine_core.trace.tracing import NO_TRACING, Tracing, start_tracing
 from engine_core.transport import FrontEndLinks
 from proto import PROTOCOL_VERSION
 from proto.benchmark import SchedulerWorkload
-from proto.config import CacheConfig, SchedulerConfig, ServeConfig, TraceConfig, validate
+from proto.config import CacheConfig, SchedulerConfig, ServeConfig, TraceConfig
+from proto.config_checks import validate
 from proto.engine_io import EngineCoreOutputs
 from proto.heap import settle_heap
 from proto.lifecycle import WorkerReady

@@ -56,8 +56,8 @@ class ObservedBlockPool(BlockPool):
             observer.withdrawn(hashed)
         super().uncache(hashed)
 
-    def reset_prefix_cache(self) -> bool:
-        done = super().reset_prefix_cache()
+    def reset_prefix_cache(self, num_held: int = 0) -> bool:
+        done = super().reset_prefix_cache(num_held)
         if done:
             for observer in self._observers:
                 observer.cleared()

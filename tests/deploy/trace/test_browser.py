@@ -30,17 +30,21 @@ def browser() -> Iterator[Any]:
 
 
 class Shown:
-    """An open page. wrong: everything that its console and its scripts complained of."""
+    """An open page. wrong: what its scripts and its console complained of."""
 
     def __init__(self, browser: Any, path: Path, **options: Any) -> None:
         self.page = browser.new_page(viewport={"width": 1200, "height": 800}, **options)
         self.wrong: list[str] = []
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("console", lambda message: self.wrong.append(message.text))
+        self.page.on("console", self._said)
         self.page.on("request", lambda request: self._requested(request.url))
         self.page.goto(path.as_uri())
         self.page.wait_for_selector("#stage[data-drawn]")
         self.box = self.page.locator("#stage").bounding_box()
+
+    def _said(self, message: Any) -> None:
+        if message.type == "error":
+            self.wrong.append(message.text)
 
     def _requested(self, url: str) -> None:
         if not url.startswith("file:"):
