@@ -86,7 +86,7 @@ class Rig:
         num_prompt = arrival.num_prompt_tokens
         known = tokens.first(num_prompt + arrival.num_output_tokens)
         self.worker.expect(arrival.handle, tokens, _end(sequence, self._aborts))
-        self.scheduler.add_request(
+        self._add(
             Request(
                 handle=arrival.handle,
                 request_id=arrival.request_id,
@@ -104,6 +104,11 @@ class Rig:
                 tenant=0 if self._one_tenant else arrival.tenant,
             )
         )
+
+    def _add(self, request: Request) -> None:
+        """As the engine's intake does."""
+        self.scheduler.add_request(request)
+        self.scheduler.backlog.enter(request)
 
 
 def _end(sequence: Sequence, aborts: bool) -> int:

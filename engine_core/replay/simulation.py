@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.queues.base import RequestQueue
 from engine_core.replay.offers import Offers
@@ -145,7 +147,9 @@ class Simulation:
         if output.total_num_scheduled_tokens:
             self.outcome.num_steps += 1
             begin = max(self.now, self._free_at)
-            self._free_at = begin + self._model.seconds(*self._meter.shape)
+            seconds = self._model.seconds(*self._meter.shape)
+            self._free_at = begin + seconds
+            result = msgspec.structs.replace(result, compute_seconds=seconds)
             self._in_flight.append((self._free_at, output, result))
             return True
         return bool(output.finished_handles or output.preempted_handles)
@@ -185,6 +189,10 @@ class _Meter:
         context = num_tokens + sum([each.num_computed_tokens for each in rows])
         self.shape = (num_tokens, len(rows), context)
         self._simulation.outcome.num_preemptions += len(plan.preempted)
+
+    def found_elsewhere(
+        self, request: Request, num_tokens: int, connector: str, *, is_async: bool
+    ) -> None: ...
 
     def step_done(self, result: ModelRunnerOutput) -> None:
         courses, now = self._simulation.outcome.courses, self._simulation.now

@@ -79,6 +79,12 @@ class Both:
         for each in self._observers:
             each.step_decided(step, plan)
 
+    def found_elsewhere(
+        self, request: Request, num_tokens: int, connector: str, *, is_async: bool
+    ) -> None:
+        for each in self._observers:
+            each.found_elsewhere(request, num_tokens, connector, is_async=is_async)
+
     def step_done(self, result: ModelRunnerOutput) -> None:
         for each in self._observers:
             each.step_done(result)
