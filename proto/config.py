@@ -48,6 +48,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What K and V are kept as: int8 has scales (CPU), fp8 is e4m3 (GPU), others are plain."""
     kv_cache_memory: int | None = None
     """Bytes for the KV pool of all workers (suffixes K, M, G); on a CPU 4 GiB by default."""
+    kv_cache_populate: bool = False
+    """On a CPU, take the memory of the KV pool at the start, not as tokens first need it."""
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin alike."""
     kv_events_endpoint: str | None = None
