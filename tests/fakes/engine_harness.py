@@ -5,6 +5,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from engine_core.kv_cache.holds import PoolHolds
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
@@ -38,6 +40,7 @@ class EngineHarness:
 
     in_flight: steps that were sent and whose results have not been taken in; with
     async_scheduling one stays there while the next is scheduled.
+    step_seconds: what the workers say of a step; 0 is nothing.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class EngineHarness:
         self.max_in_flight = OVERLAPPED if config.async_scheduling else SYNCHRONOUS
         self.in_flight: deque[SchedulerOutput] = deque()
         self.runner = PagedRunner(block_size, next_token, windows=windows)
+        self.step_seconds: Callable[[SchedulerOutput], float] = lambda output: 0.0
         self.ids = itertools.count(100)
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.turn_starts: dict[tuple[int, int], int] = {}
@@ -184,6 +188,7 @@ class EngineHarness:
         result = self.runner.execute(output)
         if not loads.is_empty:
             self.report(loads)
+        result = msgspec.structs.replace(result, compute_seconds=self.step_seconds(output))
         by_client = self.scheduler.update_from_output(output, result)
         self.note(by_client)
         return by_client
