@@ -35,11 +35,12 @@ from engine_core.scheduler.scheduler import Scheduler
 from engine_core.service import Service
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS, Stepper
 from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars, start_grammars
+from engine_core.trace.tracing import NO_TRACING, Tracing, start_tracing
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits
 from engine_core.vitals import Vitals
 from proto import PROTOCOL_VERSION
-from proto.config import ServeConfig
+from proto.config import SchedulerConfig, ServeConfig
 from proto.errors import TokendError
 from proto.faults import Saboteur
 from proto.heap import settle_heap
@@ -82,14 +83,27 @@ def _serve(
     kv_events = make_kv_events(config.cache.kv_events_endpoint, boot.run_dir, boot.epoch)
     if kv_events.endpoint:
         supervisor.send(Notice(boot.role, boot.index, f"KV events: {kv_events.endpoint}"))
-    stepper = _build(boot, crew, front_ends, orders, poller, kv_events, vitals, grammars)
-    settle_heap()
-    clock.end("books")
-    _announce(boot, crew, front_ends, supervisor, clock)
-    try:
-        stepper.run()
-    finally:
-        stepper.close()
+    with closing(_trace(boot, crew)) as tracing:
+        stepper = _build(
+            boot, crew, front_ends, orders, poller, kv_events, vitals, grammars, tracing
+        )
+        settle_heap()
+        clock.end("books")
+        _announce(boot, crew, front_ends, supervisor, clock)
+        with closing(stepper):
+            stepper.run()
+
+
+def _trace(boot: ProcessBoot, crew: Crew) -> Tracing:
+    config, worker = boot.config, crew.workers[0]
+    return start_tracing(
+        config.trace,
+        scheduler_settings(config, worker),
+        crew.plan,
+        worker,
+        boot.epoch,
+        config.cache.enable_prefix_caching,
+    )
 
 
 def _executors(boot: ProcessBoot) -> Callable[[int], Executor]:
@@ -184,6 +198,7 @@ def build_parts(
     epoch: int,
     kv_events: KVEventSink,
     grammars: Grammars = NO_GRAMMARS,
+    tracing: Tracing = NO_TRACING,
 ) -> EngineParts:
     """What the daemon runs, and the benchmark measures. epoch: of the engine."""
     kv_cache = KVCacheManager(
@@ -193,12 +208,12 @@ def build_parts(
         worker.fingerprint,
         groups=worker.geometry.groups,
         longest_chunk=ChunkRule.from_config(config.scheduler).longest_chunk,
-        observers=kv_events.observers,
+        observers=(*kv_events.observers, *tracing.pool_observers),
         residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
     )
     transfer = kv_transfer_config(config.cache.kv_transfer_config)
     scheduler = Scheduler(
-        msgspec.structs.replace(config.scheduler, async_scheduling=overlaps(config, worker)),
+        scheduler_settings(config, worker),
         kv_cache,
         epoch=worker.epoch,
         max_model_len=plan.max_model_len,
@@ -206,6 +221,7 @@ def build_parts(
         constraints=grammars.constraints,
         connect=connect_of(config, plan, worker, transfer, kv_cache.block_ids),
         load_failure_policy=transfer.kv_load_failure_policy,
+        observer=tracing.scheduler_observer,
     )
     outbox = Outbox(front_ends, scheduler, epoch, kv_events=kv_events)
     scheduler.tell_begun(outbox)
@@ -252,6 +268,11 @@ def overlaps(config: ServeConfig, worker: WorkerReady) -> bool:
     return worker.computes_ahead if setting is None else setting
 
 
+def scheduler_settings(config: ServeConfig, worker: WorkerReady) -> SchedulerConfig:
+    """As they come out with these workers."""
+    return msgspec.structs.replace(config.scheduler, async_scheduling=overlaps(config, worker))
+
+
 def _build(
     boot: ProcessBoot,
     crew: Crew,
@@ -261,10 +282,11 @@ def _build(
     kv_events: KVEventSink,
     vitals: Vitals,
     grammars: Grammars,
+    tracing: Tracing,
 ) -> Stepper:
     plan = crew.plan
     parts = build_parts(
-        boot.config, plan, crew.workers[0], front_ends, boot.epoch, kv_events, grammars
+        boot.config, plan, crew.workers[0], front_ends, boot.epoch, kv_events, grammars, tracing
     )
     kv_cache = parts.kv_cache
     vitals.watch(lambda: parts.scheduler.has_work)

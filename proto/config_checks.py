@@ -25,6 +25,7 @@ from proto.config import (
 )
 from proto.errors import ConfigError
 from proto.ids import MAX_CLIENTS
+from proto.kv_media_checks import check_media
 from proto.kv_transfer_config import kv_transfer_config
 
 _DTYPES_OF_WEIGHTS: Final[dict[CpuWeights, tuple[DType, ...]]] = {
@@ -48,6 +49,8 @@ def validate(config: ServeConfig) -> None:
     _check_front_end(config.frontend)
     _check_grammars(config.grammars)
     _check_reliability(config.reliability, config.cache)
+    check_media(config)
+    _positive("sched_trace_max_bytes", config.trace.sched_trace_max_bytes)
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -100,6 +103,11 @@ def _check_scheduler(scheduler: SchedulerConfig) -> None:
             "--long-prefill-token-threshold needs chunked prefill, "
             "and --no-enable-chunked-prefill turns it off",
             "long_prefill_token_threshold",
+        )
+    if scheduler.max_step_stretch != 0.0 and not 1.0 < scheduler.max_step_stretch < math.inf:
+        raise ConfigError(
+            f"--max-step-stretch must be more than 1, or 0, got {scheduler.max_step_stretch}",
+            "max_step_stretch",
         )
     _check_pressure(scheduler)
     if not scheduler.session_timeout > 0.0:

@@ -74,17 +74,26 @@ class AdmissionPass:
         self._refusal: _Refusal | None = None
         self._remembers = not rules and not external.connected and not kv_cache.has_windows
 
+    @property
+    def num_free_seats(self) -> int:
+        """So many more requests may run at once."""
+        return max(0, self._num_seats - len(self._running))
+
     def run(self, plan: StepPlan) -> None:
         for gate in self._gates:
             gate.begin(plan)
         waiting = self._waiting
-        while plan.budget > 0 and waiting.num_ready and self._may_have_seat():
+        while self._has_budget(plan) and waiting.num_ready and self._may_have_seat():
             request = waiting.peek()
             if self._refusal is not None and self._is_refused(request, self._refusal, plan):
                 return
             candidate = Candidate(request, self._kv_cache)
             if not self._is_held(candidate) and not self._admit(candidate, plan):
                 return
+
+    @staticmethod
+    def _has_budget(plan: StepPlan) -> bool:
+        return plan.budget > 0 and plan.prompt_budget > 0
 
     def _has_seat(self) -> bool:
         return len(self._running) < self._num_seats
@@ -100,10 +109,13 @@ class AdmissionPass:
             and not self._idle_blocks.any_at_rest
             and not self._courtesy.may_claim(request)
             and kv_cache.num_free_blocks <= refusal.num_free
-            and self._chunks.first_chunk(refusal.num_missing, plan.budget) >= refusal.num_new
+            and self._first_chunk(refusal.num_missing, plan) >= refusal.num_new
             and all(map(kv_cache.is_cached, refusal.found))
             and not any(map(kv_cache.is_cached, refusal.next_one))
         )
+
+    def _first_chunk(self, num_missing: int, plan: StepPlan) -> int:
+        return self._chunks.first_chunk(num_missing, min(plan.budget, plan.prompt_budget))
 
     def _refuse(self, candidate: Candidate, num_new: int, plan: StepPlan) -> None:
         if not self._remembers or plan.admitted:
@@ -151,7 +163,7 @@ class AdmissionPass:
         if not self._has_seat():
             return self._courtesy.claim(request, plan)
         num_missing = request.num_tokens - num_computed
-        num_new = self._chunks.first_chunk(num_missing, plan.budget)
+        num_new = self._first_chunk(num_missing, plan)
         if num_new == 0:
             return False
         if not self._has_room(request, num_new, candidate):
@@ -173,6 +185,7 @@ class AdmissionPass:
         plan.admitted.append(request)
         plan.admitted_tokens.append(num_new)
         plan.budget -= num_new
+        plan.prompt_budget -= num_new
         for gate in self._gates:
             gate.admitted(request, num_new)
         return True

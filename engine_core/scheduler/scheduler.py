@@ -31,12 +31,14 @@ from engine_core.scheduler.dictation import Dictation
 from engine_core.scheduler.external_kv import Connect, ExternalKV, no_connector
 from engine_core.scheduler.gates import Gate
 from engine_core.scheduler.idle_blocks import IdleBlocks
+from engine_core.scheduler.observer import NO_OBSERVER, SchedulerObserver
 from engine_core.scheduler.output_builder import OutputBuilder
 from engine_core.scheduler.pause import Pause
 from engine_core.scheduler.placeholders import NoPlaceholders, OutputPlaceholders, Placeholders
 from engine_core.scheduler.policies import policy_of
 from engine_core.scheduler.preemption import Preemption
 from engine_core.scheduler.prefix_wait import PrefixWait
+from engine_core.scheduler.prompt_pace import pace_of
 from engine_core.scheduler.quarantine import Herald, Quarantine, poison_output
 from engine_core.scheduler.restart import start_over
 from engine_core.scheduler.result_pass import ResultPass
@@ -72,6 +74,7 @@ class Scheduler:
     gates: hold requests back for reasons of their own, beside those that are always there.
     constraints: a gate, too, which says who may not have just any token.
     connect: makes the KV connector. load_failure_policy: what becomes of who relied on it in vain.
+    observer: told of all that is decided.
     """
 
     def __init__(
@@ -87,12 +90,13 @@ class Scheduler:
         constraints: Constraints = NO_CONSTRAINTS,
         connect: Connect = no_connector,
         load_failure_policy: LoadFailurePolicy = "recompute",
+        observer: SchedulerObserver = NO_OBSERVER,
     ) -> None:
         self._kv_cache = kv_cache
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._clock = clock
-        ledger = TenantLedger(max_model_len)
+        ledger = self._ledger = TenantLedger(max_model_len)
         policy = policy_of(config.scheduling_policy, ledger)
         self.mint_handle: Callable[[], int] = itertools.count().__next__
         self.waiting: RequestQueue = policy.make_queue()
@@ -101,6 +105,7 @@ class Scheduler:
         self._choices: dict[int, dict[int, Request]] = {}
         chunks = ChunkRule.from_config(config)
         self._step_budget = chunks.step_budget
+        self._pace = pace_of(chunks.step_budget, config.max_step_stretch, chunked=chunks.chunked)
         pressure = pressure_of(config, kv_cache)
         idle_blocks = IdleBlocks(kv_cache)
         victims = Victims(policy)
@@ -134,7 +139,7 @@ class Scheduler:
             config.crashes_until_alone,
         )
         self.external = ExternalKV(
-            connect, kv_cache, self.waiting, idle_blocks, load_failure_policy
+            connect, kv_cache, self.waiting, idle_blocks, load_failure_policy, observer
         )
         self._gates: tuple[Gate, ...] = (
             self._pause,
@@ -179,6 +184,8 @@ class Scheduler:
         )
         self._num_preemptions = 0
         self._num_scheduled_tokens = 0
+        self._observer = observer
+        observer.watch(self.waiting, self.running, kv_cache)
 
     # Requests
 
@@ -195,6 +202,7 @@ class Scheduler:
         self._beams.add(request)
         self._quarantine.enter(request)
         self.waiting.add(request)
+        self._observer.added(request)
 
     def abort(self, request_id: int, choice: int | None = None) -> int:
         """End a request, or one choice of it, in whatever state it is; no output follows.
@@ -239,10 +247,12 @@ class Scheduler:
     def pause(self, mode: PauseMode) -> None:
         """Start no new request, or schedule nothing at all, until `resume`."""
         self._pause.begin_pause(mode)
+        self._observer.happened("pause", mode)
 
     def resume(self) -> None:
         """End a pause; nothing happens without one."""
         self._pause.end_pause()
+        self._observer.happened("resume", "")
 
     @property
     def worker_epoch(self) -> int:
@@ -260,6 +270,7 @@ class Scheduler:
         To be called between two steps; results of earlier steps are void. Returns the
         final outputs of requests that have crashed the workers too often.
         """
+        self._observer.happened("restart", f"workers of epoch {epoch}")
         poisonous = self._quarantine.note_crash()
         self.external.start_over()
         start_over(self._requests.values(), self._preemption, self._kv_cache, self._clock())
@@ -290,6 +301,7 @@ class Scheduler:
             for victim in victims:
                 self._output_builder.forget(victim.handle)
             self._num_preemptions += len(victims)
+        self._observer.happened("reset", "preempting" if preempting else "")
         return self._kv_cache.reset_prefix_cache()
 
     # A step
@@ -300,16 +312,19 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step. Where running requests had to give way, nothing is admitted."""
-        plan = StepPlan(self._step_budget, self._clock())
+        plan = StepPlan(self._step_budget, self._clock(), self._step_budget)
+        self._observer.step_begins(plan)
         if not self._pause.frozen:
             self._preemption.relieve(plan)
             late = self._courtesy.line_up()
+            plan.prompt_budget = self._prompt_budget()
             self._running_pass.run(plan, late)
             if not plan.preempted:
                 self._admission_pass.run(plan)
             self._running_pass.run_late(plan, late)
         self.external.describe_rewound(plan)
         output = self.external.complete(self._output_builder.build(plan))
+        self._observer.step_decided(output.step, plan)
         self._advance(plan)
         self._placeholders.reserve(plan)
         return output
@@ -324,6 +339,7 @@ class Scheduler:
         meanwhile are kept. Raises ImpossibleResultError for a result that does not answer
         this step; the workers that follow compute it anew.
         """
+        self._observer.step_done(result)
         check_result(output, result, self._vocab_size)
         outputs: ClientOutputs = {}
         num_unfinished = len(self._requests)
@@ -335,6 +351,9 @@ class Scheduler:
         if wrong:
             raise ImpossibleResultError(wrong, outputs)
         self._placeholders.fill(self._requests, result, self.external.void_until)
+        num_decoding = output.cached_requests.num_scheduled_tokens.count(1)
+        num_prompt_tokens = output.total_num_scheduled_tokens - num_decoding
+        self._pace.learn(num_decoding, num_prompt_tokens, result.compute_seconds)
         return outputs
 
     def update_from_connector(self, report: KVConnectorOutput) -> ClientOutputs:
@@ -381,11 +400,23 @@ class Scheduler:
             num_queued_tokens=self.backlog.num_tokens,
             external_prefix_cache_queries=external_queries,
             external_prefix_cache_hits=external_hits,
+            kv_media=self.external.connector.take_stats(),
         )
         self._num_preemptions = self._num_scheduled_tokens = 0
         return stats
 
     # Parts of the above
+
+    def _prompt_budget(self) -> int:
+        """Tokens of prompts that the step may have beside those who decode."""
+        prefills = self._ledger.prefills
+        num_missing = 0
+        if num_waiting := len(self.backlog):  # as much of it as has seats
+            num_seated = min(num_waiting, self._admission_pass.num_free_seats)
+            num_missing = self.backlog.num_tokens * num_seated // num_waiting
+        for request in prefills.values():
+            num_missing += request.num_tokens - request.num_computed_tokens
+        return self._pace.prompt_tokens(len(self.running) - len(prefills), num_missing)
 
     def _wake(self, request: Request) -> None:
         """A gate lets go of a request."""
@@ -425,6 +456,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self._kv_cache.free(request)
+        self._observer.finished(request)
         if request.scheduled_at is not None:
             self._result_pass.depart(request, self.step)
         self._output_builder.forget(request.handle)

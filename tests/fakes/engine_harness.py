@@ -5,6 +5,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from engine_core.kv_cache.holds import PoolHolds
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
@@ -17,6 +19,7 @@ from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.constraints import NO_CONSTRAINTS, Constraints
 from engine_core.scheduler.external_kv import IsSound
 from engine_core.scheduler.gates import Gate, Wake
+from engine_core.scheduler.observer import NO_OBSERVER, SchedulerObserver
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS
 from proto.config import SchedulerConfig
@@ -38,6 +41,7 @@ class EngineHarness:
 
     in_flight: steps that were sent and whose results have not been taken in; with
     async_scheduling one stays there while the next is scheduled.
+    step_seconds: what the workers say of a step; 0 is nothing.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class EngineHarness:
         observers: Sequence[PoolObserver] = (),
         clock: Callable[[], float] = time.monotonic,
         constraints: Constraints = NO_CONSTRAINTS,
+        observer: SchedulerObserver = NO_OBSERVER,
         vocab_size: int = VOCAB_SIZE,
         connector: FakeConnector | None = None,
         load_failure_policy: LoadFailurePolicy = "recompute",
@@ -78,12 +83,14 @@ class EngineHarness:
             gates=gates,
             clock=clock,
             constraints=constraints,
+            observer=observer,
             connect=self._connect,
             load_failure_policy=load_failure_policy,
         )
         self.max_in_flight = OVERLAPPED if config.async_scheduling else SYNCHRONOUS
         self.in_flight: deque[SchedulerOutput] = deque()
         self.runner = PagedRunner(block_size, next_token, windows=windows)
+        self.step_seconds: Callable[[SchedulerOutput], float] = lambda output: 0.0
         self.ids = itertools.count(100)
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.turn_starts: dict[tuple[int, int], int] = {}
@@ -182,6 +189,7 @@ class EngineHarness:
         result = self.runner.execute(output)
         if not loads.is_empty:
             self.report(loads)
+        result = msgspec.structs.replace(result, compute_seconds=self.step_seconds(output))
         by_client = self.scheduler.update_from_output(output, result)
         self.note(by_client)
         return by_client
