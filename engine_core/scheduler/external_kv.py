@@ -28,11 +28,12 @@ from typing import ClassVar
 from engine_core.kv_cache.holds import PoolHolds
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_connector.base import SchedulerConnector
-from engine_core.kv_connector.nothing import NoConnector
+from engine_core.kv_connector.nothing import NO_CONNECTOR
 from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.gates import Candidate, Wake
 from engine_core.scheduler.idle_blocks import IdleBlocks
+from engine_core.scheduler.observer import SchedulerObserver
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.scheduler.swap_rule import SwapRule
 from proto.codec import changed
@@ -46,7 +47,7 @@ Connect = Callable[[PoolHolds, Wake], SchedulerConnector]
 
 def no_connector(holds: PoolHolds, wake: Wake) -> SchedulerConnector:
     """Connect to nothing."""
-    return NoConnector()
+    return NO_CONNECTOR
 
 
 @dataclass(slots=True)
@@ -90,6 +91,7 @@ class ExternalKV:
         waiting: RequestQueue,
         idle_blocks: IdleBlocks,
         policy: LoadFailurePolicy,
+        observer: SchedulerObserver,
         swap_rule: SwapRule,
         clock: Callable[[], float],
     ) -> None:
@@ -100,7 +102,8 @@ class ExternalKV:
         self._swap_rule = swap_rule
         self._clock = clock
         self.connector = connect(kv_cache.holds, self._wake_asked)
-        self.connected = not isinstance(self.connector, NoConnector)
+        self.connected = self.connector is not NO_CONNECTOR
+        self._observer = observer
         self._plan: StepPlan | None = None
         self._asked: dict[int, Request] = {}
         self._loads: dict[int, _Load] = {}
@@ -188,7 +191,7 @@ class ExternalKV:
             request, num_tokens, self._clock(), candidate.num_external_tokens
         )
         self._count(request, candidate.num_external_tokens)
-        self._tell_allocated(request, candidate.num_external_tokens)
+        self._tell_allocated(request, candidate.num_external_tokens, is_async=True)
 
     def begin_request(self, candidate: Candidate) -> None:
         """The head of the line was given blocks for its first tokens in this step."""
@@ -199,7 +202,7 @@ class ExternalKV:
             self._beginning.append(request)
         if request.handle not in self._loaded:
             self._count(request, num_external)
-        self._tell_allocated(request, num_external)
+        self._tell_allocated(request, num_external, is_async=False)
 
     # A step
 
@@ -361,12 +364,15 @@ class ExternalKV:
         return self._plan is None or request not in self._plan.preempted
 
     def _usable(self, request: Request, num_local: int, num_matched: int) -> int:
-        """At least one token is left to compute; a window is only known at the ends of blocks."""
-        most = request.num_tokens
-        if most == 1:
+        """Whole blocks. At least one token is left to compute, if need be in the last of them.
+
+        Not there where there are windows: which blocks a token sees, those behind the end of a
+        block say.
+        """
+        most = request.num_tokens - (1 if self._kv_cache.has_windows else 0)
+        if request.num_tokens == 1:
             return 0
-        if self._kv_cache.has_windows:
-            most -= 1 + (most - 1) % self._kv_cache.block_size
+        most -= most % self._kv_cache.block_size
         return max(0, min(num_matched, most - num_local))
 
     def _blocks_to_come(self, request: Request) -> int:
@@ -377,7 +383,10 @@ class ExternalKV:
             self._kv_cache.most_blocks(request.num_tokens),
         )
 
-    def _tell_allocated(self, request: Request, num_external: int) -> None:
+    def _tell_allocated(self, request: Request, num_external: int, *, is_async: bool) -> None:
+        if num_external:
+            name = type(self.connector).__name__
+            self._observer.found_elsewhere(request, num_external, name, is_async=is_async)
         tables = self._kv_cache.block_ids(request.handle)
         self.connector.update_state_after_alloc(request, tables, num_external)
 

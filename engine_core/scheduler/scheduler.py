@@ -146,6 +146,7 @@ class Scheduler:
             self.waiting,
             idle_blocks,
             load_failure_policy,
+            observer,
             self._swap_rule,
             clock,
         )

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import signal
+from functools import partial
 
 import httpx
 import pytest
@@ -76,6 +77,12 @@ async def generate_at_once(daemon: Daemon, numbers: list[int]) -> Tokens:
         return [each.json()["choices"][0]["token_ids"] for each in await asyncio.gather(*posts)]
 
 
+def has_begun(daemon: Daemon, num_loads: float) -> bool:
+    """Requests run, or more was loaded."""
+    running = daemon.metric("vllm:num_requests_running") > 0
+    return running or daemon.metric("tokend:kv_offload_loads_total") > num_loads
+
+
 ROUNDS = [*range(NUM_PROMPTS), *range(NUM_PROMPTS)]
 
 
@@ -128,13 +135,7 @@ async def test_a_process_that_dies_while_blocks_are_copied(
         for _ in range(2):
             loads = daemon.metric("tokend:kv_offload_loads_total")
             answers = asyncio.create_task(generate_at_once(daemon, list(range(NUM_PROMPTS))))
-            await asyncio.to_thread(
-                eventually,
-                lambda: (
-                    daemon.metric("vllm:num_requests_running") > 0
-                    or daemon.metric("tokend:kv_offload_loads_total") > loads
-                ),
-            )
+            await asyncio.to_thread(eventually, partial(has_begun, daemon, loads))
             os.kill(daemon.processes()[victim].pid, signal.SIGKILL)
             assert await answers == expected
         assert generate(daemon, ROUNDS) == expected * 2

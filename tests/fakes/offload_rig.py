@@ -139,8 +139,8 @@ class OffloadRig(EngineHarness):
                 self.kv_cache.block_ids,
                 wake,
             )
-            self.connector = OffloadingScheduler(transfer, context)
-            return self.connector
+            self.deciding = OffloadingScheduler(transfer, context)
+            return self.deciding
 
         self.scheduler = Scheduler(
             SchedulerConfig(**{"max_num_batched_tokens": 8192, **scheduler}),

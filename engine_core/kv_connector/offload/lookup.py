@@ -39,28 +39,27 @@ class GroupPresence:
 
 
 def first_needed(window: int | None, computed: int, end: int) -> int:
-    """The first token to be loaded of a group, where all groups are to have [0, end).
-
-    A token that sees only itself needs none, but a hit is something that was computed.
-    """
-    return computed if window is None else max(computed, end - max(window, 2) + 1)
+    """The first token to be loaded of a group, where all groups are to have [0, end)."""
+    return computed if window is None else max(computed, end - window + 1)
 
 
 def longest_run(extent: Extent, group: GroupPresence, most: int) -> int:
     """Tokens that one group can have, at most `most`; `computed` if nothing more.
 
-    An end is the end of an offloaded block, or `most`, which may cut the last one short:
+    An end is the end of an offloaded block, or `most`, which may cut the last one short. A token
+    that sees only itself needs none, but a hit is something that was computed.
 
         present     no   yes  yes  no   yes        window of two blocks
         ends                  ^
     """
     size, first, present = extent.size, extent.first, group.present
     runs = _runs(present)
+    window = None if group.window is None else max(group.window, 2)
     end = most
     while end > extent.computed:
         last = (end - 1) // size
         if last - first < len(present):
-            needs = last - first_needed(group.window, extent.computed, end) // size + 1
+            needs = last - first_needed(window, extent.computed, end) // size + 1
             if runs[last - first] >= needs:
                 return end
         end = last * size

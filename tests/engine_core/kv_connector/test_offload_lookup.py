@@ -57,7 +57,8 @@ def brute_force(extent: Extent, groups: list[GroupPresence]) -> int:
         if end <= extent.computed:
             continue
         for group in groups:
-            needed = range(first_needed(group.window, extent.computed, end), end)
+            window = None if group.window is None else max(group.window, 2)
+            needed = range(first_needed(window, extent.computed, end), end)
             blocks = {token // extent.size - extent.first for token in needed}
             if any(block >= len(group.present) or not group.present[block] for block in blocks):
                 break

@@ -25,7 +25,7 @@ class Machine:
         self.rng = rng = random.Random(seed)
         self.reliability = rng.choice([1.0, 1.0, 0.8])
         size = rng.choice([4, 8, 12])
-        windows = rng.choice([(None,), (None,), (None, 14), (20, None, 14), (14,)])
+        windows = rng.choice([(None,), (None,), (None, 14), (20, None, 14), (14,), (1, None)])
         self.rig = OffloadRig(
             size=size,
             windows=windows,
@@ -68,7 +68,7 @@ class Machine:
         elif action < 0.37:
             self.rig.scheduler.reset_prefix_cache(preempting=True)
         elif action < 0.38:
-            self.rig.connector.reset_cache()
+            self.rig.deciding.reset_cache()
         elif action < 0.385:
             self.rig.lose_workers(self.rig.scheduler.worker_epoch + 1)
 
@@ -85,9 +85,9 @@ class Machine:
                 assert rig.tokens_of(request) == undisturbed(prompt, num_tokens)
                 assert rig.reason_of(request) is FinishReason.LENGTH
         rig.assert_at_rest()
-        assert rig.connector.reset_cache()
-        assert not rig.connector._loads._loading
-        assert not rig.connector._requests
+        assert rig.deciding.reset_cache()
+        assert not rig.deciding._loads._loading
+        assert not rig.deciding._requests
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -35,7 +35,7 @@ def test_stores_are_planned_for_full_offloaded_blocks_only() -> None:
 
 def test_only_what_prepare_store_wants_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = OffloadRig()
-    manager = rig.connector._manager
+    manager = rig.deciding._manager
     prepare = manager.prepare_store
     monkeypatch.setattr(manager, "prepare_store", lambda keys: prepare(keys[1:2]))
     rig.generate(PROMPT)
@@ -61,7 +61,7 @@ def test_no_room_is_tolerated_and_tried_again_with_new_blocks_only() -> None:
     rig.add_one(PROMPT[:36], 5)
     rig.step()
     assert not rig.stores
-    (stats,) = rig.connector.take_stats()
+    (stats,) = rig.deciding.take_stats()
     assert (stats.num_unstored, stats.num_stores, stats.usage) == (3, 0, 0.0)
     rig.finishes = lambda job: True
     rig.settle()
@@ -76,7 +76,7 @@ def test_touch_keeps_all_blocks_of_a_growing_request_recent(
     rig = OffloadRig()
     touched: list[tuple[int, bool]] = []
     monkeypatch.setattr(
-        rig.connector._manager,
+        rig.deciding._manager,
         "touch",
         lambda keys, *, is_new_use=True: touched.append((len(keys), is_new_use)),
     )
@@ -93,11 +93,11 @@ def test_stores_begin_with_the_step_that_follows() -> None:
     rig.step()
     assert rig.half.put_off
     assert not rig.half.under_way
-    assert rig.connector.wants_step()
+    assert rig.deciding.wants_step()
     rig.step()
     assert rig.half.under_way
     assert not rig.half.put_off
-    assert not rig.connector.wants_step()
+    assert not rig.deciding.wants_step()
 
 
 def test_lookup_is_left_out_where_less_than_an_offloaded_block_is_uncomputed(
@@ -105,9 +105,9 @@ def test_lookup_is_left_out_where_less_than_an_offloaded_block_is_uncomputed(
 ) -> None:
     rig = OffloadRig()
     asked: list[int] = []
-    lookup = rig.connector._manager.lookup
+    lookup = rig.deciding._manager.lookup
     monkeypatch.setattr(
-        rig.connector._manager, "lookup", lambda keys: (asked.append(len(keys)), lookup(keys))[1]
+        rig.deciding._manager, "lookup", lambda keys: (asked.append(len(keys)), lookup(keys))[1]
     )
     rig.generate(PROMPT[:4])
     assert asked == []
@@ -162,9 +162,9 @@ def test_a_misaligned_first_block_is_loaded_from_its_middle_on() -> None:
     rig = OffloadRig()
     rig.generate(PROMPT)
     rig.forget_device()
-    rig.connector._loads_any = False
+    rig.deciding._loads_any = False
     rig.generate(PROMPT[:17])
-    rig.connector._loads_any = True
+    rig.deciding._loads_any = True
     request = rig.generate(PROMPT)
     (load,) = rig.loads
     assert load.device == [DeviceBlocks(0, device_of(load), skip=1)]
@@ -218,7 +218,7 @@ def test_who_waited_for_a_load_that_failed_computes() -> None:
     assert rig.tokens_of(first) == undisturbed(PROMPT, 3)
     assert rig.tokens_of(second) == undisturbed([*PROMPT, 5], 3)
     assert len(rig.loads) == 1, "what could not be read is forgotten"
-    (stats,) = rig.connector.take_stats()
+    (stats,) = rig.deciding.take_stats()
     assert stats.num_failed == 1
     rig.forget_device()
     again = rig.generate(PROMPT)
@@ -299,11 +299,11 @@ def test_a_job_is_over_when_all_ranks_have_reported() -> None:
     (store,) = rig.half.under_way
     reports = rig.half.finish(store, rig.runner)
     for report in reports:
-        assert rig.connector._manager.usage > 0
-        assert rig.connector._manager.lookup(store.keys[0]) == 0
+        assert rig.deciding._manager.usage > 0
+        assert rig.deciding._manager.lookup(store.keys[0]) == 0
         rig.scheduler.update_from_connector(report)
-    assert rig.connector._manager.lookup(store.keys[0]) == 3
-    (stats,) = rig.connector.take_stats()
+    assert rig.deciding._manager.lookup(store.keys[0]) == 3
+    (stats,) = rig.deciding.take_stats()
     assert (stats.num_stores, stats.store_bytes, stats.store_seconds) == (1, 300, 0.5)
     rig.finishes = lambda job: True
     rig.settle()
@@ -313,7 +313,7 @@ def test_a_job_is_over_when_all_ranks_have_reported() -> None:
 def test_a_store_that_failed_on_one_rank_is_forgotten_on_all() -> None:
     rig = OffloadRig(num_ranks=2, finishes=lambda job: False)
     rig.generate(PROMPT)
-    assert rig.connector._manager.usage == 0.0
+    assert rig.deciding._manager.usage == 0.0
     rig.forget_device()
     rig.finishes = lambda job: True
     rig.generate(PROMPT)
@@ -341,21 +341,21 @@ def test_take_events_have_their_medium() -> None:
     rig.generate(PROMPT[:24])
     rig.generate([*range(100, 124)])
     stored, removed = [], []
-    for event in rig.connector.take_events():
+    for event in rig.deciding.take_events():
         assert isinstance(event, BlockStored | BlockRemoved)
         (stored if isinstance(event, BlockStored) else removed).append(event)
     (first_store,) = rig.stores[:1]
     hashes = [parts(key)[0] for key in first_store.keys[0]]
     assert stored[0] == BlockStored(hashes[:1], None, [], 12, 0, "CPU")
     assert removed == [BlockRemoved(each, 0, "CPU") for each in hashes[::-1]], "the end first"
-    assert list(rig.connector.take_events()) == []
+    assert list(rig.deciding.take_events()) == []
 
 
 def test_a_reuse_threshold_keeps_scans_out() -> None:
     rig = OffloadRig(extra={"store_threshold": 2})
     rig.generate(PROMPT)
     assert rig.stores == []
-    (stats,) = rig.connector.take_stats()
+    (stats,) = rig.deciding.take_stats()
     assert stats.num_skipped == 3
     rig.forget_device()
     rig.generate(PROMPT)
@@ -425,10 +425,10 @@ def test_reset_cache_refuses_while_something_is_copied() -> None:
     rig.add_one(PROMPT, 1)
     rig.step()
     rig.step()
-    assert not rig.connector.reset_cache()
+    assert not rig.deciding.reset_cache()
     rig.finishes = lambda job: True
     rig.settle()
-    assert rig.connector.reset_cache()
+    assert rig.deciding.reset_cache()
     rig.forget_device()
     rig.generate(PROMPT)
     assert rig.loads == []
@@ -440,11 +440,11 @@ def test_a_request_that_ends_in_error_leaves_nothing_to_be_found() -> None:
     rig.step()
     rig.step()
     request.status = RequestStatus.FINISHED_ERROR
-    rig.connector.request_finished(request, rig.kv_cache.block_ids(request.handle))
+    rig.deciding.request_finished(request, rig.kv_cache.block_ids(request.handle))
     request.status = RequestStatus.RUNNING
     (store,) = rig.half.under_way
     rig.finish(store)
-    assert rig.connector._manager.usage == 0.0
+    assert rig.deciding._manager.usage == 0.0
 
 
 @pytest.mark.parametrize(
