@@ -102,4 +102,4 @@ def test_the_random_requests_do_load() -> None:
     seeds = [Machine(seed) for seed in range(8)]
     for each in seeds:
         each.run()
-    assert sum(len(each.rig.loads) for each in seeds) > 50
+    assert sum(len(each.rig.loads) for each in seeds) > 20
