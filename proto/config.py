@@ -13,6 +13,7 @@ import msgspec
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "bf16", "f16", "f32", "int8", "fp8"]
 CpuWeights = Literal["auto", "packed", "int8", "bf16", "f32"]
+PreemptionMode = Literal["recompute", "swap", "auto"]
 TenantBy = Literal["api-key", "header", "none"]
 GIB: Final = 1 << 30
 MAX_TENSOR_PARALLEL_SIZE: Final = 64
@@ -94,6 +95,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """After that, admit again below this part; by default nine tenths of it."""
     preempt_above: float = 1.0
     """Preempt, leaving one, while more than this part of the KV blocks is in use."""
+    preemption: PreemptionMode = "auto"
+    """How preempted KV comes back: computed, loaded from host memory, or by what is faster."""
     session_timeout: float = 600.0
     """Seconds that a session (a request with input in parts) waits for input before it ends."""
     crashes_until_alone: int = 3
