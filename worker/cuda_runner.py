@@ -22,13 +22,14 @@ from worker.batch.rows import Rows
 from worker.cuda_graphs import GraphForward, ladder
 from worker.device.accelerator import Accelerator
 from worker.device.placement import OnDevice
+from worker.device_sampler import DeviceSampler
 from worker.forward import EagerForward, Forward
 from worker.kv_cache import KVCache
 from worker.layers.rotary import Rotate
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.sample.device_draw import KeyedDraw
-from worker.sample.device_sampling import DeviceSampling
+from worker.sample.device_edits import ScoreEdits
 from worker.sample.sampler import Sampler
 
 logger = logging.getLogger("tokend.attention")
@@ -45,6 +46,7 @@ class Kernels:
     store: KVStore
     draw: KeyedDraw
     turn: Rotate
+    edits: ScoreEdits
 
 
 class CudaRunnerMaker:
@@ -86,7 +88,15 @@ class CudaRunnerMaker:
         tokens = DeviceTokens(self._accelerator, num_rows)
         runner = self._model_runner(attention, kv_cache, rows, forward, tokens)
         runner.warm_up()
-        return AheadRunner(runner, rows, tokens, self._accelerator, self._sampling)
+        sampler = DeviceSampler(
+            self._accelerator,
+            rows,
+            tokens.last,
+            self._model.spec.vocab_size,
+            self._kernels.draw,
+            self._kernels.edits,
+        )
+        return AheadRunner(runner, rows, tokens, self._accelerator, sampler)
 
     def run_largest_step(
         self, kv_cache: KVCache, table_of: Rows, num_tokens: int, num_seqs: int
@@ -119,9 +129,6 @@ class CudaRunnerMaker:
             forward,
             tokens,
         )
-
-    def _sampling(self, placement: OnDevice) -> DeviceSampling:
-        return DeviceSampling(placement, self._kernels.draw)
 
     def _capture_sizes(self, num_rows: int) -> tuple[int, ...]:
         """None where the host has a part in each step, as it has in sharing prefixes."""

@@ -76,6 +76,7 @@ from worker.models.registry import spec_from_config
 from worker.parallel.create import create_group
 from worker.parallel.group import GroupLostError
 from worker.sample.device_draw import TritonDraw
+from worker.sample.device_edits import TritonEdits
 from worker.sample.sampler import create_sampler
 
 logger = logging.getLogger("tokend.worker")
@@ -386,7 +387,7 @@ class Service:
             self._boot.config.device,
             self._checked_model(),
             Cuda(self._device.torch_device),
-            Kernels(load_library, TritonStore(), TritonDraw(), TritonRotate()),
+            Kernels(load_library, TritonStore(), TritonDraw(), TritonRotate(), TritonEdits()),
             create_sampler(),
             self._dtype,
         )

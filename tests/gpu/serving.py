@@ -23,6 +23,7 @@ from worker.layers.triton_rows import TritonRotate
 from worker.models.registry import spec_from_config
 from worker.sample.backend import ReferenceBackend
 from worker.sample.device_draw import TritonDraw
+from worker.sample.device_edits import TritonEdits
 from worker.sample.sampler import Sampler
 
 BATCH = 64
@@ -69,7 +70,7 @@ def steps_8b() -> dict[str, Any]:
         DeviceConfig(),
         decoder,
         Cuda(CUDA),
-        Kernels(load_library, TritonStore(), TritonDraw(), TritonRotate()),
+        Kernels(load_library, TritonStore(), TritonDraw(), TritonRotate(), TritonEdits()),
         Sampler(ReferenceBackend()),
         DTYPE,
     )

@@ -40,6 +40,7 @@ from worker.models.decoder import Decoder
 from worker.models.registry import spec_of
 from worker.sample.backend import ReferenceBackend
 from worker.sample.device_draw import draw_by_torch
+from worker.sample.device_edits import TorchEdits
 from worker.sample.sampler import Sampler
 
 DTYPE = torch.bfloat16
@@ -100,7 +101,7 @@ class OnFakeCuda:
             DeviceConfig(**settings),
             decoder,
             cuda.device,
-            Kernels(lambda: self.library, store_by_index, draw_by_torch, rotate),
+            Kernels(lambda: self.library, store_by_index, draw_by_torch, rotate, TorchEdits()),
             Sampler(ReferenceBackend()),
             DTYPE,
         )

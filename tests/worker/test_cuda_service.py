@@ -35,6 +35,7 @@ from worker.attention.kv_store import store_by_index
 from worker.device.cuda import CudaDevice
 from worker.layers.rotary import rotate
 from worker.sample.device_draw import draw_by_torch
+from worker.sample.device_edits import TorchEdits
 
 LIMIT_SECONDS = 60.0
 NUM_BLOCKS = 20
@@ -75,6 +76,7 @@ class Running:
         monkeypatch.setattr(service, "TritonStore", lambda: store_by_index)
         monkeypatch.setattr(service, "TritonDraw", lambda: draw_by_torch)
         monkeypatch.setattr(service, "TritonRotate", lambda: rotate)
+        monkeypatch.setattr(service, "TritonEdits", TorchEdits)
 
     def _run(self) -> None:
         def meet(epoch: int) -> Link:
