@@ -25,8 +25,8 @@ from worker.batch.wishes import LogprobWishes
 from worker.device.accelerator import Accelerator
 from worker.device.placement import OnDevice
 from worker.device.results import Download, Results
-from worker.finite import odd_tokens, sequences_of
 from worker.device_sampler import DeviceSampler
+from worker.finite import odd_tokens, sequences_of
 from worker.model_runner import NO_GRAMMARS, NO_MASKS, Begun, ModelRunner
 from worker.sample.device_logprobs import pack_logprobs
 from worker.sample.grammar_masks import MaskSource
@@ -209,7 +209,8 @@ class AheadRunner:
         at = inputs.rows[sequences]
         handles = [begun.handles[each] for each in sequences.tolist()]
         odd = odd_tokens(begun.hidden)
-        wanted, logprobs = self._sampler.logprobs_of(at, handles), []
+        wanted = self._sampler.logprobs_of(at, handles)
+        logprobs: list[torch.Tensor] = []
         if len(at):
             scores = self._runner.scores(begun)
             best = scores.amax(dim=1).float()

@@ -30,6 +30,7 @@ from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.sample.device_draw import KeyedDraw
 from worker.sample.device_edits import ScoreEdits
+from worker.sample.device_sampling import DeviceSampling, hardest_rows
 from worker.sample.sampler import Sampler
 
 logger = logging.getLogger("tokend.attention")
@@ -103,13 +104,19 @@ class CudaRunnerMaker:
     ) -> None:
         """Compute what takes the most memory, in a cache whose block 0 is enough.
 
+        Each sequence has its counts and is drawn from by a top-p that looks through all tokens.
         table_of: rows as long as sequences get.
         """
         attention = self._attention(kv_cache, (), 0)
         forward = EagerForward(self._model, attention)
         tokens = DeviceTokens(self._accelerator, num_seqs)
         runner = self._model_runner(attention, kv_cache, table_of, forward, tokens)
-        runner.run_nobodys(num_tokens, num_seqs)
+        counts = self._accelerator.zeros(num_seqs * self._model.spec.vocab_size, torch.int32)
+        scores = runner.run_nobodys(num_tokens, num_seqs)
+        DeviceSampling(OnDevice(self._accelerator), self._kernels.draw).tokens(
+            scores, hardest_rows(num_seqs)
+        )
+        del counts
 
     def _model_runner(
         self,

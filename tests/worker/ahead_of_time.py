@@ -22,7 +22,7 @@ class Kernel(NamedTuple):
     maker: str
     signature: dict[str, str]
     constants: dict[str, Any]
-    options: dict[str, Any] = {}  # noqa: RUF012
+    options: dict[str, Any] = {}
 
 
 def compiled(kernels: list[Kernel]) -> list[str]:

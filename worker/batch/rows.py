@@ -150,7 +150,8 @@ class Rows:
         prompts = (self.num_prompt_logprobs[rows] != NO_LOGPROBS) & (
             num_computed + 1 < self.num_prompt_tokens[rows]
         )
-        return prompts | (self.num_candidates[rows] > 0)
+        found: NDArray[np.bool_] = prompts | (self.num_candidates[rows] > 0)
+        return found
 
     def params(self, handle: int) -> SamplingParams:
         """The sampling parameters of a sequence."""

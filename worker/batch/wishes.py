@@ -157,9 +157,7 @@ def _list_edits(listing: _Listing, at: int, row: int, edits: RowEdits, pending: 
         listing.add(at, token_ids, NEVER, row, needed)
 
 
-def logprob_wishes(
-    rows: Rows, at: NDArray[np.int64], handles: Sequence[int]
-) -> LogprobWishes:
+def logprob_wishes(rows: Rows, at: NDArray[np.int64], handles: Sequence[int]) -> LogprobWishes:
     """Those of the rows `at` [N] with these handles."""
     asking = np.flatnonzero(rows.num_logprobs[at] != NO_LOGPROBS)
     some = at[asking]

@@ -34,7 +34,9 @@ def queue_logprobs(
     rows_at_once = max(1, CHUNK_BYTES // (4 * scores.shape[1]))
     parts = [
         _columns(scores, each, token_ids, num_best, ids)
-        for each, ids in zip(at.split(rows_at_once), named.split(rows_at_once), strict=True)
+        for each, ids in zip(
+            torch.split(at, rows_at_once), torch.split(named, rows_at_once), strict=True
+        )
     ]
     return [torch.cat(each) for each in zip(*parts, strict=True)]
 

@@ -190,9 +190,9 @@ class Twins:
         assert at.tolist() == self.here.apply(step).tolist()
         stay = [handle not in step.finished_handles for handle in self.handles]
         self.at = np.concatenate((self.at[stay], at))
-        self.handles = [
-            each for each, stays in zip(self.handles, stay, strict=True) if stays
-        ] + [each.handle for each in step.new_requests]
+        self.handles = [each for each, stays in zip(self.handles, stay, strict=True) if stays] + [
+            each.handle for each in step.new_requests
+        ]
 
     def sample_there(
         self, sampler: DeviceSampler, scores: torch.Tensor, masks: GrammarOutput
@@ -208,9 +208,7 @@ class Twins:
         arrays = [on_host(each).numpy().reshape(-1) for each in logprobs]
         if not wanted:
             return token_ids, []
-        return token_ids, pack_logprobs(
-            arrays, wanted.num_logprobs, wanted.position, wanted.named
-        )
+        return token_ids, pack_logprobs(arrays, wanted.num_logprobs, wanted.position, wanted.named)
 
     def sample_here(self, scores: torch.Tensor, masks: GrammarOutput) -> tuple[Any, list[Any]]:
         rows, at = self.here, self.at
@@ -248,15 +246,14 @@ def test_a_row_is_sampled_with_a_token_that_nobody_on_the_host_knows(
         accelerator: Any = cuda.device if on == "fake device" else HostAccelerator()
         twins = Twins(vocab_size)
         last = accelerator.zeros(NUM_ROWS, torch.int64)
-        sampler = DeviceSampler(
-            accelerator, twins.there, last, vocab_size, draw_by_torch, edits
-        )
+        sampler = DeviceSampler(accelerator, twins.there, last, vocab_size, draw_by_torch, edits)
         handle = 0
         for step in range(24):
             gone = [each for each in twins.handles if rng.random() < 0.08]
             count = NUM_ROWS - len(twins.handles) + len(gone)
             new = [
-                new_request(handle + i, rng, **some_params(rng)) for i in range(rng.randint(0, count))
+                new_request(handle + i, rng, **some_params(rng))
+                for i in range(rng.randint(0, count))
             ]
             handle += len(new)
             twins.apply(step_of(new, gone))
@@ -301,7 +298,7 @@ def test_named_tokens_are_in_place_of_the_best_ones() -> None:
 
 def test_the_kernels_compile_for_a_gpu_and_round_as_the_host() -> None:
     need_triton()
-    pointers = {name: "*i64" for name in ("at", "slots", "masks")}
+    pointers = dict.fromkeys(("at", "slots", "masks"), "*i64")
     rows = Kernel(
         "worker.sample.device_edits:_rows_kernel",
         {"scores": "*fp32", "counts": "*i32", "words": "*i32"}
@@ -313,7 +310,7 @@ def test_the_kernels_compile_for_a_gpu_and_round_as_the_host() -> None:
     listed = Kernel(
         "worker.sample.device_edits:_listed_kernel",
         {"scores": "*fp32", "places": "*i64", "values": "*fp32"}
-        | {name: "*i64" for name in ("sources", "needed", "last")}
+        | dict.fromkeys(("sources", "needed", "last"), "*i64")
         | {"count": "i32"},
         {"any_token": -1, "block": 128},
     )
