@@ -5,7 +5,7 @@ KV tensors, front ends and supervisor hear that the engine is ready.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -212,6 +212,15 @@ def overlaps(config: ServeConfig, worker: WorkerReady) -> bool:
     return worker.computes_ahead if setting is None else setting
 
 
+def with_step_tokens(config: ServeConfig, workers: Sequence[WorkerReady]) -> ServeConfig:
+    """The configuration with a token budget: what is set, or what all workers have room for."""
+    if config.scheduler.max_num_batched_tokens is not None:
+        return config
+    fewest = min(worker.step_tokens for worker in workers)
+    scheduler = msgspec.structs.replace(config.scheduler, max_num_batched_tokens=fewest)
+    return msgspec.structs.replace(config, scheduler=scheduler)
+
+
 def _build(
     boot: ProcessBoot,
     crew: Crew,
@@ -223,9 +232,8 @@ def _build(
     grammars: Grammars,
 ) -> Stepper:
     plan = crew.plan
-    parts = build_parts(
-        boot.config, plan, crew.workers[0], front_ends, boot.epoch, kv_events, grammars
-    )
+    config = with_step_tokens(boot.config, crew.workers)
+    parts = build_parts(config, plan, crew.workers[0], front_ends, boot.epoch, kv_events, grammars)
     kv_cache = parts.kv_cache
     vitals.watch(lambda: parts.scheduler.has_work)
     if boot.pause_mode is not None:

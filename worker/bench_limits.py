@@ -102,10 +102,10 @@ class LimitsWorker(BenchWorker):
     def attention(self, workload: LimitsWorkload) -> AttentionWorkload:
         """Prompts of a step, as many as fit."""
         spec, config = self._model.spec, workload.config
-        tokens = min(workload.prompt_tokens, config.scheduler.max_num_batched_tokens)
+        tokens = min(workload.prompt_tokens, config.scheduler.step_tokens)
         return AttentionWorkload(
             name="prompts",
-            num_seqs=config.scheduler.max_num_batched_tokens // tokens,
+            num_seqs=config.scheduler.step_tokens // tokens,
             context_tokens=tokens,
             query_tokens=tokens,
             dtype=str(self._dtype).removeprefix("torch."),  # type: ignore[arg-type]

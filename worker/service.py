@@ -116,6 +116,7 @@ class Service:
         num_workers = boot.config.parallel.tensor_parallel_size
         self._device = create_device(boot.config, boot.index)
         self._device.check_kv_dtype(boot.config.cache.kv_cache_dtype)
+        self._step_tokens = self._device.step_tokens(boot.config.scheduler)
         self._group = create_group(
             boot.run_dir,
             boot.index,
@@ -327,6 +328,7 @@ class Service:
             weights=tuple(WeightMemory(*each) for each in self._form.memory.items()),
             phases=self._phases.phases,
             computes_ahead=self._on_cuda,
+            step_tokens=self._step_tokens,
         )
 
     def _initialize(self, message: InitializeCache) -> Runner:
@@ -376,10 +378,10 @@ class Service:
     def _run_largest_step(self) -> None:
         """As many tokens and sequences as the settings allow; only their memory matters."""
         scheduler, longest = self._boot.config.scheduler, self._model.spec.max_position
-        num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        num_seqs = min(scheduler.max_num_seqs, self._step_tokens)
         block_size = self._boot.config.cache.block_size
         cache = KVCache(self._geometry, self._layout, 1, block_size, self._device.torch_device)
-        num_tokens = min(scheduler.max_num_batched_tokens, num_seqs * longest)
+        num_tokens = min(self._step_tokens, num_seqs * longest)
         self._cuda_runners().run_largest_step(cache, self._rows(longest), num_tokens, num_seqs)
 
     def _cuda_runners(self) -> CudaRunnerMaker:

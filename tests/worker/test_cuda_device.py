@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from proto.config import GIB, CacheConfig, DeviceConfig, ServeConfig
+from proto.config import GIB, CacheConfig, DeviceConfig, SchedulerConfig, ServeConfig
 from proto.errors import ConfigError
 from worker.device import choice
 from worker.device.cpu import CpuDevice
@@ -15,10 +15,17 @@ from worker.device.cuda import CudaDevice, Room
 class MadeUpGpu:
     """CudaRuntime with these numbers; a step takes `peak`, or has no room."""
 
-    def __init__(self, free: int, capability: tuple[int, int] = (9, 0), peak: int = GIB) -> None:
+    def __init__(
+        self,
+        free: int,
+        capability: tuple[int, int] = (9, 0),
+        peak: int = GIB,
+        total: int = 80 * GIB,
+    ) -> None:
         self._free = free
         self._capability = capability
         self._peak = peak
+        self._total = total
 
     def name(self) -> str:
         return "Some GPU"
@@ -27,7 +34,7 @@ class MadeUpGpu:
         return self._capability
 
     def room(self) -> Room:
-        return Room(self._free, 80 * GIB)
+        return Room(self._free, self._total)
 
     def peak_of(self, run: Callable[[], None]) -> int:
         run()
@@ -46,6 +53,14 @@ def test_its_name_and_dtypes() -> None:
     assert device.resolve_dtype("auto") == torch.bfloat16
     assert device.resolve_dtype("float32") == torch.float32
     assert device_of(GIB, capability=(7, 5)).resolve_dtype("auto") == torch.float16
+
+
+@pytest.mark.parametrize(("gibibytes", "tokens"), [(141, 8192), (80, 8192), (40, 4096), (16, 2048)])
+def test_a_step_is_as_large_as_the_memory_suits(gibibytes: int, tokens: int) -> None:
+    device = device_of(free=GIB, total=gibibytes * GIB)
+    assert device.step_tokens(SchedulerConfig()) == tokens
+    assert device.step_tokens(SchedulerConfig(max_num_batched_tokens=300)) == 300
+    assert CpuDevice(DeviceConfig()).step_tokens(SchedulerConfig()) == 256
 
 
 def test_the_pool_gets_what_weights_and_the_largest_step_leave() -> None:
