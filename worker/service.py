@@ -75,6 +75,7 @@ from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.parallel.create import create_group
 from worker.parallel.group import GroupLostError
+from worker.parallel.patience import Patience
 from worker.sample.device_draw import TritonDraw
 from worker.sample.device_edits import TritonEdits
 from worker.sample.sampler import create_sampler
@@ -125,6 +126,7 @@ class Service:
             lambda: supervisor.send(AwaitsRanks(boot.index)),
             lambda: bool(Poller([supervisor]).wait(0.0)),
         )
+        self._patience = Patience(num_workers, lambda: supervisor.send(AwaitsRanks(boot.index)))
         self._has_lost_group = False
         # Loading takes a while, and what has no room now has none beside the weights.
         self._device.kv_cache_bytes(boot.config.cache)
@@ -198,10 +200,10 @@ class Service:
         logger.info("the engine died: waiting for the next one")
         self._poller.remove(self._engine)
         self._engine.close()
-        self._group.leave()
-        self._has_lost_group = False
         self._runner = None
         self._launched.clear()
+        self._group.leave()  # which waits for the end of graphs that the group is part of
+        self._has_lost_group = False
         self._distrusts_engine = False
         self._epoch = epoch
         self._inbox = Inbox()
@@ -245,6 +247,7 @@ class Service:
             with self._reporting(step):
                 output = launched.result()
             self._engine.send(output)
+        self._patience.await_step(self._launched[0][0].step if self._launched else None)
 
     @contextmanager
     def _reporting(self, step: SchedulerOutput) -> Iterator[None]:
@@ -382,6 +385,7 @@ class Service:
         block_size = self._boot.config.cache.block_size
         cache = KVCache(self._geometry, self._layout, 1, block_size, self._device.torch_device)
         num_tokens = min(self._step_tokens, num_seqs * longest)
+        self._group.join(self._epoch, "memory")
         self._cuda_runners().run_largest_step(cache, self._rows(longest), num_tokens, num_seqs)
 
     def _cuda_runners(self) -> CudaRunnerMaker:
