@@ -42,6 +42,7 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
   step        a step of the worker by itself: products, attention, the rest
   products    a step's matrix products, beside reading the weights
   attention   a step's attention, beside how fast memory is read
+  sampling    from a step's scores to its tokens, by what its rows want
   overload    ten times the load that a daemon can take, and clients that do not stay
   fairness    what one tenant's flood costs another that asks for little
   chaos       processes die under load; exit status 1 when a client notices
@@ -57,6 +58,7 @@ _BENCHES: Final = {
     "step": "deploy.loadtest.step_bench",
     "products": "deploy.loadtest.products_bench",
     "attention": "deploy.loadtest.attention_bench",
+    "sampling": "deploy.loadtest.sampling_bench",
     "compare": "deploy.loadtest.compare",
     "overload": "deploy.loadtest.overload.bench",
     "fairness": "deploy.loadtest.overload.fairness",

@@ -12,6 +12,7 @@ import msgspec
 
 from proto.config import KVCacheDType, ServeConfig
 from proto.prepared_model import PreparedModel
+from proto.sampling_params import SamplingParams
 
 
 class RequestRecipe(msgspec.Struct, frozen=True):
@@ -215,6 +216,48 @@ class StepTimings(msgspec.Struct, frozen=True, kw_only=True):
     rest_share_median: float
     page_faults_a_step: float
     waits_a_step: float
+
+
+class SamplingCase(msgspec.Struct, frozen=True, kw_only=True):
+    """A step by what each of its rows wants."""
+
+    name: str
+    rows: list[SamplingParams]
+
+
+class SamplingWorkload(msgspec.Struct, frozen=True, kw_only=True):
+    """The sampling of steps whose scores are random, without a model; the cases take turns.
+
+    context_tokens: that each row has when it begins, half of them outputs. dtype: of the scores.
+    num_steps: of each case that are measured. num_threads: as of AttentionWorkload.
+    """
+
+    cases: list[SamplingCase]
+    vocab_size: int
+    context_tokens: int
+    num_steps: int
+    dtype: Literal["float32", "bfloat16", "float16"]
+    num_threads: int | None = None
+
+
+class SamplingCaseTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Microseconds from a step's scores to its tokens, and by those of the first case."""
+
+    name: str
+    num_rows: int
+    step_us_median: float
+    step_us_min: float
+    ratio_median: float
+    ratio_min: float
+
+
+class SamplingTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """kernels: the instruction set."""
+
+    kernels: str
+    num_threads: int
+    num_steps: int
+    cases: list[SamplingCaseTimings]
 
 
 class LimitsWorkload(msgspec.Struct, frozen=True, kw_only=True):

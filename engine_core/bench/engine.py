@@ -10,7 +10,8 @@ from engine_core.pool_plan import plan_pool
 from engine_core.transport import FrontEndLinks
 from proto import PROTOCOL_VERSION
 from proto.benchmark import SchedulerWorkload
-from proto.config import CacheConfig, SchedulerConfig, ServeConfig, validate
+from proto.config import CacheConfig, SchedulerConfig, ServeConfig
+from proto.config_checks import validate
 from proto.engine_io import EngineCoreOutputs
 from proto.heap import settle_heap
 from proto.lifecycle import WorkerReady

@@ -10,8 +10,8 @@ from proto.config import (
     ReliabilityConfig,
     ServeConfig,
     flag_name,
-    validate,
 )
+from proto.config_checks import validate
 from proto.errors import ConfigError
 
 

@@ -5,11 +5,27 @@ medium has, by key, and gives out places; it knows nothing of requests or device
 never waits.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 OffloadKey = bytes
 """Hash of the last device block of an offloaded block; group, rank count and factor behind it."""
+
+
+@dataclass(frozen=True)
+class ManagerContext:
+    """What a medium may know of the engine.
+
+    fingerprint: of everything that changes KV values, the same on every rank. num_ranks: workers
+    that share the model. block_bytes: of one offloaded block, on one rank. ring: from any thread;
+    requests that were told to ask again are put back into the line.
+    """
+
+    fingerprint: bytes
+    num_ranks: int
+    block_bytes: int
+    ring: Callable[[], None]
 
 
 class OffloadingEvent(NamedTuple):

@@ -64,9 +64,7 @@ class Together:
         self.runners: list[Runner] = []
 
     def all(self, work: Callable[[int], Result]) -> list[Result]:
-        started = [
-            thread.submit(self._on, rank, work) for rank, thread in enumerate(self._threads)
-        ]
+        started = [thread.submit(self._on, rank, work) for rank, thread in enumerate(self._threads)]
         return [each.result(LIMIT_SECONDS) for each in started]
 
     def _on(self, rank: int, work: Callable[[int], Result]) -> Result:
@@ -107,9 +105,7 @@ class Answers:
 
 
 def load(model: Model, device: torch.device, group: RankGroup) -> Decoder:
-    return load_model(
-        model.prepared, model.spec, DTYPE, device, lambda fraction: None, None, group
-    )
+    return load_model(model.prepared, model.spec, DTYPE, device, lambda fraction: None, None, group)
 
 
 def cache_of(decoder: Decoder, device: torch.device) -> KVCache:
