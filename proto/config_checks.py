@@ -48,6 +48,7 @@ def validate(config: ServeConfig) -> None:
     _check_front_end(config.frontend)
     _check_grammars(config.grammars)
     _check_reliability(config.reliability, config.cache)
+    _positive("sched_trace_max_bytes", config.trace.sched_trace_max_bytes)
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -133,7 +134,6 @@ def _check_front_end(frontend: FrontEndConfig) -> None:
 
 
 def _check_grammars(grammars: GrammarConfig) -> None:
-    _positive("sched_trace_max_bytes", config.trace.sched_trace_max_bytes)
     for field in ("grammar_cache_entries", "grammar_cache_bytes"):
         _not_negative(field, getattr(grammars, field))
 
