@@ -95,7 +95,7 @@ def _serve(
 
 
 def _trace(boot: ProcessBoot, crew: Crew) -> Tracing:
-    config, worker = boot.config, crew.workers[0]
+    config, worker = with_step_tokens(boot.config, crew.workers), crew.workers[0]
     return start_tracing(
         config.trace,
         scheduler_settings(config, worker),
