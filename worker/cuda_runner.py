@@ -28,7 +28,6 @@ from worker.kv_cache import KVCache
 from worker.kv_connector.base import WorkerConnector
 from worker.kv_connector.layers import with_hooks
 from worker.kv_connector.nothing import NO_CONNECTOR
-from worker.layers.rotary import Rotate
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.sample.device_draw import KeyedDraw
@@ -49,7 +48,6 @@ class Kernels:
     library: Callable[[], Library]
     store: KVStore
     draw: KeyedDraw
-    turn: Rotate
     edits: ScoreEdits
 
 
@@ -177,5 +175,4 @@ class CudaRunnerMaker:
             library,
             self._kernels.store,
             options,
-            self._kernels.turn,
         )

@@ -22,7 +22,6 @@ from worker.kv_connector.base import WorkerConnector, WorkerContext
 from worker.kv_connector.factory import create_worker_connector
 from worker.kv_connector.layers import with_hooks
 from worker.kv_connector.nothing import NO_CONNECTOR
-from worker.layers.triton_rows import TritonRotate
 from worker.loaded_model import LoadedModel
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
@@ -129,7 +128,7 @@ class RunnerMaker:
             self._config.device,
             self._checked_model(),
             Cuda(self._device.torch_device),
-            Kernels(load_library, TritonStore(), TritonDraw(), TritonRotate(), TritonEdits()),
+            Kernels(load_library, TritonStore(), TritonDraw(), TritonEdits()),
             create_sampler(),
             self._loaded.dtype,
         )

@@ -19,7 +19,6 @@ from worker.cuda_runner import CudaRunnerMaker, Kernels
 from worker.device.accelerator import Cuda
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
-from worker.layers.triton_rows import TritonRotate
 from worker.models.registry import spec_from_config
 from worker.sample.backend import ReferenceBackend
 from worker.sample.device_draw import TritonDraw
@@ -70,7 +69,7 @@ def steps_8b() -> dict[str, Any]:
         DeviceConfig(),
         decoder,
         Cuda(CUDA),
-        Kernels(load_library, TritonStore(), TritonDraw(), TritonRotate(), TritonEdits()),
+        Kernels(load_library, TritonStore(), TritonDraw(), TritonEdits()),
         Sampler(ReferenceBackend()),
         DTYPE,
     )

@@ -21,7 +21,6 @@ from tests.gpu.phases import PHASES, Failed, Phase, demand
 from tests.gpu.random_model import CONFIGS, random_decoder
 from tests.worker.test_cuda_runner import compute_by_torch
 from worker.attention.kv_store import store_by_index
-from worker.layers.rotary import rotate
 from worker.loader.weights import load_model
 from worker.models.registry import spec_from_config, spec_of
 from worker.sample.filters import apply_filters
@@ -90,7 +89,6 @@ def test_the_models_run_on_a_made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(models, "Cuda", lambda device: cuda.device)
         monkeypatch.setattr(models, "load_library", lambda: library)
         monkeypatch.setattr(models, "TritonStore", lambda: store_by_index)
-        monkeypatch.setattr(models, "TritonRotate", lambda: rotate)
         decoder = random_decoder(spec, models.DTYPE, models.CUDA)
         tokens = torch.arange(30) % 64
         whole, in_parts = (

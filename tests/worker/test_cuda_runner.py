@@ -35,7 +35,6 @@ from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 from worker.layers import activation, linear, norm
 from worker.layers.buffer import RowBuffer
-from worker.layers.rotary import rotate
 from worker.loader import forms, weights
 from worker.model_runner import ModelRunner
 from worker.models import kernel_stack
@@ -104,7 +103,7 @@ class OnFakeCuda:
             DeviceConfig(**settings),
             decoder,
             cuda.device,
-            Kernels(lambda: self.library, store_by_index, draw_by_torch, rotate, TorchEdits()),
+            Kernels(lambda: self.library, store_by_index, draw_by_torch, TorchEdits()),
             Sampler(ReferenceBackend()),
             DTYPE,
         )

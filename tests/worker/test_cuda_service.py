@@ -42,7 +42,6 @@ from worker import loaded_model, runner_maker, service
 from worker.attention.kv_store import store_by_index
 from worker.device.cuda import CudaDevice
 from worker.inbox import FromEngine
-from worker.layers.rotary import rotate
 from worker.sample.device_draw import draw_by_torch
 from worker.sample.device_edits import TorchEdits
 
@@ -84,7 +83,6 @@ class Running:
         monkeypatch.setattr(runner_maker, "load_library", lambda: FakeFlashInfer(cuda.device))
         monkeypatch.setattr(runner_maker, "TritonStore", lambda: store_by_index)
         monkeypatch.setattr(runner_maker, "TritonDraw", lambda: draw_by_torch)
-        monkeypatch.setattr(runner_maker, "TritonRotate", lambda: rotate)
         monkeypatch.setattr(runner_maker, "TritonEdits", TorchEdits)
 
     def _run(self) -> None:

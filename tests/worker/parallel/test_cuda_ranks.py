@@ -39,7 +39,6 @@ from worker.attention.reference import ReferenceAttention
 from worker.cuda_runner import CudaRunnerMaker, Kernels
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
-from worker.layers.rotary import rotate
 from worker.loader.weights import load_model
 from worker.model_runner import NO_MASKS, ModelRunner
 from worker.models.decoder import Decoder
@@ -144,7 +143,6 @@ def on_devices(
                 lambda: FakeFlashInfer(cuda.device),
                 store_by_index,
                 draw_by_torch,
-                rotate,
                 TorchEdits(),
             ),
             Sampler(ReferenceBackend()),
