@@ -3,17 +3,12 @@
 The command line is generated from these Structs: a field is a flag
 (`max_num_seqs` is `--max-num-seqs`), the string under it is its help. Nothing
 else in tokend holds a default. Structs are frozen: what a process runs with is
-what it was given.
+what it was given. Which values are possible together is in config_checks.py.
 """
 
-import math
-import re
 from typing import Final, Literal
 
 import msgspec
-
-from proto.errors import ConfigError
-from proto.ids import MAX_CLIENTS
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "bf16", "f16", "f32", "int8", "fp8"]
@@ -53,6 +48,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What K and V are kept as: int8 has scales (CPU), fp8 is e4m3 (GPU), others are plain."""
     kv_cache_memory: int | None = None
     """Bytes for the KV pool of all workers (suffixes K, M, G); on a CPU 4 GiB by default."""
+    kv_cache_populate: bool = False
+    """On a CPU, take the memory of the KV pool at the start, not as tokens first need it."""
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin alike."""
     kv_events_endpoint: str | None = None
@@ -61,6 +58,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Measure how long one KV block in this many keeps its content; 0 measures none."""
     gpu_memory_utilization: float = 0.9
     """Part of a GPU's memory that may be taken; the KV pool gets what weights and steps leave."""
+    kv_transfer_config: str | None = None
+    """KV connector, as JSON (kv_connector, kv_connector_extra_config …): KV beyond the pool."""
 
     @property
     def has_fixed_kv_events_endpoint(self) -> bool:
@@ -79,6 +78,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens of one prompt in a step; 0 sets no limit."""
     enable_chunked_prefill: bool = True
     """Let a prompt be computed over several steps."""
+    max_step_stretch: float = 1.7
+    """Most that a prompt may stretch a step of others that decode, as a multiple; 0: no limit."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of waiting requests."""
     async_scheduling: bool | None = None
@@ -200,6 +201,15 @@ class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
     """At a reload the new engine comes beside the old one, or after it; auto looks for memory."""
 
 
+class TraceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler decided, step by step, in a file: docs/trace.md."""
+
+    sched_trace: str | None = None
+    """File (.jsonl) for the scheduler's trace; `tokend trace` shows and replays it."""
+    sched_trace_max_bytes: int = 4 << 30
+    """The trace ends when its file is so long (suffixes K, M, G)."""
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `tokend serve` was told."""
 
@@ -211,16 +221,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     frontend: FrontEndConfig = FrontEndConfig()
     reliability: ReliabilityConfig = ReliabilityConfig()
     grammars: GrammarConfig = GrammarConfig()
-
-
-_DTYPES_OF_WEIGHTS: Final[dict[CpuWeights, tuple[DType, ...]]] = {
-    "auto": ("auto", "float32", "bfloat16", "float16"),
-    "packed": ("auto", "float32", "bfloat16"),
-    "int8": ("auto", "float32", "bfloat16"),
-    "bf16": ("auto", "bfloat16"),
-    "f32": ("auto", "float32"),
-}
-"""Activations that products with each form of the weights take."""
+    trace: TraceConfig = TraceConfig()
 
 
 SECRET_FIELDS: Final = frozenset({"api_key", "admin_api_key"})
@@ -230,233 +231,3 @@ SECRET_FIELDS: Final = frozenset({"api_key", "admin_api_key"})
 def flag_name(field: str) -> str:
     """The command-line flag of a field."""
     return "--" + field.replace("_", "-")
-
-
-def validate(config: ServeConfig) -> None:
-    """Raise ConfigError for the first setting that is impossible or conflicting."""
-    _check_weights(config)
-    cache, scheduler, frontend = config.cache, config.scheduler, config.frontend
-    _positive("block_size", cache.block_size)
-    _positive("max_num_seqs", scheduler.max_num_seqs)
-    _positive("max_num_batched_tokens", scheduler.max_num_batched_tokens)
-    _positive("max_model_len", config.model.max_model_len)
-    for field in ("served_model_name", "tokenizer"):
-        value = getattr(config.model, field)
-        if value is not None and not value.strip():
-            raise ConfigError(f"{flag_name(field)} must not be empty", field)
-    _positive("kv_cache_memory", cache.kv_cache_memory)
-    _check_parallel(config.parallel)
-    _positive("cpu_threads", config.device.cpu_threads)
-    _positive("api_server_count", frontend.api_server_count)
-    if frontend.api_server_count > MAX_CLIENTS:
-        raise ConfigError(
-            f"--api-server-count must be at most {MAX_CLIENTS}, got {frontend.api_server_count}",
-            "api_server_count",
-        )
-    if cache.block_size > 1024 or cache.block_size & (cache.block_size - 1):
-        raise ConfigError(
-            f"--block-size must be a power of two up to 1024, got {cache.block_size}", "block_size"
-        )
-    if cache.num_gpu_blocks_override is not None and cache.num_gpu_blocks_override < 2:
-        raise ConfigError(
-            "--num-gpu-blocks-override must be at least 2: block 0 is reserved",
-            "num_gpu_blocks_override",
-        )
-    if cache.num_gpu_blocks_override is not None and cache.kv_cache_memory is not None:
-        raise ConfigError(
-            "--num-gpu-blocks-override and --kv-cache-memory both size the KV pool: give one",
-            "num_gpu_blocks_override",
-        )
-    _check_device(config)
-    _check_kv_events(cache)
-    if cache.kv_cache_metrics_one_in < 0:
-        raise ConfigError(
-            f"--kv-cache-metrics-one-in must be 0 or more, got {cache.kv_cache_metrics_one_in}",
-            "kv_cache_metrics_one_in",
-        )
-    if scheduler.long_prefill_token_threshold < 0:
-        raise ConfigError(
-            "--long-prefill-token-threshold must be 0 or more, "
-            f"got {scheduler.long_prefill_token_threshold}",
-            "long_prefill_token_threshold",
-        )
-    if scheduler.long_prefill_token_threshold and not scheduler.enable_chunked_prefill:
-        raise ConfigError(
-            "--long-prefill-token-threshold needs chunked prefill, "
-            "and --no-enable-chunked-prefill turns it off",
-            "long_prefill_token_threshold",
-        )
-    _check_pressure(scheduler)
-    if not scheduler.session_timeout > 0.0:
-        raise ConfigError(
-            f"--session-timeout must be more than 0, got {scheduler.session_timeout}",
-            "session_timeout",
-        )
-    _positive("crashes_until_alone", scheduler.crashes_until_alone)
-    for field in ("max_num_queued_reqs", "max_num_queued_tokens"):
-        _not_negative(field, getattr(scheduler, field) or 0)
-    for field in ("grammar_cache_entries", "grammar_cache_bytes"):
-        _not_negative(field, getattr(config.grammars, field))
-    for field in ("queue_timeout", "sse_keep_alive"):
-        _not_negative(field, getattr(frontend, field))
-    if config.reliability.max_restarts < 0:
-        raise ConfigError(
-            f"--max-restarts must be 0 or more, got {config.reliability.max_restarts}",
-            "max_restarts",
-        )
-    for field in ("step_timeout", "start_timeout"):
-        value = getattr(config.reliability, field)
-        if not value >= 0.0:
-            raise ConfigError(f"{flag_name(field)} must be 0 or more, got {value}", field)
-    if not 0.0 <= config.reliability.shutdown_timeout < math.inf:
-        raise ConfigError(
-            f"--shutdown-timeout must be 0 or more, got {config.reliability.shutdown_timeout}",
-            "shutdown_timeout",
-        )
-    if config.reliability.reload_strategy == "side-by-side" and cache.has_fixed_kv_events_endpoint:
-        raise ConfigError(
-            "--reload-strategy side-by-side has two engines at a time, which cannot both publish "
-            f"at --kv-events-endpoint {cache.kv_events_endpoint}: give ipc, or another strategy",
-            "reload_strategy",
-        )
-    if not 0 <= frontend.port <= 65535:
-        raise ConfigError(f"--port must be between 0 and 65535, got {frontend.port}", "port")
-    _check_keys(frontend)
-    _check_tls(frontend)
-    if config.model.seed is not None and not 0 <= config.model.seed < 1 << 63:
-        raise ConfigError(f"--seed must be in [0, 2^63), got {config.model.seed}", "seed")
-
-
-def _check_parallel(parallel: ParallelConfig) -> None:
-    """How many a model can be shared by is known when it is loaded; this is before any starts."""
-    _positive("tensor_parallel_size", parallel.tensor_parallel_size)
-    if parallel.tensor_parallel_size > MAX_TENSOR_PARALLEL_SIZE:
-        raise ConfigError(
-            f"--tensor-parallel-size must be at most {MAX_TENSOR_PARALLEL_SIZE}, "
-            f"got {parallel.tensor_parallel_size}",
-            "tensor_parallel_size",
-        )
-
-
-def _check_keys(frontend: FrontEndConfig) -> None:
-    """An empty key would let in whoever sends an empty one."""
-    for field in sorted(SECRET_FIELDS):
-        key = getattr(frontend, field)
-        if key is not None and not key.strip():
-            variable = f"TOKEND_{field.upper()}"
-            raise ConfigError(f"{flag_name(field)} (or {variable}) must not be empty", field)
-        file_field = f"{field}_file"
-        if getattr(frontend, file_field) == "":
-            raise ConfigError(f"{flag_name(file_field)} must name a file", file_field)
-
-
-def _check_tls(frontend: FrontEndConfig) -> None:
-    """Half a TLS setting would leave open what looks closed."""
-    if frontend.ssl_cert_reqs not in (0, 1, 2):
-        raise ConfigError(
-            f"--ssl-cert-reqs must be 0, 1 or 2, got {frontend.ssl_cert_reqs}", "ssl_cert_reqs"
-        )
-    if frontend.ssl_certfile is None:
-        for field in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
-            if getattr(frontend, field):
-                raise ConfigError(f"{flag_name(field)} needs --ssl-certfile", field)
-    if frontend.ssl_cert_reqs and frontend.ssl_ca_certs is None:
-        raise ConfigError(
-            f"--ssl-cert-reqs {frontend.ssl_cert_reqs} needs --ssl-ca-certs to check against",
-            "ssl_cert_reqs",
-        )
-    if frontend.ssl_ca_certs is not None and not frontend.ssl_cert_reqs:
-        raise ConfigError(
-            "--ssl-ca-certs checks nobody with --ssl-cert-reqs 0: give 1 or 2", "ssl_ca_certs"
-        )
-
-
-def _check_pressure(scheduler: SchedulerConfig) -> None:
-    """Doors that close above one occupancy open below a lower one, or they would flap."""
-    if not 0.0 <= scheduler.watermark < 1.0:
-        raise ConfigError(f"--watermark must be in [0, 1), got {scheduler.watermark}", "watermark")
-    stop, preempt = scheduler.stop_admission_above, scheduler.preempt_above
-    resume = scheduler.resume_admission_below
-    for field in ("stop_admission_above", "resume_admission_below", "preempt_above"):
-        value = getattr(scheduler, field)
-        if value is not None and not 0.0 < value <= 1.0:
-            raise ConfigError(f"{flag_name(field)} must be in (0, 1], got {value}", field)
-    if resume is not None and stop == 1.0:
-        raise ConfigError(
-            "--resume-admission-below needs --stop-admission-above: admission never stops",
-            "resume_admission_below",
-        )
-    if resume is not None and resume > stop:
-        raise ConfigError(
-            f"--resume-admission-below ({resume}) must not be more than "
-            f"--stop-admission-above ({stop})",
-            "resume_admission_below",
-        )
-    if preempt < stop:
-        raise ConfigError(
-            f"--preempt-above ({preempt}) must not be less than --stop-admission-above ({stop}): "
-            "requests would be admitted to be preempted",
-            "preempt_above",
-        )
-
-
-def _check_weights(config: ServeConfig) -> None:
-    """Which activations go with which weights; a GPU has no such choice."""
-    weights, dtype = config.model.cpu_weights, config.model.dtype
-    if config.device.device == "cuda" and weights != "auto":
-        raise ConfigError(f"--cpu-weights {weights} needs --device cpu", "cpu_weights")
-    works = _DTYPES_OF_WEIGHTS[weights]
-    if dtype not in works:
-        raise ConfigError(
-            f"--cpu-weights {weights} goes with --dtype {' or '.join(works)}, got {dtype}",
-            "cpu_weights",
-        )
-
-
-def _check_device(config: ServeConfig) -> None:
-    """What one kind of device has and the other does not."""
-    cache, device = config.cache, config.device
-    if not 0.0 < cache.gpu_memory_utilization <= 1.0:
-        raise ConfigError(
-            f"--gpu-memory-utilization must be in (0, 1], got {cache.gpu_memory_utilization}",
-            "gpu_memory_utilization",
-        )
-    _not_negative("cascade_attention_from", device.cascade_attention_from)
-    if device.device == "cpu" and cache.kv_cache_dtype == "fp8":
-        raise ConfigError(
-            "--kv-cache-dtype fp8 needs --device cuda; a CPU has int8", "kv_cache_dtype"
-        )
-    kinds = {"cpu": "cpu", "flashinfer": "cuda"}
-    needed = kinds.get(device.attention_backend, device.device)
-    if device.device not in ("auto", needed):
-        raise ConfigError(
-            f"--attention-backend {device.attention_backend} needs --device {needed}",
-            "attention_backend",
-        )
-
-
-def _check_kv_events(cache: CacheConfig) -> None:
-    endpoint = cache.kv_events_endpoint
-    if endpoint is None:
-        return
-    if not re.fullmatch(r"ipc|ipc:///.+|tcp://[^/\s]+:[0-9]+", endpoint):
-        raise ConfigError(
-            f"--kv-events-endpoint takes ipc, ipc:///PATH or tcp://HOST:PORT, got {endpoint!r}",
-            "kv_events_endpoint",
-        )
-    if not cache.enable_prefix_caching:
-        raise ConfigError(
-            "--kv-events-endpoint publishes what the prefix cache holds, "
-            "and --no-enable-prefix-caching turns it off",
-            "kv_events_endpoint",
-        )
-
-
-def _not_negative(field: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise ConfigError(f"{flag_name(field)} must be 0 or more, got {value}", field)
-
-
-def _positive(field: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ConfigError(f"{flag_name(field)} must be at least 1, got {value}", field)

@@ -8,7 +8,6 @@ name it. Knows nothing of loads: which steps they take is counted elsewhere.
 
 import math
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -18,17 +17,21 @@ import torch
 
 from proto.benchmark import AttentionWorkload, LimitsTimings, LimitsWorkload
 from proto.codec import from_json, to_json_line
+from proto.config import ServeConfig
 from proto.prepared_model import PreparedModel
 from worker.bench_attention import AttentionStep
-from worker.bench_step import BenchWorker
+from worker.device.choice import create_device
 from worker.kernels import KernelsUnavailableError
 from worker.large_pages import large_pages
 from worker.layers.embedding import Table
 from worker.layers.linear import Linear
+from worker.loaded_model import load
 from worker.loader.forms import Ends, FinishEnds, FinishProduct, Product, WeightForm
 from worker.loader.index import read_index
 from worker.loader.names import name_in_file
 from worker.loader.source import WeightSource
+from worker.parallel.group import Alone
+from worker.reports import NoReports
 
 _READ_FLOATS: Final = 1 << 27
 _SECONDS_OF_A_PART: Final = 0.03
@@ -82,33 +85,26 @@ class NotedForm:
         return noted
 
 
-class LimitsWorker(BenchWorker):
-    """A worker as the daemon has it, whose products can be computed by themselves."""
+class LimitsWorker:
+    """The model of a worker as the daemon has it, whose products can be computed by themselves."""
 
-    def _choose_form(self) -> WeightForm:
-        self.products = NotedForm(super()._choose_form())
-        return self.products
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the activations."""
-        return self._dtype
-
-    @property
-    def tied(self) -> bool:
-        """Whether embedding and head are one weight."""
-        return self._model.spec.tied_embeddings
+    def __init__(self, config: ServeConfig, prepared: PreparedModel) -> None:
+        self.loaded = load(
+            config, prepared, create_device(config, 0), Alone(), NoReports(), NotedForm
+        )
+        assert isinstance(self.loaded.form, NotedForm)
+        self.products = self.loaded.form
 
     def attention(self, workload: LimitsWorkload) -> AttentionWorkload:
         """Prompts of a step, as many as fit."""
-        spec, config = self._model.spec, workload.config
+        spec, config = self.loaded.model.spec, workload.config
         tokens = min(workload.prompt_tokens, config.scheduler.max_num_batched_tokens)
         return AttentionWorkload(
             name="prompts",
             num_seqs=config.scheduler.max_num_batched_tokens // tokens,
             context_tokens=tokens,
             query_tokens=tokens,
-            dtype=str(self._dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            dtype=str(self.loaded.dtype).removeprefix("torch."),  # type: ignore[arg-type]
             kv_cache_dtype=config.cache.kv_cache_dtype,
             rounds=workload.rounds,
             num_layers=spec.num_layers,
@@ -121,8 +117,8 @@ class LimitsWorker(BenchWorker):
     @property
     def kv_bytes_per_token(self) -> list[tuple[int, int | None]]:
         """Bytes and window of each group of layers."""
-        size = self._geometry.bytes_per_token
-        return [(size, group.sliding_window) for group in self._geometry.groups]
+        size = self.loaded.geometry.bytes_per_token
+        return [(size, group.sliding_window) for group in self.loaded.geometry.groups]
 
 
 def weight_bytes(form: WeightForm, prepared: PreparedModel, *, tied: bool) -> int:
@@ -149,14 +145,14 @@ def measure(worker: LimitsWorker, workload: LimitsWorkload) -> LimitsTimings:
     # Pages as weights and KV have them.
     memory = large_pages(4 * _READ_FLOATS).view(torch.float32).fill_(1.0)
     parts: list[Part] = [
-        [_product(each, rows, worker.dtype) for each in (products.layers, products.head)]
+        [_product(each, rows, worker.loaded.dtype) for each in (products.layers, products.head)]
         for rows in workload.rows
     ]
     parts += [[AttentionStep(attention).run], [memory.sum]]
     *times, (attention_ms,), (read_ms,) = _best_ms(parts, workload.rounds)
     pairs = attention.num_seqs * attention.query_tokens * (attention.query_tokens + 1) // 2
     return LimitsTimings(
-        device=worker.device_name,
+        device=worker.loaded.device.name,
         num_threads=torch.get_num_threads(),
         weights=products.name,
         rows=workload.rows,
@@ -164,7 +160,9 @@ def measure(worker: LimitsWorker, workload: LimitsWorkload) -> LimitsTimings:
         head_product_ms=[head for _, head in times],
         attention_ns_per_pair=1e6 * attention_ms / pairs,
         read_gb_per_s=memory.nbytes / 1e6 / read_ms,
-        weight_bytes=weight_bytes(products, workload.model, tied=worker.tied),
+        weight_bytes=weight_bytes(
+            products, workload.model, tied=worker.loaded.model.spec.tied_embeddings
+        ),
         kv_bytes_per_token=worker.kv_bytes_per_token,
     )
 
@@ -204,18 +202,17 @@ def _seconds(call: Callable[[], object]) -> float:
 def main() -> None:
     """Play until nothing more is asked."""
     loaded: list[tuple[object, LimitsWorker]] = []
-    with tempfile.TemporaryDirectory() as run_dir:
-        for line in sys.stdin.buffer:
-            workload = from_json(line, LimitsWorkload)
-            key = (workload.config, workload.model)
-            if not loaded or loaded[0][0] != key:
-                loaded[:] = [(key, LimitsWorker(workload, run_dir))]
-            try:
-                timings = measure(loaded[0][1], workload)
-            except KernelsUnavailableError as reason:
-                sys.exit(f"without kernels there are no limits to measure: {reason}")
-            sys.stdout.buffer.write(to_json_line(timings))
-            sys.stdout.buffer.flush()
+    for line in sys.stdin.buffer:
+        workload = from_json(line, LimitsWorkload)
+        key = (workload.config, workload.model)
+        if not loaded or loaded[0][0] != key:
+            loaded[:] = [(key, LimitsWorker(workload.config, workload.model))]
+        try:
+            timings = measure(loaded[0][1], workload)
+        except KernelsUnavailableError as reason:
+            sys.exit(f"without kernels there are no limits to measure: {reason}")
+        sys.stdout.buffer.write(to_json_line(timings))
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -7,68 +7,58 @@ decoding that are made here; a model is loaded once for all lines that name it.
 import resource
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import replace
 from time import perf_counter
 from typing import Final
 
 import torch
 
 from proto import PROTOCOL_VERSION
-from proto.benchmark import LimitsWorkload, StepTimings, StepWorkload
+from proto.benchmark import StepTimings, StepWorkload
 from proto.codec import from_json, to_json_line
-from proto.lifecycle import FromSupervisor, InitializeCache, ProcessBoot
+from proto.config import ServeConfig
+from proto.faults import Saboteur
+from proto.lifecycle import InitializeCache
 from proto.model_runner_output import ModelRunnerOutput
+from proto.prepared_model import PreparedModel
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
-from proto.sockets import Link, worker_path
+from worker.device.choice import create_device
+from worker.loaded_model import load, unchanged
+from worker.loader.forms import WeightForm
 from worker.model_runner import ModelRunner
-from worker.service import Service
+from worker.parallel.group import Alone
+from worker.reports import NoReports
+from worker.runner_maker import RunnerMaker
 from worker.step_clock import ClockedModel, StepClock
 
 _EPOCH: Final = 1
 _FIRST_TOKEN_ID: Final = 1000
 
 
-class BenchWorker(Service):
-    """A worker whose engine and supervisor are not there."""
+class BenchWorker:
+    """The model of a worker, its steps timed, without an engine and a supervisor."""
 
-    def __init__(self, workload: StepWorkload | LimitsWorkload, run_dir: str) -> None:
-        boot = ProcessBoot(
-            protocol_version=PROTOCOL_VERSION,
-            role="worker",
-            index=0,
-            incarnation=0,
-            epoch=_EPOCH,
-            worker_epoch=_EPOCH,
-            run_dir=run_dir,
-            death_fd=-1,
-            config=workload.config,
-            model=workload.model,
-        )
-        super().__init__(
-            boot,
-            lambda epoch: Link.connect(worker_path(run_dir, epoch, 0), InitializeCache),
-            Link.connect(f"{run_dir}/s", FromSupervisor),
-        )
+    def __init__(
+        self,
+        config: ServeConfig,
+        prepared: PreparedModel,
+        around: Callable[[WeightForm], WeightForm] = unchanged,
+    ) -> None:
         self.clock = StepClock()
-        self._model = ClockedModel(self._model, self.clock)
-
-    @property
-    def device_name(self) -> str:
-        return self._device.name
-
-    @property
-    def num_groups(self) -> int:
-        """Of the KV cache."""
-        return self._layout.num_groups
+        device, reports = create_device(config, 0), NoReports()
+        loaded = load(config, prepared, device, Alone(), reports, around)
+        self.loaded = replace(loaded, model=ClockedModel(loaded.model, self.clock))
+        self._block_size = config.cache.block_size
+        saboteur = Saboteur.of((), "worker", 0, 0)
+        self._runners = RunnerMaker(config, self.loaded, saboteur, reports)
 
     def runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
         """A model runner with a cache of its own."""
-        block_size = self._boot.config.cache.block_size
-        message = InitializeCache(PROTOCOL_VERSION, _EPOCH, num_blocks, block_size, max_model_len)
-        return self._host_runner(*self._pool_and_rows(message))
+        return self._runners.on_host(
+            InitializeCache(PROTOCOL_VERSION, _EPOCH, num_blocks, self._block_size, max_model_len)
+        )
 
 
 class DecodeSteps:
@@ -85,7 +75,7 @@ class DecodeSteps:
         self._computed = workload.context_tokens
         length = workload.context_tokens + workload.warm_up_steps + workload.measured_steps + 1
         self._pages = -(-length // config.cache.block_size)
-        self._groups = worker.num_groups
+        self._groups = worker.loaded.layout.num_groups
         num_blocks = 1 + self._num_rows * self._groups * self._pages
         self._runner = worker.runner(num_blocks, length)
         self._step = 0
@@ -186,7 +176,7 @@ def measure(worker: BenchWorker, workload: StepWorkload) -> StepTimings:
 
     median = statistics.median
     return StepTimings(
-        device=worker.device_name,
+        device=worker.loaded.device.name,
         num_threads=torch.get_num_threads(),
         num_rows=workload.num_rows,
         context_tokens=workload.context_tokens,
@@ -207,14 +197,13 @@ def measure(worker: BenchWorker, workload: StepWorkload) -> StepTimings:
 def main() -> None:
     """Play until nothing more is asked."""
     loaded: list[tuple[object, BenchWorker]] = []
-    with tempfile.TemporaryDirectory() as run_dir:
-        for line in sys.stdin.buffer:
-            workload = from_json(line, StepWorkload)
-            key = (workload.config, workload.model)
-            if not loaded or loaded[0][0] != key:
-                loaded[:] = [(key, BenchWorker(workload, str(Path(run_dir))))]
-            sys.stdout.buffer.write(to_json_line(measure(loaded[0][1], workload)))
-            sys.stdout.buffer.flush()
+    for line in sys.stdin.buffer:
+        workload = from_json(line, StepWorkload)
+        key = (workload.config, workload.model)
+        if not loaded or loaded[0][0] != key:
+            loaded[:] = [(key, BenchWorker(workload.config, workload.model))]
+        sys.stdout.buffer.write(to_json_line(measure(loaded[0][1], workload)))
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

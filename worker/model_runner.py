@@ -1,8 +1,8 @@
 """One step on one device: rows, block copies, attention plan, forward, logits, sample.
 
 Owns the rows; the model and the KV cache are given to it. Knows nothing of sockets. What
-samples here does so on the host, where the logits of another device are fetched to; tokens
-that stay on such a device are ahead.py's.
+samples here does so on the host (step_sampler.py), where the logits of another device are
+fetched to; tokens that stay on such a device are ahead.py's.
 """
 
 import time
@@ -24,11 +24,10 @@ from worker.finite import broken_sequences, odd_tokens, sequences_of
 from worker.forward import EagerForward, Forward
 from worker.kv_cache import KVCache
 from worker.models.decoder import Decoder
-from worker.sample.grammar_masks import MaskSource, NoMasks, row_masks
-from worker.sample.logprobs import best_continuations, prompt_logprobs
-from worker.sample.row_edits import RowEdits
-from worker.sample.rows import SamplingRows
+from worker.sample.grammar_masks import MaskSource, NoMasks
+from worker.sample.logprobs import prompt_logprobs
 from worker.sample.sampler import Sampler
+from worker.step_sampler import Chosen, StepSampler
 
 LOGITS_CHUNK_BYTES: Final = 64 << 20
 """Most memory that the logits of prompt positions take at once."""
@@ -118,7 +117,7 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._attention = attention
-        self._sampler = sampler
+        self._step_sampler = StepSampler(rows, sampler)
         self._rows = rows
         self.kv_cache = kv_cache
         self._placement = placement
@@ -172,9 +171,9 @@ class ModelRunner:
         """Sample on the host; every row has its tokens then. masks: as of `execute`."""
         inputs, handles = begun.inputs, begun.handles
         broken = self._broken_before_scores(inputs, begun.hidden)
-        sampled, logprobs, candidates = self._sample(begun, handles, broken, masks)
+        chosen = self._sample(begun, broken, masks)
         prompts = self._prompt_logprobs(inputs, begun.hidden, handles, broken)
-        return begun.output(sampled, broken, logprobs, prompts, candidates)
+        return begun.output(chosen.tokens, broken, chosen.logprobs, prompts, chosen.candidates)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -198,154 +197,21 @@ class ModelRunner:
         hidden = self._model.forward(token_ids, positions, self._attention)
         self._model.logits(hidden.index_select(0, last_token))
 
-    def _sample(
-        self,
-        begun: Begun,
-        handles: list[int],
-        broken: NDArray[np.bool_],
-        masks: MaskSource,
-    ) -> tuple[list[list[int]], list[RowLogprobs], list[RowLogprobs]]:
-        """Draw a token for each sequence that is complete; append it to its row.
+    def _sample(self, begun: Begun, broken: NDArray[np.bool_], masks: MaskSource) -> Chosen:
+        """Tokens of the sequences that are complete; broken: bool [S], as StepSampler has it."""
+        if len(begun.inputs.last_token) == 0:
+            return Chosen([[] for _ in begun.handles], [], [])
 
-        Rows of a beam search have candidates instead.
-        broken: bool [S], marked further where logits are odd. Such a sequence samples
-        nothing, but its row gets a token all the same: a step may be waiting for it.
-        """
-        inputs = begun.inputs
-        if len(inputs.last_token) == 0:
-            return [[] for _ in handles], [], []
-        sequences = inputs.samples.nonzero()[0]
+        def grammars() -> GrammarOutput:
+            constrained = begun.step.constrained_handles
+            return masks.masks_of(begun.step) if constrained else NO_GRAMMARS
+
         scores = self._placement.fetch(self.scores(begun))
-        best = self._sampler.best(scores)
-        broken[sequences] |= best.broken
-        grammars = masks.masks_of(begun.step) if begun.step.constrained_handles else NO_GRAMMARS
-        plain = self._rows.plain[inputs.rows[sequences]] & ~_has_mask(grammars, handles, sequences)
-        if plain.all():
-            return self._append(inputs, sequences, best.token_ids, broken), [], []
-        if not plain.any():
-            return self._sample_each(inputs, scores.float(), handles, sequences, broken, grammars)
-        # What the others want is no work for these.
-        greedy = self._append(inputs, sequences[plain], best.token_ids[plain], broken)
-        tokens, logprobs, candidates = self._sample_each(
-            inputs,
-            scores[torch.from_numpy(~plain)].float(),
-            handles,
-            sequences[~plain],
-            broken,
-            grammars,
-        )
-        return [a or b for a, b in zip(greedy, tokens, strict=True)], logprobs, candidates
+        return self._step_sampler.choose(begun.inputs, begun.handles, scores, broken, grammars)
 
     def scores(self, begun: Begun) -> torch.Tensor:
         """Logits [N, vocab] of the sequences that sample, of the head's dtype."""
         return self._model.scores(begun.inputs.rows_that_sample(begun.hidden, begun.last_token))
-
-    def _append(
-        self,
-        inputs: StepInputs,
-        sequences: NDArray[np.int64],
-        token_ids: NDArray[np.int64],
-        broken: NDArray[np.bool_],
-    ) -> list[list[int]]:
-        """Give the rows of `sequences` their tokens; what each sequence of the step reports."""
-        self._rows.append_sampled(inputs.rows[sequences], token_ids)
-        tokens: list[list[int]] = [[] for _ in broken]
-        sound = ~broken[sequences]
-        for sequence, token_id in zip(
-            sequences[sound].tolist(), token_ids[sound].tolist(), strict=True
-        ):
-            tokens[sequence].append(token_id)
-        return tokens
-
-    def _sample_each(
-        self,
-        inputs: StepInputs,
-        logits: torch.Tensor,
-        handles: list[int],
-        sequences: NDArray[np.int64],
-        broken: NDArray[np.bool_],
-        grammars: GrammarOutput,
-    ) -> tuple[list[list[int]], list[RowLogprobs], list[RowLogprobs]]:
-        """The same where rows want more than their best token; logits float32 [N, V] are spent."""
-        if broken.any():
-            logits[torch.from_numpy(broken[sequences])] = 0.0
-        candidates: list[RowLogprobs] = []
-        beams = self._rows.num_candidates[inputs.rows[sequences]] > 0
-        if beams.any():
-            found = sequences[beams]
-            best = self._candidates(
-                logits[torch.from_numpy(beams)], inputs.rows[found], [handles[i] for i in found]
-            )
-            logits, sequences = logits[torch.from_numpy(~beams)], sequences[~beams]
-            candidates = list(map(RowLogprobs, [handles[i] for i in found], best))
-        if len(sequences) == 0:
-            return [[] for _ in handles], [], candidates
-        request = self._sampling_rows(
-            inputs.rows[sequences], [handles[i] for i in sequences], grammars
-        )
-        result = self._sampler.sample(logits, request)
-        tokens = self._append(inputs, sequences, result.token_ids, broken)
-        logprobs = [
-            RowLogprobs(handles[sequence], arrays)
-            for sequence, arrays in zip(sequences, result.logprobs, strict=True)
-            if arrays is not None and not broken[sequence]
-        ]
-        return tokens, logprobs, candidates
-
-    def _candidates(
-        self, logits: torch.Tensor, at: NDArray[np.int64], handles: list[int]
-    ) -> list[LogprobsArrays]:
-        position = self._rows.num_tokens[at] - self._rows.num_prompt_tokens[at]
-        return best_continuations(
-            logits,
-            self._rows.num_candidates[at],
-            position.astype(np.uint32),
-            self._suppressed(at, position, handles),
-        )
-
-    def _suppressed(
-        self, at: NDArray[np.int64], position: NDArray[np.int32], handles: list[int]
-    ) -> tuple[tuple[int, NDArray[np.int64]], ...]:
-        """Stop tokens of the rows that may not end yet, as SamplingRows has them."""
-        rows = self._rows
-        return tuple(
-            (int(i), np.array(sorted(rows.params(handles[i]).stop_ids), dtype=np.int64))
-            for i in np.flatnonzero(position < rows.min_output[at])
-        )
-
-    def _sampling_rows(
-        self, at: NDArray[np.int64], handles: list[int], grammars: GrammarOutput
-    ) -> SamplingRows:
-        rows = self._rows
-        position = rows.num_tokens[at] - rows.num_prompt_tokens[at]
-        return SamplingRows(
-            temperature=rows.temperature[at],
-            top_k=rows.top_k[at],
-            top_p=rows.top_p[at],
-            min_p=rows.min_p[at],
-            seed=rows.seed[at],
-            choice=rows.choice[at],
-            position=position.astype(np.uint32),
-            num_logprobs=rows.num_logprobs[at],
-            suppressed=self._suppressed(at, position, handles),
-            edits=self._edits(at),
-            named=self._named(at, handles),
-            masks=row_masks(grammars, handles),
-        )
-
-    def _edits(self, at: NDArray[np.int64]) -> tuple[tuple[int, RowEdits], ...]:
-        edits = self._rows.edits
-        if not edits:
-            return ()
-        return tuple((i, edits[row]) for i, row in enumerate(at.tolist()) if row in edits)
-
-    def _named(
-        self, at: NDArray[np.int64], handles: list[int]
-    ) -> tuple[tuple[int, NDArray[np.int64]], ...]:
-        """Tokens whose log-probabilities are asked for by name."""
-        asking = np.flatnonzero(self._rows.num_logprobs[at] != NO_LOGPROBS).tolist()
-        named = [(i, self._rows.params(handles[i]).logprob_token_ids) for i in asking]
-        return tuple((i, np.array(ids, dtype=np.int64)) for i, ids in named if ids)
 
     def _prompt_logprobs(
         self,
@@ -407,11 +273,3 @@ class ModelRunner:
         if hidden.device.type == "cpu":
             return broken_sequences(hidden, inputs.query_start)
         return sequences_of(self._placement.fetch(odd_tokens(hidden)), inputs.query_start)
-
-
-def _has_mask(
-    grammars: GrammarOutput, handles: list[int], sequences: NDArray[np.int64]
-) -> NDArray[np.bool_]:
-    """Bool [N], for each of the sequences that sample."""
-    masked = set(grammars.handles)
-    return np.fromiter((handles[i] in masked for i in sequences), np.bool_, len(sequences))

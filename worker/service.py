@@ -14,17 +14,13 @@ one that waits for a step's other parts then loses its group, and waits for the 
 does when another worker has died.
 """
 
-import json
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from fractions import Fraction
-from pathlib import Path
-from typing import Any
 
 from proto import PROTOCOL_VERSION
-from proto.errors import ModelError, ProtocolError
+from proto.errors import ProtocolError
 from proto.faults import Saboteur
 from proto.heap import settle_heap
 from proto.lifecycle import (
@@ -32,51 +28,26 @@ from proto.lifecycle import (
     CacheReady,
     Distrust,
     InitializeCache,
-    KVCacheGeometry,
     NewEngine,
-    Notice,
     ProcessBoot,
-    Progress,
     Shutdown,
-    WeightMemory,
     WorkerReady,
 )
 from proto.model_runner_output import ModelRunnerOutput
 from proto.phase_clock import PhaseClock
-from proto.prepared_model import PreparedModel
 from proto.process import describe
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.sockets import Link, Poller, worker_path
-from worker.ahead import AtOnce, Launched, Runner
-from worker.attention.base import AttentionShape
-from worker.attention.flashinfer import load_library
-from worker.attention.kv_store import TritonStore
-from worker.attention.registry import create_backend
-from worker.batch.rows import Rows
-from worker.cuda_runner import CudaRunnerMaker, Kernels
-from worker.device.accelerator import Cuda
+from worker.ahead import Launched, Runner
 from worker.device.choice import create_device
 from worker.engine_wait import EngineWait
-from worker.faulty_model import FaultyModel
-from worker.fingerprint import kv_fingerprint
 from worker.inbox import FromEngine, Inbox, StepAbandonedError
-from worker.kernels import load_kernels
-from worker.kv_cache import KVCache, kv_cache_geometry, resolve_kv_dtype
-from worker.kv_layout import kv_layout
-from worker.layers.triton_rows import TritonRotate
-from worker.loader.choice import activation_dtype, choose_form
-from worker.loader.form_report import dense_notice, memory_line
-from worker.loader.forms import DenseForm, WeightForm
-from worker.loader.index import read_index
-from worker.loader.pieces import shares_of
-from worker.loader.weights import load_model
-from worker.model_runner import ModelRunner
-from worker.models.decoder import Decoder
-from worker.models.registry import spec_from_config
+from worker.kv_connector.steps import ConnectorSteps, no_connector_steps
+from worker.loaded_model import load
 from worker.parallel.create import create_group
 from worker.parallel.group import GroupLostError
-from worker.sample.device_draw import TritonDraw
-from worker.sample.sampler import create_sampler
+from worker.reports import SupervisorReports
+from worker.runner_maker import RunnerMaker
 
 logger = logging.getLogger("tokend.worker")
 
@@ -105,42 +76,39 @@ class Service:
         self._distrusts_engine = False
         self._engine = meet(boot.worker_epoch)
         self._poller = Poller([supervisor, self._engine])
+        self._copies = no_connector_steps(self._poller)
         self._inbox = Inbox()
         self._stopped = False
         self._engine_wait = EngineWait()
         self._runner: Runner | None = None
         self._launched: deque[tuple[SchedulerOutput, Launched]] = deque()
-        self._has_room = False
         self._saboteur = Saboteur.of(boot.faults, "worker", boot.index, boot.incarnation)
-        num_workers = boot.config.parallel.tensor_parallel_size
-        self._device = create_device(boot.config, boot.index)
-        self._device.check_kv_dtype(boot.config.cache.kv_cache_dtype)
+        self._has_lost_group = False
+        config, reports = boot.config, SupervisorReports(supervisor, boot.index)
+        device = create_device(config, boot.index)
+        device.check_kv_dtype(config.cache.kv_cache_dtype)
         self._group = create_group(
             boot.run_dir,
             boot.index,
-            num_workers,
-            self._device.torch_device,
+            config.parallel.tensor_parallel_size,
+            device.torch_device,
             lambda: supervisor.send(AwaitsRanks(boot.index)),
             lambda: bool(Poller([supervisor]).wait(0.0)),
         )
-        self._has_lost_group = False
         # Loading takes a while, and what has no room now has none beside the weights.
-        self._device.kv_cache_bytes(boot.config.cache)
-        self._dtype = self._device.resolve_dtype(activation_dtype(boot.config.model))
-        self._form = self._choose_form()
-        self._model = self._load()
-        self._layout = kv_layout(self._model.spec.windows)
-        self._geometry = self._cache_geometry()
-        self._device.check_blocks(boot.config.cache, self._geometry.bytes_per_token)
-        # What is granted once holds for every engine: they plan alike, whatever is free by then.
-        peak = self._device.peak_of(self._run_largest_step)
-        self._kv_cache_bytes = self._device.kv_cache_bytes(
-            boot.config.cache, self._part_of_kv(), peak
-        )
+        device.kv_cache_bytes(config.cache)
+        self._loaded = load(config, boot.model, device, self._group, reports)
+        self._runners = RunnerMaker(config, self._loaded, self._saboteur, reports)
         self._phases.end("weights")
 
     def run(self) -> None:
         """Serve until Shutdown; raises ProcessDiedError when no engine follows one that died."""
+        try:
+            self._run()
+        finally:
+            self._copies.close()
+
+    def _run(self) -> None:
         self._engine.send(self._ready())
         settle_heap()  # while the engine plans; what follows must not wait for it
         while not self._stopped:
@@ -167,6 +135,7 @@ class Service:
         if self._supervisor in readable and self._obey():
             self._stopped = True
             return
+        self._copies.report_if_ready(readable)
         messages = self._engine.receive()
         if self._engine.num_undecodable:
             self._distrust_engine()
@@ -198,6 +167,8 @@ class Service:
         self._engine.close()
         self._group.leave()
         self._has_lost_group = False
+        self._copies.close()  # nothing writes to a cache that is given up
+        self._copies = no_connector_steps(self._poller)
         self._runner = None
         self._launched.clear()
         self._distrusts_engine = False
@@ -234,7 +205,9 @@ class Service:
         with self._reporting(step):
             if step.total_num_scheduled_tokens:
                 self._saboteur.begin_step()
+            self._copies.begin(step)
             self._launched.append((step, runner.launch(step, self)))
+            self._copies.end(step)
 
     def _answer_what_is_ready(self) -> None:
         """Send the tokens of the steps that are done, the oldest first."""
@@ -261,71 +234,20 @@ class Service:
             )
             raise
 
-    def _choose_form(self) -> WeightForm:
-        if self._on_cuda:
-            return DenseForm(self._dtype)
-        return choose_form(
-            self._boot.config.model,
-            self._dtype,
-            read_index(self._boot.model),
-            self._device.matrix_flags,
-            load_kernels,
-        )
-
-    def _load(self) -> Decoder:
-        prepared, form = self._boot.model, self._form
-        logger.info(
-            "loading %s as %s, weights %s",
-            prepared.name,
-            str(self._dtype).removeprefix("torch."),
-            form.name,
-        )
-        model = load_model(
-            prepared,
-            spec_from_config(read_config(prepared)),
-            self._dtype,
-            self._device.torch_device,
-            self._report_progress,
-            form,
-            self._group,
-        )
-        logger.info("weights: %s", memory_line(form))
-        if notice := dense_notice(form):
-            self._supervisor.send(Notice("worker", self._boot.index, notice))
-        return model
-
-    def _report_progress(self, fraction: float) -> None:
-        self._supervisor.send(Progress("worker", self._boot.index, "loading weights", fraction))
-
-    def _cache_geometry(self) -> KVCacheGeometry:
-        spec = self._model.spec
-        setting = self._boot.config.cache.kv_cache_dtype
-        dtype = resolve_kv_dtype(setting, self._dtype, spec.head_dim)
-        return kv_cache_geometry(self._layout, spec.num_kv_heads, spec.head_dim, dtype)
-
     def _ready(self) -> WorkerReady:
-        config = self._boot.config
+        loaded = self._loaded
         return WorkerReady(
             protocol_version=PROTOCOL_VERSION,
             epoch=self._epoch,
             rank=self._boot.index,
-            geometry=self._geometry,
-            kv_cache_bytes=self._kv_cache_bytes,
-            vocab_size=self._model.spec.vocab_size,
-            fingerprint=kv_fingerprint(
-                self._boot.model.weights_sha256,
-                read_config(self._boot.model),
-                self._geometry,
-                config.cache.block_size,
-                str(self._dtype),
-                # Another device sums in another order.
-                f"cuda {self._form.name}" if self._on_cuda else self._form.name,
-                (self._group.rank, self._group.size),
-            ),
-            device_name=self._device.name,
-            weights=tuple(WeightMemory(*each) for each in self._form.memory.items()),
+            geometry=loaded.geometry,
+            kv_cache_bytes=self._runners.kv_cache_bytes,
+            vocab_size=loaded.model.spec.vocab_size,
+            fingerprint=loaded.fingerprint(self._boot.config.cache.block_size),
+            device_name=loaded.device.name,
+            weights=loaded.weights,
             phases=self._phases.phases,
-            computes_ahead=self._on_cuda,
+            computes_ahead=loaded.on_cuda,
         )
 
     def _initialize(self, message: InitializeCache) -> Runner:
@@ -334,105 +256,8 @@ class Service:
                 f"engine speaks protocol {message.protocol_version}, worker {PROTOCOL_VERSION}"
             )
         self._group.join(message.epoch)
-        self._check_rows(message)
-        cache, rows = self._pool_and_rows(message)
-        if self._on_cuda:
-            return self._cuda_runners().runner(cache, rows, self._report_graphs)
-        return AtOnce(self._host_runner(cache, rows))
-
-    def _pool_and_rows(self, message: InitializeCache) -> tuple[KVCache, Rows]:
-        cache = KVCache(
-            self._geometry,
-            self._layout,
-            message.num_blocks,
-            message.block_size,
-            self._device.torch_device,
+        runner, connector = self._runners.make(message)
+        self._copies = ConnectorSteps(
+            connector, self._epoch, self._group.rank, self._poller, self._engine.send
         )
-        return cache, self._rows(message.max_model_len)
-
-    def _host_runner(self, cache: KVCache, rows: Rows) -> ModelRunner:
-        """What serves an epoch on a CPU."""
-        spec = self._model.spec
-        shape = AttentionShape(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
-        )
-        attention = create_backend(self._boot.config.device.attention_backend, cache, shape)
-        runner = ModelRunner(self._checked_model(), attention, create_sampler(), rows, cache)
-        runner.warm_up()
         return runner
-
-    def _part_of_kv(self) -> Fraction:
-        """Of the KV heads that all workers hold together, those of this one."""
-        if self._group.size == 1:
-            return Fraction(1)
-        prepared = self._boot.model
-        shares = shares_of(
-            spec_from_config(read_config(prepared)), read_index(prepared), self._group.size
-        )
-        held = [len(share.kv_heads) for share in shares]
-        return Fraction(held[self._group.rank], sum(held))
-
-    def _run_largest_step(self) -> None:
-        """As many tokens and sequences as the settings allow; only their memory matters."""
-        scheduler, longest = self._boot.config.scheduler, self._model.spec.max_position
-        num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        block_size = self._boot.config.cache.block_size
-        cache = KVCache(self._geometry, self._layout, 1, block_size, self._device.torch_device)
-        num_tokens = min(scheduler.max_num_batched_tokens, num_seqs * longest)
-        self._cuda_runners().run_largest_step(cache, self._rows(longest), num_tokens, num_seqs)
-
-    def _cuda_runners(self) -> CudaRunnerMaker:
-        return CudaRunnerMaker(
-            self._boot.config.device,
-            self._checked_model(),
-            Cuda(self._device.torch_device),
-            Kernels(load_library, TritonStore(), TritonDraw(), TritonRotate()),
-            create_sampler(),
-            self._dtype,
-        )
-
-    def _checked_model(self) -> Decoder:
-        """The model, or one that is wrong at times, where a test has asked for it."""
-        return self._model if self._saboteur.idle else FaultyModel(self._model, self._saboteur)
-
-    @property
-    def _on_cuda(self) -> bool:
-        return self._device.torch_device.type == "cuda"
-
-    def _rows(self, max_model_len: int) -> Rows:
-        config = self._boot.config
-        return Rows(
-            config.scheduler.max_num_seqs,
-            max_model_len,
-            config.cache.block_size,
-            self._layout.num_groups,
-        )
-
-    def _report_graphs(self, fraction: float) -> None:
-        self._supervisor.send(Progress("worker", self._boot.index, "capturing graphs", fraction))
-
-    def _check_rows(self, message: InitializeCache) -> None:
-        """Before anything is allocated; once, as for the pool."""
-        if self._has_room:
-            return
-        num_rows = self._boot.config.scheduler.max_num_seqs
-        self._device.check_rows(
-            num_rows,
-            Rows.bytes_needed(
-                num_rows, message.max_model_len, message.block_size, self._layout.num_groups
-            ),
-            message.num_blocks * message.block_size * self._geometry.bytes_per_token,
-        )
-        self._has_room = True
-
-
-def read_config(prepared: PreparedModel) -> dict[str, Any]:
-    """The model's config.json; raises ModelError naming the file."""
-    path = Path(prepared.folder) / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return config

@@ -6,7 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from proto.config import FrontEndConfig, ServeConfig, validate
+from proto.config import FrontEndConfig, ServeConfig
+from proto.config_checks import validate
 from proto.errors import ConfigError
 from proto.tls import server_context
 from tests.fakes.certificates import Authority, needs_openssl

@@ -1,6 +1,5 @@
 """What is measured as a limit is the model's own work: all of its products, and no other."""
 
-import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -35,19 +34,18 @@ def workload(folder: Path, name: str, form: CpuWeights) -> LimitsWorkload:
 @pytest.mark.parametrize("form", ["f32", "bf16"])
 def test_all_products_of_a_step_are_timed(name: str, form: CpuWeights, tmp_path: Path) -> None:
     asked = workload(tmp_path, name, form)
-    with tempfile.TemporaryDirectory() as run_dir:
-        worker = LimitsWorker(asked, run_dir)
-        spec = worker._model.spec
-        layer = [spec.hidden_size, spec.query_size, spec.hidden_size, spec.intermediate_size]
-        columns = [each for each, _ in worker.products.layers]
-        assert columns == layer * spec.num_layers
-        for width, linear in (*worker.products.layers, *worker.products.head):
-            assert linear(torch.zeros(2, width, dtype=worker.dtype)).shape[0] == 2
-        shapes = [linear(torch.zeros(1, n, dtype=worker.dtype)).shape[1] for n, linear in
-                  (*worker.products.layers, *worker.products.head)]  # fmt: skip
-        timings = measure(worker, asked)
+    worker = LimitsWorker(asked.config, asked.model)
+    spec = worker.loaded.model.spec
+    layer = [spec.hidden_size, spec.query_size, spec.hidden_size, spec.intermediate_size]
+    columns = [each for each, _ in worker.products.layers]
+    assert columns == layer * spec.num_layers
+    for width, linear in (*worker.products.layers, *worker.products.head):
+        assert linear(torch.zeros(2, width, dtype=worker.loaded.dtype)).shape[0] == 2
+    shapes = [linear(torch.zeros(1, n, dtype=worker.loaded.dtype)).shape[1] for n, linear in
+              (*worker.products.layers, *worker.products.head)]  # fmt: skip
+    timings = measure(worker, asked)
     numbers = sum(a * b for a, b in zip(shapes, [*columns, spec.hidden_size], strict=True))
-    assert timings.weight_bytes == numbers * worker.dtype.itemsize
+    assert timings.weight_bytes == numbers * worker.loaded.dtype.itemsize
     assert timings.rows == [1, 3, 32]
     assert len(timings.layer_products_ms) == len(timings.head_product_ms) == 3
     assert min(*timings.layer_products_ms, *timings.head_product_ms) > 0

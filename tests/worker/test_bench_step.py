@@ -1,6 +1,5 @@
 """Steps that are measured are the steps of a worker."""
 
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -29,14 +28,13 @@ def test_rows_with_one_context_agree_and_all_parts_are_timed(name: str, tmp_path
         warm_up_steps=1,
         measured_steps=3,
     )
-    with tempfile.TemporaryDirectory() as run_dir:
-        worker = BenchWorker(workload, run_dir)
-        steps = DecodeSteps(worker, workload)
-        answers = [steps.run() for _ in range(4)]
-        for answer in answers:
-            assert answer.handles == [0, 1, 2]
-            assert len({tuple(tokens) for tokens in answer.sampled_token_ids}) == 1
-        timings = measure(worker, workload)
+    worker = BenchWorker(workload.config, workload.model)
+    steps = DecodeSteps(worker, workload)
+    answers = [steps.run() for _ in range(4)]
+    for answer in answers:
+        assert answer.handles == [0, 1, 2]
+        assert len({tuple(tokens) for tokens in answer.sampled_token_ids}) == 1
+    timings = measure(worker, workload)
     assert timings.num_rows == 3
     assert timings.num_steps == 3
     assert timings.num_threads == torch.get_num_threads()

@@ -30,7 +30,7 @@ from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.worker.test_cuda_device import MadeUpGpu
 from tests.worker.test_cuda_runner import Model, compute_by_torch, host_runner
 from tests.worker.test_model_runner import BLOCK, new_request
-from worker import service
+from worker import loaded_model, runner_maker, service
 from worker.attention.kv_store import store_by_index
 from worker.device.cuda import CudaDevice
 from worker.layers.rotary import rotate
@@ -61,20 +61,20 @@ class Running:
         self.thread.start()
 
     def _pretend(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        cuda, load = self.cuda, service.load_model
+        cuda, load = self.cuda, loaded_model.load_model
         gpu = MadeUpGpu(free=70 * GIB)
 
         def load_model(*args: Any) -> Any:
             with cuda.loading():
                 return load(*args)
 
-        monkeypatch.setattr(service, "load_model", load_model)
+        monkeypatch.setattr(loaded_model, "load_model", load_model)
         monkeypatch.setattr(service, "create_device", lambda *_: CudaDevice(CUDA, gpu, 0.9))
-        monkeypatch.setattr(service, "Cuda", lambda device: cuda.device)
-        monkeypatch.setattr(service, "load_library", lambda: FakeFlashInfer(cuda.device))
-        monkeypatch.setattr(service, "TritonStore", lambda: store_by_index)
-        monkeypatch.setattr(service, "TritonDraw", lambda: draw_by_torch)
-        monkeypatch.setattr(service, "TritonRotate", lambda: rotate)
+        monkeypatch.setattr(runner_maker, "Cuda", lambda device: cuda.device)
+        monkeypatch.setattr(runner_maker, "load_library", lambda: FakeFlashInfer(cuda.device))
+        monkeypatch.setattr(runner_maker, "TritonStore", lambda: store_by_index)
+        monkeypatch.setattr(runner_maker, "TritonDraw", lambda: draw_by_torch)
+        monkeypatch.setattr(runner_maker, "TritonRotate", lambda: rotate)
 
     def _run(self) -> None:
         def meet(epoch: int) -> Link:

@@ -30,7 +30,7 @@ from proto.sockets import Link, Poller, worker_path
 from tests.fakes import boots
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
-from worker import engine_wait, service
+from worker import engine_wait, loaded_model, service
 from worker.ahead import Done
 from worker.loader.forms import DenseForm
 from worker.sample.grammar_masks import MaskSource
@@ -42,7 +42,7 @@ def test_a_kv_pool_beyond_the_memory_is_refused_before_the_weights_are_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     load_model = Mock()
-    monkeypatch.setattr(service, "load_model", load_model)
+    monkeypatch.setattr(loaded_model, "load_model", load_model)
     config = ServeConfig(cache=CacheConfig(kv_cache_memory=1 << 60))
     with pytest.raises(ConfigError, match="--kv-cache-memory"):
         service.Service(boots.boot("worker", config=config), Mock(), Mock())
@@ -51,11 +51,11 @@ def test_a_kv_pool_beyond_the_memory_is_refused_before_the_weights_are_loaded(
 
 def pretend_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SimpleNamespace(windows=(None,), num_kv_heads=1, head_dim=8, vocab_size=10)
-    monkeypatch.setattr(service, "load_model", lambda *_: SimpleNamespace(spec=spec))
-    monkeypatch.setattr(service, "spec_from_config", Mock())
-    monkeypatch.setattr(service, "read_index", Mock())
-    monkeypatch.setattr(service, "choose_form", lambda *_: DenseForm(torch.float32))
-    monkeypatch.setattr(service, "read_config", lambda _: {})
+    monkeypatch.setattr(loaded_model, "load_model", lambda *_: SimpleNamespace(spec=spec))
+    monkeypatch.setattr(loaded_model, "spec_from_config", Mock())
+    monkeypatch.setattr(loaded_model, "read_index", Mock())
+    monkeypatch.setattr(loaded_model, "choose_form", lambda *_: DenseForm(torch.float32))
+    monkeypatch.setattr(loaded_model, "read_config", lambda _: {})
 
 
 def test_more_blocks_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,27 @@
 """The seam between the offloading connector's worker half and a medium."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from proto.kv_offload import TransferJob
+from worker.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class HandlerContext:
+    """What a medium may know of its worker.
+
+    cache: memory that blocks lie in. factor: device blocks of an offloaded block. fingerprint: of
+    what all ranks compute. notify: from any thread; a copy is over.
+    """
+
+    cache: KVCache
+    factor: int
+    rank: int
+    num_ranks: int
+    fingerprint: bytes
+    notify: Callable[[], None]
 
 
 class TransferResult(NamedTuple):

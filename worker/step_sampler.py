@@ -1,0 +1,192 @@
+"""Chooses a step's tokens from its scores, on the host, and gives them to their rows.
+
+Owns which rows take which way: most want the best token of the scores as they are, which is
+found while they are looked through for what is no number. Knows no model and no device.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from proto.engine_io import LogprobsArrays
+from proto.model_runner_output import RowLogprobs
+from proto.scheduler_output import GrammarOutput
+from worker.batch.inputs import StepInputs
+from worker.batch.rows import NO_LOGPROBS, Rows
+from worker.sample.grammar_masks import row_masks
+from worker.sample.logprobs import best_continuations
+from worker.sample.row_edits import RowEdits
+from worker.sample.rows import SamplingRows
+from worker.sample.sampler import Sampler
+
+
+class Chosen(NamedTuple):
+    """tokens: of each sequence of the step. The others: only of sequences that ask."""
+
+    tokens: list[list[int]]
+    logprobs: list[RowLogprobs]
+    candidates: list[RowLogprobs]
+
+
+class StepSampler:
+    """Samples for the sequences that have a row in `rows`."""
+
+    def __init__(self, rows: Rows, sampler: Sampler) -> None:
+        self._rows = rows
+        self._sampler = sampler
+
+    def choose(
+        self,
+        inputs: StepInputs,
+        handles: list[int],
+        scores: torch.Tensor,
+        broken: NDArray[np.bool_],
+        grammars: Callable[[], GrammarOutput],
+    ) -> Chosen:
+        """Draw a token for each sequence that is complete; append it to its row.
+
+        Rows of a beam search have candidates instead.
+        handles: of the step's sequences. scores: [N, V] of the N that sample, in any floating
+        dtype, on the host. grammars: waits for the masks of the step.
+        broken: bool [S], marked further where scores are odd. Such a sequence samples
+        nothing, but its row gets a token all the same: a step may be waiting for it.
+        """
+        sequences = inputs.samples.nonzero()[0]
+        best = self._sampler.best(scores)
+        broken[sequences] |= best.broken
+        masks = grammars()
+        plain = self._rows.plain[inputs.rows[sequences]] & ~_has_mask(masks, handles, sequences)
+        if plain.all():
+            return Chosen(self._append(inputs, sequences, best.token_ids, broken), [], [])
+        if not plain.any():
+            return self._sample_each(inputs, scores.float(), handles, sequences, broken, masks)
+        # What the others want is no work for these.
+        greedy = self._append(inputs, sequences[plain], best.token_ids[plain], broken)
+        others = self._sample_each(
+            inputs,
+            scores[torch.from_numpy(~plain)].float(),
+            handles,
+            sequences[~plain],
+            broken,
+            masks,
+        )
+        tokens = [a or b for a, b in zip(greedy, others.tokens, strict=True)]
+        return Chosen(tokens, others.logprobs, others.candidates)
+
+    def _append(
+        self,
+        inputs: StepInputs,
+        sequences: NDArray[np.int64],
+        token_ids: NDArray[np.int64],
+        broken: NDArray[np.bool_],
+    ) -> list[list[int]]:
+        """Give the rows of `sequences` their tokens; what each sequence of the step reports."""
+        self._rows.append_sampled(inputs.rows[sequences], token_ids)
+        tokens: list[list[int]] = [[] for _ in broken]
+        sound = ~broken[sequences]
+        for sequence, token_id in zip(
+            sequences[sound].tolist(), token_ids[sound].tolist(), strict=True
+        ):
+            tokens[sequence].append(token_id)
+        return tokens
+
+    def _sample_each(
+        self,
+        inputs: StepInputs,
+        logits: torch.Tensor,
+        handles: list[int],
+        sequences: NDArray[np.int64],
+        broken: NDArray[np.bool_],
+        grammars: GrammarOutput,
+    ) -> Chosen:
+        """The same where rows want more than their best token; logits float32 [N, V] are spent."""
+        if broken.any():
+            logits[torch.from_numpy(broken[sequences])] = 0.0
+        candidates: list[RowLogprobs] = []
+        beams = self._rows.num_candidates[inputs.rows[sequences]] > 0
+        if beams.any():
+            found = sequences[beams]
+            best = self._candidates(
+                logits[torch.from_numpy(beams)], inputs.rows[found], [handles[i] for i in found]
+            )
+            logits, sequences = logits[torch.from_numpy(~beams)], sequences[~beams]
+            candidates = list(map(RowLogprobs, [handles[i] for i in found], best))
+        if len(sequences) == 0:
+            return Chosen([[] for _ in handles], [], candidates)
+        request = self._sampling_rows(
+            inputs.rows[sequences], [handles[i] for i in sequences], grammars
+        )
+        result = self._sampler.sample(logits, request)
+        tokens = self._append(inputs, sequences, result.token_ids, broken)
+        logprobs = [
+            RowLogprobs(handles[sequence], arrays)
+            for sequence, arrays in zip(sequences, result.logprobs, strict=True)
+            if arrays is not None and not broken[sequence]
+        ]
+        return Chosen(tokens, logprobs, candidates)
+
+    def _candidates(
+        self, logits: torch.Tensor, at: NDArray[np.int64], handles: list[int]
+    ) -> list[LogprobsArrays]:
+        position = self._rows.num_tokens[at] - self._rows.num_prompt_tokens[at]
+        return best_continuations(
+            logits,
+            self._rows.num_candidates[at],
+            position.astype(np.uint32),
+            self._suppressed(at, position, handles),
+        )
+
+    def _suppressed(
+        self, at: NDArray[np.int64], position: NDArray[np.int32], handles: list[int]
+    ) -> tuple[tuple[int, NDArray[np.int64]], ...]:
+        """Stop tokens of the rows that may not end yet, as SamplingRows has them."""
+        rows = self._rows
+        return tuple(
+            (int(i), np.array(sorted(rows.params(handles[i]).stop_ids), dtype=np.int64))
+            for i in np.flatnonzero(position < rows.min_output[at])
+        )
+
+    def _sampling_rows(
+        self, at: NDArray[np.int64], handles: list[int], grammars: GrammarOutput
+    ) -> SamplingRows:
+        rows = self._rows
+        position = rows.num_tokens[at] - rows.num_prompt_tokens[at]
+        return SamplingRows(
+            temperature=rows.temperature[at],
+            top_k=rows.top_k[at],
+            top_p=rows.top_p[at],
+            min_p=rows.min_p[at],
+            seed=rows.seed[at],
+            choice=rows.choice[at],
+            position=position.astype(np.uint32),
+            num_logprobs=rows.num_logprobs[at],
+            suppressed=self._suppressed(at, position, handles),
+            edits=self._edits(at),
+            named=self._named(at, handles),
+            masks=row_masks(grammars, handles),
+        )
+
+    def _edits(self, at: NDArray[np.int64]) -> tuple[tuple[int, RowEdits], ...]:
+        edits = self._rows.edits
+        if not edits:
+            return ()
+        return tuple((i, edits[row]) for i, row in enumerate(at.tolist()) if row in edits)
+
+    def _named(
+        self, at: NDArray[np.int64], handles: list[int]
+    ) -> tuple[tuple[int, NDArray[np.int64]], ...]:
+        """Tokens whose log-probabilities are asked for by name."""
+        asking = np.flatnonzero(self._rows.num_logprobs[at] != NO_LOGPROBS).tolist()
+        named = [(i, self._rows.params(handles[i]).logprob_token_ids) for i in asking]
+        return tuple((i, np.array(ids, dtype=np.int64)) for i, ids in named if ids)
+
+
+def _has_mask(
+    grammars: GrammarOutput, handles: list[int], sequences: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Bool [N], for each of the sequences that sample."""
+    masked = set(grammars.handles)
+    return np.fromiter((handles[i] in masked for i in sequences), np.bool_, len(sequences))
