@@ -40,7 +40,7 @@ class SchedulerWorkload(msgspec.Struct, frozen=True, kw_only=True):
     warm_up_steps, measured_steps: in this order.
     measure: which of the measured steps count; "hashing" runs no steps, and times
         the hashing of the first request's prompt instead.
-    num_blocks: of the KV pool, the null block included.
+    num_blocks: of the KV pool, the null block included. traced: as with --sched-trace.
     The rest are settings of the scheduler, as in proto/config.py.
     """
 
@@ -56,6 +56,7 @@ class SchedulerWorkload(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     measure: Literal["every step", "preempting steps", "hashing"] = "every step"
+    traced: bool = False
 
 
 class Timing(msgspec.Struct, frozen=True):

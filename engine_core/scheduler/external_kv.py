@@ -33,17 +33,20 @@ from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.gates import Candidate, Wake
 from engine_core.scheduler.idle_blocks import IdleBlocks
+from engine_core.scheduler.observer import SchedulerObserver
 from engine_core.scheduler.step_plan import StepPlan
 from proto.codec import changed
 from proto.kv_events import KVEvent
 from proto.kv_transfer import KVConnectorOutput, LoadFailurePolicy
 from proto.scheduler_output import SchedulerOutput
 
-Connect = Callable[[PoolHolds, Wake], SchedulerConnector]
-"""Makes a connector from the references it may take, and the way to wake who was told to wait."""
+IsSound = Callable[[int], bool]
+Connect = Callable[[PoolHolds, Wake, IsSound], SchedulerConnector]
+"""Makes a connector from the references it may take, the way to wake who was told to wait, and
+whether what a request computes, by handle, may be stored."""
 
 
-def no_connector(holds: PoolHolds, wake: Wake) -> SchedulerConnector:
+def no_connector(holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
     """Connect to nothing."""
     return NO_CONNECTOR
 
@@ -84,13 +87,15 @@ class ExternalKV:
         waiting: RequestQueue,
         idle_blocks: IdleBlocks,
         policy: LoadFailurePolicy,
+        observer: SchedulerObserver,
     ) -> None:
         self._kv_cache = kv_cache
         self._waiting = waiting
         self._idle_blocks = idle_blocks
         self.fails_requests = policy == "fail"
-        self.connector = connect(kv_cache.holds, self._wake_asked)
+        self.connector = connect(kv_cache.holds, self._wake_asked, self.is_sound)
         self.connected = self.connector is not NO_CONNECTOR
+        self._observer = observer
         self._plan: StepPlan | None = None
         self._asked: dict[int, Request] = {}
         self._loads: dict[int, _Load] = {}
@@ -173,7 +178,7 @@ class ExternalKV:
         request.num_computed_tokens = num_tokens
         self._loads[request.handle] = _Load(request, num_tokens)
         self._count(request, candidate.num_external_tokens)
-        self._tell_allocated(request, candidate.num_external_tokens)
+        self._tell_allocated(request, candidate.num_external_tokens, is_async=True)
 
     def begin_request(self, candidate: Candidate) -> None:
         """The head of the line was given blocks for its first tokens in this step."""
@@ -184,7 +189,7 @@ class ExternalKV:
             self._beginning.append(request)
         if request.handle not in self._loaded:
             self._count(request, num_external)
-        self._tell_allocated(request, num_external)
+        self._tell_allocated(request, num_external, is_async=False)
 
     # A step
 
@@ -214,6 +219,10 @@ class ExternalKV:
         self._beginning.clear()
         metadata = self.connector.build_connector_meta(output)
         return changed(output, connector_metadata=metadata) if metadata else output
+
+    def is_sound(self, handle: int) -> bool:
+        """Nothing of a request rests on a load of which it is not known whether it succeeds."""
+        return handle not in self._unproven
 
     def describe_rewound(self, plan: StepPlan) -> None:
         """Workers have tokens of theirs that never were: they are told of them anew."""
@@ -328,6 +337,10 @@ class ExternalKV:
         self.connector.start_over()
         self._kv_cache.holds.release_all()
 
+    def reset_cache(self) -> bool:
+        """Forget what is kept elsewhere; False where it is being copied."""
+        return self.connector.reset_cache()
+
     def close(self) -> None:
         """The engine ends."""
         self.connector.close()
@@ -365,7 +378,10 @@ class ExternalKV:
             self._kv_cache.most_blocks(request.num_tokens),
         )
 
-    def _tell_allocated(self, request: Request, num_external: int) -> None:
+    def _tell_allocated(self, request: Request, num_external: int, *, is_async: bool) -> None:
+        if num_external:
+            name = type(self.connector).__name__
+            self._observer.found_elsewhere(request, num_external, name, is_async=is_async)
         tables = self._kv_cache.block_ids(request.handle)
         self.connector.update_state_after_alloc(request, tables, num_external)
 

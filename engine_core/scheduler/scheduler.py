@@ -139,7 +139,7 @@ class Scheduler:
             config.crashes_until_alone,
         )
         self.external = ExternalKV(
-            connect, kv_cache, self.waiting, idle_blocks, load_failure_policy
+            connect, kv_cache, self.waiting, idle_blocks, load_failure_policy, observer
         )
         self._gates: tuple[Gate, ...] = (
             self._pause,

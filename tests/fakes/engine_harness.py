@@ -5,6 +5,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from engine_core.kv_cache.holds import PoolHolds
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
@@ -15,6 +17,7 @@ from engine_core.request import Request, choices_of
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.constraints import NO_CONSTRAINTS, Constraints
+from engine_core.scheduler.external_kv import IsSound
 from engine_core.scheduler.gates import Gate, Wake
 from engine_core.scheduler.observer import NO_OBSERVER, SchedulerObserver
 from engine_core.scheduler.scheduler import Scheduler
@@ -38,6 +41,7 @@ class EngineHarness:
 
     in_flight: steps that were sent and whose results have not been taken in; with
     async_scheduling one stays there while the next is scheduled.
+    step_seconds: what the workers say of a step; 0 is nothing.
     """
 
     def __init__(
@@ -86,14 +90,15 @@ class EngineHarness:
         self.max_in_flight = OVERLAPPED if config.async_scheduling else SYNCHRONOUS
         self.in_flight: deque[SchedulerOutput] = deque()
         self.runner = PagedRunner(block_size, next_token, windows=windows)
+        self.step_seconds: Callable[[SchedulerOutput], float] = lambda output: 0.0
         self.ids = itertools.count(100)
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.turn_starts: dict[tuple[int, int], int] = {}
         self.outputs: dict[tuple[int, int], list[EngineCoreOutput]] = {}
         self.final: dict[tuple[int, int], FinishReason] = {}
 
-    def _connect(self, holds: PoolHolds, wake: Wake) -> SchedulerConnector:
-        self.holds, self.wake = holds, wake
+    def _connect(self, holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
+        self.holds, self.wake, self.is_sound = holds, wake, is_sound
         return NO_CONNECTOR if self.connector is None else self.connector
 
     def add(
@@ -184,6 +189,7 @@ class EngineHarness:
         result = self.runner.execute(output)
         if not loads.is_empty:
             self.report(loads)
+        result = msgspec.structs.replace(result, compute_seconds=self.step_seconds(output))
         by_client = self.scheduler.update_from_output(output, result)
         self.note(by_client)
         return by_client
