@@ -70,7 +70,10 @@ class SamplingSteps:
         self._handles = list(range(num_rows))
         dtype: torch.dtype = getattr(torch, workload.dtype)
         generator = torch.Generator().manual_seed(0)
-        self._scores = torch.randn(num_rows, workload.vocab_size, generator=generator).to(dtype)
+        scores = torch.randn(num_rows, workload.vocab_size, generator=generator)
+        for row, each in enumerate(new):  # what the text speaks of: penalties take its lead
+            scores[row, each.output_token_ids[0]] = scores[row].max() + 0.01
+        self._scores = scores.to(dtype)
         self._spent = torch.empty_like(self._scores)
         self.seconds: list[float] = []
 
