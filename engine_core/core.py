@@ -16,27 +16,35 @@ from engine_core.executor.crew import Crew
 from engine_core.executor.local import LocalExecutor
 from engine_core.executor.sabotaged import SabotagedExecutor
 from engine_core.intake import Intake
+from engine_core.kv_cache.block import BlockIds
+from engine_core.kv_cache.holds import PoolHolds
 from engine_core.kv_cache.integrity import check, check_in_slices
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.residency import ResidencyMeter
+from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
+from engine_core.kv_connector.factory import create_scheduler_connector
 from engine_core.kv_events import KVEventSink, make_kv_events
 from engine_core.orders import Orders
 from engine_core.outbox import Outbox
 from engine_core.pool_plan import PoolPlan, plan_pool, weight_memory
 from engine_core.scheduler.backlog import queue_limits
 from engine_core.scheduler.chunking import ChunkRule
+from engine_core.scheduler.external_kv import Connect
+from engine_core.scheduler.gates import Wake
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.service import Service
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS, Stepper
 from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars, start_grammars
+from engine_core.trace.tracing import NO_TRACING, Tracing, start_tracing
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits
 from engine_core.vitals import Vitals
 from proto import PROTOCOL_VERSION
-from proto.config import ServeConfig
+from proto.config import SchedulerConfig, ServeConfig
 from proto.errors import TokendError
 from proto.faults import Saboteur
 from proto.heap import settle_heap
+from proto.kv_transfer_config import KVTransferConfig, kv_transfer_config
 from proto.lifecycle import EngineReady, Notice, ProcessBoot, ProcessStart, WorkerReady
 from proto.phase_clock import PhaseClock
 from proto.sockets import Link, Poller
@@ -75,11 +83,27 @@ def _serve(
     kv_events = make_kv_events(config.cache.kv_events_endpoint, boot.run_dir, boot.epoch)
     if kv_events.endpoint:
         supervisor.send(Notice(boot.role, boot.index, f"KV events: {kv_events.endpoint}"))
-    stepper = _build(boot, crew, front_ends, orders, poller, kv_events, vitals, grammars)
-    settle_heap()
-    clock.end("books")
-    _announce(boot, crew, front_ends, supervisor, clock)
-    stepper.run()
+    with closing(_trace(boot, crew)) as tracing:
+        stepper = _build(
+            boot, crew, front_ends, orders, poller, kv_events, vitals, grammars, tracing
+        )
+        settle_heap()
+        clock.end("books")
+        _announce(boot, crew, front_ends, supervisor, clock)
+        with closing(stepper):
+            stepper.run()
+
+
+def _trace(boot: ProcessBoot, crew: Crew) -> Tracing:
+    config, worker = boot.config, crew.workers[0]
+    return start_tracing(
+        config.trace,
+        scheduler_settings(config, worker),
+        crew.plan,
+        worker,
+        boot.epoch,
+        config.cache.enable_prefix_caching,
+    )
 
 
 def _executors(boot: ProcessBoot) -> Callable[[int], Executor]:
@@ -174,6 +198,7 @@ def build_parts(
     epoch: int,
     kv_events: KVEventSink,
     grammars: Grammars = NO_GRAMMARS,
+    tracing: Tracing = NO_TRACING,
 ) -> EngineParts:
     """What the daemon runs, and the benchmark measures. epoch: of the engine."""
     kv_cache = KVCacheManager(
@@ -183,16 +208,20 @@ def build_parts(
         worker.fingerprint,
         groups=worker.geometry.groups,
         longest_chunk=ChunkRule.from_config(config.scheduler).longest_chunk,
-        observers=kv_events.observers,
+        observers=(*kv_events.observers, *tracing.pool_observers),
         residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
     )
+    transfer = kv_transfer_config(config.cache.kv_transfer_config)
     scheduler = Scheduler(
-        msgspec.structs.replace(config.scheduler, async_scheduling=overlaps(config, worker)),
+        scheduler_settings(config, worker),
         kv_cache,
         epoch=worker.epoch,
         max_model_len=plan.max_model_len,
         vocab_size=worker.vocab_size,
         constraints=grammars.constraints,
+        connect=connect_of(config, plan, worker, transfer, kv_cache.block_ids),
+        load_failure_policy=transfer.kv_load_failure_policy,
+        observer=tracing.scheduler_observer,
     )
     outbox = Outbox(front_ends, scheduler, epoch, kv_events=kv_events)
     scheduler.tell_begun(outbox)
@@ -206,10 +235,41 @@ def build_parts(
     return EngineParts(scheduler, kv_cache, intake, outbox)
 
 
+def connect_of(
+    config: ServeConfig,
+    plan: PoolPlan,
+    worker: WorkerReady,
+    transfer: KVTransferConfig,
+    block_ids: Callable[[int], BlockIds],
+) -> Connect:
+    """How the scheduler comes to the connector that is configured; raises ConfigError there."""
+
+    def connect(holds: PoolHolds, wake: Wake) -> SchedulerConnector:
+        context = SchedulerContext(
+            worker.geometry,
+            plan.block_size,
+            plan.num_blocks,
+            worker.fingerprint,
+            config.parallel.tensor_parallel_size,
+            holds,
+            block_ids,
+            wake,
+            config,
+        )
+        return create_scheduler_connector(transfer, context)
+
+    return connect
+
+
 def overlaps(config: ServeConfig, worker: WorkerReady) -> bool:
     """Whether steps are scheduled ahead: as the setting says, or where the workers gain by it."""
     setting = config.scheduler.async_scheduling
     return worker.computes_ahead if setting is None else setting
+
+
+def scheduler_settings(config: ServeConfig, worker: WorkerReady) -> SchedulerConfig:
+    """As they come out with these workers."""
+    return msgspec.structs.replace(config.scheduler, async_scheduling=overlaps(config, worker))
 
 
 def _build(
@@ -221,10 +281,11 @@ def _build(
     kv_events: KVEventSink,
     vitals: Vitals,
     grammars: Grammars,
+    tracing: Tracing,
 ) -> Stepper:
     plan = crew.plan
     parts = build_parts(
-        boot.config, plan, crew.workers[0], front_ends, boot.epoch, kv_events, grammars
+        boot.config, plan, crew.workers[0], front_ends, boot.epoch, kv_events, grammars, tracing
     )
     kv_cache = parts.kv_cache
     vitals.watch(lambda: parts.scheduler.has_work)
@@ -236,8 +297,9 @@ def _build(
             if found:
                 raise IntegrityError("; ".join(found))
             yield
-        if kv_cache.usage > 0 and not parts.scheduler.num_unfinished:
-            raise IntegrityError(f"leak: {kv_cache.usage:.1%} of the blocks are in use by nobody")
+        num_lost = kv_cache.num_usable_blocks - kv_cache.num_free_blocks - kv_cache.holds.num_blocks
+        if num_lost > 0 and not parts.scheduler.num_unfinished:
+            raise IntegrityError(f"leak: {num_lost} blocks are in use by nobody")
 
     service = Service(
         orders, front_ends, poller, parts.scheduler, parts.intake, parts.outbox, grammars

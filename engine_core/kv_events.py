@@ -6,7 +6,7 @@ the log, which watches the block pool; without an endpoint there is neither.
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 import zmq
@@ -15,7 +15,7 @@ from engine_core.kv_cache.event_log import KVEventLog
 from engine_core.kv_cache.observers import PoolObserver
 from proto.codec import encode
 from proto.errors import ConfigError
-from proto.kv_events import KVEventBatch
+from proto.kv_events import KVEvent, KVEventBatch
 from proto.sockets import MAX_IPC_PATH, kv_events_path
 
 MAX_QUEUED_BATCHES: Final = 10_000
@@ -37,8 +37,11 @@ class KVEventSink(Protocol):
     def endpoint(self) -> str:
         """In ZMQ's form, with the port that was taken."""
 
-    def publish(self) -> None:
-        """Send what has happened since the last call; nothing if nothing has."""
+    def publish(self, elsewhere: Iterable[KVEvent] = ()) -> None:
+        """Send what has happened since the last call; nothing if nothing has.
+
+        elsewhere: what has happened on other media.
+        """
 
 
 class NoKVEvents:
@@ -47,7 +50,7 @@ class NoKVEvents:
     observers: Sequence[PoolObserver] = ()
     endpoint = ""
 
-    def publish(self) -> None:
+    def publish(self, elsewhere: Iterable[KVEvent] = ()) -> None:
         """Nothing."""
 
 
@@ -79,8 +82,8 @@ class KVEventPublisher:
             ) from None
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def publish(self) -> None:
-        events = self._log.take()
+    def publish(self, elsewhere: Iterable[KVEvent] = ()) -> None:
+        events = [*self._log.take(), *elsewhere]
         if events:
             batch = KVEventBatch(self._epoch, self._sequence, self._clock(), events)
             self._socket.send(encode(batch), zmq.NOBLOCK)

@@ -6,6 +6,7 @@ of queues, blocks or text.
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from engine_core.kv_cache.extra_keys import ExtraKeys
 from engine_core.kv_cache.hashing import Hasher
@@ -98,6 +99,7 @@ class Request:
         time): seconds on the machine's monotonic clock, None before it happened.
         place: while it runs, a number that grows along the running list.
         first_info_sent: FirstTokenInfo has left with an output.
+        kv_transfer_params: of one that is over: what its client is told of where its KV is.
         crash_count: processes that died while this was computed, since it got further.
     """
 
@@ -113,6 +115,7 @@ class Request:
         "crash_count",
         "first_info_sent",
         "handle",
+        "kv_transfer_params",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -188,6 +191,7 @@ class Request:
         self.scheduled_at: float | None = None
         self.preempted_at: list[float] = []
         self.first_info_sent = False
+        self.kv_transfer_params: dict[str, Any] | None = None
         self.crash_count = crash_count
 
     def _ask(self, prompt_token_ids: list[int], sampling_params: SamplingParams) -> None:

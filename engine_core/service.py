@@ -51,8 +51,10 @@ class Service:
         for link in front_ends.links:
             poller.add(link)
         self._grammars = grammars
-        if grammars.descriptor != NO_DESCRIPTOR:
-            poller.add(grammars.descriptor)
+        self._connector = scheduler.external.connector
+        for descriptor in (grammars.descriptor, self._connector.fileno()):
+            if descriptor != NO_DESCRIPTOR:
+                poller.add(descriptor)
 
     @property
     def stopped(self) -> bool:
@@ -87,6 +89,8 @@ class Service:
             compiled = self._intake.answer_compiled()
         else:
             compiled = False
+        if self._connector.fileno() in ready:
+            self._connector.attend()
         if received or overdue or compiled:
             self._tell_pause()  # before anybody relies on it
             self._outbox.flush()

@@ -17,6 +17,7 @@ from engine_core.scheduler.scheduler import Scheduler
 from engine_core.scheduler.step_results import ImpossibleResultError
 from engine_core.service import Service
 from engine_core.structured_output.grammars import NO_GRAMMARS, EarlyAnswerError, Grammars
+from proto.kv_transfer import KVConnectorOutput
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
 
@@ -71,7 +72,10 @@ class Stepper:
             for epoch in self._service.take_worker_epochs():
                 self._change_workers(epoch)
             try:
-                for result in self._crew.receive():
+                results = self._crew.receive()
+                for report in self._crew.take_reports():
+                    self._note(report)
+                for result in results:
                     self._take(result)
                 self._mask()
                 may_have_work = self._send()
@@ -79,6 +83,10 @@ class Stepper:
             except WorkerFailedError as error:
                 self._crew.distrust(error)
                 may_have_work = False
+
+    def close(self) -> None:
+        """The engine ends."""
+        self._scheduler.external.close()
 
     def _listen(self, may_have_work: bool) -> None:
         """Serve what has arrived, or wait for something if there is nothing else to do."""
@@ -98,16 +106,34 @@ class Stepper:
             return False
         if not self._crew.ready:
             return False
+        wanted = self._scheduler.external.wants_step
         self._scheduler.convene()
         output = self._scheduler.schedule()
         self._service.announce(self._scheduler.crash_progress())
         if output.total_num_scheduled_tokens:
             self._in_flight.append(output)
-        elif not (output.finished_handles or output.preempted_handles):
-            assert self._in_flight or not self._scheduler.has_work, "no request can progress"
+        elif not (
+            wanted
+            or output.finished_handles
+            or output.preempted_handles
+            or output.connector_metadata
+        ):
+            assert self._may_wait, "no request can progress"
             return False
         self._crew.submit(output)
         return True
+
+    @property
+    def _may_wait(self) -> bool:
+        """Something will come that lets somebody go on, or nobody wants to."""
+        scheduler = self._scheduler
+        return bool(self._in_flight or scheduler.external.is_awaited or not scheduler.has_work)
+
+    def _note(self, report: KVConnectorOutput) -> None:
+        """Copies of the KV connector are over; who relied on one that failed may be as well."""
+        outputs = self._scheduler.update_from_connector(report)
+        if outputs:
+            self._service.tell(outputs)
 
     def _mask(self) -> None:
         """Have the masks of the oldest step made, and hand on those that are."""

@@ -56,6 +56,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Measure how long one KV block in this many keeps its content; 0 measures none."""
     gpu_memory_utilization: float = 0.9
     """Part of a GPU's memory that may be taken; the KV pool gets what weights and steps leave."""
+    kv_transfer_config: str | None = None
+    """KV connector, as JSON (kv_connector, kv_connector_extra_config …): KV beyond the pool."""
 
     @property
     def has_fixed_kv_events_endpoint(self) -> bool:
@@ -74,6 +76,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens of one prompt in a step; 0 sets no limit."""
     enable_chunked_prefill: bool = True
     """Let a prompt be computed over several steps."""
+    max_step_stretch: float = 1.8
+    """Most that a prompt may stretch a step of others that decode, as a multiple; 0: no limit."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of waiting requests."""
     async_scheduling: bool | None = None
@@ -195,6 +199,15 @@ class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
     """At a reload the new engine comes beside the old one, or after it; auto looks for memory."""
 
 
+class TraceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler decided, step by step, in a file: docs/trace.md."""
+
+    sched_trace: str | None = None
+    """File (.jsonl) for the scheduler's trace; `tokend trace` shows and replays it."""
+    sched_trace_max_bytes: int = 4 << 30
+    """The trace ends when its file is so long (suffixes K, M, G)."""
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `tokend serve` was told."""
 
@@ -206,6 +219,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     frontend: FrontEndConfig = FrontEndConfig()
     reliability: ReliabilityConfig = ReliabilityConfig()
     grammars: GrammarConfig = GrammarConfig()
+    trace: TraceConfig = TraceConfig()
 
 
 SECRET_FIELDS: Final = frozenset({"api_key", "admin_api_key"})

@@ -25,6 +25,7 @@ from proto.config import (
 )
 from proto.errors import ConfigError
 from proto.ids import MAX_CLIENTS
+from proto.kv_transfer_config import kv_transfer_config
 
 _DTYPES_OF_WEIGHTS: Final[dict[CpuWeights, tuple[DType, ...]]] = {
     "auto": ("auto", "float32", "bfloat16", "float16"),
@@ -47,6 +48,7 @@ def validate(config: ServeConfig) -> None:
     _check_front_end(config.frontend)
     _check_grammars(config.grammars)
     _check_reliability(config.reliability, config.cache)
+    _positive("sched_trace_max_bytes", config.trace.sched_trace_max_bytes)
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -77,6 +79,7 @@ def _check_cache(cache: CacheConfig) -> None:
             "num_gpu_blocks_override",
         )
     _check_kv_events(cache)
+    _check_kv_transfer(cache)
     if cache.kv_cache_metrics_one_in < 0:
         raise ConfigError(
             f"--kv-cache-metrics-one-in must be 0 or more, got {cache.kv_cache_metrics_one_in}",
@@ -98,6 +101,11 @@ def _check_scheduler(scheduler: SchedulerConfig) -> None:
             "--long-prefill-token-threshold needs chunked prefill, "
             "and --no-enable-chunked-prefill turns it off",
             "long_prefill_token_threshold",
+        )
+    if scheduler.max_step_stretch != 0.0 and not 1.0 < scheduler.max_step_stretch < math.inf:
+        raise ConfigError(
+            f"--max-step-stretch must be more than 1, or 0, got {scheduler.max_step_stretch}",
+            "max_step_stretch",
         )
     _check_pressure(scheduler)
     if not scheduler.session_timeout > 0.0:
@@ -275,6 +283,17 @@ def _check_kv_events(cache: CacheConfig) -> None:
             "--kv-events-endpoint publishes what the prefix cache holds, "
             "and --no-enable-prefix-caching turns it off",
             "kv_events_endpoint",
+        )
+
+
+def _check_kv_transfer(cache: CacheConfig) -> None:
+    """What is kept elsewhere is known by the hashes of the prefix cache."""
+    transfer = kv_transfer_config(cache.kv_transfer_config)
+    if transfer.kv_connector and not cache.enable_prefix_caching:
+        raise ConfigError(
+            "--kv-transfer-config finds KV by the hashes of the prefix cache, "
+            "and --no-enable-prefix-caching turns it off",
+            "kv_transfer_config",
         )
 
 

@@ -10,6 +10,7 @@ the handle is listed as finished.
 
 import msgspec
 
+from proto.kv_transfer import NO_PAYLOAD, Payload
 from proto.sampling_params import SamplingParams
 
 BlockIds = list[list[int]]
@@ -64,7 +65,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_on
 
     epoch: the worker epoch. step: counts from 1 within the life of the engine.
     new_requests, cached_requests: what to compute, running sequences first.
-    total_num_scheduled_tokens: sum over both; 0 only carries finished handles.
+    total_num_scheduled_tokens: sum over both; 0 only carries what
+        workers are to forget or to copy.
     finished_handles: forget these; their block ids may be in use again in this step.
     preempted_handles: their KV is gone; keep tokens and parameters, free the row.
     block_copies: source, copy, source, copy …; whole blocks, of any group, to be copied
@@ -72,6 +74,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_on
     constrained_handles: those that sample in this step, and not just any token: before that
         comes a GrammarOutput of this step. Which tokens may be theirs follows from the step
         before, which may be under way when this one is sent.
+    connector_metadata: what the KV connector has its other half do with this step.
     """
 
     epoch: int
@@ -83,6 +86,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_on
     preempted_handles: list[int]
     block_copies: list[int] = []
     constrained_handles: list[int] = []
+    connector_metadata: Payload = NO_PAYLOAD
 
 
 class GrammarOutput(msgspec.Struct, array_like=True, tag=2, frozen=True):

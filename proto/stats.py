@@ -24,13 +24,36 @@ class KVEviction(msgspec.Struct, array_like=True, frozen=True):
     reuse_gaps: list[float] = []
 
 
+class KVMediumStats(msgspec.Struct, array_like=True, frozen=True):
+    """Copies between the KV pool and one other medium, over all ranks, and what it holds.
+
+    Deltas: copies that are over, their bytes and seconds (the slowest rank's); blocks that were
+    left out because they were there or nobody is known to want them again (num_skipped), or
+    because there was no room (num_unstored); copies that failed. Gauge: usage, 0 to 1, or 0 of
+    a medium that does not say.
+    """
+
+    medium: str
+    num_loads: int = 0
+    load_bytes: int = 0
+    load_seconds: float = 0.0
+    num_stores: int = 0
+    store_bytes: int = 0
+    store_seconds: float = 0.0
+    num_skipped: int = 0
+    num_unstored: int = 0
+    num_failed: int = 0
+    usage: float = 0.0
+
+
 class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     """The state of the scheduler after a step, and what the step added.
 
     Gauges: num_running, num_waiting, kv_cache_usage (0 to 1), num_deferred (those of
     num_waiting that wait for something else than room), num_queued_reqs, num_queued_tokens (choices
     that wait for their first step, and the tokens of their prompts).
-    Deltas since the last message: the rest. Prefix cache figures are in tokens;
+    Deltas since the last message: the rest. Prefix cache figures are in tokens
+    (external: of what the KV connector was asked for, and had);
     num_corrupted are requests that ended because their scores were not numbers.
     """
 
@@ -46,3 +69,5 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     num_corrupted: int = 0
     num_queued_reqs: int = 0
     num_queued_tokens: int = 0
+    external_prefix_cache_queries: int = 0
+    external_prefix_cache_hits: int = 0

@@ -24,6 +24,9 @@ from worker.device.accelerator import Accelerator
 from worker.device.placement import OnDevice
 from worker.forward import EagerForward, Forward
 from worker.kv_cache import KVCache
+from worker.kv_connector.base import WorkerConnector
+from worker.kv_connector.layers import with_hooks
+from worker.kv_connector.nothing import NO_CONNECTOR
 from worker.layers.rotary import Rotate
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
@@ -71,13 +74,20 @@ class CudaRunnerMaker:
         )
 
     def runner(
-        self, kv_cache: KVCache, rows: Rows, progress: Callable[[float], None]
+        self,
+        kv_cache: KVCache,
+        rows: Rows,
+        progress: Callable[[float], None],
+        connector: WorkerConnector = NO_CONNECTOR,
     ) -> AheadRunner:
-        """What serves an epoch; captures graphs, of which `progress` is told the finished part."""
+        """What serves an epoch; captures graphs, of which `progress` is told the finished part.
+
+        connector: may want calls around each layer's attention, which no graph has.
+        """
         num_rows = len(rows.num_tokens)
         sizes = self._capture_sizes(num_rows)
         pages = max(sizes, default=0) * rows.block_table.ids.shape[2]
-        attention = self._attention(kv_cache, sizes, pages)
+        attention = with_hooks(self._attention(kv_cache, sizes, pages), connector)
         eager = EagerForward(self._model, attention)
         forward: Forward = eager
         if sizes and isinstance(attention, FlashInferAttention):

@@ -6,6 +6,7 @@ free by then. Knows nothing of links.
 
 from proto.config import ServeConfig
 from proto.faults import Saboteur
+from proto.kv_transfer_config import kv_transfer_config
 from proto.lifecycle import InitializeCache
 from worker.ahead import AtOnce, Runner
 from worker.attention.base import AttentionShape
@@ -17,6 +18,10 @@ from worker.cuda_runner import CudaRunnerMaker, Kernels
 from worker.device.accelerator import Cuda
 from worker.faulty_model import FaultyModel
 from worker.kv_cache import KVCache
+from worker.kv_connector.base import WorkerConnector, WorkerContext
+from worker.kv_connector.factory import create_worker_connector
+from worker.kv_connector.layers import with_hooks
+from worker.kv_connector.nothing import NO_CONNECTOR
 from worker.layers.triton_rows import TritonRotate
 from worker.loaded_model import LoadedModel
 from worker.model_runner import ModelRunner
@@ -46,24 +51,45 @@ class RunnerMaker:
         self.kv_cache_bytes = self._device.kv_cache_bytes(config.cache, loaded.part_of_kv, peak)
         """For the KV pool of any engine."""
 
-    def make(self, message: InitializeCache) -> Runner:
-        """What serves the engine that wants such a cache; raises ConfigError without memory."""
+    def make(self, message: InitializeCache) -> tuple[Runner, WorkerConnector]:
+        """What serves the engine that wants such a cache, and copies between it and elsewhere.
+
+        Raises ConfigError without memory, and for a connector that cannot be.
+        """
         self._check_rows(message)
-        if not self._loaded.on_cuda:
-            return AtOnce(self.on_host(message))
         cache, rows = self._pool_and_rows(message)
-        return self._cuda_runners().runner(
-            cache, rows, lambda fraction: self._reports.progress("capturing graphs", fraction)
+        connector = self._connect(message, cache)
+        if not self._loaded.on_cuda:
+            return AtOnce(self._host_runner(cache, rows, connector)), connector
+        runner = self._cuda_runners().runner(
+            cache,
+            rows,
+            lambda fraction: self._reports.progress("capturing graphs", fraction),
+            connector,
         )
+        return runner, connector
 
     def on_host(self, message: InitializeCache) -> ModelRunner:
-        """The same on a CPU."""
-        cache, rows = self._pool_and_rows(message)
+        """The runner alone, on a CPU."""
+        return self._host_runner(*self._pool_and_rows(message), NO_CONNECTOR)
+
+    def _connect(self, message: InitializeCache, cache: KVCache) -> WorkerConnector:
+        config, group = self._config, self._loaded.group
+        context = WorkerContext(
+            group.rank, group.size, message.fingerprint, message.block_size, config
+        )
+        transfer = kv_transfer_config(config.cache.kv_transfer_config)
+        connector = create_worker_connector(transfer, context)
+        connector.register_kv_caches(cache)
+        return connector
+
+    def _host_runner(self, cache: KVCache, rows: Rows, connector: WorkerConnector) -> ModelRunner:
         spec = self._loaded.model.spec
         shape = AttentionShape(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
         )
-        attention = create_backend(self._config.device.attention_backend, cache, shape)
+        plain = create_backend(self._config.device.attention_backend, cache, shape)
+        attention = with_hooks(plain, connector)
         runner = ModelRunner(self._checked_model(), attention, create_sampler(), rows, cache)
         runner.warm_up()
         return runner

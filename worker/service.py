@@ -42,6 +42,7 @@ from worker.ahead import Launched, Runner
 from worker.device.choice import create_device
 from worker.engine_wait import EngineWait
 from worker.inbox import FromEngine, Inbox, StepAbandonedError
+from worker.kv_connector.steps import ConnectorSteps, no_connector_steps
 from worker.loaded_model import load
 from worker.parallel.create import create_group
 from worker.parallel.group import GroupLostError
@@ -75,6 +76,7 @@ class Service:
         self._distrusts_engine = False
         self._engine = meet(boot.worker_epoch)
         self._poller = Poller([supervisor, self._engine])
+        self._copies = no_connector_steps(self._poller)
         self._inbox = Inbox()
         self._stopped = False
         self._engine_wait = EngineWait()
@@ -101,6 +103,12 @@ class Service:
 
     def run(self) -> None:
         """Serve until Shutdown; raises ProcessDiedError when no engine follows one that died."""
+        try:
+            self._run()
+        finally:
+            self._copies.close()
+
+    def _run(self) -> None:
         self._engine.send(self._ready())
         settle_heap()  # while the engine plans; what follows must not wait for it
         while not self._stopped:
@@ -127,6 +135,7 @@ class Service:
         if self._supervisor in readable and self._obey():
             self._stopped = True
             return
+        self._copies.report_if_ready(readable)
         messages = self._engine.receive()
         if self._engine.num_undecodable:
             self._distrust_engine()
@@ -158,6 +167,8 @@ class Service:
         self._engine.close()
         self._group.leave()
         self._has_lost_group = False
+        self._copies.close()  # nothing writes to a cache that is given up
+        self._copies = no_connector_steps(self._poller)
         self._runner = None
         self._launched.clear()
         self._distrusts_engine = False
@@ -194,7 +205,9 @@ class Service:
         with self._reporting(step):
             if step.total_num_scheduled_tokens:
                 self._saboteur.begin_step()
+            self._copies.begin(step)
             self._launched.append((step, runner.launch(step, self)))
+            self._copies.end(step)
 
     def _answer_what_is_ready(self) -> None:
         """Send the tokens of the steps that are done, the oldest first."""
@@ -243,4 +256,8 @@ class Service:
                 f"engine speaks protocol {message.protocol_version}, worker {PROTOCOL_VERSION}"
             )
         self._group.join(message.epoch)
-        return self._runners.make(message)
+        runner, connector = self._runners.make(message)
+        self._copies = ConnectorSteps(
+            connector, self._epoch, self._group.rank, self._poller, self._engine.send
+        )
+        return runner

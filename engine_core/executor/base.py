@@ -6,6 +6,7 @@ Knows nothing of how workers are started or reached.
 from typing import Protocol
 
 from proto.errors import TokendError
+from proto.kv_transfer import KVConnectorOutput
 from proto.lifecycle import WorkerReady
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
@@ -65,6 +66,14 @@ class Executor(Protocol):
 
         A step that failed has none: its worker dies. Raises WorkerFailedError, naming the
         worker, when one sent nonsense.
+        """
+        ...
+
+    def take_reports(self) -> list[KVConnectorOutput]:
+        """What workers have finished for the KV connector, told before `receive`'s steps.
+
+        One for each report of each rank, in order; the handles are those that all ranks have
+        finished with it.
         """
         ...
 

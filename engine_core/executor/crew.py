@@ -18,6 +18,7 @@ from engine_core.executor.nobody import Nobody
 from engine_core.pool_plan import PoolPlan
 from proto.codec import Message
 from proto.errors import ModelError
+from proto.kv_transfer import KVConnectorOutput
 from proto.lifecycle import Distrust, WorkerReady, WorkersReady
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
@@ -111,6 +112,10 @@ class Crew:
         if not self._ready:
             self._prepare()
         return results
+
+    def take_reports(self) -> list[KVConnectorOutput]:
+        """What workers have finished for the KV connector, told before the steps received."""
+        return self._executor.take_reports()
 
     def _begin(self, epoch: int) -> None:
         self._epoch = epoch

@@ -11,7 +11,9 @@ import logging
 from collections import deque
 
 from engine_core.executor.base import WorkerFailedError
+from engine_core.executor.reports import ReportJoiner
 from proto import PROTOCOL_VERSION
+from proto.kv_transfer import KVConnectorOutput, KVConnectorReport
 from proto.lifecycle import CacheReady, InitializeCache, WorkerReady
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
@@ -19,7 +21,7 @@ from proto.sockets import Link, PeerStalledError, worker_path
 
 logger = logging.getLogger("tokend.executor")
 
-FromWorker = WorkerReady | CacheReady | ModelRunnerOutput
+FromWorker = WorkerReady | CacheReady | ModelRunnerOutput | KVConnectorReport
 
 
 class LocalExecutor:
@@ -37,6 +39,8 @@ class LocalExecutor:
         self._ready: dict[int, WorkerReady] = {}
         self._cache_ready: set[int] = set()
         self._answers: list[deque[ModelRunnerOutput]] = [deque() for _ in self._links]
+        self._joiner = ReportJoiner(world_size)
+        self._reports: list[KVConnectorOutput] = []
         self._initializing = False
         self._num_submitted = 0
         self._num_answered = [0] * world_size
@@ -71,7 +75,12 @@ class LocalExecutor:
     def initialize_cache(self, num_blocks: int, block_size: int, max_model_len: int) -> None:
         self._initializing = True
         message = InitializeCache(
-            PROTOCOL_VERSION, self._epoch, num_blocks, block_size, max_model_len
+            PROTOCOL_VERSION,
+            self._epoch,
+            num_blocks,
+            block_size,
+            max_model_len,
+            self._ready[0].fingerprint,
         )
         for link in self._links:
             link.send(message)
@@ -104,6 +113,10 @@ class LocalExecutor:
             complete.append(first)
         return complete
 
+    def take_reports(self) -> list[KVConnectorOutput]:
+        taken, self._reports = self._reports, []
+        return taken
+
     def close(self) -> None:
         for link in self._links:
             link.close()
@@ -115,7 +128,7 @@ class LocalExecutor:
             except PeerStalledError as error:
                 raise WorkerFailedError(rank, "does not read its steps") from error
 
-    def _take(self, rank: int, message: WorkerReady | CacheReady | ModelRunnerOutput) -> None:
+    def _take(self, rank: int, message: FromWorker) -> None:
         if isinstance(message, WorkerReady) and message.protocol_version != PROTOCOL_VERSION:
             raise WorkerFailedError(
                 rank,
@@ -133,6 +146,8 @@ class LocalExecutor:
                 )
         elif message.rank != rank:
             raise WorkerFailedError(rank, f"calls itself worker {message.rank}")
+        elif isinstance(message, KVConnectorReport):
+            self._reports.append(self._joiner.join(message.output))
         elif isinstance(message, WorkerReady):
             self._ready[rank] = message
         else:

@@ -1,5 +1,6 @@
 """An executor between two: the workers that were here are not listened to any more."""
 
+from proto.kv_transfer import KVConnectorOutput
 from proto.lifecycle import WorkerReady
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
@@ -32,6 +33,10 @@ class Nobody:
         """They were for a step that is lost."""
 
     def receive(self) -> list[ModelRunnerOutput]:
+        """Nothing."""
+        return []
+
+    def take_reports(self) -> list[KVConnectorOutput]:
         """Nothing."""
         return []
 

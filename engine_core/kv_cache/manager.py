@@ -5,7 +5,7 @@ only by their counters, token ids and hashes, which it never changes. It does
 not decide who waits or who is preempted.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import Final
 
@@ -14,6 +14,7 @@ from engine_core.kv_cache.coordinator import NOTHING_COMPUTED, ComputedBlocks, m
 from engine_core.kv_cache.fork import BlockCopies, fork_of
 from engine_core.kv_cache.groups import KVGroup
 from engine_core.kv_cache.hashing import BlockHasher, Hasher, NoHashing
+from engine_core.kv_cache.holds import PoolHolds
 from engine_core.kv_cache.observed_pool import ObservedBlockPool
 from engine_core.kv_cache.observers import PoolObserver
 from engine_core.kv_cache.pool import BlockPool
@@ -67,7 +68,9 @@ class KVCacheManager:
         self._residency = residency
         self._coordinator = make_coordinator(self.pool, groups, block_size)
         self._copies = BlockCopies()
+        self.holds = PoolHolds(self.pool)
         self._quiet_until: dict[int, int] = {}
+        self._proven_until: dict[int, int] = {}  # those with KV that is still to be loaded
         self._num_queried = 0
         self._num_hit = 0
 
@@ -119,6 +122,7 @@ class KVCacheManager:
         num_new_tokens: int,
         computed: ComputedBlocks = NOTHING_COMPUTED,
         num_lookahead_tokens: int = 0,
+        num_external_tokens: int = 0,
     ) -> BlockIds | None:
         """Give a request room for its next tokens.
 
@@ -130,6 +134,8 @@ class KVCacheManager:
             |<---- made findable, up to ---->|
                    request.num_tokens
 
+        external: between hit and new, tokens whose KV is loaded into their blocks; neither
+        they nor what follows is findable before `prove`.
         comp: request.num_computed_tokens, without the hits. hit: `computed`, cached or
         forked (then its end, if it is part of a block, is copied into the first new
         one), only with the first allocation since the request was added or preempted. new:
@@ -147,7 +153,9 @@ class KVCacheManager:
         # Most calls are a decode inside its last block: one comparison decides.
         if num_slots < self._quiet_until.get(request.handle, 0):
             return NO_NEW_BLOCKS
-        return self._allocate(request, num_new_tokens, computed, num_lookahead_tokens)
+        return self._allocate(
+            request, num_new_tokens, computed, num_lookahead_tokens, num_external_tokens
+        )
 
     def num_blocks_needed(
         self, request: Request, num_new_tokens: int, computed: ComputedBlocks = NOTHING_COMPUTED
@@ -160,6 +168,34 @@ class KVCacheManager:
         num_slots = request.num_computed_tokens + computed.num_tokens + num_new_tokens
         num_new = self._coordinator.num_new_blocks(request.handle, num_slots, computed)
         return num_new + self._num_free_hits(computed)
+
+    def prove(self, request: Request, num_tokens: int) -> None:
+        """What was loaded for a request holds what it should.
+
+        It may be found from now on, with what is computed on top of it: up to `num_tokens`.
+        """
+        if self._proven_until.pop(request.handle, None) is not None:
+            self._coordinator.release_passed(request.handle, num_tokens)
+            self._quiet_until[request.handle] = self._coordinator.settle(
+                request.handle, request, min(num_tokens, request.num_tokens)
+            )
+
+    def num_sound_tokens(self, request: Request, bad_blocks: Collection[int]) -> int | None:
+        """Leading tokens of a request none of whose blocks is bad; None where all are sound.
+
+        None of them where there are windows: they have passed what would be needed.
+        """
+        has_windows = self.has_windows
+        for group in self.groups:
+            for index, block in enumerate(group.tables().get(request.handle, ())):
+                if block in bad_blocks:
+                    return 0 if has_windows else index * group.block_size
+        return None
+
+    def rewind(self, request: Request, num_tokens: int) -> None:
+        """Only the first tokens of a request have the KV that they should; it keeps the blocks."""
+        self._proven_until.pop(request.handle, None)
+        self.withdraw(request, num_tokens)
 
     def withdraw(self, request: Request, num_valid_tokens: int) -> None:
         """Nobody is to find what a request computed after its first tokens.
@@ -187,6 +223,7 @@ class KVCacheManager:
         find it. Nothing happens where the request has no blocks.
         """
         quiet_until = self._quiet_until.pop(request.handle, None)
+        self._proven_until.pop(request.handle, None)
         if quiet_until is not None:
             self.withdraw(request, num_shared_tokens)
             self._coordinator.rename(request.handle, heir.handle)
@@ -201,7 +238,11 @@ class KVCacheManager:
         quiet_until = self._quiet_until.pop(request.handle, None)
         if quiet_until is None:
             return
-        num_verified = min(request.num_computed_tokens, request.num_tokens)
+        num_verified = min(
+            request.num_computed_tokens,
+            self._proven_until.pop(request.handle, request.num_tokens),
+            request.num_tokens,
+        )
         if num_verified >= quiet_until:
             self._coordinator.settle(request.handle, request, num_verified)
         if self._copies.pending:
@@ -213,8 +254,11 @@ class KVCacheManager:
         return [group.table(handle) for group in self.groups]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, changing nothing, while any block is in use."""
-        return self.pool.reset_prefix_cache()
+        """Forget all cached prefixes; False, changing nothing, while any block is in use.
+
+        Blocks that are only held, for a copy, do not count as in use.
+        """
+        return self.pool.reset_prefix_cache(self.holds.num_alone)
 
     def is_cached(self, block_hash: bytes) -> bool:
         """Whether a block with this content can be found now."""
@@ -269,6 +313,11 @@ class KVCacheManager:
         return self._coordinator.groups
 
     @property
+    def has_windows(self) -> bool:
+        """A prefix may be gone although what follows it is there."""
+        return not all(group.has_prefixes for group in self.groups)
+
+    @property
     def num_usable_blocks(self) -> int:
         """All blocks but the null block."""
         return self.pool.num_blocks - 1
@@ -284,10 +333,15 @@ class KVCacheManager:
         return self.pool.usage
 
     def _allocate(
-        self, request: Request, num_new: int, computed: ComputedBlocks, num_lookahead: int
+        self,
+        request: Request,
+        num_new: int,
+        computed: ComputedBlocks,
+        num_lookahead: int,
+        num_external: int = 0,
     ) -> BlockIds | None:
         handle, coordinator = request.handle, self._coordinator
-        num_computed = request.num_computed_tokens + computed.num_tokens
+        num_computed = request.num_computed_tokens + computed.num_tokens + num_external
         num_tokens = num_computed + num_new
         num_slots = num_tokens + num_lookahead
         coordinator.release_passed(handle, num_computed)
@@ -304,7 +358,11 @@ class KVCacheManager:
         if computed.tails:
             self._copies.promise(computed, new_blocks)
         # Drafts and lookahead may still be rejected; only verified tokens are findable.
-        num_verified = min(num_tokens, len(request.all_token_ids))
+        if num_external:
+            self._proven_until[handle] = num_computed - num_external
+        num_verified = min(
+            num_tokens, len(request.all_token_ids), self._proven_until.get(handle, num_tokens)
+        )
         self._quiet_until[handle] = coordinator.settle(handle, request, num_verified)
         return new_blocks if any(new_blocks) else NO_NEW_BLOCKS
 

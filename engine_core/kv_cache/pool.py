@@ -117,9 +117,12 @@ class BlockPool:
         while (block := self.index.get(block_hash)) is not None:
             self.uncache([block])
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all content; False, changing nothing, while any block is in use."""
-        if self.num_free != self.num_blocks - 1:
+    def reset_prefix_cache(self, num_held: int = 0) -> bool:
+        """Forget all content; False, changing nothing, while any block is in use.
+
+        num_held: blocks in use only for being copied, which does not ask what they are found by.
+        """
+        if self.num_free + num_held != self.num_blocks - 1:
             return False
         self.index.clear()
         self.hashes = [None] * self.num_blocks

@@ -7,16 +7,16 @@ workers. Method names are the field's (vLLM's KVConnectorBase_V1).
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
-
-import msgspec
+from typing import Any, Final, NamedTuple, Protocol
 
 from engine_core.kv_cache.block import BlockIds
 from engine_core.request import Request
+from proto.config import ServeConfig
 from proto.kv_events import KVEvent
-from proto.kv_transfer import KVConnectorOutput
+from proto.kv_transfer import KVConnectorOutput, Payload
 from proto.lifecycle import KVCacheGeometry
 from proto.scheduler_output import SchedulerOutput
+from proto.stats import KVMediumStats
 
 
 class Match(NamedTuple):
@@ -47,14 +47,19 @@ class BlockHolds(Protocol):
         ...
 
 
+DEFAULTS: Final = ServeConfig()
+
+
 @dataclass(frozen=True)
 class SchedulerContext:
     """What a deciding half may know of its engine.
 
     geometry: of one rank. block_size: tokens of a device block. fingerprint: of everything that
     changes KV values, the same on every rank. num_ranks: workers that share the model.
-    wake: puts requests that were told to ask again back into the line. ring: from any thread; the
-    engine's loop wakes up and does so with all of them.
+    block_ids: the block tables of a request now, by handle, a copy; null blocks for what a
+    window has passed.
+    wake: puts requests that were told to ask again back into the line; in the engine's thread.
+    serve_config: all settings, for those that some media cannot do with.
     """
 
     geometry: KVCacheGeometry
@@ -63,17 +68,20 @@ class SchedulerContext:
     fingerprint: bytes
     num_ranks: int
     holds: BlockHolds
+    block_ids: Callable[[int], BlockIds]
     wake: Callable[[Request], None]
-    ring: Callable[[], None]
+    serve_config: ServeConfig = DEFAULTS
 
 
 class SchedulerConnector(Protocol):
     """Called between the scheduler's own decisions; none of these waits for anything.
 
+    All of it is called in the engine's own thread. Made from (KVTransferConfig, SchedulerContext).
     supports_groups: it copes with several KV cache groups (hybrid models).
     """
 
-    supports_groups: ClassVar[bool]
+    @property
+    def supports_groups(self) -> bool: ...
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Match:
         """Tokens it has after the first `num_computed_tokens`, which the device has.
@@ -91,12 +99,24 @@ class SchedulerConnector(Protocol):
         """
         ...
 
-    def build_connector_meta(self, output: SchedulerOutput) -> msgspec.Raw:
+    def build_connector_meta(self, output: SchedulerOutput) -> Payload:
         """What the other half is to do with this step. Called once for every step."""
         ...
 
+    def wants_step(self) -> bool:
+        """Whether the workers are to have a step, even one that computes nothing.
+
+        Asked before each step; the next build_connector_meta is for it. What a worker puts off
+        until the step that follows may need one.
+        """
+        ...
+
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """All ranks have finished this."""
+        """One rank has reported. Called for every report of every rank.
+
+        finished_sending, finished_recving: what all ranks have finished with this report.
+        invalid_block_ids, worker_metadata: of this rank; others say so themselves.
+        """
         ...
 
     def request_finished(
@@ -113,6 +133,10 @@ class SchedulerConnector(Protocol):
         """What changed on its media since the last call."""
         ...
 
+    def take_stats(self) -> list[KVMediumStats]:
+        """What was copied since the last call, and how full each medium is."""
+        ...
+
     def reset_cache(self) -> bool:
         """Forget all it has; False where something is being copied."""
         ...
@@ -120,6 +144,14 @@ class SchedulerConnector(Protocol):
     def start_over(self) -> None:
         """Workers of a new epoch: no copy of the old ones is ever reported; nothing is in
         flight."""
+        ...
+
+    def fileno(self) -> int:
+        """Readable when a thread of its own has found something; -1: it has none."""
+        ...
+
+    def attend(self) -> None:
+        """That descriptor is readable: take in what was found, and wake who waits for it."""
         ...
 
     def close(self) -> None:

@@ -9,12 +9,13 @@ has come.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine_core.kv_cache.manager import ComputedBlocks, KVCacheManager
+from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.admission_rules import AdmissionRule
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.courtesy import Courtesy
+from engine_core.scheduler.external_kv import ExternalKV
 from engine_core.scheduler.gates import Candidate, Gate
 from engine_core.scheduler.idle_blocks import IdleBlocks
 from engine_core.scheduler.step_plan import StepPlan
@@ -28,12 +29,12 @@ class _Refusal:
     found, next_one: hash of the last block of its computed prefix, and of the block after
     it; empty where there is none.
 
-    Nothing is remembered where there are rules: they look at more than this; nor where there
-    are windows, in which a block before the last one may be lost, or a later one found; nor in
-    a step that admitted somebody, whose fork the request may be in the next. Otherwise,
-    until the pool is freer, or a request at rest holds blocks, or somebody has to give way,
-    or fewer tokens are wanted, or that prefix is shorter (a chunk that begins earlier needs
-    fewer blocks) or longer, looking again is in vain.
+    Nothing is remembered where there are rules or KV elsewhere: they look at more than this;
+    nor where there are windows, in which a block before the last one may be lost, or a later one
+    found; nor in a step that admitted somebody, whose fork the request may be in the next.
+    Otherwise, until the pool is freer, or a request at rest holds blocks, or somebody has to
+    give way, or fewer tokens are wanted, or that prefix is shorter (a chunk that begins earlier
+    needs fewer blocks) or longer, looking again is in vain.
     """
 
     request: Request
@@ -58,6 +59,7 @@ class AdmissionPass:
         gates: Sequence[Gate],
         idle_blocks: IdleBlocks,
         courtesy: Courtesy,
+        external: ExternalKV,
     ) -> None:
         self._waiting = waiting
         self._running = running
@@ -68,20 +70,30 @@ class AdmissionPass:
         self._gates = gates
         self._idle_blocks = idle_blocks
         self._courtesy = courtesy
+        self._external = external
         self._refusal: _Refusal | None = None
-        self._remembers = not rules and all(group.has_prefixes for group in kv_cache.groups)
+        self._remembers = not rules and not external.connected and not kv_cache.has_windows
+
+    @property
+    def num_free_seats(self) -> int:
+        """So many more requests may run at once."""
+        return max(0, self._num_seats - len(self._running))
 
     def run(self, plan: StepPlan) -> None:
         for gate in self._gates:
             gate.begin(plan)
         waiting = self._waiting
-        while plan.budget > 0 and waiting.num_ready and self._may_have_seat():
+        while self._has_budget(plan) and waiting.num_ready and self._may_have_seat():
             request = waiting.peek()
             if self._refusal is not None and self._is_refused(request, self._refusal, plan):
                 return
             candidate = Candidate(request, self._kv_cache)
             if not self._is_held(candidate) and not self._admit(candidate, plan):
                 return
+
+    @staticmethod
+    def _has_budget(plan: StepPlan) -> bool:
+        return plan.budget > 0 and plan.prompt_budget > 0
 
     def _has_seat(self) -> bool:
         return len(self._running) < self._num_seats
@@ -97,10 +109,13 @@ class AdmissionPass:
             and not self._idle_blocks.any_at_rest
             and not self._courtesy.may_claim(request)
             and kv_cache.num_free_blocks <= refusal.num_free
-            and self._chunks.first_chunk(refusal.num_missing, plan.budget) >= refusal.num_new
+            and self._first_chunk(refusal.num_missing, plan) >= refusal.num_new
             and all(map(kv_cache.is_cached, refusal.found))
             and not any(map(kv_cache.is_cached, refusal.next_one))
         )
+
+    def _first_chunk(self, num_missing: int, plan: StepPlan) -> int:
+        return self._chunks.first_chunk(num_missing, min(plan.budget, plan.prompt_budget))
 
     def _refuse(self, candidate: Candidate, num_new: int, plan: StepPlan) -> None:
         if not self._remembers or plan.admitted:
@@ -130,24 +145,28 @@ class AdmissionPass:
         True without that where somebody has given way: it is to be looked at once more, as
         what it found in the cache may be gone.
 
-        0          num_computed                  num_tokens
-        |---its own-or--|           |                 |
-        |---in cache----|--num_new--|---later steps---|
+        0                       num_computed                  num_tokens
+        |---its own-or--|            |           |                 |
+        |---in cache----|--external--|--num_new--|---later steps---|
         """
-        request, num_computed = candidate.request, candidate.num_computed_tokens
+        request = candidate.request
+        num_computed = candidate.num_computed_tokens + candidate.num_external_tokens
+        num_computed = min(num_computed, request.num_tokens - 1)
         if request.num_output_placeholders:
             return False  # preempted; until its late token is here, nobody knows what to compute
         if request in plan.preempted:
             return False  # it gave way in this pass, and is not to take the room back in it
         if self._courtesy.is_behind(request):
             return False
+        if candidate.loads_async:
+            return self._load(candidate)
         if not self._has_seat():
             return self._courtesy.claim(request, plan)
         num_missing = request.num_tokens - num_computed
-        num_new = self._chunks.first_chunk(num_missing, plan.budget)
+        num_new = self._first_chunk(num_missing, plan)
         if num_new == 0:
             return False
-        if not self._has_room(request, num_new, candidate.computed):
+        if not self._has_room(request, num_new, candidate):
             if self._courtesy.claim(request, plan):
                 return True
             self._refuse(candidate, num_new, plan)
@@ -160,26 +179,56 @@ class AdmissionPass:
         if request.scheduled_at is None:
             request.scheduled_at = plan.now
             request.num_cached_tokens = num_computed
+        self._external.begin_request(candidate)
         plan.admitted.append(request)
         plan.admitted_tokens.append(num_new)
         plan.budget -= num_new
+        plan.prompt_budget -= num_new
         for gate in self._gates:
             gate.admitted(request, num_new)
         return True
 
-    def _has_room(self, request: Request, num_new: int, computed: ComputedBlocks) -> bool:
+    def _load(self, candidate: Candidate) -> bool:
+        """Set the head of the queue aside with blocks for what is loaded; False if it has to wait.
+
+        As long as nobody runs whose end would give room, nor anybody's load is under way, those
+        in line give up what they hold: else each might wait for the others' blocks.
+        """
+        external, idle_blocks = self._external, self._idle_blocks
+        while not (external.has_room_to_load(candidate) and self._take_blocks(candidate, 0)):
+            if idle_blocks.take_from_rest():
+                continue
+            if self._running or external.is_loading:
+                return False
+            if not idle_blocks.take_from_line(candidate.request):
+                return False
+        external.begin_load(candidate)
+        return True
+
+    def _has_room(self, request: Request, num_new: int, candidate: Candidate) -> bool:
         """Allocates if the rules allow it and there are blocks, those that nobody uses included."""
         idle_blocks = self._idle_blocks
-        while not self._fits(request, num_new, computed):
+        while not self._fits(request, num_new, candidate):
             if idle_blocks.take_from_rest():
                 continue
             if self._running or not idle_blocks.take_from_line(request):
                 return False
         return True
 
-    def _fits(self, request: Request, num_new: int, computed: ComputedBlocks) -> bool:
+    def _fits(self, request: Request, num_new: int, candidate: Candidate) -> bool:
         if self._running:
+            num_wanted = candidate.num_external_tokens + num_new
             for rule in self._rules:
-                if not rule.admits(request, num_new, computed):
+                if not rule.admits(request, num_wanted, candidate.computed):
                     return False
-        return self._kv_cache.allocate_slots(request, num_new, computed) is not None
+        return self._take_blocks(candidate, num_new)
+
+    def _take_blocks(self, candidate: Candidate, num_new: int) -> bool:
+        request, num_external = candidate.request, candidate.num_external_tokens
+        # What is loaded may reach the last token, which is computed all the same.
+        num_here = candidate.num_computed_tokens + num_external
+        num_new = min(num_new, request.num_tokens - num_here)
+        blocks = self._kv_cache.allocate_slots(
+            request, num_new, candidate.computed, num_external_tokens=num_external
+        )
+        return blocks is not None

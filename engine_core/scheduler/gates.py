@@ -21,14 +21,18 @@ class Candidate:
     """The request at the head of the line, and what it can start from.
 
     Its cached prefix is looked up on demand, once. A gate may offer something longer.
+    num_external_tokens: after that prefix, tokens with KV elsewhere; loads_async: it is to be
+    loaded before the request gets any further.
     """
 
-    __slots__ = ("_computed", "_kv_cache", "request")
+    __slots__ = ("_computed", "_kv_cache", "loads_async", "num_external_tokens", "request")
 
     def __init__(self, request: Request, kv_cache: KVCacheManager) -> None:
         self.request = request
         self._kv_cache = kv_cache
         self._computed: ComputedBlocks | None = None
+        self.num_external_tokens = 0
+        self.loads_async = False
 
     @property
     def computed(self) -> ComputedBlocks:

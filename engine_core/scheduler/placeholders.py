@@ -27,8 +27,16 @@ class Placeholders(Protocol):
         """A step is on its way; its tokens count as computed already."""
         ...
 
-    def fill(self, requests: Mapping[int, Request], result: ModelRunnerOutput) -> None:
-        """A result was taken in. requests: by handle, those that are not over."""
+    def fill(
+        self,
+        requests: Mapping[int, Request],
+        result: ModelRunnerOutput,
+        void_until: Mapping[int, int],
+    ) -> None:
+        """A result was taken in. requests: by handle, those that are not over.
+
+        void_until: by handle, the last step that does not count for a request.
+        """
         ...
 
 
@@ -38,7 +46,12 @@ class NoPlaceholders:
     def reserve(self, plan: StepPlan) -> None:
         """Nobody plans on it."""
 
-    def fill(self, requests: Mapping[int, Request], result: ModelRunnerOutput) -> None:
+    def fill(
+        self,
+        requests: Mapping[int, Request],
+        result: ModelRunnerOutput,
+        void_until: Mapping[int, int],
+    ) -> None:
         """Nothing was reserved."""
 
 
@@ -51,7 +64,13 @@ class OutputPlaceholders:
             if request.num_computed_tokens >= num_tokens:
                 request.num_output_placeholders += 1
 
-    def fill(self, requests: Mapping[int, Request], result: ModelRunnerOutput) -> None:
+    def fill(
+        self,
+        requests: Mapping[int, Request],
+        result: ModelRunnerOutput,
+        void_until: Mapping[int, int],
+    ) -> None:
         for handle, token_ids in zip(result.handles, result.sampled_token_ids, strict=True):
-            if token_ids and (request := requests.get(handle)) is not None:
+            request = requests.get(handle)
+            if token_ids and request is not None and void_until.get(handle, 0) < result.step:
                 request.num_output_placeholders -= 1

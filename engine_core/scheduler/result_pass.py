@@ -24,6 +24,7 @@ class ResultPass:
 
     requests: all that are not over, by handle; read only.
     finish: ends one request by itself. abort: ends all choices of a request id.
+    void_until: by handle, the last step whose row of a request does not count; read only.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class ResultPass:
         max_model_len: int,
         finish: Callable[[Request, RequestStatus], None],
         abort: Callable[[int], int],
+        void_until: Mapping[int, int],
     ) -> None:
         self._requests = requests
         self._kv_cache = kv_cache
@@ -41,6 +43,7 @@ class ResultPass:
         self._max_model_len = max_model_len
         self._finish = finish
         self._abort = abort
+        self._void_until = void_until
         self._num_corrupted = 0
         self._departed: dict[int, tuple[Request, int]] = {}
 
@@ -51,16 +54,16 @@ class ResultPass:
 
         Returns what is wrong with that one; empty where nothing is.
         """
-        self._fail(result.failed_handles, outputs)
+        self._fail(result.failed_handles, output.step, outputs)
         logprobs = {row.handle: row.arrays for row in result.logprobs}
         prompt_logprobs = {row.handle: row.arrays for row in result.prompt_logprobs}
         candidates = {row.handle: row.arrays for row in result.candidates}
-        requests, wrong = self._requests, ""
+        requests, void_until, wrong = self._requests, self._void_until, ""
         for handle, token_ids, end in zip(
             result.handles, result.sampled_token_ids, ends_of_rows(output), strict=True
         ):
             request = requests.get(handle)
-            if request is None:
+            if request is None or (void_until and void_until.get(handle, 0) >= output.step):
                 continue
             tokens, finish_reason, first = request.all_token_ids, None, None
             token_index = len(tokens) - request.num_prompt_tokens
@@ -128,13 +131,15 @@ class ResultPass:
         taken, self._num_corrupted = self._num_corrupted, 0
         return taken
 
-    def _fail(self, handles: Sequence[int], outputs: ClientOutputs) -> None:
+    def _fail(self, handles: Sequence[int], step: int, outputs: ClientOutputs) -> None:
         """End requests whose scores are no numbers; nobody is to build on their KV.
 
         Also not on that of those who are over: their blocks may be found since.
         """
         for handle in handles:
             request = self._requests.get(handle)
+            if self._void_until.get(handle, 0) >= step:
+                continue
             if request is not None:
                 self._kv_cache.forget(request)
                 request.num_computed_tokens = 0

@@ -63,7 +63,7 @@ class RunningPass:
         """
         running, longest_chunk = self._running, self._longest_chunk
         allocate_slots = self._kv_cache.allocate_slots
-        budget = plan.budget
+        budget, prompt_budget = plan.budget, plan.prompt_budget
         while position < end and budget > 0:
             request = running[position]
             position += 1
@@ -74,12 +74,17 @@ class RunningPass:
             if num_missing <= 0:
                 continue
             num_new = 1 if num_missing == 1 else min(num_missing, longest_chunk, budget)
+            is_prompt = num_missing > 1 and not request.spec_token_ids
+            if is_prompt:
+                num_new = min(num_new, prompt_budget)
+                if num_new <= 0:
+                    continue  # who decodes behind it goes on
             blocks = allocate_slots(request, num_new)
             while blocks is None:
-                plan.budget = budget
+                plan.budget, plan.prompt_budget = budget, prompt_budget
                 index = self._preemption.evict_one(plan, position - 1)
                 position -= index < position
-                end, budget = end - (index < end), plan.budget
+                end, budget, prompt_budget = end - (index < end), plan.budget, plan.prompt_budget
                 if request.status is not RequestStatus.RUNNING:
                     break  # it gave way itself
                 blocks = allocate_slots(request, num_new)
@@ -88,15 +93,20 @@ class RunningPass:
                 plan.continued_tokens.append(num_new)
                 plan.continued_blocks.append(blocks)
                 budget -= num_new
-        plan.budget = budget
+                if is_prompt:
+                    prompt_budget -= num_new
+        plan.budget, plan.prompt_budget = budget, prompt_budget
 
     def _run_without_preemption(self, plan: StepPlan, late: Sequence[Request]) -> None:
         for request in late:
             num_missing = request.num_tokens_ahead - request.num_computed_tokens
             num_new = min(num_missing, self._longest_chunk, plan.budget)
+            if num_missing > 1:
+                num_new = min(num_new, plan.prompt_budget)
             blocks = self._kv_cache.allocate_slots(request, num_new) if num_new > 0 else None
             if blocks is not None:
                 plan.continued.append(request)
                 plan.continued_tokens.append(num_new)
                 plan.continued_blocks.append(blocks)
                 plan.budget -= num_new
+                plan.prompt_budget -= num_new if num_missing > 1 else 0

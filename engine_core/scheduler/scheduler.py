@@ -11,6 +11,7 @@ first, within one token budget.
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.queues.base import RequestQueue
@@ -27,14 +28,17 @@ from engine_core.scheduler.corruption import error_output
 from engine_core.scheduler.courtesy import Courtesy
 from engine_core.scheduler.deadlines import Deadlines
 from engine_core.scheduler.dictation import Dictation
+from engine_core.scheduler.external_kv import Connect, ExternalKV, no_connector
 from engine_core.scheduler.gates import Gate
 from engine_core.scheduler.idle_blocks import IdleBlocks
+from engine_core.scheduler.observer import NO_OBSERVER, SchedulerObserver
 from engine_core.scheduler.output_builder import OutputBuilder
 from engine_core.scheduler.pause import Pause
 from engine_core.scheduler.placeholders import NoPlaceholders, OutputPlaceholders, Placeholders
 from engine_core.scheduler.policies import policy_of
 from engine_core.scheduler.preemption import Preemption
 from engine_core.scheduler.prefix_wait import PrefixWait
+from engine_core.scheduler.prompt_pace import pace_of
 from engine_core.scheduler.quarantine import Herald, Quarantine, poison_output
 from engine_core.scheduler.restart import start_over
 from engine_core.scheduler.result_pass import ResultPass
@@ -48,9 +52,14 @@ from engine_core.scheduler.victims import Victims
 from proto.config import SchedulerConfig
 from proto.engine_io import PauseMode
 from proto.errors import ErrorInfo
+from proto.kv_transfer import KVConnectorOutput, LoadFailurePolicy
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
 from proto.stats import SchedulerStats
+
+LOAD_ERROR: Final = ErrorInfo(
+    "internal", "KV that this request relied on could not be loaded (kv_load_failure_policy: fail)"
+)
 
 
 class Scheduler:
@@ -64,6 +73,8 @@ class Scheduler:
     vocab_size: sampled token ids are below it.
     gates: hold requests back for reasons of their own, beside those that are always there.
     constraints: a gate, too, which says who may not have just any token.
+    connect: makes the KV connector. load_failure_policy: what becomes of who relied on it in vain.
+    observer: told of all that is decided.
     """
 
     def __init__(
@@ -77,12 +88,15 @@ class Scheduler:
         gates: Sequence[Gate] = (),
         clock: Callable[[], float] = time.monotonic,
         constraints: Constraints = NO_CONSTRAINTS,
+        connect: Connect = no_connector,
+        load_failure_policy: LoadFailurePolicy = "recompute",
+        observer: SchedulerObserver = NO_OBSERVER,
     ) -> None:
         self._kv_cache = kv_cache
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._clock = clock
-        ledger = TenantLedger(max_model_len)
+        ledger = self._ledger = TenantLedger(max_model_len)
         policy = policy_of(config.scheduling_policy, ledger)
         self.mint_handle: Callable[[], int] = itertools.count().__next__
         self.waiting: RequestQueue = policy.make_queue()
@@ -91,6 +105,7 @@ class Scheduler:
         self._choices: dict[int, dict[int, Request]] = {}
         chunks = ChunkRule.from_config(config)
         self._step_budget = chunks.step_budget
+        self._pace = pace_of(chunks.step_budget, config.max_step_stretch, chunked=chunks.chunked)
         pressure = pressure_of(config, kv_cache)
         idle_blocks = IdleBlocks(kv_cache)
         victims = Victims(policy)
@@ -123,6 +138,9 @@ class Scheduler:
             self._preemption.evict_running,
             config.crashes_until_alone,
         )
+        self.external = ExternalKV(
+            connect, kv_cache, self.waiting, idle_blocks, load_failure_policy
+        )
         self._gates: tuple[Gate, ...] = (
             self._pause,
             self._quarantine,
@@ -135,6 +153,7 @@ class Scheduler:
             self._beams,
             SiblingForks(kv_cache, self._choices),
             PrefixWait(kv_cache.block_size),
+            self.external,
         )
         for gate in self._gates:
             gate.attach(self._wake)
@@ -148,16 +167,25 @@ class Scheduler:
             self._gates,
             idle_blocks,
             self._courtesy,
+            self.external,
         )
         self._output_builder = OutputBuilder(kv_cache, dictation, constraints, epoch)
         self._result_pass = ResultPass(
-            self._requests, kv_cache, self._beams, max_model_len, self._finish, self.abort
+            self._requests,
+            kv_cache,
+            self._beams,
+            max_model_len,
+            self._finish,
+            self.abort,
+            self.external.void_until,
         )
         self._placeholders: Placeholders = (
             OutputPlaceholders() if config.async_scheduling else NoPlaceholders()
         )
         self._num_preemptions = 0
         self._num_scheduled_tokens = 0
+        self._observer = observer
+        observer.watch(self.waiting, self.running, kv_cache)
 
     # Requests
 
@@ -174,6 +202,7 @@ class Scheduler:
         self._beams.add(request)
         self._quarantine.enter(request)
         self.waiting.add(request)
+        self._observer.added(request)
 
     def abort(self, request_id: int, choice: int | None = None) -> int:
         """End a request, or one choice of it, in whatever state it is; no output follows.
@@ -206,7 +235,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """A step would compute something or tell the workers what they can forget."""
-        if self._output_builder.has_finished_handles:
+        if self._output_builder.has_finished_handles or self.external.wants_step:
             return True
         return bool(self.running or self.waiting.num_ready) and not self._pause.frozen
 
@@ -218,10 +247,12 @@ class Scheduler:
     def pause(self, mode: PauseMode) -> None:
         """Start no new request, or schedule nothing at all, until `resume`."""
         self._pause.begin_pause(mode)
+        self._observer.happened("pause", mode)
 
     def resume(self) -> None:
         """End a pause; nothing happens without one."""
         self._pause.end_pause()
+        self._observer.happened("resume", "")
 
     @property
     def worker_epoch(self) -> int:
@@ -239,7 +270,9 @@ class Scheduler:
         To be called between two steps; results of earlier steps are void. Returns the
         final outputs of requests that have crashed the workers too often.
         """
+        self._observer.happened("restart", f"workers of epoch {epoch}")
         poisonous = self._quarantine.note_crash()
+        self.external.start_over()
         start_over(self._requests.values(), self._preemption, self._kv_cache, self._clock())
         self._output_builder.begin_epoch(epoch)
         outputs: ClientOutputs = {}
@@ -263,10 +296,12 @@ class Scheduler:
         queue again, in the order of admission, and to the workers is a new sequence.
         """
         if preempting:
+            self.external.drop_loads()
             victims = self._preemption.evict_all(self._clock())
             for victim in victims:
                 self._output_builder.forget(victim.handle)
             self._num_preemptions += len(victims)
+        self._observer.happened("reset", "preempting" if preempting else "")
         return self._kv_cache.reset_prefix_cache()
 
     # A step
@@ -277,15 +312,19 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step. Where running requests had to give way, nothing is admitted."""
-        plan = StepPlan(self._step_budget, self._clock())
+        plan = StepPlan(self._step_budget, self._clock(), self._step_budget)
+        self._observer.step_begins(plan)
         if not self._pause.frozen:
             self._preemption.relieve(plan)
             late = self._courtesy.line_up()
+            plan.prompt_budget = self._prompt_budget()
             self._running_pass.run(plan, late)
             if not plan.preempted:
                 self._admission_pass.run(plan)
             self._running_pass.run_late(plan, late)
-        output = self._output_builder.build(plan)
+        self.external.describe_rewound(plan)
+        output = self.external.complete(self._output_builder.build(plan))
+        self._observer.step_decided(output.step, plan)
         self._advance(plan)
         self._placeholders.reserve(plan)
         return output
@@ -300,16 +339,35 @@ class Scheduler:
         meanwhile are kept. Raises ImpossibleResultError for a result that does not answer
         this step; the workers that follow compute it anew.
         """
+        self._observer.step_done(result)
         check_result(output, result, self._vocab_size)
         outputs: ClientOutputs = {}
         num_unfinished = len(self._requests)
+        self.external.prove(output.step)
         wrong = self._result_pass.run(output, result, outputs)
         if len(self._requests) < num_unfinished:
             self._clear_running()
             self.sessions.begin_turns(outputs)
         if wrong:
             raise ImpossibleResultError(wrong, outputs)
-        self._placeholders.fill(self._requests, result)
+        self._placeholders.fill(self._requests, result, self.external.void_until)
+        num_decoding = output.cached_requests.num_scheduled_tokens.count(1)
+        num_prompt_tokens = output.total_num_scheduled_tokens - num_decoding
+        self._pace.learn(num_decoding, num_prompt_tokens, result.compute_seconds)
+        return outputs
+
+    def update_from_connector(self, report: KVConnectorOutput) -> ClientOutputs:
+        """A rank has finished copies. To be taken in before the result of a step that follows it.
+
+        Returns the final outputs of requests whose KV could not be loaded, if these are to end.
+        """
+        outputs: ClientOutputs = {}
+        if report.invalid_block_ids:
+            ended = self.external.invalidate(
+                report.invalid_block_ids, self._requests.values(), self.step
+            )
+            outputs = self.end_with_errors({each.handle: LOAD_ERROR for each in ended})
+        self.external.note(report)
         return outputs
 
     def end_with_errors(self, errors: Mapping[int, ErrorInfo]) -> ClientOutputs:
@@ -326,6 +384,7 @@ class Scheduler:
     def take_stats(self) -> SchedulerStats:
         """Gauges of now, and deltas since the last call."""
         queries, hits = self._kv_cache.take_prefix_cache_stats()
+        external_queries, external_hits = self.external.take_stats()
         stats = SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
@@ -339,11 +398,24 @@ class Scheduler:
             num_corrupted=self._result_pass.take_num_corrupted(),
             num_queued_reqs=len(self.backlog),
             num_queued_tokens=self.backlog.num_tokens,
+            external_prefix_cache_queries=external_queries,
+            external_prefix_cache_hits=external_hits,
         )
         self._num_preemptions = self._num_scheduled_tokens = 0
         return stats
 
     # Parts of the above
+
+    def _prompt_budget(self) -> int:
+        """Tokens of prompts that the step may have beside those who decode."""
+        prefills = self._ledger.prefills
+        num_missing = 0
+        if num_waiting := len(self.backlog):  # as much of it as has seats
+            num_seated = min(num_waiting, self._admission_pass.num_free_seats)
+            num_missing = self.backlog.num_tokens * num_seated // num_waiting
+        for request in prefills.values():
+            num_missing += request.num_tokens - request.num_computed_tokens
+        return self._pace.prompt_tokens(len(self.running) - len(prefills), num_missing)
 
     def _wake(self, request: Request) -> None:
         """A gate lets go of a request."""
@@ -368,6 +440,7 @@ class Scheduler:
         if status is RequestStatus.FINISHED_STOPPED:
             request.stop_reason = stop_token(request)
         request.status = status
+        self.external.depart(request)
         self.sessions.end_turn(request)
         self._release(request)
 
@@ -376,11 +449,13 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 self.waiting.remove(request)
             request.status = RequestStatus.FINISHED_ABORTED
+            self.external.depart(request)
             self._release(request)
         self._clear_running()
 
     def _release(self, request: Request) -> None:
         self._kv_cache.free(request)
+        self._observer.finished(request)
         if request.scheduled_at is not None:
             self._result_pass.depart(request, self.step)
         self._output_builder.forget(request.handle)

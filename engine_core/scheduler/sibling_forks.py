@@ -62,8 +62,8 @@ class SiblingForks:
 
     def holds(self, candidate: Candidate) -> bool:
         request = candidate.request
-        if len(self._choices[request.request_id]) == 1:
-            return False
+        if len(self._choices[request.request_id]) == 1 or request.num_computed_tokens:
+            return False  # also where it has blocks already, into which its prompt was loaded
         fork = self._fork(request)
         if fork.num_tokens:
             candidate.offer(fork)

@@ -10,6 +10,7 @@ class StepPlan:
     """The passes fill it, the output builder reads it; it lives for one call.
 
     budget: tokens that may still be given out in this step.
+    prompt_budget: of these, how many to sequences that miss more than one.
     continued, continued_tokens, continued_blocks: parallel; running requests with
         the tokens to compute and the new block ids per group.
     admitted, admitted_tokens: parallel; requests that came from the queue. Their
@@ -26,10 +27,12 @@ class StepPlan:
         "continued_tokens",
         "now",
         "preempted",
+        "prompt_budget",
     )
 
-    def __init__(self, budget: int, now: float) -> None:
+    def __init__(self, budget: int, now: float, prompt_budget: int) -> None:
         self.budget = budget
+        self.prompt_budget = prompt_budget
         self.now = now
         self.continued: list[Request] = []
         self.continued_tokens: list[int] = []
@@ -66,5 +69,8 @@ class StepPlan:
             return False
         index = self.continued.index(request)
         del self.continued[index], self.continued_blocks[index]
-        self.budget += self.continued_tokens.pop(index)
+        num_tokens = self.continued_tokens.pop(index)
+        self.budget += num_tokens
+        if num_tokens > 1:
+            self.prompt_budget += num_tokens
         return True

@@ -126,13 +126,17 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
 
 
 class InitializeCache(msgspec.Struct, array_like=True, tag=11, frozen=True):
-    """Create the KV tensors and the rows. num_blocks counts the null block 0."""
+    """Create the KV tensors and the rows. num_blocks counts the null block 0.
+
+    fingerprint: rank 0's, by which all ranks name elsewhere what they compute together.
+    """
 
     protocol_version: int
     epoch: int
     num_blocks: int
     block_size: int
     max_model_len: int
+    fingerprint: bytes = b""
 
 
 class CacheReady(msgspec.Struct, array_like=True, tag=12, frozen=True):

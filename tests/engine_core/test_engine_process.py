@@ -36,7 +36,7 @@ def test_a_life(start):
     engine = start()
     engine.worker.send(changed(engine.worker_ready(), phases=WORKER_PHASES))
     assert engine.expect(engine.worker, InitializeCache) == InitializeCache(
-        PROTOCOL_VERSION, EPOCH, 100, BLOCK_SIZE, 99 * BLOCK_SIZE
+        PROTOCOL_VERSION, EPOCH, 100, BLOCK_SIZE, 99 * BLOCK_SIZE, b"f" * 32
     )
     engine.worker.send(CacheReady(EPOCH, 0))
     notice = engine.expect(engine.supervisor, Notice)

@@ -267,7 +267,7 @@ def test_a_start_waits_for_every_rank(run_dir, closing):
     ranks.receive()
     assert [each.rank for each in ranks.executor.workers] == [0, 1]
     ranks.executor.initialize_cache(10, 16, 100)
-    expected = InitializeCache(PROTOCOL_VERSION, EPOCH, 10, 16, 100)
+    expected = InitializeCache(PROTOCOL_VERSION, EPOCH, 10, 16, 100, b"f" * 32)
     assert [receive(peer) for peer in ranks.peers] == [[expected], [expected]]
     ranks.peers[0].send(CacheReady(EPOCH, 0))
     ranks.receive()

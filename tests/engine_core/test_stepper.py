@@ -57,6 +57,9 @@ class LazyExecutor:
                 self.log.append(("answered", output.step))
                 return
 
+    def take_reports(self):
+        return []
+
     def receive(self):
         results = list(self.results)
         self.results.clear()

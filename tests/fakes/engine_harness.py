@@ -13,6 +13,7 @@ from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.constraints import NO_CONSTRAINTS, Constraints
 from engine_core.scheduler.gates import Gate
+from engine_core.scheduler.observer import NO_OBSERVER, SchedulerObserver
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS
 from proto.config import SchedulerConfig
@@ -46,6 +47,7 @@ class EngineHarness:
         observers: Sequence[PoolObserver] = (),
         clock: Callable[[], float] = time.monotonic,
         constraints: Constraints = NO_CONSTRAINTS,
+        observer: SchedulerObserver = NO_OBSERVER,
         vocab_size: int = VOCAB_SIZE,
         **scheduler: int | bool | float | str | None,
     ) -> None:
@@ -68,6 +70,7 @@ class EngineHarness:
             gates=gates,
             clock=clock,
             constraints=constraints,
+            observer=observer,
         )
         self.max_in_flight = OVERLAPPED if config.async_scheduling else SYNCHRONOUS
         self.in_flight: deque[SchedulerOutput] = deque()

@@ -61,6 +61,13 @@ struct Piece {
         soft_cap = float(s->soft_cap);
     }
 
+    // The same piece of the tile of another KV head: those of the same queries are neighbours.
+    Piece of_head(int64_t number) const {
+        Piece other = *this;
+        other.tile += number;
+        return other;
+    }
+
     // A row sees KV tokens [limit - window, limit).
     int64_t limit(int64_t row) const { return first_limit + row / group; }
 

@@ -2,25 +2,28 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
-import msgspec
-
-from proto.kv_transfer import NO_PAYLOAD
+from proto.config import ServeConfig
+from proto.kv_transfer import NO_PAYLOAD, Payload
 from worker.kv_cache import KVCache
+
+DEFAULTS: Final = ServeConfig()
 
 
 @dataclass(frozen=True)
 class WorkerContext:
     """rank, num_ranks: of this worker among those that share the model.
 
-    fingerprint: of what all of them compute.
+    fingerprint: of what all of them compute, as the deciding half knows it.
+    serve_config: all settings.
     """
 
     rank: int
     num_ranks: int
     fingerprint: bytes
     block_size: int
+    serve_config: ServeConfig = DEFAULTS
 
 
 class Finished(NamedTuple):
@@ -31,7 +34,15 @@ class Finished(NamedTuple):
 
 
 class WorkerConnector(Protocol):
-    """A step: bind, preemptions, loads; per layer wait and save; wait_for_save; get_finished."""
+    """A step: bind, preemptions, loads; per layer wait and save; wait_for_save; get_finished.
+
+    Made from (KVTransferConfig, WorkerContext), once an epoch.
+    per_layer: it wants to be called around each layer's attention, which then cannot be part of
+        a kernel that computes all layers, or of a graph.
+    """
+
+    @property
+    def per_layer(self) -> bool: ...
 
     def register_kv_caches(self, cache: KVCache) -> None:
         """Called once an epoch, with the memory that blocks lie in."""
@@ -41,7 +52,7 @@ class WorkerConnector(Protocol):
         """Readable when a copy is over of which nothing was said yet; -1: never between steps."""
         ...
 
-    def bind_connector_metadata(self, metadata: msgspec.Raw) -> None:
+    def bind_connector_metadata(self, metadata: Payload) -> None:
         """What the deciding half has for this step."""
         ...
 
@@ -53,9 +64,13 @@ class WorkerConnector(Protocol):
         """Begin this step's loads, and the stores that the step before has put off."""
         ...
 
-    def wait_for_layer_load(self, layer: int) -> None: ...
+    def wait_for_layer_load(self, layer: int) -> None:
+        """A layer is about to attend: what it reads has to be there."""
+        ...
 
-    def save_kv_layer(self, layer: int) -> None: ...
+    def save_kv_layer(self, layer: int) -> None:
+        """A layer's K and V of this step are written."""
+        ...
 
     def wait_for_save(self) -> None:
         """The step is computed: nothing that it will overwrite is still being read."""
@@ -69,7 +84,7 @@ class WorkerConnector(Protocol):
         """Device blocks that a load has not filled, since the last call."""
         ...
 
-    def build_connector_worker_meta(self) -> msgspec.Raw:
+    def build_connector_worker_meta(self) -> Payload:
         """For the deciding half, since the last call; NO_PAYLOAD for nothing."""
         ...
 
