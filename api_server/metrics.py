@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 
 from api_server.engine_gauges import EngineGauges
 from api_server.metric_sheet import Counter, Gauge, Histogram, MetricSheet, News
+from api_server.offload_counters import OffloadCounters
 from proto.lifecycle import Role, WeightMemory, process_title
 from proto.stats import SchedulerStats
 
@@ -99,6 +100,7 @@ class Metrics(Collector):
         self._block_lifetime = Histogram(sheet, BLOCK_SECONDS)
         self._block_idle = Histogram(sheet, BLOCK_SECONDS)
         self._block_reuse_gap = Histogram(sheet, BLOCK_SECONDS)
+        self._offload = OffloadCounters(sheet)
         self.in_flight = Gauge(sheet)
         self._registry = CollectorRegistry()
         if sheet.num_rows == 1:  # else they would be of whichever process is asked
@@ -134,6 +136,7 @@ class Metrics(Collector):
         self._prefix_cache_queries.add(stats.prefix_cache_queries)
         self._prefix_cache_hits.add(stats.prefix_cache_hits)
         self._corrupted_requests.add(stats.num_corrupted)
+        self._offload.add(stats.kv_media)
         if stats.num_scheduled_tokens:
             self._step_tokens.observe(stats.num_scheduled_tokens)
         for eviction in stats.kv_evictions:
@@ -198,6 +201,11 @@ class Metrics(Collector):
             ("num_requests_running", "Requests in execution batches.", num_running),
             ("num_requests_waiting", "Requests waiting to run.", num_waiting),
             ("kv_cache_usage_perc", "KV blocks in use, 0 to 1.", usage),
+            (
+                "kv_offload_cpu_cache_usage_perc",
+                "Host memory for KV in use, 0 to 1.",
+                max((each.cpu_offload_usage for each in engines), default=0.0),
+            ),
         ):
             family = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
             family.add_metric(self._labels, value)
@@ -255,6 +263,8 @@ class Metrics(Collector):
             ("tokend:watchdog_kills", "Those that hung.", "role", self._watchdog_kills, {}),
         ):
             yield _by_label(name, text, others, label, counters)
+
+        yield from self._offload.collect(LABELS, self._labels)
 
     def _histograms(self) -> Iterator[Metric]:
         for name, text, histogram in (

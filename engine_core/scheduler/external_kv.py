@@ -28,11 +28,12 @@ from typing import ClassVar
 from engine_core.kv_cache.holds import PoolHolds
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_connector.base import SchedulerConnector
-from engine_core.kv_connector.nothing import NoConnector
+from engine_core.kv_connector.nothing import NO_CONNECTOR
 from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.gates import Candidate, Wake
 from engine_core.scheduler.idle_blocks import IdleBlocks
+from engine_core.scheduler.observer import SchedulerObserver
 from engine_core.scheduler.step_plan import StepPlan
 from proto.codec import changed
 from proto.kv_events import KVEvent
@@ -45,7 +46,7 @@ Connect = Callable[[PoolHolds, Wake], SchedulerConnector]
 
 def no_connector(holds: PoolHolds, wake: Wake) -> SchedulerConnector:
     """Connect to nothing."""
-    return NoConnector()
+    return NO_CONNECTOR
 
 
 @dataclass(slots=True)
@@ -84,13 +85,15 @@ class ExternalKV:
         waiting: RequestQueue,
         idle_blocks: IdleBlocks,
         policy: LoadFailurePolicy,
+        observer: SchedulerObserver,
     ) -> None:
         self._kv_cache = kv_cache
         self._waiting = waiting
         self._idle_blocks = idle_blocks
         self.fails_requests = policy == "fail"
         self.connector = connect(kv_cache.holds, self._wake_asked)
-        self.connected = not isinstance(self.connector, NoConnector)
+        self.connected = self.connector is not NO_CONNECTOR
+        self._observer = observer
         self._plan: StepPlan | None = None
         self._asked: dict[int, Request] = {}
         self._loads: dict[int, _Load] = {}
@@ -173,7 +176,7 @@ class ExternalKV:
         request.num_computed_tokens = num_tokens
         self._loads[request.handle] = _Load(request, num_tokens)
         self._count(request, candidate.num_external_tokens)
-        self._tell_allocated(request, candidate.num_external_tokens)
+        self._tell_allocated(request, candidate.num_external_tokens, is_async=True)
 
     def begin_request(self, candidate: Candidate) -> None:
         """The head of the line was given blocks for its first tokens in this step."""
@@ -184,7 +187,7 @@ class ExternalKV:
             self._beginning.append(request)
         if request.handle not in self._loaded:
             self._count(request, num_external)
-        self._tell_allocated(request, num_external)
+        self._tell_allocated(request, num_external, is_async=False)
 
     # A step
 
@@ -346,12 +349,15 @@ class ExternalKV:
         return self._plan is None or request not in self._plan.preempted
 
     def _usable(self, request: Request, num_local: int, num_matched: int) -> int:
-        """At least one token is left to compute; a window is only known at the ends of blocks."""
-        most = request.num_tokens
-        if most == 1:
+        """Whole blocks. At least one token is left to compute, if need be in the last of them.
+
+        Not there where there are windows: which blocks a token sees, those behind the end of a
+        block say.
+        """
+        most = request.num_tokens - (1 if self._kv_cache.has_windows else 0)
+        if request.num_tokens == 1:
             return 0
-        if self._kv_cache.has_windows:
-            most -= 1 + (most - 1) % self._kv_cache.block_size
+        most -= most % self._kv_cache.block_size
         return max(0, min(num_matched, most - num_local))
 
     def _blocks_to_come(self, request: Request) -> int:
@@ -362,7 +368,10 @@ class ExternalKV:
             self._kv_cache.most_blocks(request.num_tokens),
         )
 
-    def _tell_allocated(self, request: Request, num_external: int) -> None:
+    def _tell_allocated(self, request: Request, num_external: int, *, is_async: bool) -> None:
+        if num_external:
+            name = type(self.connector).__name__
+            self._observer.found_elsewhere(request, num_external, name, is_async=is_async)
         tables = self._kv_cache.block_ids(request.handle)
         self.connector.update_state_after_alloc(request, tables, num_external)
 

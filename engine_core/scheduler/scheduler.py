@@ -139,7 +139,7 @@ class Scheduler:
             config.crashes_until_alone,
         )
         self.external = ExternalKV(
-            connect, kv_cache, self.waiting, idle_blocks, load_failure_policy
+            connect, kv_cache, self.waiting, idle_blocks, load_failure_policy, observer
         )
         self._gates: tuple[Gate, ...] = (
             self._pause,
@@ -415,6 +415,7 @@ class Scheduler:
             num_queued_tokens=self.backlog.num_tokens,
             external_prefix_cache_queries=external_queries,
             external_prefix_cache_hits=external_hits,
+            kv_media=self.external.connector.take_stats(),
         )
         self._num_preemptions = self._num_scheduled_tokens = 0
         return stats

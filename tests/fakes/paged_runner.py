@@ -85,6 +85,7 @@ class PagedRunner:
         self.windows = tuple(windows)
         self.rows: dict[int, Row] = {}
         self.slots: dict[tuple[int, int], bytes] = {}
+        self.misled: dict[int, int] = {}  # rows with KV that was not loaded, and in which step
         self.steps: list[SchedulerOutput] = []
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -92,6 +93,7 @@ class PagedRunner:
         self.steps.append(output)
         for handle in output.finished_handles:
             del self.rows[handle]
+            self.misled.pop(handle, None)
         for handle in output.preempted_handles:
             self.rows[handle].tables = [[] for _ in self.windows]
         work = [self._begin(new) for new in output.new_requests] + self._continue(output)
@@ -104,7 +106,8 @@ class PagedRunner:
         for handle, computed, scheduled in work:
             row, end = self.rows[handle], computed + scheduled
             result.handles.append(handle)
-            self._read_back(row, computed, end)
+            if handle not in self.misled:
+                self._read_back(row, computed, end)
             result.sampled_token_ids.append(self._sample(row, end))
             if row.num_candidates and end == len(row.token_ids):
                 result.candidates.append(RowLogprobs(handle, _best_of(row)))
@@ -133,6 +136,8 @@ class PagedRunner:
             row = self.rows[handle]
             if handle in resumed:
                 assert blocks is not None
+                if self.misled.get(handle, output.step) < output.step:
+                    del self.misled[handle]
                 row.token_ids[row.num_prompt_tokens :] = resumed[handle]
                 row.digests.clear()
                 row.tables = [list(table) for table in blocks]
