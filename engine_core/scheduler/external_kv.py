@@ -41,11 +41,13 @@ from proto.kv_events import KVEvent
 from proto.kv_transfer import KVConnectorOutput, LoadFailurePolicy
 from proto.scheduler_output import SchedulerOutput
 
-Connect = Callable[[PoolHolds, Wake], SchedulerConnector]
-"""Makes a connector from the references it may take, and the way to wake who was told to wait."""
+IsSound = Callable[[int], bool]
+Connect = Callable[[PoolHolds, Wake, IsSound], SchedulerConnector]
+"""Makes a connector from the references it may take, the way to wake who was told to wait, and
+whether what a request computes, by handle, may be stored."""
 
 
-def no_connector(holds: PoolHolds, wake: Wake) -> SchedulerConnector:
+def no_connector(holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
     """Connect to nothing."""
     return NO_CONNECTOR
 
@@ -101,7 +103,7 @@ class ExternalKV:
         self.fails_requests = policy == "fail"
         self._swap_rule = swap_rule
         self._clock = clock
-        self.connector = connect(kv_cache.holds, self._wake_asked)
+        self.connector = connect(kv_cache.holds, self._wake_asked, self.is_sound)
         self.connected = self.connector is not NO_CONNECTOR
         self._observer = observer
         self._plan: StepPlan | None = None
@@ -233,6 +235,10 @@ class ExternalKV:
         metadata = self.connector.build_connector_meta(output)
         return changed(output, connector_metadata=metadata) if metadata else output
 
+    def is_sound(self, handle: int) -> bool:
+        """Nothing of a request rests on a load of which it is not known whether it succeeds."""
+        return handle not in self._unproven
+
     def describe_rewound(self, plan: StepPlan) -> None:
         """Workers have tokens of theirs that never were: they are told of them anew."""
         for handle, request in list(self._rewound.items()):
@@ -345,6 +351,10 @@ class ExternalKV:
         self._left_sending.clear()
         self.connector.start_over()
         self._kv_cache.holds.release_all()
+
+    def reset_cache(self) -> bool:
+        """Forget what is kept elsewhere; False where it is being copied."""
+        return self.connector.reset_cache()
 
     def close(self) -> None:
         """The engine ends."""
