@@ -14,7 +14,7 @@ from proto.errors import TokendError
 def test_a_restart_finds_the_prompts_on_a_disk(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     words = ["bench", "tiers", "--media", "disk", "--disk-path", str(tmp_path), "--rounds", "1"]
-    words += ["--lengths", "64", "512", "--json", str(figures), "--", "--cpu-weights", "bf16"]
+    words += ["--lengths", "64,512", "--json", str(figures), "--", "--cpu-weights", "bf16"]
     assert main(words) == 0
     document = json.loads(figures.read_text())
     assert [(each["medium"], each["num_tokens"]) for each in document["rows"]] == [
