@@ -161,6 +161,7 @@ class EngineClient:
         pause_mode: PauseMode = "finish_running",
         ends_unfinished: bool = False,
         reset_running_requests: bool = False,
+        reset_external: bool = False,
     ) -> AdminReply:
         """Ask the engine for an operator's service; the parameters are those of `AdminCall`."""
         _ = self.engine
@@ -172,6 +173,7 @@ class EngineClient:
             name,
             pause_mode,
             reset_running_requests,
+            reset_external,
             ends_unfinished,
         )
         self._calls[self._num_calls] = call, reply
