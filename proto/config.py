@@ -13,6 +13,7 @@ import msgspec
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "bf16", "f16", "f32", "int8", "fp8"]
 CpuWeights = Literal["auto", "packed", "int8", "bf16", "f32"]
+PreemptionMode = Literal["recompute", "swap", "auto"]
 TenantBy = Literal["api-key", "header", "none"]
 GIB: Final = 1 << 30
 MAX_TENSOR_PARALLEL_SIZE: Final = 64
@@ -48,6 +49,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What K and V are kept as: int8 has scales (CPU), fp8 is e4m3 (GPU), others are plain."""
     kv_cache_memory: int | None = None
     """Bytes for the KV pool of all workers (suffixes K, M, G); on a CPU 4 GiB by default."""
+    kv_cache_populate: bool = False
+    """On a CPU, take the memory of the KV pool at the start, not as tokens first need it."""
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin alike."""
     kv_events_endpoint: str | None = None
@@ -81,7 +84,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens of one prompt in a step; 0 sets no limit."""
     enable_chunked_prefill: bool = True
     """Let a prompt be computed over several steps."""
-    max_step_stretch: float = 1.8
+    max_step_stretch: float = 1.7
     """Most that a prompt may stretch a step of others that decode, as a multiple; 0: no limit."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of waiting requests."""
@@ -97,6 +100,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """After that, admit again below this part; by default nine tenths of it."""
     preempt_above: float = 1.0
     """Preempt, leaving one, while more than this part of the KV blocks is in use."""
+    preemption: PreemptionMode = "auto"
+    """How preempted KV comes back: computed, loaded from host memory, or by what is faster."""
     session_timeout: float = 600.0
     """Seconds that a session (a request with input in parts) waits for input before it ends."""
     crashes_until_alone: int = 3
@@ -163,6 +168,8 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that a request may wait for its first step before it gets a 503; 0: no limit."""
     sse_keep_alive: float = 15.0
     """Seconds of silence after which a stream gets a comment, so that proxies keep it; 0: never."""
+    stream_interval: int = 1
+    """Tokens between two events of a streamed choice, where the request does not say."""
     admin_api_key: str | None = None
     """Key that operators must send for the admin routes; without one they are for this machine."""
     admin_api_key_file: str | None = None

@@ -54,6 +54,7 @@ class ReplayOrder(msgspec.Struct, frozen=True, kw_only=True):
     policy: None for that of the trace. rate: arrivals come so many times as fast.
     one_tenant: nobody shares with anybody. open_loop: a job's next turn arrives when it did,
     not so long after the end of the turn before as it did.
+    tape_path: file for a trace of the simulation; "" for none.
     The rest replaces what the trace says; None leaves it.
     """
 
@@ -64,6 +65,7 @@ class ReplayOrder(msgspec.Struct, frozen=True, kw_only=True):
     rate: float = 1.0
     one_tenant: bool = False
     open_loop: bool = False
+    tape_path: str = ""
     num_blocks: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None

@@ -191,11 +191,15 @@ class Step(_Line, frozen=True, kw_only=True, tag="step"):
 
 
 class Result(_Line, frozen=True, kw_only=True, tag="result"):
-    """What a step brought arrived. first: sequences that had no token before."""
+    """What a step brought arrived. first: sequences that had no token before.
+
+    compute_seconds: as the workers say, from which the scheduler learns; 0 where they do not.
+    """
 
     step: int
     num_tokens: int = 0
     first: list[int] = []
+    compute_seconds: float = 0.0
 
 
 class Finish(_Line, frozen=True, kw_only=True, tag="finish"):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from proto.benchmark import RequestRecipe, SchedulerWorkload
+from proto.codec import changed
 from proto.config import CacheConfig, SchedulerConfig
 from proto.errors import ConfigError
 
@@ -25,6 +26,7 @@ def all_workloads() -> list[SchedulerWorkload]:
     rows = [_decode(256), _decode(1024), _mixed(), _preempting(), _tenants()]
     rows += [_priority(), _long_prefix(), _hashing()]
     rows += [_decode(number) for number in (16, 64)]
+    rows += [_traced(_decode(64)), _traced(_decode(256)), _traced(_mixed())]
     rows += [_waiting(number) for number in (0, 100, 1_000, 10_000)]
     rows += [_blocks(number) for number in (10_000, 100_000, 1_000_000)]
     return rows
@@ -61,6 +63,11 @@ def _decode(number: int) -> SchedulerWorkload:
         max_num_seqs=max(number, _DEFAULTS.max_num_seqs),
         max_num_batched_tokens=max(2 * number, _DEFAULTS.step_tokens),
     )
+
+
+def _traced(workload: SchedulerWorkload) -> SchedulerWorkload:
+    """The same, with a trace of it written."""
+    return changed(workload, name=f"{workload.name}-traced", traced=True)
 
 
 def _mixed() -> SchedulerWorkload:

@@ -48,7 +48,7 @@ class _Drawing:
         started = 0.0
         for number in range(load.num_jobs):
             started += self._rng.expovariate(load.jobs_per_second)
-            self._draw_job(f"job {number}", round(started * _SECOND))
+            self._draw_job(f"agent-{number}", round(started * _SECOND))
         self.recording = self._record()
 
     def _record(self) -> Recording:

@@ -100,6 +100,7 @@ class Follower:
         while self._in_flight:
             output, result = self._in_flight.popleft()
             if output.step == line.step:
+                result = msgspec.structs.replace(result, compute_seconds=line.compute_seconds)
                 self._rig.scheduler.update_from_output(output, result)
                 return ""
         return f"step {line.step}: a result for a step that was not sent"

@@ -41,7 +41,9 @@ def simulate(recording: Recording, order: ReplayOrder) -> ReplayFigures:
     ended = [each for each in recording.sequences.values() if each.finish is not None]
     _check_size(recording, header.num_blocks)
     offers = Offers(ended, order.rate, order.open_loop)
-    outcome = Simulation(recording, header, offers, step_model, order.one_tenant).run()
+    outcome = Simulation(
+        recording, header, offers, step_model, order.one_tenant, order.tape_path
+    ).run()
     left_out = len(recording.sequences) - len(ended)
     return figures_of(outcome, scheduler.scheduling_policy, left_out, step_model)
 

@@ -1,10 +1,12 @@
 """A scheduler over a KV cache as a trace had them, and a worker that answers as its worker did."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
 import msgspec
 
 from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.kv_cache.observers import PoolObserver
 from engine_core.replay.chains import STOP, VOCAB_SIZE, Tokens
 from engine_core.replay.recording import Sequence
 from engine_core.request import Request
@@ -53,6 +55,7 @@ class Rig:
         *,
         one_tenant: bool = False,
         aborts: bool = False,
+        pool_observers: SequenceOf[PoolObserver] = (),
     ) -> None:
         config = header.scheduler
         self.kv_cache = KVCacheManager(
@@ -62,6 +65,7 @@ class Rig:
             _FINGERPRINT,
             groups=header.groups,
             longest_chunk=ChunkRule.from_config(config).longest_chunk,
+            observers=pool_observers,
         )
         self.scheduler = Scheduler(
             config,
@@ -82,7 +86,7 @@ class Rig:
         num_prompt = arrival.num_prompt_tokens
         known = tokens.first(num_prompt + arrival.num_output_tokens)
         self.worker.expect(arrival.handle, tokens, _end(sequence, self._aborts))
-        self.scheduler.add_request(
+        self._add(
             Request(
                 handle=arrival.handle,
                 request_id=arrival.request_id,
@@ -100,6 +104,11 @@ class Rig:
                 tenant=0 if self._one_tenant else arrival.tenant,
             )
         )
+
+    def _add(self, request: Request) -> None:
+        """As the engine's intake does."""
+        self.scheduler.add_request(request)
+        self.scheduler.backlog.enter(request)
 
 
 def _end(sequence: Sequence, aborts: bool) -> int:
@@ -132,8 +141,7 @@ class ReplayWorker:
         """
         num_tokens = self._num_tokens
         for handle in output.finished_handles:
-            for known in (num_tokens, self._tokens, self._ends):
-                known.pop(handle, None)
+            num_tokens.pop(handle, None)
         for new in output.new_requests:
             num_tokens[new.handle] = len(new.prompt_token_ids) + len(new.output_token_ids)
         handles = [each.handle for each in output.new_requests] + output.cached_requests.handles

@@ -12,14 +12,18 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.queues.base import RequestQueue
 from engine_core.replay.offers import Offers
 from engine_core.replay.recording import Recording, Sequence
 from engine_core.replay.rig import Rig
+from engine_core.replay.taping import Both, FileTape
 from engine_core.request import Request
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS
+from engine_core.trace.tracing import NO_TRACING, Tracing
 from proto.model_runner_output import ModelRunnerOutput
 from proto.replay import StepModel
 from proto.sched_trace import TraceHeader
@@ -49,7 +53,10 @@ class Outcome:
 
 
 class Simulation:
-    """One run. header: settings. offers: of sequences of this recording that have an end."""
+    """One run. header: settings. offers: of sequences of this recording that have an end.
+
+    tape_path: file for its own trace; "" for none.
+    """
 
     def __init__(
         self,
@@ -58,6 +65,7 @@ class Simulation:
         offers: Offers,
         step_model: StepModel,
         one_tenant: bool = False,
+        tape_path: str = "",
     ) -> None:
         self._recording = recording
         self._offers = offers
@@ -65,7 +73,19 @@ class Simulation:
         self.now = 0.0
         self.outcome = Outcome()
         self._meter = _Meter(self)
-        self._rig = Rig(header, self._meter, lambda: self.now, one_tenant=one_tenant)
+        self._tape: Tracing = NO_TRACING
+        if tape_path:
+            sequences = recording.sequences
+            self._tape = FileTape(
+                tape_path, header, lambda handle: sequences[handle].arrival.job, lambda: self.now
+            )
+        self._rig = Rig(
+            header,
+            Both(self._tape.scheduler_observer, self._meter) if tape_path else self._meter,
+            lambda: self.now,
+            one_tenant=one_tenant,
+            pool_observers=self._tape.pool_observers,
+        )
         self._max_in_flight = OVERLAPPED if header.scheduler.async_scheduling else SYNCHRONOUS
         self._in_flight: deque[tuple[float, SchedulerOutput, ModelRunnerOutput]] = deque()
         self._free_at = 0.0
@@ -82,6 +102,7 @@ class Simulation:
             if not due:
                 break
             self.now = max(self.now, min(due))
+        self._tape.close()
         outcome, kv_cache = self.outcome, self._rig.kv_cache
         outcome.num_queried, outcome.num_hit = kv_cache.take_prefix_cache_stats()
         outcome.seconds = self.now
@@ -126,7 +147,9 @@ class Simulation:
         if output.total_num_scheduled_tokens:
             self.outcome.num_steps += 1
             begin = max(self.now, self._free_at)
-            self._free_at = begin + self._model.seconds(*self._meter.shape)
+            seconds = self._model.seconds(*self._meter.shape)
+            self._free_at = begin + seconds
+            result = msgspec.structs.replace(result, compute_seconds=seconds)
             self._in_flight.append((self._free_at, output, result))
             return True
         return bool(output.finished_handles or output.preempted_handles)
@@ -166,6 +189,10 @@ class _Meter:
         context = num_tokens + sum([each.num_computed_tokens for each in rows])
         self.shape = (num_tokens, len(rows), context)
         self._simulation.outcome.num_preemptions += len(plan.preempted)
+
+    def found_elsewhere(
+        self, request: Request, num_tokens: int, connector: str, *, is_async: bool
+    ) -> None: ...
 
     def step_done(self, result: ModelRunnerOutput) -> None:
         courses, now = self._simulation.outcome.courses, self._simulation.now

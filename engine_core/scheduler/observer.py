@@ -35,6 +35,12 @@ class SchedulerObserver(Protocol):
         """All of it is; the counters of its requests are those of before the step."""
         ...
 
+    def found_elsewhere(
+        self, request: Request, num_tokens: int, connector: str, *, is_async: bool
+    ) -> None:
+        """A connector brings tokens of it: asynchronously, or with its first step, this one."""
+        ...
+
     def step_done(self, result: ModelRunnerOutput) -> None:
         """A result has come and is about to be taken in."""
         ...
@@ -60,6 +66,10 @@ class NoObserver:
     def step_begins(self, plan: StepPlan) -> None: ...
 
     def step_decided(self, step: int, plan: StepPlan) -> None: ...
+
+    def found_elsewhere(
+        self, request: Request, num_tokens: int, connector: str, *, is_async: bool
+    ) -> None: ...
 
     def step_done(self, result: ModelRunnerOutput) -> None: ...
 

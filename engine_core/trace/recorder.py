@@ -61,6 +61,7 @@ class Recorder:
         self._num_preempted = 0
         self._is_stale = False
         self._tokenless: set[int] = set()
+        self._elsewhere: dict[int, tuple[int, str, bool]] = {}
         self._snapshot: Snapshot | None = None
 
     def watch(
@@ -93,7 +94,7 @@ class Recorder:
         if self._is_stale:
             self._look_again()
         num_free = kv_cache.num_free_blocks
-        num_cached = self.census.num_cached
+        num_cached, num_held = self.census.num_cached, kv_cache.holds.num_alone
         blocked: dict[str, int] = {}
         num_ready = queue.num_ready
         if num_ready < len(self._waiting):
@@ -109,7 +110,8 @@ class Recorder:
             pool=PoolUse(
                 free=num_free - num_cached,
                 cached=num_cached,
-                requests=kv_cache.num_usable_blocks - num_free,
+                requests=kv_cache.num_usable_blocks - num_free - num_held,
+                held=num_held,
             ),
             token_budget=plan.budget,
             seats=self._num_seats,
@@ -126,6 +128,11 @@ class Recorder:
             )
         )
 
+    def found_elsewhere(
+        self, request: Request, num_tokens: int, connector: str, *, is_async: bool
+    ) -> None:
+        self._elsewhere[request.handle] = num_tokens, connector, is_async
+
     def step_done(self, result: ModelRunnerOutput) -> None:
         first: list[int] = []
         if self._tokenless:
@@ -141,12 +148,14 @@ class Recorder:
                 step=result.step,
                 num_tokens=sum(map(len, result.sampled_token_ids)),
                 first=first,
+                compute_seconds=result.compute_seconds,
             )
         )
 
     def finished(self, request: Request) -> None:
         self._left(request)
         self._tokenless.discard(request.handle)
+        self._elsewhere.pop(request.handle, None)
         self._put(
             Finish(
                 time_us=self._now(),
@@ -181,13 +190,7 @@ class Recorder:
                 new.append(request.handle)
                 new_tokens.append(number)
             self._left(request)
-            hits.append(
-                PrefixHit(
-                    handle=request.handle,
-                    num_tokens=request.num_tokens,
-                    local_tokens=request.num_computed_tokens,
-                )
-            )
+            hits.append(self._hit(request))
         for request in plan.preempted:
             self._waiting[request.handle] = request
         self._num_preempted += len(plan.preempted)
@@ -203,6 +206,19 @@ class Recorder:
             hits=hits,
             num_tokens=num_tokens,
             context_tokens=context,
+        )
+
+    def _hit(self, request: Request) -> PrefixHit:
+        """Of one that is admitted; what was to be loaded and failed has not been found."""
+        number, connector, is_async = self._elsewhere.pop(request.handle, (0, "", False))
+        external = min(number, request.num_computed_tokens)
+        return PrefixHit(
+            handle=request.handle,
+            num_tokens=request.num_tokens,
+            local_tokens=request.num_computed_tokens - external,
+            external_tokens=external,
+            connector=connector,
+            asynchronous=is_async,
         )
 
     def _look_again(self) -> None:
