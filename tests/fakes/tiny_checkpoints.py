@@ -58,7 +58,6 @@ CONFIGS: dict[str, PretrainedConfig] = {
         attention_bias=True,
         tie_word_embeddings=False,
     ),
-    "gemma3-one-kv-head": Gemma3TextConfig(**_GEMMA3 | {"num_key_value_heads": 1}),
     "gemma3-linear": Gemma3TextConfig(
         **_GEMMA3,
         rope_parameters={

@@ -87,13 +87,6 @@ def test_more_ranks_than_kv_heads(name: str, size: int, tmp_path: Path) -> None:
     assert_as_one(prepare_checkpoint(tmp_path, tmp_path / "prepared"), size)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_kv_head_that_several_ranks_have(size: int, tmp_path: Path) -> None:
-    """As Gemma 3 270M has it: one KV head, windows in some layers, query heads shared out."""
-    save_tiny("gemma3-one-kv-head", tmp_path)
-    assert_as_one(prepare_checkpoint(tmp_path, tmp_path / "prepared"), size)
-
-
 def test_bfloat16_sums_are_rounded_once(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
