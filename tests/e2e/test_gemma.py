@@ -181,3 +181,13 @@ def usages_of_a_decode(daemon: Daemon, prompt: list[int]) -> list[float]:
             if len(usages) == 10:
                 break
     return usages
+
+
+async def test_two_workers_that_have_the_one_kv_head_each(
+    gemma: Reference, token_prompts: Prompts
+) -> None:
+    """Query heads are shared out, the KV head is on both: the tokens are transformers'."""
+    some = token_prompts[:3]
+    with Daemon(MODEL, "--dtype", "float32", "--tensor-parallel-size", "2") as two:
+        check(gemma, some, await all_at_once(two, some))
+        assert two.text.count("INFO worker 1: weights:") == 1

@@ -122,6 +122,8 @@ def compute_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "ThreadPoolExecutor", InThisThread)
     monkeypatch.setattr(activation, "TritonGate", activation.TorchGate)
     monkeypatch.setattr(norm, "TritonNorm", norm.TorchNorm)
+    for module in (activation, norm):
+        monkeypatch.setattr(module, "row_library", lambda: None)
     # The reference on the CPU is to round as the device does: by torch alone.
     for module in (activation, norm, kernel_stack):
         monkeypatch.setattr(module, "row_kernels", lambda: None)
@@ -345,3 +347,29 @@ def assert_logprobs_alike(found: EngineHarness, expected: EngineHarness) -> None
             assert np.allclose(*values, atol=1e-5)
             count += 1
     assert count > 30
+
+
+@pytest.mark.parametrize("name", HEAD_DIMS)
+def test_norms_and_gates_are_the_librarys(
+    name: str, cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is installed: in steps and in graphs, by calls that keep its contract."""
+    model = Model(name, tmp_path)
+    plain = OnFakeCuda(model, cuda, len(CHUNKS))
+    tokens = Engine(OneAtATime(plain.runner), plain.cache).generate(model.prompts())  # type: ignore[arg-type]
+    library = FakeFlashInfer(cuda.device)
+    for module in (activation, norm):
+        monkeypatch.setattr(module, "row_library", lambda: library)
+    worker = OnFakeCuda(model, cuda, len(CHUNKS))
+    found = Engine(OneAtATime(worker.runner), worker.cache).generate(model.prompts())  # type: ignore[arg-type]
+    same = [
+        one == other
+        for each in tokens
+        for one, other in zip(tokens[each], found[each], strict=True)
+    ]
+    # Roundings differ in the last bit, and bfloat16 has many ties.
+    assert sum(same) > 0.8 * len(same)
+    gemma = name.startswith("gemma")
+    gate, of_rows = ("gelu_tanh_and_mul", "gemma_rmsnorm") if gemma else ("silu_and_mul", "rmsnorm")
+    assert set(library.num_calls) == {gate, of_rows}
+    assert worker.library.num_calls.keys() == {"rope"}
