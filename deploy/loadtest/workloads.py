@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from proto.benchmark import RequestRecipe, SchedulerWorkload
+from proto.codec import changed
 from proto.config import CacheConfig, SchedulerConfig
 from proto.errors import ConfigError
 
@@ -25,6 +26,7 @@ def all_workloads() -> list[SchedulerWorkload]:
     rows = [_decode(256), _decode(1024), _mixed(), _preempting(), _tenants()]
     rows += [_priority(), _long_prefix(), _hashing()]
     rows += [_decode(number) for number in (16, 64)]
+    rows += [_traced(_decode(64)), _traced(_decode(256)), _traced(_mixed())]
     rows += [_waiting(number) for number in (0, 100, 1_000, 10_000)]
     rows += [_blocks(number) for number in (10_000, 100_000, 1_000_000)]
     return rows
@@ -45,7 +47,7 @@ def _workload(name: str, requests: Sequence[RequestRecipe], **given: Any) -> Sch
         "block_size": _BLOCK_SIZE,
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": _DEFAULTS.max_num_seqs,
-        "max_num_batched_tokens": _DEFAULTS.max_num_batched_tokens,
+        "max_num_batched_tokens": _DEFAULTS.step_tokens,
         "warm_up_steps": 200,
         "measured_steps": 300,
     }
@@ -59,8 +61,13 @@ def _decode(number: int) -> SchedulerWorkload:
         [RequestRecipe(((seed, 64),), _FOREVER) for seed in range(number)],
         concurrency=number,
         max_num_seqs=max(number, _DEFAULTS.max_num_seqs),
-        max_num_batched_tokens=max(2 * number, _DEFAULTS.max_num_batched_tokens),
+        max_num_batched_tokens=max(2 * number, _DEFAULTS.step_tokens),
     )
+
+
+def _traced(workload: SchedulerWorkload) -> SchedulerWorkload:
+    """The same, with a trace of it written."""
+    return changed(workload, name=f"{workload.name}-traced", traced=True)
 
 
 def _mixed() -> SchedulerWorkload:

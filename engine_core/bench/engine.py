@@ -1,16 +1,20 @@
 """The engine of a workload: wired as in the daemon, its messages kept instead of sent."""
 
+import tempfile
+from pathlib import Path
+
 import msgspec
 
 from engine_core.bench.fake_worker import GEOMETRY, NUM_TOKEN_IDS
 from engine_core.bench.recipes import EPOCH, requests_of
-from engine_core.core import build_parts
+from engine_core.core import build_parts, scheduler_settings
 from engine_core.kv_events import NoKVEvents
-from engine_core.pool_plan import plan_pool
+from engine_core.pool_plan import PoolPlan, plan_pool
+from engine_core.trace.tracing import NO_TRACING, Tracing, start_tracing
 from engine_core.transport import FrontEndLinks
 from proto import PROTOCOL_VERSION
 from proto.benchmark import SchedulerWorkload
-from proto.config import CacheConfig, SchedulerConfig, ServeConfig
+from proto.config import CacheConfig, SchedulerConfig, ServeConfig, TraceConfig
 from proto.config_checks import validate
 from proto.engine_io import EngineCoreOutputs
 from proto.heap import settle_heap
@@ -62,7 +66,10 @@ class BenchEngine:
         )
         plan = plan_pool([worker], config, workload.max_model_len)
         self.sent = KeptMessages()
-        self.parts = build_parts(config, plan, worker, self.sent, EPOCH, NoKVEvents())
+        tracing = _tracing(config, plan, worker) if workload.traced else NO_TRACING
+        self.parts = build_parts(
+            config, plan, worker, self.sent, EPOCH, NoKVEvents(), tracing=tracing
+        )
         settle_heap()
         self._requests = requests_of(workload)
         self._concurrency = workload.concurrency
@@ -75,3 +82,11 @@ class BenchEngine:
             intake.take(_CLIENT, next(self._requests))
             assert scheduler.num_unfinished > before, "the engine refused a request"
         self.parts.outbox.flush()
+
+
+def _tracing(config: ServeConfig, plan: PoolPlan, worker: WorkerReady) -> Tracing:
+    """Into a file that nobody will read: its name is gone at once."""
+    scheduler = scheduler_settings(config, worker)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = TraceConfig(sched_trace=str(Path(folder) / "trace.jsonl"))
+        return start_tracing(trace, scheduler, plan, worker, EPOCH, True)

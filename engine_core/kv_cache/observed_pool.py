@@ -35,6 +35,13 @@ class ObservedBlockPool(BlockPool):
         for observer in self._observers:
             observer.touched(real)
 
+    def free_blocks(self, blocks: Sequence[int]) -> None:
+        super().free_blocks(blocks)
+        ref_counts = self.ref_counts
+        free = [block for block in blocks if block != NULL_BLOCK and not ref_counts[block]]
+        for observer in self._observers:
+            observer.freed(free)
+
     def cache_full_blocks(
         self, table: list[int], first: int, end: int, keys: GroupKeys, content: HashedTokens
     ) -> None:

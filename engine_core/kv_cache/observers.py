@@ -22,6 +22,9 @@ class PoolObserver:
     def touched(self, blocks: Sequence[int]) -> None:
         """A request found blocks and starts from them."""
 
+    def freed(self, blocks: Sequence[int]) -> None:
+        """Nobody references these blocks any more; those with a hash may still be found."""
+
     def stored(
         self, table: Sequence[int], first: int, end: int, keys: GroupKeys, content: HashedTokens
     ) -> None:

@@ -28,32 +28,41 @@ from typing import ClassVar
 from engine_core.kv_cache.holds import PoolHolds
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_connector.base import SchedulerConnector
-from engine_core.kv_connector.nothing import NoConnector
+from engine_core.kv_connector.nothing import NO_CONNECTOR
 from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.gates import Candidate, Wake
 from engine_core.scheduler.idle_blocks import IdleBlocks
+from engine_core.scheduler.observer import SchedulerObserver
 from engine_core.scheduler.step_plan import StepPlan
+from engine_core.scheduler.swap_rule import SwapRule
 from proto.codec import changed
 from proto.kv_events import KVEvent
 from proto.kv_transfer import KVConnectorOutput, LoadFailurePolicy
 from proto.scheduler_output import SchedulerOutput
 
-Connect = Callable[[PoolHolds, Wake], SchedulerConnector]
-"""Makes a connector from the references it may take, and the way to wake who was told to wait."""
+IsSound = Callable[[int], bool]
+Connect = Callable[[PoolHolds, Wake, IsSound], SchedulerConnector]
+"""Makes a connector from the references it may take, the way to wake who was told to wait, and
+whether what a request computes, by handle, may be stored."""
 
 
-def no_connector(holds: PoolHolds, wake: Wake) -> SchedulerConnector:
+def no_connector(holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
     """Connect to nothing."""
-    return NoConnector()
+    return NO_CONNECTOR
 
 
 @dataclass(slots=True)
 class _Load:
-    """num_tokens: leading tokens of the request with KV once it is over, as far as is known."""
+    """num_tokens: leading tokens of the request with KV once it is over, as far as is known.
+
+    begun: seconds of the clock. num_external: tokens that are loaded.
+    """
 
     request: Request
     num_tokens: int
+    begun: float
+    num_external: int
     failed: bool = False
 
 
@@ -84,13 +93,19 @@ class ExternalKV:
         waiting: RequestQueue,
         idle_blocks: IdleBlocks,
         policy: LoadFailurePolicy,
+        observer: SchedulerObserver,
+        swap_rule: SwapRule,
+        clock: Callable[[], float],
     ) -> None:
         self._kv_cache = kv_cache
         self._waiting = waiting
         self._idle_blocks = idle_blocks
         self.fails_requests = policy == "fail"
-        self.connector = connect(kv_cache.holds, self._wake_asked)
-        self.connected = not isinstance(self.connector, NoConnector)
+        self._swap_rule = swap_rule
+        self._clock = clock
+        self.connector = connect(kv_cache.holds, self._wake_asked, self.is_sound)
+        self.connected = self.connector is not NO_CONNECTOR
+        self._observer = observer
         self._plan: StepPlan | None = None
         self._asked: dict[int, Request] = {}
         self._loads: dict[int, _Load] = {}
@@ -125,7 +140,10 @@ class ExternalKV:
         if match.num_tokens is None:
             self._asked[request.handle] = request
             return True
-        candidate.num_external_tokens = self._usable(request, num_local, match.num_tokens)
+        usable = self._usable(request, num_local, match.num_tokens)
+        if request.num_preemptions and not self._swap_rule.loads(usable):
+            usable = 0
+        candidate.num_external_tokens = usable
         candidate.loads_async = match.is_async and candidate.num_external_tokens > 0
         return False
 
@@ -171,9 +189,11 @@ class ExternalKV:
         self._waiting.set_aside(request)
         request.status = self.status
         request.num_computed_tokens = num_tokens
-        self._loads[request.handle] = _Load(request, num_tokens)
+        self._loads[request.handle] = _Load(
+            request, num_tokens, self._clock(), candidate.num_external_tokens
+        )
         self._count(request, candidate.num_external_tokens)
-        self._tell_allocated(request, candidate.num_external_tokens)
+        self._tell_allocated(request, candidate.num_external_tokens, is_async=True)
 
     def begin_request(self, candidate: Candidate) -> None:
         """The head of the line was given blocks for its first tokens in this step."""
@@ -184,7 +204,7 @@ class ExternalKV:
             self._beginning.append(request)
         if request.handle not in self._loaded:
             self._count(request, num_external)
-        self._tell_allocated(request, num_external)
+        self._tell_allocated(request, num_external, is_async=False)
 
     # A step
 
@@ -214,6 +234,10 @@ class ExternalKV:
         self._beginning.clear()
         metadata = self.connector.build_connector_meta(output)
         return changed(output, connector_metadata=metadata) if metadata else output
+
+    def is_sound(self, handle: int) -> bool:
+        """Nothing of a request rests on a load of which it is not known whether it succeeds."""
+        return handle not in self._unproven
 
     def describe_rewound(self, plan: StepPlan) -> None:
         """Workers have tokens of theirs that never were: they are told of them anew."""
@@ -328,6 +352,10 @@ class ExternalKV:
         self.connector.start_over()
         self._kv_cache.holds.release_all()
 
+    def reset_cache(self) -> bool:
+        """Forget what is kept elsewhere; False where it is being copied."""
+        return self.connector.reset_cache()
+
     def close(self) -> None:
         """The engine ends."""
         self.connector.close()
@@ -346,12 +374,15 @@ class ExternalKV:
         return self._plan is None or request not in self._plan.preempted
 
     def _usable(self, request: Request, num_local: int, num_matched: int) -> int:
-        """At least one token is left to compute; a window is only known at the ends of blocks."""
-        most = request.num_tokens
-        if most == 1:
+        """Whole blocks. At least one token is left to compute, if need be in the last of them.
+
+        Not there where there are windows: which blocks a token sees, those behind the end of a
+        block say.
+        """
+        most = request.num_tokens - (1 if self._kv_cache.has_windows else 0)
+        if request.num_tokens == 1:
             return 0
-        if self._kv_cache.has_windows:
-            most -= 1 + (most - 1) % self._kv_cache.block_size
+        most -= most % self._kv_cache.block_size
         return max(0, min(num_matched, most - num_local))
 
     def _blocks_to_come(self, request: Request) -> int:
@@ -362,7 +393,10 @@ class ExternalKV:
             self._kv_cache.most_blocks(request.num_tokens),
         )
 
-    def _tell_allocated(self, request: Request, num_external: int) -> None:
+    def _tell_allocated(self, request: Request, num_external: int, *, is_async: bool) -> None:
+        if num_external:
+            name = type(self.connector).__name__
+            self._observer.found_elsewhere(request, num_external, name, is_async=is_async)
         tables = self._kv_cache.block_ids(request.handle)
         self.connector.update_state_after_alloc(request, tables, num_external)
 
@@ -387,6 +421,8 @@ class ExternalKV:
         request, kv_cache = load.request, self._kv_cache
         if load.failed:
             self._given_up.add(handle)
+        else:
+            self._swap_rule.learn_load(load.num_external, self._clock() - load.begun)
         if load.num_tokens:
             kv_cache.prove(request, load.num_tokens)
             request.num_computed_tokens = min(load.num_tokens, request.num_tokens - 1)

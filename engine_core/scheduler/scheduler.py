@@ -31,6 +31,7 @@ from engine_core.scheduler.dictation import Dictation
 from engine_core.scheduler.external_kv import Connect, ExternalKV, no_connector
 from engine_core.scheduler.gates import Gate
 from engine_core.scheduler.idle_blocks import IdleBlocks
+from engine_core.scheduler.observer import NO_OBSERVER, SchedulerObserver
 from engine_core.scheduler.output_builder import OutputBuilder
 from engine_core.scheduler.pause import Pause
 from engine_core.scheduler.placeholders import NoPlaceholders, OutputPlaceholders, Placeholders
@@ -46,10 +47,11 @@ from engine_core.scheduler.sessions import Sessions
 from engine_core.scheduler.sibling_forks import SiblingForks
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.scheduler.step_results import ImpossibleResultError, check_result
+from engine_core.scheduler.swap_rule import swap_rule_of
 from engine_core.scheduler.tenants import TenantLedger
 from engine_core.scheduler.victims import Victims
 from proto.config import SchedulerConfig
-from proto.engine_io import PauseMode
+from proto.engine_io import EngineCoreOutput, FinishReason, PauseMode
 from proto.errors import ErrorInfo
 from proto.kv_transfer import KVConnectorOutput, LoadFailurePolicy
 from proto.model_runner_output import ModelRunnerOutput
@@ -73,6 +75,7 @@ class Scheduler:
     gates: hold requests back for reasons of their own, beside those that are always there.
     constraints: a gate, too, which says who may not have just any token.
     connect: makes the KV connector. load_failure_policy: what becomes of who relied on it in vain.
+    observer: told of all that is decided.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Scheduler:
         constraints: Constraints = NO_CONSTRAINTS,
         connect: Connect = no_connector,
         load_failure_policy: LoadFailurePolicy = "recompute",
+        observer: SchedulerObserver = NO_OBSERVER,
     ) -> None:
         self._kv_cache = kv_cache
         self._max_model_len = max_model_len
@@ -135,8 +139,16 @@ class Scheduler:
             self._preemption.evict_running,
             config.crashes_until_alone,
         )
+        self._swap_rule = swap_rule_of(config.preemption)
         self.external = ExternalKV(
-            connect, kv_cache, self.waiting, idle_blocks, load_failure_policy
+            connect,
+            kv_cache,
+            self.waiting,
+            idle_blocks,
+            load_failure_policy,
+            observer,
+            self._swap_rule,
+            clock,
         )
         self._gates: tuple[Gate, ...] = (
             self._pause,
@@ -181,6 +193,8 @@ class Scheduler:
         )
         self._num_preemptions = 0
         self._num_scheduled_tokens = 0
+        self._observer = observer
+        observer.watch(self.waiting, self.running, kv_cache)
 
     # Requests
 
@@ -197,6 +211,7 @@ class Scheduler:
         self._beams.add(request)
         self._quarantine.enter(request)
         self.waiting.add(request)
+        self._observer.added(request)
 
     def abort(self, request_id: int, choice: int | None = None) -> int:
         """End a request, or one choice of it, in whatever state it is; no output follows.
@@ -216,6 +231,21 @@ class Scheduler:
         ended = [each for each in self._requests.values() if each.client_index == client_index]
         self._abort_all(ended)
         return len(ended)
+
+    def abort_everyone(self) -> ClientOutputs:
+        """End every request in whatever state it is; returns the last outputs of all choices."""
+        requests = list(self._requests.values())
+        outputs: ClientOutputs = {}
+        for each in {each.request_id: each for each in requests}.values():
+            choices = list(self._choices[each.request_id])
+            if self._beams.owns(each.request_id):
+                choices = list(range(each.sampling_params.beam_width))
+            outputs.setdefault(each.client_index, []).extend(
+                EngineCoreOutput(each.request_id, choice, 0, [], FinishReason.ABORT)
+                for choice in choices
+            )
+        self._abort_all(requests)
+        return outputs
 
     def knows(self, request_id: int) -> bool:
         """Some choice of this request is not finished."""
@@ -241,10 +271,12 @@ class Scheduler:
     def pause(self, mode: PauseMode) -> None:
         """Start no new request, or schedule nothing at all, until `resume`."""
         self._pause.begin_pause(mode)
+        self._observer.happened("pause", mode)
 
     def resume(self) -> None:
         """End a pause; nothing happens without one."""
         self._pause.end_pause()
+        self._observer.happened("resume", "")
 
     @property
     def worker_epoch(self) -> int:
@@ -262,6 +294,7 @@ class Scheduler:
         To be called between two steps; results of earlier steps are void. Returns the
         final outputs of requests that have crashed the workers too often.
         """
+        self._observer.happened("restart", f"workers of epoch {epoch}")
         poisonous = self._quarantine.note_crash()
         self.external.start_over()
         start_over(self._requests.values(), self._preemption, self._kv_cache, self._clock())
@@ -292,6 +325,7 @@ class Scheduler:
             for victim in victims:
                 self._output_builder.forget(victim.handle)
             self._num_preemptions += len(victims)
+        self._observer.happened("reset", "preempting" if preempting else "")
         return self._kv_cache.reset_prefix_cache()
 
     # A step
@@ -303,6 +337,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Decide the next step. Where running requests had to give way, nothing is admitted."""
         plan = StepPlan(self._step_budget, self._clock(), self._step_budget)
+        self._observer.step_begins(plan)
         if not self._pause.frozen:
             self._preemption.relieve(plan)
             late = self._courtesy.line_up()
@@ -313,6 +348,7 @@ class Scheduler:
             self._running_pass.run_late(plan, late)
         self.external.describe_rewound(plan)
         output = self.external.complete(self._output_builder.build(plan))
+        self._observer.step_decided(output.step, plan)
         self._advance(plan)
         self._placeholders.reserve(plan)
         return output
@@ -327,6 +363,7 @@ class Scheduler:
         meanwhile are kept. Raises ImpossibleResultError for a result that does not answer
         this step; the workers that follow compute it anew.
         """
+        self._observer.step_done(result)
         check_result(output, result, self._vocab_size)
         outputs: ClientOutputs = {}
         num_unfinished = len(self._requests)
@@ -341,6 +378,7 @@ class Scheduler:
         num_decoding = output.cached_requests.num_scheduled_tokens.count(1)
         num_prompt_tokens = output.total_num_scheduled_tokens - num_decoding
         self._pace.learn(num_decoding, num_prompt_tokens, result.compute_seconds)
+        self._swap_rule.learn_step(num_prompt_tokens, result.compute_seconds)
         return outputs
 
     def update_from_connector(self, report: KVConnectorOutput) -> ClientOutputs:
@@ -387,6 +425,7 @@ class Scheduler:
             num_queued_tokens=self.backlog.num_tokens,
             external_prefix_cache_queries=external_queries,
             external_prefix_cache_hits=external_hits,
+            kv_media=self.external.connector.take_stats(),
         )
         self._num_preemptions = self._num_scheduled_tokens = 0
         return stats
@@ -442,6 +481,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self._kv_cache.free(request)
+        self._observer.finished(request)
         if request.scheduled_at is not None:
             self._result_pass.depart(request, self.step)
         self._output_builder.forget(request.handle)

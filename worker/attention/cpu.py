@@ -20,7 +20,7 @@ from worker.layers.rotary import Rotation
 
 _CACHE_DTYPE_CODES: Final = {**DTYPE_CODES, torch.int8: 3}
 _TILE_FIELDS: Final = 9
-_TASK_FIELDS: Final = 2
+_TASK_FIELDS: Final = 3
 _ROUND_FIELDS: Final = 2
 MOST_PARTIAL_BYTES: Final = 32 << 20
 """For the results of pieces of long sequences; more of them are computed in rounds."""

@@ -37,6 +37,17 @@ void compute_piece(const Piece& piece, const Piece& following, const TokendPlan*
     }
 }
 
+// What a task computes: all heads of it at once, or one after the other.
+template <class C>
+void compute_task(const Piece& first, int64_t heads, const Piece& following, const TokendPlan* plan, int64_t index,
+                  Scratch& scratch) {
+    if (first.rows <= PIECE_ROWS && attend_few_in_int8(first, heads, following, plan, index, scratch)) return;
+    for (int64_t head = 0; head < heads; head++) {
+        const Piece piece = first.of_head(head);
+        compute_piece<C>(piece, head + 1 < heads ? first.of_head(head + 1) : following, plan, index, scratch);
+    }
+}
+
 // Joins the partial results of one row of a tile: pieces to spans, spans to the row.
 //   memory: 2 * head_dim floats
 void join_row(const Piece& piece, const TokendPlan* plan, int64_t row, float* memory) {
@@ -80,8 +91,7 @@ constexpr int64_t RUNS_PER_THREAD = 8;
 
 template <class C>
 void run(const TokendStep* step, const TokendPlan* plan, const TokendLayer* layer) {
-    const auto piece_of = [&](int64_t index) {
-        const TokendTask task = plan->tasks[index];
+    const auto piece_of = [&](const TokendTask& task) {
         return Piece(step, layer, plan->tiles + task.tile, task.piece);
     };
     in_team(plan->num_elements > PARALLEL_ELEMENTS, [&] {
@@ -99,8 +109,8 @@ void run(const TokendStep* step, const TokendPlan* plan, const TokendLayer* laye
             for (int64_t run = done.tasks_end; run < round.tasks_end; run += grain) {
                 const int64_t end = std::min<int64_t>(run + grain, round.tasks_end);
                 for (int64_t index = run; index < end; index++) {
-                    const Piece piece = piece_of(index), following = piece_of(std::min(index + 1, end - 1));
-                    compute_piece<C>(piece, following, plan, plan->tasks[index].piece, scratch);
+                    const TokendTask &task = plan->tasks[index], &next = plan->tasks[std::min(index + 1, end - 1)];
+                    compute_task<C>(piece_of(task), task.heads, piece_of(next), plan, task.piece, scratch);
                 }
             }
             if (plan->num_partial_rows > 0) {

@@ -43,9 +43,12 @@ struct TokendTile {
     int32_t partial_row;
 };
 
+// A piece of `heads` neighbouring tiles: the same queries and tokens under KV heads that lie side by
+// side in the pages.
 struct TokendTask {
     int32_t tile;
     int32_t piece;
+    int32_t heads;
 };
 
 // Tiles whose partial results are kept together: a round begins where the one before ends.

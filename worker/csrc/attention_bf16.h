@@ -15,6 +15,7 @@
 
 #include "attention_finish.h"
 #include "attention_piece.h"
+#include "attention_softmax.h"
 
 #if defined(__AVX512BF16__)
 
@@ -191,7 +192,20 @@ struct Groups {
         start = begin / PIECE * PIECE;
         from = begin;
         to = end;
-        for (int64_t group = first_step() * 2; group < end_step() * 2; group++) locate_group(piece, group, copy);
+        const int64_t first = first_step() * 2, last = end_step() * 2;
+        if (piece.step->block_size % TILE == 0) {
+            // Those at both ends may lack some.
+            const int64_t whole = (from - start + TILE - 1) / TILE, whole_end = (to - start) / TILE;
+            piece.each_group<C>(start + whole * TILE, start + whole_end * TILE,
+                                [&](int64_t group, const C* key_rows, const C* value_rows, int64_t) {
+                                    keys[whole + group] = key_rows;
+                                    values[whole + group] = value_rows;
+                                });
+            for (int64_t group = first; group < last; group++)
+                if (group < whole || group >= whole_end) locate_group(piece, group, copy);
+        } else {
+            for (int64_t group = first; group < last; group++) locate_group(piece, group, copy);
+        }
         if constexpr (QUANTISED<C>) {
             std::fill_n(key_scales, num_scales(piece.head_dim) * PIECE, 0.0f);
             std::fill_n(value_scales, num_scales(piece.head_dim) * PIECE, 0.0f);
@@ -204,10 +218,6 @@ struct Groups {
         const int64_t head_dim = piece.head_dim, first = start + group * TILE;
         const int64_t low = std::clamp(from, first, first + TILE), high = std::clamp(to, first, first + TILE);
         const C *key_rows[TILE], *value_rows[TILE];
-        if (high - low == TILE && piece.step->block_size % TILE == 0) {
-            piece.locate(first, keys + group, values + group);
-            return;
-        }
         C *key_copy = copy + group * 2 * TILE * head_dim, *value_copy = key_copy + TILE * head_dim;
         std::memset(static_cast<void*>(key_copy), 0, 2 * TILE * head_dim * sizeof(C));
         keys[group] = key_copy;
@@ -231,14 +241,12 @@ struct Ahead {
     Ahead(const Piece& now, const Piece& following) : size(TILE * now.head_dim * sizeof(bfloat16)) {
         if (following.tile == now.tile && following.begin == now.begin) return;
         if (now.step->block_size % TILE != 0) return;
-        const int64_t groups = (following.end - 1) / TILE - following.begin / TILE + 1;
-        for (int64_t group = 0; group < groups; group++) {
-            const int64_t token = std::max(following.begin, (following.begin / TILE + group) * TILE);
-            const bfloat16 *key, *value;
-            following.locate(token, &key, &value);
-            parts[group] = reinterpret_cast<const char*>(key);
-            parts[groups + group] = reinterpret_cast<const char*>(value);
-        }
+        const int64_t from = following.begin / TILE * TILE, groups = (following.end - from + TILE - 1) / TILE;
+        following.each_group<bfloat16>(
+            from, following.end, [&](int64_t group, const bfloat16* keys, const bfloat16* values, int64_t) {
+                parts[group] = reinterpret_cast<const char*>(keys);
+                parts[groups + group] = reinterpret_cast<const char*>(values);
+            });
         count = 2 * groups;
     }
 
@@ -293,43 +301,6 @@ TOKEND_INLINE void pack_values(const Groups<C>& groups, int64_t step, int64_t he
         pair_tokens(first, second, dims, words);
     }
 }
-
-// ---- softmax -----------------------------------------------------------------------
-
-// 2^x for x of about 0 or less, relative error below 4e-6; 0 far below, NaN of NaN, exactly 1
-// of 0. The polynomial is the least largest relative error over a fraction, with p(0) = 1.
-TOKEND_INLINE F<16> power_of_two(F<16> x) {
-    constexpr float POWER[4] = {0.69304484f, 0.24128020f, 0.05224248f, 0.01342668f};
-    // The order of the operands decides what becomes of NaN.
-    const __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);
-    const F<16> fraction = (F<16>)_mm512_reduce_ps(clamped, _MM_FROUND_TO_NEG_INF);
-    F<16> p = splat<16>(POWER[3]);
-    p = multiply_add<16>(p, fraction, splat<16>(POWER[2]));
-    p = multiply_add<16>(p, fraction, splat<16>(POWER[1]));
-    p = multiply_add<16>(p, fraction, splat<16>(POWER[0]));
-    p = multiply_add<16>(p, fraction, splat<16>(1.0f));
-    return (F<16>)_mm512_scalef_ps((__m512)p, clamped);
-}
-
-// What turns raw scores of rows whose largest is `largest` into weights; scale: of the scores,
-// times log2 e.
-struct Weigher {
-    F<16> factor, offset;
-
-    TOKEND_INLINE Weigher(F<16> largest, float scale) : factor(splat<16>(scale)) {
-        // A row that sees nothing must not compute infinity minus infinity.
-        offset = (largest == NO_SCORE ? F<16>{} : -largest) * factor;
-    }
-
-    TOKEND_INLINE F<16> operator()(F<16> score) const { return power_of_two(multiply_add<16>(score, factor, offset)); }
-};
-
-constexpr float LOG2_E = 1.44269504088896341f;
-
-// A weight of zero takes nothing of a scale that is no number.
-TOKEND_INLINE F<16> scaled(F<16> weight, F<16> scale) { return weight == F<16>{} ? F<16>{} : weight * scale; }
-
-TOKEND_INLINE F<16> larger(F<16> largest, F<16> score) { return (F<16>)_mm512_max_ps((__m512)largest, (__m512)score); }
 
 }  // namespace tokend
 

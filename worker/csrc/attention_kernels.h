@@ -21,4 +21,8 @@ bool attend_few_in_bfloat16(const Piece& piece, const Piece& following, const To
 bool attend_in_tiles(const Piece& piece, const Piece& following, const TokendPlan* plan, int64_t index,
                      Scratch& scratch);
 
+// attention_few_int8.cpp: few query rows over pages of int8, a piece of neighbouring heads.
+bool attend_few_in_int8(const Piece& first, int64_t heads, const Piece& following, const TokendPlan* plan,
+                        int64_t index, Scratch& scratch);
+
 }  // namespace tokend

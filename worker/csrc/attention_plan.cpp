@@ -18,6 +18,32 @@ int64_t cost(const TokendTile& tile, int64_t piece) {
     return (to - std::max<int64_t>(from, tile.kv_begin)) * tile.query_count;
 }
 
+// From so many pieces of few rows on a task is all heads of one: fewer leave threads without work.
+constexpr int64_t MANY_PIECES = 8;
+constexpr int64_t MOST_HEADS = 8;  // of a task: what is kept for one stays in the second cache
+
+struct Cut {
+    int64_t kv_begin, kv_end, piece_len, pieces;
+
+    // What the first of the queries sees: the others see no earlier token.
+    Cut(const TokendStep* step, int64_t before, int64_t count, int64_t rows)
+        : kv_begin(std::max<int64_t>(0, before + 1 - step->window)), kv_end(before + count),
+          piece_len(rows <= tokend::PIECE_ROWS ? tokend::PIECE : tokend::SPAN),
+          pieces((kv_end - 1) / piece_len - kv_begin / piece_len + 1) {}
+};
+
+// Whether the pieces of decodes are enough for all threads.
+bool has_many_pieces(const TokendStep* step) {
+    int64_t pieces = 0;
+    const int64_t group = step->num_heads / step->num_kv_heads;
+    for (int64_t seq = 0; seq < step->num_seqs && pieces < MANY_PIECES; seq++) {
+        const int64_t queries = step->query_start[seq + 1] - step->query_start[seq];
+        if (queries * group <= tokend::PIECE_ROWS)
+            pieces += Cut(step, step->seq_lens[seq] - queries, queries, queries * group).pieces;
+    }
+    return pieces >= MANY_PIECES;
+}
+
 void end_round(TokendPlan* plan) {
     if (plan->rounds != nullptr) plan->rounds[plan->num_rounds] = {int32_t(plan->num_tiles), int32_t(plan->num_tasks)};
     plan->num_rounds += 1;
@@ -28,6 +54,7 @@ void end_round(TokendPlan* plan) {
 extern "C" void tokend_attention_plan(const TokendStep* step, TokendPlan* plan) {
     const int64_t group = step->num_heads / step->num_kv_heads;
     const int64_t tile_queries = std::max<int64_t>(1, tokend::tile_rows() / group);
+    const bool many_pieces = has_many_pieces(step);
     int64_t round_rows = 0;
     plan->num_tiles = plan->num_tasks = plan->num_rounds = plan->num_partial_rows = plan->num_elements = 0;
     for (int64_t seq = 0; seq < step->num_seqs; seq++) {
@@ -39,29 +66,31 @@ extern "C" void tokend_attention_plan(const TokendStep* step, TokendPlan* plan) 
             const int64_t begin = queries * number / num_tiles;
             const int64_t count = queries * (number + 1) / num_tiles - begin;
             const int64_t rows = count * group;
-            const int64_t kv_end = before + begin + count;
-            // What the first of the queries sees: the others see no earlier token.
-            const int64_t kv_begin = std::max<int64_t>(0, before + begin + 1 - step->window);
-            const int64_t tokens = kv_end - kv_begin;
-            const int64_t piece_len = rows <= tokend::PIECE_ROWS ? tokend::PIECE : tokend::SPAN;
-            const int64_t pieces = (kv_end - 1) / piece_len - kv_begin / piece_len + 1;
-            const int64_t partial_rows = pieces > 1 ? pieces * rows : 0;
-            plan->num_elements += tokens * rows * step->num_kv_heads * step->head_dim;
+            const Cut cut(step, before + begin, count, rows);
+            const bool heads_together = many_pieces && rows <= tokend::PIECE_ROWS;
+            const int64_t partial_rows = cut.pieces > 1 ? cut.pieces * rows : 0;
+            plan->num_elements += (cut.kv_end - cut.kv_begin) * rows * step->num_kv_heads * step->head_dim;
+            int64_t together = 0;  // heads that the last tasks have so far
             for (int64_t head = 0; head < step->num_kv_heads; head++) {
                 if (round_rows > 0 && round_rows + partial_rows > step->most_partial_rows) {
                     end_round(plan);
                     round_rows = 0;
+                    together = 0;
                 }
+                together = heads_together && together < MOST_HEADS ? together + 1 : 1;
+                if (together == 1) plan->num_tasks += cut.pieces;
                 if (plan->tiles != nullptr) {
                     plan->tiles[plan->num_tiles] = {
-                        int32_t(seq),    int32_t(head),      int32_t(begin),
-                        int32_t(count),  int32_t(kv_begin),  int32_t(kv_end),
-                        int32_t(pieces), int32_t(piece_len), int32_t(round_rows)};
-                    for (int64_t piece = 0; piece < pieces; piece++)
-                        plan->tasks[plan->num_tasks + piece] = {int32_t(plan->num_tiles), int32_t(piece)};
+                        int32_t(seq),        int32_t(head),          int32_t(begin),
+                        int32_t(count),      int32_t(cut.kv_begin),  int32_t(cut.kv_end),
+                        int32_t(cut.pieces), int32_t(cut.piece_len), int32_t(round_rows)};
+                    TokendTask* tasks = plan->tasks + plan->num_tasks - cut.pieces;
+                    for (int64_t piece = 0; piece < cut.pieces; piece++) {
+                        const int64_t first = plan->num_tiles + 1 - together;
+                        tasks[piece] = {int32_t(first), int32_t(piece), int32_t(together)};
+                    }
                 }
                 plan->num_tiles += 1;
-                plan->num_tasks += pieces;
                 round_rows += partial_rows;
                 plan->num_partial_rows = std::max(plan->num_partial_rows, round_rows);
             }

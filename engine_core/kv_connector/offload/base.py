@@ -5,7 +5,7 @@ medium has, by key, and gives out places; it knows nothing of requests or device
 never waits.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -18,14 +18,16 @@ class ManagerContext:
     """What a medium may know of the engine.
 
     fingerprint: of everything that changes KV values, the same on every rank. num_ranks: workers
-    that share the model. block_bytes: of one offloaded block, on one rank. ring: from any thread;
-    requests that were told to ask again are put back into the line.
+    that share the model. block_bytes: of one offloaded block, on rank 0, which has most. ring:
+    from any thread; requests that were told to ask again are put back into the line. factor:
+    device blocks of an offloaded one.
     """
 
     fingerprint: bytes
     num_ranks: int
     block_bytes: int
     ring: Callable[[], None]
+    factor: int = 1
 
 
 class OffloadingEvent(NamedTuple):
@@ -77,8 +79,17 @@ class OffloadingManager(Protocol):
         """A store is over on all ranks: present from now on, or forgotten."""
         ...
 
-    def touch(self, keys: Collection[OffloadKey]) -> None:
-        """These are wanted, whether they are here or not."""
+    def touch(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> None:
+        """These are wanted, in the order of a sequence, whether they are here or not.
+
+        The first ones are to outlive the others. is_new_use: False by somebody who wanted them
+        before, whose sequence has grown: they are as recent as that, and not wanted once more.
+        """
+        ...
+
+    @property
+    def usage(self) -> float:
+        """Part of the medium that is taken, 0 to 1; 0 where it is not known."""
         ...
 
     def take_events(self) -> Iterable[OffloadingEvent]:

@@ -1,0 +1,30 @@
+"""`python -P -m engine_core.replay`: an order a line in, its answer a line out.
+
+Both as JSON; the end of the input ends it. A trace that is asked about again is not read again.
+"""
+
+import sys
+
+from engine_core.compiled import use_compiled
+from proto.codec import from_json, to_json_line
+from proto.errors import TokendError
+from proto.replay import ReplayAnswer, ReplayOrder
+
+
+def main() -> None:
+    """Answer until nothing more is asked, compiled where the engine would be."""
+    use_compiled()
+    from engine_core.replay.player import Player
+
+    player = Player()
+    for line in sys.stdin.buffer:
+        try:
+            answer = player.play(from_json(line, ReplayOrder))
+        except (TokendError, ValueError) as error:
+            answer = ReplayAnswer(error=str(error))
+        sys.stdout.buffer.write(to_json_line(answer))
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

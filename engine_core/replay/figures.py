@@ -1,0 +1,55 @@
+"""From the courses of a simulation to its figures."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+from engine_core.replay.simulation import Course, Outcome
+from proto.replay import ReplayFigures, Spread, StepModel
+
+
+def figures_of(
+    outcome: Outcome, policy: str, num_left_out: int, step_model: StepModel
+) -> ReplayFigures:
+    """Everything that the table shows; a request without a job is a job of one turn."""
+    courses = list(outcome.courses.values())
+    jobs: dict[str, list[Course]] = defaultdict(list)
+    for course in courses:
+        arrival = course.sequence.arrival
+        jobs[arrival.job or f"request {arrival.request_id}"].append(course)
+    return ReplayFigures(
+        policy=policy,
+        num_requests=len(courses),
+        num_left_out=num_left_out,
+        num_jobs=len(jobs),
+        num_steps=outcome.num_steps,
+        seconds=outcome.seconds,
+        output_tokens=sum(each.sequence.num_outputs for each in courses),
+        completion=spread(_end(each) - each.arrived for each in courses),
+        jobs=spread(
+            max(map(_end, turns)) - min(each.arrived for each in turns) for turns in jobs.values()
+        ),
+        ttft=spread(each.first - each.arrived for each in courses if each.first is not None),
+        preemptions=outcome.num_preemptions,
+        hit_rate=outcome.num_hit / outcome.num_queried if outcome.num_queried else 0.0,
+        step_model=step_model,
+    )
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Mean and percentiles (nearest rank); zeros of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return Spread()
+    return Spread(
+        math.fsum(ordered) / len(ordered), _percentile(ordered, 50), _percentile(ordered, 99)
+    )
+
+
+def _percentile(ordered: list[float], percent: int) -> float:
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def _end(course: Course) -> float:
+    assert course.end is not None, "a simulation runs until everybody is over"
+    return course.end

@@ -1,0 +1,70 @@
+"""Carries out orders: which recording, under which settings, followed or simulated."""
+
+from engine_core.replay.agents import recording_of
+from engine_core.replay.figures import figures_of
+from engine_core.replay.follow import Follower
+from engine_core.replay.offers import Offers
+from engine_core.replay.recording import Recording, read
+from engine_core.replay.rig import settings
+from engine_core.replay.simulation import Simulation
+from engine_core.replay.step_times import fit
+from proto.replay import AgentLoad, ReplayAnswer, ReplayFigures, ReplayOrder, StepModel
+
+
+class Player:
+    """Keeps the last recording, which several orders may be about."""
+
+    def __init__(self) -> None:
+        self._key: tuple[str, AgentLoad | None] = ("", None)
+        self._recording: Recording | None = None
+
+    def play(self, order: ReplayOrder) -> ReplayAnswer:
+        """Raises UnreadableTraceError, or ValueError for what cannot be simulated."""
+        recording = self._read(order)
+        if order.verify:
+            return ReplayAnswer(verdict=Follower(recording).run())
+        return ReplayAnswer(figures=simulate(recording, order))
+
+    def _read(self, order: ReplayOrder) -> Recording:
+        key = (order.path, order.load)
+        if self._recording is None or key != self._key:
+            self._recording = recording_of(order.load) if order.load else read(order.path)
+            self._key = key
+        return self._recording
+
+
+def simulate(recording: Recording, order: ReplayOrder) -> ReplayFigures:
+    """Under the order's policy; raises ValueError where it is not known how long steps take."""
+    header = settings(recording.header, order)
+    scheduler = header.scheduler
+    step_model = order.step_model or _model_of(recording)
+    ended = [each for each in recording.sequences.values() if each.finish is not None]
+    _check_size(recording, header.num_blocks)
+    offers = Offers(ended, order.rate, order.open_loop)
+    outcome = Simulation(
+        recording, header, offers, step_model, order.one_tenant, order.tape_path
+    ).run()
+    left_out = len(recording.sequences) - len(ended)
+    return figures_of(outcome, scheduler.scheduling_policy, left_out, step_model)
+
+
+def _model_of(recording: Recording) -> StepModel:
+    return fit(recording.lines, bool(recording.header.scheduler.async_scheduling))
+
+
+def _check_size(recording: Recording, num_blocks: int) -> None:
+    """Raises ValueError for a pool in which the longest sequence alone has no room."""
+    size = recording.header.block_size
+    longest = max(
+        (
+            each.arrival.num_prompt_tokens + each.num_outputs
+            for each in recording.sequences.values()
+        ),
+        default=0,
+    )
+    needed = -(-longest // size) + 1
+    if needed > num_blocks:
+        raise ValueError(
+            f"the longest sequence has {longest} tokens: it needs {needed} blocks, "
+            f"the null block included, and there are {num_blocks}"
+        )

@@ -1,0 +1,97 @@
+"""`tokend trace view`: the page as a file; how it looks is for test_browser.py."""
+
+import base64
+import json
+import re
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+
+from deploy import cli
+from deploy.trace.view import page_of
+from tests.fakes.traced_engine import TracedEngine, random_load
+
+
+@pytest.fixture(scope="module")
+def engine() -> TracedEngine:
+    engine = TracedEngine()
+    random_load(4, engine)
+    return engine
+
+
+def data_of(page: str) -> tuple[dict, dict[str, list]]:
+    """What the page's script reads."""
+    (text,) = re.findall(r'<script type="text/plain" id="data">([^<]*)</script>', page)
+    data = zlib.decompress(base64.b64decode(text))
+    length = int.from_bytes(data[:4], "little")
+    about, at, columns = json.loads(data[4 : 4 + length]), 4 + length, {}
+    for name, (kind, count) in about["columns"].items():
+        columns[name] = list(struct.unpack_from(f"<{count}{kind}", data, at))
+        at += (8 if kind == "d" else 4) * count
+    assert at == len(data)
+    return about, columns
+
+
+def test_the_page_has_every_request_and_step(engine, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(engine.content)
+    assert cli.main(["trace", "view", str(path)]) == 0
+    page = tmp_path / "run.html"
+    assert capsys.readouterr().out == f"{page}\n"
+    about, columns = data_of(page.read_text())
+    recording = engine.recording
+    assert columns["handle"] == list(recording.sequences)
+    assert len(about["requests"]) == len(columns["end"]) == len(recording.sequences)
+    assert columns["output"] == [each.num_outputs for each in recording.sequences.values()]
+    assert columns["segment_row"] == sorted(columns["segment_row"])
+    starts = [
+        row for at, row in enumerate(columns["segment_row"]) if columns["segment_state"][at] == 0
+    ]
+    assert set(starts) <= set(range(len(columns["handle"])))
+    assert about["blocks"] == 39
+    for name in ("step_time", "step_end", "prefill", "decode", "free", "pinned"):
+        assert len(columns[name]) == len(columns["step"])
+
+
+def test_it_loads_nothing_and_runs_only_its_own_script(engine, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    evil = b'"job":"</script><script>alert(1)</script>",'
+    path.write_bytes(
+        engine.content.replace(b'"num_prompt_tokens"', evil + b'"num_prompt_tokens"', 1)
+    )
+    page = page_of(path)
+    assert "alert(1)" not in page
+    assert data_of(page)[0]["jobs"][0].startswith("</script>")
+    assert not re.search(r"(src|href)=|https?://|url\(|import\(|fetch\(", page)
+    assert "default-src 'none'" in page
+    assert page.count("<script") == 2
+
+
+def test_a_name_is_only_text(engine, tmp_path: Path) -> None:
+    path = tmp_path / "<b>&.jsonl"
+    path.write_bytes(engine.content)
+    assert "<title>&lt;b&gt;&amp;.jsonl - scheduler trace</title>" in page_of(path)
+
+
+def test_a_cut_off_line_is_passed_over_and_a_wrong_one_is_told(
+    engine, tmp_path: Path, capsys
+) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(engine.content[:-20])
+    assert cli.main(["trace", "view", str(path), "-o", str(tmp_path / "page.html")]) == 0
+    path.write_bytes(engine.content.replace(b'"kind":"result"', b'"kind":"?"', 1))
+    assert cli.main(["trace", "view", str(path)]) == 2
+    assert "line " in capsys.readouterr().err
+    path.write_bytes(b"")
+    assert cli.main(["trace", "view", str(path)]) == 2
+    assert cli.main(["trace", "view", str(tmp_path / "none.jsonl")]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_words_that_make_no_sense(capsys) -> None:
+    for words in (["trace"], ["trace", "look"], ["trace", "view"]):
+        assert cli.main(words) == 2
+    assert cli.main(["trace", "--help"]) == 0
+    assert "replay" in capsys.readouterr().out

@@ -1,0 +1,54 @@
+"""Numbers for block contents say what is alike, and only that."""
+
+import random
+from hashlib import sha256
+
+from engine_core.replay.chains import Chains
+from engine_core.trace.contents import Contents
+from proto.sched_trace import Content
+
+
+def hashes(text):
+    """A chain, as the block hashes of a sequence are."""
+    found, parent = [], b""
+    for letter in text:
+        parent = sha256(parent + letter.encode()).digest()
+        found.append(parent)
+    return found
+
+
+def test_what_is_known_is_the_beginning() -> None:
+    contents = Contents()
+    assert contents.take(hashes("abcd")) == Content(0, 0, 1, 4)
+    assert contents.take(hashes("abcd")) == Content(4, 4)
+    assert contents.take(hashes("abxy")) == Content(2, 2, 5, 2)
+    assert contents.take(hashes("abxyz")) == Content(6, 4, 7, 1)
+    assert contents.take(hashes("b")) == Content(0, 0, 8, 1)
+    assert contents.take([]) == Content()
+
+
+def test_chains_give_back_equal_beginnings_and_nothing_else() -> None:
+    rng = random.Random(3)
+    contents, chains = Contents(), Chains()
+    texts = ["".join(rng.choices("ab", k=rng.randrange(9))) for _ in range(200)]
+    seen = []
+    for text in texts:
+        content = contents.take(hashes(text))
+        chains.learn(content)
+        seen.append(chains.blocks(content))
+    for text, blocks in zip(texts, seen, strict=True):
+        assert len(blocks) == len(text)
+        for other, theirs in zip(texts, seen, strict=True):
+            common = next(
+                (at for at, (a, b) in enumerate(zip(text, other, strict=False)) if a != b),
+                min(len(text), len(other)),
+            )
+            shared = [a == b for a, b in zip(blocks, theirs, strict=False)]
+            assert shared == [at < common for at in range(len(shared))]
+
+
+def test_memory_is_bounded_and_numbers_are_never_given_twice() -> None:
+    contents = Contents(most=6)
+    assert contents.take(hashes("abcd")) == Content(0, 0, 1, 4)
+    assert contents.take(hashes("abcdxyz")) == Content(0, 0, 5, 7)
+    assert len(contents._numbers) == 7

@@ -1,0 +1,87 @@
+"""The file of a trace: who may read it, what happens when it is full or the disk is slow."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from engine_core.trace.file import TraceFile, path_of_epoch
+from proto.errors import ConfigError
+from proto.sched_trace import Dropped, Event, TraceEnd, read_line
+
+MUCH = 1 << 30
+
+
+def lines_of(path):
+    content = path.read_bytes()
+    assert content.endswith(b"\n")
+    return [read_line(each) for each in content.splitlines()]
+
+
+def test_only_its_owner_reads_it_also_where_there_was_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("old")
+    path.chmod(0o644)
+    file = TraceFile(str(path), MUCH)
+    file.put(Event(what="pause"))
+    file.close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert lines_of(path) == [Event(what="pause"), TraceEnd(reason="shutdown")]
+
+
+def test_a_link_is_not_followed_and_a_missing_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "else")
+    for name in ("link", "nowhere/trace.jsonl"):
+        with pytest.raises(ConfigError, match="--sched-trace"):
+            TraceFile(str(tmp_path / name), MUCH)
+    assert not (tmp_path / "else").exists()
+
+
+def test_it_ends_where_it_would_be_too_long(tmp_path: Path, caplog) -> None:
+    path = tmp_path / "trace.jsonl"
+    file = TraceFile(str(path), 200)
+    for _ in range(100):
+        file.put(Event(what="resume"))
+    assert file.is_over
+    file.close()
+    *lines, last = lines_of(path)
+    assert last == TraceEnd(reason="limit")
+    assert lines
+    assert set(map(repr, lines)) == {repr(Event(what="resume"))}
+    assert path.stat().st_size <= 200 + 40
+    assert "--sched-trace-max-bytes" in caplog.text
+
+
+def test_lines_that_the_disk_has_no_time_for_are_counted(tmp_path: Path) -> None:
+    """Nothing is written before the end, because the thread is told to end at once."""
+    path = tmp_path / "trace.jsonl"
+    file = TraceFile(str(path), MUCH, max_unwritten=100)
+    file._closing.set()
+    file._thread.join()
+    for _ in range(50):
+        file.put(Event(what="resume"))
+    file._write()
+    file.put(Event(what="pause"))
+    file._closing.clear()
+    file.close()
+    lines = lines_of(path)
+    (dropped,) = [each.num_lines for each in lines if isinstance(each, Dropped)]
+    assert dropped + sum(each == Event(what="resume") for each in lines) == 50
+    assert lines[-2:] == [Event(what="pause"), TraceEnd(reason="shutdown")]
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(caplog) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("there is no /dev/full")
+    file = TraceFile("/dev/full", MUCH)
+    file.put(Event(what="pause"))
+    file.close()
+    assert file.is_over
+    assert "No space left" in caplog.text
+
+
+def test_later_engines_have_files_of_their_own() -> None:
+    assert path_of_epoch("a/trace.jsonl", 1) == "a/trace.jsonl"
+    assert path_of_epoch("a/trace.jsonl", 7) == "a/trace.7.jsonl"
+    assert path_of_epoch("trace", 2) == "trace.2"

@@ -1,0 +1,167 @@
+"""What the lines of a trace say, beside the scheduler that they are about."""
+
+import msgspec
+import pytest
+
+from proto.errors import ProtocolError
+from proto.sched_trace import (
+    Arrival,
+    Event,
+    Finish,
+    PoolUse,
+    Result,
+    Step,
+    TraceHeader,
+    read_line,
+)
+from tests.fakes.traced_engine import BUDGET, SEATS, TracedEngine, random_load
+
+SECRET = 877
+"""A token id that is nothing else."""
+
+
+def test_one_request_from_its_arrival_to_its_end() -> None:
+    engine = TracedEngine()
+    engine.clock.now = 1.5
+    request = engine.harness.add_one([5] * 40, 3, arrival_time=1.25, tenant=9)
+    engine.finish()
+    (arrival,), (finish,) = engine.of(Arrival), engine.of(Finish)
+    assert (arrival.handle, arrival.tenant) == (request.handle, 9)
+    assert (arrival.time_us, arrival.arrived_us) == (1_500_000, 1_250_000)
+    assert (arrival.num_prompt_tokens, arrival.max_tokens) == (40, 3)
+    assert arrival.blocks.num_new == 2
+    steps, results = engine.of(Step), engine.of(Result)
+    assert [each.step for each in steps[:3]] == [each.step for each in results[:3]] == [1, 2, 3]
+    first = steps[0]
+    assert (first.snapshot.waiting, first.snapshot.running) == (1, 0)
+    assert (first.snapshot.token_budget, first.snapshot.seats) == (BUDGET, SEATS)
+    assert (first.decision.new, first.decision.new_tokens) == ([request.handle], [40])
+    assert (first.decision.num_tokens, first.decision.context_tokens) == (40, 40)
+    second = steps[1]
+    assert (second.decision.running, second.decision.running_tokens) == ([request.handle], [])
+    assert second.decision.context_tokens == 41
+    assert results[0].first == [request.handle]
+    assert results[1].first == []
+    assert (finish.reason, finish.num_output_tokens) == ("length", 3)
+
+
+def test_pool_by_kind_and_what_was_found() -> None:
+    engine = TracedEngine(num_blocks=11)
+    engine.harness.add_one([5] * 40, 2)
+    engine.finish()
+    engine.harness.add_one([5] * 40, 2)
+    engine.finish()
+    second = next(each for each in engine.of(Step) if each.decision.hits and each.step > 1)
+    assert second.snapshot.pool == PoolUse(free=8, cached=2, requests=0)
+    (hit,) = second.decision.hits
+    assert (hit.local_tokens, hit.external_tokens, hit.num_tokens) == (32, 0, 40)
+    assert engine.of(Finish)[1].num_cached_tokens == 32
+    for each in engine.of(Step):
+        pool = each.snapshot.pool
+        assert pool.free + pool.cached + pool.requests == 10
+
+
+def test_queues_by_status_preemptions_and_resumptions() -> None:
+    engine = TracedEngine(num_blocks=16)
+    for seed in range(6):
+        engine.harness.add_one([seed] * 60, 60)
+    engine.finish()
+    steps = engine.of(Step)
+    preempted = [handle for each in steps for handle in each.decision.preempted]
+    resumed = [handle for each in steps for handle in each.decision.resumed]
+    assert preempted
+    assert sorted(preempted) == sorted(resumed)
+    back = set()
+    for each in steps:
+        assert each.snapshot.preempted == len(back)
+        back |= set(each.decision.preempted)
+        back -= set(each.decision.resumed)
+    by_handle = {each.handle: each.num_preemptions for each in engine.of(Finish)}
+    assert by_handle == {each: preempted.count(each) for each in by_handle}
+
+
+def test_who_waits_for_something_is_counted_by_what_for() -> None:
+    """In a pause nobody begins."""
+    engine = TracedEngine()
+    engine.harness.add_one([3] * 30, 9)
+    engine.step()
+    engine.harness.scheduler.pause("finish_running")
+    for seed in range(2):
+        engine.harness.add_one([seed] * 30, 2)
+    engine.step()
+    engine.step()
+    engine.harness.scheduler.resume()
+    engine.finish()
+    counts = [(each.snapshot.waiting, each.snapshot.blocked) for each in engine.of(Step)]
+    assert counts[:4] == [(1, {}), (2, {}), (0, {"resume": 2}), (2, {})]
+    assert counts[-1][1] == {}
+
+
+def test_every_end_is_told_once_with_its_reason() -> None:
+    for seed in range(4):
+        engine = TracedEngine()
+        random_load(seed, engine)
+        arrivals = [each.handle for each in engine.of(Arrival)]
+        ends = [each.handle for each in engine.of(Finish)]
+        assert sorted(arrivals) == sorted(ends)
+        assert (
+            {"length"}
+            < {each.reason for each in engine.of(Finish)}
+            <= {
+                "abort",
+                "length",
+                "stop",
+            }
+        )
+        decided = sum(each.decision.num_tokens for each in engine.of(Step))
+        assert decided == sum(
+            sum(each.decision.new_tokens)
+            + sum(each.decision.resumed_tokens)
+            + (sum(each.decision.running_tokens) or len(each.decision.running))
+            for each in engine.of(Step)
+        )
+
+
+def test_what_happens_between_steps() -> None:
+    engine = TracedEngine()
+    engine.harness.add_one([1] * 40, 8)
+    engine.step()
+    scheduler = engine.harness.scheduler
+    scheduler.pause("freeze")
+    scheduler.resume()
+    engine.harness.lose_workers()
+    engine.step()
+    scheduler.reset_prefix_cache(preempting=True)
+    engine.finish()
+    events = [(each.what, each.detail) for each in engine.of(Event)]
+    assert events == [
+        ("pause", "freeze"),
+        ("resume", ""),
+        ("restart", "workers of epoch 2"),
+        ("reset", "preempting"),
+    ]
+    after = [each for each in engine.of(Step) if each.snapshot.preempted]
+    assert after, "it stood in the queue again"
+    assert engine.of(Step)[-1].snapshot.preempted == 0
+
+
+def test_no_token_and_no_hash_is_in_it() -> None:
+    engine = TracedEngine()
+    request = engine.harness.add_one([SECRET] * 64, 4)
+    engine.finish()
+    text = engine.content.decode()
+    assert str(SECRET) not in text
+    for each in request.block_hashes:
+        assert each.hex()[:8] not in text
+
+
+def test_lines_survive_their_json_form_and_other_versions_do_not() -> None:
+    engine = TracedEngine()
+    random_load(1, engine)
+    for line in engine.lines:
+        assert read_line(msgspec.json.encode(line)) == line
+    other = msgspec.structs.replace(engine.header, version=99)
+    with pytest.raises(ProtocolError, match="version 99"):
+        read_line(msgspec.json.encode(other))
+    grown = msgspec.json.encode(engine.header)[:-1] + b',"later":1}'
+    assert isinstance(read_line(grown), TraceHeader)

@@ -1,0 +1,129 @@
+"""Traces of a scheduler under a random load, and the engine's own trace file."""
+
+import random
+from typing import Any
+
+import msgspec
+
+from engine_core.replay.recording import Recording
+from engine_core.trace.recorder import Recorder
+from proto.config import SchedulerConfig
+from proto.sched_trace import Arrival, Finish, TraceHeader, TraceLine, read_line
+from tests.fakes.clock import FakeClock
+from tests.fakes.engine_harness import EngineHarness
+
+BLOCK_SIZE = 16
+SEATS = 8
+BUDGET = 64
+
+
+class TracedEngine:
+    """A harness whose recorder keeps the lines. Settings are those of the scheduler."""
+
+    def __init__(self, num_blocks: int = 40, **settings: Any) -> None:
+        self.lines: list[Any] = []
+        self.clock = FakeClock(0.0)
+        settings = {"max_num_batched_tokens": BUDGET, "max_num_seqs": SEATS, **settings}
+        recorder = Recorder(
+            self.lines.append, started=0.0, num_seats=settings["max_num_seqs"], clock=self.clock
+        )
+        self.harness = EngineHarness(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            observer=recorder,
+            observers=(recorder.census,),
+            clock=self.clock,
+            **settings,
+        )
+        self.header = TraceHeader(
+            epoch=1,
+            started_at=0.0,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            enable_prefix_caching=True,
+            max_model_len=8192,
+            scheduler=SchedulerConfig(**settings),
+        )
+
+    def step(self, seconds: float = 0.003) -> None:
+        """One step, which takes so long."""
+        scheduler, harness = self.harness.scheduler, self.harness
+        if scheduler.has_work or harness.in_flight:
+            output = harness.send()
+            self.clock.now += seconds
+            harness.receive()
+            assert output.step == scheduler.step
+
+    def finish(self) -> None:
+        """Step until nobody is left."""
+        while self.harness.scheduler.num_unfinished or self.harness.in_flight:
+            self.step()
+
+    def of(self, kind: type[TraceLine]) -> list[Any]:
+        """The lines of a kind."""
+        return [each for each in self.lines if isinstance(each, kind)]
+
+    @property
+    def recording(self) -> Recording:
+        """What a reader of the file would have: the lines went through their JSON form."""
+        return recording_of(self.header, self.lines)
+
+    @property
+    def content(self) -> bytes:
+        """Of the file."""
+        return b"".join(msgspec.json.encode(each) + b"\n" for each in (self.header, *self.lines))
+
+
+def recording_of(header: TraceHeader, lines: list[Any]) -> Recording:
+    """As `read` makes it of a file with these lines."""
+    recording = Recording(header)
+    for line in lines:
+        recording.take(read_line(msgspec.json.encode(line)))
+    return recording
+
+
+def random_load(seed: int, engine: TracedEngine, num_requests: int = 30) -> None:
+    """Requests that share prefixes, choices, tenants and clients that leave; until all are over."""
+    rng = random.Random(seed)
+    by_priority = engine.header.scheduler.scheduling_policy == "priority"
+    documents = [[rng.randrange(900) for _ in range(100)] for _ in range(3)]
+    requests = []
+    while len(requests) < num_requests:
+        engine.clock.now += 0.01
+        if rng.random() < 0.5:
+            shared = rng.choice(documents)[: rng.randrange(1, 100)]
+            requests += engine.harness.add(
+                shared + [rng.randrange(900) for _ in range(rng.randrange(1, 30))],
+                rng.randrange(1, 80),
+                n=rng.choice([1, 1, 2]),
+                tenant=rng.randrange(2),
+                priority=rng.randrange(3) if by_priority else 0,
+                arrival_time=engine.clock.now,
+            )
+        if rng.random() < 0.1 and requests:
+            engine.harness.scheduler.abort(rng.choice(requests).request_id)
+        for _ in range(rng.randrange(6)):
+            engine.step()
+    engine.finish()
+
+
+def chat(num_turns: int, gap: float = 1.0, job: str = "agent") -> list[Any]:
+    """The lines of a job's turns, each of which had taken a second, without steps."""
+    lines: list[Any] = []
+    for turn in range(num_turns):
+        start = round(turn * (1 + gap) * 1e6)
+        lines.append(
+            Arrival(
+                time_us=start,
+                arrived_us=start,
+                handle=turn,
+                request_id=turn,
+                job=job,
+                num_prompt_tokens=20 * (turn + 1),
+                max_tokens=10,
+            )
+        )
+        lines.append(
+            Finish(time_us=start + 1_000_000, handle=turn, reason="length", num_output_tokens=10)
+        )
+    return lines

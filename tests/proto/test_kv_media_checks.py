@@ -1,0 +1,109 @@
+"""Tiers that outlive the daemon never mix KV of different arithmetic, and say what is wrong."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from proto.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, ServeConfig
+from proto.config_checks import validate
+from proto.errors import ConfigError
+
+DISK = {"spec_name": "DiskOffloadingSpec", "disk_path": "/kv", "disk_bytes_to_use": 1 << 30}
+REMOTE = {"spec_name": "RemoteOffloadingSpec", "remote_url": "redis://host"}
+CPU = {"cpu_bytes_to_use": 1 << 30}
+
+
+def offloading(extra: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+
+
+def multi(*parts: dict[str, Any]) -> dict[str, Any]:
+    extra = {"connectors": list(parts)}
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+
+
+def swapping(document: dict[str, Any] | None, device: str = "cuda") -> ServeConfig:
+    text = None if document is None else msgspec.json.encode(document).decode()
+    return ServeConfig(
+        scheduler=SchedulerConfig(preemption="swap"),
+        cache=CacheConfig(kv_transfer_config=text),
+        device=DeviceConfig(device=device),  # type: ignore[arg-type]
+    )
+
+
+def config(document: dict[str, Any], device: str = "auto", **model: Any) -> ServeConfig:
+    return ServeConfig(
+        model=ModelConfig(**model),
+        cache=CacheConfig(kv_transfer_config=msgspec.json.encode(document).decode()),
+        device=DeviceConfig(device=device),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    "document",
+    [offloading(DISK), offloading(REMOTE), multi(offloading(CPU), offloading(DISK))],
+    ids=["disk", "remote", "part of several"],
+)
+def test_weights_of_several_forms_are_refused(document: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--cpu-weights auto does not go with") as raised:
+        validate(config(document))
+    assert "give --cpu-weights bf16, packed, int8 or f32" in str(raised.value)
+    assert raised.value.parameter == "cpu_weights"
+
+
+@pytest.mark.parametrize("model", [{"cpu_weights": "bf16"}, {"dtype": "float32"}])
+def test_weights_of_one_form_are_not(model: dict[str, str]) -> None:
+    validate(config(offloading(DISK), **model))
+    validate(config(multi(offloading(CPU), offloading(REMOTE)), **model))
+
+
+def test_a_gpu_has_one_form() -> None:
+    validate(config(offloading(DISK), device="cuda"))
+
+
+def test_host_memory_ends_with_the_daemon() -> None:
+    validate(config(offloading(CPU)))
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({**DISK, "disk_path": "kv"}, "disk_path .* must be an absolute path"),
+        ({**REMOTE, "remote_url": "redis://:x@host"}, "remote_url .* must not have a password"),
+        ({**REMOTE, "remote_url": "ftp://host"}, "remote_url .* must be redis://"),
+    ],
+)
+def test_wrong_settings_are_found_before_anything_loads(
+    extra: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(config(multi(offloading(CPU), offloading(extra)), dtype="float32"))
+
+
+def test_swap_is_for_a_gpu_with_host_memory_beside_it() -> None:
+    validate(swapping(offloading(CPU)))
+    validate(swapping(multi(offloading(DISK), offloading(CPU))))
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_swap_on_a_cpu_is_refused_with_the_reason(device: str) -> None:
+    with pytest.raises(ConfigError, match="a CPU's KV is in host memory already") as raised:
+        validate(swapping(offloading(CPU), device))
+    assert raised.value.parameter == "preemption"
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (None, "needs --kv-transfer-config with an OffloadingConnector"),
+        (offloading(DISK), "needs --kv-transfer-config with an OffloadingConnector"),
+        (offloading({**CPU, "store_threshold": 2}), "store_threshold keeps some of them"),
+        ({**offloading(CPU), "kv_role": "kv_producer"}, "stores and loads, not kv_producer"),
+    ],
+)
+def test_swap_is_refused_where_it_could_not_bring_everything_back(
+    document: dict[str, Any] | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(swapping(document))
