@@ -160,12 +160,15 @@ class EngineClient:
         *,
         pause_mode: PauseMode = "finish_running",
         reset_running_requests: bool = False,
+        reset_external: bool = False,
     ) -> AdminReply:
         """Ask the engine for an operator's service; the parameters are those of `AdminCall`."""
         _ = self.engine
         self._num_calls += 1
         reply: asyncio.Future[AdminReply] = self._loop.create_future()
-        call = AdminCall(self.epoch, self._num_calls, name, pause_mode, reset_running_requests)
+        call = AdminCall(
+            self.epoch, self._num_calls, name, pause_mode, reset_running_requests, reset_external
+        )
         self._calls[self._num_calls] = call, reply
         if self._current.ready:
             self._current.send(call)

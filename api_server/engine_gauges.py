@@ -26,6 +26,7 @@ class Gauges:
     num_deferred: float
     num_queued_reqs: float
     num_queued_tokens: float
+    cpu_offload_usage: float
 
 
 _NAMES: Final = tuple(field.name for field in fields(Gauges))

@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 
 from api_server.engine_gauges import EngineGauges
 from api_server.metric_sheet import Counter, Gauge, Histogram, MetricSheet, News
+from api_server.offload_counters import OffloadCounters
 from proto.lifecycle import Role, WeightMemory, process_title
 from proto.stats import SchedulerStats
 
@@ -75,6 +76,8 @@ class Metrics(Collector):
         self._num_preemptions = Counter(sheet)
         self._prefix_cache_queries = Counter(sheet)
         self._prefix_cache_hits = Counter(sheet)
+        self._external_queries = Counter(sheet)
+        self._external_hits = Counter(sheet)
         self._corrupted_requests = Counter(sheet)
         self._queue_limits = (0, 0)
         self._weights: tuple[WeightMemory, ...] = ()
@@ -99,6 +102,7 @@ class Metrics(Collector):
         self._block_lifetime = Histogram(sheet, BLOCK_SECONDS)
         self._block_idle = Histogram(sheet, BLOCK_SECONDS)
         self._block_reuse_gap = Histogram(sheet, BLOCK_SECONDS)
+        self._offload = OffloadCounters(sheet)
         self.in_flight = Gauge(sheet)
         self._registry = CollectorRegistry()
         if sheet.num_rows == 1:  # else they would be of whichever process is asked
@@ -133,7 +137,10 @@ class Metrics(Collector):
         self._num_preemptions.add(stats.num_preemptions)
         self._prefix_cache_queries.add(stats.prefix_cache_queries)
         self._prefix_cache_hits.add(stats.prefix_cache_hits)
+        self._external_queries.add(stats.external_prefix_cache_queries)
+        self._external_hits.add(stats.external_prefix_cache_hits)
         self._corrupted_requests.add(stats.num_corrupted)
+        self._offload.add(stats.kv_media)
         if stats.num_scheduled_tokens:
             self._step_tokens.observe(stats.num_scheduled_tokens)
         for eviction in stats.kv_evictions:
@@ -198,6 +205,11 @@ class Metrics(Collector):
             ("num_requests_running", "Requests in execution batches.", num_running),
             ("num_requests_waiting", "Requests waiting to run.", num_waiting),
             ("kv_cache_usage_perc", "KV blocks in use, 0 to 1.", usage),
+            (
+                "kv_offload_cpu_cache_usage_perc",
+                "Host memory for KV in use, 0 to 1.",
+                max((each.cpu_offload_usage for each in engines), default=0.0),
+            ),
         ):
             family = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
             family.add_metric(self._labels, value)
@@ -241,6 +253,16 @@ class Metrics(Collector):
                 self._prefix_cache_queries,
             ),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", self._prefix_cache_hits),
+            (
+                "external_prefix_cache_queries",
+                "Tokens that the KV connector was asked for.",
+                self._external_queries,
+            ),
+            (
+                "external_prefix_cache_hits",
+                "Tokens whose KV the connector had.",
+                self._external_hits,
+            ),
             ("corrupted_requests", "Requests with scores not finite.", self._corrupted_requests),
         ):
             family = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
@@ -255,6 +277,8 @@ class Metrics(Collector):
             ("tokend:watchdog_kills", "Those that hung.", "role", self._watchdog_kills, {}),
         ):
             yield _by_label(name, text, others, label, counters)
+
+        yield from self._offload.collect(LABELS, self._labels)
 
     def _histograms(self) -> Iterator[Metric]:
         for name, text, histogram in (

@@ -44,6 +44,8 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
   products    a step's matrix products, beside reading the weights
   attention   a step's attention, beside how fast memory is read
   sampling    from a step's scores to its tokens, by what its rows want
+  offload     KV beyond the device: loaded or computed, and what eviction policies find
+  tiers       what a restarted daemon finds of prompts on a disk, and in a shared store
   overload    ten times the load that a daemon can take, and clients that do not stay
   fairness    what one tenant's flood costs another that asks for little
   chaos       processes die under load; exit status 1 when a client notices
@@ -60,6 +62,8 @@ _BENCHES: Final = {
     "products": "deploy.loadtest.products_bench",
     "attention": "deploy.loadtest.attention_bench",
     "sampling": "deploy.loadtest.sampling_bench",
+    "offload": "deploy.loadtest.offload_bench",
+    "tiers": "deploy.loadtest.tiers_bench",
     "compare": "deploy.loadtest.compare",
     "overload": "deploy.loadtest.overload.bench",
     "fairness": "deploy.loadtest.overload.fairness",

@@ -29,7 +29,7 @@ from engine_core.outbox import Outbox
 from engine_core.pool_plan import PoolPlan, plan_pool, weight_memory
 from engine_core.scheduler.backlog import queue_limits
 from engine_core.scheduler.chunking import ChunkRule
-from engine_core.scheduler.external_kv import Connect
+from engine_core.scheduler.external_kv import Connect, IsSound
 from engine_core.scheduler.gates import Wake
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.service import Service
@@ -244,7 +244,7 @@ def connect_of(
 ) -> Connect:
     """How the scheduler comes to the connector that is configured; raises ConfigError there."""
 
-    def connect(holds: PoolHolds, wake: Wake) -> SchedulerConnector:
+    def connect(holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
         context = SchedulerContext(
             worker.geometry,
             plan.block_size,
@@ -255,6 +255,7 @@ def connect_of(
             block_ids,
             wake,
             config,
+            is_sound,
         )
         return create_scheduler_connector(transfer, context)
 

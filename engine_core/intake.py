@@ -167,6 +167,8 @@ class Intake:
             case "reset_prefix_cache":
                 ok = self._scheduler.reset_prefix_cache(preempting=message.reset_running_requests)
                 detail = "" if ok else f"{self._scheduler.num_unfinished} requests are unfinished"
+                if ok and message.reset_external and not self._scheduler.external.reset_cache():
+                    ok, detail = False, "copies of the KV connector are under way"
             case "pause":
                 self._scheduler.pause(message.pause_mode)
             case "resume":

@@ -295,3 +295,62 @@ class LimitsTimings(msgspec.Struct, frozen=True, kw_only=True):
     read_gb_per_s: float
     weight_bytes: int
     kv_bytes_per_token: list[tuple[int, int | None]]
+
+
+class OffloadWorkload(msgspec.Struct, frozen=True, kw_only=True):
+    """Agents that come back after a while, and scans between them: prompts that nobody repeats.
+
+    Sizes are in blocks. num_agents: each has a beginning of agent_blocks, of which common_blocks
+    are the same for all, and grows by turn_blocks with each of num_turns turns.
+    scan_share: part of all requests that are scans, of scan_blocks each.
+    device_blocks, medium_blocks: what the device and the medium behind it hold.
+    policies: of the medium, as "none", "lru", "arc"; "+2" behind one stores what was looked for
+    twice.
+    """
+
+    policies: list[str]
+    num_agents: int = 24
+    num_turns: int = 24
+    agent_blocks: int = 40
+    common_blocks: int = 20
+    turn_blocks: int = 4
+    scan_share: float = 0.5
+    scan_blocks: int = 120
+    device_blocks: int = 500
+    medium_blocks: int = 2000
+    seed: int = 0
+
+
+class OffloadHits(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one policy, as shares of the blocks of the agents' prompts (scans find nothing).
+
+    device, medium: found there. computed: the rest. num_stored: blocks that were copied out,
+    scans included.
+    """
+
+    policy: str
+    num_blocks: int
+    device: float
+    medium: float
+    computed: float
+    num_stored: int
+
+
+class OffloadHitsOfAll(msgspec.Struct, frozen=True, kw_only=True):
+    """A row for each policy."""
+
+    rows: list[OffloadHits]
+
+
+class OffloadTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds from a request to its only token, medians, by where its prompt's KV is.
+
+    ratio: of the medium by computed. num_tokens: of the prompt.
+    """
+
+    num_tokens: int
+    rounds: int
+    computed_ms: float
+    medium_ms: float
+    device_ms: float
+    ratio: float

@@ -48,6 +48,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What K and V are kept as: int8 has scales (CPU), fp8 is e4m3 (GPU), others are plain."""
     kv_cache_memory: int | None = None
     """Bytes for the KV pool of all workers (suffixes K, M, G); on a CPU 4 GiB by default."""
+    kv_cache_populate: bool = False
+    """On a CPU, take the memory of the KV pool at the start, not as tokens first need it."""
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin alike."""
     kv_events_endpoint: str | None = None
@@ -76,7 +78,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens of one prompt in a step; 0 sets no limit."""
     enable_chunked_prefill: bool = True
     """Let a prompt be computed over several steps."""
-    max_step_stretch: float = 1.8
+    max_step_stretch: float = 1.7
     """Most that a prompt may stretch a step of others that decode, as a multiple; 0: no limit."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of waiting requests."""

@@ -71,3 +71,9 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     num_queued_tokens: int = 0
     external_prefix_cache_queries: int = 0
     external_prefix_cache_hits: int = 0
+    kv_media: list[KVMediumStats] = []
+
+    @property
+    def cpu_offload_usage(self) -> float:
+        """How full the host memory is that KV is offloaded to, 0 to 1; 0 where there is none."""
+        return max((each.usage for each in self.kv_media if each.medium == "CPU"), default=0.0)

@@ -99,6 +99,10 @@ class KVCache:
             else torch.zeros(shape, dtype=self.dtype, device=device)
         )
 
+    def populate(self) -> None:
+        """Take all of the memory now: a step that touches it first waits for the system's zeros."""
+        self.buffer.zero_()
+
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token in all slots, K and V."""

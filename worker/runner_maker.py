@@ -96,6 +96,8 @@ class RunnerMaker:
 
     def _pool_and_rows(self, message: InitializeCache) -> tuple[KVCache, Rows]:
         cache = self._pool(message.num_blocks, message.block_size)
+        if self._config.cache.kv_cache_populate:
+            cache.populate()
         return cache, self._rows(message.max_model_len)
 
     def _pool(self, num_blocks: int, block_size: int) -> KVCache:

@@ -83,11 +83,15 @@ async def is_paused(request: Request) -> Response:
 async def reset_prefix_cache(request: Request) -> Response:
     """200: nothing is cached any more; 409 while requests are unfinished.
 
-    reset_running_requests=true: those are computed again instead.
+    reset_running_requests=true: those are computed again instead. reset_external=true: what a KV
+    connector keeps elsewhere is forgotten as well (409 while it is being copied).
     """
     running = _word(request, "reset_running_requests", _TRUTHS, "false")
+    external = _word(request, "reset_external", _TRUTHS, "false")
     client = services_of(request).client
-    reply = await client.admin("reset_prefix_cache", reset_running_requests=running)
+    reply = await client.admin(
+        "reset_prefix_cache", reset_running_requests=running, reset_external=external
+    )
     if not reply.ok:
         raise ConflictError(f"{reply.detail}: wait for them, or give reset_running_requests=true")
     return Response()

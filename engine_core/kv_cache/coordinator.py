@@ -57,12 +57,17 @@ class NoCacheCoordinator:
         for group in self._windows:
             group.release_passed(handle, num_computed)
 
-    def num_new_blocks(self, handle: int, num_slots: int, computed: ComputedBlocks) -> int:
-        """Blocks that `extend` would append after `attach`; changes nothing."""
+    def num_new_blocks(
+        self, handle: int, num_slots: int, computed: ComputedBlocks, num_computed: int = 0
+    ) -> int:
+        """Blocks that `extend` would append after `attach`; changes nothing.
+
+        num_computed: position with which `release_passed` is called in between, if it is.
+        """
         num_new = 0
         for number, group in enumerate(self.groups):
             num_hits = len(computed.block_ids[number]) if computed.num_tokens else 0
-            num_new += group.num_new_blocks(handle, num_slots, num_hits)
+            num_new += group.num_new_blocks(handle, num_slots, num_hits, num_computed)
         return num_new
 
     def attach(self, handle: int, computed: ComputedBlocks) -> None:
@@ -105,9 +110,11 @@ class UnitaryCoordinator(NoCacheCoordinator):
             return NOTHING_COMPUTED
         return ComputedBlocks((hits,), len(hits) * self._only.block_size)
 
-    def num_new_blocks(self, handle: int, num_slots: int, computed: ComputedBlocks) -> int:
+    def num_new_blocks(
+        self, handle: int, num_slots: int, computed: ComputedBlocks, num_computed: int = 0
+    ) -> int:
         num_hits = len(computed.block_ids[0]) if computed.num_tokens else 0
-        return self._only.num_new_blocks(handle, num_slots, num_hits)
+        return self._only.num_new_blocks(handle, num_slots, num_hits, num_computed)
 
     def settle(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
         return self._only.settle(handle, content, num_tokens)

@@ -37,12 +37,18 @@ class KVGroup(Protocol):
         """
 
     def release_passed(self, handle: int, num_computed: int) -> None:
-        """Give back what tokens from position `num_computed` on do not need."""
+        """Give back what tokens from position `num_computed` on do not need.
 
-    def num_new_blocks(self, handle: int, num_tokens: int, num_hits: int) -> int:
+        Also where the table does not reach as far: null blocks stand for what is never filled.
+        """
+
+    def num_new_blocks(
+        self, handle: int, num_tokens: int, num_hits: int, num_computed: int = 0
+    ) -> int:
         """Blocks that `extend` would append; changes nothing.
 
         num_hits: blocks that `attach` will start the table with, if there is none yet.
+        num_computed: position with which `release_passed` will be called before, 0 for not at all.
         """
 
     def attach(self, handle: int, hits: Sequence[int]) -> None:
@@ -124,7 +130,9 @@ class FullAttentionGroup:
     def release_passed(self, handle: int, num_computed: int) -> None:
         """Nothing: every later token needs all blocks."""
 
-    def num_new_blocks(self, handle: int, num_tokens: int, num_hits: int) -> int:
+    def num_new_blocks(
+        self, handle: int, num_tokens: int, num_hits: int, num_computed: int = 0
+    ) -> int:
         sequence = self._sequences.get(handle)
         num_held = num_hits if sequence is None else len(sequence.blocks)
         num_new = -(-num_tokens // self.block_size) - num_held

@@ -90,8 +90,11 @@ class KVCacheManager:
         """The first tokens of a request that holds blocks, for another one to start from.
 
         num_tokens: computed in an earlier step, or copied or found in this one. Nothing
-        where a window of the source has passed what the next token sees. Changes nothing.
+        where a window of the source has passed what the next token sees, or where it is not known
+        yet whether its KV was loaded. Changes nothing.
         """
+        if source.handle in self._proven_until:
+            return NOTHING_COMPUTED
         return fork_of(self.groups, source.handle, num_tokens)
 
     def branch(self, request: Request, source: Request, num_tokens: int) -> int:
@@ -135,7 +138,8 @@ class KVCacheManager:
                    request.num_tokens
 
         external: between hit and new, tokens whose KV is loaded into their blocks; neither
-        they nor what follows is findable before `prove`.
+        they nor what follows is findable before `prove`. A window has blocks only for what
+        the tokens behind them see.
         comp: request.num_computed_tokens, without the hits. hit: `computed`, cached or
         forked (then its end, if it is part of a block, is copied into the first new
         one), only with the first allocation since the request was added or preempted. new:
@@ -345,13 +349,16 @@ class KVCacheManager:
         num_tokens = num_computed + num_new
         num_slots = num_tokens + num_lookahead
         coordinator.release_passed(handle, num_computed)
-        num_new_blocks = coordinator.num_new_blocks(handle, num_slots, computed)
+        num_elsewhere = num_computed if num_external else 0
+        num_new_blocks = coordinator.num_new_blocks(handle, num_slots, computed, num_elsewhere)
         room = self.pool.num_free - num_new_blocks
         if room < 0 or (computed.num_tokens and not self._fit(computed, room)):
             return None
         if handle not in self._quiet_until:
             coordinator.attach(handle, computed)
             self._count_lookup(request, computed)
+            if num_external:
+                coordinator.release_passed(handle, num_computed)
         new_blocks = NO_NEW_BLOCKS
         if num_new_blocks:
             new_blocks = coordinator.extend(handle, num_slots)

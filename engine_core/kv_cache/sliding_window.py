@@ -66,6 +66,15 @@ class SlidingWindowGroup(FullAttentionGroup):
         super().attach(handle, hits)
         self._sequences[handle].num_passed = sum(1 for block in hits if block == NULL_BLOCK)
 
+    def num_new_blocks(
+        self, handle: int, num_tokens: int, num_hits: int, num_computed: int = 0
+    ) -> int:
+        sequence = self._sequences.get(handle)
+        num_held = num_hits if sequence is None else len(sequence.blocks)
+        num_passed = (num_computed - self._window + 1) // self.block_size
+        num_new = -(-num_tokens // self.block_size) - max(num_held, num_passed)
+        return num_new if num_new > 0 else 0
+
     def release_passed(self, handle: int, num_computed: int) -> None:
         sequence = self._sequences.get(handle)
         if sequence is None:
@@ -74,7 +83,7 @@ class SlidingWindowGroup(FullAttentionGroup):
         if end <= start:
             return
         blocks = sequence.blocks
-        assert end <= len(blocks), f"sequence {handle} has no block for what is computed"
+        blocks += [NULL_BLOCK] * (end - len(blocks))  # KV from elsewhere may begin behind the table
         self._pool.free_blocks(blocks[start:end][::-1])
         blocks[start:end] = [NULL_BLOCK] * (end - start)
         sequence.num_passed = end

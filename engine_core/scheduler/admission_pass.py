@@ -159,7 +159,7 @@ class AdmissionPass:
         if self._courtesy.is_behind(request):
             return False
         if candidate.loads_async:
-            return self._load(candidate)
+            return self._load(candidate, plan)
         if not self._has_seat():
             return self._courtesy.claim(request, plan)
         num_missing = request.num_tokens - num_computed
@@ -169,6 +169,8 @@ class AdmissionPass:
         if not self._has_room(request, num_new, candidate):
             if self._courtesy.claim(request, plan):
                 return True
+            if candidate.num_external_tokens and not self._running:
+                return self._admit(candidate.without_external(), plan)
             self._refuse(candidate, num_new, plan)
             return False
         self._refusal = None
@@ -188,11 +190,12 @@ class AdmissionPass:
             gate.admitted(request, num_new)
         return True
 
-    def _load(self, candidate: Candidate) -> bool:
+    def _load(self, candidate: Candidate, plan: StepPlan) -> bool:
         """Set the head of the queue aside with blocks for what is loaded; False if it has to wait.
 
         As long as nobody runs whose end would give room, nor anybody's load is under way, those
-        in line give up what they hold: else each might wait for the others' blocks.
+        in line give up what they hold: else each might wait for the others' blocks. Where even
+        that does not do, all of it is computed, which may take fewer at a time.
         """
         external, idle_blocks = self._external, self._idle_blocks
         while not (external.has_room_to_load(candidate) and self._take_blocks(candidate, 0)):
@@ -201,7 +204,7 @@ class AdmissionPass:
             if self._running or external.is_loading:
                 return False
             if not idle_blocks.take_from_line(candidate.request):
-                return False
+                return self._admit(candidate.without_external(), plan)
         external.begin_load(candidate)
         return True
 

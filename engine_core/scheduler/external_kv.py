@@ -28,7 +28,7 @@ from typing import ClassVar
 from engine_core.kv_cache.holds import PoolHolds
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_connector.base import SchedulerConnector
-from engine_core.kv_connector.nothing import NoConnector
+from engine_core.kv_connector.nothing import NO_CONNECTOR
 from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.gates import Candidate, Wake
@@ -40,13 +40,15 @@ from proto.kv_events import KVEvent
 from proto.kv_transfer import KVConnectorOutput, LoadFailurePolicy
 from proto.scheduler_output import SchedulerOutput
 
-Connect = Callable[[PoolHolds, Wake], SchedulerConnector]
-"""Makes a connector from the references it may take, and the way to wake who was told to wait."""
+IsSound = Callable[[int], bool]
+Connect = Callable[[PoolHolds, Wake, IsSound], SchedulerConnector]
+"""Makes a connector from the references it may take, the way to wake who was told to wait, and
+whether what a request computes, by handle, may be stored."""
 
 
-def no_connector(holds: PoolHolds, wake: Wake) -> SchedulerConnector:
+def no_connector(holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
     """Connect to nothing."""
-    return NoConnector()
+    return NO_CONNECTOR
 
 
 @dataclass(slots=True)
@@ -91,8 +93,8 @@ class ExternalKV:
         self._waiting = waiting
         self._idle_blocks = idle_blocks
         self.fails_requests = policy == "fail"
-        self.connector = connect(kv_cache.holds, self._wake_asked)
-        self.connected = not isinstance(self.connector, NoConnector)
+        self.connector = connect(kv_cache.holds, self._wake_asked, self.is_sound)
+        self.connected = self.connector is not NO_CONNECTOR
         self._observer = observer
         self._plan: StepPlan | None = None
         self._asked: dict[int, Request] = {}
@@ -218,6 +220,10 @@ class ExternalKV:
         metadata = self.connector.build_connector_meta(output)
         return changed(output, connector_metadata=metadata) if metadata else output
 
+    def is_sound(self, handle: int) -> bool:
+        """Nothing of a request rests on a load of which it is not known whether it succeeds."""
+        return handle not in self._unproven
+
     def describe_rewound(self, plan: StepPlan) -> None:
         """Workers have tokens of theirs that never were: they are told of them anew."""
         for handle, request in list(self._rewound.items()):
@@ -331,6 +337,10 @@ class ExternalKV:
         self.connector.start_over()
         self._kv_cache.holds.release_all()
 
+    def reset_cache(self) -> bool:
+        """Forget what is kept elsewhere; False where it is being copied."""
+        return self.connector.reset_cache()
+
     def close(self) -> None:
         """The engine ends."""
         self.connector.close()
@@ -349,12 +359,15 @@ class ExternalKV:
         return self._plan is None or request not in self._plan.preempted
 
     def _usable(self, request: Request, num_local: int, num_matched: int) -> int:
-        """At least one token is left to compute; a window is only known at the ends of blocks."""
-        most = request.num_tokens
-        if most == 1:
+        """Whole blocks. At least one token is left to compute, if need be in the last of them.
+
+        Not there where there are windows: which blocks a token sees, those behind the end of a
+        block say.
+        """
+        most = request.num_tokens - (1 if self._kv_cache.has_windows else 0)
+        if request.num_tokens == 1:
             return 0
-        if self._kv_cache.has_windows:
-            most -= 1 + (most - 1) % self._kv_cache.block_size
+        most -= most % self._kv_cache.block_size
         return max(0, min(num_matched, most - num_local))
 
     def _blocks_to_come(self, request: Request) -> int:

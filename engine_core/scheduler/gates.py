@@ -46,6 +46,12 @@ class Candidate:
         if blocks.num_tokens >= self.computed.num_tokens:
             self._computed = blocks
 
+    def without_external(self) -> "Candidate":
+        """The same, which computes what the cache does not have."""
+        self.num_external_tokens = 0
+        self.loads_async = False
+        return self
+
     @property
     def num_computed_tokens(self) -> int:
         """Tokens that it need not compute: those in its own blocks, or in the cached ones."""

@@ -400,6 +400,7 @@ class Scheduler:
             num_queued_tokens=self.backlog.num_tokens,
             external_prefix_cache_queries=external_queries,
             external_prefix_cache_hits=external_hits,
+            kv_media=self.external.connector.take_stats(),
         )
         self._num_preemptions = self._num_scheduled_tokens = 0
         return stats

@@ -5,26 +5,35 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+
+from engine_core.kv_cache.holds import PoolHolds
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.observers import PoolObserver
+from engine_core.kv_connector.base import SchedulerConnector
+from engine_core.kv_connector.nothing import NO_CONNECTOR
 from engine_core.request import Request, choices_of
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.constraints import NO_CONSTRAINTS, Constraints
-from engine_core.scheduler.gates import Gate
+from engine_core.scheduler.external_kv import IsSound
+from engine_core.scheduler.gates import Gate, Wake
 from engine_core.scheduler.observer import NO_OBSERVER, SchedulerObserver
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput, EngineCoreRequest, FinishReason, SessionInput
+from proto.kv_transfer import KVConnectorOutput, LoadFailurePolicy
 from proto.lifecycle import KVGroup
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import SchedulerOutput
+from tests.fakes.kv_connector import FakeConnector
 from tests.fakes.paged_runner import NextToken, PagedRunner, hashed_token
 
 VOCAB_SIZE = 1000
 EOS = 999
+NO_REPORT = KVConnectorOutput()
 
 
 class EngineHarness:
@@ -32,6 +41,7 @@ class EngineHarness:
 
     in_flight: steps that were sent and whose results have not been taken in; with
     async_scheduling one stays there while the next is scheduled.
+    step_seconds: what the workers say of a step; 0 is nothing.
     """
 
     def __init__(
@@ -49,8 +59,11 @@ class EngineHarness:
         constraints: Constraints = NO_CONSTRAINTS,
         observer: SchedulerObserver = NO_OBSERVER,
         vocab_size: int = VOCAB_SIZE,
+        connector: FakeConnector | None = None,
+        load_failure_policy: LoadFailurePolicy = "recompute",
         **scheduler: int | bool | float | str | None,
     ) -> None:
+        self.connector = connector
         config = SchedulerConfig(**{"max_num_batched_tokens": 8192, **scheduler})  # type: ignore[arg-type]
         self.kv_cache = KVCacheManager(
             num_blocks,
@@ -71,15 +84,22 @@ class EngineHarness:
             clock=clock,
             constraints=constraints,
             observer=observer,
+            connect=self._connect,
+            load_failure_policy=load_failure_policy,
         )
         self.max_in_flight = OVERLAPPED if config.async_scheduling else SYNCHRONOUS
         self.in_flight: deque[SchedulerOutput] = deque()
         self.runner = PagedRunner(block_size, next_token, windows=windows)
+        self.step_seconds: Callable[[SchedulerOutput], float] = lambda output: 0.0
         self.ids = itertools.count(100)
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.turn_starts: dict[tuple[int, int], int] = {}
         self.outputs: dict[tuple[int, int], list[EngineCoreOutput]] = {}
         self.final: dict[tuple[int, int], FinishReason] = {}
+
+    def _connect(self, holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
+        self.holds, self.wake, self.is_sound = holds, wake, is_sound
+        return NO_CONNECTOR if self.connector is None else self.connector
 
     def add(
         self,
@@ -165,10 +185,23 @@ class EngineHarness:
 
     def collect(self, output: SchedulerOutput) -> dict[int, list[EngineCoreOutput]]:
         """Compute a scheduled step, update, and check what comes out of it."""
+        loads = self.connector.execute(output.step, self.runner) if self.connector else NO_REPORT
         result = self.runner.execute(output)
+        if not loads.is_empty:
+            self.report(loads)
+        result = msgspec.structs.replace(result, compute_seconds=self.step_seconds(output))
         by_client = self.scheduler.update_from_output(output, result)
         self.note(by_client)
         return by_client
+
+    def report(self, output: KVConnectorOutput) -> None:
+        """What the workers have finished for the connector."""
+        self.note(self.scheduler.update_from_connector(output))
+
+    def finish_load(self, request: Request) -> None:
+        """What is being loaded for a request is there."""
+        assert self.connector is not None
+        self.report(self.connector.finish(request.handle, self.runner))
 
     def note(self, by_client: ClientOutputs) -> None:
         """Keep what goes to front ends. The tokens of a session are those of all its turns."""

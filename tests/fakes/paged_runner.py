@@ -85,11 +85,16 @@ class PagedRunner:
         self.windows = tuple(windows)
         self.rows: dict[int, Row] = {}
         self.slots: dict[tuple[int, int], bytes] = {}
+        self.misled: dict[int, int] = {}  # rows with KV that was not loaded, and in which step
         self.steps: list[SchedulerOutput] = []
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute a step, as a worker would, and check that its message makes sense."""
         self.steps.append(output)
+        told_anew = {*output.finished_handles, *output.cached_requests.resumed_handles}
+        for handle in told_anew & self.misled.keys():
+            if self.misled[handle] < output.step:
+                del self.misled[handle]
         for handle in output.finished_handles:
             del self.rows[handle]
         for handle in output.preempted_handles:
@@ -104,7 +109,8 @@ class PagedRunner:
         for handle, computed, scheduled in work:
             row, end = self.rows[handle], computed + scheduled
             result.handles.append(handle)
-            self._read_back(row, computed, end)
+            if handle not in self.misled:
+                self._read_back(row, computed, end)
             result.sampled_token_ids.append(self._sample(row, end))
             if row.num_candidates and end == len(row.token_ids):
                 result.candidates.append(RowLogprobs(handle, _best_of(row)))

@@ -99,6 +99,8 @@ def test_unusual_settings_that_work(section, changes):
             {"long_prefill_token_threshold": 10, "enable_chunked_prefill": False},
             "long_prefill_token_threshold",
         ),
+        ("scheduler", {"max_step_stretch": 1.0}, "max_step_stretch"),
+        ("scheduler", {"max_step_stretch": -0.5}, "max_step_stretch"),
         ("scheduler", {"watermark": 1.0}, "watermark"),
         ("scheduler", {"watermark": -0.1}, "watermark"),
         ("scheduler", {"stop_admission_above": 0.0}, "stop_admission_above"),

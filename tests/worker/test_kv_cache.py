@@ -146,18 +146,27 @@ def test_buffer_starts_on_a_cache_line() -> None:
     assert small_cache().buffer.data_ptr() % 64 == 0
 
 
-def test_an_untouched_pool_takes_no_memory() -> None:
+def resident() -> int:
     status = Path("/proc/self/status")
     if not status.exists():
         pytest.skip("no /proc on this system")
+    line = next(each for each in status.read_text().splitlines() if each.startswith("VmRSS"))
+    return int(line.split()[1]) << 10
 
-    def resident() -> int:
-        line = next(each for each in status.read_text().splitlines() if each.startswith("VmRSS"))
-        return int(line.split()[1]) << 10
 
+def test_an_untouched_pool_takes_no_memory() -> None:
     before = resident()
     layout = kv_layout([None] * 30)
     cache = KVCache(kv_cache_geometry(layout, 3, 64, torch.bfloat16), layout, 1 << 11, 16)
     assert cache.buffer.nbytes > 512 << 20
     cache.buffer[1000].fill_(1)
     assert resident() - before < 32 << 20
+
+
+def test_a_populated_pool_has_all_its_memory() -> None:
+    before = resident()
+    layout = kv_layout([None] * 30)
+    cache = KVCache(kv_cache_geometry(layout, 3, 64, torch.bfloat16), layout, 1 << 8, 16)
+    cache.populate()
+    assert resident() - before > 0.9 * cache.buffer.nbytes
+    assert not cache.buffer.any()

@@ -5,7 +5,7 @@ medium has, by key, and gives out places; it knows nothing of requests or device
 never waits.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -77,8 +77,17 @@ class OffloadingManager(Protocol):
         """A store is over on all ranks: present from now on, or forgotten."""
         ...
 
-    def touch(self, keys: Collection[OffloadKey]) -> None:
-        """These are wanted, whether they are here or not."""
+    def touch(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> None:
+        """These are wanted, in the order of a sequence, whether they are here or not.
+
+        The first ones are to outlive the others. is_new_use: False by somebody who wanted them
+        before, whose sequence has grown: they are as recent as that, and not wanted once more.
+        """
+        ...
+
+    @property
+    def usage(self) -> float:
+        """Part of the medium that is taken, 0 to 1; 0 where it is not known."""
         ...
 
     def take_events(self) -> Iterable[OffloadingEvent]:

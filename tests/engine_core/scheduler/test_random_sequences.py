@@ -49,6 +49,7 @@ settings_of_engine = st.fixed_dictionaries(
         "enable_chunked_prefill": st.booleans(),
         "windows": st.sampled_from([(None,), (None,), (None, 6), (9,), (5, None, 14)]),
         "long_prefill_token_threshold": st.sampled_from([0, 0, 3, 8, 16]),
+        "max_step_stretch": st.sampled_from([0.0, 1.1]),
         "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
         "async_scheduling": st.booleans(),
         "scheduler_reserve_full_isl": st.booleans(),
@@ -83,6 +84,8 @@ class Life:
             preempt_above=preempt,
             **config,
         )
+        # Slow enough that prompts are paced, where they are.
+        self.engine.step_seconds = lambda output: 0.1 * output.total_num_scheduled_tokens
         self.requests = []
         self.aborted = set()
 

@@ -1,0 +1,139 @@
+"""The ledger of host memory: which offloaded blocks it has, and in which slots.
+
+Owns the slots and the states of blocks; the order in which they go is the policy's. Touches no
+memory: the slots are places in a buffer of each worker.
+
+    state           -1 ──complete_store──▶ 0 ──prepare_load──▶ 1 ──prepare_load──▶ 2 …
+    may be loaded        no                yes                 yes
+    may be evicted       no                yes                 no
+"""
+
+from collections.abc import Iterable, Sequence
+
+from engine_core.kv_connector.offload.base import (
+    OffloadingEvent,
+    OffloadKey,
+    PrepareStoreOutput,
+)
+from engine_core.kv_connector.offload.policy import BEING_STORED, EvictionPolicy, OffloadedBlock
+
+
+class CPUOffloadingManager:
+    """OffloadingManager of `num_slots` slots.
+
+    Fresh slots are given out first, then those that were freed last.
+    """
+
+    medium = "CPU"
+
+    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
+        self._num_slots = num_slots
+        self._policy = policy
+        self._num_used = 0
+        self._freed: list[int] = []
+        self._events: list[OffloadingEvent] = []
+
+    def lookup(self, keys: Sequence[OffloadKey]) -> int | None:
+        count = 0
+        for key in keys:
+            block = self._policy.get(key)
+            if block is None or not block.is_present:
+                break
+            count += 1
+        return count
+
+    def contains(self, keys: Sequence[OffloadKey]) -> list[bool] | None:
+        found = map(self._policy.get, keys)
+        return [block is not None and block.is_present for block in found]
+
+    def prepare_load(self, keys: Sequence[OffloadKey]) -> Sequence[int]:
+        blocks = [self._block(key) for key in keys]
+        assert all(block.is_present for block in blocks), "only what is present can be loaded"
+        for block in blocks:
+            block.num_readers += 1
+        return [block.slot for block in blocks]
+
+    def complete_load(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
+        for key in keys:
+            block = self._block(key)
+            assert block.num_readers > 0, "a load is over that nobody has begun"
+            block.num_readers -= 1
+            block.is_bad |= not success
+            if block.is_bad and block.is_idle:
+                self._remove(key, block)
+                self._events.append(OffloadingEvent([key], True, self.medium))
+
+    def prepare_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
+        new = [key for key in keys if self._policy.get(key) is None]
+        num_missing = len(new) - (self._num_slots - len(self._policy))
+        evicted: list[OffloadKey] = []
+        if num_missing > 0:
+            victims = self._policy.evict(num_missing, set(keys))
+            if victims is None:
+                return None
+            evicted = [victim.key for victim in victims]
+            self._freed += [victim.block.slot for victim in victims]
+            self._events.append(OffloadingEvent(evicted, True, self.medium))
+        slots = [self._take_slot() for _ in new]
+        for key, slot in zip(new, slots, strict=True):
+            self._policy.insert(key, OffloadedBlock(slot))
+        return PrepareStoreOutput(new, slots, evicted)
+
+    def complete_store(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
+        stored = []
+        for key in keys:
+            block = self._policy.get(key)
+            if block is None or block.num_readers != BEING_STORED:
+                continue
+            if success:
+                block.num_readers = 0
+                stored.append(key)
+            else:
+                self._remove(key, block)
+        if stored:
+            self._events.append(OffloadingEvent(stored, False, self.medium))
+
+    def touch(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> None:
+        self._policy.touch(keys, is_new_use)
+
+    @property
+    def usage(self) -> float:
+        """Part of the slots that are taken."""
+        return len(self._policy) / self._num_slots
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        taken, self._events = self._events, []
+        return taken
+
+    def reset(self) -> bool:
+        if not all(self._block(key).is_idle for key in self._policy):
+            return False
+        self.start_over()
+        return True
+
+    def start_over(self) -> None:
+        """The memory was the workers', so what was in it is gone too."""
+        present = [key for key in self._policy if self._block(key).num_readers >= 0]
+        if present:
+            self._events.append(OffloadingEvent(present, True, self.medium))
+        self._policy.clear()
+        self._num_used = 0
+        self._freed.clear()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _block(self, key: OffloadKey) -> OffloadedBlock:
+        block = self._policy.get(key)
+        assert block is not None, f"block {key.hex()} is not here"
+        return block
+
+    def _take_slot(self) -> int:
+        if self._num_used == self._num_slots:
+            return self._freed.pop()
+        self._num_used += 1
+        return self._num_used - 1
+
+    def _remove(self, key: OffloadKey, block: OffloadedBlock) -> None:
+        self._policy.remove(key)
+        self._freed.append(block.slot)

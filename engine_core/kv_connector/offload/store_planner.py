@@ -1,0 +1,122 @@
+"""Stores: which blocks have become full, and which copies take them to a medium.
+
+A request's cursor only grows, so that each block is offered once. The blocks that are copied are
+held, so a window may pass them and the request may end or be preempted meanwhile.
+"""
+
+from collections.abc import Sequence
+
+from engine_core.kv_cache.block import NULL_BLOCK, BlockIds
+from engine_core.kv_connector.offload.base import OffloadingManager, OffloadKey
+from engine_core.kv_connector.offload.jobs import Job, JobsInFlight
+from engine_core.kv_connector.offload.requests import Shape, TrackedRequest
+from engine_core.kv_connector.offload.statistics import CopyStatistics
+from proto.kv_offload import DeviceBlocks, TransferJob
+
+
+class StorePlanner:
+    """Plans stores of one medium."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        manager: OffloadingManager,
+        jobs: JobsInFlight,
+        statistics: CopyStatistics,
+    ) -> None:
+        self._shape = shape
+        self._manager = manager
+        self._jobs = jobs
+        self._statistics = statistics
+        self._planned: list[Job] = []
+
+    def plan(self, tracked: TrackedRequest, tables: BlockIds, num_tokens: int) -> None:
+        """Store what the first `num_tokens` tokens fill, from the cursor on.
+
+        table       | 7 | 3 | 9 | 4 | 8 | 2 | . |      factor 2, cursor at offloaded block 1
+        stored              ^^^^^^^^^^^^^^^
+        """
+        shape, request = self._shape, tracked.request
+        first, end = tracked.next_block, num_tokens // shape.size
+        tracked.next_at = (end + 1) * shape.size
+        wanted = self._storable(tracked, tables, first, end)
+        if not wanted:
+            return
+        block_hashes = request.block_hashes
+        prepared = self._manager.prepare_store(list(wanted))
+        self._manager.touch(shape.all_keys(block_hashes, end), is_new_use=False)
+        if prepared is None:
+            self._statistics.num_unstored += len(wanted)
+            return
+        tracked.next_block = end
+        self._statistics.num_skipped += len(wanted) - len(prepared.keys)
+        if prepared.keys:
+            job = self._job(wanted, prepared.keys, prepared.slots)
+            self._planned.append(self._jobs.begin(job, request.handle, prepared.keys))
+
+    @property
+    def has_planned(self) -> bool:
+        """There are stores that no worker has been told of."""
+        return bool(self._planned)
+
+    def take_planned(self) -> list[Job]:
+        """The stores planned since the last call."""
+        taken, self._planned = self._planned, []
+        return taken
+
+    def complete(self, job: Job) -> None:
+        """All ranks have reported a store."""
+        self._manager.complete_store(job.keys, success=job.succeeded and not job.is_void)
+
+    def withdraw(self, tracked: TrackedRequest) -> None:
+        """What a request computed cannot be trusted: nobody is to find any of it."""
+        for job in self._jobs.stores_of(tracked.request.handle):
+            job.is_void = True
+        block_hashes = tracked.request.block_hashes
+        keys = self._shape.all_keys(block_hashes, len(block_hashes) // self._shape.factor)
+        found = self._manager.contains(keys) or []
+        present = [key for key, is_there in zip(keys, found, strict=False) if is_there]
+        if present:
+            self._manager.prepare_load(present)
+            self._manager.complete_load(present, success=False)
+
+    def start_over(self) -> None:
+        """Nothing that was planned will be copied."""
+        self._planned.clear()
+
+    def _storable(
+        self, tracked: TrackedRequest, tables: BlockIds, first: int, end: int
+    ) -> dict[OffloadKey, DeviceBlocks]:
+        """By key, in the order of the tokens: the whole offloaded blocks that the device has."""
+        shape, factor = self._shape, self._shape.factor
+        block_hashes = tracked.request.block_hashes
+        by_group = [
+            shape.keys.of(block_hashes, group, first, end) for group in range(shape.num_groups)
+        ]
+        found: dict[OffloadKey, DeviceBlocks] = {}
+        for index in range(first, end):
+            for group, keys in enumerate(by_group):
+                blocks = tables[group][index * factor : (index + 1) * factor]
+                if len(blocks) == factor and NULL_BLOCK not in blocks:
+                    found[keys[index - first]] = DeviceBlocks(group, blocks)
+        return found
+
+    def _job(
+        self,
+        wanted: dict[OffloadKey, DeviceBlocks],
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int],
+    ) -> TransferJob:
+        device: list[DeviceBlocks] = []
+        slots_of: list[list[int]] = []
+        keys_of: list[list[OffloadKey]] = []
+        for group in range(self._shape.num_groups):
+            places = [at for at, key in enumerate(keys) if wanted[key].group == group]
+            if not places:
+                continue
+            blocks = [block for at in places for block in wanted[keys[at]].block_ids]
+            device.append(DeviceBlocks(group, blocks))
+            slots_of.append([slots[at] for at in places] if slots else [])
+            keys_of.append([keys[at] for at in places])
+        job_id, medium = self._jobs.next_id(), self._manager.medium
+        return TransferJob(job_id, medium, False, device, slots_of, keys_of)

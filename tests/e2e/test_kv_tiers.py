@@ -1,0 +1,252 @@
+"""KV on a disk and in a shared store, through whole daemons: the same greedy tokens, in float32.
+
+What a daemon has kept is there for the next one, and for one beside it; a disk or a store that
+does wrong costs time and never a token.
+"""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from proto.kv_media import HEADER_BYTES, parse_file_name, remote_address, remote_settings
+from proto.redis_client import RedisConnection
+from tests.e2e.daemon import Daemon, eventually
+from tests.e2e.prompts import source_text
+from tests.fakes.kv_media import RedisServer, needs_redis, redis_server
+
+pytestmark = pytest.mark.slow
+
+NUM_PROMPTS = 3
+LIMIT_SECONDS = 300.0
+FAILURES, LOADS = "tokend:kv_offload_failures_total", "tokend:kv_offload_loads_total"
+STORED = "vllm:kv_offload_store_bytes_total"
+
+Tokens = list[list[int]]
+
+
+def offloading(**extra: object) -> dict[str, object]:
+    return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+
+
+def on_disk(folder: Path, **extra: object) -> dict[str, object]:
+    keys = {"disk_path": str(folder), "disk_bytes_to_use": 1 << 30}
+    return offloading(spec_name="DiskOffloadingSpec", **keys, **extra)
+
+
+def remote(server: RedisServer, **extra: object) -> dict[str, object]:
+    return offloading(spec_name="RemoteOffloadingSpec", remote_url=server.url, **extra)
+
+
+def daemon(connector: dict[str, object], num_workers: int = 1) -> Daemon:
+    """With room for one prompt and a half on the device."""
+    return Daemon(
+        *("--dtype", "float32", "--num-gpu-blocks-override", "120"),
+        *("--tensor-parallel-size", str(num_workers)),
+        *("--kv-transfer-config", json.dumps(connector)),
+    )
+
+
+def body(number: int) -> dict[str, object]:
+    return {
+        "prompt": source_text()[3000 * number : 3000 * number + 4000],
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+async def generate_at_once(running: Daemon) -> Tokens:
+    async with httpx.AsyncClient(timeout=LIMIT_SECONDS) as client:
+        url = f"{running.url}/v1/completions"
+        posts = [client.post(url, json=body(each)) for each in range(NUM_PROMPTS)]
+        return [each.json()["choices"][0]["token_ids"] for each in await asyncio.gather(*posts)]
+
+
+def generate(running: Daemon) -> Tokens:
+    """One after the other."""
+    tokens = []
+    for number in range(NUM_PROMPTS):
+        url = f"{running.url}/v1/completions"
+        response = httpx.post(url, json=body(number), timeout=LIMIT_SECONDS)
+        assert response.status_code == 200, response.text
+        tokens.append(response.json()["choices"][0]["token_ids"])
+    return tokens
+
+
+def blocks(folder: Path) -> list[Path]:
+    return [each for each in folder.rglob("*") if each.is_file() and parse_file_name(each.name)]
+
+
+def at_rest(running: Daemon) -> bool:
+    return running.metric("vllm:kv_cache_usage_perc") == 0
+
+
+@pytest.fixture(scope="module")
+def expected() -> Tokens:
+    """Without a connector."""
+    with Daemon("--dtype", "float32") as plain:
+        return generate(plain)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory, expected: Tokens) -> Path:
+    """What a daemon has left on its disk."""
+    folder = tmp_path_factory.mktemp("disk") / "kv"
+    with daemon(on_disk(folder)) as first:
+        assert generate(first) == expected
+        assert first.metric(FAILURES) == 0
+        assert eventually(lambda: first.metric(STORED) > 0)
+    assert blocks(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(stored: Path, tmp_path: Path) -> Path:
+    """The same disk, to be damaged."""
+    for path in blocks(stored):
+        target = tmp_path / "kv" / path.relative_to(stored)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.link(path, target)
+    return tmp_path / "kv"
+
+
+def test_a_restart_finds_its_disk(stored: Path, expected: Tokens) -> None:
+    with daemon(on_disk(stored)) as second:
+        assert generate(second) == expected
+        assert second.metric(LOADS) >= NUM_PROMPTS
+        assert second.metric(FAILURES) == 0
+        assert eventually(lambda: at_rest(second))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[HEADER_BYTES + 1000] ^= 1
+    path.unlink()  # not through the link
+    path.write_bytes(content)
+
+
+def tear(path: Path) -> None:
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def hang(path: Path) -> None:
+    """Whoever opens it waits for ever, as for a network file system that is gone."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("damage", [flip, tear, hang, os.unlink])
+def test_a_bad_disk_costs_no_token(
+    copy: Path, expected: Tokens, damage: Callable[[Path], None]
+) -> None:
+    """Every other file, once the daemon knows them all."""
+    with daemon(on_disk(copy, load_timeout=0.5)) as running:
+        for path in sorted(blocks(copy))[::2]:
+            damage(path)
+        assert generate(running) == expected
+        assert eventually(lambda: at_rest(running))
+        assert generate(running) == expected
+    assert "Traceback" not in running.text
+
+
+def test_two_workers_share_a_disk(tmp_path: Path, expected: Tokens) -> None:
+    for _ in range(2):
+        with daemon(on_disk(tmp_path / "kv"), num_workers=2) as running:
+            assert generate(running) == expected
+            assert running.metric(FAILURES) == 0
+            loads = running.metric(LOADS)
+    assert loads >= NUM_PROMPTS
+
+
+def test_a_folder_that_cannot_be_written_costs_no_token(expected: Tokens) -> None:
+    with daemon(on_disk(Path("/proc/no/such"))) as running:
+        assert generate(running) == expected
+        assert running.metric(STORED) == 0
+
+
+@pytest.mark.parametrize("victim", ["worker", "engine_core"])
+async def test_who_dies_while_blocks_are_copied_leaves_no_torn_file(
+    copy: Path, expected: Tokens, victim: str
+) -> None:
+    size = blocks(copy)[0].stat().st_size
+    with daemon(on_disk(copy)) as running:
+        for path in sorted(blocks(copy))[1::2]:
+            path.unlink()  # so that there is something to store again, too
+        for num_answers in range(2):
+            answers = asyncio.create_task(generate_at_once(running))
+            await asyncio.to_thread(
+                eventually, lambda: running.metric("vllm:num_requests_running") > 0
+            )
+            os.kill(running.processes()[victim].pid, signal.SIGKILL)
+            assert await answers == expected, f"after death {num_answers}"
+        assert generate(running) == expected
+        assert eventually(lambda: at_rest(running))
+    assert {each.stat().st_size for each in blocks(copy)} == {size}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    with redis_server(tmp_path) as running:
+        yield running
+
+
+@needs_redis
+def test_daemons_share_prefixes_through_a_store(server: RedisServer, expected: Tokens) -> None:
+    with daemon(remote(server)) as first:
+        assert generate(first) == expected
+        assert eventually(lambda: first.metric(STORED) > 0)
+        with daemon(remote(server)) as second:
+            assert generate(second) == expected
+            assert second.metric(LOADS) >= NUM_PROMPTS
+            assert second.metric(FAILURES) == 0
+
+
+@needs_redis
+def test_a_store_that_stops_dies_and_comes_back_costs_no_token(
+    server: RedisServer, expected: Tokens
+) -> None:
+    with daemon(remote(server, remote_timeout=0.3, remote_retry_seconds=0.3)) as running:
+        assert generate(running) == expected
+        server.stop()
+        assert generate(running) == expected
+        assert eventually(lambda: at_rest(running))
+        server.go_on()
+        server.kill()
+        assert generate(running) == expected
+        server.start()
+
+        def stores_again() -> bool:
+            before = running.metric(STORED)
+            assert generate(running) == expected
+            return running.metric(STORED) > before
+
+        assert eventually(stores_again, seconds=60.0)
+        loads = running.metric(LOADS)
+        assert eventually(
+            lambda: generate(running) == expected and running.metric(LOADS) > loads, seconds=60.0
+        )
+    assert "Traceback" not in running.text
+
+
+@needs_redis
+def test_a_store_of_nonsense_costs_no_token(server: RedisServer, expected: Tokens) -> None:
+    with daemon(remote(server)) as running:
+        assert generate(running) == expected
+        address = remote_address(remote_settings({"remote_url": server.url}))
+        connection = RedisConnection(address, 5.0)
+        names = connection.call(5.0, b"KEYS", b"*")
+        assert isinstance(names, list)
+        for name in names:
+            assert isinstance(name, bytes)
+            connection.call(5.0, b"SETRANGE", name, b"%d" % (HEADER_BYTES + 99), b"xyz")
+        assert generate(running) == expected
+        assert eventually(lambda: at_rest(running))

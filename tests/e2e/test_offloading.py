@@ -1,0 +1,150 @@
+"""KV in host memory through the daemon: the same greedy tokens with and without, in float32.
+
+So few blocks that what was computed for one prompt is overwritten for the next; when a prompt
+comes again its KV is loaded. On the packaged model and on the one with six KV groups, for
+offloaded blocks as large as the device's and four times as large, on one worker and on two.
+"""
+
+import asyncio
+import json
+import os
+import signal
+from functools import partial
+
+import httpx
+import pytest
+
+from tests.e2e.daemon import Daemon, eventually
+from tests.e2e.prompts import source_text
+
+SMOLLM, GEMMA = "smollm2-135m-instruct", "gemma3-270m"
+NUM_PROMPTS = 4
+NUM_OUTPUT_TOKENS = 16
+LIMIT_SECONDS = 300.0
+
+Tokens = list[list[int]]
+
+
+def transfer(factor: int, **extra: object) -> tuple[str, str]:
+    config = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": 1 << 30,
+            "block_size": 16 * factor,
+            **extra,
+        },
+    }
+    return "--kv-transfer-config", json.dumps(config)
+
+
+def flags(model: str, num_workers: int) -> list[str]:
+    """Room for one prompt and a half."""
+    num_blocks = 700 if model == GEMMA else 120
+    return [
+        *(model, "--dtype", "float32"),
+        *("--num-gpu-blocks-override", str(num_blocks)),
+        *("--tensor-parallel-size", str(num_workers)),
+    ]
+
+
+def body(number: int) -> dict[str, object]:
+    text = source_text()[3000 * number : 3000 * number + 4000]
+    return {
+        "prompt": text,
+        "max_tokens": NUM_OUTPUT_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+def generate(daemon: Daemon, numbers: list[int]) -> Tokens:
+    """One after the other."""
+    tokens = []
+    for number in numbers:
+        response = httpx.post(
+            f"{daemon.url}/v1/completions", json=body(number), timeout=LIMIT_SECONDS
+        )
+        assert response.status_code == 200, response.text
+        tokens.append(response.json()["choices"][0]["token_ids"])
+    return tokens
+
+
+async def generate_at_once(daemon: Daemon, numbers: list[int]) -> Tokens:
+    async with httpx.AsyncClient(timeout=LIMIT_SECONDS) as client:
+        posts = [client.post(f"{daemon.url}/v1/completions", json=body(each)) for each in numbers]
+        return [each.json()["choices"][0]["token_ids"] for each in await asyncio.gather(*posts)]
+
+
+def has_begun(daemon: Daemon, num_loads: float) -> bool:
+    """Requests run, or more was loaded."""
+    running = daemon.metric("vllm:num_requests_running") > 0
+    return running or daemon.metric("tokend:kv_offload_loads_total") > num_loads
+
+
+ROUNDS = [*range(NUM_PROMPTS), *range(NUM_PROMPTS)]
+
+
+@pytest.fixture(scope="module", params=[SMOLLM, pytest.param(GEMMA, marks=pytest.mark.long)])
+def case(request: pytest.FixtureRequest) -> tuple[str, Tokens]:
+    """A model, and its tokens without a connector."""
+    with Daemon(*flags(request.param, 1)) as daemon:
+        return request.param, generate(daemon, list(range(NUM_PROMPTS)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("factor", "num_workers"), [(1, 1), (4, 1), (1, 2), (4, 2)])
+def test_greedy_tokens_are_those_without(
+    case: tuple[str, Tokens], factor: int, num_workers: int
+) -> None:
+    model, expected = case
+    if num_workers == 2 and model == GEMMA:
+        pytest.skip("its only KV head is on one worker")
+    with Daemon(*flags(model, num_workers), *transfer(factor)) as daemon:
+        assert generate(daemon, ROUNDS) == expected * 2
+        assert daemon.metric("tokend:kv_offload_loads_total") >= NUM_PROMPTS
+        assert daemon.metric("vllm:kv_offload_load_bytes_total") > 0
+        assert daemon.metric("tokend:kv_offload_failures_total") == 0
+        assert 0 < daemon.metric("vllm:kv_offload_cpu_cache_usage_perc") < 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+async def test_at_once_with_overlapped_steps_int8_pages_and_a_small_medium(policy: str) -> None:
+    """Evictions on both sides, preemptions, and blocks with scales."""
+    setting = [*flags(SMOLLM, 1), "--kv-cache-dtype", "int8", "--async-scheduling"]
+    with Daemon(*setting) as daemon:
+        expected = generate(daemon, list(range(NUM_PROMPTS)))
+    small = transfer(2, cpu_bytes_to_use=24 << 20, eviction_policy=policy)
+    with Daemon(*setting, *small) as daemon:
+        for _ in range(2):
+            assert await generate_at_once(daemon, list(range(NUM_PROMPTS))) == expected
+        assert daemon.metric("tokend:kv_offload_loads_total") > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["worker", "engine_core"])
+async def test_a_process_that_dies_while_blocks_are_copied(
+    case: tuple[str, Tokens], victim: str
+) -> None:
+    """What was kept goes with the worker's memory, or with the ledger."""
+    model, expected = case
+    with Daemon(*flags(model, 1), *transfer(1)) as daemon:
+        assert generate(daemon, list(range(NUM_PROMPTS))) == expected
+        for _ in range(2):
+            loads = daemon.metric("tokend:kv_offload_loads_total")
+            answers = asyncio.create_task(generate_at_once(daemon, list(range(NUM_PROMPTS))))
+            await asyncio.to_thread(eventually, partial(has_begun, daemon, loads))
+            os.kill(daemon.processes()[victim].pid, signal.SIGKILL)
+            assert await answers == expected
+        assert generate(daemon, ROUNDS) == expected * 2
+        assert daemon.metric("tokend:kv_offload_loads_total") > 0
+        assert eventually(lambda: daemon.metric("vllm:kv_cache_usage_perc") == 0)
+
+
+@pytest.mark.slow
+def test_wrong_settings_end_the_start_with_the_key() -> None:
+    daemon = Daemon(*transfer(1, cpu_bytes_to_use="much"))
+    assert daemon.wait_exit(60.0) == 2
+    assert "kv_connector_extra_config.cpu_bytes_to_use is wrong" in daemon.text

@@ -1,0 +1,101 @@
+"""How much all KV groups can have (behaviour OFC-13, and a brute-force search)."""
+
+import random
+
+import pytest
+
+from engine_core.kv_connector.offload.keys import OffloadKeys, parts
+from engine_core.kv_connector.offload.lookup import (
+    Extent,
+    GroupPresence,
+    first_needed,
+    longest_hit,
+    longest_run,
+)
+
+F, T = False, True
+
+
+@pytest.mark.parametrize(
+    ("window", "present", "expected"),
+    [
+        (2, [F, T, T], 3),
+        (2, [F, T, T, F], 3),
+        (2, [T, T, F, T, T], 5),
+        (2, [F, T, T, F, T], 3),
+        (3, [T, T, F], 2),
+        (4, [T, F, T, T, T], 1),
+        (1, [F, T, T], 3),
+        (2, [F, F], 0),
+    ],
+)
+def test_window_lookup_finds_the_last_full_window_or_a_prefix(
+    window: int, present: list[bool], expected: int
+) -> None:
+    """window: offloaded blocks that the token after them sees."""
+    size = 4
+    extent = Extent(0, len(present) * size, size)
+    group = GroupPresence(window * size + 1, present)
+    assert longest_run(extent, group, extent.limit) == expected * size
+
+
+def test_full_attention_lookup_is_the_leading_run() -> None:
+    extent = Extent(4, 24, 4)
+    assert longest_run(extent, GroupPresence(None, [T, T, F, T, T]), 24) == 12
+    assert longest_run(extent, GroupPresence(None, [F, T, T, T, T]), 24) == 4
+
+
+def test_a_hit_may_end_inside_an_offloaded_block() -> None:
+    extent = Extent(0, 14, 8)
+    assert longest_hit(extent, [GroupPresence(None, [T, T])]) == 14
+    assert longest_hit(extent, [GroupPresence(None, [T, F])]) == 8
+
+
+def brute_force(extent: Extent, groups: list[GroupPresence]) -> int:
+    ends = {extent.limit, *range(0, extent.limit, extent.size)}
+    for end in sorted(ends, reverse=True):
+        if end <= extent.computed:
+            continue
+        for group in groups:
+            window = None if group.window is None else max(group.window, 2)
+            needed = range(first_needed(window, extent.computed, end), end)
+            blocks = {token // extent.size - extent.first for token in needed}
+            if any(block >= len(group.present) or not group.present[block] for block in blocks):
+                break
+        else:
+            return end
+    return extent.computed
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_longest_hit_against_brute_force(seed: int) -> None:
+    rng = random.Random(seed)
+    block, factor = rng.choice([1, 2, 4]), rng.choice([1, 2, 4])
+    size = block * factor
+    num_blocks = rng.randint(1, 9)
+    computed = rng.randrange(num_blocks * factor) * block
+    limit = rng.randrange(computed, num_blocks * size + 1, block)
+    extent = Extent(computed, limit, size)
+    groups = [
+        GroupPresence(
+            rng.choice([None, 1, rng.randint(1, 3 * size)]),
+            [rng.random() < 0.8 for _ in range(num_blocks - extent.first)],
+        )
+        for _ in range(rng.randint(1, 4))
+    ]
+    assert longest_hit(extent, groups) == brute_force(extent, groups)
+
+
+def test_keys_are_the_last_hash_with_group_ranks_and_factor() -> None:
+    hashes = [bytes([number]) * 32 for number in range(9)]
+    keys = OffloadKeys(num_groups=2, num_ranks=2, factor=4)
+    assert [parts(key) for key in keys.of(hashes, 1, 0, 2)] == [(hashes[3], 1), (hashes[7], 1)]
+    assert keys.of(hashes, 1, 1, 2) == keys.of(hashes, 1, 0, 2)[1:]
+    others = [
+        OffloadKeys(2, 1, 4).of(hashes, 1, 0, 2),
+        OffloadKeys(2, 2, 2).of(hashes, 1, 1, 4)[::2],
+        keys.of(hashes, 0, 0, 2),
+    ]
+    for other in others:
+        assert [parts(key)[0] for key in other] == [hashes[3], hashes[7]]
+        assert not set(other) & set(keys.of(hashes, 1, 0, 2))

@@ -1,0 +1,105 @@
+"""Requests at random over a small pool and a small medium, whose copies end late, or fail.
+
+The runner reads every position back, so KV that is not of this prefix is found at once; the tokens
+are those that each request would have had alone, and in the end nothing is held.
+"""
+
+import random
+
+import pytest
+
+from engine_core.kv_cache.integrity import check
+from engine_core.request import Request
+from proto.engine_io import FinishReason
+from proto.kv_offload import TransferJob
+from tests.fakes.offload_rig import OffloadRig
+from tests.fakes.paged_runner import undisturbed
+
+NUM_STEPS = 120
+
+
+class Machine:
+    """A rig, and what is done to it at random."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.reliability = rng.choice([1.0, 1.0, 0.8])
+        size = rng.choice([4, 8, 12])
+        windows = rng.choice([(None,), (None,), (None, 14), (20, None, 14), (14,), (1, None)])
+        self.rig = OffloadRig(
+            size=size,
+            windows=windows,
+            num_slots=rng.choice([3, 10, 40, 200]),
+            num_blocks=rng.choice([24, 40, 80]) * len(windows),
+            num_ranks=rng.choice([1, 2]),
+            finishes=self.finishes,
+            extra={
+                "eviction_policy": rng.choice(["lru", "arc"]),
+                "store_threshold": rng.choice([0, 0, 2]),
+            },
+            max_num_batched_tokens=rng.choice([16, 40, 8192]),
+            async_scheduling=rng.random() < 0.5,
+        )
+        self.prompts = [[rng.randrange(1000) for _ in range(60)] for _ in range(3)]
+        self.requests: list[tuple[Request, list[int], int]] = []
+        self.aborted: set[int] = set()
+        self.is_patient = True
+
+    def finishes(self, job: TransferJob) -> bool | None:
+        if self.is_patient and self.rng.random() < 0.6:
+            return None
+        return self.rng.random() < self.reliability
+
+    def add(self) -> None:
+        prompt = self.rng.choice(self.prompts)[: self.rng.randint(1, 60)]
+        prompt = prompt + [self.rng.randrange(1000)] * self.rng.choice([0, 0, 1, 5])
+        num_tokens = self.rng.randint(1, 20)
+        request = self.rig.add_one(prompt, num_tokens, ignore_eos=True)
+        self.requests.append((request, prompt, num_tokens))
+
+    def disturb(self) -> None:
+        action = self.rng.random()
+        if action < 0.3:
+            self.add()
+        elif action < 0.35 and self.requests:
+            request, _, _ = self.rng.choice(self.requests)
+            if self.rig.scheduler.abort(request.request_id):
+                self.aborted.add(request.handle)
+        elif action < 0.37:
+            self.rig.scheduler.reset_prefix_cache(preempting=True)
+        elif action < 0.38:
+            self.rig.deciding.reset_cache()
+        elif action < 0.385:
+            self.rig.lose_workers(self.rig.scheduler.worker_epoch + 1)
+
+    def run(self) -> None:
+        rig = self.rig
+        for _ in range(NUM_STEPS):
+            self.disturb()
+            rig.step()
+            assert check(rig.kv_cache) == []
+        self.is_patient = False
+        rig.settle()
+        for request, prompt, num_tokens in self.requests:
+            if request.handle not in self.aborted:
+                assert rig.tokens_of(request) == undisturbed(prompt, num_tokens)
+                assert rig.reason_of(request) is FinishReason.LENGTH
+        rig.assert_at_rest()
+        assert rig.deciding.reset_cache()
+        assert not rig.deciding._loads._loading
+        assert not rig.deciding._requests
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_requests(seed: int) -> None:
+    Machine(seed).run()
+
+
+def test_the_random_requests_do_load() -> None:
+    """Otherwise they would prove nothing."""
+    machine = Machine(1)
+    machine.run()
+    seeds = [Machine(seed) for seed in range(8)]
+    for each in seeds:
+        each.run()
+    assert sum(len(each.rig.loads) for each in seeds) > 50

@@ -1,0 +1,95 @@
+"""Storing only what was looked for often enough (behaviours OFF-14 to OFF-16)."""
+
+import pytest
+
+from engine_core.kv_connector.offload.ledger import CPUOffloadingManager
+from engine_core.kv_connector.offload.lru import LRUPolicy
+from engine_core.kv_connector.offload.reuse_filter import (
+    FilterReusedOffloadingManager,
+    ReuseTracker,
+)
+
+A, B, C, D = (bytes([number]) for number in range(4))
+
+
+def test_tracker_counts_up_to_the_threshold() -> None:
+    tracker = ReuseTracker(threshold=2, max_size=10)
+    assert not tracker.check(A)
+    tracker.record(A)
+    assert not tracker.check(A)
+    assert not tracker.check(A), "a look does not count"
+    tracker.record(A)
+    assert tracker.check(A)
+    for _ in range(3):
+        tracker.record(A)
+    assert tracker.check(A)
+    assert not tracker.check(B)
+    once = ReuseTracker(threshold=1, max_size=10)
+    once.record(A)
+    assert once.check(A)
+
+
+def test_tracker_forgets_what_was_looked_for_longest_ago() -> None:
+    tracker = ReuseTracker(threshold=1, max_size=3)
+    for key in (A, B, C, A, D):
+        tracker.record(key)
+    assert not tracker.check(B)
+    assert tracker.check(A)
+    smallest = ReuseTracker(threshold=1, max_size=1)
+    smallest.record(A)
+    smallest.record(B)
+    assert not smallest.check(A)
+    assert smallest.check(B)
+
+
+def test_tracker_needs_room() -> None:
+    with pytest.raises(ValueError, match="max_size must be >= 1"):
+        ReuseTracker(threshold=2, max_size=0)
+
+
+def filtered() -> tuple[FilterReusedOffloadingManager, CPUOffloadingManager]:
+    backing = CPUOffloadingManager(4, LRUPolicy())
+    return FilterReusedOffloadingManager(backing, ReuseTracker(2, 10)), backing
+
+
+def test_lookup_records_every_key_and_delegates() -> None:
+    manager, backing = filtered()
+    backing.prepare_store([A, B])
+    backing.complete_store([A, B])
+    assert manager.lookup([A, B, C]) == 2
+    assert manager.lookup([A, B, C]) == 2
+    output = manager.prepare_store([C])
+    assert output is not None
+    assert output.keys == [C], "also what came after the first miss"
+    assert manager.contains([A, D]) == [True, False]
+
+
+def test_prepare_store_passes_on_only_what_reached_the_threshold() -> None:
+    manager, _ = filtered()
+    manager.lookup([A, B])
+    manager.lookup([A])
+    output = manager.prepare_store([A, B])
+    assert output is not None
+    assert output.keys == [A]
+    nothing = manager.prepare_store([B])
+    assert nothing is not None
+    assert nothing.keys == []
+
+
+def test_everything_else_is_delegated() -> None:
+    manager, backing = filtered()
+    backing.prepare_store([A, B])
+    manager.complete_store([A, B])
+    assert [event.removed for event in manager.take_events()] == [False]
+    assert manager.usage == 0.5
+    assert manager.prepare_load([A]) == [0]
+    assert not manager.reset()
+    manager.complete_load([A])
+    manager.touch([A])
+    output = backing.prepare_store([C, D, b"e"])
+    assert output is not None
+    assert output.evicted == [B]
+    manager.start_over()
+    assert backing.usage == 0.0
+    assert manager.reset()
+    assert manager.medium == "CPU"

@@ -1,0 +1,287 @@
+"""The ledger of a shared store against a real redis-server, and against one that is not there."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine_core.kv_connector.offload import remote_manager
+from engine_core.kv_connector.offload.base import ManagerContext, OffloadingEvent
+from engine_core.kv_connector.offload.remote_manager import RemoteOffloadingManager, make_manager
+from proto.kv_media import media_folder, remote_address, remote_name, remote_settings
+from proto.redis_client import RedisConnection
+from tests.fakes.kv_media import (
+    FINGERPRINT,
+    RedisServer,
+    eventually,
+    key,
+    needs_redis,
+    redis_server,
+)
+
+BLOCK_BYTES = 100
+FOLDER = media_folder(FINGERPRINT, 2, BLOCK_BYTES)
+
+
+class Store:
+    """Ledgers of two-rank daemons over one server, and the part of the workers."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.rings = threading.Semaphore(0)
+        self._open: list[RemoteOffloadingManager] = []
+
+    def manager(self, connected: bool = True, **extra: object) -> RemoteOffloadingManager:
+        context = ManagerContext(FINGERPRINT, 2, BLOCK_BYTES, self.rings.release)
+        made = make_manager({"remote_url": self.url} | extra, context)
+        self._open.append(made)
+        if connected:
+            eventually(lambda: made._lookups.connected)
+        return made
+
+    def asked(self, manager: RemoteOffloadingManager, *numbers: int) -> int:
+        """As a request does: ask, sleep until the bell, ask again."""
+        keys = [key(each) for each in numbers]
+        while (found := manager.lookup(keys)) is None:
+            assert self.rings.acquire(timeout=20.0), "nobody rings"
+        return found
+
+    def write(self, *numbers: int, ranks: tuple[int, ...] = (0, 1)) -> None:
+        connection = self.connect()
+        for number in numbers:
+            for rank in ranks:
+                connection.call(5.0, b"SET", remote_name(FOLDER, key(number), rank), b"a block")
+
+    def connect(self) -> RedisConnection:
+        return RedisConnection(remote_address(remote_settings({"remote_url": self.url})), 5.0)
+
+    def close(self) -> None:
+        for each in self._open:
+            each.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    with redis_server(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def store(server: RedisServer) -> Iterator[Store]:
+    made = Store(server.url)
+    yield made
+    made.close()
+
+
+@needs_redis
+def test_lookup_asks_and_rings_and_then_knows(store: Store) -> None:
+    store.write(1, 2, 4)
+    manager = store.manager()
+    keys = [key(each) for each in (1, 2, 3, 4)]
+    assert manager.lookup(keys) is None
+    assert store.rings.acquire(timeout=20.0)
+    assert manager.lookup(keys) == 2
+    assert manager.contains(keys) == [True, True, False, True], "asked for all at once"
+
+
+@needs_redis
+def test_a_block_is_there_when_all_ranks_have_theirs(store: Store) -> None:
+    store.write(1, ranks=(0,))
+    assert store.asked(store.manager(), 1) == 0
+
+
+@needs_redis
+def test_what_is_asked_already_is_not_asked_again(store: Store) -> None:
+    manager = store.manager()
+    asked: list[bytes] = []
+    ask = manager._lookups.ask
+    manager._lookups.ask = lambda keys: (asked.extend(keys), ask(keys))[1]  # type: ignore
+    for _ in range(5):
+        manager.lookup([key(1), key(2)])
+    assert store.asked(manager, 1, 2) == 0
+    assert sorted(asked) == [key(1), key(2)]
+
+
+@needs_redis
+def test_absence_is_believed_for_a_while(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_manager, "ABSENT_SECONDS", 0.2)
+    manager = store.manager()
+    assert store.asked(manager, 1) == 0
+    store.write(1)
+    assert manager.lookup([key(1)]) in (0, None)
+    eventually(lambda: store.asked(manager, 1) == 1)
+
+
+@needs_redis
+def test_presence_is_believed_for_a_while(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_manager, "PRESENT_SECONDS", 0.2)
+    store.write(1)
+    manager = store.manager()
+    assert store.asked(manager, 1) == 1
+    store.connect().call(5.0, b"FLUSHALL")
+    eventually(lambda: store.asked(manager, 1) == 0)
+
+
+@needs_redis
+def test_a_long_prompt_is_asked_for_in_parts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_manager, "MAX_ASKED", 3)
+    store.write(*range(1, 9))
+    assert store.asked(store.manager(), *range(1, 10)) == 8
+
+
+@needs_redis
+def test_what_is_known_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_manager, "MAX_KNOWN", 4)
+    manager = store.manager()
+    for number in range(20):
+        store.asked(manager, number)
+    assert len(manager._known) == 4
+
+
+@needs_redis
+def test_prepare_store_and_complete_store(store: Store) -> None:
+    store.write(1)
+    manager = store.manager()
+    assert store.asked(manager, 1, 2) == 1
+    output = manager.prepare_store([key(1), key(2), key(3), key(3)])
+    assert output is not None
+    assert (output.keys, output.slots, output.evicted) == ([key(2), key(3)], [], [])
+    again = manager.prepare_store([key(2)])
+    assert again is not None
+    assert again.keys == [], "it is being stored"
+    manager.complete_store([key(2), key(3)])
+    assert manager.lookup([key(1), key(2), key(3)]) == 3
+    assert list(manager.take_events()) == [OffloadingEvent([key(2), key(3)], False, "remote")]
+
+
+@needs_redis
+def test_complete_load_without_success_is_believed(store: Store) -> None:
+    store.write(1)
+    manager = store.manager()
+    assert store.asked(manager, 1) == 1
+    assert manager.prepare_load([key(1)]) == []
+    manager.complete_load([key(1)], success=False)
+    assert manager.lookup([key(1)]) == 0
+
+
+@needs_redis
+def test_loads_that_fail_in_a_row_have_it_left_alone(store: Store) -> None:
+    store.write(1, 2, 3)
+    manager = store.manager(remote_retry_seconds=60)
+    for number in (1, 2):
+        assert store.asked(manager, number) == 1
+        manager.prepare_load([key(number)])
+        manager.complete_load([key(number)], success=False)
+    assert manager.lookup([key(3)]) == 0, "and not: ask again"
+
+
+@needs_redis
+def test_nothing_is_added_to_a_long_queue_of_stores(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_manager, "MAX_BYTES_IN_FLIGHT", 500)
+    manager = store.manager()
+    assert manager.prepare_store([key(1), key(2)]) is not None
+    assert manager.prepare_store([key(3)]) is None
+    manager.start_over()
+    assert manager.prepare_store([key(3)]) is not None
+
+
+@needs_redis
+def test_stores_that_fail_in_a_row_stop_for_a_while(store: Store) -> None:
+    manager = store.manager(remote_retry_seconds=60)
+    for number in (1, 2):
+        assert manager.prepare_store([key(number)]) is not None
+        manager.complete_store([key(number)], success=False)
+    assert manager.prepare_store([key(3)]) is None
+
+
+@needs_redis
+def test_reset_empties_the_store_of_this_model_only(store: Store) -> None:
+    store.write(*range(1, 3000))
+    connection = store.connect()
+    connection.call(5.0, b"SET", b"another:1", b"x")
+    manager = store.manager()
+    manager.prepare_load([key(1)])
+    assert not manager.reset()
+    manager.complete_load([key(1)])
+    assert manager.reset()
+    eventually(lambda: connection.call(5.0, b"DBSIZE") == 1)
+    assert store.asked(manager, 1) == 0
+
+
+@needs_redis
+def test_a_server_that_stops_costs_one_limit_and_then_nothing(
+    store: Store, server: RedisServer
+) -> None:
+    store.write(1)
+    manager = store.manager(remote_timeout=0.2, remote_retry_seconds=0.2)
+    assert store.asked(manager, 1) == 1
+    server.stop()
+    assert store.asked(manager, 2) == 0
+    assert manager.prepare_store([key(9)]) is None
+    for number in range(100):
+        assert manager.lookup([key(1000 + number)]) == 0, "nobody is told to wait"
+    server.go_on()
+    eventually(lambda: manager._lookups.connected)
+    store.write(3)
+    assert store.asked(manager, 3) == 1
+
+
+@needs_redis
+def test_a_server_that_restarts_is_found_again(store: Store, server: RedisServer) -> None:
+    store.write(1)
+    manager = store.manager(remote_retry_seconds=0.1)
+    assert store.asked(manager, 1) == 1
+    server.kill()
+    assert store.asked(manager, 2) == 0
+    server.start()
+    eventually(lambda: manager._lookups.connected)
+    store.write(3)
+    assert store.asked(manager, 3) == 1
+
+
+def test_nobody_there_costs_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    store = Store(f"redis://127.0.0.1:{port}")
+    manager = store.manager(connected=False)
+    assert manager.lookup([key(1)]) == 0
+    assert manager.contains([key(1)]) == [False]
+    assert manager.prepare_store([key(1)]) is None
+    store.close()
+
+
+def test_the_end_does_not_wait_for_a_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, never = threading.Event(), threading.Event()
+
+    def resolve(*words: object, **names: object) -> list[object]:
+        asked.set()
+        never.wait()
+        raise OSError("no such host")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    store = Store("redis://some.host")
+    manager = store.manager(connected=False)
+    assert asked.wait(20.0)
+    begun = time.monotonic()
+    assert manager.lookup([key(1)]) == 0
+    store.close()
+    assert time.monotonic() - begun < 10.0
+    never.set()
+
+
+def test_a_question_that_comes_too_late_is_answered_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    store = Store(f"redis://127.0.0.1:{port}")
+    manager = store.manager(connected=False)
+    manager._lookups.ask([key(1)])  # it was connected when somebody looked
+    assert store.rings.acquire(timeout=20.0)
+    assert manager.lookup([key(1)]) == 0
+    store.close()

@@ -1,0 +1,583 @@
+"""The KV connector's contract as the scheduler keeps it: what is asked, told, waited for.
+
+Names follow the methods of the contract. KV that is read before it is loaded, or that was
+never loaded, is found by the runner of the harness.
+"""
+
+import pytest
+
+from engine_core.kv_cache.integrity import check
+from engine_core.kv_connector.base import ASK_AGAIN, NO_MATCH, Match
+from engine_core.request import RequestStatus
+from proto.engine_io import FinishReason
+from proto.kv_transfer import KVConnectorOutput
+from tests.fakes.engine_harness import EngineHarness, scheduled
+from tests.fakes.kv_connector import FakeConnector, always
+from tests.fakes.paged_runner import undisturbed
+
+WAITS = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+def prompt(num_tokens, seed=0):
+    return [(seed * 131 + 7 * i + 1) % 900 for i in range(num_tokens)]
+
+
+def num_free(engine):
+    return engine.kv_cache.num_free_blocks
+
+
+def num_hashed(engine, request):
+    (table,) = engine.kv_cache.block_ids(request.handle)
+    return sum(1 for block in table if engine.kv_cache.pool.hashes[block] is not None)
+
+
+def engine_with(answer, **options):
+    connector_options = {name: options.pop(name) for name in ("fails", "delays") if name in options}
+    return EngineHarness(connector=FakeConnector(answer, **connector_options), **options)
+
+
+def finish(engine):
+    """Run to the end; loads end as soon as they have begun."""
+    for _ in range(10_000):
+        for handle in list(engine.connector.under_way):
+            engine.report(engine.connector.finish(handle, engine.runner))
+        if not engine.scheduler.num_unfinished and not engine.scheduler.has_work:
+            while engine.in_flight:
+                engine.collect(engine.in_flight.popleft())
+            return
+        engine.step()
+    raise AssertionError("it never ends")
+
+
+class TestGetNumNewMatchedTokens:
+    @pytest.mark.parametrize("is_async", [False, True])
+    def test_what_is_matched_is_not_computed(self, is_async):
+        """KVC-01: 32 of 64 tokens are elsewhere; each request computes the other 32."""
+        engine = engine_with(always(32, is_async=is_async))
+        free = num_free(engine)
+        requests = [engine.add_one(prompt(64, seed), max_tokens=2) for seed in (1, 2)]
+        output = engine.step()
+        if is_async:
+            assert output.total_num_scheduled_tokens == 0
+            for each in requests:
+                engine.finish_load(each)
+            output = engine.step()
+        assert scheduled(output) == {each.handle: 32 for each in requests}
+        assert engine.connector.metas[0] == 2
+        assert num_free(engine) == free - 8
+        assert [num_hashed(engine, each) for each in requests] == [4, 4]
+        finish(engine)
+        assert sum(engine.connector.metas) == 2, "decode steps load nothing"
+        assert num_free(engine) == free
+        for each in requests:
+            assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 2)
+        engine.assert_at_rest()
+
+    def test_it_is_asked_for_what_the_device_lacks(self):
+        """KVC-03: 64 tokens are cached here and 32 more elsewhere: 32 of 128 are computed."""
+        engine = engine_with(lambda request, num_local: NO_MATCH)
+        first = engine.add_one(prompt(64), max_tokens=2)
+        finish(engine)
+        engine.connector.answer = lambda request, num_local: Match(32, is_async=False)
+        second = engine.add_one(prompt(64) + prompt(64, 5), max_tokens=2)
+        output = engine.step()
+        assert engine.connector.asked[-1] == (second.handle, 64)
+        assert scheduled(output) == {second.handle: 32}
+        finish(engine)
+        assert first.handle == engine.connector.asked[0][0]
+        assert engine.tokens_of(second) == undisturbed(second.prompt_token_ids, 2)
+
+    def test_none_means_ask_again(self):
+        """KVH-09: it is set aside, those behind it pass, and a wake brings it back."""
+        answers = {}
+        engine = engine_with(lambda request, num_local: answers[request.handle])
+        first, second = engine.add_one(prompt(40, 1)), engine.add_one(prompt(40, 2))
+        answers.update({first.handle: ASK_AGAIN, second.handle: NO_MATCH})
+        assert scheduled(engine.step()) == {second.handle: 40}
+        assert first.status is WAITS
+        engine.step()
+        assert engine.connector.asked.count((first.handle, 0)) == 1, "nobody looks before the wake"
+        answers[first.handle] = Match(16, is_async=False)
+        engine.wake(first)
+        assert scheduled(engine.step())[first.handle] == 24
+        finish(engine)
+        assert engine.tokens_of(first) == undisturbed(first.prompt_token_ids, 16)
+
+    def test_a_wake_of_who_does_not_wait_does_nothing(self):
+        engine = engine_with(lambda request, num_local: NO_MATCH)
+        request = engine.add_one(prompt(40))
+        engine.step()
+        engine.wake(request)
+        assert request.status is RequestStatus.RUNNING
+        finish(engine)
+
+    @pytest.mark.parametrize("is_async", [False, True])
+    def test_one_token_is_left_to_compute(self, is_async):
+        """KVC-16, KVH-09: a prompt of two blocks, all of it elsewhere."""
+        engine = engine_with(always(32, is_async=is_async))
+        request = engine.add_one(prompt(32), max_tokens=2)
+        output = engine.step()
+        if is_async:
+            engine.finish_load(request)
+            assert request.num_computed_tokens == 31
+            output = engine.step()
+        assert scheduled(output) == {request.handle: 1}
+        assert output.new_requests[0].num_computed_tokens == 31
+        assert [len(table) for table in output.new_requests[0].block_ids] == [2]
+        finish(engine)
+        assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 2)
+
+    def test_it_is_not_asked_where_every_position_must_be_computed(self):
+        engine = engine_with(always(32, is_async=False))
+        request = engine.add_one(prompt(64), max_tokens=1, prompt_logprobs=1)
+        assert scheduled(engine.step()) == {request.handle: 64}
+        assert engine.connector.asked == []
+
+    def test_external_prefix_cache_stats(self):
+        """KVC-04: queries and hits in tokens, of requests and not of tries."""
+        engine = engine_with(always(4, is_async=False), block_size=4, enable_prefix_caching=False)
+        for seed in (1, 2):
+            engine.add_one(prompt(8, seed), max_tokens=1)
+        engine.step()
+        stats = engine.scheduler.take_stats()
+        assert stats.external_prefix_cache_queries == 16
+        assert stats.external_prefix_cache_hits == 8
+        assert stats.num_preemptions == 0
+        again = engine.scheduler.take_stats()
+        assert again.external_prefix_cache_queries == again.external_prefix_cache_hits == 0
+
+    @pytest.mark.parametrize("is_async", [False, True])
+    def test_who_has_no_room_waits(self, is_async):
+        """KVC-05: 9 blocks of 4, two prompts of 24 tokens: one runs, the other does later."""
+        engine = engine_with(always(8, is_async=is_async), block_size=4, num_blocks=10)
+        first, second = (engine.add_one(prompt(24, seed), max_tokens=2) for seed in (1, 2))
+        output = engine.step()
+        if is_async:
+            assert list(engine.connector.under_way) == [first.handle]
+            engine.finish_load(first)
+            output = engine.step()
+        assert scheduled(output) == {first.handle: 16}
+        assert second.status is RequestStatus.WAITING
+        finish(engine)
+        assert engine.tokens_of(second) == undisturbed(second.prompt_token_ids, 2)
+        engine.assert_at_rest()
+
+
+class TestWaitingForRemoteKvs:
+    def test_its_blocks_are_given_and_nobody_finds_them(self):
+        """KVC-13: nothing is computed, nothing is hashed, until the load is reported."""
+        engine = engine_with(always(32, is_async=True))
+        request = engine.add_one(prompt(40), max_tokens=1)
+        output = engine.step()
+        assert output.total_num_scheduled_tokens == 0
+        assert output.connector_metadata
+        assert request.status is WAITS
+        assert len(engine.kv_cache.block_ids(request.handle)[0]) == 2
+        assert num_hashed(engine, request) == 0
+        assert len(engine.kv_cache.pool.index) == 0
+        engine.finish_load(request)
+        assert num_hashed(engine, request) == 2
+        assert scheduled(engine.step()) == {request.handle: 8}
+        finish(engine)
+        engine.assert_at_rest()
+
+    def test_the_same_prompt_finds_nothing_of_it(self):
+        """KVC-15: who computes for itself meanwhile has blocks of its own."""
+        answers = {}
+        engine = engine_with(lambda request, num_local: answers.get(request.handle, NO_MATCH))
+        remote = engine.add_one(prompt(40), max_tokens=3)
+        answers[remote.handle] = Match(32, is_async=True)
+        engine.step()
+        local = engine.add_one(prompt(40), max_tokens=3)
+        assert scheduled(engine.step()) == {local.handle: 40}
+        theirs, ours = (engine.kv_cache.block_ids(each.handle)[0] for each in (remote, local))
+        assert not set(theirs) & set(ours)
+        assert num_hashed(engine, remote) == 0
+        assert num_hashed(engine, local) == 2
+        finish(engine)
+        assert engine.tokens_of(remote) == engine.tokens_of(local)
+
+    def test_others_pass(self):
+        engine = engine_with(
+            lambda request, num_local: Match(16 if len(request.prompt_token_ids) == 40 else 0, True)
+        )
+        engine.add_one(prompt(40))
+        short = engine.add_one(prompt(20, 3))
+        assert scheduled(engine.step()) == {short.handle: 20}
+
+    def test_loads_reserve_what_the_rest_of_the_prompt_takes(self):
+        """KVC-11: of 9 blocks A needs 8 and B 5; B holds none before A runs."""
+        engine = engine_with(always(64, is_async=True), num_blocks=10)
+        first, second = engine.add_one(prompt(120, 1)), engine.add_one(prompt(80, 2))
+        engine.step()
+        assert first.num_computed_tokens == 64
+        assert second.status is RequestStatus.WAITING
+        assert engine.kv_cache.block_ids(second.handle) == [[]]
+        engine.finish_load(first)
+        assert scheduled(engine.step()) == {first.handle: 56}
+        finish(engine)
+        assert second.num_preemptions == 0
+        assert engine.tokens_of(second) == undisturbed(second.prompt_token_ids, 16)
+
+    def test_who_was_loaded_for_gives_way_and_comes_back(self):
+        """KVC-17: five blocks for two requests; the last one is preempted and resumes."""
+        answers = {}
+        engine = engine_with(
+            lambda request, num_local: answers.get(request.handle, NO_MATCH), num_blocks=6
+        )
+        local = engine.add_one(prompt(32, 1), max_tokens=20)
+        remote = engine.add_one(prompt(32, 2), max_tokens=20)
+        answers[remote.handle] = Match(32, is_async=True)
+        finish(engine)
+        assert remote.num_preemptions + local.num_preemptions > 0
+        for each in (local, remote):
+            assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 20)
+        engine.assert_at_rest()
+
+    def test_a_pause_lets_loads_end(self):
+        engine = engine_with(always(32, is_async=True))
+        request = engine.add_one(prompt(40), max_tokens=2)
+        engine.step()
+        engine.scheduler.pause("freeze")
+        engine.finish_load(request)
+        assert not engine.scheduler.has_work
+        engine.scheduler.resume()
+        finish(engine)
+        assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 2)
+
+    def test_choices_that_are_loaded_for_are_no_forks(self):
+        engine = engine_with(always(32, is_async=True))
+        choices = engine.add(prompt(40), 4, n=3)
+        finish(engine)
+        for each in choices:
+            assert engine.tokens_of(each) == undisturbed(prompt(40), 4, each.choice)
+        engine.assert_at_rest()
+
+
+class TestAborts:
+    def test_blocks_stay_until_the_load_ends(self):
+        """KVC-07, row 24: aborted while it is loaded for."""
+        engine = engine_with(always(32, is_async=True))
+        free = num_free(engine)
+        request = engine.add_one(prompt(40))
+        engine.step()
+        engine.scheduler.abort(request.request_id)
+        assert engine.scheduler.num_unfinished == 0
+        assert num_free(engine) == free - 2
+        assert check(engine.kv_cache) == []
+        engine.finish_load(request)
+        assert num_free(engine) == free
+        assert engine.kv_cache.holds.num_blocks == 0
+        assert len(engine.kv_cache.pool.index) == 0, "nobody knows whether it is good"
+        engine.step()
+        engine.assert_at_rest()
+
+    def test_an_abort_after_the_load_frees_at_once(self):
+        """KVC-08."""
+        engine = engine_with(always(32, is_async=True))
+        free = num_free(engine)
+        request = engine.add_one(prompt(40))
+        engine.step()
+        engine.finish_load(request)
+        engine.scheduler.abort(request.request_id)
+        assert num_free(engine) == free
+        assert engine.kv_cache.holds.num_blocks == 0
+
+    def test_a_late_signal_is_ignored(self):
+        """Row 24: of handles that nobody knows, or that were reported before."""
+        engine = engine_with(always(32, is_async=True))
+        request = engine.add_one(prompt(40), max_tokens=2)
+        engine.step()
+        engine.finish_load(request)
+        late = KVConnectorOutput([77], [request.handle, 78], [])
+        engine.report(late)
+        finish(engine)
+        engine.report(late)
+        assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 2)
+        engine.assert_at_rest()
+
+    def test_who_waits_for_the_connector_s_word_can_be_aborted(self):
+        engine = engine_with(lambda request, num_local: ASK_AGAIN)
+        request = engine.add_one(prompt(40))
+        engine.step()
+        engine.scheduler.abort(request.request_id)
+        engine.wake(request)
+        engine.assert_at_rest()
+
+
+class TestRequestFinished:
+    def test_it_is_called_once_for_every_end(self):
+        engine = engine_with(always(16, is_async=False))
+        ended = engine.add_one(prompt(40, 1), max_tokens=2)
+        waits = engine.add_one(prompt(40, 2))
+        engine.scheduler.abort(waits.request_id)
+        finish(engine)
+        assert sorted(engine.connector.finished) == sorted([ended.handle, waits.handle])
+
+    def test_delayed_blocks_stay_until_finished_sending(self):
+        """KVC-09, KVC-19, KVH-10."""
+        engine = engine_with(always(0, is_async=False), delays=lambda request: True)
+        free = num_free(engine)
+        request = engine.add_one(prompt(40), max_tokens=1)
+        engine.step()
+        assert engine.reason_of(request) is FinishReason.LENGTH
+        (blocks,) = request.kv_transfer_params["remote_block_ids"]
+        assert len(blocks) == 3, "the one in which the prompt ends among them (KVC-20)"
+        assert num_free(engine) == free - 3
+        assert engine.scheduler.external.is_awaited
+        assert check(engine.kv_cache) == []
+        engine.step()
+        engine.report(engine.connector.sent(request.handle))
+        assert num_free(engine) == free
+        engine.assert_at_rest()
+
+    def test_what_is_sent_can_be_found_meanwhile(self):
+        engine = engine_with(always(0, is_async=False), delays=lambda request: True)
+        first = engine.add_one(prompt(40), max_tokens=1)
+        engine.step()
+        second = engine.add_one(prompt(40), max_tokens=1)
+        assert scheduled(engine.step()) == {second.handle: 8}
+        for each in (first, second):
+            engine.report(engine.connector.sent(each.handle))
+        engine.step()
+        engine.assert_at_rest()
+
+
+class TestUpdateStateAfterAlloc:
+    def test_who_starts_without_is_told_with_zero(self):
+        engine = engine_with(lambda request, num_local: NO_MATCH)
+        request = engine.add_one(prompt(40))
+        engine.step()
+        assert engine.connector.allocated == [(request.handle, 0)]
+
+    def test_an_asynchronous_load_is_told_once(self):
+        engine = engine_with(always(32, is_async=True))
+        request = engine.add_one(prompt(40), max_tokens=2)
+        finish(engine)
+        assert engine.connector.allocated == [(request.handle, 32), (request.handle, 0)]
+
+
+class TestBuildConnectorMeta:
+    def test_it_is_called_once_for_every_step(self):
+        engine = engine_with(always(32, is_async=True))
+        engine.add_one(prompt(40), max_tokens=4)
+        finish(engine)
+        assert len(engine.connector.metas) == engine.scheduler.step
+
+    def test_a_step_that_only_loads_goes_to_the_workers(self):
+        engine = engine_with(always(32, is_async=True))
+        engine.add_one(prompt(40))
+        output = engine.send()
+        assert (output.total_num_scheduled_tokens, output.connector_metadata) == (0, b"loads")
+
+
+def losing(*indices):
+    """Blocks of a load, by index among those it fills, that it does not fill."""
+    return lambda load, blocks: {blocks[index] for index in indices if index < len(blocks)}
+
+
+class TestInvalidBlocks:
+    @pytest.mark.parametrize("overlapped", [False, True])
+    def test_recompute_from_the_first_one(self, overlapped):
+        """KVC-21: synchronous: no output of that step, blocks kept, computed from there."""
+        engine = engine_with(
+            always(99 * 16, is_async=False), fails=losing(50, 70), async_scheduling=overlapped
+        )
+        request = engine.add_one(prompt(1600), max_tokens=6)
+        engine.send()
+        table = engine.kv_cache.block_ids(request.handle)
+        if overlapped:
+            engine.send()
+        engine.collect(engine.in_flight.popleft())
+        assert request.status is RequestStatus.RUNNING
+        assert request.num_computed_tokens == 50 * 16
+        assert engine.tokens_of(request) == []
+        assert engine.kv_cache.block_ids(request.handle)[0][:100] == table[0]
+        finish(engine)
+        assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 6)
+        engine.assert_at_rest()
+
+    def test_fail_ends_this_request_and_keeps_what_is_good_findable(self):
+        """KVC-23: neither the bad block nor any after it is found; those before are not lost."""
+        engine = engine_with(
+            always(99 * 16, is_async=False), fails=losing(50), load_failure_policy="fail"
+        )
+        request = engine.add_one(prompt(1600))
+        other = engine.add_one(prompt(40, 3), max_tokens=2)
+        engine.step()
+        assert engine.reason_of(request) is FinishReason.ERROR
+        (output,) = engine.outputs[request.request_id, 0]
+        assert output.error.kind == "internal"
+        cached = [engine.kv_cache.is_cached(each) for each in request.block_hashes]
+        assert cached == [True] * 50 + [False] * 50
+        finish(engine)
+        assert engine.tokens_of(other) == undisturbed(other.prompt_token_ids, 2)
+        engine.assert_at_rest()
+
+    def test_asynchronous_recompute_waits_for_the_end_of_the_load(self):
+        """KVC-24: an early report cuts what counts; it runs when all is over."""
+        engine = engine_with(always(99 * 16, is_async=True))
+        request = engine.add_one(prompt(1600), max_tokens=3)
+        engine.step()
+        load = engine.connector.under_way[request.handle]
+        load.bad = {load.tables[0][50]}
+        engine.report(KVConnectorOutput(invalid_block_ids=sorted(load.bad)))
+        assert request.status is WAITS
+        assert request.num_computed_tokens == 50 * 16
+        assert num_hashed(engine, request) == 0
+        engine.finish_load(request)
+        assert num_hashed(engine, request) == 50
+        assert scheduled(engine.step()) == {request.handle: 1600 - 800}
+        finish(engine)
+        assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 3)
+
+    @pytest.mark.parametrize("lost", [(0, 98), (50, 98), (98,)])
+    def test_others_keep_what_was_loaded_for_them(self, lost):
+        """KVC-25; who failed is not asked for again."""
+        engine = engine_with(always(99 * 16, is_async=True))
+        requests = [engine.add_one(prompt(1600, seed), max_tokens=2) for seed in range(3)]
+        engine.step()
+        load = engine.connector.under_way[requests[1].handle]
+        load.bad = {load.tables[0][index] for index in lost}
+        for each in requests:
+            engine.finish_load(each)
+        kept = [each.num_computed_tokens for each in requests]
+        assert kept == [99 * 16, min(lost) * 16, 99 * 16]
+        finish(engine)
+        assert len(engine.connector.asked) == 3
+        for each in requests:
+            assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 2)
+
+    def test_whoever_shares_a_bad_block_computes_it_too(self):
+        """KVC-27: found in the cache after the load, and known to be bad only then."""
+        engine = engine_with(always(50 * 16, is_async=False))
+        first = engine.add_one(prompt(1600), max_tokens=8)
+        engine.step()
+        engine.connector.answer = lambda request, num_local: NO_MATCH
+        second = engine.add_one(prompt(960) + prompt(640, 9), max_tokens=8)
+        engine.step()
+        (table,) = engine.kv_cache.block_ids(first.handle)
+        assert engine.kv_cache.block_ids(second.handle)[0][:60] == table[:60]
+        engine.report(KVConnectorOutput(invalid_block_ids=[table[30]]))
+        assert first.num_computed_tokens == second.num_computed_tokens == 30 * 16
+        assert not engine.kv_cache.is_cached(first.block_hashes[30])
+        finish(engine)
+        engine.assert_at_rest()
+
+    @pytest.mark.parametrize("order", [(0, 50, 98), (98, 50, 0), (50, 98, 0)])
+    def test_failures_that_come_one_by_one(self, order):
+        """KVC-28: what counts ends at the least of them so far."""
+        engine = engine_with(always(99 * 16, is_async=True))
+        request = engine.add_one(prompt(1600), max_tokens=2)
+        engine.step()
+        load, least = engine.connector.under_way[request.handle], 99
+        for index in order:
+            block, least = load.tables[0][index], min(least, index)
+            load.bad.add(block)
+            engine.report(KVConnectorOutput(invalid_block_ids=[block]))
+            assert request.num_computed_tokens == least * 16
+        finish(engine)
+        assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 2)
+
+    @pytest.mark.parametrize("is_async", [False, True])
+    def test_with_windows_all_is_computed(self, is_async):
+        """KVC-29: which blocks of a window a shorter prefix needs, it may have passed."""
+        engine = engine_with(
+            always(320, is_async=is_async), fails=losing(3), windows=(None, 40), num_blocks=400
+        )
+        request = engine.add_one(prompt(400), max_tokens=4)
+        finish(engine)
+        assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 4)
+        engine.assert_at_rest()
+
+    def test_policy_fail_ends_who_waits_and_keeps_its_blocks_until_the_load_ends(self):
+        """KVH-04."""
+        engine = engine_with(always(32, is_async=True), load_failure_policy="fail")
+        free = num_free(engine)
+        request = engine.add_one(prompt(40))
+        engine.step()
+        load = engine.connector.under_way[request.handle]
+        engine.report(KVConnectorOutput(invalid_block_ids=[load.tables[0][1]]))
+        assert request.status is RequestStatus.FINISHED_ERROR
+        assert engine.reason_of(request) is FinishReason.ERROR
+        assert len(engine.scheduler.waiting) == 0
+        assert num_free(engine) == free - 2
+        engine.finish_load(request)
+        assert num_free(engine) == free
+
+    def test_of_a_step_whose_request_has_given_way_since(self):
+        """The token of that step came of KV that was not there: it is not taken for one."""
+        engine = engine_with(
+            always(32, is_async=False), fails=losing(1), async_scheduling=True, num_blocks=12
+        )
+        request = engine.add_one(prompt(40), max_tokens=4)
+        engine.send()
+        engine.scheduler.reset_prefix_cache(preempting=True)
+        assert request.status is RequestStatus.PREEMPTED
+        engine.collect(engine.in_flight.popleft())
+        assert engine.tokens_of(request) == []
+        finish(engine)
+        assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 4)
+
+
+class TestStartOver:
+    def test_loads_and_kept_blocks_are_dropped(self):
+        """A death during transfers: everything in flight is forgotten, and computed again."""
+        engine = engine_with(
+            lambda request, num_local: Match(32, True) if request.choice == 0 else ASK_AGAIN,
+            delays=lambda request: True,
+        )
+        over = engine.add_one(prompt(40, 1), max_tokens=1)
+        engine.step()
+        engine.finish_load(over)
+        engine.step()
+        loading, gone = engine.add_one(prompt(40, 2), max_tokens=2), engine.add_one(prompt(40, 3))
+        engine.step()
+        engine.scheduler.abort(gone.request_id)
+        assert engine.kv_cache.holds.num_blocks > 0
+        engine.lose_workers()
+        assert engine.connector.num_epochs == 2
+        assert engine.kv_cache.usage == 0
+        assert engine.kv_cache.holds.num_blocks == 0
+        finish(engine)
+        assert engine.tokens_of(loading) == undisturbed(loading.prompt_token_ids, 2)
+        for handle in list(engine.connector.sending):
+            engine.report(engine.connector.sent(handle))
+        engine.assert_at_rest()
+
+    def test_the_connector_s_own_holds_are_released(self):
+        engine = engine_with(lambda request, num_local: NO_MATCH)
+        request = engine.add_one(prompt(40), max_tokens=3)
+        engine.step()
+        (table,) = engine.kv_cache.block_ids(request.handle)
+        engine.holds.hold(table)
+        finish(engine)
+        assert num_free(engine) == engine.kv_cache.num_usable_blocks - len(table)
+        assert check(engine.kv_cache) == []
+        engine.lose_workers()
+        assert engine.kv_cache.usage == 0
+
+
+class TestReset:
+    def test_held_blocks_do_not_keep_it_from_being_done(self):
+        engine = engine_with(lambda request, num_local: NO_MATCH, delays=lambda request: True)
+        request = engine.add_one(prompt(40), max_tokens=1)
+        engine.step()
+        engine.step()
+        assert engine.scheduler.reset_prefix_cache()
+        assert len(engine.kv_cache.pool.index) == 0
+        engine.report(engine.connector.sent(request.handle))
+        engine.assert_at_rest()
+
+    def test_loads_are_dropped_with_the_blocks_of_who_runs(self):
+        engine = engine_with(always(32, is_async=True))
+        request = engine.add_one(prompt(40), max_tokens=3)
+        engine.step()
+        assert not engine.scheduler.reset_prefix_cache()
+        assert engine.scheduler.reset_prefix_cache(preempting=True)
+        engine.step()
+        assert engine.connector.asked == [(request.handle, 0)], "not twice at the same time"
+        engine.finish_load(request)
+        finish(engine)
+        assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 3)
+        engine.assert_at_rest()

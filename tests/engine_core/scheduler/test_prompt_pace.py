@@ -1,0 +1,152 @@
+"""How many tokens of prompts join those who decode."""
+
+import pytest
+
+from engine_core.scheduler.prompt_pace import (
+    PATIENCE_STEPS,
+    SHORT_SECONDS,
+    FullPace,
+    LearntPace,
+    pace_of,
+)
+from proto.scheduler_output import SchedulerOutput
+from tests.fakes.engine_harness import EngineHarness
+
+DECODE = 0.05
+TOKEN = 0.0005
+
+
+def seconds_of(num_decoding: int, num_prompt_tokens: int) -> float:
+    """Of a step: 50 ms for any number of sequences that decode, 0.5 ms for a prompt's token."""
+    return (DECODE if num_decoding else 0.0) + TOKEN * num_prompt_tokens
+
+
+def seconds_of_step(output: SchedulerOutput) -> float:
+    num_decoding = output.cached_requests.num_scheduled_tokens.count(1)
+    return seconds_of(num_decoding, output.total_num_scheduled_tokens - num_decoding)
+
+
+def learnt(stretch: float = 2.0, step_budget: int = 256) -> LearntPace:
+    pace = LearntPace(step_budget, stretch)
+    pace.learn(16, 0, seconds_of(16, 0))
+    pace.learn(15, 200, seconds_of(15, 200))
+    return pace
+
+
+@pytest.mark.parametrize(("stretch", "expected"), [(2.0, 96), (1.5, 48), (1.01, 16), (9.0, 256)])
+def test_a_step_takes_the_multiple_of_one_that_decodes(stretch: float, expected: int) -> None:
+    """In groups of 16 rows, and never without any: 0.05 s are 100 tokens."""
+    assert learnt(stretch).prompt_tokens(16, 0) == expected
+
+
+@pytest.mark.parametrize("num_decoding", [1, 15, 17, 200])
+def test_a_number_that_was_never_seen_counts_as_the_nearest_that_was(num_decoding: int) -> None:
+    pace = learnt()
+    pace.learn(1, 0, 0.04)
+    assert pace.prompt_tokens(num_decoding, 0) == (64 if num_decoding == 1 else 96)
+
+
+def test_nobody_waits_for_a_prompt_where_nobody_decodes() -> None:
+    assert learnt().prompt_tokens(0, 0) == 256
+
+
+def test_until_both_times_are_known_a_step_is_full() -> None:
+    pace = LearntPace(256, 2.0)
+    pace.learn(3, 200, 0.3)  # what of it is the prompt's nobody knows
+    assert pace.prompt_tokens(16, 0) == 256
+    pace.learn(16, 0, DECODE)
+    assert pace.prompt_tokens(16, 0) == 256
+    pace.learn(15, 200, seconds_of(15, 200))
+    assert pace.prompt_tokens(16, 0) == 96
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0])
+def test_workers_that_say_nothing_teach_nothing(seconds: float) -> None:
+    pace = learnt()
+    pace.learn(16, 0, seconds)
+    pace.learn(15, 200, seconds)
+    assert pace.prompt_tokens(16, 0) == 96
+
+
+def test_a_short_step_is_not_cut() -> None:
+    pace = LearntPace(256, 2.0)
+    pace.learn(1, 0, 0.005)
+    pace.learn(1, 100, 0.005 + 100 * 0.00025)
+    assert pace.prompt_tokens(1, 0) == int((SHORT_SECONDS - 0.005) / 0.00025) // 16 * 16
+
+
+@pytest.mark.parametrize(
+    ("num_missing", "expected"), [(96 * PATIENCE_STEPS, 96), (4608 + 1, 112), (1 << 20, 256)]
+)
+def test_what_piles_up_is_done_within_some_steps(num_missing: int, expected: int) -> None:
+    assert learnt().prompt_tokens(16, num_missing) == expected
+
+
+def test_one_slow_step_is_soon_forgotten() -> None:
+    pace = learnt()
+    pace.learn(16, 0, 100 * DECODE)
+    assert pace.prompt_tokens(16, 0) <= 128
+    for _ in range(30):
+        pace.learn(16, 0, DECODE)
+    assert pace.prompt_tokens(16, 0) == 96
+
+
+def test_the_setting_chooses() -> None:
+    assert isinstance(pace_of(256, 0.0, chunked=True), FullPace)
+    assert isinstance(pace_of(256, 2.0, chunked=False), FullPace)
+    assert isinstance(pace_of(256, 2.0, chunked=True), LearntPace)
+    full = FullPace(256)
+    full.learn(16, 0, 1.0)
+    assert full.prompt_tokens(16, 0) == 256
+
+
+def decoding_engine(**settings: float) -> EngineHarness:
+    """15 sequences that decode, and workers whose times are known."""
+    engine = EngineHarness(max_num_batched_tokens=256, enable_prefix_caching=False, **settings)
+    engine.step_seconds = seconds_of_step
+    for number in range(15):
+        engine.add([number] * (200 if number == 0 else 8), 400, ignore_eos=True)
+    for _ in range(3):
+        engine.step()
+    engine.add([20] * 200, 1)
+    for _ in range(3):
+        engine.step()
+    return engine
+
+
+def chunks_beside(engine: EngineHarness, num_tokens: int) -> list[int]:
+    """Tokens of a prompt in each of the steps that it takes; all others decode in all of them."""
+    engine.add([30] * num_tokens, 1)
+    chunks = []
+    while sum(chunks) < num_tokens:
+        output = engine.step()
+        counts = output.cached_requests.num_scheduled_tokens
+        assert counts.count(1) == 15
+        chunks.append(output.total_num_scheduled_tokens - 15)
+    return chunks
+
+
+def test_a_prompt_is_spread_beside_those_who_decode() -> None:
+    assert chunks_beside(decoding_engine(max_step_stretch=2.0), 240) == [96, 96, 48]
+    assert chunks_beside(decoding_engine(max_step_stretch=0), 240) == [240]
+
+
+def test_prompts_share_what_a_step_has_for_them() -> None:
+    engine = decoding_engine(max_step_stretch=2.0)
+    engine.add([30] * 60, 3)
+    engine.add([31] * 60, 3)
+    output = engine.step()
+    assert [each.num_scheduled_tokens for each in output.new_requests] == [60, 36]
+    assert output.cached_requests.num_scheduled_tokens == [1] * 15
+    output = engine.step()
+    assert sorted(output.cached_requests.num_scheduled_tokens) == [1] * 16 + [24]
+
+
+def test_a_prompt_that_stands_before_others_takes_no_token_of_theirs() -> None:
+    engine = decoding_engine(max_step_stretch=2.0)
+    first = engine.scheduler.running[0]
+    first.num_computed_tokens = 0  # as if it had lost its KV and kept its place
+    output = engine.scheduler.schedule()
+    handles, counts = output.cached_requests.handles, output.cached_requests.num_scheduled_tokens
+    assert counts.pop(handles.index(first.handle)) == 96
+    assert counts == [1] * 14

@@ -1,0 +1,166 @@
+"""A connector whose both halves are here: what it matches, loads, loses and delays says a test.
+
+Its worker's half writes into the slots of a PagedRunner what that would have computed, or junk.
+So whoever reads a block that was not loaded, or not yet, is found by the runner itself.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine_core.kv_connector.base import NO_MATCH, Match
+from engine_core.kv_connector.nothing import NoConnector
+from engine_core.request import Request
+from proto.kv_transfer import NO_PAYLOAD, KVConnectorOutput
+from tests.fakes.paged_runner import PagedRunner, Row
+
+JUNK = b"not loaded"
+
+
+@dataclass
+class FakeLoad:
+    """KV of the tokens [first, end) of a request, on its way into these tables.
+
+    bad: blocks that it will not fill.
+    """
+
+    handle: int
+    token_ids: list[int]
+    tables: list[list[int]]
+    first: int
+    end: int
+    is_async: bool
+    bad: set[int] = field(default_factory=set)
+
+    def blocks(self, block_size: int, windows: Sequence[int | None]) -> list[tuple[int, int, int]]:
+        """(group, index in the table, block id) of what it fills: of a window only what is seen."""
+        found = []
+        for group, (table, window) in enumerate(zip(self.tables, windows, strict=True)):
+            begin = self.first // block_size
+            if window is not None:
+                begin = max(begin, (self.end - window + 1) // block_size)
+            found += [
+                (group, index, table[index]) for index in range(begin, -(-self.end // block_size))
+            ]
+        return found
+
+
+class FakeConnector(NoConnector):
+    """SchedulerConnector and, by `execute` and `finish`, its other half as well.
+
+    answer: to (request, tokens that the device has). fails: whether a load loses blocks, and
+    which of them. delays: whether the blocks of a request that is over are kept.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[Request, int], Match] = lambda request, num_local: NO_MATCH,
+        *,
+        fails: Callable[[FakeLoad, list[int]], set[int]] = lambda load, blocks: set(),
+        delays: Callable[[Request], bool] = lambda request: False,
+    ) -> None:
+        self.answer = answer
+        self.fails = fails
+        self.delays = delays
+        self.asked: list[tuple[int, int]] = []
+        self.allocated: list[tuple[int, int]] = []
+        self.metas: list[int] = []
+        self.finished: list[int] = []
+        self.sending: list[int] = []
+        self.under_way: dict[int, FakeLoad] = {}
+        self.reports: list[KVConnectorOutput] = []
+        self.num_epochs = 1
+        self.resets = 0
+        self.busy = False
+        self._matched: dict[int, tuple[int, bool]] = {}
+        self._planned: list[FakeLoad] = []
+        self._by_step: dict[int, list[FakeLoad]] = {}
+
+    # The deciding half
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Match:
+        self.asked.append((request.handle, num_computed_tokens))
+        match = self.answer(request, num_computed_tokens)
+        self._matched[request.handle] = (num_computed_tokens, match.is_async)
+        return match
+
+    def update_state_after_alloc(self, request, block_ids, num_external_tokens) -> None:
+        self.allocated.append((request.handle, num_external_tokens))
+        if num_external_tokens:
+            first, is_async = self._matched[request.handle]
+            end = first + num_external_tokens
+            load = FakeLoad(
+                request.handle, list(request.all_token_ids), block_ids, first, end, is_async
+            )
+            self._planned.append(load)
+
+    def build_connector_meta(self, output):
+        self.metas.append(len(self._planned))
+        planned, self._planned = self._planned, []
+        if not planned:
+            return NO_PAYLOAD
+        self._by_step[output.step] = planned
+        return b"loads"
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        self.reports.append(output)
+
+    def request_finished(self, request, block_ids):
+        self.finished.append(request.handle)
+        if self.delays(request) and any(map(any, block_ids)):
+            self.sending.append(request.handle)
+            return True, {"remote_block_ids": block_ids}
+        return False, None
+
+    def reset_cache(self) -> bool:
+        self.resets += 1
+        return not self.busy
+
+    def start_over(self) -> None:
+        self.num_epochs += 1
+        self.under_way.clear()
+        self.sending.clear()
+        self._planned.clear()
+        self._by_step.clear()
+
+    # The copying half
+
+    def execute(self, step: int, runner: PagedRunner) -> KVConnectorOutput:
+        """Before a step is computed: do its synchronous loads, begin the others."""
+        invalid: list[int] = []
+        for load in self._by_step.pop(step, []):
+            if load.is_async:
+                self.under_way[load.handle] = load
+            else:
+                bad = self._fill(load, runner)
+                invalid += bad
+                if bad:
+                    runner.misled[load.handle] = step
+        return KVConnectorOutput(invalid_block_ids=invalid)
+
+    def finish(self, handle: int, runner: PagedRunner) -> KVConnectorOutput:
+        """A load that is under way is over."""
+        load = self.under_way.pop(handle)
+        return KVConnectorOutput(
+            finished_recving=[handle], invalid_block_ids=self._fill(load, runner)
+        )
+
+    def sent(self, handle: int) -> KVConnectorOutput:
+        """Nobody reads the blocks of a request that is over any more."""
+        self.sending.remove(handle)
+        return KVConnectorOutput(finished_sending=[handle])
+
+    def _fill(self, load: FakeLoad, runner: PagedRunner) -> list[int]:
+        filled = load.blocks(runner.block_size, runner.windows)
+        bad = load.bad | self.fails(load, [block for _, _, block in filled])
+        row = Row(load.token_ids, len(load.token_ids), 0, False, 0, load.tables)
+        for group, index, block in filled:
+            first = index * runner.block_size
+            for position in range(first, min(first + runner.block_size, load.end)):
+                good = row.digest(position) + bytes([group])
+                runner.slots[block, position - first] = JUNK if block in bad else good
+        return sorted(bad)
+
+
+def always(num_tokens: int, *, is_async: bool) -> Callable[[Request, int], Match]:
+    """An answer: so many of the request's first tokens are elsewhere."""
+    return lambda request, num_local: Match(max(0, num_tokens - num_local), is_async)

@@ -1,0 +1,170 @@
+"""A small cache, handlers of a medium over it, and a Redis server of this test's own."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from proto.kv_offload import DeviceBlocks, TransferJob
+from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_connector.offload.base import HandlerContext, OffloadingHandler, TransferResult
+from worker.kv_layout import kv_layout
+
+FINGERPRINT = bytes(range(32))
+BLOCK_SIZE = 4
+LIMIT = 20.0
+"""Seconds after which a test fails instead of waiting."""
+
+needs_redis = pytest.mark.skipif(
+    shutil.which("redis-server") is None, reason="redis-server is not installed"
+)
+
+
+def key(number: int) -> bytes:
+    """Keys as the connector makes them: a hash, and what tells cuts apart."""
+    return number.to_bytes(32, "big") + b"\x00\x01\x00\x01\x00"
+
+
+def small_cache(num_blocks: int = 20, dtype: torch.dtype = torch.float32) -> KVCache:
+    """A cache whose blocks are all different."""
+    layout = kv_layout([None] * 2)
+    cache = KVCache(kv_cache_geometry(layout, 2, 8, dtype), layout, num_blocks, BLOCK_SIZE)
+    content = torch.arange(cache.buffer.numel(), dtype=torch.float32) % 251
+    cache.buffer.copy_(content.to(dtype).view(cache.buffer.shape))
+    for block in range(num_blocks):
+        cache.buffer[block].view(-1)[0] = block
+    return cache
+
+
+class Rank:
+    """One worker's cache and what was reported of its copies."""
+
+    def __init__(
+        self,
+        make_handlers: Callable[[Mapping[str, Any], HandlerContext], dict[Any, OffloadingHandler]],
+        extra: Mapping[str, Any],
+        medium: str,
+        factor: int = 1,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
+        self.cache = small_cache()
+        self.medium = medium
+        self._rung = threading.Semaphore(0)
+        context = HandlerContext(
+            self.cache, factor, rank, num_ranks, FINGERPRINT, self._rung.release
+        )
+        handlers = make_handlers(extra, context)
+        self.load, self.store = handlers[medium, "GPU"], handlers["GPU", medium]
+        self._heard: list[TransferResult] = []
+        self._next_job = 0
+
+    def order(self, is_load: bool, blocks: list[int], keys: list[bytes], skip: int = 0) -> int:
+        """Begin a copy of group 0; returns its number."""
+        self._next_job += 1
+        job = TransferJob(
+            self._next_job,
+            self.medium,
+            is_load,
+            [DeviceBlocks(0, blocks, skip)],
+            keys=[keys],
+        )
+        (self.load if is_load else self.store).transfer_async(job)
+        return self._next_job
+
+    def finished(self) -> TransferResult:
+        """The next copy that is over; waits for the bell, as a worker's loop does."""
+        assert self._rung.acquire(timeout=LIMIT), "no copy was reported as over"
+        self._heard += [*self.load.get_finished(), *self.store.get_finished()]
+        return self._heard.pop(0)
+
+    def stored(self, blocks: list[int], keys: list[bytes]) -> bool:
+        """Store, and wait for it."""
+        job = self.order(False, blocks, keys)
+        result = self.finished()
+        assert result.job_id == job
+        return result.succeeded
+
+    def loaded(self, blocks: list[int], keys: list[bytes], skip: int = 0) -> list[int]:
+        """Load, and wait for it; the blocks that do not hold what they should."""
+        job = self.order(True, blocks, keys, skip)
+        result = self.finished()
+        assert result.job_id == job
+        assert result.succeeded == (not result.failed_blocks)
+        return result.failed_blocks
+
+    def bytes_of(self, block: int) -> bytes:
+        return self.cache.buffer[block].numpy().tobytes()
+
+    def close(self) -> None:
+        self.load.close()
+        self.store.close()
+
+
+class RedisServer:
+    """A redis-server of this test's own, on a free port."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self._folder = folder
+        self._options = options
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        """Returns when it takes connections."""
+        words = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1"]
+        words += ["--save", "", "--appendonly", "no", "--dir", str(self._folder), *self._options]
+        self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+        end = time.monotonic() + LIMIT
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1.0).close()
+                return
+            except OSError:
+                assert time.monotonic() < end, "redis-server does not start"
+                os.sched_yield()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        """It takes connections still, and answers none."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def redis_server(folder: Path, *options: str) -> Iterator[RedisServer]:
+    server = RedisServer(folder, *options)
+    try:
+        yield server
+    finally:
+        server.go_on()
+        server.kill()
+
+
+def eventually(true: Callable[[], bool]) -> None:
+    """Wait for a thread's doing."""
+    end = time.monotonic() + LIMIT
+    while not true():
+        assert time.monotonic() < end, "it never became true"
+        threading.Event().wait(0.002)

@@ -1,0 +1,208 @@
+"""A scheduler with the offloading connector's deciding half, and workers whose memory is a dict.
+
+What a copy moves are the digests that a PagedRunner keeps in its slots, and it moves them when
+the test says that the copy is over: late. So a block that is given to somebody else meanwhile, or
+found before it is loaded, is found out by the runner, which reads every position back.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine_core.kv_cache.holds import PoolHolds
+from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
+from engine_core.kv_connector.offload.connector import OffloadingScheduler
+from engine_core.request import Request
+from engine_core.scheduler.client_outputs import ClientOutputs
+from engine_core.scheduler.gates import Wake
+from engine_core.scheduler.scheduler import Scheduler
+from proto.config import SchedulerConfig
+from proto.engine_io import EngineCoreOutput
+from proto.kv_offload import FinishedJob, OffloadMetadata, OffloadReport, TransferJob
+from proto.kv_transfer import NO_PAYLOAD, KVConnectorOutput, pack, unpack
+from proto.kv_transfer_config import KVTransferConfig
+from proto.lifecycle import KVCacheGeometry, KVGroup
+from proto.scheduler_output import SchedulerOutput
+from tests.fakes.engine_harness import VOCAB_SIZE, EngineHarness
+from tests.fakes.paged_runner import PagedRunner
+
+BYTES_PER_TOKEN = 64
+JUNK = b"not loaded"
+Content = dict[int, bytes]
+
+
+class CopyingHalf:
+    """What all workers do for the connector.
+
+    under_way: copies that have begun, oldest first. content: by (slot, part) of an offloaded block
+    what a device block held, by the place in it.
+    """
+
+    def __init__(self, factor: int, num_ranks: int) -> None:
+        self.factor = factor
+        self.num_ranks = num_ranks
+        self.under_way: list[TransferJob] = []
+        self.put_off: list[TransferJob] = []
+        self.flushed: list[int] = []
+        self.content: dict[tuple[int, int], Content] = {}
+        self._handles: dict[int, int] = {}
+
+    def begin(self, metadata: OffloadMetadata) -> None:
+        """Of a step: what was put off begins, then its loads."""
+        self.under_way += self.put_off + metadata.loads
+        self.put_off = list(metadata.stores)
+        self.flushed += metadata.flush
+        for job, handle in zip(metadata.loads, metadata.load_handles, strict=True):
+            self._handles[job.job_id] = handle
+
+    def finish(
+        self, job: TransferJob, runner: PagedRunner, succeeds: bool = True
+    ) -> list[KVConnectorOutput]:
+        """A copy is made now; what the ranks report, one after the other.
+
+        One that fails does so on the last rank alone.
+        """
+        self.under_way.remove(job)
+        self._copy(job, runner, succeeds)
+        failed = [block for each in job.device for block in each.block_ids]
+        handle = self._handles.pop(job.job_id, None)
+        reports = []
+        for rank in range(self.num_ranks):
+            is_last = rank == self.num_ranks - 1
+            done = FinishedJob(job.job_id, succeeds or not is_last, 100, 0.5)
+            reports.append(
+                KVConnectorOutput(
+                    finished_recving=[handle] if is_last and handle is not None else [],
+                    invalid_block_ids=failed if job.is_load and is_last and not succeeds else [],
+                    worker_metadata=pack(OffloadReport([done])),
+                )
+            )
+        return reports
+
+    def _copy(self, job: TransferJob, runner: PagedRunner, succeeds: bool) -> None:
+        for device, slots in zip(job.device, job.slots, strict=True):
+            for at, block in enumerate(device.block_ids, device.skip):
+                place = (slots[at // self.factor], at % self.factor)
+                offsets = range(runner.block_size)
+                if not job.is_load:
+                    self.content[place] = {each: runner.slots[block, each] for each in offsets}
+                    continue
+                for offset in offsets:
+                    held = self.content[place][offset]
+                    runner.slots[block, offset] = held if succeeds else JUNK
+
+
+class OffloadRig(EngineHarness):
+    """size: tokens of an offloaded block; num_slots: of the medium. finishes: of each copy under
+    way, after each step, whether it is over (None: not yet) and whether it went well."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int = 1000,
+        block_size: int = 4,
+        size: int = 12,
+        num_blocks: int = 1000,
+        num_ranks: int = 1,
+        windows: Sequence[int | None] = (None,),
+        finishes: Callable[[TransferJob], bool | None] = lambda job: True,
+        role: str = "kv_both",
+        extra: dict[str, Any] | None = None,
+        **scheduler: Any,
+    ) -> None:
+        super().__init__(num_blocks=num_blocks, block_size=block_size, windows=windows, **scheduler)
+        slot_bytes = size * BYTES_PER_TOKEN * num_ranks
+        transfer = KVTransferConfig(
+            kv_connector="OffloadingConnector",
+            kv_role=role,  # type: ignore[arg-type]
+            kv_connector_extra_config={
+                "cpu_bytes_to_use": num_slots * slot_bytes,
+                "block_size": size,
+                **(extra or {}),
+            },
+        )
+        groups = tuple(KVGroup(window) for window in windows)
+        geometry = KVCacheGeometry(1, 1, 8, "float32", BYTES_PER_TOKEN, groups)
+        self.finishes = finishes
+        self.num_ranks = num_ranks
+        self.loads: list[TransferJob] = []
+        self.stores: list[TransferJob] = []
+        self.half = CopyingHalf(size // block_size, num_ranks)
+
+        def connect(holds: PoolHolds, wake: Wake) -> SchedulerConnector:
+            context = SchedulerContext(
+                geometry,
+                block_size,
+                num_blocks,
+                b"f" * 32,
+                num_ranks,
+                holds,
+                self.kv_cache.block_ids,
+                wake,
+            )
+            self.deciding = OffloadingScheduler(transfer, context)
+            return self.deciding
+
+        self.scheduler = Scheduler(
+            SchedulerConfig(**{"max_num_batched_tokens": 8192, **scheduler}),
+            self.kv_cache,
+            epoch=1,
+            max_model_len=8192,
+            vocab_size=VOCAB_SIZE,
+            connect=connect,
+        )
+
+    def collect(self, output: SchedulerOutput) -> dict[int, list[EngineCoreOutput]]:
+        if output.connector_metadata != NO_PAYLOAD:
+            metadata = unpack(output.connector_metadata, OffloadMetadata)
+            self.loads += metadata.loads
+            self.stores += metadata.stores
+        else:
+            metadata = OffloadMetadata()
+        self.half.begin(metadata)
+        for job in list(self.half.under_way):
+            if job.job_id in metadata.flush:
+                self.finish(job)
+        outputs = super().collect(output)
+        self.finish_some()
+        return outputs
+
+    def finish_some(self) -> None:
+        """Those copies that are over by now."""
+        for job in list(self.half.under_way):
+            succeeds = self.finishes(job)
+            if succeeds is not None:
+                self.finish(job, succeeds)
+
+    def finish(self, job: TransferJob, succeeds: bool = True) -> None:
+        """A copy is over."""
+        for report in self.half.finish(job, self.runner, succeeds):
+            self.note(self.scheduler.update_from_connector(report))
+
+    def lose_workers(self, epoch: int = 2) -> ClientOutputs:
+        """Their memory goes with them."""
+        self.half = CopyingHalf(self.half.factor, self.num_ranks)
+        return super().lose_workers(epoch)
+
+    def settle(self, max_steps: int = 2000) -> None:
+        """Step until every request and every copy is over."""
+        while self.scheduler.num_unfinished or self.scheduler.has_work or self.half.under_way:
+            max_steps -= 1
+            assert max_steps > 0, "requests or copies that never end"
+            self.step()
+            self.finish_some()
+
+    def generate(self, prompt: list[int], max_tokens: int = 1, **params: object) -> Request:
+        """A request from its beginning to its end, its copies included."""
+        request = self.add_one(prompt, max_tokens, **params)
+        self.settle()
+        return request
+
+    def forget_device(self) -> None:
+        """Nothing is in the prefix cache any more."""
+        assert self.scheduler.reset_prefix_cache()
+
+    def assert_at_rest(self) -> None:
+        super().assert_at_rest()
+        assert not self.half.under_way
+        assert not self.half.put_off
+        assert len(self.kv_cache.holds.tables()) == 0

@@ -1,0 +1,238 @@
+"""Copies in host memory on a thread, and between a device and page-locked memory on a queue."""
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from proto.kv_offload import DeviceBlocks, TransferJob
+from tests.fakes.fake_device import FakeDevice, FakeEvent, on_host
+from worker.kv_connector.offload.base import OffloadingHandler, TransferResult
+from worker.kv_connector.offload.device_copies import DeviceCopies, ThreadWatcher
+from worker.kv_connector.offload.host_copies import STORE_NICENESS, HostCopies
+
+BLOCK_BYTES, NUM_BLOCKS, NUM_SLOTS = 48, 12, 5
+LIMIT_SECONDS = 20.0
+
+
+def transfer(job_id: int, is_load: bool, blocks: list[int], slots: list[int], skip: int = 0):
+    return TransferJob(job_id, "CPU", is_load, [DeviceBlocks(0, blocks, skip)], [slots])
+
+
+class Bell:
+    """Counts, and can be waited for."""
+
+    def __init__(self) -> None:
+        self._rung = threading.Semaphore(0)
+
+    def ring(self) -> None:
+        self._rung.release()
+
+    def wait(self) -> None:
+        assert self._rung.acquire(timeout=LIMIT_SECONDS)
+
+
+class HostSide:
+    """Blocks and pool of random bytes, with a thread for each direction."""
+
+    def __init__(self, factor: int) -> None:
+        draw = np.random.default_rng(factor)
+        self.blocks = draw.integers(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+        self.pool = draw.integers(0, 256, (NUM_SLOTS, factor, BLOCK_BYTES), dtype=np.uint8)
+        self.bell = Bell()
+        self.store = HostCopies(self.blocks, self.pool, self.bell.ring, STORE_NICENESS)
+        self.load = HostCopies(self.blocks, self.pool, self.bell.ring, 0)
+
+    def close(self) -> None:
+        self.store.close()
+        self.load.close()
+
+
+@pytest.mark.parametrize("factor", [1, 2, 4])
+def test_host_copies_against_an_obvious_one(factor: int) -> None:
+    rng = random.Random(factor)
+    side = HostSide(factor)
+    blocks, pool = side.blocks.copy(), side.pool.copy()
+    for job_id in range(40):
+        slots = rng.sample(range(NUM_SLOTS), rng.randint(1, 3))
+        skip = rng.randrange(factor)
+        count = rng.randint((len(slots) - 1) * factor + 1 - skip, len(slots) * factor - skip)
+        ids = rng.sample(range(NUM_BLOCKS), max(1, min(count, NUM_BLOCKS)))
+        is_load = rng.random() < 0.5
+        handler: OffloadingHandler = side.load if is_load else side.store
+        handler.transfer_async(transfer(job_id, is_load, ids, slots, skip))
+        handler.wait({job_id})
+        for at, block in enumerate(ids, skip):
+            slot, part = slots[at // factor], at % factor
+            if is_load:
+                blocks[block] = pool[slot, part]
+            else:
+                pool[slot, part] = blocks[block]
+        (result,) = handler.get_finished()
+        assert result.job_id == job_id
+        assert result.succeeded
+        assert result.num_bytes == len(ids) * BLOCK_BYTES
+        assert result.failed_blocks == []
+        assert np.array_equal(side.blocks, blocks)
+        assert np.array_equal(side.pool, pool)
+    side.close()
+
+
+def test_host_copies_ring_when_a_copy_is_over() -> None:
+    side = HostSide(1)
+    side.store.transfer_async(transfer(1, False, [3], [0]))
+    side.bell.wait()
+    assert [result.job_id for result in side.store.get_finished()] == [1]
+    assert side.store.get_finished() == []
+    side.close()
+
+
+def test_host_copies_are_made_in_order() -> None:
+    side = HostSide(1)
+    for job_id in range(200):
+        side.store.transfer_async(transfer(job_id, False, [job_id % NUM_BLOCKS], [0]))
+    side.store.wait({199})
+    assert [result.job_id for result in side.store.get_finished()] == list(range(200))
+    assert np.array_equal(side.pool[0, 0], side.blocks[199 % NUM_BLOCKS])
+    side.close()
+
+
+def test_host_copies_end_with_close() -> None:
+    side = HostSide(1)
+    for job_id in range(500):
+        side.load.transfer_async(transfer(job_id, True, [1], [job_id % NUM_SLOTS]))
+    side.close()
+    assert not side.load._thread.is_alive()
+    assert not side.store._thread.is_alive()
+
+
+@pytest.mark.parametrize("is_load", [True, False])
+def test_a_slot_that_is_not_there_fails_the_copy(is_load: bool) -> None:
+    """Ranks have different numbers of heads: what does not fit is computed, not misplaced."""
+    side = HostSide(1)
+    handler = side.load if is_load else side.store
+    handler.transfer_async(transfer(1, is_load, [3, 4], [0, NUM_SLOTS]))
+    handler.wait({1})
+    (result,) = handler.get_finished()
+    assert not result.succeeded
+    assert result.failed_blocks == ([3, 4] if is_load else [])
+    side.close()
+
+
+class FakeStream:
+    """CopyStream over a FakeDevice: notices a copy that was not ordered after the steps."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self._follows = -1
+        self.computed = 0
+
+    def compute(self) -> None:
+        """A step is queued."""
+        self.computed += 1
+
+    def wait_for_compute(self) -> None:
+        self._follows = self.computed
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        assert self._follows == self.computed, "a copy races with the step before it"
+        target.copy_(source, non_blocking=True)
+
+    def mark(self) -> FakeEvent:
+        event = self._device.event()
+        event.record()
+        return event
+
+
+class NoWatcher:
+    """Somebody looks often enough."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def watch(self, event: object) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class DeviceSide:
+    """Blocks on a fake device, a pool in its page-locked memory."""
+
+    def __init__(self) -> None:
+        self.device = FakeDevice()
+        blocks = torch.randint(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
+        self.blocks = self.device.adopt(blocks)
+        self.pool = self.device.staging(NUM_SLOTS * 2 * BLOCK_BYTES)
+        self.pool = self.pool.view(NUM_SLOTS, 2, BLOCK_BYTES)
+        self.stream = FakeStream(self.device)
+        self.watcher = NoWatcher()
+        self.copies = DeviceCopies(self.blocks, self.pool, self.stream, self.watcher)
+
+    def results(self) -> list[TransferResult]:
+        return self.copies.get_finished()
+
+
+def test_device_copies_follow_the_steps_and_are_over_when_their_mark_is_reached() -> None:
+    side = DeviceSide()
+    held = on_host(side.blocks).clone()
+    side.stream.compute()
+    side.copies.transfer_async(transfer(1, False, [3, 4, 5], [0, 1]))
+    side.stream.compute()
+    side.copies.transfer_async(transfer(2, False, [6], [2], skip=1))
+    assert side.results() == [], "the device has not come to it"
+    results = side.results()
+    assert [(each.job_id, each.num_bytes) for each in results] == [(1, 3 * BLOCK_BYTES)]
+    assert torch.equal(side.pool[0], held[3:5])
+    assert torch.equal(side.pool[1, 0], held[5])
+    side.copies.wait({2})
+    side.results()
+    assert torch.equal(side.pool[2, 1], held[6])
+
+
+def test_device_loads_arrive_where_they_should() -> None:
+    side = DeviceSide()
+    side.pool.copy_(torch.randint(0, 256, side.pool.shape, dtype=torch.uint8))
+    side.copies.transfer_async(transfer(1, True, [9], [4], skip=1))
+    side.copies.wait({1})
+    assert [each.job_id for each in side.results() + side.results()] == [1]
+    assert torch.equal(on_host(side.blocks)[9], side.pool[4, 1])
+
+
+def test_device_copies_are_closed_when_the_device_is_done() -> None:
+    side = DeviceSide()
+    side.copies.transfer_async(transfer(1, False, [3], [0]))
+    side.copies.close()
+    assert side.device.completed == side.device.queued
+    assert side.watcher.closed
+
+
+def test_device_copy_to_a_slot_that_is_not_there() -> None:
+    side = DeviceSide()
+    side.copies.transfer_async(transfer(1, True, [3, 7], [NUM_SLOTS]))
+    (result,) = side.results()
+    assert (result.succeeded, result.failed_blocks) == (False, [3, 7])
+    assert side.device.queued == 0
+
+
+def test_the_watcher_rings_when_marks_are_reached() -> None:
+    bell = Bell()
+    reached = threading.Event()
+
+    class Mark:
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            return reached.is_set()
+
+        def synchronize(self) -> None:
+            assert reached.wait(LIMIT_SECONDS)
+
+    watcher = ThreadWatcher(bell.ring)
+    watcher.watch(Mark())
+    reached.set()
+    bell.wait()
+    watcher.close()
+    assert not watcher._thread.is_alive()

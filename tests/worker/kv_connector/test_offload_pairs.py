@@ -1,0 +1,22 @@
+"""Which device block goes where in an offloaded block."""
+
+from proto.kv_offload import DeviceBlocks, TransferJob
+from worker.kv_connector.offload.pairs import Pair, device_blocks, pairs_of
+
+
+def test_a_misaligned_first_block_and_a_short_last_one() -> None:
+    job = TransferJob(1, "CPU", True, [DeviceBlocks(0, [7, 2, 8, 4, 1], skip=2)], [[9, 4]])
+    assert list(pairs_of(job, 4)) == [
+        Pair(7, 9, 2),
+        Pair(2, 9, 3),
+        Pair(8, 4, 0),
+        Pair(4, 4, 1),
+        Pair(1, 4, 2),
+    ]
+    assert device_blocks(job) == [7, 2, 8, 4, 1]
+
+
+def test_group_by_group() -> None:
+    device = [DeviceBlocks(0, [3, 5]), DeviceBlocks(2, [6])]
+    job = TransferJob(1, "CPU", False, device, [[0, 1], [2]])
+    assert list(pairs_of(job, 1)) == [Pair(3, 0, 0), Pair(5, 1, 0), Pair(6, 2, 0)]

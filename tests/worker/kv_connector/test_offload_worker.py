@@ -1,0 +1,153 @@
+"""The copying half of the offloading connector: what begins when, and what is reported."""
+
+import select
+from typing import Any
+
+import pytest
+import torch
+
+from proto.errors import ConfigError
+from proto.kv_offload import DeviceBlocks, OffloadMetadata, OffloadReport, TransferJob
+from proto.kv_transfer import NO_PAYLOAD, pack, unpack
+from proto.kv_transfer_config import KVTransferConfig
+from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_connector.base import WorkerContext
+from worker.kv_connector.offload.connector import OffloadingWorker
+from worker.kv_layout import kv_layout
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 10
+FLUSHED = 3
+
+
+def make_cache(dtype: torch.dtype = torch.float32) -> KVCache:
+    layout = kv_layout([None, None])
+    geometry = kv_cache_geometry(layout, 2, 8, dtype)
+    cache = KVCache(geometry, layout, NUM_BLOCKS, BLOCK_SIZE)
+    raw = cache.buffer.view(NUM_BLOCKS, -1).view(torch.uint8)
+    raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8))
+    return cache
+
+
+def rows(cache: KVCache) -> torch.Tensor:
+    return cache.buffer.view(NUM_BLOCKS, -1).view(torch.uint8)
+
+
+def make(cache: KVCache, **extra: Any) -> OffloadingWorker:
+    config = KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_connector_extra_config={"cpu_bytes_to_use": 1 << 20, **extra},
+    )
+    worker = OffloadingWorker(config, WorkerContext(0, 1, b"f" * 32, BLOCK_SIZE))
+    worker.register_kv_caches(cache)
+    return worker
+
+
+def step(worker: OffloadingWorker, metadata: OffloadMetadata | None = None) -> None:
+    """What the worker's loop does around a step, up to the report."""
+    worker.bind_connector_metadata(NO_PAYLOAD if metadata is None else pack(metadata))
+    worker.handle_preemptions()
+    worker.start_load_kv()
+    worker.wait_for_save()
+
+
+def await_report(worker: OffloadingWorker) -> tuple[list[int], list[int], list[int]]:
+    """(loaded handles, invalid blocks, finished jobs) of the next report."""
+    poll = select.poll()
+    poll.register(worker.fileno(), select.POLLIN)
+    assert poll.poll(20_000), "no copy was over in time"
+    finished = worker.get_finished([])
+    metadata = worker.build_connector_worker_meta()
+    jobs = [] if metadata == NO_PAYLOAD else unpack(metadata, OffloadReport).finished
+    assert finished.sending == []
+    return finished.recving, worker.take_invalid_blocks(), [job.job_id for job in jobs]
+
+
+def store(job_id: int, blocks: list[int], slots: list[int]) -> TransferJob:
+    return TransferJob(job_id, "CPU", False, [DeviceBlocks(0, blocks)], [slots])
+
+
+def load(job_id: int, blocks: list[int], slots: list[int]) -> TransferJob:
+    return TransferJob(job_id, "CPU", True, [DeviceBlocks(0, blocks)], [slots])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_what_was_stored_comes_back_bit_by_bit(dtype: torch.dtype) -> None:
+    """Whole blocks: every layer, K and V, and the scales of int8."""
+    cache = make_cache(dtype)
+    worker = make(cache)
+    before = rows(cache)[[3, 7]].clone()
+    step(worker, OffloadMetadata(stores=[store(1, [3, 7], [5, 2])]))
+    step(worker)
+    assert await_report(worker) == ([], [], [1])
+    rows(cache)[[3, 7]] = 0
+    step(worker, OffloadMetadata(loads=[load(2, [4, 8], [5, 2])], load_handles=[77]))
+    assert await_report(worker) == ([77], [], [2])
+    assert torch.equal(rows(cache)[[4, 8]], before)
+    worker.close()
+
+
+def test_save_is_put_off_to_the_step_that_follows() -> None:
+    worker = make(make_cache())
+    begun: list[int] = []
+    worker._transfers.transfer_async = lambda job: begun.append(job.job_id)  # type: ignore[method-assign]
+    step(worker, OffloadMetadata(stores=[store(1, [3], [0])]))
+    assert begun == []
+    metadata = OffloadMetadata(
+        loads=[load(2, [4], [1])], stores=[store(3, [5], [2])], load_handles=[7]
+    )
+    step(worker, metadata)
+    assert begun == [1, 2]
+    step(worker)
+    assert begun == [1, 2, 3]
+    worker.close()
+
+
+def test_handle_preemptions_is_a_barrier_for_the_jobs_that_it_names() -> None:
+    cache = make_cache()
+    worker = make(cache)
+    step(worker, OffloadMetadata(stores=[store(FLUSHED, [3], [0])]))
+    worker.bind_connector_metadata(pack(OffloadMetadata(flush=[FLUSHED, 1000])))
+    worker.handle_preemptions()
+    assert [job.job_id for job in worker._transfers.get_finished()] == [FLUSHED]
+    worker.close()
+
+
+def test_get_finished_says_nothing_twice() -> None:
+    worker = make(make_cache())
+    step(worker, OffloadMetadata(stores=[store(1, [3], [0])]))
+    step(worker)
+    await_report(worker)
+    assert worker.get_finished([]) == ([], [])
+    assert worker.build_connector_worker_meta() == NO_PAYLOAD
+    poll = select.poll()
+    poll.register(worker.fileno(), select.POLLIN)
+    assert poll.poll(0) == []
+    worker.close()
+
+
+def test_a_load_that_failed_names_its_blocks() -> None:
+    worker = make(make_cache())
+    step(worker, OffloadMetadata(loads=[load(1, [4, 8], [0, 10**6])], load_handles=[77]))
+    assert await_report(worker) == ([77], [4, 8], [1])
+    assert worker.take_invalid_blocks() == []
+    worker.close()
+
+
+def test_register_kv_caches_refuses_more_memory_than_there_is() -> None:
+    with pytest.raises(ConfigError, match="cpu_bytes_to_use is more than"):
+        make(make_cache(), cpu_bytes_to_use=1 << 60)
+
+
+def test_an_offloaded_block_of_several_device_blocks() -> None:
+    cache = make_cache()
+    worker = make(cache, block_size=2 * BLOCK_SIZE)
+    before = rows(cache)[[1, 2, 3, 4]].clone()
+    step(worker, OffloadMetadata(stores=[store(1, [1, 2, 3, 4], [1, 0])]))
+    step(worker)
+    await_report(worker)
+    job = TransferJob(2, "CPU", True, [DeviceBlocks(0, [5, 6], skip=1)], [[1, 0]])
+    step(worker, OffloadMetadata(loads=[job], load_handles=[7]))
+    await_report(worker)
+    assert torch.equal(rows(cache)[[5, 6]], before[1:3])
+    worker.close()

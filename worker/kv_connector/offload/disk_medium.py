@@ -1,0 +1,135 @@
+"""One file for each offloaded block and rank, for the threads that copy.
+
+A file is written under another name and renamed, so that whoever finds a name finds all of it as
+far as the kernel goes; what a crash of the machine leaves is found out by its checksum, as
+nothing is synced. The folder may be shared with other daemons, and files may vanish at any time.
+"""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from proto.kv_events import DEVICE_MEDIUM
+from proto.kv_media import DISK, DiskSettings, disk_settings, file_name, media_folder
+from worker.kv_connector.offload.base import HandlerContext, OffloadingHandler
+from worker.kv_connector.offload.block_image import BlockLabel
+from worker.kv_connector.offload.transfer_queue import (
+    STORE_NICENESS,
+    MediumError,
+    SecondsLeft,
+    TransferQueue,
+)
+
+TEMPORARY: Final = ".new"
+"""End of the name of a file that is being written."""
+_SLICE: Final = 1 << 20
+"""Bytes read or written before the time is looked at again."""
+
+Handlers = dict[tuple[str, str], OffloadingHandler]
+
+
+class DiskMedium:
+    """folder: of this model's blocks; made when the first one is kept."""
+
+    name = DISK
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._token = os.urandom(4).hex()
+        self._numbers = itertools.count()
+
+    def fetch(
+        self, labels: Sequence[BlockLabel], image: memoryview, seconds_left: SecondsLeft
+    ) -> Iterator[bool]:
+        for label in labels:
+            try:
+                yield self._read(label, image, seconds_left)
+            except OSError as error:
+                raise MediumError(str(error)) from None
+
+    def keep(self, label: BlockLabel, image: memoryview, seconds_left: SecondsLeft) -> None:
+        path = self._path(label)
+        temporary = f"{path}.{self._token}{next(self._numbers)}{TEMPORARY}"
+        try:
+            self._write(temporary, image, seconds_left)
+            os.rename(temporary, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise MediumError(str(error)) from None
+
+    def discard(self, label: BlockLabel) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self._path(label))
+
+    def close(self) -> None:
+        """Nothing is open between two blocks."""
+
+    def _path(self, label: BlockLabel) -> str:
+        return os.path.join(self._folder, file_name(label.key, label.rank))
+
+    def _read(self, label: BlockLabel, image: memoryview, seconds_left: SecondsLeft) -> bool:
+        try:
+            descriptor = os.open(self._path(label), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            if os.fstat(descriptor).st_size != len(image):
+                self.discard(label)
+                return False
+            done = 0
+            while done < len(image):
+                _check_time(seconds_left)
+                count = os.preadv(descriptor, [image[done : done + _SLICE]], done)
+                if not count:
+                    return False
+                done += count
+            with contextlib.suppress(OSError):
+                os.utime(descriptor)  # the order in which another start finds them
+            return True
+        finally:
+            os.close(descriptor)
+
+    def _write(self, path: str, image: memoryview, seconds_left: SecondsLeft) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            descriptor = os.open(path, flags, 0o600)
+        except FileNotFoundError:
+            make_private(Path(path).parent)
+            descriptor = os.open(path, flags, 0o600)
+        try:
+            done = 0
+            while done < len(image):
+                _check_time(seconds_left)
+                done += os.write(descriptor, image[done : done + _SLICE])
+        finally:
+            os.close(descriptor)
+
+
+def make_private(folder: Path) -> None:
+    """A folder, and those above it that are missing, for this user alone."""
+    if not folder.parent.is_dir():
+        make_private(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def make_handlers(extra: Mapping[str, Any], context: HandlerContext) -> Handlers:
+    """For the settings in `kv_connector_extra_config`; raises ConfigError naming the key."""
+    settings: DiskSettings = disk_settings(extra)
+    block_bytes = context.cache.buffer[0].nbytes * context.factor
+    name = media_folder(context.fingerprint, context.num_ranks, block_bytes)
+    folder = Path(settings.disk_path) / name
+    return {
+        (DISK, DEVICE_MEDIUM): TransferQueue(DiskMedium(folder), context, settings.load_timeout),
+        (DEVICE_MEDIUM, DISK): TransferQueue(
+            DiskMedium(folder), context, settings.store_timeout, STORE_NICENESS
+        ),
+    }
+
+
+def _check_time(seconds_left: SecondsLeft) -> None:
+    if seconds_left() <= 0.0:
+        raise MediumError("too slow")
