@@ -5,7 +5,7 @@ KV tensors, front ends and supervisor hear that the engine is ready.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -95,7 +95,7 @@ def _serve(
 
 
 def _trace(boot: ProcessBoot, crew: Crew) -> Tracing:
-    config, worker = boot.config, crew.workers[0]
+    config, worker = with_step_tokens(boot.config, crew.workers), crew.workers[0]
     return start_tracing(
         config.trace,
         scheduler_settings(config, worker),
@@ -268,6 +268,15 @@ def overlaps(config: ServeConfig, worker: WorkerReady) -> bool:
     return worker.computes_ahead if setting is None else setting
 
 
+def with_step_tokens(config: ServeConfig, workers: Sequence[WorkerReady]) -> ServeConfig:
+    """The configuration with a token budget: what is set, or what all workers have room for."""
+    if config.scheduler.max_num_batched_tokens is not None:
+        return config
+    fewest = min(worker.step_tokens for worker in workers)
+    scheduler = msgspec.structs.replace(config.scheduler, max_num_batched_tokens=fewest)
+    return msgspec.structs.replace(config, scheduler=scheduler)
+
+
 def scheduler_settings(config: ServeConfig, worker: WorkerReady) -> SchedulerConfig:
     """As they come out with these workers."""
     return msgspec.structs.replace(config.scheduler, async_scheduling=overlaps(config, worker))
@@ -285,8 +294,9 @@ def _build(
     tracing: Tracing,
 ) -> Stepper:
     plan = crew.plan
+    config = with_step_tokens(boot.config, crew.workers)
     parts = build_parts(
-        boot.config, plan, crew.workers[0], front_ends, boot.epoch, kv_events, grammars, tracing
+        config, plan, crew.workers[0], front_ends, boot.epoch, kv_events, grammars, tracing
     )
     kv_cache = parts.kv_cache
     vitals.watch(lambda: parts.scheduler.has_work)

@@ -159,7 +159,8 @@ class AttentionTimings(msgspec.Struct, frozen=True, kw_only=True):
     kernels: the instruction set.
     step_ms_*: rotary embedding, KV write and attention of all layers.
     kv_megabytes: K and V in sight, scales included, that a step reads once.
-    kv_gb_per_s_*: of that; read_gb_per_s_*: summing a large array with the same threads.
+    kv_gb_per_s_*: of that; read_gb_per_s_*: summing a large array, in large pages as K and V
+        are, with the same threads.
     share_of_read_median: the one by the other, round by round.
     attention_gflop_per_s_best: both products over the pairs of tokens that see each other.
     """

@@ -21,6 +21,7 @@ from worker.device.cpu import CpuDevice
 from worker.kernels import load_kernels
 from worker.kv_cache import KVCache, kv_cache_geometry, resolve_kv_dtype
 from worker.kv_layout import kv_layout
+from worker.large_pages import large_pages
 from worker.layers.rotary import RotaryEmbedding
 from worker.models.spec import DefaultRope
 
@@ -105,7 +106,8 @@ def play(workload: AttentionWorkload) -> AttentionTimings:
     threads = CpuDevice(DeviceConfig(cpu_threads=workload.num_threads)).num_threads
     torch.set_num_threads(threads)
     step = AttentionStep(workload)
-    array = torch.ones((workload.read_megabytes << 20) // torch.float32.itemsize)
+    # Pages as K and V have them.
+    array = large_pages(workload.read_megabytes << 20).view(torch.float32).fill_(1.0)
     steps, rates = [], []
     for number in range(workload.rounds + 1):
         started = perf_counter()

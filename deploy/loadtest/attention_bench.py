@@ -1,7 +1,8 @@
 """`tokend bench attention`: how fast a step reads its KV, beside how fast memory is read.
 
 Attention alone, in a process of its own, on the shape of SmolLM2: 30 layers, 9 query and
-3 KV heads of 64.
+3 KV heads of 64; the first step also on that of Gemma 3's 270m: 18 layers, 4 query heads and
+one KV head of 256, here without its window.
 """
 
 import json
@@ -21,13 +22,16 @@ from proto.codec import to_json
 from proto.config import DeviceConfig, KVCacheDType
 from proto.errors import ConfigError
 
+_SMOLLM2: Final = (30, 9, 3, 64)
+_GEMMA3: Final = (18, 4, 1, 256)
 _STEPS: Final = {
-    "16 decodes, 1000 tokens each": (16, 1000, 1),
-    "32 decodes, 320 tokens each": (32, 320, 1),
-    "1 decode, 1000 tokens": (1, 1000, 1),
-    "512 tokens of a prompt after 512": (1, 1024, 512),
+    "16 decodes, 1000 tokens each": (16, 1000, 1, _SMOLLM2),
+    "32 decodes, 320 tokens each": (32, 320, 1, _SMOLLM2),
+    "1 decode, 1000 tokens": (1, 1000, 1, _SMOLLM2),
+    "512 tokens of a prompt after 512": (1, 1024, 512, _SMOLLM2),
+    "16 decodes, 1000 tokens each, Gemma 3's heads": (16, 1000, 1, _GEMMA3),
 }
-"""Name: sequences, tokens of each, of which new."""
+"""Name: sequences, tokens of each, of which new; layers, heads, KV heads, their size."""
 
 
 def main(words: Sequence[str]) -> None:
@@ -44,8 +48,13 @@ def main(words: Sequence[str]) -> None:
             kv_cache_dtype=kv_dtype,
             rounds=options.rounds,
             num_threads=options.cpu_threads,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
         )
-        for name, (num_seqs, context, new) in _STEPS.items()
+        for name, (num_seqs, context, new, shape) in _STEPS.items()
+        for layers, heads, kv_heads, head_dim in [shape]
         for kv_dtype in options.kv_cache_dtype or ("bf16", "f32", "int8")
     ]
     with ExitStack() as stack:

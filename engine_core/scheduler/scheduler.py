@@ -47,6 +47,7 @@ from engine_core.scheduler.sessions import Sessions
 from engine_core.scheduler.sibling_forks import SiblingForks
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.scheduler.step_results import ImpossibleResultError, check_result
+from engine_core.scheduler.swap_rule import swap_rule_of
 from engine_core.scheduler.tenants import TenantLedger
 from engine_core.scheduler.victims import Victims
 from proto.config import SchedulerConfig
@@ -138,8 +139,16 @@ class Scheduler:
             self._preemption.evict_running,
             config.crashes_until_alone,
         )
+        self._swap_rule = swap_rule_of(config.preemption)
         self.external = ExternalKV(
-            connect, kv_cache, self.waiting, idle_blocks, load_failure_policy, observer
+            connect,
+            kv_cache,
+            self.waiting,
+            idle_blocks,
+            load_failure_policy,
+            observer,
+            self._swap_rule,
+            clock,
         )
         self._gates: tuple[Gate, ...] = (
             self._pause,
@@ -354,6 +363,7 @@ class Scheduler:
         num_decoding = output.cached_requests.num_scheduled_tokens.count(1)
         num_prompt_tokens = output.total_num_scheduled_tokens - num_decoding
         self._pace.learn(num_decoding, num_prompt_tokens, result.compute_seconds)
+        self._swap_rule.learn_step(num_prompt_tokens, result.compute_seconds)
         return outputs
 
     def update_from_connector(self, report: KVConnectorOutput) -> ClientOutputs:

@@ -39,10 +39,9 @@ void compute_piece(const Piece& piece, const Piece& following, const TokendPlan*
 
 // What a task computes: all heads of it at once, or one after the other.
 template <class C>
-void compute_task(const Piece& first, int64_t heads, const Piece& following, int64_t following_heads,
-                  const TokendPlan* plan, int64_t index, Scratch& scratch) {
-    if (first.rows <= PIECE_ROWS && attend_few_in_int8(first, heads, following, following_heads, plan, index, scratch))
-        return;
+void compute_task(const Piece& first, int64_t heads, const Piece& following, const TokendPlan* plan, int64_t index,
+                  Scratch& scratch) {
+    if (first.rows <= PIECE_ROWS && attend_few_in_int8(first, heads, following, plan, index, scratch)) return;
     for (int64_t head = 0; head < heads; head++) {
         const Piece piece = first.of_head(head);
         compute_piece<C>(piece, head + 1 < heads ? first.of_head(head + 1) : following, plan, index, scratch);
@@ -111,7 +110,7 @@ void run(const TokendStep* step, const TokendPlan* plan, const TokendLayer* laye
                 const int64_t end = std::min<int64_t>(run + grain, round.tasks_end);
                 for (int64_t index = run; index < end; index++) {
                     const TokendTask &task = plan->tasks[index], &next = plan->tasks[std::min(index + 1, end - 1)];
-                    compute_task<C>(piece_of(task), task.heads, piece_of(next), next.heads, plan, task.piece, scratch);
+                    compute_task<C>(piece_of(task), task.heads, piece_of(next), plan, task.piece, scratch);
                 }
             }
             if (plan->num_partial_rows > 0) {

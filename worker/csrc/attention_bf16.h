@@ -192,7 +192,20 @@ struct Groups {
         start = begin / PIECE * PIECE;
         from = begin;
         to = end;
-        for (int64_t group = first_step() * 2; group < end_step() * 2; group++) locate_group(piece, group, copy);
+        const int64_t first = first_step() * 2, last = end_step() * 2;
+        if (piece.step->block_size % TILE == 0) {
+            // Those at both ends may lack some.
+            const int64_t whole = (from - start + TILE - 1) / TILE, whole_end = (to - start) / TILE;
+            piece.each_group<C>(start + whole * TILE, start + whole_end * TILE,
+                                [&](int64_t group, const C* key_rows, const C* value_rows, int64_t) {
+                                    keys[whole + group] = key_rows;
+                                    values[whole + group] = value_rows;
+                                });
+            for (int64_t group = first; group < last; group++)
+                if (group < whole || group >= whole_end) locate_group(piece, group, copy);
+        } else {
+            for (int64_t group = first; group < last; group++) locate_group(piece, group, copy);
+        }
         if constexpr (QUANTISED<C>) {
             std::fill_n(key_scales, num_scales(piece.head_dim) * PIECE, 0.0f);
             std::fill_n(value_scales, num_scales(piece.head_dim) * PIECE, 0.0f);
@@ -205,10 +218,6 @@ struct Groups {
         const int64_t head_dim = piece.head_dim, first = start + group * TILE;
         const int64_t low = std::clamp(from, first, first + TILE), high = std::clamp(to, first, first + TILE);
         const C *key_rows[TILE], *value_rows[TILE];
-        if (high - low == TILE && piece.step->block_size % TILE == 0) {
-            piece.locate(first, keys + group, values + group);
-            return;
-        }
         C *key_copy = copy + group * 2 * TILE * head_dim, *value_copy = key_copy + TILE * head_dim;
         std::memset(static_cast<void*>(key_copy), 0, 2 * TILE * head_dim * sizeof(C));
         keys[group] = key_copy;
@@ -232,14 +241,12 @@ struct Ahead {
     Ahead(const Piece& now, const Piece& following) : size(TILE * now.head_dim * sizeof(bfloat16)) {
         if (following.tile == now.tile && following.begin == now.begin) return;
         if (now.step->block_size % TILE != 0) return;
-        const int64_t groups = (following.end - 1) / TILE - following.begin / TILE + 1;
-        for (int64_t group = 0; group < groups; group++) {
-            const int64_t token = std::max(following.begin, (following.begin / TILE + group) * TILE);
-            const bfloat16 *key, *value;
-            following.locate(token, &key, &value);
-            parts[group] = reinterpret_cast<const char*>(key);
-            parts[groups + group] = reinterpret_cast<const char*>(value);
-        }
+        const int64_t from = following.begin / TILE * TILE, groups = (following.end - from + TILE - 1) / TILE;
+        following.each_group<bfloat16>(
+            from, following.end, [&](int64_t group, const bfloat16* keys, const bfloat16* values, int64_t) {
+                parts[group] = reinterpret_cast<const char*>(keys);
+                parts[groups + group] = reinterpret_cast<const char*>(values);
+            });
         count = 2 * groups;
     }
 

@@ -18,13 +18,16 @@ namespace tokend {
 #if defined(__AVX512VNNI__)
 namespace {
 
-constexpr int64_t GROUP = 16;       // tokens
 constexpr int64_t DIMS = 64;        // of a row that are taken together: a cache line
 constexpr int64_t MOST_DIMS = 512;  // of which sums fit
 constexpr int64_t COUNT = PIECE / GROUP;
+// Runs of rows that what is fetched stays ahead of what is read.
+constexpr int64_t AHEAD = 4;
+// Lines that are fetched with four lines of K, and of V; the rest while weights are computed.
+constexpr int64_t KEY_LINES = 4, VALUE_LINES = 3;
 
-// Numbers of `N` bytes' worth: products of bytes come in fours.
-TOKEND_INLINE __m512i load_four(const uint8_t* from) { return _mm512_set1_epi32(load_bytes<int32_t>(from)); }
+// Four neighbours, for all lanes: products of bytes come in fours.
+TOKEND_INLINE __m512i load_four(const void* from) { return _mm512_set1_epi32(load_bytes<int32_t>(from)); }
 
 // Sixteen neighbouring dims of 16 rows of int8 become four vectors, a row in each lane of 32 bits.
 TOKEND_INLINE void turn_dims(const int8_t* rows, int64_t stride, __m512i (&to)[4]) {
@@ -83,6 +86,31 @@ struct QueryRow {
     }
 };
 
+// Lines of memory that are needed a little later, one after the other as they are read then.
+class Ahead {
+  public:
+    Ahead(const int8_t* const* runs, int64_t run_bytes) : runs_(runs), run_bytes_(run_bytes) { next_run(); }
+
+    // Not the compiler's own function: what only fetches counts as doing nothing, and is dropped.
+    TOKEND_INLINE void fetch(int64_t lines) {
+        for (int64_t line = 0; line < lines; line++) {
+            asm volatile("prefetcht1 %0" : : "m"(*at_));
+            at_ += 64;
+            if (at_ >= end_) next_run();
+        }
+    }
+
+  private:
+    void next_run() {
+        at_ = *runs_++;
+        end_ = at_ + run_bytes_;
+    }
+
+    const int8_t* const* runs_;
+    int64_t run_bytes_;
+    const int8_t *at_, *end_;
+};
+
 // Rows of one KV head, and what is known of them.
 struct Head {
     Piece piece;
@@ -98,10 +126,11 @@ struct Head {
 // One piece of all heads of a task.
 class Few {
   public:
-    Few(const Piece& first, int64_t heads, const Piece& following, int64_t, Scratch& scratch)
+    Few(const Piece& first, int64_t heads, const Piece& following, Scratch& scratch)
         : step_(first.step), layer_(first.layer), head_dim_(first.head_dim), rows_(first.rows), heads_(heads),
           parts_(num_scales(head_dim_)), start_(first.begin / PIECE * PIECE),
-          begin_((first.begin - start_) / GROUP * GROUP), end_(round_up(first.end - start_, GROUP)) {
+          begin_((first.begin - start_) / GROUP * GROUP), end_(round_up(first.end - start_, GROUP)),
+          ahead_(locate(first, following), heads * layer_->head_stride) {
         const auto room = [&](size_t bytes) { return (bytes + 63) / 64 * 16; };
         const int64_t of_head = room(rows_ * sizeof(QueryRow)) + room(2 * rows_ * head_dim_) + rows_ * PIECE +
                                 room(2 * parts_ * rows_ * PIECE) + 3 * room(MOST_SCALES * rows_ * sizeof(float)) +
@@ -109,7 +138,7 @@ class Few {
         float* at = scratch.floats(heads * (of_head + room(sizeof(Head))) + head_dim_);
         const auto take = [&](size_t bytes) { return std::exchange(at, at + room(bytes)); };
         all_ = reinterpret_cast<Head*>(take(heads * sizeof(Head)));
-        float* query = take(head_dim_ * sizeof(float));
+        row_ = take(head_dim_ * sizeof(float));
         for (int64_t number = 0; number < heads; number++) {
             Head& head = *new (all_ + number) Head{first.of_head(number), {}, {}, {}, {}, {}, {}, {}};
             head.queries = reinterpret_cast<QueryRow*>(take(rows_ * sizeof(QueryRow)));
@@ -122,78 +151,76 @@ class Few {
             head.sums = reinterpret_cast<int32_t*>(take(2 * rows_ * head_dim_ * sizeof(int32_t)));
             std::fill_n(head.sums, 2 * rows_ * head_dim_, 0);
             for (int64_t row = 0; row < rows_; row++, bytes += 2 * head_dim_) {
-                head.piece.turned_query(row, query);
+                head.piece.turned_query(row, row_);
                 head.queries[row].high = bytes;
                 head.queries[row].low = bytes + head_dim_;
-                head.queries[row].round(query, head_dim_, parts_);
+                head.queries[row].round(row_, head_dim_, parts_);
             }
         }
-        const int64_t groups = (end_ - begin_) / GROUP;
-        for (int64_t group = 0; group < groups; group++)
-            first.locate(start_ + begin_ + group * GROUP, runs_ + group, runs_ + groups + group);
-        for (int64_t group = 0; group < AHEAD; group++) {
-            const int64_t token = std::min(following.begin / GROUP * GROUP + group * GROUP, following.end - 1);
-            const int8_t* value;
-            following.locate(token / GROUP * GROUP, runs_ + 2 * groups + group, &value);
-        }
+        const int64_t lines_of_scales = 2 * heads * (layer_->head_stride - GROUP * head_dim_) / 64;
+        const int64_t left = heads * head_dim_ / 16 * (8 - KEY_LINES - VALUE_LINES) + lines_of_scales;
+        weigh_lines_ = (end_ - begin_) / GROUP * left / (rows_ * heads);
     }
 
     void compute() {
-        const int64_t groups = (end_ - begin_) / GROUP, stride = layer_->head_stride;
+        const int64_t groups = (end_ - begin_) / GROUP;
         for (int64_t group = 0; group < groups; group++)
-            for (int64_t head = 0; head < heads_; head++)
-                score(all_[head], runs_[group] + head * stride, begin_ + group * GROUP, ahead(group, head));
-        for (int64_t head = 0; head < heads_; head++) weigh(all_[head], head * stride);
+            for (int64_t head = 0; head < heads_; head++) score(head, group);
+        for (int64_t head = 0; head < heads_; head++) weigh(head);
         for (int64_t group = 0; group < groups; group++)
-            for (int64_t head = 0; head < heads_; head++)
-                add(all_[head], runs_[groups + group] + head * stride, begin_ + group * GROUP, ahead(groups + group, head));
+            for (int64_t head = 0; head < heads_; head++) add(head, group);
     }
 
     void leave(const TokendPlan* plan, int64_t index) {
         for (int64_t number = 0; number < heads_; number++) {
             const Head& head = all_[number];
-            float* output = head.scores;  // free by now, and holds a row
             for (int64_t row = 0; row < rows_; row++) {
-                finish(head, row, output);
-                leave_row(head.piece, plan, index, row, {output, head.best[row], head.total[row]});
+                finish(head, row, row_);
+                leave_row(head.piece, plan, index, row, {row_, head.best[row], head.total[row]});
             }
         }
     }
 
   private:
-    // Where the rows of sixteen tokens begin that are needed a little later.
-    TOKEND_INLINE const int8_t* ahead(int64_t run, int64_t head) const {
-        return runs_[run + AHEAD] + head * layer_->head_stride;
+    // What is read one after the other, and then what of the piece that follows.
+    const int8_t* const* locate(const Piece& first, const Piece& following) {
+        const int64_t groups = (end_ - begin_) / GROUP, block_size = step_->block_size;
+        const auto scales_after = [&](const int8_t* rows, int64_t offset) {
+            return rows + (block_size - offset) * head_dim_ + offset * int64_t(sizeof(float));
+        };
+        first.each_group<int8_t>(
+            start_ + begin_, start_ + end_,
+            [&](int64_t group, const int8_t* keys, const int8_t* values, int64_t offset) {
+                runs_[group] = keys;
+                runs_[groups + group] = values;
+                scales_[group] = scales_after(keys, offset);
+                scales_[groups + group] = scales_after(values, offset);
+            });
+        std::fill_n(runs_ + 2 * groups, AHEAD + 1, runs_[2 * groups - 1]);
+        const int64_t from = following.begin / GROUP * GROUP;
+        following.each_group<int8_t>(
+            from, std::min(following.end, from + (AHEAD + 1) * GROUP),
+            [&](int64_t group, const int8_t* keys, const int8_t*, int64_t) { runs_[2 * groups + group] = keys; });
+        return runs_ + std::min(AHEAD, 2 * groups);
     }
-#ifndef DIST
-#define DIST 2
-#endif
-    static constexpr int64_t AHEAD = DIST;
 
-    // Four lines of the rows, and that of their scales. Not the compiler's own function: what only fetches
-    // counts as doing nothing, and is dropped.
-    static TOKEND_INLINE void fetch(const int8_t* rows, int64_t number) {
-        each<4>([&](auto line) { asm volatile("prefetcht1 %0" : : "m"(rows[(number * 4 + line) * 64])); });
+    // Scales of a part of the rows of a run, those of K or of V of a head.
+    TOKEND_INLINE const float* scales_of(int64_t run, int64_t head, int64_t part) const {
+        return reinterpret_cast<const float*>(scales_[run] + head * layer_->head_stride) + part * step_->block_size;
     }
 
-    // Scales of sixteen tokens whose rows are these.
-    TOKEND_INLINE const float* scales_of(const int8_t* rows, int64_t token, int64_t part) const {
-        const int64_t offset = (start_ + token) % step_->block_size;
-        return page_scales(rows - offset * head_dim_, step_->block_size, head_dim_) + part * step_->block_size + offset;
-    }
-
-    void score(const Head& head, const int8_t* keys, int64_t token, const int8_t* ahead) const {
+    void score(int64_t head, int64_t group) {
         int64_t row = 0;
-        for (; row + 4 <= rows_; row += 4) score_rows<4>(head, row, keys, token, ahead);
-        if (row > 0) ahead = keys;
-        if (rows_ - row == 3) score_rows<3>(head, row, keys, token, ahead);
-        else if (rows_ - row == 2) score_rows<2>(head, row, keys, token, ahead);
-        else if (rows_ - row == 1) score_rows<1>(head, row, keys, token, ahead);
+        for (; row + 4 <= rows_; row += 4) score_rows<4>(head, row, group);
+        if (rows_ - row == 3) score_rows<3>(head, row, group);
+        else if (rows_ - row == 2) score_rows<2>(head, row, group);
+        else if (rows_ - row == 1) score_rows<1>(head, row, group);
     }
 
     template <int R>
-    TOKEND_FLATTEN void score_rows(const Head& head, int64_t row, const int8_t* keys, int64_t token,
-                                   const int8_t* ahead) const {
+    TOKEND_FLATTEN void score_rows(int64_t number, int64_t row, int64_t group) {
+        const Head& head = all_[number];
+        const int8_t* keys = runs_[group] + number * layer_->head_stride;
         const QueryRow* queries = head.queries + row;
         const int64_t dims = head_dim_ / parts_;
         F<16> scores[R];
@@ -205,29 +232,31 @@ class Few {
             });
             for (int64_t dim = part * dims; dim < (part + 1) * dims; dim += 16) {
                 __m512i turned[4];
-                fetch(ahead, dim / 16);
+                ahead_.fetch(row == 0 ? KEY_LINES : 0);
                 turn_dims(keys + dim, head_dim_, turned);
                 each<4>([&](auto i) {
                     const __m512i key = _mm512_xor_si512(turned[i], _mm512_set1_epi8(-128));
                     each<R>([&](auto r) {
-                        high[r] = _mm512_dpbusd_epi32(high[r], key, load_four((const uint8_t*)queries[r].high + dim + 4 * i));
-                        low[r] = _mm512_dpbusd_epi32(low[r], key, load_four((const uint8_t*)queries[r].low + dim + 4 * i));
+                        high[r] = _mm512_dpbusd_epi32(high[r], key, load_four(queries[r].high + dim + 4 * i));
+                        low[r] = _mm512_dpbusd_epi32(low[r], key, load_four(queries[r].low + dim + 4 * i));
                     });
                 });
             }
-            const F<16> scale = load<16>(scales_of(keys, token, part));
+            const F<16> scale = load<16>(scales_of(group, number, part));
             each<R>([&](auto r) {
                 const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[r], 7), low[r]);
                 const F<16> dot = (F<16>)_mm512_cvtepi32_ps(sum) * queries[r].scale;
                 scores[r] = part == 0 ? dot * scale : multiply_add<16>(dot, scale, scores[r]);
             });
         }
-        each<R>([&](auto r) { store<16>(head.scores + (row + r) * PIECE + token, scores[r]); });
+        each<R>([&](auto r) { store<16>(head.scores + (row + r) * PIECE + begin_ + group * GROUP, scores[r]); });
     }
 
     // Scores become weights, and weights, times the scales of V, bytes.
-    void weigh(const Head& head, int64_t head_offset) const {
+    void weigh(int64_t number) {
+        const Head& head = all_[number];
         for (int64_t row = 0; row < rows_; row++) {
+            ahead_.fetch(weigh_lines_);
             float* scores = head.scores + row * PIECE;
             const int64_t limit = head.piece.limit(row) - start_;
             const int64_t first = std::max(limit - head.piece.window, head.piece.begin - start_);
@@ -248,25 +277,26 @@ class Few {
                 sum += of;
             }
             head.total[row] = sum_lanes<16>(sum);
-            for (int64_t part = 0; part < parts_; part++) round_weights(head, head_offset, row, part);
+            for (int64_t part = 0; part < parts_; part++) round_weights(number, row, part);
         }
     }
 
-    void round_weights(const Head& head, int64_t head_offset, int64_t row, int64_t part) const {
+    void round_weights(int64_t number, int64_t row, int64_t part) const {
+        const Head& head = all_[number];
         constexpr float LARGEST = 65535;
         const float* weights = head.scores + row * PIECE;
-        const int8_t* const* values = runs_ + (end_ - begin_) / GROUP;
         alignas(64) float products[PIECE];
-        F<16> most = {}, odd = {};
-        for (int64_t at = begin_; at < end_; at += 16) {
-            const F<16> scale = load<16>(scales_of(values[(at - begin_) / GROUP] + head_offset, at, part));
+        F<16> most = {}, sum = {};  // which is NaN where a product is
+        int64_t run = (end_ - begin_) / GROUP;
+        for (int64_t at = begin_; at < end_; at += GROUP) {
+            const F<16> scale = load<16>(scales_of(run++, number, part));
             const F<16> product = scaled(load<16>(weights + at), scale);
             store<16>(products + at, product);
             most = larger(most, product);
-            odd += product * 0.0f;
+            sum += product;
         }
         const float largest = std::max(_mm512_reduce_max_ps((__m512)most), LEAST_LARGEST);
-        if (sum_lanes<16>(odd) != 0.0f) head.total[row] = std::numeric_limits<float>::quiet_NaN();
+        if (std::isnan(sum_lanes<16>(sum))) head.total[row] = std::numeric_limits<float>::quiet_NaN();
         head.weight_scales[part * rows_ + row] = largest / LARGEST;
         const F<16> inverse = splat<16>(LARGEST / largest);
         uint8_t* high = head.weights + (part * rows_ + row) * 2 * PIECE;
@@ -277,16 +307,18 @@ class Few {
         }
     }
 
-    void add(const Head& head, const int8_t* values, int64_t token, const int8_t* ahead) const {
+    void add(int64_t head, int64_t group) {
         int64_t row = 0;
-        for (; row + 3 <= rows_; row += 3) add_rows<3>(head, row, values, token, ahead);
-        if (rows_ - row == 2) add_rows<2>(head, row, values, token, ahead);
-        else if (rows_ - row == 1) add_rows<1>(head, row, values, token, ahead);
+        for (; row + 3 <= rows_; row += 3) add_rows<3>(head, row, group);
+        if (rows_ - row == 2) add_rows<2>(head, row, group);
+        else if (rows_ - row == 1) add_rows<1>(head, row, group);
     }
 
     template <int R>
-    TOKEND_FLATTEN void add_rows(const Head& head, int64_t row, const int8_t* values, int64_t token,
-                                   const int8_t* ahead) const {
+    TOKEND_FLATTEN void add_rows(int64_t number, int64_t row, int64_t group) {
+        const Head& head = all_[number];
+        const int8_t* values = runs_[(end_ - begin_) / GROUP + group] + number * layer_->head_stride;
+        const int64_t token = begin_ + group * GROUP;
         for (int64_t dim = 0; dim < head_dim_; dim += DIMS) {
             const int64_t part = dim * parts_ / head_dim_;
             int32_t* at = head.sums + (dim / DIMS * rows_ + row) * 2 * DIMS;
@@ -294,7 +326,7 @@ class Few {
             __m512i sums[2 * R][4];
             each<2 * R>([&](auto r) { each<4>([&](auto i) { sums[r][i] = _mm512_load_si512(at + r * DIMS + 16 * i); }); });
             each<4>([&](auto four) {
-                fetch(ahead, dim / 16 + four);
+                ahead_.fetch(row == 0 ? VALUE_LINES : 0);
                 const int8_t* from = values + dim + 4 * four * head_dim_;
                 const auto a = load_bytes<__m512i>(from), b = load_bytes<__m512i>(from + head_dim_);
                 const auto c = load_bytes<__m512i>(from + 2 * head_dim_), d = load_bytes<__m512i>(from + 3 * head_dim_);
@@ -333,18 +365,22 @@ class Few {
     const TokendLayer* layer_;
     int64_t head_dim_, rows_, heads_, parts_;
     int64_t start_, begin_, end_;  // the cut before the piece; from there, whole groups of it
-    const int8_t* runs_[2 * COUNT + AHEAD];  // sixteen rows each of the first head: K, V, what comes then
+    const int8_t* runs_[2 * COUNT + AHEAD + 1];  // sixteen rows each of the first head: K, V, what comes then
+    const int8_t* scales_[2 * COUNT];
     Head* all_;
+    float* row_;  // of head_dim numbers
+    int64_t weigh_lines_;  // that are fetched while the weights of a row are computed
+    Ahead ahead_;
 };
 
 }  // namespace
 
-bool attend_few_in_int8(const Piece& first, int64_t heads, const Piece& following, int64_t following_heads,
-                        const TokendPlan* plan, int64_t index, Scratch& scratch) {
+bool attend_few_in_int8(const Piece& first, int64_t heads, const Piece& following, const TokendPlan* plan,
+                        int64_t index, Scratch& scratch) {
     const TokendLayer* layer = first.layer;
     if (layer->dtype != TOKEND_BFLOAT16 || layer->cache_dtype != TOKEND_INT8) return false;
     if (first.head_dim % DIMS != 0 || first.head_dim > MOST_DIMS || first.step->block_size % GROUP != 0) return false;
-    Few few(first, heads, following, following_heads, scratch);
+    Few few(first, heads, following, scratch);
     few.compute();
     few.leave(plan, index);
     return true;
@@ -352,9 +388,7 @@ bool attend_few_in_int8(const Piece& first, int64_t heads, const Piece& followin
 
 #else
 
-bool attend_few_in_int8(const Piece&, int64_t, const Piece&, int64_t, const TokendPlan*, int64_t, Scratch&) {
-    return false;
-}
+bool attend_few_in_int8(const Piece&, int64_t, const Piece&, const TokendPlan*, int64_t, Scratch&) { return false; }
 
 #endif
 

@@ -22,7 +22,7 @@ bool attend_in_tiles(const Piece& piece, const Piece& following, const TokendPla
                      Scratch& scratch);
 
 // attention_few_int8.cpp: few query rows over pages of int8, a piece of neighbouring heads.
-bool attend_few_in_int8(const Piece& first, int64_t heads, const Piece& following, int64_t following_heads,
-                        const TokendPlan* plan, int64_t index, Scratch& scratch);
+bool attend_few_in_int8(const Piece& first, int64_t heads, const Piece& following, const TokendPlan* plan,
+                        int64_t index, Scratch& scratch);
 
 }  // namespace tokend

@@ -30,6 +30,9 @@ inline int64_t next_cut(int64_t token, int64_t unit, int64_t end) {
     return std::min(end, (token / unit + 1) * unit);
 }
 
+// Tokens that kernels take together, if only as rows of one tile.
+constexpr int64_t GROUP = 16;
+
 template <class C>
 constexpr bool QUANTISED = std::is_same_v<C, int8_t>;
 
@@ -106,6 +109,25 @@ struct Piece {
             *key = key_page + offset * head_dim;
             *value = value_page + offset * head_dim;
         });
+    }
+
+    // Calls body(number, the first rows of K and of V, tokens before them in their page) for each 16
+    // tokens from a multiple of 16 up to `to`, where pages hold whole sixteens.
+    template <class C, class Body>
+    TOKEND_INLINE void each_group(int64_t from, int64_t to, Body body) const {
+        const int32_t* table = step->block_table + tile->seq * step->max_blocks;
+        const int64_t block_size = step->block_size, head_offset = tile->kv_head * layer->head_stride;
+        int64_t page = from / block_size, offset = from % block_size;
+        for (int64_t group = 0; from < to; group++, from += GROUP) {
+            const int64_t at = table[page] * layer->block_stride + head_offset + offset * head_dim;
+            body(group, static_cast<const C*>(layer->key_pages) + at, static_cast<const C*>(layer->value_pages) + at,
+                 offset);
+            offset += GROUP;
+            if (offset == block_size) {
+                offset = 0;
+                page++;
+            }
+        }
     }
 
     // Scales of int8 K and V of tokens [from, to); those of a part of the rows `stride` after
