@@ -1,0 +1,46 @@
+"""The engine process with `--sched-trace`: its file, from the first line to the last."""
+
+import stat
+
+from engine_core.replay.follow import Follower
+from engine_core.replay.recording import read
+from proto.config import SchedulerConfig, TraceConfig
+from proto.engine_io import Abort
+from proto.lifecycle import Fatal
+from proto.sched_trace import Finish, TraceEnd
+from tests.fakes.engine_process import EPOCH
+
+
+def test_what_the_engine_decided_is_in_its_file_and_is_decided_again(start, tmp_path) -> None:
+    path = tmp_path / "run.jsonl"
+    engine = start(
+        trace=TraceConfig(sched_trace=str(path)),
+        scheduler=SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=2),
+    )
+    engine.start()
+    (front_end,) = engine.front_ends
+    for request_id in range(4):
+        front_end.send(engine.request(request_id, [9] * 40 + [request_id], 6, n=2))
+    front_end.send(Abort(EPOCH, 2, "disconnect"))
+    engine.outputs_of(3)
+    assert engine.shutdown() == 0
+    own = tmp_path / f"run.{EPOCH}.jsonl"
+    assert stat.S_IMODE(own.stat().st_mode) == 0o600
+    recording = read(str(own))
+    assert recording.header.epoch == EPOCH
+    assert recording.header.num_blocks == 100
+    assert recording.header.scheduler.max_num_seqs == 2
+    assert recording.lines[-1] == TraceEnd(reason="shutdown")
+    assert len(recording.sequences) == 8
+    reasons = [each.reason for each in recording.lines if isinstance(each, Finish)]
+    assert reasons.count("abort") == 2
+    verdict = Follower(recording).run()
+    assert verdict.difference == ""
+    assert verdict.num_admitted >= 6
+
+
+def test_a_file_that_cannot_be_written_ends_the_start(start, tmp_path) -> None:
+    engine = start(trace=TraceConfig(sched_trace=str(tmp_path / "nowhere" / "run.jsonl")))
+    engine.worker.send(engine.worker_ready())
+    fatal = engine.expect(engine.supervisor, Fatal)
+    assert "--sched-trace" in fatal.message
