@@ -159,6 +159,7 @@ class EngineClient:
         name: AdminName,
         *,
         pause_mode: PauseMode = "finish_running",
+        ends_unfinished: bool = False,
         reset_running_requests: bool = False,
         reset_external: bool = False,
     ) -> AdminReply:
@@ -167,7 +168,13 @@ class EngineClient:
         self._num_calls += 1
         reply: asyncio.Future[AdminReply] = self._loop.create_future()
         call = AdminCall(
-            self.epoch, self._num_calls, name, pause_mode, reset_running_requests, reset_external
+            self.epoch,
+            self._num_calls,
+            name,
+            pause_mode,
+            reset_running_requests,
+            reset_external,
+            ends_unfinished,
         )
         self._calls[self._num_calls] = call, reply
         if self._current.ready:

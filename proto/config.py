@@ -168,6 +168,8 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that a request may wait for its first step before it gets a 503; 0: no limit."""
     sse_keep_alive: float = 15.0
     """Seconds of silence after which a stream gets a comment, so that proxies keep it; 0: never."""
+    stream_interval: int = 1
+    """Tokens between two events of a streamed choice, where the request does not say."""
     admin_api_key: str | None = None
     """Key that operators must send for the admin routes; without one they are for this machine."""
     admin_api_key_file: str | None = None

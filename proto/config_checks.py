@@ -123,6 +123,7 @@ def _check_scheduler(scheduler: SchedulerConfig) -> None:
 
 def _check_front_end(frontend: FrontEndConfig) -> None:
     _positive("api_server_count", frontend.api_server_count)
+    _positive("stream_interval", frontend.stream_interval)
     if frontend.api_server_count > MAX_CLIENTS:
         raise ConfigError(
             f"--api-server-count must be at most {MAX_CLIENTS}, got {frontend.api_server_count}",

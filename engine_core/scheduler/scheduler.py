@@ -51,7 +51,7 @@ from engine_core.scheduler.swap_rule import swap_rule_of
 from engine_core.scheduler.tenants import TenantLedger
 from engine_core.scheduler.victims import Victims
 from proto.config import SchedulerConfig
-from proto.engine_io import PauseMode
+from proto.engine_io import EngineCoreOutput, FinishReason, PauseMode
 from proto.errors import ErrorInfo
 from proto.kv_transfer import KVConnectorOutput, LoadFailurePolicy
 from proto.model_runner_output import ModelRunnerOutput
@@ -231,6 +231,21 @@ class Scheduler:
         ended = [each for each in self._requests.values() if each.client_index == client_index]
         self._abort_all(ended)
         return len(ended)
+
+    def abort_everyone(self) -> ClientOutputs:
+        """End every request in whatever state it is; returns the last outputs of all choices."""
+        requests = list(self._requests.values())
+        outputs: ClientOutputs = {}
+        for each in {each.request_id: each for each in requests}.values():
+            choices = list(self._choices[each.request_id])
+            if self._beams.owns(each.request_id):
+                choices = list(range(each.sampling_params.beam_width))
+            outputs.setdefault(each.client_index, []).extend(
+                EngineCoreOutput(each.request_id, choice, 0, [], FinishReason.ABORT)
+                for choice in choices
+            )
+        self._abort_all(requests)
+        return outputs
 
     def knows(self, request_id: int) -> bool:
         """Some choice of this request is not finished."""

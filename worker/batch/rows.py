@@ -41,7 +41,7 @@ class Rows:
     temperature, top_p, min_p: float32; top_k, num_logprobs: int32; seed: uint64; choice: uint32.
     num_candidates: int32, best next tokens that a row reports instead of sampling; 0: it samples.
     num_prompt_logprobs: int32, alternatives beside each prompt token.
-    plain: bool, the row wants the best token of the model's logits as they are, and nothing else.
+    greedy: bool, the row wants the best token, once its scores are changed, and nothing else.
     edits: what changes the scores of a row, only of rows that have theirs changed.
     """
 
@@ -62,7 +62,7 @@ class Rows:
         self.num_candidates = np.zeros(num_rows, dtype=np.int32)
         self.min_output = np.zeros(num_rows, dtype=np.int32)
         self.num_prompt_logprobs = np.full(num_rows, NO_LOGPROBS, dtype=np.int32)
-        self.plain = np.zeros(num_rows, dtype=np.bool_)
+        self.greedy = np.zeros(num_rows, dtype=np.bool_)
         self.edits: dict[int, RowEdits] = {}
         self._free = list(range(num_rows - 1, -1, -1))
         self._row_of: dict[int, int] = {}
@@ -199,12 +199,10 @@ class Rows:
         self.num_prompt_logprobs[row] = (
             NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
         )
-        self.plain[row] = (
+        self.greedy[row] = (
             params.temperature < GREEDY_TEMPERATURE
             and params.logprobs is None
             and params.num_candidates == 0
-            and params.min_tokens == 0
-            and params.edits is None
         )
         self.edits.pop(row, None)
         if params.edits is not None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from proto.logit_edits import LogitEdits
+from worker.sample.edits_view import EditsView
 from worker.sample.grammar_masks import WORD_BITS
 
 Ids = npt.NDArray[np.int64]
@@ -55,6 +56,10 @@ class TokenCounts:
     def counts(self) -> npt.NDArray[np.float32]:
         """How often each of them is among the outputs, float32 [D]."""
         return self._counts[: len(self._place)]
+
+    def show(self, view: EditsView) -> None:
+        """Let the kernels see them as they are now."""
+        view.set_counts(self._ids, self._counts, len(self._place))
 
     def _reserve(self, size: int) -> None:
         ids, counts = np.empty(size, dtype=np.int64), np.zeros(size, dtype=np.float32)
@@ -127,6 +132,7 @@ class RowEdits:
     __slots__ = (
         "_allowed_words",
         "_bad_words",
+        "_view",
         "allowed",
         "bias_ids",
         "bias_values",
@@ -151,6 +157,8 @@ class RowEdits:
         self.counts = TokenCounts(seen, outputs if edits.penalises else ())
         self._bad_words = BadWords(edits.bad_words, outputs)
         self._allowed_words: npt.NDArray[np.uint32] | None = None
+        rules = (self.repetition, self.frequency, self.presence)
+        self._view = EditsView(self.allowed, self.bias_ids, self.bias_values, rules)
 
     def append(self, token_id: int) -> None:
         """The sequence has one more output."""
@@ -180,3 +188,12 @@ class RowEdits:
             bits[self.allowed] = True
             self._allowed_words = np.packbits(bits, bitorder="little").view("<u4")
         return self._allowed_words
+
+    def address(self, late: Sequence[int] = ()) -> int:
+        """Of a TokendEdits with what the changes are now; its own until it is asked for again.
+
+        late: tokens that cannot be chosen yet, beside those of the bad words.
+        """
+        self.counts.show(self._view)
+        self._view.set_forbidden([*self.forbidden, *late])
+        return self._view.address
