@@ -159,13 +159,23 @@ class EngineClient:
         name: AdminName,
         *,
         pause_mode: PauseMode = "finish_running",
+        ends_unfinished: bool = False,
         reset_running_requests: bool = False,
+        reset_external: bool = False,
     ) -> AdminReply:
         """Ask the engine for an operator's service; the parameters are those of `AdminCall`."""
         _ = self.engine
         self._num_calls += 1
         reply: asyncio.Future[AdminReply] = self._loop.create_future()
-        call = AdminCall(self.epoch, self._num_calls, name, pause_mode, reset_running_requests)
+        call = AdminCall(
+            self.epoch,
+            self._num_calls,
+            name,
+            pause_mode,
+            reset_running_requests,
+            reset_external,
+            ends_unfinished,
+        )
         self._calls[self._num_calls] = call, reply
         if self._current.ready:
             self._current.send(call)

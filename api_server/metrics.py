@@ -76,6 +76,8 @@ class Metrics(Collector):
         self._num_preemptions = Counter(sheet)
         self._prefix_cache_queries = Counter(sheet)
         self._prefix_cache_hits = Counter(sheet)
+        self._external_queries = Counter(sheet)
+        self._external_hits = Counter(sheet)
         self._corrupted_requests = Counter(sheet)
         self._queue_limits = (0, 0)
         self._weights: tuple[WeightMemory, ...] = ()
@@ -135,6 +137,8 @@ class Metrics(Collector):
         self._num_preemptions.add(stats.num_preemptions)
         self._prefix_cache_queries.add(stats.prefix_cache_queries)
         self._prefix_cache_hits.add(stats.prefix_cache_hits)
+        self._external_queries.add(stats.external_prefix_cache_queries)
+        self._external_hits.add(stats.external_prefix_cache_hits)
         self._corrupted_requests.add(stats.num_corrupted)
         self._offload.add(stats.kv_media)
         if stats.num_scheduled_tokens:
@@ -249,6 +253,16 @@ class Metrics(Collector):
                 self._prefix_cache_queries,
             ),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", self._prefix_cache_hits),
+            (
+                "external_prefix_cache_queries",
+                "Tokens that the KV connector was asked for.",
+                self._external_queries,
+            ),
+            (
+                "external_prefix_cache_hits",
+                "Tokens whose KV the connector had.",
+                self._external_hits,
+            ),
             ("corrupted_requests", "Requests with scores not finite.", self._corrupted_requests),
         ):
             family = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)

@@ -94,7 +94,9 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ),
     ("/resume", "post"): Operation(answers=_answers(_STATUS)),
     ("/is_paused", "get"): Operation(answers=_answers(an_object({"is_paused": BOOLEAN}))),
-    ("/reset_prefix_cache", "post"): Operation(query={"reset_running_requests": _TRUTH}),
+    ("/reset_prefix_cache", "post"): Operation(
+        query={"reset_running_requests": _TRUTH, "reset_external": _TRUTH}
+    ),
     ("/abort_requests", "post"): Operation((admin.AbortBody,), _answers(_STATUS), status=202),
     ("/server_info", "get"): Operation(
         answers=_answers(an_object({name: an_object({}) for name in ("model", "engine", "config")}))

@@ -5,7 +5,7 @@ KV tensors, front ends and supervisor hear that the engine is ready.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ from engine_core.outbox import Outbox
 from engine_core.pool_plan import PoolPlan, plan_pool, weight_memory
 from engine_core.scheduler.backlog import queue_limits
 from engine_core.scheduler.chunking import ChunkRule
-from engine_core.scheduler.external_kv import Connect
+from engine_core.scheduler.external_kv import Connect, IsSound
 from engine_core.scheduler.gates import Wake
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.service import Service
@@ -95,7 +95,7 @@ def _serve(
 
 
 def _trace(boot: ProcessBoot, crew: Crew) -> Tracing:
-    config, worker = boot.config, crew.workers[0]
+    config, worker = with_step_tokens(boot.config, crew.workers), crew.workers[0]
     return start_tracing(
         config.trace,
         scheduler_settings(config, worker),
@@ -244,7 +244,7 @@ def connect_of(
 ) -> Connect:
     """How the scheduler comes to the connector that is configured; raises ConfigError there."""
 
-    def connect(holds: PoolHolds, wake: Wake) -> SchedulerConnector:
+    def connect(holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
         context = SchedulerContext(
             worker.geometry,
             plan.block_size,
@@ -255,6 +255,7 @@ def connect_of(
             block_ids,
             wake,
             config,
+            is_sound,
         )
         return create_scheduler_connector(transfer, context)
 
@@ -265,6 +266,15 @@ def overlaps(config: ServeConfig, worker: WorkerReady) -> bool:
     """Whether steps are scheduled ahead: as the setting says, or where the workers gain by it."""
     setting = config.scheduler.async_scheduling
     return worker.computes_ahead if setting is None else setting
+
+
+def with_step_tokens(config: ServeConfig, workers: Sequence[WorkerReady]) -> ServeConfig:
+    """The configuration with a token budget: what is set, or what all workers have room for."""
+    if config.scheduler.max_num_batched_tokens is not None:
+        return config
+    fewest = min(worker.step_tokens for worker in workers)
+    scheduler = msgspec.structs.replace(config.scheduler, max_num_batched_tokens=fewest)
+    return msgspec.structs.replace(config, scheduler=scheduler)
 
 
 def scheduler_settings(config: ServeConfig, worker: WorkerReady) -> SchedulerConfig:
@@ -284,8 +294,9 @@ def _build(
     tracing: Tracing,
 ) -> Stepper:
     plan = crew.plan
+    config = with_step_tokens(boot.config, crew.workers)
     parts = build_parts(
-        boot.config, plan, crew.workers[0], front_ends, boot.epoch, kv_events, grammars, tracing
+        config, plan, crew.workers[0], front_ends, boot.epoch, kv_events, grammars, tracing
     )
     kv_cache = parts.kv_cache
     vitals.watch(lambda: parts.scheduler.has_work)

@@ -72,6 +72,14 @@ class Intake:
             self._outbox.add(each.client_index, _final(each.request_id, each.error))
         return bool(overdue)
 
+    def _end_everyone(self) -> None:
+        """Whoever waits for something is told that this was all."""
+        outputs = self._scheduler.abort_everyone()
+        for client, each in outputs.items():
+            for request_id in {output.request_id for output in each}:
+                self._outbox.accept(client, request_id)  # its grammar may be compiled still
+        self._outbox.add_step(outputs)
+
     def answer_compiled(self) -> bool:
         """Take in, or refuse, those that waited for their grammar; False when there are none."""
         answers = self._grammars.take_compiled()
@@ -167,7 +175,11 @@ class Intake:
             case "reset_prefix_cache":
                 ok = self._scheduler.reset_prefix_cache(preempting=message.reset_running_requests)
                 detail = "" if ok else f"{self._scheduler.num_unfinished} requests are unfinished"
+                if ok and message.reset_external and not self._scheduler.external.reset_cache():
+                    ok, detail = False, "copies of the KV connector are under way"
             case "pause":
+                if message.ends_unfinished:
+                    self._end_everyone()
                 self._scheduler.pause(message.pause_mode)
             case "resume":
                 self._scheduler.resume()

@@ -13,6 +13,7 @@ import msgspec
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "bf16", "f16", "f32", "int8", "fp8"]
 CpuWeights = Literal["auto", "packed", "int8", "bf16", "f32"]
+PreemptionMode = Literal["recompute", "swap", "auto"]
 TenantBy = Literal["api-key", "header", "none"]
 GIB: Final = 1 << 30
 MAX_TENSOR_PARALLEL_SIZE: Final = 64
@@ -67,13 +68,18 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.kv_events_endpoint not in (None, "ipc")
 
 
+CPU_STEP_TOKENS: Final = 256
+"""An abort or a shutdown waits for a step, which takes a CPU a second with many more."""
+
+
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How requests share a step."""
 
     max_num_seqs: int = 256
     """Most sequences that run at once."""
-    max_num_batched_tokens: int = 256
-    """Token budget of a step; a longer prompt is computed in chunks."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of a step, by default 256 on a CPU, 2048 to 8192 on a GPU by its memory; longer
+    prompts are computed in chunks."""
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt in a step; 0 sets no limit."""
     enable_chunked_prefill: bool = True
@@ -94,6 +100,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """After that, admit again below this part; by default nine tenths of it."""
     preempt_above: float = 1.0
     """Preempt, leaving one, while more than this part of the KV blocks is in use."""
+    preemption: PreemptionMode = "auto"
+    """How preempted KV comes back: computed, loaded from host memory, or by what is faster."""
     session_timeout: float = 600.0
     """Seconds that a session (a request with input in parts) waits for input before it ends."""
     crashes_until_alone: int = 3
@@ -102,6 +110,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most choices waiting for their first step; by default 4 times what can run; 0: no limit."""
     max_num_queued_tokens: int | None = None
     """Most prompt tokens of those; by default 4 times what the KV pool holds; 0: no limit."""
+
+    @property
+    def step_tokens(self) -> int:
+        """The token budget of a step; a CPU's where none is set and no worker has said one."""
+        return self.max_num_batched_tokens or CPU_STEP_TOKENS
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +168,8 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that a request may wait for its first step before it gets a 503; 0: no limit."""
     sse_keep_alive: float = 15.0
     """Seconds of silence after which a stream gets a comment, so that proxies keep it; 0: never."""
+    stream_interval: int = 1
+    """Tokens between two events of a streamed choice, where the request does not say."""
     admin_api_key: str | None = None
     """Key that operators must send for the admin routes; without one they are for this machine."""
     admin_api_key_file: str | None = None

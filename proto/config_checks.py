@@ -25,7 +25,7 @@ from proto.config import (
 )
 from proto.errors import ConfigError
 from proto.ids import MAX_CLIENTS
-from proto.kv_media_checks import check_media
+from proto.kv_media_checks import check_media, check_preemption
 from proto.kv_transfer_config import kv_transfer_config
 
 _DTYPES_OF_WEIGHTS: Final[dict[CpuWeights, tuple[DType, ...]]] = {
@@ -50,6 +50,7 @@ def validate(config: ServeConfig) -> None:
     _check_grammars(config.grammars)
     _check_reliability(config.reliability, config.cache)
     check_media(config)
+    check_preemption(config)
     _positive("sched_trace_max_bytes", config.trace.sched_trace_max_bytes)
 
 
@@ -122,6 +123,7 @@ def _check_scheduler(scheduler: SchedulerConfig) -> None:
 
 def _check_front_end(frontend: FrontEndConfig) -> None:
     _positive("api_server_count", frontend.api_server_count)
+    _positive("stream_interval", frontend.stream_interval)
     if frontend.api_server_count > MAX_CLIENTS:
         raise ConfigError(
             f"--api-server-count must be at most {MAX_CLIENTS}, got {frontend.api_server_count}",

@@ -110,8 +110,10 @@ class AdminCall(msgspec.Struct, array_like=True, tag=3, frozen=True):
     """An operator's call; exactly one AdminReply with the same call_id follows.
 
     pause_mode: of "pause". The reply does not wait for anyone to finish.
+    ends_unfinished: of "pause". Requests, waiting ones too, end first, for FinishReason.ABORT.
     reset_running_requests: of "reset_prefix_cache". Requests that hold blocks lose them
-    and are computed again; without it the call fails while there are any.
+    and are computed again; without it the call fails while there are any. reset_external: what
+    the KV connector keeps elsewhere is forgotten as well.
     """
 
     epoch: int
@@ -119,6 +121,8 @@ class AdminCall(msgspec.Struct, array_like=True, tag=3, frozen=True):
     name: AdminName
     pause_mode: PauseMode = "finish_running"
     reset_running_requests: bool = False
+    reset_external: bool = False
+    ends_unfinished: bool = False
 
 
 class AdminReply(msgspec.Struct, array_like=True, tag=4, frozen=True):

@@ -125,12 +125,12 @@ def remote_address(settings: RemoteSettings) -> RemoteAddress:
     return _address("remote_url_file", url)
 
 
-def media_folder(fingerprint: bytes, num_ranks: int, block_bytes: int) -> str:
+def media_folder(fingerprint: bytes, num_ranks: int, factor: int) -> str:
     """What blocks of one arithmetic, cut and size are kept under.
 
-    block_bytes: of an offloaded block, on one rank.
+    factor: device blocks of an offloaded one. Ranks may have blocks of other sizes than each other.
     """
-    return f"{fingerprint.hex()[:_NAME_CHARACTERS]}-{num_ranks}x{block_bytes}"
+    return f"{fingerprint.hex()[:_NAME_CHARACTERS]}-{num_ranks}x{factor}"
 
 
 def file_name(key: bytes, rank: int) -> str:

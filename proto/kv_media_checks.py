@@ -1,4 +1,4 @@
-"""Which settings are impossible together with media that outlive the daemon.
+"""Which settings are impossible together with media beyond the device.
 
 Looks into --kv-transfer-config before anything loads: what would only be found by a worker, or
 never, because nothing fails when KV of different arithmetic mixes.
@@ -17,6 +17,7 @@ from proto.kv_media import (
     remote_settings,
 )
 from proto.kv_transfer_config import KVTransferConfig, from_document, kv_transfer_config
+from proto.offload_settings import CPU_SPEC
 
 OFFLOADING: Final = "OffloadingConnector"
 MULTI: Final = "MultiConnector"
@@ -36,6 +37,32 @@ def check_media(config: ServeConfig) -> None:
             continue
         _check_own(spec, part.kv_connector_extra_config)
         _check_weights(spec, config)
+
+
+def check_preemption(config: ServeConfig) -> None:
+    """Swapping needs memory of another kind, and a copy of all that could be preempted."""
+    if config.scheduler.preemption != "swap":
+        return
+    if config.device.device != "cuda":
+        raise _swap(
+            "needs --device cuda: a CPU's KV is in host memory already, so a larger "
+            "--kv-cache-memory does what swapping would, without copies"
+        )
+    for part in _parts(kv_transfer_config(config.cache.kv_transfer_config)):
+        extra = part.kv_connector_extra_config
+        if part.kv_connector == OFFLOADING and extra.get("spec_name", CPU_SPEC) == CPU_SPEC:
+            if extra.get("store_threshold", 0) >= 2:
+                raise _swap("needs all blocks kept, and store_threshold keeps some of them")
+            if not part.loads or not part.stores:
+                raise _swap(f"needs a connector that stores and loads, not {part.kv_role}")
+            return
+    raise _swap(
+        f"needs --kv-transfer-config with an {OFFLOADING} that has host memory (cpu_bytes_to_use)"
+    )
+
+
+def _swap(what: str) -> ConfigError:
+    return ConfigError(f"--preemption swap {what}", "preemption")
 
 
 def _parts(config: KVTransferConfig) -> Iterator[KVTransferConfig]:

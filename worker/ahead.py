@@ -4,28 +4,31 @@
     device             [ step 1 ][ step 2 ................ ][ step 3 …
 
 Sampled tokens stay on the device, where the next step takes them from; their copies reach
-the host behind an event. Until then a row holds PENDING in their place. A step with a row
-that wants more than a token (log-probabilities, candidates of a beam, penalties and other edits of
-its scores, a grammar) is sampled on the host, once everything before it has arrived.
+the host behind an event. Until then a row holds PENDING in their place. Scores are edited and
+log-probabilities are found on the device as well; masks of grammars are made from the tokens
+before, so they are awaited while the model computes, and nothing waits for the device. A step
+with candidates of a beam or log-probabilities of a prompt is sampled on the host, once everything
+before it has arrived.
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import SchedulerOutput
+from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
+from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from worker.batch.inputs import StepInputs
 from worker.batch.rows import PENDING, Rows
+from worker.batch.wishes import LogprobWishes
 from worker.device.accelerator import Accelerator
 from worker.device.placement import OnDevice
 from worker.device.results import Download, Results
+from worker.device_sampler import DeviceSampler
 from worker.finite import odd_tokens, sequences_of
-from worker.model_runner import NO_MASKS, Begun, ModelRunner
-from worker.sample.device_sampling import DeviceSampling, DrawnRows
+from worker.model_runner import NO_GRAMMARS, NO_MASKS, Begun, ModelRunner
+from worker.sample.device_logprobs import pack_logprobs
 from worker.sample.grammar_masks import MaskSource
 
 
@@ -80,7 +83,7 @@ class DeviceTokens:
     """TokenSource: the last sampled token of each row, on the device."""
 
     def __init__(self, accelerator: Accelerator, num_rows: int) -> None:
-        self._last = accelerator.zeros(num_rows, torch.int64)
+        self.last = accelerator.zeros(num_rows, torch.int64)
 
     def rows_of(self, inputs: StepInputs) -> npt.NDArray[np.int64]:
         """int64 [T], the row of each token."""
@@ -88,18 +91,18 @@ class DeviceTokens:
 
     def fill(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """As the Protocol says."""
-        return torch.where(token_ids == PENDING, self._last.index_select(0, rows), token_ids)
+        return torch.where(token_ids == PENDING, self.last.index_select(0, rows), token_ids)
 
     def keep(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Each of `rows` int64 [N] has got its token."""
-        self._last.index_copy_(0, rows, token_ids)
+        self.last.index_copy_(0, rows, token_ids)
 
 
 class InFlight:
     """Launched, with its tokens on their way.
 
     sequences: int64 [N], those of the step that sampled. positions: int64 [N], where in
-    their rows the tokens belong.
+    their rows the tokens belong. logprobs: of which of them those are on their way too.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class InFlight:
         rows: Rows,
         sequences: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
+        logprobs: LogprobWishes,
         download: Download,
     ) -> None:
         self.ready = download.ready
@@ -115,6 +119,7 @@ class InFlight:
         self._rows = rows
         self._sequences = sequences
         self._positions = positions
+        self._logprobs = logprobs
         self._download = download
         self._arrived: list[npt.NDArray[np.generic]] = []
 
@@ -134,14 +139,27 @@ class InFlight:
     def result(self) -> ModelRunnerOutput:
         """As the Protocol says."""
         self.settle()
-        token_ids, best, odd = self._arrived
+        token_ids, best, odd = self._arrived[:3]
         broken = sequences_of(torch.from_numpy(odd), self._begun.inputs.query_start)
         broken[self._sequences] |= ~np.isfinite(best)
         sampled: list[list[int]] = [[] for _ in self._begun.handles]
         for sequence, token_id in zip(self._sequences.tolist(), token_ids.tolist(), strict=True):
             if not broken[sequence]:
                 sampled[sequence].append(token_id)
-        return self._begun.output(sampled, broken, [], [], [])
+        return self._begun.output(sampled, broken, self._packed_logprobs(broken), [], [])
+
+    def _packed_logprobs(self, broken: npt.NDArray[np.bool_]) -> list[RowLogprobs]:
+        wanted = self._logprobs
+        if not wanted:
+            return []
+        packed = pack_logprobs(
+            self._arrived[3:], wanted.num_logprobs, wanted.position, wanted.named
+        )
+        return [
+            RowLogprobs(self._begun.handles[sequence], arrays)
+            for sequence, arrays in zip(self._sequences[wanted.at].tolist(), packed, strict=True)
+            if not broken[sequence]
+        ]
 
 
 class AheadRunner:
@@ -153,56 +171,52 @@ class AheadRunner:
         rows: Rows,
         tokens: DeviceTokens,
         accelerator: Accelerator,
-        sampling: Callable[[OnDevice], DeviceSampling],
+        sampler: DeviceSampler,
     ) -> None:
         self._runner = runner
         self._rows = rows
         self._tokens = tokens
         self._placement = OnDevice(accelerator)
         self._results = Results(accelerator)
-        self._sampling = sampling(OnDevice(accelerator))
+        self._sampler = sampler
         self._in_flight: list[InFlight] = []
 
     def launch(self, step: SchedulerOutput, masks: MaskSource = NO_MASKS) -> Launched:
-        """As the Protocol says; waits only where a row wants more than a token."""
+        """As the Protocol says; waits for the device only where a row wants what the host makes."""
         begun = self._runner.begin(step)
         if not isinstance(begun, Begun):
             return Done(begun)
         inputs = begun.inputs
-        if step.constrained_handles or not self._rows.token_only(inputs.rows).all():
-            for each in self._in_flight:
-                each.settle()
+        if self._rows.need_host(inputs.rows, inputs.num_computed).any():
+            self._settle(self._in_flight)
             self._in_flight.clear()
             return Done(self._runner.complete(begun, masks))
-        launched = self._queue(begun)
+        grammars = masks.masks_of(step) if step.constrained_handles else NO_GRAMMARS
+        # Edits of scores allow for one token that is not known, that of the step before.
+        self._settle(self._in_flight[:-1])
+        launched = self._queue(begun, grammars)
         self._in_flight = [*self._in_flight[-1:], launched]
         return launched
 
+    def _settle(self, launched: list[InFlight]) -> None:
+        for each in launched:
+            each.settle()
+
     @torch.inference_mode()
-    def _queue(self, begun: Begun) -> InFlight:
+    def _queue(self, begun: Begun, grammars: GrammarOutput) -> InFlight:
         inputs, rows = begun.inputs, self._rows
         sequences = inputs.samples.nonzero()[0]
         at = inputs.rows[sequences]
+        handles = [begun.handles[each] for each in sequences.tolist()]
         odd = odd_tokens(begun.hidden)
+        wanted = self._sampler.logprobs_of(at, handles)
+        logprobs: list[torch.Tensor] = []
         if len(at):
             scores = self._runner.scores(begun)
             best = scores.amax(dim=1).float()
-            token_ids = self._sampling.tokens(scores, self._drawn(at))
+            token_ids, logprobs = self._sampler.sample(scores, at, handles, grammars, wanted)
             self._tokens.keep(self._placement.send([at])[0], token_ids)
         else:
             best, token_ids = odd.new_empty(0, dtype=torch.float32), odd.new_empty(0).long()
-        download = self._results.send([token_ids, best, odd])
-        return InFlight(begun, rows, sequences, rows.append_pending(at), download)
-
-    def _drawn(self, at: npt.NDArray[np.int64]) -> DrawnRows:
-        rows = self._rows
-        position = rows.num_tokens[at] - rows.num_prompt_tokens[at]
-        return DrawnRows(
-            rows.temperature[at],
-            rows.top_k[at],
-            rows.top_p[at],
-            rows.min_p[at],
-            rows.seed[at],
-            rows.choice[at],
-            position.astype(np.uint32),
-        )
+        download = self._results.send([token_ids, best, odd, *logprobs])
+        return InFlight(begun, rows, sequences, rows.append_pending(at), wanted, download)

@@ -98,10 +98,10 @@ class LimitsWorker:
     def attention(self, workload: LimitsWorkload) -> AttentionWorkload:
         """Prompts of a step, as many as fit."""
         spec, config = self.loaded.model.spec, workload.config
-        tokens = min(workload.prompt_tokens, config.scheduler.max_num_batched_tokens)
+        tokens = min(workload.prompt_tokens, config.scheduler.step_tokens)
         return AttentionWorkload(
             name="prompts",
-            num_seqs=config.scheduler.max_num_batched_tokens // tokens,
+            num_seqs=config.scheduler.step_tokens // tokens,
             context_tokens=tokens,
             query_tokens=tokens,
             dtype=str(self.loaded.dtype).removeprefix("torch."),  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """`python -P -m worker.bench_sampling`: a workload a line in, its timings a line out.
 
 Both as JSON; the end of the input ends it. Measures what a step does between the scores of its
-rows and their tokens. The cases take turns, a step of each, so that whatever else the machine
-does disturbs all of them.
+rows and their tokens. The cases take turns, a step of each, in ever another order, so that what
+else the machine does, and what is left in its caches, disturbs all of them.
 """
 
 import statistics
@@ -70,7 +70,10 @@ class SamplingSteps:
         self._handles = list(range(num_rows))
         dtype: torch.dtype = getattr(torch, workload.dtype)
         generator = torch.Generator().manual_seed(0)
-        self._scores = torch.randn(num_rows, workload.vocab_size, generator=generator).to(dtype)
+        scores = torch.randn(num_rows, workload.vocab_size, generator=generator)
+        for row, each in enumerate(new):  # what the text speaks of: penalties take its lead
+            scores[row, each.output_token_ids[0]] = scores[row].max() + 0.01
+        self._scores = scores.to(dtype)
         self._spent = torch.empty_like(self._scores)
         self.seconds: list[float] = []
 
@@ -91,9 +94,10 @@ def play(workload: SamplingWorkload) -> SamplingTimings:
     kernels = load_kernels()
     sampler = Sampler(KernelBackend(kernels))
     steps = [SamplingSteps(case, workload, sampler) for case in workload.cases]
+    order = np.random.default_rng(0)
     for _ in range(_WARM_UP_STEPS + workload.num_steps):
-        for each in steps:
-            each.run()
+        for number in order.permutation(len(steps)):  # else one always finds what one leaves
+            steps[number].run()
     times = [each.seconds[_WARM_UP_STEPS:] for each in steps]
     return SamplingTimings(
         kernels=kernels.variant,

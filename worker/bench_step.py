@@ -70,7 +70,7 @@ class DecodeSteps:
     def __init__(self, worker: BenchWorker, workload: StepWorkload) -> None:
         config = workload.config
         self._num_rows = workload.num_rows
-        self._chunk = config.scheduler.max_num_batched_tokens
+        self._chunk = config.scheduler.step_tokens
         self._temperature = workload.temperature
         self._computed = workload.context_tokens
         length = workload.context_tokens + workload.warm_up_steps + workload.measured_steps + 1

@@ -1,6 +1,6 @@
-"""Compiles FlashInfer's attention kernels ahead of time, on a machine with nvcc and no GPU.
+"""Compiles FlashInfer's kernels ahead of time, on a machine with nvcc and no GPU.
 
-    python -m worker.build_flashinfer FOLDER [--head-dims 64 128] [--windows] [--fp8]
+    python -m worker.build_flashinfer FOLDER [--head-dims 64 128] [--windows] [--fp8] [--no-rows]
 
 Makes FOLDER/flashinfer_jit_cache, a package that the library looks for: with FOLDER on
 PYTHONPATH it loads the kernels from there, and with FLASHINFER_DISABLE_JIT=1 from nowhere
@@ -21,7 +21,8 @@ from typing import Any, Final
 import torch
 
 from proto.errors import ConfigError
-from worker.attention.flashinfer import EIGHT_BITS, HEAD_DIMS, VERSION
+from worker.attention.flashinfer import EIGHT_BITS, HEAD_DIMS
+from worker.layers.row_library import VERSION
 
 PACKAGE: Final = "flashinfer_jit_cache"
 UNUSED_HEADERS: Final = ("cublasLt.h", "cublas_v2.h")
@@ -74,11 +75,16 @@ def build_environment(work: Path, toolkit: Path, arch: str, jobs: int) -> dict[s
 
 def specs(options: argparse.Namespace) -> Iterator[Any]:
     """What is to be built, as the library describes it."""
-    from flashinfer.jit import cascade, page
+    from flashinfer.jit import activation, cascade, norm, page, rope
     from flashinfer.jit.attention.modules import gen_batch_prefill_module
 
     if options.page:
         yield page.gen_page_module()
+    if options.rows:
+        yield norm.gen_norm_module()
+        yield rope.gen_rope_module()
+        for name in ("silu", "gelu_tanh"):
+            yield activation.gen_act_and_mul_module(name)
     if options.cascade:
         yield cascade.gen_cascade_module()
     dtype = getattr(torch, options.dtype)
@@ -124,6 +130,9 @@ def parser() -> argparse.ArgumentParser:
     words.add_argument("--windows", action="store_true", help="also for layers with a window")
     words.add_argument("--fp8", action="store_true", help="also for K and V of 8 bits")
     words.add_argument("--cascade", action="store_true", help="merging of a shared prefix")
+    words.add_argument(
+        "--no-rows", action="store_false", dest="rows", help="without norms, gates and rotations"
+    )
     words.add_argument("--page", action="store_true", help="a small module, to try the toolchain")
     words.add_argument("--jobs", type=int, default=2, help="compilers at a time")
     return words

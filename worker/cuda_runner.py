@@ -22,16 +22,17 @@ from worker.batch.rows import Rows
 from worker.cuda_graphs import GraphForward, ladder
 from worker.device.accelerator import Accelerator
 from worker.device.placement import OnDevice
+from worker.device_sampler import DeviceSampler
 from worker.forward import EagerForward, Forward
 from worker.kv_cache import KVCache
 from worker.kv_connector.base import WorkerConnector
 from worker.kv_connector.layers import with_hooks
 from worker.kv_connector.nothing import NO_CONNECTOR
-from worker.layers.rotary import Rotate
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.sample.device_draw import KeyedDraw
-from worker.sample.device_sampling import DeviceSampling
+from worker.sample.device_edits import ScoreEdits
+from worker.sample.device_sampling import DeviceSampling, hardest_rows
 from worker.sample.sampler import Sampler
 
 logger = logging.getLogger("tokend.attention")
@@ -47,7 +48,7 @@ class Kernels:
     library: Callable[[], Library]
     store: KVStore
     draw: KeyedDraw
-    turn: Rotate
+    edits: ScoreEdits
 
 
 class CudaRunnerMaker:
@@ -96,20 +97,34 @@ class CudaRunnerMaker:
         tokens = DeviceTokens(self._accelerator, num_rows)
         runner = self._model_runner(attention, kv_cache, rows, forward, tokens)
         runner.warm_up()
-        return AheadRunner(runner, rows, tokens, self._accelerator, self._sampling)
+        sampler = DeviceSampler(
+            self._accelerator,
+            rows,
+            tokens.last,
+            self._model.spec.vocab_size,
+            self._kernels.draw,
+            self._kernels.edits,
+        )
+        return AheadRunner(runner, rows, tokens, self._accelerator, sampler)
 
     def run_largest_step(
         self, kv_cache: KVCache, table_of: Rows, num_tokens: int, num_seqs: int
     ) -> None:
         """Compute what takes the most memory, in a cache whose block 0 is enough.
 
+        Each sequence has its counts and is drawn from by a top-p that looks through all tokens.
         table_of: rows as long as sequences get.
         """
         attention = self._attention(kv_cache, (), 0)
         forward = EagerForward(self._model, attention)
         tokens = DeviceTokens(self._accelerator, num_seqs)
         runner = self._model_runner(attention, kv_cache, table_of, forward, tokens)
-        runner.run_nobodys(num_tokens, num_seqs)
+        counts = self._accelerator.zeros(num_seqs * self._model.spec.vocab_size, torch.int32)
+        scores = runner.run_nobodys(num_tokens, num_seqs)
+        DeviceSampling(OnDevice(self._accelerator), self._kernels.draw).tokens(
+            scores, hardest_rows(num_seqs)
+        )
+        del counts
 
     def _model_runner(
         self,
@@ -129,9 +144,6 @@ class CudaRunnerMaker:
             forward,
             tokens,
         )
-
-    def _sampling(self, placement: OnDevice) -> DeviceSampling:
-        return DeviceSampling(placement, self._kernels.draw)
 
     def _capture_sizes(self, num_rows: int) -> tuple[int, ...]:
         """None where the host has a part in each step, as it has in sharing prefixes."""
@@ -163,5 +175,4 @@ class CudaRunnerMaker:
             library,
             self._kernels.store,
             options,
-            self._kernels.turn,
         )

@@ -7,7 +7,7 @@ its OpenMP runtime.
 import ctypes
 import functools
 import logging
-from ctypes import POINTER, c_double, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, Final
 
@@ -89,6 +89,18 @@ Gate = _structure(
     },
 )
 """TokendGate of csrc/rows.h."""
+
+Edits = _structure(
+    "Edits",
+    {
+        **{"num_allowed": c_int64, "allowed": c_void_p},
+        **{"num_forbidden": c_int64, "forbidden": c_void_p},
+        **{"num_biases": c_int64, "bias_ids": c_void_p, "bias_values": c_void_p},
+        **{"num_counts": c_int64, "count_ids": c_void_p, "counts": c_void_p},
+        **dict.fromkeys(("repetition", "frequency", "presence"), c_float),
+    },
+)
+"""TokendEdits of csrc/edits.h."""
 
 Weight = _structure(
     "Weight",
@@ -223,7 +235,10 @@ class Kernels:
         self.find_broken = library.tokend_find_broken
         self.find_broken.argtypes = [c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p]
         self.find_best = library.tokend_find_best
-        self.find_best.argtypes = [*[c_int64] * 3, *[c_void_p] * 3]
+        self.find_best.argtypes = [*[c_int64] * 3, *[c_void_p] * 4]
+        self.edit = library.tokend_edit
+        self.edit.argtypes = [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]
+        self.edit.restype = None
         for function in (
             *(self.rms_norm, self.add_rms_norm),
             *(self.gate, self.find_broken, self.find_best),

@@ -184,8 +184,8 @@ class ModelRunner:
         self.run_nobodys(1, 1)
 
     @torch.inference_mode()
-    def run_nobodys(self, num_tokens: int, num_seqs: int) -> None:
-        """A step of nobody's tokens, dealt over so many sequences, and logits for each of these.
+    def run_nobodys(self, num_tokens: int, num_seqs: int) -> torch.Tensor:
+        """A step of nobody's tokens, dealt over so many sequences: the logits of each of these.
 
         All of it reads and writes block 0.
         """
@@ -195,7 +195,7 @@ class ModelRunner:
         )
         self._attention.plan(inputs.attention)
         hidden = self._model.forward(token_ids, positions, self._attention)
-        self._model.logits(hidden.index_select(0, last_token))
+        return self._model.logits(hidden.index_select(0, last_token))
 
     def _sample(self, begun: Begun, broken: NDArray[np.bool_], masks: MaskSource) -> Chosen:
         """Tokens of the sequences that are complete; broken: bool [S], as StepSampler has it."""

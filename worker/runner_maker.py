@@ -22,12 +22,12 @@ from worker.kv_connector.base import WorkerConnector, WorkerContext
 from worker.kv_connector.factory import create_worker_connector
 from worker.kv_connector.layers import with_hooks
 from worker.kv_connector.nothing import NO_CONNECTOR
-from worker.layers.triton_rows import TritonRotate
 from worker.loaded_model import LoadedModel
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.reports import Reports
 from worker.sample.device_draw import TritonDraw
+from worker.sample.device_edits import TritonEdits
 from worker.sample.sampler import create_sampler
 
 
@@ -46,6 +46,8 @@ class RunnerMaker:
         self._reports = reports
         self._device = loaded.device
         self._has_room = False
+        self.step_tokens = self._device.step_tokens(config.scheduler)
+        """Most tokens of a step, for which there is room beside the pool."""
         self._device.check_blocks(config.cache, loaded.geometry.bytes_per_token)
         peak = self._device.peak_of(self._run_largest_step)
         self.kv_cache_bytes = self._device.kv_cache_bytes(config.cache, loaded.part_of_kv, peak)
@@ -118,8 +120,8 @@ class RunnerMaker:
     def _run_largest_step(self) -> None:
         """As many tokens and sequences as the settings allow; only their memory matters."""
         scheduler, longest = self._config.scheduler, self._loaded.model.spec.max_position
-        num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        num_tokens = min(scheduler.max_num_batched_tokens, num_seqs * longest)
+        num_seqs = min(scheduler.max_num_seqs, self.step_tokens)
+        num_tokens = min(self.step_tokens, num_seqs * longest)
         cache = self._pool(1, self._config.cache.block_size)
         self._cuda_runners().run_largest_step(cache, self._rows(longest), num_tokens, num_seqs)
 
@@ -128,7 +130,7 @@ class RunnerMaker:
             self._config.device,
             self._checked_model(),
             Cuda(self._device.torch_device),
-            Kernels(load_library, TritonStore(), TritonDraw(), TritonRotate()),
+            Kernels(load_library, TritonStore(), TritonDraw(), TritonEdits()),
             create_sampler(),
             self._loaded.dtype,
         )

@@ -46,6 +46,7 @@ from worker.kv_connector.steps import ConnectorSteps, no_connector_steps
 from worker.loaded_model import load
 from worker.parallel.create import create_group
 from worker.parallel.group import GroupLostError
+from worker.parallel.patience import Patience
 from worker.reports import SupervisorReports
 from worker.runner_maker import RunnerMaker
 
@@ -95,9 +96,14 @@ class Service:
             lambda: supervisor.send(AwaitsRanks(boot.index)),
             lambda: bool(Poller([supervisor]).wait(0.0)),
         )
+        self._patience = Patience(
+            self._group.size, lambda: supervisor.send(AwaitsRanks(boot.index))
+        )
         # Loading takes a while, and what has no room now has none beside the weights.
         device.kv_cache_bytes(config.cache)
         self._loaded = load(config, boot.model, device, self._group, reports)
+        if self._loaded.on_cuda:
+            self._group.join(self._epoch, "memory")  # the largest step needs all of them
         self._runners = RunnerMaker(config, self._loaded, self._saboteur, reports)
         self._phases.end("weights")
 
@@ -165,12 +171,12 @@ class Service:
         logger.info("the engine died: waiting for the next one")
         self._poller.remove(self._engine)
         self._engine.close()
-        self._group.leave()
-        self._has_lost_group = False
         self._copies.close()  # nothing writes to a cache that is given up
         self._copies = no_connector_steps(self._poller)
         self._runner = None
         self._launched.clear()
+        self._group.leave()  # which waits for the end of graphs that the group is part of
+        self._has_lost_group = False
         self._distrusts_engine = False
         self._epoch = epoch
         self._inbox = Inbox()
@@ -216,6 +222,7 @@ class Service:
             with self._reporting(step):
                 output = launched.result()
             self._engine.send(output)
+        self._patience.await_step(self._launched[0][0].step if self._launched else None)
 
     @contextmanager
     def _reporting(self, step: SchedulerOutput) -> Iterator[None]:
@@ -248,6 +255,7 @@ class Service:
             weights=loaded.weights,
             phases=self._phases.phases,
             computes_ahead=loaded.on_cuda,
+            step_tokens=self._runners.step_tokens,
         )
 
     def _initialize(self, message: InitializeCache) -> Runner:

@@ -12,10 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from proto.engine_io import LogprobsArrays
+from proto.logit_edits import LogitEdits
 from proto.model_runner_output import RowLogprobs
 from proto.scheduler_output import GrammarOutput
 from worker.batch.inputs import StepInputs
 from worker.batch.rows import NO_LOGPROBS, Rows
+from worker.sample.best import Change
 from worker.sample.grammar_masks import row_masks
 from worker.sample.logprobs import best_continuations
 from worker.sample.row_edits import RowEdits
@@ -37,6 +39,8 @@ class StepSampler:
     def __init__(self, rows: Rows, sampler: Sampler) -> None:
         self._rows = rows
         self._sampler = sampler
+        self._unedited: list[RowEdits] = []
+        """For rows of a step that change nothing but cannot end yet; each needs its own."""
 
     def choose(
         self,
@@ -55,26 +59,59 @@ class StepSampler:
         nothing, but its row gets a token all the same: a step may be waiting for it.
         """
         sequences = inputs.samples.nonzero()[0]
-        best = self._sampler.best(scores)
+        at = inputs.rows[sequences]
+        best = self._sampler.best(scores, self._changes(at, handles, sequences))
         broken[sequences] |= best.broken
         masks = grammars()
-        plain = self._rows.plain[inputs.rows[sequences]] & ~_has_mask(masks, handles, sequences)
-        if plain.all():
+        greedy = self._rows.greedy[at] & ~_has_mask(masks, handles, sequences)
+        if greedy.all():
             return Chosen(self._append(inputs, sequences, best.token_ids, broken), [], [])
-        if not plain.any():
+        if not greedy.any():
             return self._sample_each(inputs, scores.float(), handles, sequences, broken, masks)
         # What the others want is no work for these.
-        greedy = self._append(inputs, sequences[plain], best.token_ids[plain], broken)
+        chosen = self._append(inputs, sequences[greedy], best.token_ids[greedy], broken)
         others = self._sample_each(
             inputs,
-            scores[torch.from_numpy(~plain)].float(),
+            scores[torch.from_numpy(~greedy)].float(),
             handles,
-            sequences[~plain],
+            sequences[~greedy],
             broken,
             masks,
         )
-        tokens = [a or b for a, b in zip(greedy, others.tokens, strict=True)]
+        tokens = [a or b for a, b in zip(chosen, others.tokens, strict=True)]
         return Chosen(tokens, others.logprobs, others.candidates)
+
+    def _changes(
+        self, at: NDArray[np.int64], handles: list[int], sequences: NDArray[np.int64]
+    ) -> list[Change]:
+        """Of the scores of greedy rows; `at` and `sequences` [N], those that sample."""
+        rows = self._rows
+        late = self._late(at)
+        if not rows.edits and not late.any():
+            return []
+        found: list[Change] = []
+        for i, (row, greedy, is_late) in enumerate(
+            zip(at.tolist(), rows.greedy[at].tolist(), late.tolist(), strict=True)
+        ):
+            if greedy and (is_late or row in rows.edits):
+                stop_ids = rows.params(handles[sequences[i]]).stop_ids if is_late else ()
+                edits = rows.edits.get(row) or self._nothing(len(found))
+                found.append(Change(i, edits, tuple(stop_ids)))
+        return found
+
+    def _nothing(self, number: int) -> RowEdits:
+        """The one of this number that changes nothing."""
+        while len(self._unedited) <= number:
+            self._unedited.append(RowEdits(LogitEdits(), (), ()))
+        return self._unedited[number]
+
+    def _late(self, at: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Bool [N]: rows that may not end yet."""
+        rows = self._rows
+        found: NDArray[np.bool_] = (
+            rows.num_tokens[at] - rows.num_prompt_tokens[at] < rows.min_output[at]
+        )
+        return found
 
     def _append(
         self,

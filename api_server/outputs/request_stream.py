@@ -129,7 +129,7 @@ class RequestStream:
         if output.error is not None:
             self.fail(output.error.to_exception())
             return False
-        if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+        if output.finish_reason is FinishReason.ERROR:
             self.fail(InternalRequestError("the request was ended by the server"))
             return False
         choice = self.choices[output.choice]

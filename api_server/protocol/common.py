@@ -141,8 +141,9 @@ class GenerationRequest(StructuredFields, Strict):
     """Answer with server-sent events."""
     stream_options: Annotated[StreamOptions | None, BeforeValidator(_stream_options)] = None
     """What a stream tells of its usage: include_usage, continuous_usage_stats; only with stream."""
-    stream_interval: int = Field(default=1, ge=1, le=INT64_MAX)
-    """Tokens of a choice between two of its events, after the first one."""
+    stream_interval: int | None = Field(default=None, ge=1, le=INT64_MAX)
+    """Tokens of a choice between two of its events, after the first one; by default 1, or what
+    --stream-interval says."""
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     """Choices for each prompt; more than one needs a temperature above 0, or beam search."""
     use_beam_search: bool = False

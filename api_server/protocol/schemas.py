@@ -41,7 +41,7 @@ USAGE: Final = an_object(
     {"prompt_tokens_details": an_object({"cached_tokens": INTEGER})},
 )
 _ENDING: Final = {
-    "finish_reason": or_null(one_of("stop", "length", "repetition")),
+    "finish_reason": or_null(one_of("stop", "length", "repetition", "abort")),
     "stop_reason": {"anyOf": [INTEGER, STRING, {"type": "null"}]},
 }
 COMPLETION: Final = an_object(

@@ -29,8 +29,12 @@ router = APIRouter(dependencies=[Depends(check_operator)])
 MAX_ABORTED_IDS: Final = 1024
 MAX_ID_CHARACTERS: Final = 160
 
-_PAUSES: Final[dict[str, PauseMode]] = {"wait": "finish_running", "keep": "freeze"}
-"""Names of clients of vLLM's API; what it calls abort is POST /abort_requests here."""
+_PAUSES: Final[dict[str, tuple[PauseMode, bool]]] = {
+    "abort": ("finish_running", True),
+    "wait": ("finish_running", False),
+    "keep": ("freeze", False),
+}
+"""Names of clients of vLLM's API: the pause, and whether whatever is unfinished ends first."""
 _TRUTHS: Final = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -56,12 +60,15 @@ async def drain(request: Request) -> Response:
 async def pause(request: Request) -> Response:
     """200: requests that have begun go on, others wait (mode=wait); or nothing is computed (keep).
 
-    It lasts until /resume, over restarts and reloads.
+    With mode=abort whatever is unfinished ends with what it has, its finish reason abort, and
+    what comes after waits. It lasts until /resume, over restarts and reloads.
     """
-    mode = _word(request, "mode", _PAUSES, "wait")
+    mode, ends_unfinished = _word(request, "mode", _PAUSES, "wait")
     if _word(request, "clear_cache", _TRUTHS, "false"):
         raise InvalidRequestError("clear_cache: use POST /reset_prefix_cache", "clear_cache")
-    await services_of(request).client.admin("pause", pause_mode=mode)
+    await services_of(request).client.admin(
+        "pause", pause_mode=mode, ends_unfinished=ends_unfinished
+    )
     return JSONResponse({"status": "paused"})
 
 
@@ -83,11 +90,15 @@ async def is_paused(request: Request) -> Response:
 async def reset_prefix_cache(request: Request) -> Response:
     """200: nothing is cached any more; 409 while requests are unfinished.
 
-    reset_running_requests=true: those are computed again instead.
+    reset_running_requests=true: those are computed again instead. reset_external=true: what a KV
+    connector keeps elsewhere is forgotten as well (409 while it is being copied).
     """
     running = _word(request, "reset_running_requests", _TRUTHS, "false")
+    external = _word(request, "reset_external", _TRUTHS, "false")
     client = services_of(request).client
-    reply = await client.admin("reset_prefix_cache", reset_running_requests=running)
+    reply = await client.admin(
+        "reset_prefix_cache", reset_running_requests=running, reset_external=external
+    )
     if not reply.ok:
         raise ConflictError(f"{reply.detail}: wait for them, or give reset_running_requests=true")
     return Response()

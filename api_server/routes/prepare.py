@@ -254,7 +254,7 @@ class Preparation:
                 min_tokens=asked.min_tokens,
                 text_start=text_start,
                 shows_stop=asked.include_stop_str_in_output,
-                interval=asked.stream_interval,
+                interval=asked.stream_interval or services.config.stream_interval,
                 counts_tokens=not asked.detokenize,
                 unsent=self._unsent,
             )
@@ -317,7 +317,7 @@ def check_request(request: GenerationRequest) -> None:
         raise InvalidRequestError("stream_options needs stream", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequestError("prompt_logprobs cannot be streamed", "prompt_logprobs")
-    if request.stream_interval != 1 and not request.stream:
+    if request.stream_interval not in (None, 1) and not request.stream:
         raise InvalidRequestError("stream_interval needs stream", "stream_interval")
     if request.stop and not request.detokenize:
         raise InvalidRequestError("stop needs text, which detokenize leaves out", "stop")

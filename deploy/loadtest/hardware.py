@@ -91,5 +91,5 @@ def settings_of(spec: ServerSpec, settings: Mapping[str, object]) -> ServeConfig
 
 def budget_of(config: ServeConfig) -> Budget:
     """How the scheduler cuts steps."""
-    tokens = config.scheduler.max_num_batched_tokens
+    tokens = config.scheduler.step_tokens
     return Budget(tokens, min(config.scheduler.long_prefill_token_threshold or tokens, tokens))

@@ -111,9 +111,7 @@ def _parser() -> Parser:
     parser.add_argument("--context-tokens", type=at_least_one, default=500)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--cpu-threads", type=at_least_one, help="as of the daemon")
-    parser.add_argument(
-        "--json", metavar="FILE", action="append", default=[], help="write the timings there"
-    )
+    parser.add_argument("--json", metavar="FILE", help="write the timings there")
     return parser
 
 

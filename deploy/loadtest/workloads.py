@@ -47,7 +47,7 @@ def _workload(name: str, requests: Sequence[RequestRecipe], **given: Any) -> Sch
         "block_size": _BLOCK_SIZE,
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": _DEFAULTS.max_num_seqs,
-        "max_num_batched_tokens": _DEFAULTS.max_num_batched_tokens,
+        "max_num_batched_tokens": _DEFAULTS.step_tokens,
         "warm_up_steps": 200,
         "measured_steps": 300,
     }
@@ -61,7 +61,7 @@ def _decode(number: int) -> SchedulerWorkload:
         [RequestRecipe(((seed, 64),), _FOREVER) for seed in range(number)],
         concurrency=number,
         max_num_seqs=max(number, _DEFAULTS.max_num_seqs),
-        max_num_batched_tokens=max(2 * number, _DEFAULTS.max_num_batched_tokens),
+        max_num_batched_tokens=max(2 * number, _DEFAULTS.step_tokens),
     )
 
 

@@ -118,7 +118,7 @@ def _about(condensed: Condensed, name: str) -> dict[str, Any]:
         "blocks": header.num_blocks - 1,
         "blockSize": header.block_size,
         "seats": header.scheduler.max_num_seqs,
-        "budget": header.scheduler.max_num_batched_tokens,
+        "budget": header.scheduler.step_tokens,
         "end": condensed.end,
         "events": condensed.events,
         "requests": [f"{each.request_id}/{each.choice}" for each in arrivals],

@@ -90,8 +90,11 @@ class KVCacheManager:
         """The first tokens of a request that holds blocks, for another one to start from.
 
         num_tokens: computed in an earlier step, or copied or found in this one. Nothing
-        where a window of the source has passed what the next token sees. Changes nothing.
+        where a window of the source has passed what the next token sees, or where it is not known
+        yet whether its KV was loaded. Changes nothing.
         """
+        if source.handle in self._proven_until:
+            return NOTHING_COMPUTED
         return fork_of(self.groups, source.handle, num_tokens)
 
     def branch(self, request: Request, source: Request, num_tokens: int) -> int:

@@ -41,7 +41,7 @@ class FileTape:
         self._file = TraceFile(path, MAX_BYTES, MAX_UNWRITTEN)
         self._file.put(header)
         self._job_of = job_of
-        seats = min(header.scheduler.max_num_seqs, header.scheduler.max_num_batched_tokens)
+        seats = min(header.scheduler.max_num_seqs, header.scheduler.step_tokens)
         recorder = Recorder(self._put, started=0.0, num_seats=seats, clock=clock)
         self.scheduler_observer: SchedulerObserver = recorder
         self.pool_observers: Sequence[PoolObserver] = (recorder.census,)

@@ -22,7 +22,7 @@ class ChunkRule:
 
     @classmethod
     def from_config(cls, config: SchedulerConfig) -> "ChunkRule":
-        budget = config.max_num_batched_tokens
+        budget = config.step_tokens
         threshold = config.long_prefill_token_threshold or budget
         return cls(budget, min(threshold, budget), config.enable_chunked_prefill)
 

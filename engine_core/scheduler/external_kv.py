@@ -35,26 +35,34 @@ from engine_core.scheduler.gates import Candidate, Wake
 from engine_core.scheduler.idle_blocks import IdleBlocks
 from engine_core.scheduler.observer import SchedulerObserver
 from engine_core.scheduler.step_plan import StepPlan
+from engine_core.scheduler.swap_rule import SwapRule
 from proto.codec import changed
 from proto.kv_events import KVEvent
 from proto.kv_transfer import KVConnectorOutput, LoadFailurePolicy
 from proto.scheduler_output import SchedulerOutput
 
-Connect = Callable[[PoolHolds, Wake], SchedulerConnector]
-"""Makes a connector from the references it may take, and the way to wake who was told to wait."""
+IsSound = Callable[[int], bool]
+Connect = Callable[[PoolHolds, Wake, IsSound], SchedulerConnector]
+"""Makes a connector from the references it may take, the way to wake who was told to wait, and
+whether what a request computes, by handle, may be stored."""
 
 
-def no_connector(holds: PoolHolds, wake: Wake) -> SchedulerConnector:
+def no_connector(holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
     """Connect to nothing."""
     return NO_CONNECTOR
 
 
 @dataclass(slots=True)
 class _Load:
-    """num_tokens: leading tokens of the request with KV once it is over, as far as is known."""
+    """num_tokens: leading tokens of the request with KV once it is over, as far as is known.
+
+    begun: seconds of the clock. num_external: tokens that are loaded.
+    """
 
     request: Request
     num_tokens: int
+    begun: float
+    num_external: int
     failed: bool = False
 
 
@@ -86,12 +94,16 @@ class ExternalKV:
         idle_blocks: IdleBlocks,
         policy: LoadFailurePolicy,
         observer: SchedulerObserver,
+        swap_rule: SwapRule,
+        clock: Callable[[], float],
     ) -> None:
         self._kv_cache = kv_cache
         self._waiting = waiting
         self._idle_blocks = idle_blocks
         self.fails_requests = policy == "fail"
-        self.connector = connect(kv_cache.holds, self._wake_asked)
+        self._swap_rule = swap_rule
+        self._clock = clock
+        self.connector = connect(kv_cache.holds, self._wake_asked, self.is_sound)
         self.connected = self.connector is not NO_CONNECTOR
         self._observer = observer
         self._plan: StepPlan | None = None
@@ -128,7 +140,10 @@ class ExternalKV:
         if match.num_tokens is None:
             self._asked[request.handle] = request
             return True
-        candidate.num_external_tokens = self._usable(request, num_local, match.num_tokens)
+        usable = self._usable(request, num_local, match.num_tokens)
+        if request.num_preemptions and not self._swap_rule.loads(usable):
+            usable = 0
+        candidate.num_external_tokens = usable
         candidate.loads_async = match.is_async and candidate.num_external_tokens > 0
         return False
 
@@ -174,7 +189,9 @@ class ExternalKV:
         self._waiting.set_aside(request)
         request.status = self.status
         request.num_computed_tokens = num_tokens
-        self._loads[request.handle] = _Load(request, num_tokens)
+        self._loads[request.handle] = _Load(
+            request, num_tokens, self._clock(), candidate.num_external_tokens
+        )
         self._count(request, candidate.num_external_tokens)
         self._tell_allocated(request, candidate.num_external_tokens, is_async=True)
 
@@ -217,6 +234,10 @@ class ExternalKV:
         self._beginning.clear()
         metadata = self.connector.build_connector_meta(output)
         return changed(output, connector_metadata=metadata) if metadata else output
+
+    def is_sound(self, handle: int) -> bool:
+        """Nothing of a request rests on a load of which it is not known whether it succeeds."""
+        return handle not in self._unproven
 
     def describe_rewound(self, plan: StepPlan) -> None:
         """Workers have tokens of theirs that never were: they are told of them anew."""
@@ -331,6 +352,10 @@ class ExternalKV:
         self.connector.start_over()
         self._kv_cache.holds.release_all()
 
+    def reset_cache(self) -> bool:
+        """Forget what is kept elsewhere; False where it is being copied."""
+        return self.connector.reset_cache()
+
     def close(self) -> None:
         """The engine ends."""
         self.connector.close()
@@ -396,6 +421,8 @@ class ExternalKV:
         request, kv_cache = load.request, self._kv_cache
         if load.failed:
             self._given_up.add(handle)
+        else:
+            self._swap_rule.learn_load(load.num_external, self._clock() - load.begun)
         if load.num_tokens:
             kv_cache.prove(request, load.num_tokens)
             request.num_computed_tokens = min(load.num_tokens, request.num_tokens - 1)

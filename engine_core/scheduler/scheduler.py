@@ -47,10 +47,11 @@ from engine_core.scheduler.sessions import Sessions
 from engine_core.scheduler.sibling_forks import SiblingForks
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.scheduler.step_results import ImpossibleResultError, check_result
+from engine_core.scheduler.swap_rule import swap_rule_of
 from engine_core.scheduler.tenants import TenantLedger
 from engine_core.scheduler.victims import Victims
 from proto.config import SchedulerConfig
-from proto.engine_io import PauseMode
+from proto.engine_io import EngineCoreOutput, FinishReason, PauseMode
 from proto.errors import ErrorInfo
 from proto.kv_transfer import KVConnectorOutput, LoadFailurePolicy
 from proto.model_runner_output import ModelRunnerOutput
@@ -138,8 +139,16 @@ class Scheduler:
             self._preemption.evict_running,
             config.crashes_until_alone,
         )
+        self._swap_rule = swap_rule_of(config.preemption)
         self.external = ExternalKV(
-            connect, kv_cache, self.waiting, idle_blocks, load_failure_policy, observer
+            connect,
+            kv_cache,
+            self.waiting,
+            idle_blocks,
+            load_failure_policy,
+            observer,
+            self._swap_rule,
+            clock,
         )
         self._gates: tuple[Gate, ...] = (
             self._pause,
@@ -222,6 +231,21 @@ class Scheduler:
         ended = [each for each in self._requests.values() if each.client_index == client_index]
         self._abort_all(ended)
         return len(ended)
+
+    def abort_everyone(self) -> ClientOutputs:
+        """End every request in whatever state it is; returns the last outputs of all choices."""
+        requests = list(self._requests.values())
+        outputs: ClientOutputs = {}
+        for each in {each.request_id: each for each in requests}.values():
+            choices = list(self._choices[each.request_id])
+            if self._beams.owns(each.request_id):
+                choices = list(range(each.sampling_params.beam_width))
+            outputs.setdefault(each.client_index, []).extend(
+                EngineCoreOutput(each.request_id, choice, 0, [], FinishReason.ABORT)
+                for choice in choices
+            )
+        self._abort_all(requests)
+        return outputs
 
     def knows(self, request_id: int) -> bool:
         """Some choice of this request is not finished."""
@@ -354,6 +378,7 @@ class Scheduler:
         num_decoding = output.cached_requests.num_scheduled_tokens.count(1)
         num_prompt_tokens = output.total_num_scheduled_tokens - num_decoding
         self._pace.learn(num_decoding, num_prompt_tokens, result.compute_seconds)
+        self._swap_rule.learn_step(num_prompt_tokens, result.compute_seconds)
         return outputs
 
     def update_from_connector(self, report: KVConnectorOutput) -> ClientOutputs:

@@ -55,7 +55,7 @@ class FileTracing:
         self._file = TraceFile(path, max_bytes)
         self._file.put(header)
         scheduler = header.scheduler
-        seats = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        seats = min(scheduler.max_num_seqs, scheduler.step_tokens)
         recorder = Recorder(self._file.put, started=started, num_seats=seats)
         self.scheduler_observer: SchedulerObserver = recorder
         self.pool_observers: Sequence[PoolObserver] = (recorder.census,)

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from proto.config import ServeConfig
+from proto.config import CPU_STEP_TOKENS, ServeConfig
 from proto.engine_io import PauseMode
 from proto.faults import Fault
 from proto.lifecycle.roles import Role
@@ -110,6 +110,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     weights: memory of each form that there is.
     phases: until here, since the birth of the process.
     computes_ahead: it gains from a step that is there before the tokens of the last are known.
+    step_tokens: the token budget of a step that its memory is shared out for.
     """
 
     protocol_version: int
@@ -123,6 +124,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     weights: tuple[WeightMemory, ...] = ()
     phases: tuple[Phase, ...] = ()
     computes_ahead: bool = False
+    step_tokens: int = CPU_STEP_TOKENS
 
 
 class InitializeCache(msgspec.Struct, array_like=True, tag=11, frozen=True):

@@ -7,7 +7,7 @@ import pytest
 
 from api_server.routes import admin
 from proto.config import FrontEndConfig
-from proto.engine_io import FinishReason
+from proto.engine_io import EngineCoreOutput, FinishReason
 from proto.lifecycle import AbortRequests, FrontEndReady
 from tests.api_server.conftest import samples
 from tests.api_server.test_process import running
@@ -112,11 +112,50 @@ async def test_pause_and_resume(start):
         assert front_end.engine.pause_mode == "freeze"
         assert (await http.post("/resume")).json() == {"status": "resumed"}
         assert not await paused()
-        for query, param in (("mode=abort", "mode"), ("mode=", "mode"), ("clear_cache=true",) * 2):
+        for query, param in (("mode=end", "mode"), ("mode=", "mode"), ("clear_cache=true",) * 2):
             refused = await http.post(f"/pause?{query}")
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == param.partition("=")[0]
         assert not await paused()
+
+
+async def test_a_pause_that_ends_what_is_unfinished(start):
+    """The engine ends it, and what clients have had until then stands, its reason abort."""
+    async with start(accepts=True) as front_end:
+        engine = front_end.engine
+        begun = asyncio.create_task(front_end.complete(max_tokens=9))
+        begun_request = await engine.requests.get()
+        waiting = asyncio.create_task(front_end.chat(max_tokens=9))
+        waiting_request = await engine.requests.get()
+        streamed = asyncio.create_task(front_end.events("/v1/completions", prompt="a", n=2))
+        streamed_request = await engine.requests.get()
+        engine.emit(begun_request, [40])
+        engine.emit(streamed_request, [40], choice=1)
+        assert (await front_end.http.post("/pause?mode=abort")).json() == {"status": "paused"}
+        assert [each.ends_unfinished for each in engine.calls] == [True]
+        assert engine.pause_mode == "finish_running"
+        for request, choice in (
+            *((begun_request, 0), (waiting_request, 0)),
+            *((streamed_request, 0), (streamed_request, 1)),
+        ):
+            engine.send_outputs(
+                EngineCoreOutput(request.request_id, choice, 0, [], FinishReason.ABORT)
+            )
+        answer = await begun
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["finish_reason"] == "abort"
+        assert answer.json()["choices"][0]["text"]
+        assert answer.json()["usage"]["completion_tokens"] == 1
+        answer = (await waiting).json()
+        assert answer["choices"][0]["finish_reason"] == "abort"
+        assert answer["choices"][0]["message"]["content"] == ""
+        ends = [each["choices"][0] for each in (await streamed)[:-1]]
+        reasons = {(each["index"], each["finish_reason"]) for each in ends}
+        assert reasons >= {(0, "abort"), (1, "abort")}
+        assert front_end.services.client.num_open == 0
+        engine.calls.clear()
+        await front_end.http.post("/pause?mode=wait")
+        assert [each.ends_unfinished for each in engine.calls] == [False]
 
 
 async def test_the_prefix_cache_is_reset_when_nobody_needs_it(start):

@@ -5,6 +5,7 @@ import hashlib
 
 import pytest
 
+from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 from proto.logit_edits import LogitEdits
 from proto.repetition import RepetitionDetection
@@ -157,6 +158,18 @@ async def test_the_interval_of_a_stream(start, say, tokenizer, interval):
         assert text == "the quick brown fox jumps"
         if interval == 1000:
             assert len(lengths) <= 2
+
+
+async def test_the_interval_of_a_stream_that_does_not_say(start, say, tokenizer):
+    """That of --stream-interval; a request with one of its own has that."""
+    num_tokens = len(tokenizer.encode("the quick brown fox jumps").ids) + 1
+    async with start(
+        say("the quick brown fox jumps"), config=FrontEndConfig(stream_interval=1000)
+    ) as front_end:
+        fields = {"prompt": "hello", "max_tokens": 60}
+        assert len(await front_end.events(PATH, **fields)) <= 3
+        assert len(await front_end.events(PATH, stream_interval=1, **fields)) > num_tokens / 2
+        assert (await front_end.complete(**fields)).status_code == 200
 
 
 async def test_names_and_choice_of_logprobs(start, say, tokenizer):

@@ -192,6 +192,32 @@ def test_pause_and_resume_by_call():
     assert desk.outbox.replies == [(0, AdminReply(1, each, True)) for each in (5, 6, 7)]
 
 
+def test_a_pause_can_end_what_is_unfinished():
+    """Whatever it waits for; each choice hears of it once, and of the pause whoever comes after."""
+    desk = Desk()
+    desk.take(request(1, max_tokens=30), client=2)
+    desk.take(request(2, n=2, beam_width=2, max_tokens=30))
+    desk.engine.step()
+    desk.engine.step()
+    desk.take(request(3, n=3), client=2)
+    desk.take(AdminCall(1, 5, "pause", ends_unfinished=True))
+    ended = [
+        (client, each.request_id, each.choice)
+        for client, each in desk.outbox.outputs
+        if each.finish_reason is FinishReason.ABORT
+    ]
+    assert sorted(ended) == [(0, 2, 0), (0, 2, 1), (2, 1, 0), (2, 3, 0), (2, 3, 1), (2, 3, 2)]
+    assert {(2, 1), (0, 2), (2, 3)} <= set(desk.outbox.accepted)
+    assert desk.engine.scheduler.num_unfinished == 0
+    desk.engine.run()
+    desk.engine.assert_at_rest()
+    desk.take(request(4))
+    assert not desk.engine.scheduler.has_work or not desk.engine.step().total_num_scheduled_tokens
+    desk.take(AdminCall(1, 6, "resume"))
+    desk.engine.run()
+    desk.engine.assert_at_rest()
+
+
 def test_whether_there_is_a_pause_by_call():
     desk = Desk()
     for call_id, name in enumerate(("get_pause", "pause", "get_pause", "resume", "get_pause")):

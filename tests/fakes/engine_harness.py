@@ -17,6 +17,7 @@ from engine_core.request import Request, choices_of
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.constraints import NO_CONSTRAINTS, Constraints
+from engine_core.scheduler.external_kv import IsSound
 from engine_core.scheduler.gates import Gate, Wake
 from engine_core.scheduler.observer import NO_OBSERVER, SchedulerObserver
 from engine_core.scheduler.scheduler import Scheduler
@@ -96,8 +97,8 @@ class EngineHarness:
         self.outputs: dict[tuple[int, int], list[EngineCoreOutput]] = {}
         self.final: dict[tuple[int, int], FinishReason] = {}
 
-    def _connect(self, holds: PoolHolds, wake: Wake) -> SchedulerConnector:
-        self.holds, self.wake = holds, wake
+    def _connect(self, holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
+        self.holds, self.wake, self.is_sound = holds, wake, is_sound
         return NO_CONNECTOR if self.connector is None else self.connector
 
     def add(

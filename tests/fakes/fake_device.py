@@ -265,6 +265,8 @@ class AcrossTheBoundary:
         rotation: Rotation,
     ) -> torch.Tensor:
         adopt = self._device.adopt
+        # A backend may turn queries and keys where they are.
+        query, key = query.clone(), key.clone()
         result = self._backend.run(layer, adopt(query), adopt(key), adopt(value), adopt(rotation))
         assert self._device.holds(result)
         return on_host(result)

@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from tests.fakes.fake_device import FakeDevice, on_host
+from tests.fakes.fake_flashinfer_rows import FakeRowKernels
 from tests.fakes.fake_paged_wrapper import SIXTEEN_BITS, PagedWrapper, check_index, demand
 
 _SETTINGS: Final = frozenset(
@@ -29,11 +30,11 @@ _SETTINGS: Final = frozenset(
 )
 
 
-class FakeFlashInfer:
+class FakeFlashInfer(FakeRowKernels):
     """The module `flashinfer`, as far as it is used, for one device."""
 
     def __init__(self, device: FakeDevice) -> None:
-        self._device = device
+        super().__init__(device)
         self.wrappers: list[PagedWrapper] = []
 
     def BatchPrefillWithPagedKVCacheWrapper(

@@ -91,9 +91,12 @@ class PagedRunner:
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute a step, as a worker would, and check that its message makes sense."""
         self.steps.append(output)
+        told_anew = {*output.finished_handles, *output.cached_requests.resumed_handles}
+        for handle in told_anew & self.misled.keys():
+            if self.misled[handle] < output.step:
+                del self.misled[handle]
         for handle in output.finished_handles:
             del self.rows[handle]
-            self.misled.pop(handle, None)
         for handle in output.preempted_handles:
             self.rows[handle].tables = [[] for _ in self.windows]
         work = [self._begin(new) for new in output.new_requests] + self._continue(output)
@@ -136,8 +139,6 @@ class PagedRunner:
             row = self.rows[handle]
             if handle in resumed:
                 assert blocks is not None
-                if self.misled.get(handle, output.step) < output.step:
-                    del self.misled[handle]
                 row.token_ids[row.num_prompt_tokens :] = resumed[handle]
                 row.digests.clear()
                 row.tables = [list(table) for table in blocks]

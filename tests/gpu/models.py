@@ -20,7 +20,6 @@ from worker.device.accelerator import Cuda
 from worker.forward import EagerForward
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
-from worker.layers.triton_rows import TritonRotate
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec
@@ -56,7 +55,6 @@ class Bench:
             load_library(),
             TritonStore(),
             Options(sizes, capture * -(-longest // BLOCK)),
-            TritonRotate(),
         )
         self.eager = EagerForward(decoder, self.attention)
 

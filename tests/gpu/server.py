@@ -1,66 +1,85 @@
-"""The whole daemon on the GPU under load: 8B, all requests at once, over HTTP."""
+"""The whole daemon on the GPU under load: 8B over HTTP, requests all at once and as they come."""
 
-import asyncio
-import statistics
+import json
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from tests.e2e.daemon import Daemon
 from tests.gpu.checkpoint import write_checkpoint
 from tests.gpu.phases import demand
 from tests.gpu.random_model import CONFIGS
 
-NUM_REQUESTS = 256
+AT_ONCE = 256
 INPUT, OUTPUT = 512, 128
+LOAD = 0.7
+"""Of what the daemon has done with all requests there at once: how fast they arrive one by one."""
+ARRIVING_SECONDS = 15.0
+LOAD_SECONDS = 60.0
+SHOWN = (
+    "output_tokens_per_s",
+    "ttft_ms_p50",
+    "ttft_ms_p99",
+    "tpot_ms_p50",
+    "tpot_ms_p99",
+)
 
 
-async def _load(url: str, num_requests: int, num_input: int, num_output: int) -> list[float]:
-    """Seconds of each request; raises where one is not answered in full."""
-    limits = httpx.Limits(max_connections=num_requests)
+def load(url: str, num_requests: int, *how: str, shape: tuple[int, int]) -> dict[str, Any]:
+    """What `tokend bench serve` finds; raises Failed where an answer is missing or short.
 
-    async def ask(client: httpx.AsyncClient, index: int) -> float:
-        prompt = [(index * 31 + place * 7) % 900 for place in range(num_input)]
-        started = time.monotonic()
-        answer = await client.post(
-            f"{url}/v1/completions",
-            json={
-                "prompt": prompt,
-                "max_tokens": num_output,
-                "ignore_eos": True,
-                "temperature": 0.0,
-            },
+    how: flags that say when requests are sent. shape: tokens of each prompt and answer.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "run.json"
+        words = ["--url", url, "--json", str(file), "--max-requests", str(num_requests)]
+        words += ["--input-tokens", str(shape[0]), "--output-tokens", str(shape[1])]
+        words += ["--lowest-token-id", "0", "--highest-token-id", "900", "--warm-ups", "0", *how]
+        result = subprocess.run(
+            [sys.executable, "-P", "-m", "deploy.cli", "bench", "serve", *words],
+            capture_output=True,
+            text=True,
+            timeout=LOAD_SECONDS,
         )
-        answer.raise_for_status()
-        usage = answer.json()["usage"]
-        demand(usage["completion_tokens"] == num_output, f"request {index}: {usage}")
-        return time.monotonic() - started
+        demand(result.returncode == 0, f"bench serve ended with {result.stderr[-300:]}")
+        (run,) = json.loads(file.read_text())["runs"]
+    answered = run["num_completed"] == num_requests and not run["num_other_length"]
+    demand(answered, f"of {num_requests} requests not all are answered in full: {run['errors']}")
+    found: dict[str, Any] = run
+    return found
 
-    async with httpx.AsyncClient(limits=limits, timeout=120.0) as client:
-        return await asyncio.gather(*(ask(client, index) for index in range(num_requests)))
+
+def shown(run: dict[str, Any]) -> dict[str, float]:
+    """What of a run goes into the table."""
+    return {name: run[name] for name in SHOWN}
 
 
 def daemon_8b() -> dict[str, Any]:
-    """Tokens a second and times of 256 requests that come at once, after a warm-up."""
+    """Tokens a second and latencies, after a warm-up; a Poisson process of arrivals last."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_checkpoint(folder, CONFIGS["8B"])
         flags = ("--device", "cuda", "--attention-backend", "flashinfer")
-        flags += ("--max-num-batched-tokens", "8192", "--max-model-len", "2048")
+        flags += ("--max-model-len", "2048")
         started = time.monotonic()
         with Daemon(str(folder), *flags) as daemon:
             ready = time.monotonic() - started
-            asyncio.run(_load(daemon.url, 8, INPUT, 8))
-            started = time.monotonic()
-            times = asyncio.run(_load(daemon.url, NUM_REQUESTS, INPUT, OUTPUT))
-            seconds = time.monotonic() - started
-    hundredths = statistics.quantiles(times, n=100)
+            load(daemon.url, 8, "--concurrency", "8", shape=(INPUT, 8))
+            shape = (INPUT, OUTPUT)
+            at_once = load(daemon.url, AT_ONCE, "--concurrency", str(AT_ONCE), shape=shape)
+            rate = LOAD * at_once["requests_per_s"]
+            arriving = load(
+                daemon.url,
+                max(1, round(rate * ARRIVING_SECONDS)),
+                "--request-rate",
+                f"{rate:.2f}",
+                shape=shape,
+            )
     return {
         "ready in s": ready,
-        "output tokens/s": NUM_REQUESTS * OUTPUT / seconds,
-        "s a request, p50": hundredths[49],
-        "s a request, p99": hundredths[98],
+        "all at once": shown(at_once),
+        f"Poisson, {rate:.1f} a second": shown(arriving),
     }

@@ -19,10 +19,10 @@ from worker.cuda_runner import CudaRunnerMaker, Kernels
 from worker.device.accelerator import Cuda
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
-from worker.layers.triton_rows import TritonRotate
 from worker.models.registry import spec_from_config
 from worker.sample.backend import ReferenceBackend
 from worker.sample.device_draw import TritonDraw
+from worker.sample.device_edits import TritonEdits
 from worker.sample.sampler import Sampler
 
 BATCH = 64
@@ -69,7 +69,7 @@ def steps_8b() -> dict[str, Any]:
         DeviceConfig(),
         decoder,
         Cuda(CUDA),
-        Kernels(load_library, TritonStore(), TritonDraw(), TritonRotate()),
+        Kernels(load_library, TritonStore(), TritonDraw(), TritonEdits()),
         Sampler(ReferenceBackend()),
         DTYPE,
     )

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,16 @@ import torch
 import tests.gpu.__main__ as gpu_check
 from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
+from tests.fakes.openai_server import fake_openai, well
 from tests.fakes.prepared_models import prepare_checkpoint
-from tests.gpu import models
+from tests.gpu import models, server
 from tests.gpu.checkpoint import write_checkpoint
 from tests.gpu.formulas import decode_floor, kv_bytes_per_token, prefill_operations, weight_bytes
 from tests.gpu.kernels import exact_shares
-from tests.gpu.phases import PHASES, Failed, Phase, demand
+from tests.gpu.phases import PHASES, TOTAL_SECONDS, Failed, Phase, demand
 from tests.gpu.random_model import CONFIGS, random_decoder
 from tests.worker.test_cuda_runner import compute_by_torch
 from worker.attention.kv_store import store_by_index
-from worker.layers.rotary import rotate
 from worker.loader.weights import load_model
 from worker.models.registry import spec_from_config, spec_of
 from worker.sample.filters import apply_filters
@@ -90,7 +91,6 @@ def test_the_models_run_on_a_made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(models, "Cuda", lambda device: cuda.device)
         monkeypatch.setattr(models, "load_library", lambda: library)
         monkeypatch.setattr(models, "TritonStore", lambda: store_by_index)
-        monkeypatch.setattr(models, "TritonRotate", lambda: rotate)
         decoder = random_decoder(spec, models.DTYPE, models.CUDA)
         tokens = torch.arange(30) % 64
         whole, in_parts = (
@@ -120,6 +120,24 @@ def test_nothing_is_checked_without_a_gpu() -> None:
     assert result.returncode == 2
     assert "make gpu-check needs an NVIDIA GPU" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_every_phase_may_take_as_long_as_it_says() -> None:
+    assert sum(phase.seconds for phase in PHASES) <= TOTAL_SECONDS == 8 * 60
+
+
+def test_load_on_a_server_that_answers_and_on_one_that_does_not() -> None:
+    with fake_openai(well) as fake:
+        for how in (("--concurrency", "3"), ("--request-rate", "200")):
+            run = server.load(fake.url, 6, *how, shape=(8, 4))
+            assert set(server.shown(run)) == set(server.SHOWN)
+            assert run["output_tokens"] == 24
+
+    def short(path: str, body: dict[str, Any]) -> Iterable[bytes]:
+        return well(path, body | {"max_tokens": body["max_tokens"] - 1})
+
+    with fake_openai(short) as fake, pytest.raises(Failed, match="not all are answered in full"):
+        server.load(fake.url, 2, "--concurrency", "1", shape=(8, 4))
 
 
 def test_a_phase_that_fails_hangs_or_dies_fails_alone() -> None:

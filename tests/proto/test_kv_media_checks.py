@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from proto.config import CacheConfig, DeviceConfig, ModelConfig, ServeConfig
+from proto.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, ServeConfig
 from proto.config_checks import validate
 from proto.errors import ConfigError
 
@@ -21,6 +21,15 @@ def offloading(extra: dict[str, Any]) -> dict[str, Any]:
 def multi(*parts: dict[str, Any]) -> dict[str, Any]:
     extra = {"connectors": list(parts)}
     return {"kv_connector": "MultiConnector", "kv_connector_extra_config": extra}
+
+
+def swapping(document: dict[str, Any] | None, device: str = "cuda") -> ServeConfig:
+    text = None if document is None else msgspec.json.encode(document).decode()
+    return ServeConfig(
+        scheduler=SchedulerConfig(preemption="swap"),
+        cache=CacheConfig(kv_transfer_config=text),
+        device=DeviceConfig(device=device),  # type: ignore[arg-type]
+    )
 
 
 def config(document: dict[str, Any], device: str = "auto", **model: Any) -> ServeConfig:
@@ -70,3 +79,31 @@ def test_wrong_settings_are_found_before_anything_loads(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(config(multi(offloading(CPU), offloading(extra)), dtype="float32"))
+
+
+def test_swap_is_for_a_gpu_with_host_memory_beside_it() -> None:
+    validate(swapping(offloading(CPU)))
+    validate(swapping(multi(offloading(DISK), offloading(CPU))))
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_swap_on_a_cpu_is_refused_with_the_reason(device: str) -> None:
+    with pytest.raises(ConfigError, match="a CPU's KV is in host memory already") as raised:
+        validate(swapping(offloading(CPU), device))
+    assert raised.value.parameter == "preemption"
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (None, "needs --kv-transfer-config with an OffloadingConnector"),
+        (offloading(DISK), "needs --kv-transfer-config with an OffloadingConnector"),
+        (offloading({**CPU, "store_threshold": 2}), "store_threshold keeps some of them"),
+        ({**offloading(CPU), "kv_role": "kv_producer"}, "stores and loads, not kv_producer"),
+    ],
+)
+def test_swap_is_refused_where_it_could_not_bring_everything_back(
+    document: dict[str, Any] | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(swapping(document))

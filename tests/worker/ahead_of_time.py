@@ -15,12 +15,14 @@ class Kernel(NamedTuple):
     """What is to be compiled.
 
     maker: "module:name" of what makes the kernel, or something that has it. signature: types
-    of its pointers and numbers. constants: its compile-time parameters.
+    of its pointers and numbers. constants: its compile-time parameters. options: of the
+    compiler.
     """
 
     maker: str
     signature: dict[str, str]
     constants: dict[str, Any]
+    options: dict[str, Any] = {}
 
 
 def compiled(kernels: list[Kernel]) -> list[str]:
@@ -37,7 +39,9 @@ def compiled(kernels: list[Kernel]) -> list[str]:
     return found
 
 
-def _compile(maker: str, signature: dict[str, str], constants: dict[str, Any]) -> str:
+def _compile(
+    maker: str, signature: dict[str, str], constants: dict[str, Any], options: dict[str, Any]
+) -> str:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -48,7 +52,7 @@ def _compile(maker: str, signature: dict[str, str], constants: dict[str, Any]) -
     source = ASTSource(
         kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants
     )
-    found = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert found.asm["cubin"]
     ptx: str = found.asm["ptx"]
     return ptx

@@ -1,11 +1,19 @@
 """The CUDA device over a made-up GPU."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from proto.config import GIB, CacheConfig, DeviceConfig, ServeConfig
+from proto.config import (
+    GIB,
+    CacheConfig,
+    DeviceConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    ServeConfig,
+)
 from proto.errors import ConfigError
 from worker.device import choice
 from worker.device.cpu import CpuDevice
@@ -15,10 +23,17 @@ from worker.device.cuda import CudaDevice, Room
 class MadeUpGpu:
     """CudaRuntime with these numbers; a step takes `peak`, or has no room."""
 
-    def __init__(self, free: int, capability: tuple[int, int] = (9, 0), peak: int = GIB) -> None:
+    def __init__(
+        self,
+        free: int,
+        capability: tuple[int, int] = (9, 0),
+        peak: int = GIB,
+        total: int = 80 * GIB,
+    ) -> None:
         self._free = free
         self._capability = capability
         self._peak = peak
+        self._total = total
 
     def name(self) -> str:
         return "Some GPU"
@@ -27,7 +42,7 @@ class MadeUpGpu:
         return self._capability
 
     def room(self) -> Room:
-        return Room(self._free, 80 * GIB)
+        return Room(self._free, self._total)
 
     def peak_of(self, run: Callable[[], None]) -> int:
         run()
@@ -46,6 +61,14 @@ def test_its_name_and_dtypes() -> None:
     assert device.resolve_dtype("auto") == torch.bfloat16
     assert device.resolve_dtype("float32") == torch.float32
     assert device_of(GIB, capability=(7, 5)).resolve_dtype("auto") == torch.float16
+
+
+@pytest.mark.parametrize(("gibibytes", "tokens"), [(141, 8192), (80, 8192), (40, 4096), (16, 2048)])
+def test_a_step_is_as_large_as_the_memory_suits(gibibytes: int, tokens: int) -> None:
+    device = device_of(free=GIB, total=gibibytes * GIB)
+    assert device.step_tokens(SchedulerConfig()) == tokens
+    assert device.step_tokens(SchedulerConfig(max_num_batched_tokens=300)) == 300
+    assert CpuDevice(DeviceConfig()).step_tokens(SchedulerConfig()) == 256
 
 
 def test_the_pool_gets_what_weights_and_the_largest_step_leave() -> None:
@@ -109,11 +132,49 @@ def test_cuda_without_a_gpu_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) 
     assert raised.value.parameter == "device"
 
 
-def test_each_worker_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def some_gpus(monkeypatch: pytest.MonkeyPatch, *gibibytes: int) -> list[torch.device]:
+    """That many, with so much memory each; what workers make their current device."""
+    chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="worker 1 has no GPU, 1 found"):
-        choice.create_device(config_of(device="cuda"), 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gibibytes))
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda number: SimpleNamespace(total_memory=gibibytes[number] * GIB),
+    )
+    return chosen
+
+
+def ranks_on_gpus(count: int, **scheduler: int) -> ServeConfig:
+    return ServeConfig(
+        parallel=ParallelConfig(tensor_parallel_size=count),
+        scheduler=SchedulerConfig(**scheduler),
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_fewer_gpus_than_workers_are_refused_with_both_numbers(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some_gpus(monkeypatch, 80, 80)
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 3: .* 2 found") as raised:
+        choice.create_device(ranks_on_gpus(3), rank)
+    assert raised.value.parameter == "tensor_parallel_size"
+
+
+def test_each_worker_has_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = some_gpus(monkeypatch, 80, 80, 24)
+    devices = [choice.create_device(ranks_on_gpus(2), rank) for rank in range(2)]
+    assert [each.torch_device.index for each in devices] == [0, 1]
+    assert chosen == [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+def test_gpus_of_different_sizes_are_told_what_a_step_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    some_gpus(monkeypatch, 80, 24)
+    with pytest.raises(ConfigError, match=f"{24 * GIB} to {80 * GIB} bytes"):
+        choice.create_device(ranks_on_gpus(2), 0)
+    choice.create_device(ranks_on_gpus(2, max_num_batched_tokens=512), 0)
 
 
 def test_eight_bits_without_scales_are_not_for_a_cpu() -> None:

@@ -8,14 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from engine_core.scheduler.constraints import NoConstraints
+from engine_core.scheduler.step_plan import StepPlan
 from engine_core.stepper import OVERLAPPED
 from proto.config import DeviceConfig
 from proto.logit_edits import LogitEdits
 from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import SchedulerOutput
+from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.fake_cuda import CUDA, FakeCuda, InThisThread
 from tests.fakes.fake_flashinfer import FakeFlashInfer
@@ -32,7 +35,6 @@ from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 from worker.layers import activation, linear, norm
 from worker.layers.buffer import RowBuffer
-from worker.layers.rotary import rotate
 from worker.loader import forms, weights
 from worker.model_runner import ModelRunner
 from worker.models import kernel_stack
@@ -40,6 +42,7 @@ from worker.models.decoder import Decoder
 from worker.models.registry import spec_of
 from worker.sample.backend import ReferenceBackend
 from worker.sample.device_draw import draw_by_torch
+from worker.sample.device_edits import TorchEdits
 from worker.sample.sampler import Sampler
 
 DTYPE = torch.bfloat16
@@ -100,7 +103,7 @@ class OnFakeCuda:
             DeviceConfig(**settings),
             decoder,
             cuda.device,
-            Kernels(lambda: self.library, store_by_index, draw_by_torch, rotate),
+            Kernels(lambda: self.library, store_by_index, draw_by_torch, TorchEdits()),
             Sampler(ReferenceBackend()),
             DTYPE,
         )
@@ -165,17 +168,57 @@ class AheadOfTokens:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._launched: dict[int, Launched] = {}
+        self._outputs: dict[int, list[int]] = {}
+        self._last_seen = 0
         self.rows: dict[int, object] = {}
         self.most_at_once = 0
         self.num_preempted = 0
+        self.num_masked = 0
 
     def launch(self, step: SchedulerOutput) -> None:
         self.num_preempted += len(step.preempted_handles)
-        self._launched[step.step] = self._runner.launch(step)
+        self._launched[step.step] = self._runner.launch(step, self)
         self.most_at_once = max(self.most_at_once, len(self._launched))
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        self._see()
         return self._launched.pop(step.step).result()
+
+    def masks_of(self, step: SchedulerOutput) -> GrammarOutput:
+        """Three of four tokens, by the one before: that of the step before is waited for."""
+        self._see()
+        self.num_masked += 1
+        last = [(self._outputs.get(each) or [0])[-1] for each in step.constrained_handles]
+        tokens = np.arange(VOCAB_SIZE)
+        bits = np.array([(tokens + each) % 4 != 0 for each in last])
+        masks = np.packbits(bits, axis=1, bitorder="little").tobytes()
+        return GrammarOutput(1, step.step, step.constrained_handles, masks)
+
+    def _see(self) -> None:
+        """The tokens of what was launched, each once."""
+        for number, launched in self._launched.items():
+            if number > self._last_seen:
+                self._last_seen = number
+                result = launched.result()
+                for handle, tokens in zip(result.handles, result.sampled_token_ids, strict=True):
+                    self._outputs.setdefault(handle, []).extend(tokens)
+
+
+class Some(NoConstraints):
+    """Each third sequence is constrained."""
+
+    def handles_of(self, plan: StepPlan) -> list[int]:
+        pairs = [
+            *zip(plan.continued, plan.continued_tokens, strict=True),
+            *zip(plan.admitted, plan.admitted_tokens, strict=True),
+        ]
+        return [
+            each.handle
+            for each, count in pairs
+            if each.handle % 3 == 0
+            and each.num_computed_tokens + count
+            >= len(each.all_token_ids) + each.num_output_placeholders
+        ]
 
 
 class Harness(EngineHarness):
@@ -200,6 +243,7 @@ class Harness(EngineHarness):
 
 
 NUM_ROWS = 5
+VOCAB_SIZE = 96
 WISHES: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -213,11 +257,34 @@ WISHES: list[dict[str, Any]] = [
 ]
 
 
-def serve(harness: EngineHarness) -> list[list[int]]:
+EDITS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "edits": LogitEdits(frequency_penalty=1.5, presence_penalty=0.5)},
+    {"temperature": 1.0, "logprobs": 3},
+    {"temperature": 0.0, "edits": LogitEdits(repetition_penalty=1.7), "logprobs": 0},
+    {"temperature": 0.0, "min_tokens": 6, "stop_token_ids": tuple(range(40))},
+    {"temperature": 0.9, "edits": LogitEdits(allowed_token_ids=tuple(range(0, 96, 5)))},
+    {
+        "temperature": 0.0,
+        "edits": LogitEdits(
+            allowed_token_ids=(3, 4, 5), bad_words=((4, 4), (5,), (3, 3, 3), (3, 4, 3))
+        ),
+    },
+    {
+        "temperature": 0.7,
+        "edits": LogitEdits(bias_token_ids=(1, 2, 3), bias_values=(5.0, -9.0, 4.5)),
+        "top_p": 0.9,
+    },
+    {"temperature": 0.0, "logprobs": 1, "logprob_token_ids": (8, 2)},
+    {"temperature": 0.0},
+    {"temperature": 1.1, "edits": LogitEdits(repetition_penalty=0.8, frequency_penalty=-0.2)},
+]
+
+
+def serve(harness: EngineHarness, wishes: list[dict[str, Any]] = WISHES) -> list[list[int]]:
     """Requests that come while others run, their lengths and wishes mixed."""
     generator = torch.Generator().manual_seed(3)
     requests = []
-    for index, wish in enumerate(WISHES):
+    for index, wish in enumerate(wishes):
         count = 3 + 5 * index % 17
         prompt = torch.randint(0, 96, (count,), generator=generator).tolist()
         requests.append(harness.add_one(prompt, 12 + index, seed=index, eos_token_ids=(7,), **wish))
@@ -240,3 +307,41 @@ def test_tokens_that_stay_on_the_device_are_those_of_the_host(
     assert (ahead.worker.num_preempted > 0) == (num_blocks < 81)
     assert (cuda.device.num_replays > 0) == (not eager)
     assert found == serve(Harness(AtOnce(host_runner(model, NUM_ROWS)), num_blocks))
+
+
+@pytest.mark.parametrize("num_blocks", [81, 24])
+def test_nothing_that_a_request_asks_of_its_scores_needs_the_host(
+    num_blocks: int, cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Penalties, biases, bad words, late stops, grammars, log-probabilities: beside others."""
+    model = Model("llama", tmp_path)
+    worker = OnFakeCuda(model, cuda, NUM_ROWS)
+    expected = Harness(AtOnce(host_runner(model, NUM_ROWS)), num_blocks, constraints=Some())
+    tokens = serve(expected, EDITS)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the device is waited for")
+
+    monkeypatch.setattr(ModelRunner, "complete", refuse)
+    monkeypatch.setattr(cuda.device, "fetch", refuse)
+    found = Harness(worker.runner, num_blocks, constraints=Some(), async_scheduling=True)
+    assert serve(found, EDITS) == tokens
+    assert found.worker.most_at_once == OVERLAPPED
+    assert (found.worker.num_preempted > 0) == (num_blocks < 81)
+    assert found.worker.num_masked > 20
+    assert_logprobs_alike(found, expected)
+
+
+def assert_logprobs_alike(found: EngineHarness, expected: EngineHarness) -> None:
+    """The same tokens and ranks, and nearly the same numbers."""
+    count = 0
+    for key, outputs in expected.outputs.items():
+        wanted = [each.logprobs for each in outputs if each.logprobs]
+        there = [each.logprobs for each in found.outputs[key] if each.logprobs]
+        for one, other in zip(there, wanted, strict=True):
+            assert (one.width, one.first_position) == (other.width, other.first_position)
+            assert (one.token_ids, one.ranks) == (other.token_ids, other.ranks)
+            values = [np.frombuffer(each.logprobs, "<f4") for each in (one, other)]
+            assert np.allclose(*values, atol=1e-5)
+            count += 1
+    assert count > 30

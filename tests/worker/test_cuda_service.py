@@ -4,9 +4,12 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +25,12 @@ from proto.lifecycle import (
     WorkerReady,
 )
 from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from proto.scheduler_output import (
+    CachedRequestData,
+    GrammarOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from proto.sockets import Link, Poller
 from tests.fakes import boots
 from tests.fakes.fake_cuda import CUDA, FakeCuda
@@ -33,8 +41,9 @@ from tests.worker.test_model_runner import BLOCK, new_request
 from worker import loaded_model, runner_maker, service
 from worker.attention.kv_store import store_by_index
 from worker.device.cuda import CudaDevice
-from worker.layers.rotary import rotate
+from worker.inbox import FromEngine
 from worker.sample.device_draw import draw_by_torch
+from worker.sample.device_edits import TorchEdits
 
 LIMIT_SECONDS = 60.0
 NUM_BLOCKS = 20
@@ -74,11 +83,11 @@ class Running:
         monkeypatch.setattr(runner_maker, "load_library", lambda: FakeFlashInfer(cuda.device))
         monkeypatch.setattr(runner_maker, "TritonStore", lambda: store_by_index)
         monkeypatch.setattr(runner_maker, "TritonDraw", lambda: draw_by_torch)
-        monkeypatch.setattr(runner_maker, "TritonRotate", lambda: rotate)
+        monkeypatch.setattr(runner_maker, "TritonEdits", TorchEdits)
 
     def _run(self) -> None:
         def meet(epoch: int) -> Link:
-            return Link.connect(f"{self._run_dir}/e", InitializeCache | SchedulerOutput)
+            return Link.connect(f"{self._run_dir}/e", FromEngine)
 
         link = Link.connect(f"{self._run_dir}/s", NewEngine | Shutdown)
         with self.cuda:
@@ -160,6 +169,26 @@ def test_it_serves_steps_before_their_tokens_are_known(model: Model, running: Ru
     assert [each.sampled_token_ids for each in found] == wanted
     shown = [each for each in running.heard if isinstance(each, Progress)]
     assert Progress("worker", 0, "capturing graphs", 1.0) in shown
+
+
+def test_masks_come_while_the_model_computes(running: Running) -> None:
+    """The engine makes them of the tokens before, and has sent two steps by then."""
+    running.expect(WorkerReady)
+    running.engine.send(InitializeCache(PROTOCOL_VERSION, 1, NUM_BLOCKS, BLOCK, 64))
+    running.expect(CacheReady)
+    found = []
+    sent = [msgspec.structs.replace(each, constrained_handles=[1]) for each in steps(3)]
+    running.engine.send(sent[0])
+    for step, following in pairwise([*sent, sent[-1]]):
+        if following is not step:
+            running.engine.send(following)
+        masks = np.zeros(96, np.uint8)
+        masks[20 + step.step] = 1
+        packed = np.packbits(masks, bitorder="little").tobytes()
+        running.engine.send(GrammarOutput(1, step.step, [1], packed))
+        found.append(running.expect(ModelRunnerOutput))
+    assert [each.sampled_token_ids for each in found] == [[[21]], [[22]], [[23]], [[24]]]
+    assert running.cuda.device.num_replays == 3
 
 
 def test_nothing_is_left_of_a_runner_when_another_engine_comes(running: Running) -> None:

@@ -37,11 +37,10 @@ from worker.attention.paged_batch import StepPages, gather_pages, shared_pages, 
 from worker.device.accelerator import Accelerator, Cuda
 from worker.device.staging import Staging
 from worker.kv_cache import KVCache
-from worker.layers.rotary import Rotate, Rotation, rotate
-from worker.layers.triton_rows import TritonRotate
+from worker.layers.flashinfer_rows import FlashInferTurn
+from worker.layers.rotary import Rotation
+from worker.layers.row_library import VERSION
 
-VERSION: Final = "0.6.18.post1"
-"""What the calls were written for; another one may mean something else by them."""
 HEAD_DIMS: Final = (64, 128, 256)
 QUERY_DTYPES: Final = (torch.bfloat16, torch.float16)
 EIGHT_BITS: Final = torch.float8_e4m3fn
@@ -66,7 +65,6 @@ def create_flashinfer(
         load_library(),
         TritonStore(),
         options,
-        TritonRotate(),
     )
 
 
@@ -114,12 +112,11 @@ class FlashInferAttention:
         library: Library,
         store: KVStore,
         options: Options = DEFAULTS,
-        turn: Rotate = rotate,
     ) -> None:
         refuse_unsupported(shape, dtype, kv_cache.dtype)
         self._kv_cache = kv_cache
         self._store = store
-        self._turn = turn
+        self._turn = FlashInferTurn(library, accelerator)
         self._cascade_from = options.cascade_from
         self._staging = Staging(accelerator)
         make = WrapperMaker(accelerator, library, options)
@@ -159,15 +156,14 @@ class FlashInferAttention:
         value: torch.Tensor,
         rotation: Rotation,
     ) -> torch.Tensor:
-        """As the Protocol says; queues kernels and waits for none."""
+        """As the Protocol says; queues kernels and waits for none. Turns query and key in place."""
         group = self._kv_cache.layout.places[layer].group
         pages = self._pages[layer]
-        self._store(self._slots[group], self._turn(key, rotation), value, pages)
-        turned = self._turn(query, rotation)
-        if self._moves:
-            turned = turned.index_select(0, self._moves[0])
-        output = torch.empty_like(turned)
-        self._groups[group].run(turned, (pages[0].rows, pages[1].rows), output)
+        self._turn(query, key, rotation)
+        self._store(self._slots[group], key, value, pages)
+        ordered = query.index_select(0, self._moves[0]) if self._moves else query
+        output = ordered.new_empty(ordered.shape)
+        self._groups[group].run(ordered, (pages[0].rows, pages[1].rows), output)
         return output.index_select(0, self._moves[1]) if self._moves else output
 
     def _shared(self, inputs: Sequence[AttentionInputs]) -> list[int]:

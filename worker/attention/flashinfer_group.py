@@ -17,6 +17,7 @@ from worker.attention.base import AttentionShape
 from worker.attention.paged_batch import GroupParts, Part
 from worker.device.accelerator import Accelerator
 from worker.kv_layout import Window
+from worker.layers.flashinfer_rows import RowLibrary
 
 _BACKEND: Final = "fa2"
 """Named always: on Hopper the library would choose by itself, and plan for longer."""
@@ -47,7 +48,7 @@ class Wrapper(Protocol):
         ...
 
 
-class Library(Protocol):
+class Library(RowLibrary, Protocol):
     """What is used of the module `flashinfer`."""
 
     def BatchPrefillWithPagedKVCacheWrapper(self, *args: Any, **settings: Any) -> Wrapper:

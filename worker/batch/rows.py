@@ -41,8 +41,8 @@ class Rows:
     temperature, top_p, min_p: float32; top_k, num_logprobs: int32; seed: uint64; choice: uint32.
     num_candidates: int32, best next tokens that a row reports instead of sampling; 0: it samples.
     num_prompt_logprobs: int32, alternatives beside each prompt token.
-    plain: bool, the row wants the best token of the model's logits as they are, and nothing else.
-    edited: bool, the row has its scores changed; edits: by what, only of those rows.
+    greedy: bool, the row wants the best token, once its scores are changed, and nothing else.
+    edits: what changes the scores of a row, only of rows that have theirs changed.
     """
 
     def __init__(
@@ -62,8 +62,7 @@ class Rows:
         self.num_candidates = np.zeros(num_rows, dtype=np.int32)
         self.min_output = np.zeros(num_rows, dtype=np.int32)
         self.num_prompt_logprobs = np.full(num_rows, NO_LOGPROBS, dtype=np.int32)
-        self.plain = np.zeros(num_rows, dtype=np.bool_)
-        self.edited = np.zeros(num_rows, dtype=np.bool_)
+        self.greedy = np.zeros(num_rows, dtype=np.bool_)
         self.edits: dict[int, RowEdits] = {}
         self._free = list(range(num_rows - 1, -1, -1))
         self._row_of: dict[int, int] = {}
@@ -111,7 +110,7 @@ class Rows:
         self.num_tokens[rows] += 1
         if self.edits:
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
-                if row in self.edits:
+                if row in self.edits and token_id != PENDING:
                     self.edits[row].append(token_id)
 
     def append_pending(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -133,17 +132,25 @@ class Rows:
         ):
             if self._row_of.get(handle) == row and self.token_ids[row, place] == PENDING:
                 self.token_ids[row, place] = token_id
+                if row in self.edits:
+                    self.edits[row].append(token_id)
 
-    def token_only(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Bool [n]: rows that want a token, by filters and a draw, and nothing else."""
-        num_outputs = self.num_tokens[rows] - self.num_prompt_tokens[rows]
-        found: NDArray[np.bool_] = (
-            ~self.edited[rows]
-            & (self.num_logprobs[rows] == NO_LOGPROBS)
-            & (self.num_prompt_logprobs[rows] == NO_LOGPROBS)
-            & (self.num_candidates[rows] == 0)
-            & (num_outputs >= self.min_output[rows])
+    def last_is_pending(self, row: int) -> bool:
+        """Whether the last token of a row is to be known later."""
+        return bool(self.token_ids[row, self.num_tokens[row] - 1] == PENDING)
+
+    def need_host(
+        self, rows: NDArray[np.int64], num_computed: NDArray[np.int32]
+    ) -> NDArray[np.bool_]:
+        """Bool [n]: rows that want what only the host makes in a step.
+
+        That is candidates of a beam, and log-probabilities of prompt tokens that follow the
+        `num_computed` [n] tokens before the step and the first one in it.
+        """
+        prompts = (self.num_prompt_logprobs[rows] != NO_LOGPROBS) & (
+            num_computed + 1 < self.num_prompt_tokens[rows]
         )
+        found: NDArray[np.bool_] = prompts | (self.num_candidates[rows] > 0)
         return found
 
     def params(self, handle: int) -> SamplingParams:
@@ -192,14 +199,11 @@ class Rows:
         self.num_prompt_logprobs[row] = (
             NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
         )
-        self.plain[row] = (
+        self.greedy[row] = (
             params.temperature < GREEDY_TEMPERATURE
             and params.logprobs is None
             and params.num_candidates == 0
-            and params.min_tokens == 0
-            and params.edits is None
         )
-        self.edited[row] = params.edits is not None
         self.edits.pop(row, None)
         if params.edits is not None:
             self.edits[row] = RowEdits(params.edits, sequence.prompt_token_ids, output_token_ids)

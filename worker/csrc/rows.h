@@ -10,6 +10,8 @@
 
 #include <cstdint>
 
+#include "edits.h"
+
 extern "C" {
 
 struct TokendNorm {
@@ -50,6 +52,9 @@ __attribute__((visibility("default"))) void tokend_find_broken(
 
 // The largest element of each row of x [num_rows, size], as float32, and its place: the first
 // of equals. A row with a NaN has the largest element NaN, and then the place says nothing.
+// edits: nothing, or for each row nothing or changes: then the place is that of the largest
+// element once they are made, and `best` still that of the row as it is.
 __attribute__((visibility("default"))) void tokend_find_best(
-    int64_t dtype, int64_t num_rows, int64_t size, const void* x, float* best, int64_t* place);
+    int64_t dtype, int64_t num_rows, int64_t size, const void* x, float* best, int64_t* place,
+    const TokendEdits* const* edits);
 }

@@ -93,9 +93,12 @@ class Cuda:
         return tensor.cpu()
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
-        """As the Protocol says; all graphs share one pool of memory."""
+        """As the Protocol says; all graphs share one pool of memory.
+
+        What other threads do meanwhile is no part of it: NCCL has one that looks at events.
+        """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = run()
         return graph, result
 

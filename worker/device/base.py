@@ -6,7 +6,7 @@ from typing import Final, Protocol
 
 import torch
 
-from proto.config import GIB, CacheConfig, DType, KVCacheDType
+from proto.config import GIB, CacheConfig, DType, KVCacheDType, SchedulerConfig
 
 DTYPES: Final = {
     "float32": torch.float32,
@@ -37,6 +37,10 @@ class Device(Protocol):
 
     def resolve_dtype(self, dtype: DType) -> torch.dtype:
         """The torch dtype of a setting; "auto" is what the device does best."""
+        ...
+
+    def step_tokens(self, config: SchedulerConfig) -> int:
+        """The token budget of a step: what is set, or what suits the device."""
         ...
 
     def check_kv_dtype(self, setting: KVCacheDType) -> None:

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from proto.config import GIB, CacheConfig, DeviceConfig, DType, KVCacheDType
+from proto.config import GIB, CacheConfig, DeviceConfig, DType, KVCacheDType, SchedulerConfig
 from proto.cores import cores_of_worker
 from proto.errors import ConfigError
 from proto.memory import available_memory
@@ -51,6 +51,9 @@ class CpuDevice:
         if dtype == "auto":
             return torch.bfloat16 if self.matrix_flags else torch.float32
         return DTYPES[dtype]
+
+    def step_tokens(self, config: SchedulerConfig) -> int:
+        return config.step_tokens
 
     def check_kv_dtype(self, setting: KVCacheDType) -> None:
         """No kernel of a CPU reads 8 bits without scales."""

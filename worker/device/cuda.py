@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Protocol
 
 import torch
 
-from proto.config import CacheConfig, DType, KVCacheDType
+from proto.config import GIB, CacheConfig, DType, KVCacheDType, SchedulerConfig
 from proto.errors import ConfigError
 from proto.memory import available_memory
 from worker.device.base import ALL, DTYPES, gib
@@ -23,6 +23,11 @@ logger = logging.getLogger("tokend.device")
 
 _BFLOAT16_SINCE: Final = (8, 0)
 """The first compute capability with matrix products of bfloat16."""
+
+
+_STEP_TOKENS: Final = ((64 * GIB, 8192), (30 * GIB, 4096), (0, 2048))
+"""Bytes of memory from which a step has so many tokens. A matrix product of 2048 rows or more
+reads its weight for less than it computes; the rest makes steps fewer, and longer."""
 
 
 class Room(NamedTuple):
@@ -104,6 +109,13 @@ class CudaDevice:
             return DTYPES[dtype]
         has_bfloat16 = self._runtime.capability() >= _BFLOAT16_SINCE
         return torch.bfloat16 if has_bfloat16 else torch.float16
+
+    def step_tokens(self, config: SchedulerConfig) -> int:
+        """What is set, or as many as keep the device busy beside what they take of its memory."""
+        if config.max_num_batched_tokens is not None:
+            return config.max_num_batched_tokens
+        total = self._runtime.room().total
+        return next(tokens for least, tokens in _STEP_TOKENS if total >= least)
 
     def check_kv_dtype(self, setting: KVCacheDType) -> None:
         """Any; what an attention backend does not read it refuses itself."""

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from worker.kernels import DTYPE_CODES, Kernels, row_kernels
 from worker.kernels import Gate as GateCall
 from worker.layers.buffer import Space
+from worker.layers.flashinfer_rows import FlashInferGate
+from worker.layers.row_library import row_library
 from worker.layers.triton_rows import TritonGate
 from worker.models.spec import Activation
 
@@ -69,6 +71,7 @@ class KernelGate:
 def make_gate(name: Activation, device: torch.device) -> Gate:
     """The gate called `name` in a ModelSpec, for tensors of a device."""
     if device.type == "cuda":
-        return TritonGate(name)
+        library, own = row_library(), TritonGate(name)
+        return own if library is None else FlashInferGate(library, name, own)
     kernels = row_kernels() if device.type == "cpu" else None
     return TorchGate(name) if kernels is None else KernelGate(kernels, name)

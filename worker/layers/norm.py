@@ -11,6 +11,8 @@ import torch.nn.functional as F
 
 from worker.kernels import DTYPE_CODES, Kernels, Norm, RowNorm, row_kernels
 from worker.layers.buffer import Space
+from worker.layers.flashinfer_rows import FlashInferNorm
+from worker.layers.row_library import row_library
 from worker.layers.triton_rows import TritonNorm
 
 
@@ -41,7 +43,10 @@ class RMSNorm:
         kernels = row_kernels() if self.device.type == "cpu" else None
         arithmetic: NormArithmetic
         if self.device.type == "cuda":
+            library = row_library()
             arithmetic = TritonNorm(weight, eps)
+            if library is not None:
+                arithmetic = FlashInferNorm(library, weight, eps, arithmetic)
         elif kernels is None:
             arithmetic = TorchNorm(weight, eps)
         else:

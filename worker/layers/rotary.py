@@ -10,7 +10,6 @@ its queries and keys itself: the kernels on the way into the pages, others by `r
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 
@@ -18,8 +17,6 @@ from worker.models.spec import DefaultRope, FactorsRope, LinearRope, Llama3Rope,
 
 Rotation = torch.Tensor
 """Cosines and sines of each token, float32 [T, 2, head_dim / 2], contiguous."""
-Rotate = Callable[[torch.Tensor, Rotation], torch.Tensor]
-"""What `rotate` does."""
 
 
 class RotaryEmbedding:

@@ -79,14 +79,18 @@ class SharedTable:
         return self._table.dtype
 
     def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if token_ids.device.type == "cpu":  # another device would have to be waited for
+            self._refuse_odd(token_ids)
+        elsewhere = (token_ids < self._own.start) | (token_ids >= self._own.stop)
+        rows = self._table.rows((token_ids - self._own.start).masked_fill_(elsewhere, 0))
+        rows.masked_fill_(elsewhere[:, None], 0.0)
+        # one summand of each number is not zero, so nothing is rounded
+        return _sum(self._group.gather(rows).unbind()).to(rows.dtype)
+
+    def _refuse_odd(self, token_ids: torch.Tensor) -> None:
         odd = (token_ids < 0) | (token_ids >= self._num_tokens)
         if odd.any():
             raise IndexError(f"row {int(token_ids[odd][0])} of {self._num_tokens}")
-        elsewhere = (token_ids < self._own.start) | (token_ids >= self._own.stop)
-        rows = self._table.rows((token_ids - self._own.start).masked_fill_(elsewhere, 0))
-        rows[elsewhere] = 0
-        # one summand of each number is not zero, so nothing is rounded
-        return _sum(self._group.gather(rows).unbind()).to(rows.dtype)
 
 
 def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:

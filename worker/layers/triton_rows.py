@@ -1,4 +1,4 @@
-"""Small operations on rows as kernels of Triton, for weights on a GPU: norm, gate, rotation.
+"""Small operations on rows as kernels of Triton, for weights on a GPU: norm and gate.
 
 Each is one launch where torch needs several; sums are float32 and are rounded once, as by the
 kernels for CPUs. Knows nothing of models.
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from worker.layers.buffer import Space
-from worker.layers.rotary import Rotation
 from worker.models.spec import Activation
 
 _GATE_BLOCK = 1024
@@ -78,22 +77,6 @@ class TritonGate:
         return out.tensor
 
 
-class TritonRotate:
-    """`rotate` of rotary.py, for heads of a power of two."""
-
-    def __init__(self) -> None:
-        self.kernel = _rotation_kernel()
-
-    def __call__(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """heads [T, n, head_dim], heads and dims contiguous, to a new tensor of that dtype."""
-        out = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
-        num_tokens, num_heads, head_dim = heads.shape
-        self.kernel[(num_tokens, num_heads)](
-            heads, rotation, out, heads.stride(0), num_heads, half=head_dim // 2
-        )
-        return out
-
-
 def _norm_kernel() -> Any:
     import triton
     import triton.language as tl
@@ -152,29 +135,3 @@ def _gate_kernel() -> Any:
         tl.store(out + row * size + place, (inner * up).to(out.dtype.element_ty), mask=inside)
 
     return triton.jit(gate_row)
-
-
-def _rotation_kernel() -> Any:
-    import triton
-    import triton.language as tl
-
-    def rotate_head(  # type: ignore[no-untyped-def]
-        heads,
-        rotation,
-        out,
-        stride,
-        num_heads,
-        half: tl.constexpr,
-    ):
-        token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        place = tl.arange(0, half)
-        begin = heads + token * stride + head * 2 * half + place
-        first = tl.load(begin).to(tl.float32)
-        second = tl.load(begin + half).to(tl.float32)
-        cosine = tl.load(rotation + token * 2 * half + place)
-        sine = tl.load(rotation + token * 2 * half + half + place)
-        to = out + (token * num_heads + head) * 2 * half + place
-        tl.store(to, (first * cosine - second * sine).to(out.dtype.element_ty))
-        tl.store(to + half, (second * cosine + first * sine).to(out.dtype.element_ty))
-
-    return triton.jit(rotate_head)

@@ -30,8 +30,11 @@ class RankGroup(Protocol):
     @property
     def size(self) -> int: ...
 
-    def join(self, epoch: int) -> None:
-        """Meet the ranks of an epoch; raises GroupLostError when they do not come."""
+    def join(self, epoch: int, purpose: str = "steps") -> None:
+        """Meet the ranks of an epoch; raises GroupLostError when they do not come.
+
+        purpose: a name for each time that the same ranks meet in an epoch.
+        """
         ...
 
     def leave(self) -> None:
@@ -39,7 +42,10 @@ class RankGroup(Protocol):
         ...
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x, of one shape and dtype on every rank, to a new [size, *x.shape], by rank."""
+        """x, of one shape and dtype on every rank, to a new [size, *x.shape], by rank.
+
+        On an accelerator only queued, and may be part of a graph.
+        """
         ...
 
 
@@ -49,7 +55,7 @@ class Alone:
     rank = 0
     size = 1
 
-    def join(self, epoch: int) -> None:
+    def join(self, epoch: int, purpose: str = "steps") -> None:
         """There is nobody to meet."""
 
     def leave(self) -> None:

@@ -1,7 +1,12 @@
 """A group of ranks over torch.distributed: gloo between CPUs, NCCL between GPUs.
 
 Owns the process group of one epoch. The ranks find each other by a file in the daemon's private
-directory. Gloo's own connections are TCP on the loopback interface (docs/security.md).
+directory. Gloo's own connections, and those by which NCCL meets, are TCP on the loopback
+interface (docs/security.md).
+
+    gloo   a call is waited for on the host, without a limit
+    NCCL   a call is queued, and what is queued behind it waits for it on the device; the host
+           goes on, hears of the others' end from the supervisor, and `leave` frees the device
 """
 
 import contextlib
@@ -17,19 +22,19 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 
 from worker.parallel.group import GroupLostError
+from worker.parallel.patience import LONG_WAIT_SECONDS
 
 _WITHOUT_LIMIT: Final = timedelta(days=30)
 """Of a call. A daemon may be stopped as a whole and go on: only the supervisor says who hangs."""
-LONG_WAIT_SECONDS: Final = 1.0
-"""Much longer than ranks are apart, and shorter than what is called a hang."""
 _LONG_WAIT: Final = timedelta(seconds=LONG_WAIT_SECONDS)
 _POLL_SECONDS: Final = 0.005
 _LOOPBACK: Final = "127.0.0.1"
+_LOOPBACK_INTERFACE: Final = "lo"
 
 
-def rendezvous_path(run_dir: str, epoch: int) -> str:
+def rendezvous_path(run_dir: str, epoch: int, purpose: str = "steps") -> str:
     """The file by which the ranks of an epoch find each other; never the same twice."""
-    return os.path.join(run_dir, f"e{epoch}.ranks")
+    return os.path.join(run_dir, f"e{epoch}.{purpose}.ranks")
 
 
 class TorchGroup:
@@ -57,11 +62,11 @@ class TorchGroup:
         self._called_away = called_away
         self._joined: list[Any] = []
 
-    def join(self, epoch: int) -> None:
-        """As the Protocol says; each epoch has a process group of its own."""
+    def join(self, epoch: int, purpose: str = "steps") -> None:
+        """As the Protocol says; each time it is a process group of its own."""
         self.leave()
         try:
-            path = rendezvous_path(self._run_dir, epoch)
+            path = rendezvous_path(self._run_dir, epoch, purpose)
             store = FileStore(path, self.size)
             self._await_all(store)
             self._joined = [self._process_group(store)]
@@ -90,7 +95,14 @@ class TorchGroup:
         return parts
 
     def _await(self, work: Any) -> None:
-        """Until a call has ended; raises RuntimeError where it failed."""
+        """Until a call has ended; raises RuntimeError where it failed.
+
+        NCCL's goes on in its place in the device's queue; with a limit it would be waited for on
+        the host, which a graph that is being recorded cannot be.
+        """
+        if self._device.type == "cuda":
+            work.wait()
+            return
         try:
             work.wait(_LONG_WAIT)
         except RuntimeError:
@@ -111,9 +123,12 @@ class TorchGroup:
 
     def _process_group(self, store: FileStore) -> Any:
         if self._device.type == "cuda":
-            return dist.ProcessGroupNCCL(
-                store, self.rank, self.size, dist.ProcessGroupNCCL.Options()
-            )
+            # Where the ranks of one machine meet is nobody else's business.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
+            nccl: Any = dist.ProcessGroupNCCL
+            nccl_options = nccl.Options()
+            nccl_options._timeout = _WITHOUT_LIMIT
+            return nccl(store, self.rank, self.size, nccl_options)
         gloo: Any = ProcessGroupGloo  # whose stubs know no options
         options = gloo._Options()
         options._timeout = _WITHOUT_LIMIT

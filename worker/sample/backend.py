@@ -1,4 +1,4 @@
-"""The hot parts of sampling, the best token, filtering and drawing: what they do, and by whom.
+"""The hot parts of sampling, the best token, changes, filters and draws: what they do, by whom.
 
 The draw is Gumbel-max over one row of scores:
 
@@ -13,7 +13,7 @@ Filters keep a prefix of the tokens ordered by score, ties by lower id. Min-p go
 first, then top-k, then top-p; each sees the distribution that the one before left.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,8 @@ import numpy.typing as npt
 import torch
 
 from worker.kernels import Kernels
-from worker.sample.best import Best, best_by_kernel, best_by_torch
+from worker.sample.best import Best, Change, best_by_kernel, best_by_torch
+from worker.sample.edits import Edits, edit_logits
 from worker.sample.filters import apply_filters
 from worker.sample.philox import gumbel_noise
 
@@ -50,8 +51,12 @@ class DrawKeys:
 class SamplingBackend(Protocol):
     """Works on `rows` int64 [N] of logits float32 [M, V], temperatures float32 [N] above 0."""
 
-    def best(self, logits: torch.Tensor) -> Best:
-        """The best token of each row of logits [M, V], in any floating dtype."""
+    def best(self, logits: torch.Tensor, changes: Sequence[Change] = ()) -> Best:
+        """The best token of each row of logits [M, V], in any floating dtype; they stay as is."""
+        ...
+
+    def edit(self, logits: torch.Tensor, edits: Edits) -> None:
+        """Change the scores of rows, see edits.py, in place."""
         ...
 
     def filter(
@@ -78,8 +83,11 @@ class SamplingBackend(Protocol):
 class ReferenceBackend:
     """Filters in torch, draws in numpy and float64, row by row."""
 
-    def best(self, logits: torch.Tensor) -> Best:
-        return best_by_torch(logits)
+    def best(self, logits: torch.Tensor, changes: Sequence[Change] = ()) -> Best:
+        return best_by_torch(logits, changes)
+
+    def edit(self, logits: torch.Tensor, edits: Edits) -> None:
+        edit_logits(logits, edits)
 
     def filter(
         self,
@@ -119,13 +127,18 @@ class ReferenceBackend:
 
 
 class KernelBackend:
-    """The C++ kernels, csrc/best.cpp, filter.cpp and draw.cpp; same answers as the reference."""
+    """The kernels csrc/best.cpp, edits.cpp, filter.cpp, draw.cpp: the reference's answers."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def best(self, logits: torch.Tensor) -> Best:
-        return best_by_kernel(self._kernels, logits)
+    def best(self, logits: torch.Tensor, changes: Sequence[Change] = ()) -> Best:
+        return best_by_kernel(self._kernels, logits, changes)
+
+    def edit(self, logits: torch.Tensor, edits: Edits) -> None:
+        rows = np.array([row for row, _ in edits], dtype=np.int64)
+        addresses = np.array([each.address() for _, each in edits], dtype=np.uint64)
+        self._call(self._kernels.edit, logits, [rows, addresses])
 
     def filter(
         self,

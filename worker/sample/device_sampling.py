@@ -29,6 +29,19 @@ class DrawnRows:
     position: npt.NDArray[np.uint32]
 
 
+def hardest_rows(count: int) -> DrawnRows:
+    """Rows that take the most memory: every filter, and a top-p over the whole vocabulary."""
+    return DrawnRows(
+        np.ones(count, np.float32),
+        np.zeros(count, np.int32),
+        np.full(count, 0.5, np.float32),
+        np.full(count, 0.1, np.float32),
+        np.zeros(count, np.uint64),
+        np.zeros(count, np.uint32),
+        np.zeros(count, np.uint32),
+    )
+
+
 class DeviceSampling:
     """From logits on a device to tokens on it, without waiting."""
 

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from proto.logit_edits import LogitEdits
+from worker.sample.edits_view import EditsView
+from worker.sample.grammar_masks import WORD_BITS
 
 Ids = npt.NDArray[np.int64]
 
@@ -55,6 +57,10 @@ class TokenCounts:
         """How often each of them is among the outputs, float32 [D]."""
         return self._counts[: len(self._place)]
 
+    def show(self, view: EditsView) -> None:
+        """Let the kernels see them as they are now."""
+        view.set_counts(self._ids, self._counts, len(self._place))
+
     def _reserve(self, size: int) -> None:
         ids, counts = np.empty(size, dtype=np.int64), np.zeros(size, dtype=np.float32)
         ids[: len(self._ids)] = self._ids
@@ -73,6 +79,10 @@ class BadWords:
         for word in words:
             ends[tuple(word[:-1])].add(word[-1])
         self._ends = {begin: sorted(last) for begin, last in ends.items()}
+        self._by_known: defaultdict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
+        for begin, last in self._ends.items():
+            if begin:
+                self._by_known[begin[:-1]] += [(each, begin[-1]) for each in last]
         self._lengths = sorted({len(begin) for begin in ends})
         longest = max(self._lengths, default=0)
         self._tail = list(outputs[len(outputs) - min(longest, len(outputs)) :])
@@ -93,23 +103,42 @@ class BadWords:
                 found += self._ends.get(tuple(self._tail[len(self._tail) - length :]), ())
         return found
 
+    def forbidden_after(self) -> list[tuple[int, int]]:
+        """(token, output) pairs: what each next output would forbid, which is not known yet.
+
+        bad word a b c, outputs … a ?   →   c is forbidden if ? is b
+        """
+        found: list[tuple[int, int]] = []
+        for length in self._lengths:
+            if 1 <= length <= len(self._tail) + 1:
+                known = tuple(self._tail[len(self._tail) - length + 1 :])
+                found += self._by_known.get(known, ())
+        return found
+
+    @property
+    def always(self) -> list[int]:
+        """Tokens that are words by themselves."""
+        return self._ends.get((), [])
+
 
 class RowEdits:
     """One sequence's changes of scores.
 
     allowed: int64 [A], the only tokens that can be chosen, or None for all.
     bias_ids int64 [B], bias_values float32 [B].
-    repetition, frequency, presence: penalties; counts: what they are for.
+    repetition, frequency, presence: penalties; counts: what they are for, where it `penalises`.
     """
 
     __slots__ = (
+        "_allowed_words",
         "_bad_words",
-        "_penalises",
+        "_view",
         "allowed",
         "bias_ids",
         "bias_values",
         "counts",
         "frequency",
+        "penalises",
         "presence",
         "repetition",
     )
@@ -123,14 +152,17 @@ class RowEdits:
         self.repetition = edits.repetition_penalty
         self.frequency = edits.frequency_penalty
         self.presence = edits.presence_penalty
-        self._penalises = edits.penalises
+        self.penalises = edits.penalises
         seen = prompt if edits.repetition_penalty != 1.0 else ()
         self.counts = TokenCounts(seen, outputs if edits.penalises else ())
         self._bad_words = BadWords(edits.bad_words, outputs)
+        self._allowed_words: npt.NDArray[np.uint32] | None = None
+        rules = (self.repetition, self.frequency, self.presence)
+        self._view = EditsView(self.allowed, self.bias_ids, self.bias_values, rules)
 
     def append(self, token_id: int) -> None:
         """The sequence has one more output."""
-        if self._penalises:
+        if self.penalises:
             self.counts.add(token_id)
         self._bad_words.add(token_id)
 
@@ -138,3 +170,30 @@ class RowEdits:
     def forbidden(self) -> list[int]:
         """Tokens that cannot be chosen now."""
         return self._bad_words.forbidden
+
+    @property
+    def forbidden_always(self) -> list[int]:
+        """Those of them that no output matters to."""
+        return self._bad_words.always
+
+    def forbidden_after(self) -> list[tuple[int, int]]:
+        """(token, output) pairs: the others, by an output that is not known yet."""
+        return self._bad_words.forbidden_after()
+
+    def allowed_words(self, vocab_size: int) -> npt.NDArray[np.uint32]:
+        """`allowed`, where there is, as a mask of a grammar: uint32 [ceil(vocab_size / 32)]."""
+        if self._allowed_words is None:
+            assert self.allowed is not None
+            bits = np.zeros(-(-vocab_size // WORD_BITS) * WORD_BITS, dtype=np.bool_)
+            bits[self.allowed] = True
+            self._allowed_words = np.packbits(bits, bitorder="little").view("<u4")
+        return self._allowed_words
+
+    def address(self, late: Sequence[int] = ()) -> int:
+        """Of a TokendEdits with what the changes are now; its own until it is asked for again.
+
+        late: tokens that cannot be chosen yet, beside those of the bad words.
+        """
+        self.counts.show(self._view)
+        self._view.set_forbidden([*self.forbidden, *late])
+        return self._view.address

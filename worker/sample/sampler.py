@@ -15,6 +15,7 @@ Order of work, and what each stage sees:
 """
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +31,7 @@ from worker.sample.backend import (
     RowFilters,
     SamplingBackend,
 )
-from worker.sample.best import Best
-from worker.sample.edits import edit_logits
+from worker.sample.best import Best, Change
 from worker.sample.grammar_masks import rule_out
 from worker.sample.logprobs import named_logprobs, row_logprobs
 from worker.sample.rows import Sampled, SamplingRows
@@ -48,9 +48,9 @@ class Sampler:
     def __init__(self, backend: SamplingBackend) -> None:
         self._backend = backend
 
-    def best(self, logits: torch.Tensor) -> Best:
-        """The best token of each row of logits [N, V] as they come from the model."""
-        return self._backend.best(logits)
+    def best(self, logits: torch.Tensor, changes: Sequence[Change] = ()) -> Best:
+        """The best token of each row of logits [N, V] as they come from the model, or changed."""
+        return self._backend.best(logits, changes)
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> Sampled:
         """One token for each row of logits, float32 [N, V], which is overwritten."""
@@ -59,7 +59,7 @@ class Sampler:
         for row, token_ids in rows.suppressed:
             logits[row, torch.from_numpy(token_ids)] = float("-inf")
         if rows.edits:
-            edit_logits(logits, rows.edits)
+            self._backend.edit(logits, rows.edits)
         rule_out(logits, rows.masks)
         token_ids = self._choose(logits, rows)
         return Sampled(token_ids, _logprobs(raw, wanted, token_ids, rows))

@@ -18,14 +18,16 @@ class ManagerContext:
     """What a medium may know of the engine.
 
     fingerprint: of everything that changes KV values, the same on every rank. num_ranks: workers
-    that share the model. block_bytes: of one offloaded block, on one rank. ring: from any thread;
-    requests that were told to ask again are put back into the line.
+    that share the model. block_bytes: of one offloaded block, on rank 0, which has most. ring:
+    from any thread; requests that were told to ask again are put back into the line. factor:
+    device blocks of an offloaded one.
     """
 
     fingerprint: bytes
     num_ranks: int
     block_bytes: int
     ring: Callable[[], None]
+    factor: int = 1
 
 
 class OffloadingEvent(NamedTuple):

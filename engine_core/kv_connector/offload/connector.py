@@ -54,6 +54,7 @@ class OffloadingScheduler:
                 num_ranks=context.num_ranks,
                 block_bytes=context.geometry.bytes_per_token * self._shape.size,
                 ring=self._bell.ring,
+                factor=factor,
             ),
         )
         self._statistics = CopyStatistics(self._manager.medium)

@@ -333,7 +333,7 @@ def make_manager(extra: Mapping[str, Any], context: ManagerContext) -> DiskOfflo
             f"one block takes ({(HEADER_BYTES + context.block_bytes) * context.num_ranks})",
             "kv_transfer_config",
         )
-    name = media_folder(context.fingerprint, context.num_ranks, context.block_bytes)
+    name = media_folder(context.fingerprint, context.num_ranks, context.factor)
     folder = DiskFolder(Path(settings.disk_path), name, context.num_ranks, context.ring)
     folder.start()
     return DiskOffloadingManager(folder, capacity, context)

@@ -187,7 +187,7 @@ def make_manager(extra: Mapping[str, Any], context: ManagerContext) -> RemoteOff
     settings: RemoteSettings = remote_settings(extra)
     lookups = RemoteLookups(
         remote_address(settings),
-        media_folder(context.fingerprint, context.num_ranks, context.block_bytes),
+        media_folder(context.fingerprint, context.num_ranks, context.factor),
         context.num_ranks,
         settings.remote_timeout,
         settings.remote_retry_seconds,

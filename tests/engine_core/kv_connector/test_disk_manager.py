@@ -24,7 +24,7 @@ class Disk:
     def __init__(self, root: Path, num_ranks: int = 1) -> None:
         self.root = root
         self.num_ranks = num_ranks
-        self.folder = root / media_folder(FINGERPRINT, num_ranks, BLOCK_BYTES)
+        self.folder = root / media_folder(FINGERPRINT, num_ranks, 1)
         self.rings = 0
         self._open: list[DiskOffloadingManager] = []
 
@@ -301,7 +301,7 @@ def test_a_start_with_less_room_removes_the_oldest(disk: Disk) -> None:
 
 
 def test_blocks_of_other_models_count_and_go_first(disk: Disk) -> None:
-    other = disk.root / media_folder(bytes(32), 1, BLOCK_BYTES) / "00"
+    other = disk.root / media_folder(bytes(32), 1, 1) / "00"
     other.mkdir(parents=True)
     for number in range(2):
         (other / f"{key(number).hex()}.0").write_bytes(bytes(FILE_BYTES))

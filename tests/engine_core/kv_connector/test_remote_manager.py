@@ -23,7 +23,7 @@ from tests.fakes.kv_media import (
 )
 
 BLOCK_BYTES = 100
-FOLDER = media_folder(FINGERPRINT, 2, BLOCK_BYTES)
+FOLDER = media_folder(FINGERPRINT, 2, 1)
 
 
 class Store:

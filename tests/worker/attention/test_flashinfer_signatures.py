@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from tests.fakes.fake_flashinfer import FakeDecode, FakeFlashInfer, FakePrefill
-from worker.attention.flashinfer import VERSION, load_library
+from worker.attention.flashinfer import load_library
+from worker.layers.row_library import VERSION
 
 PREFILL = "BatchPrefillWithPagedKVCacheWrapper"
 DECODE = "BatchDecodeWithPagedKVCacheWrapper"
@@ -29,6 +30,15 @@ CALLS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "running a prefill": (FakePrefill.run, PREFILL, "run"),
     "running a decode": (FakeDecode.run, DECODE, "run"),
     "planning a decode again": (FakeFlashInfer.fast_decode_plan, "fast_decode_plan", ""),
+    "a norm": (FakeFlashInfer.rmsnorm, "rmsnorm", ""),
+    "a norm that adds one": (FakeFlashInfer.gemma_rmsnorm, "gemma_rmsnorm", ""),
+    "a gate": (FakeFlashInfer.silu_and_mul, "silu_and_mul", ""),
+    "another gate": (FakeFlashInfer.gelu_tanh_and_mul, "gelu_tanh_and_mul", ""),
+    "turning": (
+        FakeFlashInfer.apply_rope_with_cos_sin_cache_inplace,
+        "apply_rope_with_cos_sin_cache_inplace",
+        "",
+    ),
     "merging": (FakeFlashInfer.merge_state_in_place, "merge_state_in_place", ""),
 }
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

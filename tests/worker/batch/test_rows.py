@@ -124,7 +124,7 @@ def test_changes_of_scores_follow_the_tokens_through_a_preemption(rows: Rows) ->
     edits = LogitEdits(repetition_penalty=1.5, frequency_penalty=1.0, bad_words=((4, 5), (7,)))
     params = SamplingParams(max_tokens=8, edits=edits)
     (row,) = rows.apply(step([new(1, [1, 2, 2], [2], sampling_params=params)]))
-    assert not rows.plain[row]
+    assert not rows.greedy[row]
     for token_id in (9, 9, 4):
         rows.append_sampled(np.array([row]), np.array([token_id]))
     grown = rows.edits[row]

@@ -39,7 +39,7 @@ def connect(server: RedisServer) -> RedisConnection:
 
 
 def name_of(rank: Rank, number: int, index: int = 0, num_ranks: int = 1) -> bytes:
-    folder = media_folder(FINGERPRINT, num_ranks, rank.cache.buffer[0].nbytes)
+    folder = media_folder(FINGERPRINT, num_ranks, 1)
     return remote_name(folder, key(number), index)
 
 

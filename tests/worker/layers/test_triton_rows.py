@@ -1,4 +1,4 @@
-"""Norm, gate and rotation by Triton against float64, in its interpreter; compiled for Hopper."""
+"""Norm and gate by Triton against float64, in its interpreter; compiled for Hopper."""
 
 import importlib.util
 from typing import Any
@@ -9,8 +9,7 @@ import torch.nn.functional as F
 
 from tests.worker.ahead_of_time import Kernel, compiled
 from worker.layers.buffer import RowBuffer
-from worker.layers.rotary import rotate
-from worker.layers.triton_rows import TritonGate, TritonNorm, TritonRotate
+from worker.layers.triton_rows import TritonGate, TritonNorm
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ROUNDING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11, torch.float32: 1e-5}
@@ -73,30 +72,16 @@ def test_gate(dtype: torch.dtype, name: Any, size: int) -> None:
     assert close(TritonGate(name)(gate_up, out), inner * up)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rotation(dtype: torch.dtype, head_dim: int) -> None:
-    heads = random(5, 7 * head_dim, dtype=dtype).view(5, 7, head_dim)[:, 1:4]
-    angles = random(5, head_dim // 2, dtype=torch.float32)
-    rotation = torch.stack((angles.cos(), angles.sin()), dim=1)
-    found = TritonRotate()(heads, rotation)
-    assert found.is_contiguous()
-    assert close(found, rotate(heads.double(), rotation.double()).double())
-
-
 def test_the_kernels_compile_for_a_gpu() -> None:
     module = "worker.layers.triton_rows"
     norm = {"x": "*bf16", "weight": "*bf16", "residual": "*bf16", "out": "*bf16"}
     norm |= {"x_stride": "i64", "heads": "i32", "size": "i32", "eps": "fp32"}
     gate = {"gate_up": "*bf16", "out": "*bf16", "size": "i32"}
-    turn = {"heads": "*bf16", "rotation": "*fp32", "out": "*bf16"}
-    turn |= {"stride": "i64", "num_heads": "i32"}
     assert compiled(
         [
             Kernel(f"{module}:_norm_kernel", norm, {"adds": False, "block": 4096}),
             Kernel(f"{module}:_norm_kernel", norm, {"adds": True, "block": 4096}),
             Kernel(f"{module}:_gate_kernel", gate, {"gelu": False, "block": 1024}),
             Kernel(f"{module}:_gate_kernel", gate, {"gelu": True, "block": 1024}),
-            Kernel(f"{module}:TritonRotate", turn, {"half": 64}),
         ]
     )

@@ -3,10 +3,12 @@
 import tempfile
 import threading
 from datetime import timedelta
+from typing import ClassVar
 
 import pytest
 import torch
 
+from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.ranks import Ranks
 from worker.parallel import torch_group
 from worker.parallel.group import Alone, GroupLostError
@@ -81,3 +83,53 @@ def test_one_rank_alone_has_all_there_is() -> None:
     group.join(1)
     assert group.gather(torch.arange(3)).tolist() == [[0, 1, 2]]
     group.leave()
+
+
+class QueuedWork:
+    """What NCCL does in a device's queue: waiting with a limit would stop the host."""
+
+    def __init__(self, waits: list[str]) -> None:
+        self._waits = waits
+
+    def wait(self, *limit: object) -> None:
+        assert not limit, "the host waits for the device"
+        self._waits.append("queued")
+
+
+class FakeNcclGroup:
+    """torch's process group over NCCL of one rank."""
+
+    waits: ClassVar[list[str]] = []
+
+    class Options:
+        _timeout = timedelta(minutes=10)
+
+    def __init__(self, store: object, rank: int, size: int, options: Options) -> None:
+        assert options._timeout > timedelta(days=1), "a daemon that was stopped goes on"
+
+    def _allgather_base(self, parts: torch.Tensor, x: torch.Tensor) -> QueuedWork:
+        parts.copy_(x)
+        return QueuedWork(self.waits)
+
+    def abort(self) -> None:
+        self.waits.append("abort")
+
+
+def test_between_gpus_the_host_does_not_wait_for_an_exchange(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_group.dist, "ProcessGroupNCCL", FakeNcclGroup, raising=False)
+    monkeypatch.setattr(FakeNcclGroup, "waits", [])
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory(prefix="t-") as run_dir, FakeCuda() as cuda:
+        group = TorchGroup(run_dir, 0, 1, CUDA, lambda: None, lambda: False)
+        group.join(1, "memory")
+        group.join(1)
+        _, parts = cuda.device.capture(lambda: group.gather(cuda_zeros(3)))
+        assert parts.shape == (1, 3)
+        group.leave()
+    assert FakeNcclGroup.waits == ["queued", "abort", "queued", "queued", "abort"]
+
+
+def cuda_zeros(size: int) -> torch.Tensor:
+    return torch.zeros(size, device=CUDA)

@@ -119,8 +119,7 @@ def make_private(folder: Path) -> None:
 def make_handlers(extra: Mapping[str, Any], context: HandlerContext) -> Handlers:
     """For the settings in `kv_connector_extra_config`; raises ConfigError naming the key."""
     settings: DiskSettings = disk_settings(extra)
-    block_bytes = context.cache.buffer[0].nbytes * context.factor
-    name = media_folder(context.fingerprint, context.num_ranks, block_bytes)
+    name = media_folder(context.fingerprint, context.num_ranks, context.factor)
     folder = Path(settings.disk_path) / name
     return {
         (DISK, DEVICE_MEDIUM): TransferQueue(DiskMedium(folder), context, settings.load_timeout),

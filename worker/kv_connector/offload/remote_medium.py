@@ -134,8 +134,7 @@ class RemoteMedium:
 def make_handlers(extra: Mapping[str, Any], context: HandlerContext) -> Handlers:
     """For the settings in `kv_connector_extra_config`; raises ConfigError naming the key."""
     settings: RemoteSettings = remote_settings(extra)
-    block_bytes = context.cache.buffer[0].nbytes * context.factor
-    folder = media_folder(context.fingerprint, context.num_ranks, block_bytes)
+    folder = media_folder(context.fingerprint, context.num_ranks, context.factor)
     address = remote_address(settings)
 
     def medium() -> RemoteMedium:

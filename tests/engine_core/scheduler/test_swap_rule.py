@@ -1,0 +1,75 @@
+"""--preemption: swap against recompute, by what loads and steps have been seen to take."""
+
+import pytest
+
+from engine_core.scheduler.swap_rule import ByRates, swap_rule_of
+
+
+def measured(setup: float, load_token: float, compute_token: float) -> ByRates:
+    """A rule that has seen loads of several sizes, and steps."""
+    rule = ByRates()
+    for num_tokens in (1, 256, 1024, 4096) * 6:
+        rule.learn_load(num_tokens, setup + num_tokens * load_token)
+        rule.learn_step(256, 256 * compute_token)
+    return rule
+
+
+def test_the_settings_decide_alone() -> None:
+    recompute, swap = swap_rule_of("recompute"), swap_rule_of("swap")
+    for rule in (recompute, swap):
+        rule.learn_load(100, 1000.0)
+        rule.learn_step(100, 0.001)
+    assert not recompute.loads(100)
+    assert swap.loads(100)
+
+
+def test_auto_loads_until_both_rates_are_known() -> None:
+    rule = swap_rule_of("auto")
+    assert rule.loads(1)
+    rule.learn_load(100, 1000.0)
+    assert rule.loads(1)
+    rule.learn_step(256, 0.001)
+    assert not rule.loads(1)
+
+
+@pytest.mark.parametrize("num_tokens", [64, 256, 1024, 4096, 16384])
+def test_a_fast_bus_wins_at_every_length_of_the_table(num_tokens: int) -> None:
+    """46.8 ms for 4,096 tokens, and 4,000 tokens a second: 22 times faster (seed 002)."""
+    rule = measured(setup=1e-4, load_token=46.8e-3 / 4096, compute_token=1 / 4000)
+    assert rule.loads(num_tokens)
+
+
+def test_a_slow_bus_loses() -> None:
+    assert not measured(setup=1e-4, load_token=1e-3, compute_token=1 / 4000).loads(4096)
+
+
+def test_short_ones_are_computed_where_a_load_takes_long_to_begin() -> None:
+    rule = measured(setup=0.05, load_token=2e-5, compute_token=1 / 4000)
+    break_even = 0.05 / (1 / 4000 - 2e-5)
+    assert not rule.loads(int(break_even * 0.5))
+    assert rule.loads(int(break_even * 2.0))
+
+
+def test_the_rule_follows_what_changes() -> None:
+    rule = measured(setup=1e-4, load_token=1e-5, compute_token=1 / 4000)
+    assert rule.loads(1024)
+    for _ in range(40):
+        rule.learn_load(1024, 2.0)
+    assert not rule.loads(1024)
+
+
+def test_one_outlier_changes_little() -> None:
+    rule = measured(setup=1e-4, load_token=1e-5, compute_token=1 / 4000)
+    rule.learn_load(1024, 100.0)
+    assert rule.loads(1024)
+
+
+def test_what_says_nothing_is_not_learnt() -> None:
+    rule = ByRates()
+    rule.learn_load(0, 1.0)
+    rule.learn_load(10, 0.0)
+    rule.learn_step(1, 1.0)
+    rule.learn_step(256, 0.0)
+    assert rule.loads(1)
+    rule.learn_load(10, 10.0)
+    assert rule.loads(1), "no step has said what computing takes"

@@ -1,0 +1,24 @@
+"""The token budget of a step: what is set, or what the workers have room for."""
+
+from engine_core.core import with_step_tokens
+from engine_core.scheduler.chunking import ChunkRule
+from proto.config import SchedulerConfig, ServeConfig
+from proto.lifecycle import KVCacheGeometry, WorkerReady
+
+
+def ready(rank: int, step_tokens: int) -> WorkerReady:
+    geometry = KVCacheGeometry(1, 1, 64, "bfloat16", 256)
+    return WorkerReady(1, 1, rank, geometry, 1 << 20, 96, b"", "GPU", step_tokens=step_tokens)
+
+
+def budget(config: ServeConfig, *workers: WorkerReady) -> int:
+    return ChunkRule.from_config(with_step_tokens(config, workers).scheduler).step_budget
+
+
+def test_the_least_of_the_workers_counts_where_nothing_is_set() -> None:
+    assert budget(ServeConfig(), ready(0, 8192), ready(1, 4096)) == 4096
+
+
+def test_a_setting_counts_whatever_they_have_room_for() -> None:
+    config = ServeConfig(scheduler=SchedulerConfig(max_num_batched_tokens=32))
+    assert budget(config, ready(0, 8192)) == 32

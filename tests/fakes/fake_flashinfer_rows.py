@@ -1,0 +1,148 @@
+"""FlashInfer's kernels for norms, gates and rotations on a FakeDevice, strict about the contract.
+
+The library casts pointers to the dtype of its first argument and reads vectors of 16 bytes: what
+it takes on trust is a ContractError here. num_calls: by name.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from tests.fakes.fake_device import FakeDevice, on_host
+from tests.fakes.fake_paged_wrapper import SIXTEEN_BITS, demand
+
+
+class FakeRowKernels:
+    """A part of the module `flashinfer`, for one device."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.num_calls: Counter[str] = Counter()
+
+    def rmsnorm(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        demand(input.dim() in (2, 3), "a norm is of rows, or of heads in rows")
+        return self._norm("rmsnorm", input, weight, eps, out, 0.0)
+
+    def gemma_rmsnorm(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        demand(input.dim() == 2, "a norm that adds one is of rows")
+        return self._norm("gemma_rmsnorm", input, weight, eps, out, 1.0)
+
+    def silu_and_mul(self, input: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._gate("silu_and_mul", input, out, F.silu)
+
+    def gelu_tanh_and_mul(
+        self, input: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._gate(
+            "gelu_tanh_and_mul", input, out, lambda gate: F.gelu(gate, approximate="tanh")
+        )
+
+    def apply_rope_with_cos_sin_cache_inplace(
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        head_size: int,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool = True,
+    ) -> None:
+        self.num_calls["rope"] += 1
+        for name, each in (("query", query), ("key", key)):
+            self._check(name, each)
+            demand(each.dim() == 2 and each.shape[1] % head_size == 0, f"{name} has whole heads")
+        self._on_device("positions", positions)
+        self._on_device("the table", cos_sin_cache)
+        demand(positions.dtype in (torch.int32, torch.int64), "positions are integers")
+        demand(positions.shape == query.shape[:1] == key.shape[:1], "each token has a position")
+        demand(query.dtype == key.dtype, "query and key have one dtype")
+        demand(cos_sin_cache.dtype == torch.float32, "the table is float32")
+        demand(cos_sin_cache.is_contiguous() and positions.is_contiguous(), "no gaps")
+        demand(cos_sin_cache.shape[1] == head_size, "all of a head is turned")
+        demand(is_neox, "halves are turned, not neighbours")
+
+        def run() -> None:
+            table = on_host(cos_sin_cache)
+            rows = on_host(positions).long()
+            demand(int(rows.max()) < len(table), "positions are in the table")
+            cosines, sines = table[rows][:, None].chunk(2, dim=-1)
+            for each in (on_host(query), on_host(key)):
+                heads = each.view(len(each), -1, head_size)
+                first, second = heads.float().chunk(2, dim=-1)
+                turned = (
+                    (first * cosines).addcmul(second, sines, value=-1.0),
+                    (second * cosines).addcmul(first, sines),
+                )
+                heads.copy_(torch.cat(turned, dim=-1))
+
+        self._device.kernel(run)
+
+    def _norm(
+        self,
+        name: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor | None,
+        one: float,
+    ) -> torch.Tensor:
+        self.num_calls[name] += 1
+        demand(out is not None, "the result has its place")
+        assert out is not None
+        for what, each in (("input", x), ("out", out), ("weight", weight)):
+            self._check(what, each)
+        demand(weight.dtype == x.dtype == out.dtype, "weight, input and out have one dtype")
+        demand(weight.dim() == 1 and len(weight) == x.shape[-1], "a weight for each element")
+        demand(out.shape == x.shape, "the result has the input's shape")
+
+        def run() -> None:
+            wide, factor = on_host(x).float(), on_host(weight).float() + one
+            on_host(out).copy_(F.rms_norm(wide, [len(factor)], factor, eps))
+
+        self._device.kernel(run)
+        return out
+
+    def _gate(
+        self,
+        name: str,
+        x: torch.Tensor,
+        out: torch.Tensor | None,
+        function: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        self.num_calls[name] += 1
+        demand(out is not None, "the result has its place")
+        assert out is not None
+        for what, each in (("input", x), ("out", out)):
+            self._check(what, each)
+            demand(each.is_contiguous(), f"{what} is contiguous")
+        demand(out.dtype == x.dtype, "input and out have one dtype")
+        demand(x.shape == (len(out), 2 * out.shape[1]), "gate and up are side by side")
+        demand(out.shape[1] * x.element_size() % 16 == 0, "both halves begin at 16 bytes")
+
+        def run() -> None:
+            gate, up = on_host(x).float().chunk(2, dim=-1)
+            on_host(out).copy_(function(gate) * up)
+
+        self._device.kernel(run)
+        return out
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        self._on_device(name, tensor)
+        demand(tensor.dtype in SIXTEEN_BITS, f"{name} has 16 bits")
+        demand(tensor.stride(-1) == 1, f"the elements of {name} follow one another")
+
+    def _on_device(self, name: str, tensor: torch.Tensor) -> None:
+        demand(self._device.holds(tensor), f"{name} is on the device")

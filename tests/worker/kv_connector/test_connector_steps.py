@@ -1,0 +1,208 @@
+"""The copying half around a step: in which order, and what is told when."""
+
+import os
+from typing import Any
+
+import torch
+
+from proto.kv_stacked import MultiStep
+from proto.kv_transfer import KVConnectorOutput, KVConnectorReport, pack
+from proto.kv_transfer_config import KVTransferConfig
+from proto.scheduler_output import CachedRequestData, SchedulerOutput
+from proto.sockets import Poller
+from tests.fakes.outside_connector import OutsideWorker
+from worker.kv_connector import multi
+from worker.kv_connector.base import Finished, WorkerContext
+from worker.kv_connector.factory import create_worker_connector
+from worker.kv_connector.layers import with_hooks
+from worker.kv_connector.multi import MultiWorker
+from worker.kv_connector.nothing import NO_CONNECTOR, NoConnector
+from worker.kv_connector.steps import ConnectorSteps
+
+CONTEXT = WorkerContext(0, 1, b"f" * 32, 16)
+
+
+class Recorder(NoConnector):
+    """Writes down every call in a log that others may share."""
+
+    per_layer = True
+
+    def __init__(self, log: list[Any] | None = None, descriptor: int = -1) -> None:
+        self.log = [] if log is None else log
+        self.descriptor = descriptor
+        self.finished = Finished([], [])
+        self.invalid: list[int] = []
+
+    def register_kv_caches(self, cache):
+        self.log.append("register_kv_caches")
+
+    def fileno(self):
+        return self.descriptor
+
+    def bind_connector_metadata(self, metadata):
+        self.log.append(("bind_connector_metadata", metadata))
+
+    def handle_preemptions(self):
+        self.log.append("handle_preemptions")
+
+    def start_load_kv(self):
+        self.log.append("start_load_kv")
+
+    def wait_for_layer_load(self, layer):
+        self.log.append(("wait_for_layer_load", layer))
+
+    def save_kv_layer(self, layer):
+        self.log.append(("save_kv_layer", layer))
+
+    def wait_for_save(self):
+        self.log.append("wait_for_save")
+
+    def get_finished(self, finished_handles):
+        self.log.append(("get_finished", list(finished_handles)))
+        finished, self.finished = self.finished, Finished([], [])
+        return finished
+
+    def take_invalid_blocks(self):
+        taken, self.invalid = self.invalid, []
+        return taken
+
+    def build_connector_worker_meta(self):
+        self.log.append("build_connector_worker_meta")
+        return b""
+
+    def close(self):
+        self.log.append("close")
+
+
+def step(metadata: bytes = b"", finished: tuple[int, ...] = ()) -> SchedulerOutput:
+    return SchedulerOutput(
+        epoch=3,
+        step=1,
+        new_requests=[],
+        cached_requests=CachedRequestData(),
+        total_num_scheduled_tokens=0,
+        finished_handles=list(finished),
+        preempted_handles=[],
+        connector_metadata=metadata,
+    )
+
+
+def test_the_order_of_a_step() -> None:
+    recorder, told = Recorder(), []
+    steps = ConnectorSteps(recorder, 3, 1, Poller(), told.append)
+    steps.begin(step(b"meta"))
+    assert recorder.log == [
+        ("bind_connector_metadata", b"meta"),
+        "handle_preemptions",
+        "start_load_kv",
+    ]
+    recorder.log.clear()
+    steps.end(step(finished=(8,)))
+    assert recorder.log == [
+        "wait_for_save",
+        ("get_finished", [8]),
+        "build_connector_worker_meta",
+    ]
+    assert told == [], "nothing to say is not said"
+
+
+def test_what_is_finished_is_told_once_with_epoch_and_rank() -> None:
+    recorder, told = Recorder(), []
+    steps = ConnectorSteps(recorder, 3, 1, Poller(), told.append)
+    recorder.finished, recorder.invalid = Finished([1], [2]), [9]
+    steps.end(step())
+    steps.end(step())
+    assert told == [KVConnectorReport(3, 1, KVConnectorOutput([1], [2], [9]))]
+
+
+def test_between_steps_a_readable_descriptor_is_a_report() -> None:
+    bell = os.eventfd(0)
+    recorder, told, poller = Recorder(descriptor=bell), [], Poller()
+    steps = ConnectorSteps(recorder, 3, 0, poller, told.append)
+    assert poller.wait(0) == []
+    os.eventfd_write(bell, 1)
+    recorder.finished = Finished([], [4])
+    steps.report_if_ready(poller.wait(0))
+    assert told == [KVConnectorReport(3, 0, KVConnectorOutput([], [4]))]
+    steps.close()
+    steps.close()
+    assert poller.wait(0) == [], "nobody listens any more"
+    assert "close" in recorder.log
+
+
+class PlainAttention:
+    """Attention that says when it was run."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def plan(self, inputs):
+        self.log.append("plan")
+
+    def run(self, layer, query, key, value, rotation):
+        self.log.append(("run", layer))
+        return query
+
+
+def test_layers_wait_for_their_load_and_are_saved_after() -> None:
+    recorder = Recorder()
+    attention = with_hooks(PlainAttention(recorder.log), recorder)
+    query = torch.zeros(1, 1, 4)
+    attention.plan([])
+    assert attention.run(2, query, query, query, None) is query
+    assert recorder.log == [
+        "plan",
+        ("wait_for_layer_load", 2),
+        ("run", 2),
+        ("save_kv_layer", 2),
+    ]
+    plain = PlainAttention([])
+    assert with_hooks(plain, NO_CONNECTOR) is plain, "who wants no layers costs nothing"
+
+
+def test_one_of_somebody_else_s() -> None:
+    config = KVTransferConfig(
+        kv_connector="Outside", kv_connector_module_path="tests.fakes.outside_connector"
+    )
+    assert isinstance(create_worker_connector(config, CONTEXT), OutsideWorker)
+    assert create_worker_connector(KVTransferConfig(), CONTEXT) is NO_CONNECTOR
+
+
+def test_multi_every_call_reaches_every_child_in_order(monkeypatch) -> None:
+    """KVH-05, KVH-08."""
+    log: list[Any] = []
+    monkeypatch.setattr(multi, "create_worker_connector", lambda config, context: Recorder(log))
+    config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_connector_extra_config={"connectors": [{"kv_connector": "A"}, {"kv_connector": "B"}]},
+    )
+    connector = MultiWorker(config, CONTEXT)
+    connector.register_kv_caches(None)
+    connector.bind_connector_metadata(pack(MultiStep([b"a", b"b"])))
+    connector.handle_preemptions()
+    connector.start_load_kv()
+    connector.wait_for_layer_load(0)
+    connector.save_kv_layer(0)
+    connector.wait_for_save()
+    assert log == [
+        each
+        for call in (
+            ["register_kv_caches"] * 2,
+            [("bind_connector_metadata", b"a"), ("bind_connector_metadata", b"b")],
+            ["handle_preemptions"] * 2,
+            ["start_load_kv"] * 2,
+            [("wait_for_layer_load", 0)] * 2,
+            [("save_kv_layer", 0)] * 2,
+            ["wait_for_save"] * 2,
+        )
+        for each in call
+    ]
+    first, second = connector.children
+    first.finished, second.finished = Finished([1], [2]), Finished([1, 3], [])
+    first.invalid, second.invalid = [5], [6]
+    assert connector.get_finished([]) == Finished([], [2]), "sending is told by child"
+    assert connector.take_invalid_blocks() == [5, 6]
+    report = multi.unpack(connector.build_connector_worker_meta(), multi.MultiReport)
+    assert report.sending == [[1], [1, 3]]
+    assert connector.build_connector_worker_meta() == b""
+    connector.close()

@@ -1,0 +1,127 @@
+"""KV in a shared folder: what the halves write, read and refuse, against a small cache."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_core.kv_connector.shared_storage import SharedStorageScheduler
+from proto.errors import ConfigError
+from proto.kv_stacked import SharedStorageReport, SharedStorageStep
+from proto.kv_transfer import KVConnectorOutput, pack, unpack
+from proto.kv_transfer_config import KVTransferConfig
+from proto.lifecycle import KVCacheGeometry
+from tests.engine_core.kv_connector.test_connector_registry import context as engine_context
+from tests.fakes.kv_requests import Setup, make_manager
+from worker.kv_cache import KVCache
+from worker.kv_connector.base import WorkerContext
+from worker.kv_connector.shared_storage import SharedStorageWorker
+from worker.kv_layout import kv_layout
+
+FINGERPRINT = b"f" * 32
+HASHES = [bytes([value]) * 32 for value in (1, 2, 3)]
+
+
+def config(folder: Path | str, **changes: str) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="SharedStorageConnector",
+        kv_connector_extra_config={"shared_storage_path": str(folder)},
+        **changes,
+    )
+
+
+def worker(folder: Path, dtype: str = "float32") -> tuple[SharedStorageWorker, KVCache]:
+    geometry = KVCacheGeometry(2, 2, 8, dtype, 0)
+    cache = KVCache(geometry, kv_layout([None, None]), 6, 4)
+    connector = SharedStorageWorker(config(folder), WorkerContext(0, 1, FINGERPRINT, 4))
+    connector.register_kv_caches(cache)
+    return connector, cache
+
+
+def run(connector: SharedStorageWorker, step: SharedStorageStep) -> SharedStorageReport:
+    connector.bind_connector_metadata(pack(step))
+    connector.start_load_kv()
+    connector.wait_for_save()
+    metadata = connector.build_connector_worker_meta()
+    return unpack(metadata, SharedStorageReport) if metadata else SharedStorageReport()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_blocks_come_back_as_they_were_stored(tmp_path: Path, dtype: str) -> None:
+    first, cache = worker(tmp_path, dtype)
+    cache.buffer.view(torch.uint8).random_(0, 200)
+    kept = cache.buffer[[3, 5]].clone()
+    report = run(first, SharedStorageStep([], [], HASHES[:2], [3, 5]))
+    assert report == SharedStorageReport(HASHES[:2])
+    second, other = worker(tmp_path, dtype)
+    assert run(second, SharedStorageStep(HASHES[:2], [1, 4])) == SharedStorageReport()
+    assert second.take_invalid_blocks() == []
+    assert torch.equal(other.buffer[[1, 4]].view(torch.uint8), kept.view(torch.uint8))
+    assert not other.buffer[[2, 3, 5]].view(torch.uint8).any(), "nothing else is written to"
+
+
+@pytest.mark.parametrize("harm", ["torn", "longer", "flipped", "gone"])
+def test_a_file_that_is_not_what_it_was_is_an_invalid_block(tmp_path: Path, harm: str) -> None:
+    connector, _ = worker(tmp_path)
+    run(connector, SharedStorageStep([], [], HASHES[:2], [3, 5]))
+    path = next(tmp_path.rglob(f"{HASHES[0].hex()}*"))
+    content = bytearray(path.read_bytes())
+    if harm == "gone":
+        path.unlink()
+    elif harm == "flipped":
+        content[77] ^= 1
+        path.write_bytes(content)
+    else:
+        path.write_bytes(content[:-9] if harm == "torn" else content + b"x")
+    report = run(connector, SharedStorageStep(HASHES[:2], [1, 2]))
+    assert connector.take_invalid_blocks() == [1]
+    assert report.lost == [HASHES[0]]
+
+
+def test_a_folder_that_takes_nothing_stores_nothing(tmp_path: Path) -> None:
+    connector, _ = worker(tmp_path)
+    (folder,) = tmp_path.iterdir()
+    folder.rmdir()
+    assert run(connector, SharedStorageStep([], [], HASHES[:1], [3])).lost == HASHES[:1]
+
+
+def engine(folder: Path, **changes: str) -> SharedStorageScheduler:
+    return SharedStorageScheduler(config(folder, **changes), engine_context())
+
+
+def test_the_engine_matches_the_leading_blocks_that_all_ranks_have(tmp_path: Path) -> None:
+    setup = Setup(make_manager(10, 4))
+    request = setup.requests.make("aaaa bbbb cccc dddd")
+    connector = engine(tmp_path)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    stored = SharedStorageReport([request.block_hashes[index] for index in (0, 1, 3)])
+    connector.update_connector_output(KVConnectorOutput(worker_metadata=pack(stored)))
+    assert connector.get_num_new_matched_tokens(request, 0) == (8, False)
+    assert connector.get_num_new_matched_tokens(request, 4) == (4, False)
+    lost = SharedStorageReport([], [request.block_hashes[1]])
+    connector.update_connector_output(KVConnectorOutput(worker_metadata=pack(lost)))
+    assert connector.get_num_new_matched_tokens(request, 0) == (4, False)
+    assert connector.reset_cache()
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_the_engine_knows_what_was_there_before_it(tmp_path: Path) -> None:
+    setup = Setup(make_manager(10, 4))
+    request = setup.requests.make("aaaa bbbb cccc")
+    connector, _ = worker(tmp_path)
+    run(connector, SharedStorageStep([], [], request.block_hashes, [1, 2, 3]))
+    folder = next(tmp_path.iterdir())
+    (folder / "notes.txt").write_text("not a block")
+    match = engine(tmp_path).get_num_new_matched_tokens(request, 0)
+    assert match == (8, False), "the last token is always computed"
+    producer = engine(tmp_path, kv_role="kv_producer")
+    assert producer.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"shared_storage_path": ""}, {"shared_storage_path": "/proc/x"}, {"path": "x"}]
+)
+def test_settings_that_cannot_be_are_named(extra: dict[str, str]) -> None:
+    wrong = KVTransferConfig(kv_connector="X", kv_connector_extra_config=extra)
+    with pytest.raises(ConfigError, match=r"shared_storage_path|has no path"):
+        SharedStorageScheduler(wrong, engine_context())

@@ -1,0 +1,196 @@
+"""Two workers that share a model on two CUDA devices, without a GPU.
+
+Each has a fake device and a thread; what they exchange is part of their graphs. The tokens are
+those of two workers on CPUs, whose arithmetic is the same.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from engine_core.stepper import OVERLAPPED
+from proto.config import DeviceConfig
+from proto.model_runner_output import ModelRunnerOutput
+from proto.scheduler_output import SchedulerOutput
+from tests.fakes.fake_cuda import CUDA, FakeCuda
+from tests.fakes.fake_flashinfer import FakeFlashInfer
+from tests.fakes.fake_nccl import FakeRanks
+from tests.fakes.ranks import Ranks
+from tests.worker.test_cuda_runner import (
+    DTYPE,
+    EDITS,
+    NUM_ROWS,
+    WISHES,
+    Harness,
+    Model,
+    Some,
+    compute_by_torch,
+    serve,
+)
+from tests.worker.test_model_runner import BLOCK, NUM_BLOCKS
+from worker.ahead import AheadRunner, AtOnce, Launched, Runner
+from worker.attention.base import AttentionShape
+from worker.attention.kv_store import store_by_index
+from worker.attention.reference import ReferenceAttention
+from worker.cuda_runner import CudaRunnerMaker, Kernels
+from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_layout import kv_layout
+from worker.loader.weights import load_model
+from worker.model_runner import NO_MASKS, ModelRunner
+from worker.models.decoder import Decoder
+from worker.parallel.group import RankGroup
+from worker.sample.backend import ReferenceBackend
+from worker.sample.device_draw import draw_by_torch
+from worker.sample.device_edits import TorchEdits
+from worker.sample.grammar_masks import MaskSource
+from worker.sample.sampler import Sampler
+
+LIMIT_SECONDS = 120.0
+SIZE = 2
+Result = TypeVar("Result")
+
+
+class Together:
+    """Runner and Launched of all ranks, each in its thread with its device."""
+
+    def __init__(self, cudas: list[FakeCuda]) -> None:
+        self._cudas = cudas
+        self._threads = [ThreadPoolExecutor(1) for _ in cudas]
+        self.runners: list[Runner] = []
+
+    def all(self, work: Callable[[int], Result]) -> list[Result]:
+        started = [thread.submit(self._on, rank, work) for rank, thread in enumerate(self._threads)]
+        return [each.result(LIMIT_SECONDS) for each in started]
+
+    def _on(self, rank: int, work: Callable[[int], Result]) -> Result:
+        with self._cudas[rank], torch.inference_mode():
+            return work(rank)
+
+    def launch(self, step: SchedulerOutput, masks: MaskSource = NO_MASKS) -> Launched:
+        # masks are made of the tokens before, once
+        found = masks.masks_of(step) if step.constrained_handles else None
+
+        class Made:
+            def masks_of(self, step: SchedulerOutput) -> Any:
+                return found
+
+        return Answers(self, self.all(lambda rank: self.runners[rank].launch(step, Made())))
+
+    def close(self) -> None:
+        for each in self._threads:
+            each.shutdown()
+
+
+class Answers:
+    """Launched on all ranks."""
+
+    def __init__(self, together: Together, launched: list[Launched]) -> None:
+        self._together = together
+        self._launched = launched
+
+    def ready(self) -> bool:
+        return all(self._together.all(lambda rank: self._launched[rank].ready()))
+
+    def result(self) -> ModelRunnerOutput:
+        first, *others = self._together.all(lambda rank: self._launched[rank].result())
+        for other in others:
+            assert other.sampled_token_ids == first.sampled_token_ids
+            assert other.logprobs == first.logprobs
+        return first
+
+
+def load(model: Model, device: torch.device, group: RankGroup) -> Decoder:
+    return load_model(model.prepared, model.spec, DTYPE, device, lambda fraction: None, None, group)
+
+
+def cache_of(decoder: Decoder, device: torch.device) -> KVCache:
+    spec = decoder.spec
+    layout = kv_layout(spec.windows)
+    geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, DTYPE)
+    return KVCache(geometry, layout, NUM_BLOCKS, BLOCK, device)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    return Model("llama", tmp_path)
+
+
+@pytest.fixture
+def on_devices(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Together, FakeRanks, list[FakeCuda]]]:
+    compute_by_torch(monkeypatch)
+    cudas = [FakeCuda() for _ in range(SIZE)]
+    ranks = FakeRanks(SIZE)
+    together = Together(cudas)
+
+    def start(rank: int) -> AheadRunner:
+        cuda = cudas[rank]
+        group = ranks.group(rank, cuda.device)
+        group.join(1)
+        with cuda.loading():
+            decoder = load(model, CUDA, group)
+            cache = cache_of(decoder, CUDA)
+        maker = CudaRunnerMaker(
+            DeviceConfig(),
+            decoder,
+            cuda.device,
+            Kernels(
+                lambda: FakeFlashInfer(cuda.device),
+                store_by_index,
+                draw_by_torch,
+                TorchEdits(),
+            ),
+            Sampler(ReferenceBackend()),
+            DTYPE,
+        )
+        return maker.runner(cache, model.rows(NUM_ROWS), lambda part: None)
+
+    together.runners = list(together.all(start))
+    yield together, ranks, cudas
+    together.close()
+
+
+def tokens_on_cpus(model: Model, wishes: list[dict[str, Any]]) -> list[list[int]]:
+    """Of two ranks on CPUs, one step at a time."""
+    with Ranks(SIZE) as ranks:
+        cudas = [FakeCuda() for _ in range(SIZE)]  # for their arithmetic
+        together = Together(cudas)
+
+        def start(rank: int) -> Runner:
+            decoder = load(model, torch.device("cpu"), ranks.groups[rank])
+            cache, spec = cache_of(decoder, torch.device("cpu")), decoder.spec
+            shape = AttentionShape(
+                spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
+            )
+            attention, sampler = ReferenceAttention(cache, shape), Sampler(ReferenceBackend())
+            return AtOnce(ModelRunner(decoder, attention, sampler, model.rows(NUM_ROWS), cache))
+
+        together.runners = list(together.all(start))
+        found = serve(Harness(together, 81, constraints=Some()), wishes)
+        together.close()
+    return found
+
+
+@pytest.mark.parametrize("wishes", [WISHES, EDITS], ids=["plain", "edits"])
+def test_two_ranks_replay_what_they_exchange(
+    wishes: list[dict[str, Any]],
+    model: Model,
+    on_devices: tuple[Together, FakeRanks, list[FakeCuda]],
+) -> None:
+    together, ranks, cudas = on_devices
+    before = list(ranks.num_exchanges)
+    ahead = Harness(together, 81, async_scheduling=True, constraints=Some())
+    found = serve(ahead, wishes)
+    assert ahead.worker.most_at_once == OVERLAPPED
+    replays = [cuda.device.num_replays for cuda in cudas]
+    assert replays[0] == replays[1] > 10
+    assert ranks.num_exchanges[0] == ranks.num_exchanges[1]
+    # Embedding and two for each layer are in the graph, and the head comes behind it.
+    per_step = 1 + 2 * model.spec.num_layers + 1
+    assert ranks.num_exchanges[0] - before[0] >= per_step * replays[0]
+    assert found == tokens_on_cpus(model, wishes)

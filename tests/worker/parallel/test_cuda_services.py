@@ -1,0 +1,220 @@
+"""Two workers' services on two made-up GPUs: they meet to measure, and again to serve."""
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from proto import PROTOCOL_VERSION
+from proto.config import GIB, CacheConfig, ParallelConfig, SchedulerConfig, ServeConfig
+from proto.lifecycle import (
+    CacheReady,
+    InitializeCache,
+    NewEngine,
+    Shutdown,
+    ToSupervisor,
+    WorkerReady,
+)
+from proto.model_runner_output import ModelRunnerOutput
+from proto.sockets import Link, worker_path
+from tests.fakes import boots
+from tests.fakes.fake_cuda import CUDA, FakeCuda
+from tests.fakes.fake_flashinfer import FakeFlashInfer
+from tests.fakes.fake_nccl import FakeRanks
+from tests.worker.parallel.test_two_workers import heard
+from tests.worker.test_cuda_device import MadeUpGpu
+from tests.worker.test_cuda_runner import Model, compute_by_torch
+from tests.worker.test_cuda_service import steps
+from tests.worker.test_model_runner import BLOCK
+from worker import loaded_model, runner_maker, service
+from worker.attention.kv_store import store_by_index
+from worker.device.cuda import CudaDevice
+from worker.inbox import FromEngine
+from worker.sample.device_draw import draw_by_torch
+from worker.sample.device_edits import TorchEdits
+
+LIMIT_SECONDS = 60.0
+SIZE = 2
+NUM_BLOCKS = 20
+
+
+class Gpu(MadeUpGpu):
+    """Says when the largest step is measured, and what the ranks had met for by then."""
+
+    def __init__(self, rank: int, ranks: FakeRanks) -> None:
+        super().__init__(free=(70 - 5 * rank) * GIB)
+        self._met = ranks.meetings[rank]
+        self.met_before: list[tuple[int, str]] = []
+
+    def peak_of(self, run: Any) -> int:
+        self.met_before = list(self._met)
+        return super().peak_of(run)
+
+
+class Pair:
+    """Two workers in threads; the test is their supervisor and their engines."""
+
+    def __init__(self, model: Model, run_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._run_dir = run_dir
+        self._model = model
+        self.here = threading.local()
+        self.ranks = FakeRanks(SIZE)
+        self.gpus = [Gpu(rank, self.ranks) for rank in range(SIZE)]
+        self.cudas = [FakeCuda() for _ in range(SIZE)]
+        compute_by_torch(monkeypatch)
+        self._pretend(monkeypatch)
+        self.supervisors = [Link.bind(f"{run_dir}/s{rank}", ToSupervisor) for rank in range(SIZE)]
+        self.links = list(self.supervisors)
+        self.engines: list[Link] = []
+        self.meet(1)
+        self.threads = [
+            threading.Thread(target=self._run, args=(rank,), daemon=True) for rank in range(SIZE)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _pretend(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        here, load = self.here, loaded_model.load_model
+
+        def load_model(*args: Any) -> Any:
+            with here.cuda.loading():
+                return load(*args)
+
+        def group(run_dir: str, rank: int, *_: Any) -> Any:
+            return self.ranks.group(rank, here.cuda.device)
+
+        def device(config: ServeConfig, rank: int) -> CudaDevice:
+            return CudaDevice(CUDA, self.gpus[rank], 0.9)
+
+        monkeypatch.setattr(loaded_model, "load_model", load_model)
+        monkeypatch.setattr(service, "create_device", device)
+        monkeypatch.setattr(service, "create_group", group)
+        library = lambda: FakeFlashInfer(here.cuda.device)  # noqa: E731
+        monkeypatch.setattr(runner_maker, "Cuda", lambda device: here.cuda.device)
+        monkeypatch.setattr(runner_maker, "load_library", library)
+        monkeypatch.setattr(runner_maker, "TritonStore", lambda: store_by_index)
+        monkeypatch.setattr(runner_maker, "TritonDraw", lambda: draw_by_torch)
+        monkeypatch.setattr(runner_maker, "TritonEdits", TorchEdits)
+
+    def _run(self, rank: int) -> None:
+        config = ServeConfig(
+            cache=CacheConfig(block_size=BLOCK),
+            scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=64),
+            parallel=ParallelConfig(tensor_parallel_size=SIZE),
+        )
+        boot = boots.boot(
+            "worker", index=rank, config=config, model=self._model.prepared, run_dir=self._run_dir
+        )
+        self.here.cuda = self.cudas[rank]
+        with self.cudas[rank]:
+            service.Service(
+                boot,
+                lambda epoch: Link.connect(worker_path(self._run_dir, epoch, rank), FromEngine),
+                Link.connect(f"{self._run_dir}/s{rank}", NewEngine | Shutdown),
+            ).run()
+
+    def meet(self, epoch: int) -> None:
+        answers = WorkerReady | CacheReady | ModelRunnerOutput
+        self.engines = [
+            Link.bind(worker_path(self._run_dir, epoch, rank), answers) for rank in range(SIZE)
+        ]
+        self.links += self.engines
+
+    def start(self, epoch: int) -> list[WorkerReady]:
+        ready = [heard(engine) for engine in self.engines]
+        for engine in self.engines:
+            engine.send(InitializeCache(PROTOCOL_VERSION, epoch, NUM_BLOCKS, BLOCK, 64))
+        found = [heard(engine) for engine in self.engines]
+        assert found == [CacheReady(epoch, rank) for rank in range(SIZE)]
+        return ready
+
+    def tokens(self, epoch: int) -> list[list[list[int]]]:
+        """Of each step, from both."""
+        found = []
+        for step in steps(num_decodes=5):
+            for engine in self.engines:
+                engine.send(step.__class__(**_fields(step) | {"epoch": epoch}))
+            answers = [heard(engine) for engine in self.engines]
+            assert answers[0].error is answers[1].error is None
+            assert answers[0].sampled_token_ids == answers[1].sampled_token_ids
+            found.append(answers[0].sampled_token_ids)
+        return found
+
+    def end(self) -> None:
+        for supervisor in self.supervisors:
+            supervisor.send(Shutdown())
+        for thread in self.threads:
+            thread.join(LIMIT_SECONDS)
+            assert not thread.is_alive()
+        for link in self.links:
+            link.close()
+
+
+def _fields(step: Any) -> dict[str, Any]:
+    return {name: getattr(step, name) for name in step.__struct_fields__}
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
+        workers = Pair(Model("llama", tmp_path), run_dir, monkeypatch)
+        yield workers
+        workers.end()
+
+
+def test_they_meet_before_memory_is_measured_and_again_for_each_engine(pair: Pair) -> None:
+    first, second = pair.start(1)
+    assert [gpu.met_before for gpu in pair.gpus] == [[(1, "memory")]] * SIZE
+    assert (first.kv_cache_bytes, second.kv_cache_bytes) == (61 * GIB, 56 * GIB)
+    assert (first.step_tokens, first.computes_ahead) == (64, True)
+    tokens = pair.tokens(1)
+    assert all(cuda.device.num_replays == 5 for cuda in pair.cudas)
+    pair.meet(2)
+    for supervisor in pair.supervisors:
+        supervisor.send(NewEngine(2, 2))
+    pair.start(2)
+    assert pair.ranks.meetings[1] == [(1, "memory"), (1, "steps"), (2, "steps")]
+    assert pair.tokens(2) == tokens
+    assert len(tokens) == 6
+
+
+@pytest.mark.parametrize("case", ["before they met", "of the host's", "of another shape"])
+def test_the_fake_refuses(case: str) -> None:
+    """What NCCL would answer with a hang, or with somebody else's memory."""
+    ranks, cuda = FakeRanks(1), FakeCuda()
+    with cuda:
+        group = ranks.group(0, cuda.device)
+        x = cuda.device.zeros(4, torch.float32)
+        if case == "before they met":
+            with pytest.raises(Exception, match="before the ranks have met"):
+                group.gather(x)
+            return
+        group.join(1)
+        if case == "of the host's":
+            with pytest.raises(Exception, match="host memory"):
+                group.gather(torch.zeros(4))
+            return
+        assert group.gather(x).shape == (1, 4)
+    two = FakeRanks(2)
+    cudas = [FakeCuda(), FakeCuda()]
+    raised: list[str] = []
+
+    def exchange(rank: int) -> None:
+        with cudas[rank]:
+            each = two.group(rank, cudas[rank].device)
+            each.join(1)
+            try:
+                each.gather(cudas[rank].device.zeros(4 + rank, torch.float32))
+            except Exception as error:
+                raised.append(str(error))
+
+    threads = [threading.Thread(target=exchange, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_SECONDS)
+    assert raised == ["ranks exchange tensors of different shapes"] * 2

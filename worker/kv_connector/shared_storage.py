@@ -1,0 +1,101 @@
+"""The copying half of KV in a shared folder: reads before a step, writes after it.
+
+A file is a block as it lies in memory and its CRC-32; it appears under its name when it is
+complete. One that is short, altered or gone is a block that could not be loaded.
+"""
+
+import os
+import zlib
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from proto.kv_stacked import SharedStorageReport, SharedStorageStep
+from proto.kv_transfer import NO_PAYLOAD, Payload, pack, unpack
+from proto.kv_transfer_config import KVTransferConfig
+from proto.shared_storage import file_name, folder_of
+from worker.kv_cache import KVCache
+from worker.kv_connector.base import Finished, WorkerContext
+from worker.kv_connector.nothing import NOTHING_FINISHED, NoConnector
+
+_CHECKSUM_BYTES = 4
+
+
+class SharedStorageWorker(NoConnector):
+    """WorkerConnector over files; all is done within the step."""
+
+    per_layer: ClassVar[bool] = False
+
+    def __init__(self, config: KVTransferConfig, context: WorkerContext) -> None:
+        self._context = context
+        self._folder = folder_of(config, context.fingerprint)
+        self._step = SharedStorageStep()
+        self._invalid: list[int] = []
+        self._stored: list[bytes] = []
+        self._lost: list[bytes] = []
+
+    def register_kv_caches(self, cache: KVCache) -> None:
+        self._buffer = cache.buffer
+
+    def bind_connector_metadata(self, metadata: Payload) -> None:
+        self._step = unpack(metadata, SharedStorageStep) if metadata else SharedStorageStep()
+
+    def start_load_kv(self) -> None:
+        for block_hash, block in zip(self._step.load_hashes, self._step.load_blocks, strict=True):
+            if not self._load(block_hash, block):
+                self._invalid.append(block)
+                self._lost.append(block_hash)
+
+    def wait_for_save(self) -> None:
+        for block_hash, block in zip(self._step.store_hashes, self._step.store_blocks, strict=True):
+            try:
+                self._store(block_hash, block)
+            except OSError:  # a full disk, say: nobody will find it here
+                self._lost.append(block_hash)
+            else:
+                self._stored.append(block_hash)
+
+    def get_finished(self, finished_handles: Sequence[int]) -> Finished:
+        return NOTHING_FINISHED
+
+    def take_invalid_blocks(self) -> list[int]:
+        taken, self._invalid = self._invalid, []
+        return taken
+
+    def build_connector_worker_meta(self) -> Payload:
+        if not (self._stored or self._lost):
+            return NO_PAYLOAD
+        report = SharedStorageReport(self._stored, self._lost)
+        self._stored, self._lost = [], []
+        return pack(report)
+
+    def _bytes_of(self, block: int) -> torch.Tensor:
+        """The memory of a block, uint8 [bytes]."""
+        return self._buffer[block].reshape(-1).view(torch.uint8)
+
+    def _path(self, block_hash: bytes) -> str:
+        context = self._context
+        return os.path.join(self._folder, file_name(block_hash, context.rank, context.num_ranks))
+
+    def _load(self, block_hash: bytes, block: int) -> bool:
+        memory = self._bytes_of(block)
+        try:
+            with open(self._path(block_hash), "rb") as file:
+                content = file.read(memory.numel() + _CHECKSUM_BYTES + 1)
+        except OSError:
+            return False
+        body, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
+        if len(body) != memory.numel() or zlib.crc32(body) != int.from_bytes(checksum, "little"):
+            return False
+        memory.copy_(torch.from_numpy(np.frombuffer(bytearray(body), dtype=np.uint8)))
+        return True
+
+    def _store(self, block_hash: bytes, block: int) -> None:
+        path = self._path(block_hash)
+        body = self._bytes_of(block).cpu().numpy().tobytes()
+        unfinished = f"{path}.{os.getpid()}.tmp"
+        with open(unfinished, "wb") as file:
+            file.write(body + zlib.crc32(body).to_bytes(_CHECKSUM_BYTES, "little"))
+        os.replace(unfinished, path)

@@ -1,0 +1,134 @@
+"""Small operations on rows by FlashInfer's kernels: norm, gate, rotation, for 16 bits on a GPU.
+
+What these kernels do not take goes to our own (triton_rows.py): other dtypes, rows whose vectors
+of 16 bytes would cross an end, a norm that is added to a residual. The library's fused_add_rmsnorm
+has no place here: it adds a product to the residual, which the product does itself at its end.
+Knows nothing of models.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+
+from worker.device.accelerator import Accelerator
+from worker.layers.buffer import Space
+from worker.layers.rotary import Rotation
+from worker.models.spec import Activation
+
+if TYPE_CHECKING:
+    from worker.layers.activation import Gate
+    from worker.layers.norm import NormArithmetic
+
+SIXTEEN_BITS: Final = (torch.bfloat16, torch.float16)
+VECTOR_BYTES: Final = 16
+_MANY_TOKENS: Final = 8192
+
+
+class RowLibrary(Protocol):
+    """What is used of the module `flashinfer`."""
+
+    def rmsnorm(
+        self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **settings: Any
+    ) -> Any:
+        """Of [N, size] or [T, heads, size]."""
+        ...
+
+    def gemma_rmsnorm(
+        self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **settings: Any
+    ) -> Any:
+        """Of [N, size], times 1 + weight."""
+        ...
+
+    def silu_and_mul(self, input: torch.Tensor, **settings: Any) -> Any: ...
+
+    def gelu_tanh_and_mul(self, input: torch.Tensor, **settings: Any) -> Any: ...
+
+    def apply_rope_with_cos_sin_cache_inplace(self, *args: Any, **settings: Any) -> None:
+        """Query and key [T, heads * head_dim] are turned where they are."""
+        ...
+
+
+class FlashInferNorm:
+    """NormArithmetic, see norm.py. own: for what the library does not take.
+
+    A weight of float32 is 1 + that of the file, which had 16 bits, bfloat16 (see
+    loader/source.py): the difference has them again, and the library adds the 1 in float32.
+    """
+
+    def __init__(
+        self, library: RowLibrary, weight: torch.Tensor, eps: float, own: "NormArithmetic"
+    ) -> None:
+        self._own = own
+        self._adds_one = weight.dtype == torch.float32
+        self._weight = (weight - 1.0).to(torch.bfloat16) if self._adds_one else weight.contiguous()
+        self._norm: Callable[..., Any] = (
+            library.gemma_rmsnorm if self._adds_one else library.rmsnorm
+        )
+        self._eps = eps
+        self.add_norm = self._own.add_norm
+
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        """Of [..., size]; what stands between the rows of x may be another's."""
+        if not self._takes(x):
+            return self._own.norm(x)
+        out = x.new_empty(x.shape)
+        self._norm(x, self._weight, self._eps, out=out)
+        return out
+
+    def norm_into(self, x: torch.Tensor, out: Space) -> torch.Tensor:
+        """As the Protocol says."""
+        if not self._takes(x):
+            return self._own.norm_into(x, out)
+        self._norm(x, self._weight, self._eps, out=out.tensor)
+        return out.tensor
+
+    def _takes(self, x: torch.Tensor) -> bool:
+        return x.dtype == self._weight.dtype and x.dim() <= (2 if self._adds_one else 3)
+
+
+class FlashInferGate:
+    """Gate, see activation.py. own: for what the library does not take."""
+
+    def __init__(self, library: RowLibrary, name: Activation, own: "Gate") -> None:
+        self._own = own
+        self._gate: Callable[..., Any] = (
+            library.silu_and_mul if name == "silu" else library.gelu_tanh_and_mul
+        )
+
+    def __call__(self, gate_up: torch.Tensor, out: Space) -> torch.Tensor:
+        """As the Protocol says."""
+        row_bytes = out.tensor.shape[1] * gate_up.element_size()
+        if gate_up.dtype not in SIXTEEN_BITS or row_bytes % VECTOR_BYTES:
+            return self._own(gate_up, out)
+        self._gate(gate_up, out=out.tensor)
+        return out.tensor
+
+
+class FlashInferTurn:
+    """Turns queries and keys of a step in one launch, where they are."""
+
+    def __init__(self, library: RowLibrary, accelerator: Accelerator) -> None:
+        self._rope = library.apply_rope_with_cos_sin_cache_inplace
+        self._accelerator = accelerator
+        # The table of a step has its tokens' own rotations, one after the other. Graphs go on
+        # reading the numbers that they were recorded with.
+        self._numbers = [self._count_to(_MANY_TOKENS)]
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, rotation: Rotation) -> None:
+        """query, key: [T, n, head_dim], heads and dims contiguous."""
+        num_tokens, _, head_dim = query.shape
+        if num_tokens > len(self._numbers[-1]):
+            self._numbers.append(self._count_to(2 * num_tokens))
+        self._rope(
+            self._numbers[-1][:num_tokens],
+            query.view(num_tokens, -1),
+            key.view(num_tokens, -1),
+            head_dim,
+            rotation.view(num_tokens, head_dim),
+            is_neox=True,
+        )
+
+    def _count_to(self, end: int) -> torch.Tensor:
+        """int64 0, 1, 2, …"""
+        return self._accelerator.zeros(end, torch.int64).add_(1).cumsum(0).sub_(1)
