@@ -299,7 +299,8 @@ def _build(
         config, plan, crew.workers[0], front_ends, boot.epoch, kv_events, grammars, tracing
     )
     kv_cache = parts.kv_cache
-    vitals.watch(lambda: parts.scheduler.has_work)
+    # Who waits for room that a copy gives back, waits for somebody else than this engine.
+    vitals.watch(lambda: parts.scheduler.has_work and not parts.scheduler.external.is_awaited)
     if boot.pause_mode is not None:
         parts.scheduler.pause(boot.pause_mode)
 

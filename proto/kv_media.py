@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from proto.errors import ConfigError
+from proto.offload_settings import OffloadSettings
 
 DISK_SPEC: Final = "DiskOffloadingSpec"
 REMOTE_SPEC: Final = "RemoteOffloadingSpec"
@@ -162,6 +163,9 @@ def remote_name(folder: str, key: bytes, rank: int) -> bytes:
 
 def _settings(spec: str, extra: Mapping[str, Any], kind: type[_S]) -> _S:
     known = {each: extra[each] for each in kind.__struct_fields__ if each in extra}
+    for key in extra:
+        if key not in known and key not in OffloadSettings.__struct_fields__:
+            raise _wrong(key, f"is not known to {spec}; it has {', '.join(kind.__struct_fields__)}")
     try:
         return msgspec.convert(known, kind)
     except msgspec.ValidationError as error:

@@ -21,6 +21,7 @@ from proto.config import DeviceConfig
 from proto.logit_edits import LogitEdits
 from proto.sampling_params import SamplingParams
 
+_LEAST_VOCABULARY: Final = 4000
 _BAD_WORDS: Final = tuple((first, first + 1) for first in range(1000, 1100))
 
 
@@ -55,6 +56,8 @@ def main(words: Sequence[str]) -> None:
     """Measure, print the table, and write the timings where --json says so."""
     parser = _parser()
     options = parser.parse_args(words)
+    if options.vocab_size < _LEAST_VOCABULARY:
+        parser.error(f"--vocab-size must be at least {_LEAST_VOCABULARY}: requests name tokens")
     workload = SamplingWorkload(
         cases=cases(options.rows),
         vocab_size=options.vocab_size,

@@ -15,7 +15,7 @@ Owns what was learnt. Knows neither requests nor clocks: the workers say what a 
 
 from typing import Final, Protocol
 
-SHORT_SECONDS: Final = 0.03
+SHORT_SECONDS: Final = 0.02
 """A step of this length is no gap that anybody notices."""
 PATIENCE_STEPS: Final = 48
 """So many steps may what waits now take."""
@@ -85,11 +85,16 @@ class LearntPace:
                 self._token_seconds = _mean(self._token_seconds, token_seconds)
 
     def _decode(self, num_decoding: int) -> float:
-        """Seconds of a step in which so many decode; those of the nearest number that is known."""
+        """Seconds of a step in which so many decode: on the line between numbers that are known."""
         known = self._decode_seconds
-        if num_decoding not in known:
-            num_decoding = min(known, key=lambda number: abs(number - num_decoding))
-        return known[num_decoding]
+        if num_decoding in known:
+            return known[num_decoding]
+        fewer = max((each for each in known if each < num_decoding), default=min(known))
+        more = min((each for each in known if each > num_decoding), default=max(known))
+        if fewer >= more:  # nothing is known on one side
+            return known[fewer]
+        part = (num_decoding - fewer) / (more - fewer)
+        return known[fewer] + part * (known[more] - known[fewer])
 
 
 def _mean(known: float, seconds: float) -> float:

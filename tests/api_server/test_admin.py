@@ -168,6 +168,9 @@ async def test_the_prefix_cache_is_reset_when_nobody_needs_it(start):
         query = "reset_running_requests=true"
         assert (await front_end.http.post(f"/reset_prefix_cache?{query}")).status_code == 200
         assert [each.reset_running_requests for each in front_end.engine.calls] == [0, 0, 1]
+        both = f"{query}&reset_external=true"
+        assert (await front_end.http.post(f"/reset_prefix_cache?{both}")).status_code == 200
+        assert [each.reset_external for each in front_end.engine.calls] == [0, 0, 0, 1]
         refused = await front_end.http.post("/reset_prefix_cache?reset_running_requests=perhaps")
         assert refused.status_code == 400
 

@@ -22,7 +22,18 @@ async def test_metrics(start, say, tokenizer):
         )
         evictions = [KVEviction(12.0, 7.0, [2.0, 3.0]), KVEviction(0.25, 0.25)]
         front_end.engine.send_outputs(
-            stats=SchedulerStats(1, 5, 0.5, 1, 4, 2, kv_evictions=evictions, num_deferred=2)
+            stats=SchedulerStats(
+                1,
+                5,
+                0.5,
+                1,
+                4,
+                2,
+                kv_evictions=evictions,
+                num_deferred=2,
+                external_prefix_cache_queries=9,
+                external_prefix_cache_hits=7,
+            )
         )
         await front_end.services.client.admin("check_integrity")
         found = await samples(front_end)
@@ -37,6 +48,8 @@ async def test_metrics(start, say, tokenizer):
         assert found["vllm:corrupted_requests_total"] == 2
         assert found["vllm:prefix_cache_queries_total"] == 64
         assert found["vllm:prefix_cache_hits_total"] == 32
+        assert found["vllm:external_prefix_cache_queries_total"] == 9
+        assert found["vllm:external_prefix_cache_hits_total"] == 7
         assert found["vllm:prompt_tokens_total"] == 2 * prompt
         assert found["vllm:generation_tokens_total"] == 2 * output + 1
         assert found["vllm:request_success_total,stop"] == 2

@@ -11,17 +11,17 @@ GRAMMARS = "tests/engine_core/structured_output/"
 
 ROWS = {
     "1 not JSON, an array, empty, another content type": (
-        f"{API}test_bad_requests.py::test_bad_bodies",
-        f"{API}test_bad_requests.py::test_content_types",
+        f"{API}test_bad_bodies.py::test_bad_bodies",
+        f"{API}test_bad_bodies.py::test_content_types",
         "tests/e2e/test_bad_input.py::test_bad_completion",
     ),
     "2 a body of 1 GB, 100,000 headers, headers and bodies that come slowly": (
         f"{API}test_limits.py::test_a_body_of_a_gigabyte_takes_no_memory",
         f"{API}test_limits.py::test_headers_without_an_end",
         f"{API}test_limits.py::test_how_many_headers_there_may_be",
-        f"{API}test_bad_requests.py::test_large_bodies",
-        f"{API}test_bad_requests.py::test_large_headers",
-        f"{API}test_bad_requests.py::test_a_slow_upload",
+        f"{API}test_bad_bodies.py::test_large_bodies",
+        f"{API}test_bad_bodies.py::test_large_headers",
+        f"{API}test_bad_bodies.py::test_a_slow_upload",
         f"{API}test_slow_clients.py::test_headers_that_do_not_come",
         f"{API}test_slow_clients.py::test_the_rest_of_a_body_that_was_answered_already",
     ),

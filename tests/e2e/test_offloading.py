@@ -111,13 +111,13 @@ def test_greedy_tokens_are_those_without(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-async def test_at_once_with_overlapped_steps_int8_pages_and_a_small_medium(policy: str) -> None:
-    """Evictions on both sides, preemptions, and blocks with scales."""
-    setting = [*flags(SMOLLM, 1), "--kv-cache-dtype", "int8", "--async-scheduling"]
-    with Daemon(*setting) as daemon:
-        expected = generate(daemon, list(range(NUM_PROMPTS)))
-    small = transfer(2, cpu_bytes_to_use=24 << 20, eviction_policy=policy)
-    with Daemon(*setting, *small) as daemon:
+async def test_at_once_with_overlapped_steps_and_a_small_medium(
+    case: tuple[str, Tokens], policy: str
+) -> None:
+    """Evictions on both sides, and preemptions."""
+    model, expected = case
+    small = transfer(2, cpu_bytes_to_use=128 << 20, eviction_policy=policy)
+    with Daemon(*flags(model, 1), "--async-scheduling", *small) as daemon:
         for _ in range(2):
             assert await generate_at_once(daemon, list(range(NUM_PROMPTS))) == expected
         assert daemon.metric("tokend:kv_offload_loads_total") > 0

@@ -13,6 +13,7 @@ from proto.repetition import RepetitionDetection
 from proto.sampling_params import SamplingParams
 from tests.fakes.engine_harness import EOS
 from tests.fakes.intake_desk import Desk
+from tests.fakes.kv_connector import FakeConnector
 from tests.fakes.messages import request
 
 
@@ -276,3 +277,15 @@ def test_resetting_at_the_cost_of_running_requests_by_call():
     assert desk.outbox.replies == [(0, AdminReply(1, 5, True))]
     assert desk.engine.scheduler.running == []
     assert desk.engine.scheduler.num_unfinished == 1
+
+
+def test_resetting_what_a_connector_keeps_by_call():
+    desk = Desk(connector=FakeConnector())
+    desk.take(AdminCall(1, 5, "reset_prefix_cache"))
+    assert desk.engine.connector.resets == 0
+    desk.take(AdminCall(1, 6, "reset_prefix_cache", reset_external=True))
+    desk.engine.connector.busy = True
+    desk.take(AdminCall(1, 7, "reset_prefix_cache", reset_external=True))
+    assert desk.engine.connector.resets == 2
+    assert [reply.ok for _, reply in desk.outbox.replies] == [True, True, False]
+    assert "copies" in desk.outbox.replies[-1][1].detail

@@ -13,6 +13,7 @@ from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
 from engine_core.request import Request
 from engine_core.scheduler.client_outputs import ClientOutputs
+from engine_core.scheduler.external_kv import IsSound
 from engine_core.scheduler.gates import Wake
 from engine_core.scheduler.scheduler import Scheduler
 from proto.config import SchedulerConfig
@@ -123,12 +124,13 @@ class OffloadRig(EngineHarness):
         groups = tuple(KVGroup(window) for window in windows)
         geometry = KVCacheGeometry(1, 1, 8, "float32", BYTES_PER_TOKEN, groups)
         self.finishes = finishes
+        self.trusts = True
         self.num_ranks = num_ranks
         self.loads: list[TransferJob] = []
         self.stores: list[TransferJob] = []
         self.half = CopyingHalf(size // block_size, num_ranks)
 
-        def connect(holds: PoolHolds, wake: Wake) -> SchedulerConnector:
+        def connect(holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
             context = SchedulerContext(
                 geometry,
                 block_size,
@@ -138,6 +140,7 @@ class OffloadRig(EngineHarness):
                 holds,
                 self.kv_cache.block_ids,
                 wake,
+                is_sound=lambda handle: self.trusts and is_sound(handle),
             )
             self.deciding = OffloadingScheduler(transfer, context)
             return self.deciding

@@ -24,7 +24,7 @@ class TracedEngine:
         self.lines: list[Any] = []
         self.clock = FakeClock(0.0)
         settings = {"max_num_batched_tokens": BUDGET, "max_num_seqs": SEATS, **settings}
-        recorder = Recorder(
+        self.recorder = recorder = Recorder(
             self.lines.append, started=0.0, num_seats=settings["max_num_seqs"], clock=self.clock
         )
         self.harness = EngineHarness(

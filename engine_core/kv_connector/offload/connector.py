@@ -17,7 +17,7 @@ from engine_core.kv_connector.offload.base import ManagerContext
 from engine_core.kv_connector.offload.jobs import JobsInFlight
 from engine_core.kv_connector.offload.keys import parts
 from engine_core.kv_connector.offload.load_planner import LoadPlanner
-from engine_core.kv_connector.offload.requests import Shape, TrackedRequests
+from engine_core.kv_connector.offload.requests import Shape, TrackedRequest, TrackedRequests
 from engine_core.kv_connector.offload.specs import create_manager
 from engine_core.kv_connector.offload.statistics import CopyStatistics
 from engine_core.kv_connector.offload.store_planner import StorePlanner
@@ -45,6 +45,7 @@ class OffloadingScheduler:
         self._loads_any, self._stores_any = config.loads, config.stores
         self._shape = Shape.of(context, factor)
         self._block_ids = context.block_ids
+        self._is_sound = context.is_sound
         self._bell = Bell()
         self._manager = create_manager(
             settings,
@@ -128,7 +129,7 @@ class OffloadingScheduler:
             self._loads.forget(request.handle)
             if request.status is RequestStatus.FINISHED_ERROR:
                 self._stores.withdraw(tracked)
-            elif self._stores_any and not tracked.is_loading:
+            elif self._may_store(tracked):
                 num_tokens = min(request.num_computed_tokens, request.num_tokens)
                 self._stores.plan(tracked, block_ids, num_tokens)
         return False, None
@@ -172,11 +173,19 @@ class OffloadingScheduler:
         self._manager.close()
         self._bell.close()
 
+    def _may_store(self, tracked: TrackedRequest) -> bool:
+        """Nothing that it holds may turn out not to have been loaded."""
+        if not self._stores_any or tracked.is_loading:
+            return False
+        return self._is_sound(tracked.request.handle)
+
     def _plan_stores(self, output: SchedulerOutput) -> None:
         for handle, num_tokens in _computed_after(output):
             tracked = self._requests.get(handle)
             if tracked is None or num_tokens < tracked.next_at:
                 continue
+            if not self._is_sound(handle):
+                continue  # what somebody else loads for it may fail yet
             # A token is known or not before the block that it fills is hashed.
             num_tokens = min(num_tokens, tracked.request.num_tokens)
             if num_tokens >= tracked.next_at:

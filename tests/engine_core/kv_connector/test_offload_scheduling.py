@@ -447,6 +447,23 @@ def test_a_request_that_ends_in_error_leaves_nothing_to_be_found() -> None:
     assert rig.deciding._manager.usage == 0.0
 
 
+def test_nothing_is_stored_that_rests_on_a_load_of_somebody_else() -> None:
+    """It may have failed; the cursor stays where it is until that is known."""
+    rig = OffloadRig()
+    rig.trusts = False
+    rig.add_one(PROMPT, 20)
+    rig.step()
+    rig.step()
+    assert rig.stores == []
+    rig.trusts = True
+    rig.step()
+    assert [len(device_of(store)) for store in rig.stores] == [9]
+    rig.settle()
+    rig.trusts = False
+    rig.generate([*range(300, 337)])
+    assert len(rig.stores) == 2, "nor when it ends"
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [

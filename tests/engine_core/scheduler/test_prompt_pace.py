@@ -39,11 +39,19 @@ def test_a_step_takes_the_multiple_of_one_that_decodes(stretch: float, expected:
     assert learnt(stretch).prompt_tokens(16, 0) == expected
 
 
-@pytest.mark.parametrize("num_decoding", [1, 15, 17, 200])
-def test_a_number_that_was_never_seen_counts_as_the_nearest_that_was(num_decoding: int) -> None:
-    pace = learnt()
-    pace.learn(1, 0, 0.04)
-    assert pace.prompt_tokens(num_decoding, 0) == (64 if num_decoding == 1 else 96)
+@pytest.mark.parametrize(
+    ("num_decoding", "expected"),
+    [(1, 80), (2, 80), (4, 80), (9, 112), (10, 112), (16, 160), (99, 160)],
+)
+def test_a_number_that_was_never_seen_lies_between_those_that_were(
+    num_decoding: int, expected: int
+) -> None:
+    """0.04 s with 2, 0.06 with 9, 0.08 with 16; beyond them as the last."""
+    pace = LearntPace(256, 2.0)
+    pace.learn(16, 0, 0.08)
+    pace.learn(2, 0, 0.04)
+    pace.learn(9, 100, 0.06 + 100 * TOKEN)
+    assert pace.prompt_tokens(num_decoding, 0) == expected
 
 
 def test_nobody_waits_for_a_prompt_where_nobody_decodes() -> None:

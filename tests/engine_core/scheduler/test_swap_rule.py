@@ -3,6 +3,9 @@
 import pytest
 
 from engine_core.scheduler.swap_rule import ByRates, swap_rule_of
+from tests.fakes.engine_harness import EngineHarness, scheduled
+from tests.fakes.kv_connector import FakeConnector, always
+from tests.fakes.paged_runner import undisturbed
 
 
 def measured(setup: float, load_token: float, compute_token: float) -> ByRates:
@@ -73,3 +76,34 @@ def test_what_says_nothing_is_not_learnt() -> None:
     assert rule.loads(1)
     rule.learn_load(10, 10.0)
     assert rule.loads(1), "no step has said what computing takes"
+
+
+def computed_again(preemption: str, load_seconds: float = 0.0, step_seconds: float = 0.0) -> int:
+    """Tokens of a request of 40 that are computed after it gave way; 32 are elsewhere.
+
+    load_seconds, step_seconds: what loads of 32 tokens and steps of as many took before.
+    """
+    connector = FakeConnector(always(32, is_async=False))
+    engine = EngineHarness(connector=connector, preemption=preemption)
+    rule = engine.scheduler._swap_rule
+    rule.learn_load(32, load_seconds)
+    rule.learn_step(32, step_seconds)
+    request = engine.add_one([7 * each % 900 for each in range(40)], max_tokens=3)
+    assert scheduled(engine.step()) == {request.handle: 8}, "new ones are always loaded for"
+    engine.scheduler.reset_prefix_cache(preempting=True)
+    num_tokens = scheduled(engine.step())[request.handle] - 1  # the one that it had drawn
+    while engine.scheduler.num_unfinished:
+        engine.step()
+    assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 3)
+    return num_tokens
+
+
+def test_who_gave_way_is_loaded_for_as_the_setting_says() -> None:
+    assert computed_again("recompute") == 40
+    assert computed_again("swap") == 8
+
+
+def test_who_gave_way_is_loaded_for_where_that_was_faster() -> None:
+    assert computed_again("auto") == 8
+    assert computed_again("auto", load_seconds=1.0, step_seconds=2.0) == 8
+    assert computed_again("auto", load_seconds=2.0, step_seconds=1.0) == 40

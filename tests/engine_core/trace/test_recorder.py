@@ -61,6 +61,20 @@ def test_pool_by_kind_and_what_was_found() -> None:
         assert pool.free + pool.cached + pool.requests == 10
 
 
+def test_what_a_connector_brings_is_told_apart_and_only_once() -> None:
+    engine = TracedEngine()
+    for number, is_async in enumerate((None, True, False)):
+        request = engine.harness.add_one([5] * 40, 2)
+        if is_async is not None:
+            engine.recorder.found_elsewhere(request, 16, "Disk", is_async=is_async)
+        engine.finish()
+        assert len(engine.of(Finish)) == number + 1
+    hits = [hit for each in engine.of(Step) for hit in each.decision.hits]
+    found = [(each.local_tokens, each.external_tokens, each.connector) for each in hits]
+    assert found == [(0, 0, ""), (16, 16, "Disk"), (16, 16, "Disk")]
+    assert [each.asynchronous for each in hits] == [False, True, False]
+
+
 def test_queues_by_status_preemptions_and_resumptions() -> None:
     engine = TracedEngine(num_blocks=16)
     for seed in range(6):

@@ -62,6 +62,12 @@ CASES = {
     "head_dim 32, group of 12": Case(((70, 40), (1100, 1)), 12, 1, 32),
     "head_dim 96": Case(((270, 40), (300, 1)), head_dim=96),
     "prompt of several pieces": Case(((0, 600),), num_heads=3, num_kv_heads=1),
+    "decodes of many pieces, ten kv heads": Case(
+        ((700, 1), (900, 1), (600, 2), (300, 8), (30, 1)), num_heads=20, num_kv_heads=10
+    ),
+    "decodes of many pieces, window, soft cap": Case(
+        ((700, 1), (1300, 3), (900, 2), (30, 1), (511, 1)), window=515, soft_cap=2.0, block_size=32
+    ),
     "soft cap": Case(((700, 1), (90, 2), (3, 40)), soft_cap=1.5),
 }
 

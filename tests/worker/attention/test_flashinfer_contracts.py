@@ -1,113 +1,37 @@
 """The fake of FlashInfer refuses each way of calling it that the library would not notice."""
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from tests.fakes.fake_device import FakeDevice, on_host
-from tests.fakes.fake_flashinfer import FakeFlashInfer
+from tests.fakes.fake_device import on_host
 from tests.fakes.fake_paged_wrapper import ContractError
-
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_PAGES = 4, 2, 64, 4, 16
-
-
-class Calls:
-    """One wrapper made, planned and run as it should be, but for what a test changes.
-
-    making, planning, running: keyword arguments. Two sequences, of 6 and 9 KV tokens;
-    as prefills they have 2 and 3 query tokens.
-    """
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.device = device = FakeDevice()
-        self.indptr = torch.tensor([0, 2, 5], dtype=torch.int32)
-        self.making: dict[str, Any] = {
-            "float_workspace_buffer": device.zeros(1 << 10, torch.uint8),
-            "kv_layout": "HND",
-            "backend": "fa2",
-        }
-        self.planning: dict[str, Any] = {
-            "num_qo_heads": NUM_HEADS,
-            "num_kv_heads": NUM_KV_HEADS,
-            "page_size": PAGE_SIZE,
-            "pos_encoding_mode": "NONE",
-            "sm_scale": 0.125,
-            "window_left": -1,
-            "q_data_type": torch.bfloat16,
-            "kv_data_type": torch.bfloat16,
-            "o_data_type": torch.bfloat16,
-            "seq_lens": torch.tensor([6, 9], dtype=torch.int32),
-        }
-        indices = device.adopt(torch.tensor([3, 7, 1, 2, 9], dtype=torch.int32))
-        last_page_len = torch.tensor([2, 1], dtype=torch.int32)
-        if kind == "prefill":
-            self.planning |= {
-                "qo_indptr": torch.tensor([0, 2, 5], dtype=torch.int32),
-                "paged_kv_indptr": self.indptr,
-                "paged_kv_indices": indices,
-                "paged_kv_last_page_len": last_page_len,
-                "head_dim_qk": HEAD_DIM,
-                "causal": True,
-                "max_token_per_sequence": 3,
-            }
-            self.num_tokens = 5
-        else:
-            self.making["use_tensor_cores"] = True
-            self.planning |= {
-                "indptr": self.indptr,
-                "indices": indices,
-                "last_page_len": last_page_len,
-                "head_dim": HEAD_DIM,
-            }
-            self.num_tokens = 2
-        shape = (self.num_tokens, NUM_HEADS, HEAD_DIM)
-        pages = (NUM_PAGES, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM)
-        key, value = device.adopt(torch.randn(pages).bfloat16()).unbind(1)
-        self.running: dict[str, Any] = {
-            "q": device.adopt(torch.randn(shape).bfloat16()),
-            "paged_kv_cache": (key, value),
-            "out": device.adopt(torch.full(shape, float("nan")).bfloat16()),
-        }
-
-    def name(self, kind_of_array: str) -> str:
-        """Of an index array as plan calls it."""
-        shared = kind_of_array in ("indptr", "indices", "last_page_len")
-        return f"paged_kv_{kind_of_array}" if shared and self.kind == "prefill" else kind_of_array
-
-    def log_sums(self) -> torch.Tensor:
-        return self.device.adopt(torch.zeros(self.num_tokens, NUM_HEADS))
-
-    def make(self) -> Any:
-        library = FakeFlashInfer(self.device)
-        if self.kind == "prefill":
-            return library.BatchPrefillWithPagedKVCacheWrapper(**self.making)
-        return library.BatchDecodeWithPagedKVCacheWrapper(**self.making)
-
-    def capture(self, num_pages: int = 8) -> None:
-        """Make it for a graph."""
-        zeros = self.device.zeros
-        self.making |= {
-            "use_cuda_graph": True,
-            "paged_kv_indptr_buffer": zeros(3, torch.int32),
-            "paged_kv_indices_buffer": zeros(num_pages, torch.int32),
-            "paged_kv_last_page_len_buffer": zeros(2, torch.int32),
-        }
-
-    def plan(self, wrapper: Any) -> None:
-        wrapper.plan(**self.planning)
-
-    def run(self, wrapper: Any) -> Any:
-        return wrapper.run(**self.running)
-
-    def all(self) -> Any:
-        wrapper = self.make()
-        self.plan(wrapper)
-        return self.run(wrapper)
+from tests.fakes.flashinfer_calls import (
+    NUM_HEADS,
+    NUM_PAGES,
+    PAGE_SIZE,
+    Calls,
+    a_lost_schedule,
+    a_schedule_on_the_host,
+    a_shared_schedule,
+    another_batch_size,
+    be,
+    buffers_on_the_host,
+    changed,
+    dirty_workspace,
+    every_other,
+    in_another_thread,
+    left_out,
+    one_memory_for_both,
+    planned_twice,
+    run_only,
+    to_device,
+    too_many_indices,
+    unequal_strides,
+    without_buffers,
+)
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
@@ -118,118 +42,6 @@ def test_the_calls_are_right_when_nothing_is_changed(kind: str) -> None:
         captured = Calls(kind)
         captured.capture()
         assert on_host(captured.all()).isfinite().all()
-
-
-def changed(where: str, name: str, change: Callable[[Any], Any]) -> Callable[[Calls], Any]:
-    """All calls, with one argument put through `change`."""
-
-    def violate(calls: Calls) -> Any:
-        arguments = getattr(calls, where)
-        key = calls.name(name)
-        arguments[key] = change(arguments.get(key))
-        return calls.all()
-
-    return violate
-
-
-def left_out(where: str, name: str) -> Callable[[Calls], Any]:
-    """All calls, with one argument left to its default."""
-
-    def violate(calls: Calls) -> Any:
-        del getattr(calls, where)[name]
-        return calls.all()
-
-    return violate
-
-
-def be(value: Any) -> Callable[[Any], Any]:
-    return lambda old: value
-
-
-def every_other(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.repeat_interleave(2, output_size=2 * len(tensor))[::2]
-
-
-def to_device(calls: Calls, name: str) -> Any:
-    key = calls.name(name)
-    calls.planning[key] = calls.device.adopt(calls.planning[key])
-    return calls.all()
-
-
-def planned_twice(calls: Calls) -> None:
-    wrapper, event = calls.make(), calls.device.event()
-    event.record()
-    calls.plan(wrapper)
-    event.synchronize()  # an event from before the plan says nothing of its copy
-    calls.plan(wrapper)
-
-
-def in_another_thread(calls: Calls) -> None:
-    wrapper = calls.make()
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(threading.get_ident).result() != threading.get_ident()
-        pool.submit(calls.plan, wrapper).result()
-
-
-def too_many_indices(calls: Calls) -> None:
-    calls.capture(num_pages=4)
-    calls.all()
-
-
-def another_batch_size(calls: Calls) -> None:
-    calls.capture()
-    calls.making["paged_kv_indptr_buffer"] = calls.device.zeros(4, torch.int32)
-    calls.making["paged_kv_last_page_len_buffer"] = calls.device.zeros(3, torch.int32)
-    calls.all()
-
-
-def buffers_on_the_host(calls: Calls) -> None:
-    calls.capture()
-    calls.making["paged_kv_indices_buffer"] = torch.zeros(8, dtype=torch.int32)
-    calls.all()
-
-
-def without_buffers(calls: Calls) -> None:
-    calls.making["use_cuda_graph"] = True
-    calls.all()
-
-
-def unequal_strides(calls: Calls) -> None:
-    key, value = calls.running["paged_kv_cache"]
-    calls.running["paged_kv_cache"] = (key, value.clone(memory_format=torch.contiguous_format))
-    calls.all()
-
-
-def dirty_workspace(calls: Calls) -> None:
-    calls.making["float_workspace_buffer"][7] = 1
-    calls.all()
-
-
-def a_shared_schedule(calls: Calls) -> None:
-    schedule = calls.device.zeros(1 << 10, torch.uint8)
-    for _ in range(2):
-        calls.make().reset_workspace_buffer(calls.making["float_workspace_buffer"], schedule)
-
-
-def a_schedule_on_the_host(calls: Calls) -> None:
-    schedule = torch.zeros(1 << 10, dtype=torch.uint8)
-    calls.make().reset_workspace_buffer(calls.making["float_workspace_buffer"], schedule)
-
-
-def one_memory_for_both(calls: Calls) -> None:
-    workspace = calls.making["float_workspace_buffer"]
-    calls.make().reset_workspace_buffer(workspace, workspace)
-
-
-def a_lost_schedule(calls: Calls) -> None:
-    wrapper = calls.make()
-    calls.plan(wrapper)
-    schedule = calls.device.zeros(1 << 10, torch.uint8)
-    wrapper.reset_workspace_buffer(calls.making["float_workspace_buffer"], schedule)
-
-
-def run_only(calls: Calls) -> None:
-    calls.run(calls.make())
 
 
 BOTH = ("prefill", "decode")
@@ -457,31 +269,3 @@ def test_each_violation_is_refused(kind: str, name: str) -> None:
     _, violate, message = VIOLATIONS[name]
     with pytest.raises((ContractError, TypeError), match=message):
         violate(Calls(kind))
-
-
-MERGES: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor], str]] = {
-    "on the host": (0, on_host, "v is on the device"),
-    "with gaps": (2, lambda each: torch.cat((each, each), 2)[..., ::2], "v_other is contiguous"),
-    "of float32": (0, torch.Tensor.float, "16 bits"),
-    "log-sums of 16 bits": (1, torch.Tensor.half, "log-sums are float32"),
-    "of other queries": (2, lambda each: each[:1], "one shape"),
-    "log-sums of other heads": (3, lambda each: each[:, :1].contiguous(), "each head"),
-}
-
-
-def states() -> list[torch.Tensor]:
-    """v, s, v_other, s_other of two queries, on a device that owns the library."""
-    shape = (2, NUM_HEADS, HEAD_DIM)
-    results, sums = torch.randn(2, *shape).bfloat16(), torch.randn(2, *shape[:2])
-    return [each for pair in zip(results, sums, strict=True) for each in pair]
-
-
-@pytest.mark.parametrize("name", MERGES)
-def test_merges_that_would_go_wrong_are_refused(name: str) -> None:
-    device = FakeDevice()
-    arguments = [device.adopt(each) for each in states()]
-    FakeFlashInfer(device).merge_state_in_place(*arguments)
-    place, change, message = MERGES[name]
-    arguments[place] = change(arguments[place])
-    with pytest.raises(ContractError, match=message):
-        FakeFlashInfer(device).merge_state_in_place(*arguments)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.fakes.gguf_files import numbers, random_rows
-from worker.kernels import Kernels, KernelsUnavailableError, load_kernels
+from worker.kernels import Kernels
 from worker.layers.block_linear import BlockHead, BlockLinear, JoinedLinear, block_linear
 from worker.layers.embedding import BlockTable, Embedding
 from worker.layers.linear import DenseLinear
@@ -15,14 +15,6 @@ from worker.layers.packed_weight import PackedWeight
 COLUMNS = 256
 PARTS = (("Q4_0", 24), ("Q8_0", 8), ("Q6_K", 17))
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    try:
-        return load_kernels()
-    except KernelsUnavailableError as reason:
-        pytest.skip(str(reason))
 
 
 def stored(kernels: Kernels, kind: str, rows: int) -> tuple[PackedWeight, torch.Tensor]:

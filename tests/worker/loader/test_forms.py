@@ -19,7 +19,7 @@ from tests.fakes.gguf_files import QUANTISED, write
 from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
 from tests.fakes.tiny_ggufs import NO_KINDS, SIZES, config_of, tiny
-from worker.kernels import Kernels, KernelsUnavailableError, load_kernels
+from worker.kernels import Kernels
 from worker.layers.embedding import DenseTable
 from worker.layers.linear import Linear
 from worker.layers.packed_reference import quantise_dense, rounded_rows
@@ -76,14 +76,6 @@ class RoundedForm(DenseForm):
 
     def _held(self, weight: torch.Tensor) -> torch.Tensor:
         return quantise_dense(weight) if self._new_blocks else weight
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    try:
-        return load_kernels()
-    except KernelsUnavailableError as reason:
-        pytest.skip(str(reason))
 
 
 def prepared_gguf(

@@ -13,7 +13,7 @@ from tests.fakes.ranks import Ranks
 from tests.fakes.tiny_checkpoints import CONFIGS, save_tiny
 from tests.fakes.tiny_ggufs import SIZES
 from tests.worker.loader.test_forms import prepared_gguf
-from worker.kernels import Kernels, KernelsUnavailableError, load_kernels
+from worker.kernels import Kernels
 from worker.layers.packed_weight import BLOCK_NUMBERS
 from worker.loader.forms import (
     BlockForm,
@@ -34,14 +34,6 @@ TOKENS = torch.randint(0, 60, (30,), generator=torch.Generator().manual_seed(7))
 CPU = torch.device("cpu")
 NEAR = 1e-4
 """Of float32 sums in another order."""
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    try:
-        return load_kernels()
-    except KernelsUnavailableError as reason:
-        pytest.skip(str(reason))
 
 
 def load(
