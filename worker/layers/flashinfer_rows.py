@@ -34,12 +34,6 @@ class RowLibrary(Protocol):
         """Of [N, size] or [T, heads, size]."""
         ...
 
-    def gemma_rmsnorm(
-        self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **settings: Any
-    ) -> Any:
-        """Of [N, size], times 1 + weight."""
-        ...
-
     def silu_and_mul(self, input: torch.Tensor, **settings: Any) -> Any: ...
 
     def gelu_tanh_and_mul(self, input: torch.Tensor, **settings: Any) -> Any: ...
@@ -52,19 +46,16 @@ class RowLibrary(Protocol):
 class FlashInferNorm:
     """NormArithmetic, see norm.py. own: for what the library does not take.
 
-    A weight of float32 is 1 + that of the file, which had 16 bits, bfloat16 (see
-    loader/source.py): the difference has them again, and the library adds the 1 in float32.
+    A weight of float32, as Gemma's is with the 1 in it, is no weight of 16 bits: then all is
+    done by our own, where `gemma_rmsnorm` would round it.
     """
 
     def __init__(
         self, library: RowLibrary, weight: torch.Tensor, eps: float, own: "NormArithmetic"
     ) -> None:
         self._own = own
-        self._adds_one = weight.dtype == torch.float32
-        self._weight = (weight - 1.0).to(torch.bfloat16) if self._adds_one else weight.contiguous()
-        self._norm: Callable[..., Any] = (
-            library.gemma_rmsnorm if self._adds_one else library.rmsnorm
-        )
+        self._weight = weight.contiguous()
+        self._norm = library.rmsnorm
         self._eps = eps
         self.add_norm = self._own.add_norm
 
@@ -84,7 +75,7 @@ class FlashInferNorm:
         return out.tensor
 
     def _takes(self, x: torch.Tensor) -> bool:
-        return x.dtype == self._weight.dtype and x.dim() <= (2 if self._adds_one else 3)
+        return x.dtype == self._weight.dtype and x.dtype in SIXTEEN_BITS
 
 
 class FlashInferGate:

@@ -31,7 +31,6 @@ CALLS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "running a decode": (FakeDecode.run, DECODE, "run"),
     "planning a decode again": (FakeFlashInfer.fast_decode_plan, "fast_decode_plan", ""),
     "a norm": (FakeFlashInfer.rmsnorm, "rmsnorm", ""),
-    "a norm that adds one": (FakeFlashInfer.gemma_rmsnorm, "gemma_rmsnorm", ""),
     "a gate": (FakeFlashInfer.silu_and_mul, "silu_and_mul", ""),
     "another gate": (FakeFlashInfer.gelu_tanh_and_mul, "gelu_tanh_and_mul", ""),
     "turning": (
