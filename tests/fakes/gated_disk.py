@@ -29,14 +29,14 @@ def waiting(gates: Path, direction: str) -> list[int]:
     return [int(each.name.split(".")[1]) for each in gates.glob(f"{direction}.*")]
 
 
-def GatedDisk_manager(extra: Mapping[str, Any], context: Any) -> Any:  # noqa: N802
+def GatedDisk_manager(extra: Mapping[str, Any], context: Any) -> Any:
     """In the engine: the disk's own ledger."""
     from engine_core.kv_connector.offload.disk_manager import make_manager
 
     return make_manager(open_for(extra), context)
 
 
-def GatedDisk_handlers(extra: Mapping[str, Any], context: Any) -> Any:  # noqa: N802
+def GatedDisk_handlers(extra: Mapping[str, Any], context: Any) -> Any:
     """In a worker: the disk's own copies, behind gates."""
     from proto.kv_events import DEVICE_MEDIUM
     from proto.kv_media import DISK, disk_settings, media_folder
