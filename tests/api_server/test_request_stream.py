@@ -151,10 +151,18 @@ def test_errors_of_the_engine(make):
     assert stream.finished
 
 
-def test_an_abort_by_the_engine_is_no_success(make):
+def test_an_error_without_words_is_no_success(make):
+    stream = make()
+    stream.feed(output([40], 0, FinishReason.ERROR), 101.0)
+    assert isinstance(stream.error, InternalRequestError)
+
+
+def test_an_abort_by_the_engine_ends_it_with_what_it_has(make):
     stream = make()
     stream.feed(output([40], 0, FinishReason.ABORT), 101.0)
-    assert isinstance(stream.error, InternalRequestError)
+    assert stream.error is None
+    assert stream.finished
+    assert stream.choices[0].finish_reason is FinishReason.ABORT
 
 
 def test_choices_end_one_by_one(make):

@@ -74,7 +74,7 @@ def test_the_file_says_what_the_table_shows(
     words = ["--kv-cache-dtype", "int8", "--cpu-threads", "3", "--json", str(path)]
     assert tokend(["bench", "attention", *words]) == 0
     rows = json.loads(path.read_text())
-    assert [row["workload"].endswith(", int8") for row in rows] == [True] * 4
+    assert [row["workload"].endswith(", int8") for row in rows] == [True] * 5
     assert rows[0]["num_threads"] == 3
     assert rows[0]["share_of_read_median"] == 0.75
     shown = capsys.readouterr().out

@@ -30,7 +30,7 @@ from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import tiny_model
 from worker.service import Service
 
-LIMIT_SECONDS = 20.0
+LIMIT_SECONDS = 60.0
 POOL_BYTES = 1 << 20
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
