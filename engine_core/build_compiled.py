@@ -28,7 +28,13 @@ OUTPUT: Final = PACKAGE / "compiled_modules"
 SUFFIX: Final = EXTENSION_SUFFIXES[0]
 """Names the Python version and the machine, as in .cpython-311-x86_64-linux-gnu.so."""
 
-_HOT: Final = ("request.py", "queues/*.py", "kv_cache/*.py", "scheduler/*.py")
+_HOT: Final = (
+    *("request.py", "queues/*.py", "kv_cache/*.py", "scheduler/*.py"),
+    *("kv_connector/offload/jobs.py", "kv_connector/offload/keys.py"),
+    *("kv_connector/offload/requests.py", "kv_connector/offload/*_planner.py"),
+)
+"""Not the connectors, ledgers and policies: a class from elsewhere may extend those, which it
+cannot do with a compiled one."""
 _TYPES_OF: Final = ("engine_core", "proto")
 """Packages whose sources the compiler reads."""
 

@@ -6,7 +6,6 @@ of queues, blocks or text.
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from engine_core.kv_cache.extra_keys import ExtraKeys
 from engine_core.kv_cache.hashing import Hasher
@@ -99,7 +98,8 @@ class Request:
         time): seconds on the machine's monotonic clock, None before it happened.
         place: while it runs, a number that grows along the running list.
         first_info_sent: FirstTokenInfo has left with an output.
-        kv_transfer_params: of one that is over: what its client is told of where its KV is.
+        kv_transfer_params: of one that is over: what its client is told of where its KV is, a
+            JSON object; empty for nothing.
         crash_count: processes that died while this was computed, since it got further.
     """
 
@@ -191,7 +191,7 @@ class Request:
         self.scheduled_at: float | None = None
         self.preempted_at: list[float] = []
         self.first_info_sent = False
-        self.kv_transfer_params: dict[str, Any] | None = None
+        self.kv_transfer_params = b""
         self.crash_count = crash_count
 
     def _ask(self, prompt_token_ids: list[int], sampling_params: SamplingParams) -> None:

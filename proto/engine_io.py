@@ -193,6 +193,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     stop_reason: the stop token id when a stop token other than EOS ended the choice.
     goes_on: a turn of a session is over, for the finish_reason that is given, but not
         the session.
+    kv_transfer_params: with a finish_reason, what the KV connector has the client told, a JSON
+        object; empty for nothing. Bytes, so that decoding this never looks into it.
     A choice gets exactly one output with a finish_reason and without goes_on, unless
     the front end aborted it.
     """
@@ -208,6 +210,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     prompt_logprobs: LogprobsArrays | None = None
     error: ErrorInfo | None = None
     goes_on: bool = False
+    kv_transfer_params: bytes = b""
 
 
 class RequestProgress(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -8,11 +8,13 @@ recognised by its token index and counted once.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from api_server.metrics import Metrics
 from api_server.outputs.choice import Choice
 from api_server.outputs.logprobs import LogprobRow, unpack
 from api_server.outputs.unsent import Unsent
+from proto.codec import from_json
 from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
 from proto.errors import InternalRequestError, RequestError
 
@@ -61,6 +63,8 @@ class RequestStream:
         first is None, as are those that have not come yet.
     may_expire_in_queue: it may still be refused after it was accepted, for having waited.
     unsent: of all streams of the HTTP request.
+    kv_transfer_params: what the KV connector has the client told at the end of the choice that
+        ended last; empty for nothing.
     """
 
     request_id: int
@@ -74,6 +78,7 @@ class RequestStream:
     unsent: Unsent = field(default_factory=Unsent)
     accepted: bool = False
     num_cached_tokens: int = 0
+    kv_transfer_params: dict[str, Any] = field(default_factory=dict)
     error: RequestError | None = None
     _last_token_times: dict[int, float] = field(default_factory=dict)
 
@@ -137,6 +142,8 @@ class RequestStream:
             return False
         if output.first is not None:
             self._note_first(output.first)
+        if output.kv_transfer_params:
+            self.kv_transfer_params = from_json(output.kv_transfer_params, dict[str, Any])
         if output.prompt_logprobs is not None:
             self._note_prompt_rows(output)
         num_known = self._num_known(choice, output)

@@ -128,7 +128,8 @@ class CompletionAnswer:
             return f"{self._head[0]}{index}{self._head[1]}{_encode_string(delta.text)}{self._tail}"
         delta = self._seen(delta)
         event = self._shape.envelope(self.kind) | {"choices": [self._choice(delta)]}
-        return _event(_with_usage(event, self._shape, self._streams[index // self._n], delta))
+        stream = self._streams[index // self._n]
+        return _event(_with_usage(event, self._shape, stream, delta) | _at_end(delta, [stream]))
 
     def usage_chunk(self, usage: Usage) -> str:
         return _usage_chunk(self._shape, self.kind, self._counted(usage))
@@ -143,6 +144,7 @@ class CompletionAnswer:
         return self._shape.envelope(self.kind) | {
             "choices": choices,
             "usage": usage_object(self._counted(usage)),
+            **_transfer_params(self._streams),
         }
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
@@ -215,7 +217,8 @@ class ChatAnswer:
             return f"{opening}{head[0]}{index}{head[1]}{_encode_string(delta.text)}{self._tail}"
         choice = {"index": index, "delta": {"content": delta.text} if delta.text else {}}
         event = self._shape.envelope(self.chunk_kind) | {"choices": [choice | self._rest(delta)]}
-        return opening + _event(_with_usage(event, self._shape, self._stream, delta))
+        event = _with_usage(event, self._shape, self._stream, delta)
+        return opening + _event(event | _at_end(delta, [self._stream]))
 
     def usage_chunk(self, usage: Usage) -> str:
         return _usage_chunk(self._shape, self.chunk_kind, usage)
@@ -228,6 +231,7 @@ class ChatAnswer:
         body = self._shape.envelope(self.kind) | {
             "choices": choices,
             "usage": usage_object(usage),
+            **_transfer_params([self._stream]),
         }
         body["prompt_logprobs"] = self._shape.prompt_logprobs(self._stream)
         if self._shape.token_ids:
@@ -302,6 +306,17 @@ def _with_usage(
             Usage(prompt_tokens, delta.num_tokens, stream.num_cached_tokens)
         )
     return event
+
+
+def _transfer_params(streams: Sequence[RequestStream]) -> dict[str, Any]:
+    """Where the KV is, if the connector says so; of the last prompt of which it does."""
+    told = [stream.kv_transfer_params for stream in streams if stream.kv_transfer_params]
+    return {"kv_transfer_params": told[-1]} if told else {}
+
+
+def _at_end(delta: Delta, streams: Sequence[RequestStream]) -> dict[str, Any]:
+    """What only the last chunk of a choice has."""
+    return {} if delta.finish_reason is None else _transfer_params(streams)
 
 
 def _usage_chunk(shape: Shape, kind: str, usage: Usage) -> str:

@@ -57,7 +57,8 @@ COMPLETION: Final = an_object(
             )
         ),
         "usage": USAGE,
-    }
+    },
+    {"kv_transfer_params": an_object({})},
 )
 CHAT_COMPLETION: Final = an_object(
     {
@@ -76,7 +77,8 @@ CHAT_COMPLETION: Final = an_object(
             )
         ),
         "usage": USAGE,
-    }
+    },
+    {"kv_transfer_params": an_object({})},
 )
 MODEL_CARD: Final = an_object(
     {

@@ -36,7 +36,7 @@ from engine_core.scheduler.idle_blocks import IdleBlocks
 from engine_core.scheduler.observer import SchedulerObserver
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.scheduler.swap_rule import SwapRule
-from proto.codec import changed
+from proto.codec import changed, to_compact_json
 from proto.kv_events import KVEvent
 from proto.kv_transfer import KVConnectorOutput, LoadFailurePolicy
 from proto.scheduler_output import SchedulerOutput
@@ -316,7 +316,9 @@ class ExternalKV:
             return
         handle = request.handle
         tables = self._kv_cache.block_ids(handle)
-        delays, request.kv_transfer_params = self.connector.request_finished(request, tables)
+        delays, params = self.connector.request_finished(request, tables)
+        if params:
+            request.kv_transfer_params = to_compact_json(params)
         blocks = list(chain.from_iterable(tables))
         if delays:
             self._kv_cache.holds.hold(blocks)

@@ -105,6 +105,7 @@ class ResultPass:
                     first,
                     logprobs.get(handle) if logprobs else None,
                     prompt_logprobs.get(handle) if prompt_logprobs else None,
+                    kv_transfer_params=request.kv_transfer_params,
                 )
             )
         if candidates:
@@ -182,6 +183,7 @@ class ResultPass:
                     row.status.finish_reason,
                     row.stop_reason,
                     first,
+                    kv_transfer_params=row.kv_transfer_params,
                 )
             )
 

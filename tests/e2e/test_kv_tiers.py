@@ -18,6 +18,7 @@ from proto.kv_media import HEADER_BYTES, parse_file_name, remote_address, remote
 from proto.redis_client import RedisConnection
 from tests.e2e.daemon import Daemon, eventually
 from tests.e2e.prompts import source_text
+from tests.fakes import gated_disk
 from tests.fakes.kv_media import RedisServer, needs_redis, redis_server
 
 pytestmark = pytest.mark.slow
@@ -36,7 +37,7 @@ def offloading(**extra: object) -> dict[str, object]:
 
 def on_disk(folder: Path, **extra: object) -> dict[str, object]:
     keys = {"disk_path": str(folder), "disk_bytes_to_use": 1 << 30}
-    return offloading(spec_name="DiskOffloadingSpec", **keys, **extra)
+    return offloading(**{"spec_name": "DiskOffloadingSpec", **keys, **extra})
 
 
 def remote(server: RedisServer, **extra: object) -> dict[str, object]:
@@ -191,6 +192,40 @@ async def test_who_dies_while_blocks_are_copied_leaves_no_torn_file(
         assert generate(running) == expected
         assert eventually(lambda: at_rest(running))
     assert {each.stat().st_size for each in blocks(copy)} == {size}
+
+
+@pytest.mark.parametrize("direction", [gated_disk.LOAD, gated_disk.STORE])
+async def test_a_worker_that_dies_in_the_middle_of_a_copy(
+    tmp_path: Path, expected: Tokens, direction: str
+) -> None:
+    """The copy is known to be under way: it waits at a gate when its process is killed."""
+    gates, folder = tmp_path / "gates", tmp_path / "kv"
+    gates.mkdir()
+    connector = on_disk(
+        folder,
+        spec_name="GatedDisk",
+        spec_module_path=gated_disk.__name__,
+        gates=str(gates),
+        load_timeout=LIMIT_SECONDS,
+        store_timeout=LIMIT_SECONDS,
+    )
+    with daemon(connector) as running:
+        if direction == gated_disk.LOAD:
+            assert generate(running) == expected
+            assert eventually(lambda: at_rest(running))
+        gated_disk.close_gate(gates, direction)
+        answers = asyncio.create_task(generate_at_once(running))
+        assert await asyncio.to_thread(eventually, lambda: gated_disk.waiting(gates, direction))
+        worker = running.processes()["worker"]
+        assert gated_disk.waiting(gates, direction) == [worker.pid]
+        os.kill(worker.pid, signal.SIGKILL)
+        (gates / direction).unlink()
+        assert await answers == expected
+        assert generate(running) == expected
+        assert running.metric(LOADS) > 0, "the next worker loads what the disk has"
+        assert eventually(lambda: at_rest(running))
+    sizes = {each.stat().st_size for each in blocks(folder)}
+    assert len(sizes) == 1, "no torn file has the name of a block"
 
 
 @pytest.fixture

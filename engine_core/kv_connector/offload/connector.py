@@ -8,7 +8,8 @@ Owns what is remembered of requests. How much is found, what is stored and what 
 decided by the parts; none of it waits for anything.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from operator import add
 from typing import Any, ClassVar
 
 from engine_core.kv_cache.block import BlockIds
@@ -132,6 +133,7 @@ class OffloadingScheduler:
             elif self._may_store(tracked):
                 num_tokens = min(request.num_computed_tokens, request.num_tokens)
                 self._stores.plan(tracked, block_ids, num_tokens)
+                self._stores.settle(tracked)
         return False, None
 
     def take_events(self) -> Iterable[KVEvent]:
@@ -165,7 +167,7 @@ class OffloadingScheduler:
         self._has_put_off = False
         self._manager.start_over()
         for tracked in self._requests.values():
-            tracked.next_block = tracked.next_at = 0
+            tracked.next_block = tracked.next_at = tracked.touched = 0
             tracked.is_loading = False
         self._loads.start_over()
 
@@ -180,24 +182,29 @@ class OffloadingScheduler:
         return self._is_sound(tracked.request.handle)
 
     def _plan_stores(self, output: SchedulerOutput) -> None:
-        for handle, num_tokens in _computed_after(output):
-            tracked = self._requests.get(handle)
-            if tracked is None or num_tokens < tracked.next_at:
-                continue
-            if not self._is_sound(handle):
-                continue  # what somebody else loads for it may fail yet
-            # A token is known or not before the block that it fills is hashed.
-            num_tokens = min(num_tokens, tracked.request.num_tokens)
-            if num_tokens >= tracked.next_at:
-                self._stores.plan(tracked, self._block_ids(handle), num_tokens)
+        """Most sequences are far from filling a block: they cost a comparison each."""
+        for new in output.new_requests:
+            num_tokens = new.num_computed_tokens + new.num_scheduled_tokens
+            tracked = self._requests.get(new.handle)
+            if tracked is not None and num_tokens >= tracked.next_at:
+                self._plan_store(tracked, num_tokens)
+        cached = output.cached_requests
+        known = map(self._requests.get, cached.handles)
+        computed = map(add, cached.num_computed_tokens, cached.num_scheduled_tokens)
+        due = [
+            (tracked, num_tokens)
+            for tracked, num_tokens in zip(known, computed, strict=True)
+            if tracked is not None and num_tokens >= tracked.next_at
+        ]
+        for tracked, num_tokens in due:
+            self._plan_store(tracked, num_tokens)
 
-
-def _computed_after(output: SchedulerOutput) -> Iterator[tuple[int, int]]:
-    """(handle, tokens that are computed with this step) of every sequence of the step."""
-    for new in output.new_requests:
-        yield new.handle, new.num_computed_tokens + new.num_scheduled_tokens
-    cached = output.cached_requests
-    for handle, computed, scheduled in zip(
-        cached.handles, cached.num_computed_tokens, cached.num_scheduled_tokens, strict=True
-    ):
-        yield handle, computed + scheduled
+    def _plan_store(self, tracked: TrackedRequest, num_tokens: int) -> None:
+        """num_tokens: that are computed with this step, enough to fill something."""
+        request = tracked.request
+        if not self._is_sound(request.handle):
+            return  # what somebody else loads for it may fail yet
+        # A token is known or not before the block that it fills is hashed.
+        num_tokens = min(num_tokens, request.num_tokens)
+        if num_tokens >= tracked.next_at:
+            self._stores.plan(tracked, self._block_ids(request.handle), num_tokens)

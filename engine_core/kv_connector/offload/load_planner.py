@@ -165,5 +165,5 @@ class LoadPlanner:
                 self._first_block(group, num_computed, end) // shape.factor,
                 -(-end // shape.size),
             )
-            for group in range(shape.num_groups)
+            for group in shape.groups
         ]

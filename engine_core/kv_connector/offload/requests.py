@@ -16,6 +16,7 @@ from engine_core.request import Request
 class TrackedRequest:
     """was_asked: the medium was asked for it before. next_block: offloaded blocks before it were
     stored or are not to be. next_at: tokens with which there is something more to store.
+    touched: offloaded blocks that the medium has been told are in use, in order.
     hit: tokens in all that the last match promised; is_loading: they are being copied.
     """
 
@@ -23,6 +24,7 @@ class TrackedRequest:
     was_asked: bool = False
     next_block: int = 0
     next_at: int = 0
+    touched: int = 0
     hit: int = 0
     is_loading: bool = False
 
@@ -47,9 +49,11 @@ class Shape:
     windows: tuple[int | None, ...]
     keys: OffloadKeys
     size: int = field(init=False)
+    groups: range = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", self.block_size * self.factor)
+        object.__setattr__(self, "groups", range(len(self.windows)))
 
     @classmethod
     def of(cls, context: SchedulerContext, factor: int) -> "Shape":
@@ -58,11 +62,7 @@ class Shape:
         keys = OffloadKeys(len(windows), context.num_ranks, factor)
         return cls(context.block_size, factor, windows, keys)
 
-    @property
-    def num_groups(self) -> int:
-        return len(self.windows)
-
     def all_keys(self, block_hashes: Sequence[bytes], end: int) -> list[bytes]:
         """Keys of the first `end` offloaded blocks, of every group, in the order of the tokens."""
-        by_group = [self.keys.of(block_hashes, group, 0, end) for group in range(self.num_groups)]
+        by_group = [self.keys.of(block_hashes, group, 0, end) for group in self.groups]
         return [key for keys in zip(*by_group, strict=True) for key in keys]

@@ -2,9 +2,14 @@
 
 A request's cursor only grows, so that each block is offered once. The blocks that are copied are
 held, so a window may pass them and the request may end or be preempted meanwhile.
+
+The beginning of a sequence is to be the last of it that goes from the medium, so as it grows
+all of it is touched: not with every block, which would take ever longer, but when it has grown by
+a part of its length, and at its end.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 from engine_core.kv_cache.block import NULL_BLOCK, BlockIds
 from engine_core.kv_connector.offload.base import OffloadingManager, OffloadKey
@@ -12,6 +17,9 @@ from engine_core.kv_connector.offload.jobs import Job, JobsInFlight
 from engine_core.kv_connector.offload.requests import Shape, TrackedRequest
 from engine_core.kv_connector.offload.statistics import CopyStatistics
 from proto.kv_offload import DeviceBlocks, TransferJob
+
+_TOUCHED_PART: Final = 8
+"""A sequence of n blocks is touched after n / 8 more: eight keys for every block, however long."""
 
 
 class StorePlanner:
@@ -42,9 +50,9 @@ class StorePlanner:
         wanted = self._storable(tracked, tables, first, end)
         if not wanted:
             return
-        block_hashes = request.block_hashes
         prepared = self._manager.prepare_store(list(wanted))
-        self._manager.touch(shape.all_keys(block_hashes, end), is_new_use=False)
+        if end > tracked.touched + tracked.touched // _TOUCHED_PART:
+            self._touch(tracked, end)
         if prepared is None:
             self._statistics.num_unstored += len(wanted)
             return
@@ -53,6 +61,11 @@ class StorePlanner:
         if prepared.keys:
             job = self._job(wanted, prepared.keys, prepared.slots)
             self._planned.append(self._jobs.begin(job, request.handle, prepared.keys))
+
+    def settle(self, tracked: TrackedRequest) -> None:
+        """A request is over: what it has on the medium is put in order."""
+        if tracked.touched < tracked.next_block:
+            self._touch(tracked, tracked.next_block)
 
     @property
     def has_planned(self) -> bool:
@@ -84,15 +97,18 @@ class StorePlanner:
         """Nothing that was planned will be copied."""
         self._planned.clear()
 
+    def _touch(self, tracked: TrackedRequest, end: int) -> None:
+        tracked.touched = end
+        keys = self._shape.all_keys(tracked.request.block_hashes, end)
+        self._manager.touch(keys, is_new_use=False)
+
     def _storable(
         self, tracked: TrackedRequest, tables: BlockIds, first: int, end: int
     ) -> dict[OffloadKey, DeviceBlocks]:
         """By key, in the order of the tokens: the whole offloaded blocks that the device has."""
         shape, factor = self._shape, self._shape.factor
         block_hashes = tracked.request.block_hashes
-        by_group = [
-            shape.keys.of(block_hashes, group, first, end) for group in range(shape.num_groups)
-        ]
+        by_group = [shape.keys.of(block_hashes, group, first, end) for group in shape.groups]
         found: dict[OffloadKey, DeviceBlocks] = {}
         for index in range(first, end):
             for group, keys in enumerate(by_group):
@@ -110,7 +126,7 @@ class StorePlanner:
         device: list[DeviceBlocks] = []
         slots_of: list[list[int]] = []
         keys_of: list[list[OffloadKey]] = []
-        for group in range(self._shape.num_groups):
+        for group in self._shape.groups:
             places = [at for at, key in enumerate(keys) if wanted[key].group == group]
             if not places:
                 continue

@@ -87,6 +87,18 @@ def test_touch_keeps_all_blocks_of_a_growing_request_recent(
     assert device_of(rig.stores[-1]) == [16, 17, 18]
 
 
+def test_a_long_request_is_touched_as_it_grows_by_an_eighth_and_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = OffloadRig()
+    manager, touched = rig.deciding._manager, list[int]()
+    monkeypatch.setattr(
+        manager, "touch", lambda keys, *, is_new_use=True: touched.append(len(keys))
+    )
+    rig.generate([each % 900 for each in range(12 * 24)], 12 * 5 + 1)
+    assert touched == [24, 24, 28, 29]
+
+
 def test_stores_begin_with_the_step_that_follows() -> None:
     rig = OffloadRig(finishes=lambda job: None)
     rig.add_one(PROMPT, 5)

@@ -4,6 +4,8 @@ Names follow the methods of the contract. KV that is read before it is loaded, o
 never loaded, is found by the runner of the harness.
 """
 
+import json
+
 import pytest
 
 from engine_core.kv_cache.integrity import check
@@ -321,7 +323,7 @@ class TestRequestFinished:
         request = engine.add_one(prompt(40), max_tokens=1)
         engine.step()
         assert engine.reason_of(request) is FinishReason.LENGTH
-        (blocks,) = request.kv_transfer_params["remote_block_ids"]
+        (blocks,) = json.loads(request.kv_transfer_params)["remote_block_ids"]
         assert len(blocks) == 3, "the one in which the prompt ends among them (KVC-20)"
         assert num_free(engine) == free - 3
         assert engine.scheduler.external.is_awaited

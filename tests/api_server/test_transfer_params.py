@@ -1,0 +1,33 @@
+"""What a KV connector has clients told at the end of a request (KVH-10)."""
+
+import asyncio
+
+import pytest
+
+from proto.engine_io import FinishReason
+
+FIELDS = {
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+}
+TOLD = {"remote_block_ids": [7, 3], "remote_host": "a"}
+
+
+@pytest.mark.parametrize("path", FIELDS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("told", [{"kv_transfer_params": TOLD}, {}])
+async def test_transfer_params_are_in_the_last_chunk_and_the_body(start, path, stream, told):
+    async with start() as front_end:
+        fields = {**FIELDS[path], "max_tokens": 2}
+        whole = front_end.http.post
+        ask = front_end.events(path, **fields) if stream else whole(path, json=fields)
+        answer = asyncio.create_task(ask)
+        request = await front_end.engine.requests.get()
+        front_end.engine.accept(request)
+        front_end.engine.emit(request, [40])
+        encoded = b'{"remote_block_ids":[7,3],"remote_host":"a"}' if told else b""
+        front_end.engine.emit(request, [41], finish=FinishReason.LENGTH, kv_transfer_params=encoded)
+        events = (await answer)[:-1] if stream else [(await answer).json()]
+        key = "kv_transfer_params"
+        assert {name: value for name, value in events[-1].items() if name == key} == told
+        assert not any(key in event for event in events[:-1])

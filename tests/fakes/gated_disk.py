@@ -1,0 +1,71 @@
+"""A disk medium from elsewhere that stops in the middle of a copy while there is a gate.
+
+The gate of a direction is a FIFO of that name in the folder `gates`: a copy that comes to it leaves
+a file named after the direction and its process, and waits until somebody opens the gate. The
+module is found by both halves of tokend (spec_module_path), each of which imports only its own.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+LOAD, STORE = "load", "store"
+
+
+def open_for(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that the disk itself knows."""
+    ours = ("gates", "spec_module_path")
+    return {key: each for key, each in extra.items() if key not in ours}
+
+
+def close_gate(gates: Path, direction: str) -> None:
+    """From now on copies of this direction wait."""
+    os.mkfifo(gates / direction)
+
+
+def waiting(gates: Path, direction: str) -> list[int]:
+    """Processes of which a copy has come to the gate."""
+    return [int(each.name.split(".")[1]) for each in gates.glob(f"{direction}.*")]
+
+
+def GatedDisk_manager(extra: Mapping[str, Any], context: Any) -> Any:
+    """In the engine: the disk's own ledger."""
+    from engine_core.kv_connector.offload.disk_manager import make_manager
+
+    return make_manager(open_for(extra), context)
+
+
+def GatedDisk_handlers(extra: Mapping[str, Any], context: Any) -> Any:
+    """In a worker: the disk's own copies, behind gates."""
+    from proto.kv_events import DEVICE_MEDIUM
+    from proto.kv_media import DISK, disk_settings, media_folder
+    from worker.kv_connector.offload.disk_medium import DiskMedium
+    from worker.kv_connector.offload.transfer_queue import TransferQueue
+
+    gates = Path(extra["gates"])
+
+    class GatedDisk(DiskMedium):
+        def fetch(self, *given: Any) -> Iterator[bool]:
+            _pass(gates, LOAD)
+            yield from super().fetch(*given)
+
+        def keep(self, *given: Any) -> None:
+            _pass(gates, STORE)
+            super().keep(*given)
+
+    settings = disk_settings(open_for(extra))
+    name = media_folder(context.fingerprint, context.num_ranks, context.factor)
+    medium, limit = GatedDisk(Path(settings.disk_path) / name), settings.load_timeout
+    return {
+        (DISK, DEVICE_MEDIUM): TransferQueue(medium, context, limit),
+        (DEVICE_MEDIUM, DISK): TransferQueue(medium, context, settings.store_timeout),
+    }
+
+
+def _pass(gates: Path, direction: str) -> None:
+    gate = gates / direction
+    if gate.exists():
+        (gates / f"{direction}.{os.getpid()}").touch()
+        with gate.open("rb"):
+            pass
