@@ -236,8 +236,13 @@ class ExternalKV:
         return changed(output, connector_metadata=metadata) if metadata else output
 
     def is_sound(self, handle: int) -> bool:
-        """Nothing of a request rests on a load of which it is not known whether it succeeds."""
-        return handle not in self._unproven
+        """Nothing of a request rests on a load of which it is not known whether it succeeds.
+
+        Nor is anything still being copied into blocks that were given to it.
+        """
+        return not (
+            handle in self._unproven or handle in self._loads or handle in self._left_loading
+        )
 
     def describe_rewound(self, plan: StepPlan) -> None:
         """Workers have tokens of theirs that never were: they are told of them anew."""
