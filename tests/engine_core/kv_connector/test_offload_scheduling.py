@@ -119,7 +119,9 @@ def test_lookup_is_left_out_where_less_than_an_offloaded_block_is_uncomputed(
     asked: list[int] = []
     lookup = rig.deciding._manager.lookup
     monkeypatch.setattr(
-        rig.deciding._manager, "lookup", lambda keys: (asked.append(len(keys)), lookup(keys))[1]
+        rig.deciding._manager,
+        "lookup",
+        lambda keys, *, is_new_use: (asked.append(len(keys)), lookup(keys))[1],
     )
     rig.generate(PROMPT[:4])
     assert asked == []
