@@ -8,6 +8,7 @@ that does.
 from collections.abc import Callable
 from typing import Protocol
 
+from engine_core.scheduler.scheduler import Scheduler
 from proto.lifecycle import EngineAlive
 
 
@@ -38,6 +39,17 @@ class Vitals:
     def report(self) -> EngineAlive:
         crew = self._crew
         return EngineAlive(crew.epoch, crew.num_steps, crew.awaits, crew.ready, self._has_work())
+
+
+def owes_step(scheduler: Scheduler) -> bool:
+    """Whether the engine has something to do that depends on nobody else.
+
+    Who waits for a load, or for room that a copy gives back, waits for somebody else; but as
+    long as anybody runs there are steps, however many blocks are being copied.
+    """
+    if not scheduler.has_work:
+        return False
+    return bool(scheduler.running) or not scheduler.external.keeps_waiting
 
 
 def _nothing_yet() -> bool:

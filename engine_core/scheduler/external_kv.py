@@ -223,6 +223,16 @@ class ExternalKV:
         """The connector or its other half will say something that may let somebody begin."""
         return bool(self._loads or self._asked or self._kv_cache.holds.num_blocks)
 
+    @property
+    def keeps_waiting(self) -> bool:
+        """Where nobody runs: somebody waits for a load or an answer, or for room that is held."""
+        if self._loads or self._asked:
+            return True
+        kv_cache, waiting = self._kv_cache, self._waiting
+        if not waiting.num_ready or not kv_cache.holds.num_alone:
+            return False
+        return kv_cache.most_blocks(waiting.peek().num_tokens) > kv_cache.num_free_blocks
+
     def complete(self, output: SchedulerOutput) -> SchedulerOutput:
         """A step is decided: add what the connector has to say about it."""
         if not self.connected:
@@ -236,8 +246,13 @@ class ExternalKV:
         return changed(output, connector_metadata=metadata) if metadata else output
 
     def is_sound(self, handle: int) -> bool:
-        """Nothing of a request rests on a load of which it is not known whether it succeeds."""
-        return handle not in self._unproven
+        """Nothing of a request rests on a load of which it is not known whether it succeeds.
+
+        Nor is anything still being copied into blocks that were given to it.
+        """
+        return not (
+            handle in self._unproven or handle in self._loads or handle in self._left_loading
+        )
 
     def describe_rewound(self, plan: StepPlan) -> None:
         """Workers have tokens of theirs that never were: they are told of them anew."""

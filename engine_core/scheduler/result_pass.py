@@ -144,6 +144,7 @@ class ResultPass:
             if request is not None:
                 self._kv_cache.forget(request)
                 request.num_computed_tokens = 0
+                request.is_corrupt = True
                 self._num_corrupted += 1
                 self.end_with(corrupted_output(request), request, outputs)
             elif handle in self._departed:

@@ -19,7 +19,7 @@ from engine_core.scheduler.scheduler import Scheduler
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput
 from proto.kv_offload import FinishedJob, OffloadMetadata, OffloadReport, TransferJob
-from proto.kv_transfer import NO_PAYLOAD, KVConnectorOutput, pack, unpack
+from proto.kv_transfer import NO_PAYLOAD, KVConnectorOutput, LoadFailurePolicy, pack, unpack
 from proto.kv_transfer_config import KVTransferConfig
 from proto.lifecycle import KVCacheGeometry, KVGroup
 from proto.scheduler_output import SchedulerOutput
@@ -108,6 +108,7 @@ class OffloadRig(EngineHarness):
         finishes: Callable[[TransferJob], bool | None] = lambda job: True,
         role: str = "kv_both",
         extra: dict[str, Any] | None = None,
+        load_failure_policy: LoadFailurePolicy = "recompute",
         **scheduler: Any,
     ) -> None:
         super().__init__(num_blocks=num_blocks, block_size=block_size, windows=windows, **scheduler)
@@ -152,6 +153,7 @@ class OffloadRig(EngineHarness):
             max_model_len=8192,
             vocab_size=VOCAB_SIZE,
             connect=connect,
+            load_failure_policy=load_failure_policy,
         )
 
     def collect(self, output: SchedulerOutput) -> dict[int, list[EngineCoreOutput]]:

@@ -55,8 +55,11 @@ class OffloadingManager(Protocol):
 
     medium: str
 
-    def lookup(self, keys: Sequence[OffloadKey]) -> int | None:
-        """Length of the leading run that is present; None: not known yet, a wake follows."""
+    def lookup(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> int | None:
+        """Length of the leading run that is present; None: not known yet, a wake follows.
+
+        is_new_use: False for a request that has looked for them before.
+        """
         ...
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool] | None:

@@ -87,7 +87,7 @@ class DiskOffloadingManager:
         self._impatience.daemon = True
         self._impatience.start()
 
-    def lookup(self, keys: Sequence[OffloadKey]) -> int | None:
+    def lookup(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> int | None:
         found = self.contains(keys)
         if found is None:
             return None

@@ -45,13 +45,14 @@ class LoadPlanner:
         request, shape = tracked.request, self._shape
         block_hashes = request.block_hashes
         num_blocks = len(block_hashes) // shape.factor
-        if not tracked.was_asked:
+        is_new_use, tracked.was_asked = not tracked.was_asked, True
+        if is_new_use:
             self._manager.touch(shape.all_keys(block_hashes, num_blocks))
         if num_blocks * shape.size - num_computed < shape.size:
-            tracked.was_asked = True
             return NO_MATCH
         limit = (request.num_tokens - 1) // shape.block_size * shape.block_size
-        hit = self._find(tracked, Extent(num_computed, limit, shape.size), num_blocks)
+        extent = Extent(num_computed, limit, shape.size)
+        hit = self._find(request, extent, num_blocks, is_new_use)
         if hit is None:
             return self._ask_again(request)
         if hit <= num_computed:
@@ -127,27 +128,26 @@ class LoadPlanner:
         self._asked_in_vain[request.handle] = request
         return ASK_AGAIN
 
-    def _find(self, tracked: TrackedRequest, extent: Extent, num_blocks: int) -> int | None:
+    def _find(
+        self, request: Request, extent: Extent, num_blocks: int, is_new_use: bool
+    ) -> int | None:
         """Tokens that all groups can have; None where the medium does not know yet.
 
-        Who asks for the first time is counted by the medium as one who looks for the blocks.
+        All groups are looked up whatever one of them says: the medium counts that once for a
+        request, the first time that it asks.
         """
-        groups = []
+        groups, is_known = [], True
         for group, window in enumerate(self._shape.windows):
-            keys = self._shape.keys.of(
-                tracked.request.block_hashes, group, extent.first, num_blocks
-            )
-            run = None if tracked.was_asked else self._manager.lookup(keys)
-            if window is None and run is not None:
-                present = [True] * run
-            else:
-                found = self._manager.contains(keys)
-                if found is None:
-                    return None
-                present = found
-            groups.append(GroupPresence(window, present))
-        tracked.was_asked = True
-        return longest_hit(extent, groups)
+            keys = self._shape.keys.of(request.block_hashes, group, extent.first, num_blocks)
+            present: list[bool] | None = None
+            if window is None or is_new_use:
+                run = self._manager.lookup(keys, is_new_use=is_new_use)
+                present = None if run is None else [True] * run
+            if window is not None:
+                present = self._manager.contains(keys)
+            is_known &= present is not None
+            groups.append(GroupPresence(window, present or []))
+        return longest_hit(extent, groups) if is_known else None
 
     def _first_block(self, group: int, num_computed: int, end: int) -> int:
         """The first device block of a group that is to be loaded."""

@@ -72,7 +72,7 @@ class RemoteOffloadingManager:
         """Nobody here knows."""
         return 0.0
 
-    def lookup(self, keys: Sequence[OffloadKey]) -> int | None:
+    def lookup(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> int | None:
         self._hear()
         for index, key in enumerate(keys):
             present = self._present(key)

@@ -43,11 +43,12 @@ class FilterReusedOffloadingManager:
         self._tracker = tracker
         self.medium = backing.medium
 
-    def lookup(self, keys: Sequence[OffloadKey]) -> int | None:
-        """Counts every key, those after the first miss too."""
-        for key in keys:
-            self._tracker.record(key)
-        return self._backing.lookup(keys)
+    def lookup(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> int | None:
+        """Counts every key of a new use, those after the first miss too."""
+        if is_new_use:
+            for key in keys:
+                self._tracker.record(key)
+        return self._backing.lookup(keys, is_new_use=is_new_use)
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool] | None:
         """Counts nothing: for whoever asks again."""

@@ -1,13 +1,17 @@
 """Storing only what was looked for often enough (behaviours OFF-14 to OFF-16)."""
 
+from collections.abc import Sequence
+
 import pytest
 
+from engine_core.kv_connector.offload.base import OffloadKey
 from engine_core.kv_connector.offload.ledger import CPUOffloadingManager
 from engine_core.kv_connector.offload.lru import LRUPolicy
 from engine_core.kv_connector.offload.reuse_filter import (
     FilterReusedOffloadingManager,
     ReuseTracker,
 )
+from tests.fakes.offload_rig import OffloadRig
 
 A, B, C, D = (bytes([number]) for number in range(4))
 
@@ -93,3 +97,34 @@ def test_everything_else_is_delegated() -> None:
     assert backing.usage == 0.0
     assert manager.reset()
     assert manager.medium == "CPU"
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 14)])
+def test_who_is_told_to_ask_again_is_counted_and_touched_once(
+    windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a medium that takes its time to answer."""
+    rig = OffloadRig(windows=windows, extra={"store_threshold": 2})
+    manager = rig.deciding._manager
+    assert isinstance(manager, FilterReusedOffloadingManager)
+    backing, touched, num_asked = manager._backing, list[bool](), 0
+    lookup = backing.lookup
+
+    def slow(keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> int | None:
+        nonlocal num_asked
+        num_asked += 1
+        return lookup(keys) if num_asked > 6 else None
+
+    monkeypatch.setattr(backing, "lookup", slow)
+    monkeypatch.setattr(
+        backing, "touch", lambda keys, *, is_new_use=True: touched.append(is_new_use)
+    )
+    request = rig.add_one(list(range(37)), 1)
+    while rig.reason_of(request) is None:
+        rig.step()
+        rig.deciding.attend()
+    rig.settle()
+    assert num_asked > 6
+    assert touched.count(True) == 1
+    assert rig.stores == []
+    assert set(manager._tracker._counts.values()) == {1}

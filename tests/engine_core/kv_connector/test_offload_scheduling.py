@@ -4,6 +4,7 @@ Device blocks of 4 tokens, offloaded blocks of 12 (behaviours OFC-01 to OFC-10, 
 issue adds to them).
 """
 
+import msgspec
 import pytest
 
 from engine_core.kv_connector.offload.keys import parts
@@ -119,7 +120,9 @@ def test_lookup_is_left_out_where_less_than_an_offloaded_block_is_uncomputed(
     asked: list[int] = []
     lookup = rig.deciding._manager.lookup
     monkeypatch.setattr(
-        rig.deciding._manager, "lookup", lambda keys: (asked.append(len(keys)), lookup(keys))[1]
+        rig.deciding._manager,
+        "lookup",
+        lambda keys, *, is_new_use: (asked.append(len(keys)), lookup(keys))[1],
     )
     rig.generate(PROMPT[:4])
     assert asked == []
@@ -446,17 +449,41 @@ def test_reset_cache_refuses_while_something_is_copied() -> None:
     assert rig.loads == []
 
 
-def test_a_request_that_ends_in_error_leaves_nothing_to_be_found() -> None:
+def test_a_request_whose_scores_are_no_numbers_leaves_nothing_to_be_found() -> None:
     rig = OffloadRig(finishes=lambda job: None)
     request = rig.add_one(PROMPT, 10)
     rig.step()
     rig.step()
-    request.status = RequestStatus.FINISHED_ERROR
-    rig.deciding.request_finished(request, rig.kv_cache.block_ids(request.handle))
-    request.status = RequestStatus.RUNNING
     (store,) = rig.half.under_way
+    output = rig.scheduler.schedule()
+    result = msgspec.structs.replace(
+        rig.runner.execute(output), failed_handles=[request.handle], sampled_token_ids=[[]]
+    )
+    rig.note(rig.scheduler.update_from_output(output, result))
+    assert request.status is RequestStatus.FINISHED_ERROR
     rig.finish(store)
     assert rig.deciding._manager.usage == 0.0
+
+
+def test_a_load_that_fails_takes_no_prefix_from_others_by_policy_fail() -> None:
+    """What could be read of the sequence stays; nothing more of it is stored."""
+    rig = OffloadRig(load_failure_policy="fail")
+    rig.generate(PROMPT[:24])
+    rig.generate(PROMPT)
+    assert rig.deciding._manager.usage == 3 / 1000
+    rig.forget_device()
+    rig.generate(PROMPT[:25])
+    rig.finishes = lambda job: not job.is_load
+    request = rig.add_one(PROMPT, 1)
+    rig.settle()
+    assert request.status is RequestStatus.FINISHED_ERROR
+    assert rig.deciding._manager.usage == 2 / 1000
+    rig.finishes = lambda job: True
+    rig.forget_device()
+    rig.loads.clear()
+    rig.generate(PROMPT)
+    assert [len(device_of(load)) for load in rig.loads] == [6]
+    rig.assert_at_rest()
 
 
 def test_nothing_is_stored_that_rests_on_a_load_of_somebody_else() -> None:

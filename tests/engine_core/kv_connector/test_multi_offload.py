@@ -1,0 +1,131 @@
+"""Two media behind one MultiConnector: what one of them still loads, the other does not store."""
+
+from typing import Any, cast
+
+import pytest
+
+from engine_core.kv_cache.holds import PoolHolds
+from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
+from engine_core.kv_connector.multi import MultiScheduler
+from engine_core.kv_connector.offload.connector import OffloadingScheduler
+from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.external_kv import IsSound
+from engine_core.scheduler.gates import Wake
+from engine_core.scheduler.scheduler import Scheduler
+from proto.config import SchedulerConfig
+from proto.kv_offload import OffloadMetadata
+from proto.kv_stacked import MultiStep
+from proto.kv_transfer import NO_PAYLOAD, KVConnectorOutput, LoadFailurePolicy, unpack
+from proto.kv_transfer_config import KVTransferConfig
+from proto.lifecycle import KVCacheGeometry, KVGroup
+from proto.scheduler_output import SchedulerOutput
+from tests.fakes.engine_harness import VOCAB_SIZE, EngineHarness
+
+BLOCK_SIZE = 4
+SIZE = 12
+PROMPT = list(range(37))
+
+
+class TwoMedia(EngineHarness):
+    """parts: of every step so far, what each child had its workers do."""
+
+    def __init__(self, policy: LoadFailurePolicy = "recompute") -> None:
+        super().__init__(block_size=BLOCK_SIZE)
+        child: dict[str, Any] = {
+            "kv_connector": "OffloadingConnector",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20, "block_size": SIZE},
+        }
+        config = KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_connector_extra_config={"connectors": [child, child]},
+        )
+        geometry = KVCacheGeometry(1, 1, 8, "float32", 64, (KVGroup(None),))
+        self.parts: list[list[OffloadMetadata]] = []
+
+        def connect(holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
+            context = SchedulerContext(
+                geometry,
+                BLOCK_SIZE,
+                1000,
+                b"f" * 32,
+                1,
+                holds,
+                self.kv_cache.block_ids,
+                wake,
+                is_sound=is_sound,
+            )
+            self.deciding = MultiScheduler(config, context)
+            return self.deciding
+
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_batched_tokens=8192),
+            self.kv_cache,
+            epoch=1,
+            max_model_len=8192,
+            vocab_size=VOCAB_SIZE,
+            connect=connect,
+            load_failure_policy=policy,
+        )
+
+    def child(self, index: int) -> OffloadingScheduler:
+        return cast(OffloadingScheduler, self.deciding.children[index])
+
+    def send(self) -> SchedulerOutput:
+        output = super().send()
+        if output.connector_metadata != NO_PAYLOAD:
+            step = unpack(output.connector_metadata, MultiStep)
+            self.parts.append(
+                [
+                    unpack(each, OffloadMetadata) if each else OffloadMetadata()
+                    for each in step.parts
+                ]
+            )
+        return output
+
+    def begin_loading(self) -> Request:
+        """A request of which the first child has a part, and loads it."""
+        request = self.add_one(PROMPT, 4)
+        child = self.child(0)
+        keys = child._shape.all_keys(request.block_hashes, len(PROMPT) // SIZE)
+        child._manager.prepare_store(keys)
+        child._manager.complete_store(keys)
+        self.step()
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        assert [len(each.loads) for each in self.parts[0]] == [1, 0]
+        return request
+
+    def assert_nothing_is_stored(self) -> None:
+        for _ in range(3):
+            self.step()
+        assert not [job for parts in self.parts for each in parts for job in each.stores]
+
+
+@pytest.fixture
+def engine() -> TwoMedia:
+    return TwoMedia()
+
+
+def test_who_is_aborted_while_one_medium_loads_is_not_stored_on_the_other(
+    engine: TwoMedia,
+) -> None:
+    request = engine.begin_loading()
+    engine.scheduler.abort(request.request_id)
+    engine.assert_nothing_is_stored()
+
+
+def test_who_fails_while_one_medium_loads_is_not_stored_on_the_other() -> None:
+    engine = TwoMedia("fail")
+    request = engine.begin_loading()
+    ((load,), _) = (each.loads for each in engine.parts[0])
+    engine.report(KVConnectorOutput(invalid_block_ids=load.device[0].block_ids[2:3]))
+    assert request.status is RequestStatus.FINISHED_ERROR
+    engine.assert_nothing_is_stored()
+
+
+def test_what_is_copied_for_a_request_that_began_anew_is_waited_for(engine: TwoMedia) -> None:
+    request = engine.begin_loading()
+    engine.scheduler.reset_prefix_cache(preempting=True)
+    assert not engine.scheduler.external.is_sound(request.handle)
+    engine.step()
+    engine.report(KVConnectorOutput(finished_recving=[request.handle]))
+    assert engine.scheduler.external.is_sound(request.handle)

@@ -1,0 +1,30 @@
+"""What media have to say where nobody listens."""
+
+from typing import Any, cast
+
+from engine_core.kv_connector.offload.ledger import CPUOffloadingManager
+from engine_core.outbox import Outbox
+from engine_core.transport import FrontEndLinks
+from tests.fakes.offload_rig import OffloadRig
+
+
+class NobodyThere:
+    """Front ends, of which none lives."""
+
+    alive: tuple[int, ...] = ()
+
+    def send(self, client: int, message: Any) -> None:
+        raise AssertionError("there is nobody to send to")
+
+
+def test_without_a_subscriber_no_events_pile_up() -> None:
+    rig = OffloadRig(num_slots=6)
+    outbox = Outbox(cast(FrontEndLinks, NobodyThere()), rig.scheduler, epoch=1)
+    manager = cast(CPUOffloadingManager, rig.deciding._manager)
+    num_seen = 0
+    for number in range(30):
+        rig.generate([number + 31 * each for each in range(25)])
+        num_seen += len(manager._events)
+        outbox.flush()
+        assert not manager._events
+    assert num_seen > 30
