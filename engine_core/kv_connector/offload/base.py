@@ -79,6 +79,13 @@ class OffloadingManager(Protocol):
         """A store is over on all ranks: present from now on, or forgotten."""
         ...
 
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        """What these hold is wrong, and nobody is to find it, wherever it is kept.
+
+        Also keys that are not known here. No failure of the medium: only what is in it is bad.
+        """
+        ...
+
     def touch(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> None:
         """These are wanted, in the order of a sequence, whether they are here or not.
 

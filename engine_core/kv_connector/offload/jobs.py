@@ -15,12 +15,11 @@ class Job:
     """A copy for the request `handle`. keys: all its offloaded blocks.
 
     succeeded: so far, on every rank that has reported. num_bytes: of these ranks together.
-    seconds: of the slowest. is_void: what it copies turned out to be wrong.
+    seconds: of the slowest.
     """
 
     __slots__ = (
         "handle",
-        "is_void",
         "keys",
         "num_bytes",
         "num_ranks_left",
@@ -37,7 +36,6 @@ class Job:
         self.keys = keys
         self.num_ranks_left = num_ranks
         self.succeeded = True
-        self.is_void = False
         self.num_bytes = 0
         self.seconds = 0.0
 

@@ -62,6 +62,7 @@ class RemoteOffloadingManager:
         self._known: OrderedDict[OffloadKey, _Known] = OrderedDict()
         self._asked: set[OffloadKey] = set()
         self._storing: set[OffloadKey] = set()
+        self._storing_bad: set[OffloadKey] = set()
         self._loading: Counter[OffloadKey] = Counter()
         self._events: deque[OffloadingEvent] = deque()
         self._loads = Breaker(retry_seconds, _FAILURES_ALLOWED, clock)
@@ -113,7 +114,9 @@ class RemoteOffloadingManager:
         wanted = [
             key
             for key in dict.fromkeys(keys)
-            if key not in self._storing and not self._present(key)
+            if key not in self._storing
+            and not self._present(key)
+            and not self._lookups.is_leaving(key)
         ]
         self._storing.update(wanted)
         return PrepareStoreOutput(wanted, [], [])
@@ -121,6 +124,10 @@ class RemoteOffloadingManager:
     def complete_store(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
         stored = [key for key in keys if key in self._storing]
         self._storing.difference_update(stored)
+        if bad := self._storing_bad.intersection(stored):
+            self._storing_bad -= bad
+            stored = [key for key in stored if key not in bad]
+            self._discard(list(bad))
         if not success:
             self._stores.failed()
             return
@@ -129,6 +136,11 @@ class RemoteOffloadingManager:
             self._learn(key, True)
         if stored:
             self._events.append(OffloadingEvent(stored, False, self.medium))
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        """What is being stored is removed when that is over; another may find it until then."""
+        self._storing_bad.update(key for key in keys if key in self._storing)
+        self._discard(keys)
 
     def touch(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> None:
         """The store has an order of its own."""
@@ -146,11 +158,22 @@ class RemoteOffloadingManager:
         return True
 
     def start_over(self) -> None:
+        self._discard(list(self._storing_bad))
+        self._storing_bad.clear()
         self._storing.clear()
         self._loading.clear()
 
     def close(self) -> None:
         self._lookups.close()
+
+    def _discard(self, keys: Sequence[OffloadKey]) -> None:
+        present = [key for key in keys if self._present(key)]
+        for key in keys:
+            self._learn(key, False)
+        if present:
+            self._events.append(OffloadingEvent(present, True, self.medium))
+        if keys:
+            self._lookups.discard(keys)
 
     def _present(self, key: OffloadKey) -> bool | None:
         known = self._known.get(key)

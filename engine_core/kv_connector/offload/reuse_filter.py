@@ -65,6 +65,9 @@ class FilterReusedOffloadingManager:
     def complete_store(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
         self._backing.complete_store(keys, success=success)
 
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        self._backing.discard(keys)
+
     def touch(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> None:
         self._backing.touch(keys, is_new_use=is_new_use)
 

@@ -439,3 +439,50 @@ def test_events_and_answers_agree_over_a_long_random_life(disk: Disk, seed: int)
             assert found <= present
             assert present - found <= set(loading), "only what is doubted while it is read"
     assert not set(loading) & set(storing)
+
+
+def test_discard_removes_the_files_and_is_no_failure(disk: Disk) -> None:
+    manager = disk.manager()
+    disk.store(manager, 1, 2, 3)
+    manager.prepare_load([key(2)])
+    output = manager.prepare_store([key(4)])
+    assert output is not None
+    disk.write(4)
+    for _ in range(4):
+        manager.discard([key(1), key(2), key(4), key(5)])
+    assert manager.contains([key(each) for each in (1, 2, 3, 4)]) == [False, False, True, False]
+    manager.complete_load([key(2)])
+    manager.complete_store([key(4)])
+    eventually(lambda: disk.names() == {disk.path(3).name})
+    manager._folder.look_at([key(each) for each in (1, 2, 4, 5)])
+    eventually(lambda: not manager.take_events() and not manager._leaving)
+    assert (
+        manager.contains([key(each) for each in range(1, 6)]) == [False, False, True] + [False] * 2
+    )
+    assert disk.store(manager, 1, 2, 4) == [1, 2, 4], "and nothing is left alone"
+
+
+def test_discard_reaches_files_that_nobody_has_heard_of(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.write(1, 2)
+    hear = disk_manager.DiskFolder.take_reports
+    monkeypatch.setattr(disk_manager.DiskFolder, "take_reports", lambda self: iter(()))
+    manager = disk.manager(known=False)
+    manager.discard([key(1)])
+    monkeypatch.setattr(disk_manager.DiskFolder, "take_reports", hear)
+    eventually(lambda: manager.contains([key(1), key(2)]) == [False, True])
+    eventually(lambda: not disk.path(1).exists())
+    assert manager.contains([key(1), key(2)]) == [False, True]
+
+
+def test_what_was_discarded_while_it_was_copied_goes_with_the_workers(disk: Disk) -> None:
+    manager = disk.manager()
+    disk.store(manager, 1)
+    manager.prepare_load([key(1)])
+    manager.prepare_store([key(2)])
+    disk.write(2)
+    manager.discard([key(1), key(2)])
+    manager.start_over()
+    eventually(lambda: disk.names() == set())
+    assert manager.contains([key(1), key(2)]) == [False, False]

@@ -93,3 +93,11 @@ def test_everything_else_is_delegated() -> None:
     assert backing.usage == 0.0
     assert manager.reset()
     assert manager.medium == "CPU"
+
+
+def test_discard_reaches_what_is_behind_whether_it_was_looked_for_or_not() -> None:
+    manager, backing = filtered()
+    backing.prepare_store([A])
+    backing.complete_store([A])
+    manager.discard([A])
+    assert backing.contains([A]) == [False]

@@ -459,6 +459,22 @@ def test_a_request_that_ends_in_error_leaves_nothing_to_be_found() -> None:
     assert rig.deciding._manager.usage == 0.0
 
 
+def test_what_a_request_in_error_had_stored_is_discarded_known_or_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = OffloadRig()
+    request = rig.add_one(PROMPT, 10)
+    for _ in range(3):
+        rig.step()
+    manager = rig.deciding._manager
+    assert manager.usage > 0.0
+    monkeypatch.setattr(manager, "contains", lambda keys: None)
+    request.status = RequestStatus.FINISHED_ERROR
+    rig.deciding.request_finished(request, rig.kv_cache.block_ids(request.handle))
+    request.status = RequestStatus.RUNNING
+    assert manager.usage == 0.0
+
+
 def test_nothing_is_stored_that_rests_on_a_load_of_somebody_else() -> None:
     """It may have failed; the cursor stays where it is until that is known."""
     rig = OffloadRig()
