@@ -25,8 +25,10 @@ REMOTE_SPEC: Final = "RemoteOffloadingSpec"
 DISK: Final = "disk"
 REMOTE: Final = "remote"
 """Names of the media."""
+KEY_BYTES: Final = 37
+"""Of an offloaded block's key: a hash of 32, group, number of ranks, and factor."""
 MAX_KEY_BYTES: Final = 96
-"""Of an offloaded block's key; a file name ends at 255 characters."""
+"""Of any key that a worker is given; a file name ends at 255 characters."""
 FORMAT_VERSION: Final = 1
 """Counts changes of how a block is written down."""
 HEADER_BYTES: Final = 256
@@ -34,6 +36,7 @@ HEADER_BYTES: Final = 256
 _NAME_CHARACTERS: Final = 32
 _SCHEMES: Final = ("redis", "rediss", "unix")
 _REDIS_PORT: Final = 6379
+_FILE_NAME: Final = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})\.(0|[1-9][0-9]{{0,4}})")
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 
@@ -147,13 +150,8 @@ def is_media_folder(name: str) -> bool:
 
 def parse_file_name(name: str) -> tuple[bytes, int] | None:
     """Key and rank of a file, by its name alone; None where it is no block's."""
-    key, dot, rank = name.rpartition(".")
-    if not dot or not rank.isascii() or not rank.isdigit() or len(rank) > 5:
-        return None
-    try:
-        return bytes.fromhex(key), int(rank)
-    except ValueError:
-        return None
+    found = _FILE_NAME.fullmatch(name)
+    return None if found is None else (bytes.fromhex(found[1]), int(found[2]))
 
 
 def remote_name(folder: str, key: bytes, rank: int) -> bytes:

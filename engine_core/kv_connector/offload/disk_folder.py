@@ -134,7 +134,7 @@ class DiskFolder:
             mtime = os.stat(shard).st_mtime_ns
             names = set()
             for file in _files(shard):
-                parsed = parse_file_name(file.name)
+                parsed = _block_of(shard, file.name)
                 if parsed is not None and parsed[1] < self._num_ranks:
                     names.add(file.name)
                     files.append((file.mtime_ns, *parsed))
@@ -175,7 +175,7 @@ class DiskFolder:
                 mtime = os.stat(shard).st_mtime_ns
                 if mtime == before.mtime_ns and before.settled:
                     continue
-                names = {each for each in os.listdir(shard) if parse_file_name(each) is not None}
+                names = {each for each in os.listdir(shard) if _block_of(shard, each) is not None}
             except OSError:
                 continue
             # once more after a change: a folder's time does not tell two quick ones apart
@@ -217,7 +217,7 @@ class DiskFolder:
     def _clear(self) -> None:
         for shard in _folders(self._folder):
             for file in _files(shard):
-                if parse_file_name(file.name) is not None:
+                if _block_of(shard, file.name) is not None:
                     with suppress(OSError):
                         os.unlink(file.path)
         self._find_all()
@@ -242,6 +242,14 @@ class _File(NamedTuple):
 
 _NOTHING: Final = _Listing(-1, set(), settled=False)
 _ABANDONED_NS: Final = int(_ABANDONED_SECONDS * 1e9)
+
+
+def _block_of(shard: str, name: str) -> tuple[OffloadKey, int] | None:
+    """Key and rank of a file that is a block's, and lies where that would be looked for."""
+    parsed = parse_file_name(name)
+    if parsed is None or file_name(*parsed) != f"{os.path.basename(shard)}/{name}":
+        return None
+    return parsed
 
 
 def _folders(folder: Path | str) -> Iterator[str]:

@@ -331,9 +331,26 @@ def test_leavings_of_the_dead_are_removed_and_those_of_the_living_are_not(disk: 
 
 def test_names_that_are_no_blocks_are_passed_over(disk: Disk) -> None:
     disk.write(1)
-    for name in ("x", "zz.0", ".0", "00.x", "00.999999", "00"):
+    whole = key(7).hex()
+    for name in (
+        *("x", "zz.0", ".0", "00.x", "00.999999", "00", "00.0", f"{whole}00.0", f"{whole[2:]}.0"),
+        *(f"00 {whole[2:-2]}.0", f" {whole}.0", f"{whole}.00", f"{whole}.-1"),
+        *(f"{whole[:-2].upper()}FF.0", f"ff{whole[2:]}.0"),  # the latter in another's shard
+    ):
         disk.path(1).with_name(name).write_bytes(b"")
-    assert run(disk.manager(), 1) == 1
+    stray = disk.folder / "ab" / "ab.0"
+    stray.parent.mkdir()
+    stray.write_bytes(b"")
+    manager = disk.manager()
+    assert run(manager, 1) == 1
+    assert [event.keys for event in manager.take_events()] == [[key(1)]]
+    stray.with_name("abcd.0").write_bytes(b"")
+    disk.write(2)
+    eventually(lambda: run(manager, 2) == 1)
+    assert [event.keys for event in manager.take_events()] == [[key(2)]]
+    manager.reset()
+    eventually(lambda: not disk.path(1).exists())
+    assert stray.exists()
 
 
 def test_a_folder_that_is_not_there_is_an_empty_disk(tmp_path: Path) -> None:
