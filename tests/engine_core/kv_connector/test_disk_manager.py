@@ -503,3 +503,23 @@ def test_what_was_discarded_while_it_was_copied_goes_with_the_workers(disk: Disk
     manager.start_over()
     eventually(lambda: disk.names() == set())
     assert manager.contains([key(1), key(2)]) == [False, False]
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), RuntimeError("who knows")])
+def test_an_order_that_fails_ends_only_itself(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    manager = disk.manager()
+    disk.store(manager, 1)
+    files = disk_folder._files
+
+    def fail(folder: str) -> Iterator[disk_folder._File]:
+        raise error
+
+    monkeypatch.setattr(disk_folder, "_files", fail)
+    assert manager.reset()
+    eventually(lambda: manager.prepare_store([key(2)]) is not None)
+    monkeypatch.setattr(disk_folder, "_files", files)
+    manager.complete_store([key(2)], success=False)
+    assert manager.reset()
+    eventually(lambda: disk.names() == set())
