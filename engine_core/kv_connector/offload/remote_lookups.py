@@ -119,14 +119,14 @@ class RemoteLookups:
                 continue
             try:
                 connection = RedisConnection(self._address, self._seconds)
-            except TokendError as error:
+            except Exception as error:  # whatever it is, nobody is to wait for this thread
                 self._lost(error)
                 continue
             self._connected = True
             self._say("connected")
             try:
                 self._serve(connection)
-            except TokendError as error:
+            except Exception as error:
                 self._lost(error)
             finally:
                 connection.close()
@@ -200,12 +200,13 @@ class RemoteLookups:
             self._answers += answers
         self._ring()
 
-    def _lost(self, error: TokendError) -> None:
+    def _lost(self, error: Exception) -> None:
         """Nobody waits for what cannot be told now."""
         self._breaker.failed()
         if not self._complained:
             self._complained = True
-            logger.warning("remote: %s; it is left alone for a while", error)
+            unexpected = not isinstance(error, TokendError)
+            logger.warning("remote: %s; it is left alone for a while", error, exc_info=unexpected)
         with self._changed:
             self._connected = False
             asked = list(dict.fromkeys(self._questions))
