@@ -75,6 +75,8 @@ class RemoteOffloadingManager:
 
     def lookup(self, keys: Sequence[OffloadKey]) -> int | None:
         self._hear()
+        if self._loads.is_open:
+            return 0
         for index, key in enumerate(keys):
             present = self._present(key)
             if present is None:
@@ -85,6 +87,8 @@ class RemoteOffloadingManager:
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool] | None:
         self._hear()
+        if self._loads.is_open:
+            return [False] * len(keys)
         found = [self._present(each) for each in keys]
         if None in found and self._ask(keys):
             return None
@@ -183,7 +187,7 @@ class RemoteOffloadingManager:
 
     def _ask(self, keys: Sequence[OffloadKey]) -> bool:
         """Whether an answer will come for what is unknown of these."""
-        if not self._lookups.connected or self._loads.is_open:
+        if not self._lookups.connected:
             return False
         unknown = [key for key in keys if self._present(key) is None][:MAX_ASKED]
         news = [key for key in unknown if key not in self._asked]

@@ -10,6 +10,7 @@ import pytest
 
 from engine_core.kv_connector.offload import remote_lookups, remote_manager
 from engine_core.kv_connector.offload.base import ManagerContext, OffloadingEvent
+from engine_core.kv_connector.offload.remote_lookups import RemoteLookups
 from engine_core.kv_connector.offload.remote_manager import RemoteOffloadingManager, make_manager
 from proto.kv_media import media_folder, remote_address, remote_name, remote_settings
 from proto.redis_client import RedisConnection
@@ -334,3 +335,34 @@ def test_too_many_discarded_blocks_empty_the_store_of_this_model(
     store.manager().discard([key(1), key(2), key(3)])
     connection = store.connect()
     eventually(lambda: connection.call(5.0, b"DBSIZE") == 0)
+
+
+@needs_redis
+def test_what_nobody_expects_answers_all_questions_and_the_thread_goes_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write(1)
+    manager = store.manager(remote_retry_seconds=0.1)
+    assert store.asked(manager, 1) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteLookups, "_exist", lambda *words: [][0])
+        assert store.asked(manager, 2) == 0
+        eventually(lambda: store.asked(manager, 3) == 0)
+    store.write(4)
+    eventually(lambda: manager._lookups.connected)
+    assert store.asked(manager, 4) == 1
+
+
+@needs_redis
+def test_what_is_known_is_not_loaded_while_loads_fail(store: Store) -> None:
+    store.write(1, 2, 3)
+    manager = store.manager(remote_retry_seconds=60)
+    assert store.asked(manager, 1, 2, 3) == 3
+    for number in (1, 2):
+        manager.prepare_load([key(number)])
+        manager.complete_load([key(number)], success=False)
+    assert manager.lookup([key(3)]) == 0
+    assert manager.contains([key(3)]) == [False]
+    output = manager.prepare_store([key(3)])
+    assert output is not None
+    assert output.keys == [], "it is believed to be there still"
