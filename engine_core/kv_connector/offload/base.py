@@ -75,8 +75,13 @@ class OffloadingManager(Protocol):
         """Find room for those that are not there. None, with nothing changed, if there is none."""
         ...
 
-    def complete_store(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
-        """A store is over on all ranks: present from now on, or forgotten."""
+    def complete_store(
+        self, keys: Sequence[OffloadKey], *, success: bool = True, given_up: bool = False
+    ) -> None:
+        """A store is over on all ranks: present from now on, or forgotten.
+
+        given_up: it has no success, but the medium has not failed.
+        """
         ...
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:

@@ -147,10 +147,12 @@ class DiskOffloadingManager:
         self._num_storing += len(wanted)
         return PrepareStoreOutput(wanted, [], victims)
 
-    def complete_store(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
+    def complete_store(
+        self, keys: Sequence[OffloadKey], *, success: bool = True, given_up: bool = False
+    ) -> None:
         if success:
             self._stores.succeeded()
-        else:
+        elif not given_up:
             self._stores.failed()
         changed: list[OffloadKey] = []
         bad: list[OffloadKey] = []

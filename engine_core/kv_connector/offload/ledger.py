@@ -79,7 +79,9 @@ class CPUOffloadingManager:
             self._policy.insert(key, OffloadedBlock(slot))
         return PrepareStoreOutput(new, slots, evicted)
 
-    def complete_store(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
+    def complete_store(
+        self, keys: Sequence[OffloadKey], *, success: bool = True, given_up: bool = False
+    ) -> None:
         stored = []
         for key in keys:
             block = self._policy.get(key)

@@ -125,7 +125,9 @@ class RemoteOffloadingManager:
         self._storing.update(wanted)
         return PrepareStoreOutput(wanted, [], [])
 
-    def complete_store(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
+    def complete_store(
+        self, keys: Sequence[OffloadKey], *, success: bool = True, given_up: bool = False
+    ) -> None:
         stored = [key for key in keys if key in self._storing]
         self._storing.difference_update(stored)
         if bad := self._storing_bad.intersection(stored):
@@ -133,7 +135,8 @@ class RemoteOffloadingManager:
             stored = [key for key in stored if key not in bad]
             self._discard(list(bad))
         if not success:
-            self._stores.failed()
+            if not given_up:
+                self._stores.failed()
             return
         self._stores.succeeded()
         for key in stored:

@@ -79,7 +79,8 @@ class StorePlanner:
 
     def complete(self, job: Job) -> None:
         """All ranks have reported a store."""
-        self._manager.complete_store(job.keys, success=job.succeeded)
+        given_up = not (job.succeeded or job.has_failed)
+        self._manager.complete_store(job.keys, success=job.succeeded, given_up=given_up)
 
     def withdraw(self, tracked: TrackedRequest) -> None:
         """What a request computed cannot be trusted: nobody is to find any of it."""

@@ -523,3 +523,12 @@ def test_an_order_that_fails_ends_only_itself(
     manager.complete_store([key(2)], success=False)
     assert manager.reset()
     eventually(lambda: disk.names() == set())
+
+
+def test_stores_that_were_given_up_are_no_failures(disk: Disk) -> None:
+    manager = disk.manager()
+    for number in range(1, 10):
+        output = manager.prepare_store([key(number)])
+        assert output is not None, "the disk is left alone"
+        manager.complete_store(output.keys, success=False, given_up=True)
+    assert run(manager, 1) == 0

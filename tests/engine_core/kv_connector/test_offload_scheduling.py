@@ -10,7 +10,8 @@ from engine_core.kv_connector.offload.keys import parts
 from engine_core.request import RequestStatus
 from proto.errors import ConfigError
 from proto.kv_events import BlockRemoved, BlockStored
-from proto.kv_offload import DeviceBlocks, TransferJob
+from proto.kv_offload import DeviceBlocks, FinishedJob, OffloadReport, TransferJob
+from proto.kv_transfer import KVConnectorOutput, pack
 from tests.fakes.offload_rig import OffloadRig
 from tests.fakes.paged_runner import undisturbed
 
@@ -516,3 +517,24 @@ def test_an_offloaded_block_is_smaller_than_the_window() -> None:
     with pytest.raises(ConfigError, match="less than the model's window of 12 tokens, got 12"):
         OffloadRig(windows=(None, 12))
     OffloadRig(windows=(None, 2), size=4)
+
+
+@pytest.mark.parametrize("given_up", [[True, True], [True, False]])
+def test_a_store_that_every_rank_gave_up_or_finished_has_not_failed(
+    monkeypatch: pytest.MonkeyPatch, given_up: list[bool]
+) -> None:
+    rig = OffloadRig(num_ranks=3, finishes=lambda job: None)
+    rig.add_one(PROMPT, 10)
+    rig.step()
+    (store,) = rig.stores
+    told: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(
+        rig.deciding._manager,
+        "complete_store",
+        lambda keys, *, success, given_up: told.append((success, given_up)),
+    )
+    done = [FinishedJob(store.job_id, False, given_up=each) for each in given_up]
+    for each in [FinishedJob(store.job_id, True), *done]:
+        report = pack(OffloadReport([each]))
+        rig.deciding.update_connector_output(KVConnectorOutput(worker_metadata=report))
+    assert told == [(False, all(given_up))]

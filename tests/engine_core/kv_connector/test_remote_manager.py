@@ -366,3 +366,12 @@ def test_what_is_known_is_not_loaded_while_loads_fail(store: Store) -> None:
     output = manager.prepare_store([key(3)])
     assert output is not None
     assert output.keys == [], "it is believed to be there still"
+
+
+@needs_redis
+def test_stores_that_were_given_up_are_no_failures(store: Store) -> None:
+    manager = store.manager(remote_retry_seconds=60)
+    for number in range(10):
+        assert manager.prepare_store([key(number)]) is not None
+        manager.complete_store([key(number)], success=False, given_up=True)
+    assert store.asked(manager, 1) == 0
