@@ -99,6 +99,7 @@ def test_swap_on_a_cpu_is_refused_with_the_reason(device: str) -> None:
         (None, "needs --kv-transfer-config with an OffloadingConnector"),
         (offloading(DISK), "needs --kv-transfer-config with an OffloadingConnector"),
         (offloading({**CPU, "store_threshold": 2}), "store_threshold keeps some of them"),
+        (offloading({**CPU, "store_threshold": "2"}), "store_threshold is wrong: Expected `int`"),
         ({**offloading(CPU), "kv_role": "kv_producer"}, "stores and loads, not kv_producer"),
     ],
 )
