@@ -11,7 +11,9 @@ nothing of what is in a block.
 
 import os
 import re
+import stat
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -43,7 +45,8 @@ _S = TypeVar("_S", bound=msgspec.Struct)
 class DiskSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What `kv_connector_extra_config` says of a disk.
 
-    disk_path: folder; made if it is not there. disk_bytes_to_use: of all files in it.
+    disk_path: folder that nobody else may write to; made if it is not there.
+    disk_bytes_to_use: of all files in it.
     load_timeout: seconds after which a load is given up. store_timeout: seconds after which a
         store is, counted from when it was ordered.
     """
@@ -127,6 +130,28 @@ def remote_address(settings: RemoteSettings) -> RemoteAddress:
         reason = getattr(error, "strerror", None) or "is not UTF-8 text"
         raise _wrong("remote_url_file", f"{settings.remote_url_file}: {reason}") from None
     return _address("remote_url_file", url)
+
+
+def check_private(folder: str | Path) -> None:
+    """Raise ConfigError where others may write to a folder: a block can be made up by whoever may.
+
+    What is not there is made for this user alone.
+    """
+    try:
+        facts = os.stat(folder)
+    except OSError:
+        return
+    mode = stat.S_IMODE(facts.st_mode)
+    if facts.st_uid != os.geteuid():
+        fault = f"belongs to user {facts.st_uid}, not to {os.geteuid()}"
+    elif mode & 0o022:
+        fault = f"may be written to by others (mode {mode:04o})"
+    else:
+        return
+    raise _wrong(
+        "disk_path",
+        f"needs a folder of this user alone (one below it is made so): {folder} {fault}",
+    )
 
 
 def media_folder(fingerprint: bytes, num_ranks: int, factor: int) -> str:

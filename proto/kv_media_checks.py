@@ -12,6 +12,7 @@ from proto.errors import ConfigError
 from proto.kv_media import (
     DISK_SPEC,
     REMOTE_SPEC,
+    check_private,
     disk_settings,
     remote_address,
     remote_settings,
@@ -77,7 +78,7 @@ def _parts(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
 
 def _check_own(spec: str, extra: dict[str, Any]) -> None:
     if spec == DISK_SPEC:
-        disk_settings(extra)
+        check_private(disk_settings(extra).disk_path)
     else:
         remote_address(remote_settings(extra))
 
