@@ -6,6 +6,8 @@ where it was wrong, or the store has gone in between, a load fails and its block
     unknown ── asked ──▶ present or absent ── its time is over ──▶ unknown
 """
 
+import logging
+import os
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +29,8 @@ from proto.kv_media import (
     remote_address,
     remote_settings,
 )
+
+logger = logging.getLogger("tokend.kv_media")
 
 PRESENT_SECONDS: Final = 30.0
 ABSENT_SECONDS: Final = 5.0
@@ -215,6 +219,8 @@ class RemoteOffloadingManager:
 def make_manager(extra: Mapping[str, Any], context: ManagerContext) -> RemoteOffloadingManager:
     """For the settings in `kv_connector_extra_config`; raises ConfigError naming the key."""
     settings: RemoteSettings = remote_settings(extra)
+    if settings.remote_url_file is not None:
+        _warn_of_readers(settings.remote_url_file)
     lookups = RemoteLookups(
         remote_address(settings),
         media_folder(context.fingerprint, context.num_ranks, context.factor),
@@ -224,3 +230,17 @@ def make_manager(extra: Mapping[str, Any], context: ManagerContext) -> RemoteOff
         context.ring,
     )
     return RemoteOffloadingManager(lookups, context.block_bytes, settings.remote_retry_seconds)
+
+
+def _warn_of_readers(file: str) -> None:
+    """What is in it may be a password."""
+    try:
+        mode = os.stat(file).st_mode
+    except OSError:
+        return  # whoever reads it says so
+    if mode & 0o077:
+        logger.warning(
+            "remote: remote_url_file %s may be read by others (mode %04o); 0600 is enough",
+            file,
+            mode & 0o7777,
+        )

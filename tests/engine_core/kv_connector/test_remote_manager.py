@@ -375,3 +375,17 @@ def test_stores_that_were_given_up_are_no_failures(store: Store) -> None:
         assert manager.prepare_store([key(number)]) is not None
         manager.complete_store([key(number)], success=False, given_up=True)
     assert store.asked(manager, 1) == 0
+
+
+@pytest.mark.parametrize(("mode", "is_told"), [(0o600, False), (0o640, True), (0o604, True)])
+def test_a_secret_that_others_may_read_is_told_and_not_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, is_told: bool
+) -> None:
+    secret = tmp_path / "url"
+    secret.write_text("redis://:hidden@127.0.0.1:1")
+    secret.chmod(mode)
+    context = ManagerContext(FINGERPRINT, 1, BLOCK_BYTES, lambda: None)
+    with caplog.at_level("WARNING", logger="tokend.kv_media"):
+        make_manager({"remote_url_file": str(secret)}, context).close()
+    assert (f"remote_url_file {secret} may be read by others" in caplog.text) == is_told
+    assert "hidden" not in caplog.text
