@@ -84,7 +84,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens of one prompt in a step; 0 sets no limit."""
     enable_chunked_prefill: bool = True
     """Let a prompt be computed over several steps."""
-    max_step_stretch: float = 1.7
+    max_step_stretch: float = 0.0
     """Most that a prompt may stretch a step of others that decode, as a multiple; 0: no limit."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Order of waiting requests."""
