@@ -11,7 +11,9 @@ nothing of what is in a block.
 
 import os
 import re
+import stat
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -25,8 +27,10 @@ REMOTE_SPEC: Final = "RemoteOffloadingSpec"
 DISK: Final = "disk"
 REMOTE: Final = "remote"
 """Names of the media."""
+KEY_BYTES: Final = 37
+"""Of an offloaded block's key: a hash of 32, group, number of ranks, and factor."""
 MAX_KEY_BYTES: Final = 96
-"""Of an offloaded block's key; a file name ends at 255 characters."""
+"""Of any key that a worker is given; a file name ends at 255 characters."""
 FORMAT_VERSION: Final = 1
 """Counts changes of how a block is written down."""
 HEADER_BYTES: Final = 256
@@ -34,13 +38,15 @@ HEADER_BYTES: Final = 256
 _NAME_CHARACTERS: Final = 32
 _SCHEMES: Final = ("redis", "rediss", "unix")
 _REDIS_PORT: Final = 6379
+_FILE_NAME: Final = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})\.(0|[1-9][0-9]{{0,4}})")
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 
 class DiskSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What `kv_connector_extra_config` says of a disk.
 
-    disk_path: folder; made if it is not there. disk_bytes_to_use: of all files in it.
+    disk_path: folder that nobody else may write to; made if it is not there.
+    disk_bytes_to_use: of all files in it.
     load_timeout: seconds after which a load is given up. store_timeout: seconds after which a
         store is, counted from when it was ordered.
     """
@@ -126,6 +132,28 @@ def remote_address(settings: RemoteSettings) -> RemoteAddress:
     return _address("remote_url_file", url)
 
 
+def check_private(folder: str | Path) -> None:
+    """Raise ConfigError where others may write to a folder: a block can be made up by whoever may.
+
+    What is not there is made for this user alone.
+    """
+    try:
+        facts = os.stat(folder)
+    except OSError:
+        return
+    mode = stat.S_IMODE(facts.st_mode)
+    if facts.st_uid != os.geteuid():
+        fault = f"belongs to user {facts.st_uid}, not to {os.geteuid()}"
+    elif mode & 0o022:
+        fault = f"may be written to by others (mode {mode:04o})"
+    else:
+        return
+    raise _wrong(
+        "disk_path",
+        f"needs a folder of this user alone (one below it is made so): {folder} {fault}",
+    )
+
+
 def media_folder(fingerprint: bytes, num_ranks: int, factor: int) -> str:
     """What blocks of one arithmetic, cut and size are kept under.
 
@@ -147,13 +175,8 @@ def is_media_folder(name: str) -> bool:
 
 def parse_file_name(name: str) -> tuple[bytes, int] | None:
     """Key and rank of a file, by its name alone; None where it is no block's."""
-    key, dot, rank = name.rpartition(".")
-    if not dot or not rank.isascii() or not rank.isdigit() or len(rank) > 5:
-        return None
-    try:
-        return bytes.fromhex(key), int(rank)
-    except ValueError:
-        return None
+    found = _FILE_NAME.fullmatch(name)
+    return None if found is None else (bytes.fromhex(found[1]), int(found[2]))
 
 
 def remote_name(folder: str, key: bytes, rank: int) -> bytes:

@@ -12,12 +12,13 @@ from proto.errors import ConfigError
 from proto.kv_media import (
     DISK_SPEC,
     REMOTE_SPEC,
+    check_private,
     disk_settings,
     remote_address,
     remote_settings,
 )
 from proto.kv_transfer_config import KVTransferConfig, from_document, kv_transfer_config
-from proto.offload_settings import CPU_SPEC
+from proto.offload_settings import CPU_SPEC, offload_settings
 
 OFFLOADING: Final = "OffloadingConnector"
 MULTI: Final = "MultiConnector"
@@ -51,7 +52,8 @@ def check_preemption(config: ServeConfig) -> None:
     for part in _parts(kv_transfer_config(config.cache.kv_transfer_config)):
         extra = part.kv_connector_extra_config
         if part.kv_connector == OFFLOADING and extra.get("spec_name", CPU_SPEC) == CPU_SPEC:
-            if extra.get("store_threshold", 0) >= 2:
+            settings, _ = offload_settings(extra, config.cache.block_size, ())
+            if settings.store_threshold >= 2:
                 raise _swap("needs all blocks kept, and store_threshold keeps some of them")
             if not part.loads or not part.stores:
                 raise _swap(f"needs a connector that stores and loads, not {part.kv_role}")
@@ -76,7 +78,7 @@ def _parts(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
 
 def _check_own(spec: str, extra: dict[str, Any]) -> None:
     if spec == DISK_SPEC:
-        disk_settings(extra)
+        check_private(disk_settings(extra).disk_path)
     else:
         remote_address(remote_settings(extra))
 

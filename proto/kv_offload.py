@@ -55,12 +55,16 @@ class OffloadMetadata(msgspec.Struct, array_like=True, frozen=True):
 
 
 class FinishedJob(msgspec.Struct, array_like=True, frozen=True):
-    """A copy that is over. num_bytes, seconds: of this rank; nothing was kept where it failed."""
+    """A copy that is over. num_bytes, seconds: of this rank; nothing was kept where it failed.
+
+    given_up: somebody could not wait for it, which says nothing of the medium.
+    """
 
     job_id: int
     succeeded: bool
     num_bytes: int = 0
     seconds: float = 0.0
+    given_up: bool = False
 
 
 class OffloadReport(msgspec.Struct, array_like=True, frozen=True):

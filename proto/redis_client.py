@@ -22,6 +22,10 @@ _MAX_LINE: Final = 64 << 10
 """Of a reply's first line; only errors are longer than a number."""
 _MAX_SHORT: Final = 16 << 20
 """Of a value that is not read into the caller's memory."""
+_MAX_PARTS: Final = 1 << 16
+"""Of an answer, those of its parts included."""
+_MAX_DEPTH: Final = 8
+"""Answers within answers."""
 MISSING: Final = -1
 """Length of a value that is not there."""
 
@@ -43,6 +47,7 @@ class RedisConnection:
     def __init__(self, address: RemoteAddress, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
         self._pending = bytearray()
+        self._parts_left = 0
         try:
             self._socket = self._connect(address)
         except (OSError, ssl.SSLError, UnicodeError) as error:
@@ -81,6 +86,11 @@ class RedisConnection:
 
     def reply(self) -> Reply:
         """The next reply."""
+        self._parts_left = _MAX_PARTS
+        return self._reply(_MAX_DEPTH)
+
+    def _reply(self, depth: int) -> Reply:
+        """depth: answers that this one may have within each other."""
         line = self._line()
         kind, rest = line[:1], line[1:]
         if kind == b"+":
@@ -98,9 +108,12 @@ class RedisConnection:
             return self._value(length)
         if kind == b"*":
             length = self._number(rest)
-            if not 0 <= length <= _MAX_SHORT:
+            if not 0 <= length <= self._parts_left:
                 raise RemoteStoreError(f"an answer of {length} parts")
-            return [self.reply() for _ in range(length)]
+            if not depth:
+                raise RemoteStoreError("an answer of too many answers within each other")
+            self._parts_left -= length
+            return [self._reply(depth - 1) for _ in range(length)]
         raise RemoteStoreError("an answer that is not RESP")
 
     def reply_into(self, memory: memoryview) -> int:

@@ -1,5 +1,6 @@
 """Tiers that outlive the daemon never mix KV of different arithmetic, and say what is wrong."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -99,6 +100,7 @@ def test_swap_on_a_cpu_is_refused_with_the_reason(device: str) -> None:
         (None, "needs --kv-transfer-config with an OffloadingConnector"),
         (offloading(DISK), "needs --kv-transfer-config with an OffloadingConnector"),
         (offloading({**CPU, "store_threshold": 2}), "store_threshold keeps some of them"),
+        (offloading({**CPU, "store_threshold": "2"}), "store_threshold is wrong: Expected `int`"),
         ({**offloading(CPU), "kv_role": "kv_producer"}, "stores and loads, not kv_producer"),
     ],
 )
@@ -107,3 +109,13 @@ def test_swap_is_refused_where_it_could_not_bring_everything_back(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(swapping(document))
+
+
+def test_a_disk_that_others_may_write_to_is_refused_at_the_start(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    document = offloading({**DISK, "disk_path": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"disk_path .* may be written to by others") as raised:
+        validate(config(document, dtype="float32"))
+    assert raised.value.parameter == "kv_transfer_config"
+    tmp_path.chmod(0o700)
+    validate(config(document, dtype="float32"))

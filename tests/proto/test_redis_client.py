@@ -210,3 +210,21 @@ def test_what_is_in_the_file_is_not_shown(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be redis://") as raised:
         remote_address(settings)
     assert "hidden" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"*1\r\n" * 5000, "too many answers within each other"),
+        (b"*16000000\r\n", "an answer of 16000000 parts"),
+        (b"*2\r\n*60000\r\n" + b":1\r\n" * 60000 + b"*60000\r\n", "an answer of 60000 parts"),
+    ],
+    ids=["deep", "long", "long in all"],
+)
+def test_an_answer_without_end_is_none(
+    scripted: Callable[..., ScriptedServer], answer: bytes, message: str
+) -> None:
+    connection = RedisConnection(address(scripted(b"+PONG\r\n" + answer).url), 5.0)
+    with pytest.raises(RemoteStoreError, match=message):
+        connection.reply()
+    connection.close()

@@ -78,8 +78,20 @@ class OffloadingManager(Protocol):
         """Find room for those that are not there. None, with nothing changed, if there is none."""
         ...
 
-    def complete_store(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
-        """A store is over on all ranks: present from now on, or forgotten."""
+    def complete_store(
+        self, keys: Sequence[OffloadKey], *, success: bool = True, given_up: bool = False
+    ) -> None:
+        """A store is over on all ranks: present from now on, or forgotten.
+
+        given_up: it has no success, but the medium has not failed.
+        """
+        ...
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        """What these hold is wrong, and nobody is to find it, wherever it is kept.
+
+        Also keys that are not known here. No failure of the medium: only what is in it is bad.
+        """
         ...
 
     def touch(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> None:

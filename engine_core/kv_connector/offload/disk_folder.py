@@ -103,7 +103,7 @@ class DiskFolder:
     def _run(self) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        self._find_all()
+        self._carried_out(self._find_all)
         pause = _LOOK_SECONDS
         next_look = time.monotonic() + pause
         while True:
@@ -111,20 +111,27 @@ class DiskFolder:
                 order = self._orders.get(timeout=max(0.0, next_look - time.monotonic()))
             except queue.Empty:
                 begun = time.monotonic()
-                self._look_around()
+                self._carried_out(self._look_around)
                 pause = max(_LOOK_SECONDS, _REST * (time.monotonic() - begun))
                 next_look = time.monotonic() + pause
                 continue
             if order is None:
                 return
+            self._carried_out(order)
+
+    def _carried_out(self, order: Order) -> None:
+        """One that fails ends only itself; those that somebody waits for report all the same."""
+        try:
             order()
+        except Exception as error:  # without this thread nothing would be stored any more
+            logger.warning("disk: %s", error, exc_info=not isinstance(error, OSError))
 
     def _find_all(self) -> None:
         try:
             self._report(self._found())
-        except OSError as error:
-            logger.warning("disk: %s", error)
+        except BaseException:
             self._report(Found(OrderedDict(), 0))
+            raise
 
     def _found(self) -> Found:
         self._listed.clear()
@@ -134,7 +141,7 @@ class DiskFolder:
             mtime = os.stat(shard).st_mtime_ns
             names = set()
             for file in _files(shard):
-                parsed = parse_file_name(file.name)
+                parsed = _block_of(shard, file.name)
                 if parsed is not None and parsed[1] < self._num_ranks:
                     names.add(file.name)
                     files.append((file.mtime_ns, *parsed))
@@ -175,7 +182,7 @@ class DiskFolder:
                 mtime = os.stat(shard).st_mtime_ns
                 if mtime == before.mtime_ns and before.settled:
                     continue
-                names = {each for each in os.listdir(shard) if parse_file_name(each) is not None}
+                names = {each for each in os.listdir(shard) if _block_of(shard, each) is not None}
             except OSError:
                 continue
             # once more after a change: a folder's time does not tell two quick ones apart
@@ -193,10 +200,12 @@ class DiskFolder:
         return [os.path.join(self._folder, file_name(key, r)) for r in range(self._num_ranks)]
 
     def _remove(self, keys: list[OffloadKey]) -> None:
-        for path in (path for key in keys for path in self._paths(key)):
-            with suppress(OSError):
-                os.unlink(path)
-        self._report(Removed(keys))
+        try:
+            for path in (path for key in keys for path in self._paths(key)):
+                with suppress(OSError):
+                    os.unlink(path)
+        finally:
+            self._report(Removed(keys))
 
     def _look_at(self, keys: list[OffloadKey]) -> None:
         added = [
@@ -215,12 +224,14 @@ class DiskFolder:
                 os.unlink(file.path)
 
     def _clear(self) -> None:
-        for shard in _folders(self._folder):
-            for file in _files(shard):
-                if parse_file_name(file.name) is not None:
-                    with suppress(OSError):
-                        os.unlink(file.path)
-        self._find_all()
+        try:
+            for shard in _folders(self._folder):
+                for file in _files(shard):
+                    if _block_of(shard, file.name) is not None:
+                        with suppress(OSError):
+                            os.unlink(file.path)
+        finally:
+            self._find_all()
 
     def _report(self, report: Report) -> None:
         self._reports.put(report)
@@ -242,6 +253,14 @@ class _File(NamedTuple):
 
 _NOTHING: Final = _Listing(-1, set(), settled=False)
 _ABANDONED_NS: Final = int(_ABANDONED_SECONDS * 1e9)
+
+
+def _block_of(shard: str, name: str) -> tuple[OffloadKey, int] | None:
+    """Key and rank of a file that is a block's, and lies where that would be looked for."""
+    parsed = parse_file_name(name)
+    if parsed is None or file_name(*parsed) != f"{os.path.basename(shard)}/{name}":
+        return None
+    return parsed
 
 
 def _folders(folder: Path | str) -> Iterator[str]:

@@ -39,14 +39,18 @@ _FAILED_STORES_ALLOWED: Final = 2
 
 
 class _Block:
-    """refs: as above. ranks: bits of those whose files are there. doubtful: a load has failed."""
+    """refs: as above. ranks: bits of those whose files are there. doubtful: a load has failed.
 
-    __slots__ = ("doubtful", "ranks", "refs")
+    is_bad: it was discarded while it was copied, and its files go when that is over.
+    """
+
+    __slots__ = ("doubtful", "is_bad", "ranks", "refs")
 
     def __init__(self, refs: int, ranks: int) -> None:
         self.refs = refs
         self.ranks = ranks
         self.doubtful = False
+        self.is_bad = False
 
 
 class DiskOffloadingManager:
@@ -112,7 +116,8 @@ class DiskOffloadingManager:
             self._loads.succeeded()
         else:
             self._loads.failed()
-        doubted = []
+        doubted: list[OffloadKey] = []
+        bad: list[OffloadKey] = []
         for key in keys:
             block = self._blocks[key]
             assert block.refs > 0, "the load was not prepared"
@@ -120,7 +125,8 @@ class DiskOffloadingManager:
             block.doubtful |= not success
             if block.doubtful and not block.refs:
                 self._forget(key)
-                doubted.append(key)
+                (bad if block.is_bad else doubted).append(key)
+        self._remove(bad)
         self._ask_about(doubted)
 
     def prepare_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
@@ -141,26 +147,44 @@ class DiskOffloadingManager:
         self._num_storing += len(wanted)
         return PrepareStoreOutput(wanted, [], victims)
 
-    def complete_store(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
+    def complete_store(
+        self, keys: Sequence[OffloadKey], *, success: bool = True, given_up: bool = False
+    ) -> None:
         if success:
             self._stores.succeeded()
-        else:
+        elif not given_up:
             self._stores.failed()
-        changed = []
+        changed: list[OffloadKey] = []
+        bad: list[OffloadKey] = []
         for key in keys:
             block = self._blocks.get(key)
             if block is None or block.refs != -1:
                 continue
             self._num_storing -= 1
-            changed.append(key)
-            if success:
+            (bad if block.is_bad else changed).append(key)
+            if success and not block.is_bad:
                 block.refs, block.ranks = 0, self._all_ranks
             else:
                 del self._blocks[key]
+        self._remove(bad)
         if not success:
             self._ask_about(changed)
         elif changed:
             self._events.append(OffloadingEvent(changed, False, self.medium))
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        """Files that are being written or read are removed when that is over."""
+        idle = []
+        for key in dict.fromkeys(keys):
+            block = self._blocks.get(key)
+            if block is not None and block.refs:
+                block.doubtful = block.is_bad = True
+                continue
+            if block is not None:
+                self._forget(key)
+            if key not in self._leaving:
+                idle.append(key)
+        self._remove(idle)
 
     def touch(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> None:
         for key in reversed(keys):
@@ -187,12 +211,14 @@ class DiskOffloadingManager:
 
     def start_over(self) -> None:
         unsure = [key for key, block in self._blocks.items() if block.refs < 0 or block.doubtful]
+        bad = [key for key in unsure if self._blocks[key].is_bad]
         for key in unsure:
-            del self._blocks[key]
+            self._forget(key)
         for block in self._blocks.values():
             block.refs = 0
         self._num_storing = 0
-        self._ask_about(unsure)
+        self._remove(bad)
+        self._ask_about([key for key in unsure if key not in self._leaving])
 
     def close(self) -> None:
         self._impatience.cancel()

@@ -15,12 +15,12 @@ class Job:
     """A copy for the request `handle`. keys: all its offloaded blocks.
 
     succeeded: so far, on every rank that has reported. num_bytes: of these ranks together.
-    seconds: of the slowest. is_void: what it copies turned out to be wrong.
+    seconds: of the slowest. has_failed: on a rank, and not because it was given up there.
     """
 
     __slots__ = (
         "handle",
-        "is_void",
+        "has_failed",
         "keys",
         "num_bytes",
         "num_ranks_left",
@@ -37,7 +37,7 @@ class Job:
         self.keys = keys
         self.num_ranks_left = num_ranks
         self.succeeded = True
-        self.is_void = False
+        self.has_failed = False
         self.num_bytes = 0
         self.seconds = 0.0
 
@@ -77,6 +77,7 @@ class JobsInFlight:
         if job is None:
             return None
         job.succeeded &= finished.succeeded
+        job.has_failed |= not (finished.succeeded or finished.given_up)
         job.num_bytes += finished.num_bytes
         job.seconds = max(job.seconds, finished.seconds)
         job.num_ranks_left -= 1

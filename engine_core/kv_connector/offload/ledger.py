@@ -79,19 +79,32 @@ class CPUOffloadingManager:
             self._policy.insert(key, OffloadedBlock(slot))
         return PrepareStoreOutput(new, slots, evicted)
 
-    def complete_store(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
+    def complete_store(
+        self, keys: Sequence[OffloadKey], *, success: bool = True, given_up: bool = False
+    ) -> None:
         stored = []
         for key in keys:
             block = self._policy.get(key)
             if block is None or block.num_readers != BEING_STORED:
                 continue
-            if success:
+            if success and not block.is_bad:
                 block.num_readers = 0
                 stored.append(key)
             else:
                 self._remove(key, block)
         if stored:
             self._events.append(OffloadingEvent(stored, False, self.medium))
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        """Places that are being copied to or from are free when that is over."""
+        for key in keys:
+            block = self._policy.get(key)
+            if block is None:
+                continue
+            block.is_bad = True
+            if block.is_idle:
+                self._remove(key, block)
+                self._events.append(OffloadingEvent([key], True, self.medium))
 
     def touch(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> None:
         self._policy.touch(keys, is_new_use)

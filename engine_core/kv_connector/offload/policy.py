@@ -16,7 +16,7 @@ BEING_STORED = -1
 class OffloadedBlock:
     """slot: its place on the medium. num_readers: loads under way, or BEING_STORED.
 
-    is_bad: it could not be read, and goes when nobody reads it any more.
+    is_bad: it could not be read, or is wrong, and goes when no copy needs its place any more.
     """
 
     __slots__ = ("is_bad", "num_readers", "slot")

@@ -17,13 +17,16 @@ from engine_core.kv_connector.offload.base import OffloadKey
 from proto.breaker import Breaker
 from proto.errors import TokendError
 from proto.kv_media import RemoteAddress, remote_name
-from proto.redis_client import RedisConnection
+from proto.redis_client import RedisConnection, RemoteStoreError
 
 logger = logging.getLogger("tokend.kv_media")
 
 _KEEPALIVE_SECONDS: Final = 15.0
 _FAILURES_ALLOWED: Final = 1
 _SCAN_COUNT: Final = b"1000"
+_UNLINK_COUNT: Final = 1000
+MAX_DISCARDED: Final = 1 << 16
+"""Keys that wait to be removed; where there would be more, all blocks of the model are."""
 _STOP_SECONDS: Final = 0.5
 
 
@@ -55,6 +58,7 @@ class RemoteLookups:
         self._changed = threading.Condition()
         self._questions: list[OffloadKey] = []
         self._answers: list[Answer] = []
+        self._discarded: dict[OffloadKey, None] = {}
         self._clearing = False
         self._stopping = False
         self._connected = False
@@ -83,8 +87,21 @@ class RemoteLookups:
             answers, self._answers = self._answers, []
         return answers
 
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        """Have the server forget these, before it is asked for anything else."""
+        with self._changed:
+            self._discarded.update(dict.fromkeys(keys))
+            if len(self._discarded) > MAX_DISCARDED:
+                self._discarded.clear()
+                self._clearing = True
+            self._changed.notify()
+
+    def is_leaving(self, key: OffloadKey) -> bool:
+        """Whether it has been discarded, and may be there still."""
+        return key in self._discarded
+
     def clear(self) -> None:
-        """Have the server forget all blocks of this model, as far as it can be reached."""
+        """Have the server forget all blocks of this model, once it can be reached."""
         with self._changed:
             self._clearing = True
             self._changed.notify()
@@ -102,14 +119,14 @@ class RemoteLookups:
                 continue
             try:
                 connection = RedisConnection(self._address, self._seconds)
-            except TokendError as error:
+            except Exception as error:  # whatever it is, nobody is to wait for this thread
                 self._lost(error)
                 continue
             self._connected = True
             self._say("connected")
             try:
                 self._serve(connection)
-            except TokendError as error:
+            except Exception as error:
                 self._lost(error)
             finally:
                 connection.close()
@@ -123,16 +140,19 @@ class RemoteLookups:
                     return
                 asked = list(dict.fromkeys(self._questions))
                 clearing, self._clearing = self._clearing, False
+                discarded = list(self._discarded)
             if clearing:
                 self._forget_all(connection)
+            if discarded:
+                self._remove(connection, discarded)
             if asked:
                 self._answer(self._exist(connection, asked))
-            elif not clearing:
+            elif not clearing and not discarded:
                 connection.call(self._seconds, b"PING")
             self._breaker.succeeded()
 
     def _has_work(self) -> bool:
-        return bool(self._questions) or self._clearing or self._stopping
+        return bool(self._questions or self._discarded) or self._clearing or self._stopping
 
     def _exist(self, connection: RedisConnection, keys: Sequence[OffloadKey]) -> list[Answer]:
         connection.begin(self._seconds)
@@ -142,7 +162,22 @@ class RemoteLookups:
     def _names(self, key: OffloadKey) -> list[bytes]:
         return [remote_name(self._folder, key, rank) for rank in range(self._num_ranks)]
 
+    def _remove(self, connection: RedisConnection, keys: Sequence[OffloadKey]) -> None:
+        names = [name for key in keys for name in self._names(key)]
+        for start in range(0, len(names), _UNLINK_COUNT):
+            connection.call(self._seconds, b"UNLINK", *names[start : start + _UNLINK_COUNT])
+        with self._changed:
+            for key in keys:
+                self._discarded.pop(key, None)
+
     def _forget_all(self, connection: RedisConnection) -> None:
+        try:
+            self._scan_and_remove(connection)
+        except RemoteStoreError:
+            self._clearing = True  # once it answers again
+            raise
+
+    def _scan_and_remove(self, connection: RedisConnection) -> None:
         pattern = remote_name(self._folder, b"", 0).split(b"::")[0] + b":*"
         cursor = b"0"
         while True:
@@ -165,12 +200,13 @@ class RemoteLookups:
             self._answers += answers
         self._ring()
 
-    def _lost(self, error: TokendError) -> None:
+    def _lost(self, error: Exception) -> None:
         """Nobody waits for what cannot be told now."""
         self._breaker.failed()
         if not self._complained:
             self._complained = True
-            logger.warning("remote: %s; it is left alone for a while", error)
+            unexpected = not isinstance(error, TokendError)
+            logger.warning("remote: %s; it is left alone for a while", error, exc_info=unexpected)
         with self._changed:
             self._connected = False
             asked = list(dict.fromkeys(self._questions))

@@ -6,6 +6,8 @@ where it was wrong, or the store has gone in between, a load fails and its block
     unknown ── asked ──▶ present or absent ── its time is over ──▶ unknown
 """
 
+import logging
+import os
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +29,8 @@ from proto.kv_media import (
     remote_address,
     remote_settings,
 )
+
+logger = logging.getLogger("tokend.kv_media")
 
 PRESENT_SECONDS: Final = 30.0
 ABSENT_SECONDS: Final = 5.0
@@ -62,6 +66,7 @@ class RemoteOffloadingManager:
         self._known: OrderedDict[OffloadKey, _Known] = OrderedDict()
         self._asked: set[OffloadKey] = set()
         self._storing: set[OffloadKey] = set()
+        self._storing_bad: set[OffloadKey] = set()
         self._loading: Counter[OffloadKey] = Counter()
         self._events: deque[OffloadingEvent] = deque()
         self._loads = Breaker(retry_seconds, _FAILURES_ALLOWED, clock)
@@ -74,6 +79,8 @@ class RemoteOffloadingManager:
 
     def lookup(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> int | None:
         self._hear()
+        if self._loads.is_open:
+            return 0
         for index, key in enumerate(keys):
             present = self._present(key)
             if present is None:
@@ -84,6 +91,8 @@ class RemoteOffloadingManager:
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool] | None:
         self._hear()
+        if self._loads.is_open:
+            return [False] * len(keys)
         found = [self._present(each) for each in keys]
         if None in found and self._ask(keys):
             return None
@@ -113,22 +122,36 @@ class RemoteOffloadingManager:
         wanted = [
             key
             for key in dict.fromkeys(keys)
-            if key not in self._storing and not self._present(key)
+            if key not in self._storing
+            and not self._present(key)
+            and not self._lookups.is_leaving(key)
         ]
         self._storing.update(wanted)
         return PrepareStoreOutput(wanted, [], [])
 
-    def complete_store(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
+    def complete_store(
+        self, keys: Sequence[OffloadKey], *, success: bool = True, given_up: bool = False
+    ) -> None:
         stored = [key for key in keys if key in self._storing]
         self._storing.difference_update(stored)
+        if bad := self._storing_bad.intersection(stored):
+            self._storing_bad -= bad
+            stored = [key for key in stored if key not in bad]
+            self._discard(list(bad))
         if not success:
-            self._stores.failed()
+            if not given_up:
+                self._stores.failed()
             return
         self._stores.succeeded()
         for key in stored:
             self._learn(key, True)
         if stored:
             self._events.append(OffloadingEvent(stored, False, self.medium))
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        """What is being stored is removed when that is over; another may find it until then."""
+        self._storing_bad.update(key for key in keys if key in self._storing)
+        self._discard(keys)
 
     def touch(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> None:
         """The store has an order of its own."""
@@ -146,11 +169,22 @@ class RemoteOffloadingManager:
         return True
 
     def start_over(self) -> None:
+        self._discard(list(self._storing_bad))
+        self._storing_bad.clear()
         self._storing.clear()
         self._loading.clear()
 
     def close(self) -> None:
         self._lookups.close()
+
+    def _discard(self, keys: Sequence[OffloadKey]) -> None:
+        present = [key for key in keys if self._present(key)]
+        for key in keys:
+            self._learn(key, False)
+        if present:
+            self._events.append(OffloadingEvent(present, True, self.medium))
+        if keys:
+            self._lookups.discard(keys)
 
     def _present(self, key: OffloadKey) -> bool | None:
         known = self._known.get(key)
@@ -160,7 +194,7 @@ class RemoteOffloadingManager:
 
     def _ask(self, keys: Sequence[OffloadKey]) -> bool:
         """Whether an answer will come for what is unknown of these."""
-        if not self._lookups.connected or self._loads.is_open:
+        if not self._lookups.connected:
             return False
         unknown = [key for key in keys if self._present(key) is None][:MAX_ASKED]
         news = [key for key in unknown if key not in self._asked]
@@ -185,6 +219,8 @@ class RemoteOffloadingManager:
 def make_manager(extra: Mapping[str, Any], context: ManagerContext) -> RemoteOffloadingManager:
     """For the settings in `kv_connector_extra_config`; raises ConfigError naming the key."""
     settings: RemoteSettings = remote_settings(extra)
+    if settings.remote_url_file is not None:
+        _warn_of_readers(settings.remote_url_file)
     lookups = RemoteLookups(
         remote_address(settings),
         media_folder(context.fingerprint, context.num_ranks, context.factor),
@@ -194,3 +230,17 @@ def make_manager(extra: Mapping[str, Any], context: ManagerContext) -> RemoteOff
         context.ring,
     )
     return RemoteOffloadingManager(lookups, context.block_bytes, settings.remote_retry_seconds)
+
+
+def _warn_of_readers(file: str) -> None:
+    """What is in it may be a password."""
+    try:
+        mode = os.stat(file).st_mode
+    except OSError:
+        return  # whoever reads it says so
+    if mode & 0o077:
+        logger.warning(
+            "remote: remote_url_file %s may be read by others (mode %04o); 0600 is enough",
+            file,
+            mode & 0o7777,
+        )

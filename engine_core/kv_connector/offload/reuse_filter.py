@@ -63,8 +63,13 @@ class FilterReusedOffloadingManager:
     def prepare_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
         return self._backing.prepare_store([key for key in keys if self._tracker.check(key)])
 
-    def complete_store(self, keys: Sequence[OffloadKey], *, success: bool = True) -> None:
-        self._backing.complete_store(keys, success=success)
+    def complete_store(
+        self, keys: Sequence[OffloadKey], *, success: bool = True, given_up: bool = False
+    ) -> None:
+        self._backing.complete_store(keys, success=success, given_up=given_up)
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        self._backing.discard(keys)
 
     def touch(self, keys: Sequence[OffloadKey], *, is_new_use: bool = True) -> None:
         self._backing.touch(keys, is_new_use=is_new_use)

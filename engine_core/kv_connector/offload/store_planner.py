@@ -79,19 +79,16 @@ class StorePlanner:
 
     def complete(self, job: Job) -> None:
         """All ranks have reported a store."""
-        self._manager.complete_store(job.keys, success=job.succeeded and not job.is_void)
+        given_up = not (job.succeeded or job.has_failed)
+        self._manager.complete_store(job.keys, success=job.succeeded, given_up=given_up)
 
     def withdraw(self, tracked: TrackedRequest) -> None:
         """What a request computed cannot be trusted: nobody is to find any of it."""
-        for job in self._jobs.stores_of(tracked.request.handle):
-            job.is_void = True
         block_hashes = tracked.request.block_hashes
         keys = self._shape.all_keys(block_hashes, len(block_hashes) // self._shape.factor)
-        found = self._manager.contains(keys) or []
-        present = [key for key, is_there in zip(keys, found, strict=False) if is_there]
-        if present:
-            self._manager.prepare_load(present)
-            self._manager.complete_load(present, success=False)
+        for job in self._jobs.stores_of(tracked.request.handle):
+            keys += job.keys
+        self._manager.discard(list(dict.fromkeys(keys)))
 
     def start_over(self) -> None:
         """Nothing that was planned will be copied."""

@@ -331,9 +331,26 @@ def test_leavings_of_the_dead_are_removed_and_those_of_the_living_are_not(disk: 
 
 def test_names_that_are_no_blocks_are_passed_over(disk: Disk) -> None:
     disk.write(1)
-    for name in ("x", "zz.0", ".0", "00.x", "00.999999", "00"):
+    whole = key(7).hex()
+    for name in (
+        *("x", "zz.0", ".0", "00.x", "00.999999", "00", "00.0", f"{whole}00.0", f"{whole[2:]}.0"),
+        *(f"00 {whole[2:-2]}.0", f" {whole}.0", f"{whole}.00", f"{whole}.-1"),
+        *(f"{whole[:-2].upper()}FF.0", f"ff{whole[2:]}.0"),  # the latter in another's shard
+    ):
         disk.path(1).with_name(name).write_bytes(b"")
-    assert run(disk.manager(), 1) == 1
+    stray = disk.folder / "ab" / "ab.0"
+    stray.parent.mkdir()
+    stray.write_bytes(b"")
+    manager = disk.manager()
+    assert run(manager, 1) == 1
+    assert [event.keys for event in manager.take_events()] == [[key(1)]]
+    stray.with_name("abcd.0").write_bytes(b"")
+    disk.write(2)
+    eventually(lambda: run(manager, 2) == 1)
+    assert [event.keys for event in manager.take_events()] == [[key(2)]]
+    manager.reset()
+    eventually(lambda: not disk.path(1).exists())
+    assert stray.exists()
 
 
 def test_a_folder_that_is_not_there_is_an_empty_disk(tmp_path: Path) -> None:
@@ -439,3 +456,79 @@ def test_events_and_answers_agree_over_a_long_random_life(disk: Disk, seed: int)
             assert found <= present
             assert present - found <= set(loading), "only what is doubted while it is read"
     assert not set(loading) & set(storing)
+
+
+def test_discard_removes_the_files_and_is_no_failure(disk: Disk) -> None:
+    manager = disk.manager()
+    disk.store(manager, 1, 2, 3)
+    manager.prepare_load([key(2)])
+    output = manager.prepare_store([key(4)])
+    assert output is not None
+    disk.write(4)
+    for _ in range(4):
+        manager.discard([key(1), key(2), key(4), key(5)])
+    assert manager.contains([key(each) for each in (1, 2, 3, 4)]) == [False, False, True, False]
+    manager.complete_load([key(2)])
+    manager.complete_store([key(4)])
+    eventually(lambda: disk.names() == {disk.path(3).name})
+    manager._folder.look_at([key(each) for each in (1, 2, 4, 5)])
+    eventually(lambda: not manager.take_events() and not manager._leaving)
+    assert (
+        manager.contains([key(each) for each in range(1, 6)]) == [False, False, True] + [False] * 2
+    )
+    assert disk.store(manager, 1, 2, 4) == [1, 2, 4], "and nothing is left alone"
+
+
+def test_discard_reaches_files_that_nobody_has_heard_of(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.write(1, 2)
+    hear = disk_manager.DiskFolder.take_reports
+    monkeypatch.setattr(disk_manager.DiskFolder, "take_reports", lambda self: iter(()))
+    manager = disk.manager(known=False)
+    manager.discard([key(1)])
+    monkeypatch.setattr(disk_manager.DiskFolder, "take_reports", hear)
+    eventually(lambda: manager.contains([key(1), key(2)]) == [False, True])
+    eventually(lambda: not disk.path(1).exists())
+    assert manager.contains([key(1), key(2)]) == [False, True]
+
+
+def test_what_was_discarded_while_it_was_copied_goes_with_the_workers(disk: Disk) -> None:
+    manager = disk.manager()
+    disk.store(manager, 1)
+    manager.prepare_load([key(1)])
+    manager.prepare_store([key(2)])
+    disk.write(2)
+    manager.discard([key(1), key(2)])
+    manager.start_over()
+    eventually(lambda: disk.names() == set())
+    assert manager.contains([key(1), key(2)]) == [False, False]
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), RuntimeError("who knows")])
+def test_an_order_that_fails_ends_only_itself(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    manager = disk.manager()
+    disk.store(manager, 1)
+    files = disk_folder._files
+
+    def fail(folder: str) -> Iterator[disk_folder._File]:
+        raise error
+
+    monkeypatch.setattr(disk_folder, "_files", fail)
+    assert manager.reset()
+    eventually(lambda: manager.prepare_store([key(2)]) is not None)
+    monkeypatch.setattr(disk_folder, "_files", files)
+    manager.complete_store([key(2)], success=False)
+    assert manager.reset()
+    eventually(lambda: disk.names() == set())
+
+
+def test_stores_that_were_given_up_are_no_failures(disk: Disk) -> None:
+    manager = disk.manager()
+    for number in range(1, 10):
+        output = manager.prepare_store([key(number)])
+        assert output is not None, "the disk is left alone"
+        manager.complete_store(output.keys, success=False, given_up=True)
+    assert run(manager, 1) == 0

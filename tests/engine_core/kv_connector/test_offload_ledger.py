@@ -299,3 +299,19 @@ def test_arc_ghosts_are_bounded() -> None:
     for block in range(30):
         store(ledger, block)
     assert numbers(policy.once_ghosts) == [22, 23, 24, 25]
+
+
+def test_discard_leaves_nothing_and_waits_for_copies(ledger: CPUOffloadingManager) -> None:
+    store(ledger, 1, 2)
+    ledger.prepare_load(keys(2))
+    ledger.prepare_store(keys(3))
+    events(ledger)
+    ledger.discard(keys(1, 2, 3, 9))
+    assert ledger.contains(keys(1, 2, 3, 9)) == [False] * 4
+    assert events(ledger) == ([], [[1]])
+    assert ledger.usage == 0.5, "the places of what is being copied are not free yet"
+    ledger.complete_load(keys(2))
+    ledger.complete_store(keys(3))
+    assert events(ledger) == ([], [[2]])
+    assert ledger.usage == 0.0
+    assert store(ledger, 1, 2, 3, 4).keys == keys(1, 2, 3, 4)

@@ -128,3 +128,11 @@ def test_who_is_told_to_ask_again_is_counted_and_touched_once(
     assert touched.count(True) == 1
     assert rig.stores == []
     assert set(manager._tracker._counts.values()) == {1}
+
+
+def test_discard_reaches_what_is_behind_whether_it_was_looked_for_or_not() -> None:
+    manager, backing = filtered()
+    backing.prepare_store([A])
+    backing.complete_store([A])
+    manager.discard([A])
+    assert backing.contains([A]) == [False]

@@ -11,7 +11,8 @@ from engine_core.kv_connector.offload.keys import parts
 from engine_core.request import RequestStatus
 from proto.errors import ConfigError
 from proto.kv_events import BlockRemoved, BlockStored
-from proto.kv_offload import DeviceBlocks, TransferJob
+from proto.kv_offload import DeviceBlocks, FinishedJob, OffloadReport, TransferJob
+from proto.kv_transfer import KVConnectorOutput, pack
 from tests.fakes.offload_rig import OffloadRig
 from tests.fakes.paged_runner import undisturbed
 
@@ -486,6 +487,23 @@ def test_a_load_that_fails_takes_no_prefix_from_others_by_policy_fail() -> None:
     rig.assert_at_rest()
 
 
+def test_what_a_corrupt_request_had_stored_is_discarded_known_or_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = OffloadRig()
+    request = rig.add_one(PROMPT, 10)
+    for _ in range(3):
+        rig.step()
+    manager = rig.deciding._manager
+    assert manager.usage > 0.0
+    monkeypatch.setattr(manager, "contains", lambda keys: None)
+    request.status = RequestStatus.FINISHED_ERROR
+    request.is_corrupt = True
+    rig.deciding.request_finished(request, rig.kv_cache.block_ids(request.handle))
+    request.status = RequestStatus.RUNNING
+    assert manager.usage == 0.0
+
+
 def test_nothing_is_stored_that_rests_on_a_load_of_somebody_else() -> None:
     """It may have failed; the cursor stays where it is until that is known."""
     rig = OffloadRig()
@@ -527,3 +545,24 @@ def test_an_offloaded_block_is_smaller_than_the_window() -> None:
     with pytest.raises(ConfigError, match="less than the model's window of 12 tokens, got 12"):
         OffloadRig(windows=(None, 12))
     OffloadRig(windows=(None, 2), size=4)
+
+
+@pytest.mark.parametrize("given_up", [[True, True], [True, False]])
+def test_a_store_that_every_rank_gave_up_or_finished_has_not_failed(
+    monkeypatch: pytest.MonkeyPatch, given_up: list[bool]
+) -> None:
+    rig = OffloadRig(num_ranks=3, finishes=lambda job: None)
+    rig.add_one(PROMPT, 10)
+    rig.step()
+    (store,) = rig.stores
+    told: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(
+        rig.deciding._manager,
+        "complete_store",
+        lambda keys, *, success, given_up: told.append((success, given_up)),
+    )
+    done = [FinishedJob(store.job_id, False, given_up=each) for each in given_up]
+    for each in [FinishedJob(store.job_id, True), *done]:
+        report = pack(OffloadReport([each]))
+        rig.deciding.update_connector_output(KVConnectorOutput(worker_metadata=report))
+    assert told == [(False, all(given_up))]

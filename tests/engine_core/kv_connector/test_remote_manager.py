@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine_core.kv_connector.offload import remote_manager
+from engine_core.kv_connector.offload import remote_lookups, remote_manager
 from engine_core.kv_connector.offload.base import ManagerContext, OffloadingEvent
+from engine_core.kv_connector.offload.remote_lookups import RemoteLookups
 from engine_core.kv_connector.offload.remote_manager import RemoteOffloadingManager, make_manager
 from proto.kv_media import media_folder, remote_address, remote_name, remote_settings
 from proto.redis_client import RedisConnection
@@ -285,3 +286,106 @@ def test_a_question_that_comes_too_late_is_answered_at_once(
     assert store.rings.acquire(timeout=20.0)
     assert manager.lookup([key(1)]) == 0
     store.close()
+
+
+@needs_redis
+def test_discard_removes_the_values_and_is_no_failure(store: Store) -> None:
+    store.write(1, 2, 3, 5)
+    manager = store.manager(remote_retry_seconds=60)
+    assert store.asked(manager, 1, 2, 3) == 3
+    assert manager.prepare_store([key(4)]) is not None
+    for _ in range(3):
+        manager.discard([key(1), key(2), key(4), key(5)])
+    connection = store.connect()
+    store.write(4)  # a worker is at it
+    eventually(lambda: not manager._lookups.is_leaving(key(4)))
+    manager.complete_store([key(4)])
+    eventually(lambda: connection.call(5.0, b"DBSIZE") in (2, 4))
+    eventually(lambda: not manager._lookups.is_leaving(key(4)))
+    assert connection.call(5.0, b"DBSIZE") == 2, "3, on both ranks"
+    manager._known.clear()
+    assert [store.asked(manager, each) for each in range(1, 6)] == [0, 0, 1, 0, 0]
+    output = manager.prepare_store([key(1)])
+    assert output is not None
+    assert output.keys == [key(1)]
+    removed = [each.keys for each in manager.take_events() if each.removed]
+    assert removed == [[key(1), key(2)]]
+
+
+@needs_redis
+def test_what_was_discarded_while_the_store_was_away_goes_when_it_is_back(
+    store: Store, server: RedisServer
+) -> None:
+    store.write(1, 2)
+    manager = store.manager(remote_timeout=0.2, remote_retry_seconds=0.1)
+    server.stop()
+    manager.discard([key(1)])
+    assert store.asked(manager, 2) == 0
+    server.go_on()
+    eventually(lambda: not manager._lookups.is_leaving(key(1)))
+    assert store.connect().call(5.0, b"DBSIZE") == 2
+
+
+@needs_redis
+def test_too_many_discarded_blocks_empty_the_store_of_this_model(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_lookups, "MAX_DISCARDED", 2)
+    store.write(1, 2, 3, 4)
+    store.manager().discard([key(1), key(2), key(3)])
+    connection = store.connect()
+    eventually(lambda: connection.call(5.0, b"DBSIZE") == 0)
+
+
+@needs_redis
+def test_what_nobody_expects_answers_all_questions_and_the_thread_goes_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write(1)
+    manager = store.manager(remote_retry_seconds=0.1)
+    assert store.asked(manager, 1) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteLookups, "_exist", lambda *words: [][0])
+        assert store.asked(manager, 2) == 0
+        eventually(lambda: store.asked(manager, 3) == 0)
+    store.write(4)
+    eventually(lambda: manager._lookups.connected)
+    assert store.asked(manager, 4) == 1
+
+
+@needs_redis
+def test_what_is_known_is_not_loaded_while_loads_fail(store: Store) -> None:
+    store.write(1, 2, 3)
+    manager = store.manager(remote_retry_seconds=60)
+    assert store.asked(manager, 1, 2, 3) == 3
+    for number in (1, 2):
+        manager.prepare_load([key(number)])
+        manager.complete_load([key(number)], success=False)
+    assert manager.lookup([key(3)]) == 0
+    assert manager.contains([key(3)]) == [False]
+    output = manager.prepare_store([key(3)])
+    assert output is not None
+    assert output.keys == [], "it is believed to be there still"
+
+
+@needs_redis
+def test_stores_that_were_given_up_are_no_failures(store: Store) -> None:
+    manager = store.manager(remote_retry_seconds=60)
+    for number in range(10):
+        assert manager.prepare_store([key(number)]) is not None
+        manager.complete_store([key(number)], success=False, given_up=True)
+    assert store.asked(manager, 1) == 0
+
+
+@pytest.mark.parametrize(("mode", "is_told"), [(0o600, False), (0o640, True), (0o604, True)])
+def test_a_secret_that_others_may_read_is_told_and_not_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, is_told: bool
+) -> None:
+    secret = tmp_path / "url"
+    secret.write_text("redis://:hidden@127.0.0.1:1")
+    secret.chmod(mode)
+    context = ManagerContext(FINGERPRINT, 1, BLOCK_BYTES, lambda: None)
+    with caplog.at_level("WARNING", logger="tokend.kv_media"):
+        make_manager({"remote_url_file": str(secret)}, context).close()
+    assert (f"remote_url_file {secret} may be read by others" in caplog.text) == is_told
+    assert "hidden" not in caplog.text

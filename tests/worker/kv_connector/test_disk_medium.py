@@ -258,6 +258,7 @@ def test_stores_that_somebody_waits_for_are_given_up_at_once(
     rank.cache.buffer.zero_()  # as a step might, from here on
     results = rank.store.get_finished()
     assert [each.job_id for each in results if not each.succeeded] == [writing, queued]
+    assert all(each.given_up for each in results), "the medium may be as good as ever"
     go.set()
     rank.close()
     assert [each.name.split(".")[0] for each in files(tmp_path)] in ([], [key(1).hex()])
@@ -313,3 +314,34 @@ def test_wrong_settings_are_named(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make_rank(**extra)
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o777, 0o1777, 0o702])
+def test_a_folder_that_others_may_write_to_is_refused(
+    make_rank: Callable[..., Rank], tmp_path: Path, mode: int
+) -> None:
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv").chmod(mode)
+    with pytest.raises(ConfigError, match=f"disk_path .* by others \\(mode {mode:04o}\\)"):
+        make_rank()
+    (tmp_path / "kv").chmod(0o755)
+    make_rank()
+
+
+def test_a_folder_of_another_user_is_refused(
+    make_rank: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kv").mkdir(mode=0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match=r"disk_path .* belongs to user"):
+        make_rank()
+
+
+def test_nothing_is_kept_in_a_folder_that_others_made_since(
+    make_rank: Callable[..., Rank], tmp_path: Path
+) -> None:
+    rank = make_rank()
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv").chmod(0o777)
+    assert not rank.stored([1], [key(1)])
+    assert files(tmp_path) == []

@@ -25,13 +25,17 @@ class HandlerContext:
 
 
 class TransferResult(NamedTuple):
-    """failed_blocks: device blocks of a load that do not hold what they should."""
+    """failed_blocks: device blocks of a load that do not hold what they should.
+
+    given_up: as in FinishedJob.
+    """
 
     job_id: int
     succeeded: bool
     num_bytes: int
     seconds: float
     failed_blocks: list[int]
+    given_up: bool = False
 
 
 class OffloadingHandler(Protocol):

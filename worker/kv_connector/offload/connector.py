@@ -112,7 +112,9 @@ class OffloadingWorker:
     def _take_in(self, result: TransferResult) -> list[int]:
         """A copy is over; the request that waited for it, if one did."""
         self._finished.append(
-            FinishedJob(result.job_id, result.succeeded, result.num_bytes, result.seconds)
+            FinishedJob(
+                result.job_id, result.succeeded, result.num_bytes, result.seconds, result.given_up
+            )
         )
         self._invalid_blocks += result.failed_blocks
         handle = self._waiting.pop(result.job_id, None)

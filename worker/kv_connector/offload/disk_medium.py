@@ -12,8 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from proto.errors import ConfigError
 from proto.kv_events import DEVICE_MEDIUM
-from proto.kv_media import DISK, DiskSettings, disk_settings, file_name, media_folder
+from proto.kv_media import (
+    DISK,
+    DiskSettings,
+    check_private,
+    disk_settings,
+    file_name,
+    media_folder,
+)
 from worker.kv_connector.offload.base import HandlerContext, OffloadingHandler
 from worker.kv_connector.offload.block_image import BlockLabel
 from worker.kv_connector.offload.transfer_queue import (
@@ -68,6 +76,14 @@ class DiskMedium:
     def close(self) -> None:
         """Nothing is open between two blocks."""
 
+    def _make_folders(self, shard: Path) -> None:
+        make_private(shard)
+        try:
+            for folder in (self._folder.parent, self._folder, shard):
+                check_private(folder)  # somebody else may have been quicker
+        except ConfigError as error:
+            raise MediumError(str(error)) from None
+
     def _path(self, label: BlockLabel) -> str:
         return os.path.join(self._folder, file_name(label.key, label.rank))
 
@@ -98,7 +114,7 @@ class DiskMedium:
         try:
             descriptor = os.open(path, flags, 0o600)
         except FileNotFoundError:
-            make_private(Path(path).parent)
+            self._make_folders(Path(path).parent)
             descriptor = os.open(path, flags, 0o600)
         try:
             done = 0
@@ -121,6 +137,8 @@ def make_handlers(extra: Mapping[str, Any], context: HandlerContext) -> Handlers
     settings: DiskSettings = disk_settings(extra)
     name = media_folder(context.fingerprint, context.num_ranks, context.factor)
     folder = Path(settings.disk_path) / name
+    check_private(folder.parent)
+    check_private(folder)
     return {
         (DISK, DEVICE_MEDIUM): TransferQueue(DiskMedium(folder), context, settings.load_timeout),
         (DEVICE_MEDIUM, DISK): TransferQueue(

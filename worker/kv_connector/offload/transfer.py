@@ -93,8 +93,11 @@ class Transfer:
         with self._lock:
             del self._undone[id(piece)]
 
-    def end(self) -> TransferResult | None:
-        """Nothing touches the cache from here on; None if that was said already."""
+    def end(self, given_up: bool = False) -> TransferResult | None:
+        """Nothing touches the cache from here on; None if that was said already.
+
+        given_up: before its time was over.
+        """
         with self._lock:
             if self._over:
                 return None
@@ -102,4 +105,5 @@ class Transfer:
             undone = list(self._undone.values())
         failed = [each for piece in undone for each in piece.block_ids] if self.job.is_load else []
         seconds = self._clock() - self._begun
-        return TransferResult(self.job.job_id, not undone, self._num_bytes, seconds, failed)
+        succeeded, num_bytes = not undone, self._num_bytes
+        return TransferResult(self.job.job_id, succeeded, num_bytes, seconds, failed, given_up)

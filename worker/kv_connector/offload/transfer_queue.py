@@ -110,7 +110,7 @@ class TransferQueue:
             stores = [each for each in wanted if not each.job.is_load]
             self._changed.wait_for(lambda: all(each.over for each in stores), _STORE_PATIENCE)
         for transfer in stores:
-            self._end(transfer)
+            self._end(transfer, given_up=True)
         with self._changed:
             self._changed.wait_for(lambda: all(each.over for each in wanted))
 
@@ -205,8 +205,8 @@ class TransferQueue:
             context.fingerprint, piece.key, piece.group, context.rank, context.num_ranks
         )
 
-    def _end(self, transfer: Transfer) -> None:
-        result = transfer.end()
+    def _end(self, transfer: Transfer, given_up: bool = False) -> None:
+        result = transfer.end(given_up)
         if result is None:
             return
         with self._changed:
