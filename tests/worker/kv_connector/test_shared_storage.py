@@ -1,5 +1,8 @@
 """KV in a shared folder: what the halves write, read and refuse, against a small cache."""
 
+import errno
+import os
+import stat
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,6 +89,32 @@ def test_a_folder_that_takes_nothing_stores_nothing(tmp_path: Path) -> None:
     (folder,) = tmp_path.iterdir()
     folder.rmdir()
     assert run(connector, SharedStorageStep([], [], HASHES[:1], [3])).lost == HASHES[:1]
+
+
+def test_only_their_owner_reads_folders_and_files(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        connector, _ = worker(tmp_path / "shared")
+        run(connector, SharedStorageStep([], [], HASHES[:1], [3]))
+    finally:
+        os.umask(before)
+    folder = tmp_path / "shared"
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())}
+    assert modes == {0o700}
+    (file,) = (path for path in folder.rglob("*") if path.is_file())
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_store_that_fails_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: str, target: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    connector, _ = worker(tmp_path)
+    monkeypatch.setattr(os, "replace", full)
+    assert run(connector, SharedStorageStep([], [], HASHES[:1], [3])).lost == HASHES[:1]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def engine(folder: Path, **changes: str) -> SharedStorageScheduler:
