@@ -14,9 +14,9 @@ from engine_core.pulse import Pulse
 from engine_core.request import Request
 from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
-from engine_core.structured_output.bell import NO_DESCRIPTOR
 from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars
 from engine_core.transport import FrontEndLinks
+from proto.bell import NO_DESCRIPTOR
 from proto.lifecycle import FrontEndStalled, Notice, Paused
 from proto.sockets import Link, Poller
 

@@ -21,6 +21,7 @@ from proto.kv_transfer_config import KVTransferConfig, from_document, kv_transfe
 from proto.offload_settings import CPU_SPEC, offload_settings
 
 OFFLOADING: Final = "OffloadingConnector"
+SHARED_STORAGE: Final = "SharedStorageConnector"
 MULTI: Final = "MultiConnector"
 CHILDREN: Final = "connectors"
 """Key of a MultiConnector's parts."""
@@ -31,6 +32,9 @@ _EXACT: Final = ("float32", "float16")
 def check_media(config: ServeConfig) -> None:
     """Raise ConfigError naming the flag that is at fault."""
     for part in _parts(kv_transfer_config(config.cache.kv_transfer_config)):
+        if part.kv_connector == SHARED_STORAGE and not part.kv_connector_module_path:
+            _check_weights(SHARED_STORAGE, config)
+            continue
         spec = part.kv_connector_extra_config.get("spec_name")
         if part.kv_connector != OFFLOADING or spec not in (DISK_SPEC, REMOTE_SPEC):
             continue
@@ -83,7 +87,7 @@ def _check_own(spec: str, extra: dict[str, Any]) -> None:
         remote_address(remote_settings(extra))
 
 
-def _check_weights(spec: str, config: ServeConfig) -> None:
+def _check_weights(keeper: str, config: ServeConfig) -> None:
     """auto may multiply a few rows by one form of the weights and many by another.
 
     Then KV depends on what else was in the step, under one fingerprint.
@@ -92,8 +96,8 @@ def _check_weights(spec: str, config: ServeConfig) -> None:
         return
     if config.model.cpu_weights == "auto":
         raise ConfigError(
-            f"--cpu-weights auto does not go with {spec}: it may compute with several forms of the "
-            "weights, whose KV is not the same, and a tier that outlives the daemon would mix "
+            f"--cpu-weights auto does not go with {keeper}: it may compute with several forms of "
+            "the weights, whose KV is not the same, and what outlives the daemon would mix "
             "them; give --cpu-weights bf16, packed, int8 or f32 (on a GPU: --device cuda)",
             "cpu_weights",
         )

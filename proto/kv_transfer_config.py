@@ -22,7 +22,6 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         halves are the classes kv_connector + "Scheduler" and kv_connector + "Worker".
     kv_role: whether it stores (kv_producer), loads (kv_consumer) or does both.
     kv_load_failure_policy: what becomes of a request whose KV could not be loaded.
-    engine_id: name of this daemon towards others; "" for one made of the run.
     """
 
     kv_connector: str = ""
@@ -30,7 +29,6 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
     kv_connector_extra_config: dict[str, Any] = {}
     kv_load_failure_policy: LoadFailurePolicy = "recompute"
-    engine_id: str = ""
 
     @property
     def loads(self) -> bool:

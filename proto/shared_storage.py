@@ -12,7 +12,10 @@ KEY = "shared_storage_path"
 
 
 def folder_of(config: KVTransferConfig, fingerprint: bytes) -> str:
-    """The folder for KV of this arithmetic, made if need be; raises ConfigError where it cannot."""
+    """The folder for KV of this arithmetic; raises ConfigError where it cannot be made.
+
+    Only its owner may read what is made: KV tells what prompts were about.
+    """
     extra = config.kv_connector_extra_config
     if strange := sorted(set(extra) - {KEY}):
         raise ConfigError(f"{FIELD}: SharedStorageConnector has no {', '.join(strange)}", FIELD)
@@ -21,6 +24,7 @@ def folder_of(config: KVTransferConfig, fingerprint: bytes) -> str:
         raise ConfigError(f"{FIELD}: SharedStorageConnector needs {KEY}, a folder", FIELD)
     folder = os.path.join(path, fingerprint.hex()[:32])
     try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
         os.makedirs(folder, mode=0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{FIELD}: {KEY} {path}: {error.strerror}", FIELD) from None

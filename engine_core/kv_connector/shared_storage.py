@@ -9,13 +9,14 @@ import os
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from engine_core.kv_cache.block import BlockIds
+from engine_core.kv_cache.block import NULL_BLOCK, BlockIds
 from engine_core.kv_connector.base import NO_MATCH, Match, SchedulerContext
 from engine_core.kv_connector.nothing import NoConnector
 from engine_core.request import Request
+from proto.errors import ConfigError
 from proto.kv_stacked import SharedStorageReport, SharedStorageStep
 from proto.kv_transfer import NO_PAYLOAD, KVConnectorOutput, Payload, pack, unpack
-from proto.kv_transfer_config import KVTransferConfig
+from proto.kv_transfer_config import FIELD, KVTransferConfig
 from proto.scheduler_output import SchedulerOutput
 from proto.shared_storage import file_name, folder_of, hash_of
 
@@ -26,7 +27,15 @@ class SharedStorageScheduler(NoConnector):
     supports_groups: ClassVar[bool] = False
 
     def __init__(self, config: KVTransferConfig, context: SchedulerContext) -> None:
-        """Raises ConfigError where no folder is named, or it cannot be made."""
+        """Raises ConfigError where no folder is named, it cannot be made, or a layer has a window.
+
+        Blocks are found by the whole run before them, of which a window keeps only the end.
+        """
+        if any(group.sliding_window is not None for group in context.geometry.groups):
+            raise ConfigError(
+                f"{FIELD}: SharedStorageConnector does not support models with sliding windows",
+                FIELD,
+            )
         self._config = config
         self._context = context
         self._num_ranks = context.num_ranks
@@ -121,6 +130,8 @@ class SharedStorageScheduler(NoConnector):
             self._num_offered[handle] = end
             hashes, (table, *_) = request.block_hashes, self._context.block_ids(handle)
             for index in range(first, end):
+                if table[index] == NULL_BLOCK:
+                    continue
                 if hashes[index] not in self._present and hashes[index] not in self._stored_by:
                     self._stored_by[hashes[index]] = 0
                     yield hashes[index], table[index]

@@ -15,7 +15,6 @@ from typing import Final, Protocol
 from engine_core.request import Request
 from engine_core.scheduler.constraints import NO_CONSTRAINTS, Constraints
 from engine_core.structured_output.base import GrammarBackend, GrammarError, MaskRow
-from engine_core.structured_output.bell import NO_DESCRIPTOR, Bell
 from engine_core.structured_output.cache import GrammarCache
 from engine_core.structured_output.compiler import GrammarCompiler
 from engine_core.structured_output.gate import GrammarGate
@@ -23,6 +22,7 @@ from engine_core.structured_output.llguidance_backend import LLGuidanceBackend
 from engine_core.structured_output.masker import Masker, StepMasks
 from engine_core.structured_output.trial import TRIAL_SECONDS, ProcessTrial
 from engine_core.structured_output.trial_process import TrialSetup
+from proto.bell import NO_DESCRIPTOR, Bell
 from proto.cores import usable_cores
 from proto.engine_io import EngineCoreRequest
 from proto.errors import ErrorInfo, ProtocolError

@@ -6,8 +6,10 @@ Owns the file and the thread. Encoding is done by the caller: microseconds, whil
 encoded would keep the interpreter's lock from the step for as long as it liked.
 """
 
+import errno
 import logging
 import os
+import stat
 import threading
 from pathlib import Path
 from typing import Final
@@ -33,6 +35,21 @@ def path_of_epoch(path: str, epoch: int) -> str:
     return str(name.with_name(f"{name.stem}.{epoch}{name.suffix}"))
 
 
+def _open(path: str) -> int:
+    """An empty private file. What is no file, a device or a pipe, is left as it is."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, _PRIVATE)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file")
+        os.fchmod(descriptor, _PRIVATE)
+        os.ftruncate(descriptor, 0)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 class TraceFile:
     """Lines for one file. An old file of that name is overwritten; only its owner may read it.
 
@@ -40,10 +57,8 @@ class TraceFile:
     """
 
     def __init__(self, path: str, max_bytes: int, max_unwritten: int = MAX_UNWRITTEN) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            self._descriptor = os.open(path, flags, _PRIVATE)
-            os.fchmod(self._descriptor, _PRIVATE)
+            self._descriptor = _open(path)
         except OSError as error:
             raise ConfigError(f"--sched-trace {path}: {error.strerror}", "sched_trace") from None
         self._path = path

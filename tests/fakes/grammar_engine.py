@@ -9,13 +9,13 @@ from select import select
 import numpy as np
 
 from engine_core.intake import Intake
-from engine_core.structured_output.bell import Bell
 from engine_core.structured_output.cache import GrammarCache
 from engine_core.structured_output.compiler import GrammarCompiler
 from engine_core.structured_output.grammars import CompiledGrammars
 from engine_core.structured_output.llguidance_backend import LLGuidanceBackend
 from engine_core.structured_output.masker import Masker
 from engine_core.validation import RequestLimits
+from proto.bell import Bell
 from proto.engine_io import EngineCoreRequest, FinishReason
 from proto.grammar import GrammarSource
 from proto.model_runner_output import ModelRunnerOutput

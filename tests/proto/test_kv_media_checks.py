@@ -12,6 +12,10 @@ from proto.errors import ConfigError
 
 DISK = {"spec_name": "DiskOffloadingSpec", "disk_path": "/kv", "disk_bytes_to_use": 1 << 30}
 REMOTE = {"spec_name": "RemoteOffloadingSpec", "remote_url": "redis://host"}
+SHARED = {
+    "kv_connector": "SharedStorageConnector",
+    "kv_connector_extra_config": {"shared_storage_path": "/kv"},
+}
 CPU = {"cpu_bytes_to_use": 1 << 30}
 
 
@@ -43,8 +47,14 @@ def config(document: dict[str, Any], device: str = "auto", **model: Any) -> Serv
 
 @pytest.mark.parametrize(
     "document",
-    [offloading(DISK), offloading(REMOTE), multi(offloading(CPU), offloading(DISK))],
-    ids=["disk", "remote", "part of several"],
+    [
+        offloading(DISK),
+        offloading(REMOTE),
+        SHARED,
+        multi(offloading(CPU), offloading(DISK)),
+        multi(offloading(CPU), SHARED),
+    ],
+    ids=["disk", "remote", "folder", "disk of several", "folder of several"],
 )
 def test_weights_of_several_forms_are_refused(document: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--cpu-weights auto does not go with") as raised:
@@ -57,10 +67,12 @@ def test_weights_of_several_forms_are_refused(document: dict[str, Any]) -> None:
 def test_weights_of_one_form_are_not(model: dict[str, str]) -> None:
     validate(config(offloading(DISK), **model))
     validate(config(multi(offloading(CPU), offloading(REMOTE)), **model))
+    validate(config(multi(SHARED, offloading(CPU)), **model))
 
 
 def test_a_gpu_has_one_form() -> None:
     validate(config(offloading(DISK), device="cuda"))
+    validate(config(SHARED, device="cuda"))
 
 
 def test_host_memory_ends_with_the_daemon() -> None:

@@ -16,13 +16,12 @@ def test_none_is_no_connector() -> None:
 def test_the_keys_of_vllm() -> None:
     config = kv_transfer_config(
         '{"kv_connector": "Mine", "kv_connector_module_path": "mine.kv", "kv_role": "kv_consumer",'
-        ' "kv_connector_extra_config": {"a": [1]}, "kv_load_failure_policy": "fail",'
-        ' "engine_id": "e"}'
+        ' "kv_connector_extra_config": {"a": [1]}, "kv_load_failure_policy": "fail"}'
     )
     assert (config.kv_connector, config.kv_connector_module_path) == ("Mine", "mine.kv")
     assert config.kv_connector_extra_config == {"a": [1]}
     assert config.kv_load_failure_policy == "fail"
-    assert (config.loads, config.stores, config.engine_id) == (True, False, "e")
+    assert (config.loads, config.stores) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +31,7 @@ def test_the_keys_of_vllm() -> None:
         ("[]", "takes a JSON object"),
         ("{}", "needs kv_connector"),
         ('{"kv_connector": "X", "kv_port": 1, "kv_ip": ""}', "has no kv_ip, kv_port"),
+        ('{"kv_connector": "X", "engine_id": "e"}', "has no engine_id"),
         ('{"kv_connector": "X", "kv_role": "both"}', "kv_role"),
         ('{"kv_connector": "X", "kv_load_failure_policy": "ignore"}', "kv_load_failure_policy"),
         ('{"kv_connector": 7}', "kv_connector"),

@@ -28,7 +28,7 @@ class CopyStream(Protocol):
 
 
 class CudaCopyStream:
-    """CopyStream: a CUDA stream of a low priority."""
+    """CopyStream: a CUDA stream of the usual priority, beside the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

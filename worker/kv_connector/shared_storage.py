@@ -1,12 +1,15 @@
 """The copying half of KV in a shared folder: reads before a step, writes after it.
 
 A file is a block as it lies in memory and its CRC-32; it appears under its name when it is
-complete. One that is short, altered or gone is a block that could not be loaded.
+complete, and only its owner may read it. One that is short, altered or gone is a block that could
+not be loaded.
 """
 
 import os
+import tempfile
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import ClassVar
 
 import numpy as np
@@ -95,7 +98,12 @@ class SharedStorageWorker(NoConnector):
     def _store(self, block_hash: bytes, block: int) -> None:
         path = self._path(block_hash)
         body = self._bytes_of(block).cpu().numpy().tobytes()
-        unfinished = f"{path}.{os.getpid()}.tmp"
-        with open(unfinished, "wb") as file:
-            file.write(body + zlib.crc32(body).to_bytes(_CHECKSUM_BYTES, "little"))
-        os.replace(unfinished, path)
+        descriptor, unfinished = tempfile.mkstemp(".tmp", ".", self._folder)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(body + zlib.crc32(body).to_bytes(_CHECKSUM_BYTES, "little"))
+            os.replace(unfinished, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(unfinished)
+            raise

@@ -9,7 +9,7 @@ from engine_core.kv_connector import multi
 from engine_core.kv_connector.base import ASK_AGAIN, NO_MATCH, Match
 from engine_core.kv_connector.multi import MultiScheduler
 from engine_core.kv_connector.nothing import NoConnector
-from engine_core.structured_output.bell import Bell
+from proto.bell import Bell
 from proto.errors import ConfigError
 from proto.kv_stacked import MultiReport, MultiStep
 from proto.kv_transfer import KVConnectorOutput, pack, unpack

@@ -5,9 +5,9 @@ from select import select
 import pytest
 
 from engine_core.structured_output.base import GrammarError
-from engine_core.structured_output.bell import Bell
 from engine_core.structured_output.cache import GrammarCache
 from engine_core.structured_output.compiler import GrammarCompiler
+from proto.bell import Bell
 from proto.errors import ModelError
 from proto.grammar import GrammarSource
 from tests.fakes.grammar_engine import LIMIT_SECONDS, NoTrial

@@ -38,6 +38,24 @@ def test_a_link_is_not_followed_and_a_missing_folder_is_told(tmp_path: Path) -> 
     assert not (tmp_path / "else").exists()
 
 
+def test_what_is_no_file_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe, 0o644)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    modes = [os.stat(path).st_mode for path in (pipe, os.devnull)]
+    for path in (pipe, os.devnull):
+        with pytest.raises(ConfigError, match=f"--sched-trace {path}: is not a regular file"):
+            TraceFile(str(path), MUCH)
+    os.close(reader)
+    assert [os.stat(path).st_mode for path in (pipe, os.devnull)] == modes
+
+
+def test_a_pipe_that_nobody_reads_does_not_hold_up_the_start(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="--sched-trace"):
+        TraceFile(str(tmp_path / "pipe"), MUCH)
+
+
 def test_it_ends_where_it_would_be_too_long(tmp_path: Path, caplog) -> None:
     path = tmp_path / "trace.jsonl"
     file = TraceFile(str(path), 200)
@@ -71,10 +89,13 @@ def test_lines_that_the_disk_has_no_time_for_are_counted(tmp_path: Path) -> None
     assert lines[-2:] == [Event(what="pause"), TraceEnd(reason="shutdown")]
 
 
-def test_a_full_disk_ends_the_trace_and_nothing_else(caplog) -> None:
+def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("there is no /dev/full")
-    file = TraceFile("/dev/full", MUCH)
+    file = TraceFile(str(tmp_path / "trace.jsonl"), MUCH)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, file._descriptor)
+    os.close(full)
     file.put(Event(what="pause"))
     file.close()
     assert file.is_over

@@ -121,6 +121,29 @@ def test_a_slot_that_is_not_there_fails_the_copy(is_load: bool) -> None:
     side.close()
 
 
+@pytest.mark.parametrize("is_load", [True, False])
+def test_an_error_fails_its_copy_and_no_other(is_load: bool) -> None:
+    side = HostSide(1)
+    handler = side.load if is_load else side.store
+    handler.transfer_async(transfer(1, is_load, [3, NUM_BLOCKS + 7], [0, 1]))
+    handler.transfer_async(transfer(2, is_load, [4], [2]))
+    side.bell.wait()
+    side.bell.wait()
+    handler.wait({1, 2})
+    failed, copied = handler.get_finished()
+    assert (failed.job_id, failed.succeeded) == (1, False)
+    assert failed.failed_blocks == ([3, NUM_BLOCKS + 7] if is_load else [])
+    assert (copied.job_id, copied.succeeded) == (2, True)
+    side.close()
+
+
+def test_a_copy_that_close_breaks_off_has_not_succeeded() -> None:
+    side = HostSide(1)
+    side.close()
+    result = side.load._result_of(transfer(1, True, [3, 4], [0, 1]))
+    assert (result.succeeded, result.failed_blocks) == (False, [3, 4])
+
+
 class FakeStream:
     """CopyStream over a FakeDevice: notices a copy that was not ordered after the steps."""
 

@@ -1,10 +1,16 @@
 """KV in a shared folder: what the halves write, read and refuse, against a small cache."""
 
+import errno
+import os
+import stat
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from engine_core.kv_cache.block import NULL_BLOCK
 from engine_core.kv_connector.shared_storage import SharedStorageScheduler
 from proto.errors import ConfigError
 from proto.kv_stacked import SharedStorageReport, SharedStorageStep
@@ -85,6 +91,32 @@ def test_a_folder_that_takes_nothing_stores_nothing(tmp_path: Path) -> None:
     assert run(connector, SharedStorageStep([], [], HASHES[:1], [3])).lost == HASHES[:1]
 
 
+def test_only_their_owner_reads_folders_and_files(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        connector, _ = worker(tmp_path / "shared")
+        run(connector, SharedStorageStep([], [], HASHES[:1], [3]))
+    finally:
+        os.umask(before)
+    folder = tmp_path / "shared"
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())}
+    assert modes == {0o700}
+    (file,) = (path for path in folder.rglob("*") if path.is_file())
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_store_that_fails_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: str, target: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    connector, _ = worker(tmp_path)
+    monkeypatch.setattr(os, "replace", full)
+    assert run(connector, SharedStorageStep([], [], HASHES[:1], [3])).lost == HASHES[:1]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 def engine(folder: Path, **changes: str) -> SharedStorageScheduler:
     return SharedStorageScheduler(config(folder, **changes), engine_context())
 
@@ -116,6 +148,27 @@ def test_the_engine_knows_what_was_there_before_it(tmp_path: Path) -> None:
     assert match == (8, False), "the last token is always computed"
     producer = engine(tmp_path, kv_role="kv_producer")
     assert producer.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_null_blocks_are_not_stored(tmp_path: Path) -> None:
+    request = Setup(make_manager(10, 4)).requests.make("aaaa bbbb cccc")
+    table = [5, NULL_BLOCK, 7]
+    context = replace(engine_context(), block_ids=lambda handle: [table])
+    connector = SharedStorageScheduler(config(tmp_path), context)
+    connector.update_state_after_alloc(request, [table], 0)
+    cached = SimpleNamespace(
+        handles=[request.handle], num_computed_tokens=[0], num_scheduled_tokens=[12]
+    )
+    output = SimpleNamespace(new_requests=[], cached_requests=cached)
+    step = unpack(connector.build_connector_meta(output), SharedStorageStep)
+    hashes = request.block_hashes
+    assert (step.store_hashes, step.store_blocks) == ([hashes[0], hashes[2]], [5, 7])
+
+
+@pytest.mark.parametrize("windows", [(64,), (None, 64)])
+def test_a_model_with_windows_is_refused(tmp_path: Path, windows: tuple[int | None, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"SharedStorageConnector .* sliding windows"):
+        SharedStorageScheduler(config(tmp_path), engine_context(*windows))
 
 
 @pytest.mark.parametrize(

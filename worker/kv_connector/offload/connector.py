@@ -10,6 +10,7 @@ Owns which copies were put off, and for whom loads are; the copies are the handl
 from collections.abc import Sequence
 from typing import ClassVar
 
+from proto.bell import Bell
 from proto.kv_offload import FinishedJob, OffloadMetadata, OffloadReport, TransferJob
 from proto.kv_transfer import NO_PAYLOAD, Payload, pack, unpack
 from proto.kv_transfer_config import KVTransferConfig
@@ -17,7 +18,6 @@ from proto.offload_settings import offload_settings
 from worker.kv_cache import KVCache
 from worker.kv_connector.base import Finished, WorkerContext
 from worker.kv_connector.offload.base import HandlerContext, TransferResult
-from worker.kv_connector.offload.bell import Bell
 from worker.kv_connector.offload.specs import create_handlers
 from worker.kv_connector.offload.transfers import NO_TRANSFERS, Transfers
 

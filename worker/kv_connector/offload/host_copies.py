@@ -8,6 +8,7 @@ priority, since nobody waits for them; loads are what a request waits for. Owns 
 direction.
 """
 
+import logging
 import os
 import threading
 import time
@@ -21,6 +22,8 @@ import numpy.typing as npt
 from proto.kv_offload import TransferJob
 from worker.kv_connector.offload.base import TransferResult
 from worker.kv_connector.offload.pairs import device_blocks, pairs_of
+
+logger = logging.getLogger("tokend.kv_connector")
 
 STORE_NICENESS: Final = 10
 LOAD_NICENESS: Final = 0
@@ -75,7 +78,7 @@ class HostCopies:
         if self._niceness:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
         while (job := self._next()) is not None:
-            result = self._copy(job)
+            result = self._result_of(job)
             with self._changed:
                 self._finished.append(result)
                 self._unfinished.discard(job.job_id)
@@ -87,14 +90,20 @@ class HostCopies:
             self._changed.wait_for(lambda: self._queue or self._closed)
             return None if self._closed else self._queue.popleft()
 
-    def _copy(self, job: TransferJob) -> TransferResult:
+    def _result_of(self, job: TransferJob) -> TransferResult:
+        """Whatever goes wrong: who waits for the copy must hear of it."""
         begun = time.monotonic()
+        try:
+            return self._copy(job, begun)
+        except Exception:
+            logger.exception("copy %d within host memory failed", job.job_id)
+            return _failed(job, time.monotonic() - begun)
+
+    def _copy(self, job: TransferJob, begun: float) -> TransferResult:
         num_bytes = 0
         factor = self._pool.shape[1]
         for pair in pairs_of(job, factor):
-            if self._closed:
-                break
-            if pair.slot >= len(self._pool):
+            if self._closed or pair.slot >= len(self._pool):
                 return _failed(job, time.monotonic() - begun)
             ends = (self._pool[pair.slot, pair.part], self._blocks[pair.block])
             source, target = ends if job.is_load else ends[::-1]
@@ -104,6 +113,6 @@ class HostCopies:
 
 
 def _failed(job: TransferJob, seconds: float) -> TransferResult:
-    """There is no such slot: this rank's blocks are larger than the engine's ledger knows."""
+    """Broken off, or there is no such slot: this rank's blocks are larger than the ledger knows."""
     failed = device_blocks(job) if job.is_load else []
     return TransferResult(job.job_id, False, 0, seconds, failed)

@@ -1,7 +1,11 @@
-"""Wakes the worker's loop when a copy is over."""
+"""Wakes a loop that waits for descriptors, from another thread."""
 
 import os
 from threading import Lock
+from typing import Final
+
+NO_DESCRIPTOR: Final = -1
+"""Of who never rings."""
 
 
 class Bell:
