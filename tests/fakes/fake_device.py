@@ -191,6 +191,10 @@ class FakeDevice:
         self._owned.add(place)
         return free
 
+    def disown(self, place: int) -> None:
+        """Its owner is gone, and with it the memory."""
+        self._owned.discard(place)
+
     def enqueue(self) -> int:
         """Something more is queued; returns its place."""
         self.queued += 1

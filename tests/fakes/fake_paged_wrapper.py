@@ -6,6 +6,7 @@ between decodes and prefills is in fake_flashinfer.py.
 
 import math
 import threading
+import weakref
 from typing import Any, Final
 
 import torch
@@ -58,6 +59,7 @@ class PagedWrapper:
         place = int_workspace_buffer.untyped_storage().data_ptr()
         demand(place != float_workspace_buffer.untyped_storage().data_ptr(), "each its memory")
         demand(self._device.own(place), "each wrapper has a schedule of its own")
+        weakref.finalize(self, self._device.disown, place)  # another may be given its memory then
         self._memory = (float_workspace_buffer, int_workspace_buffer)
 
     @property
