@@ -192,7 +192,7 @@ class FakeDevice:
         return free
 
     def disown(self, place: int) -> None:
-        """Its owner is gone, and with it the memory."""
+        """The memory is nobody's any more, and may be given again."""
         self._owned.discard(place)
 
     def enqueue(self) -> int:

@@ -59,7 +59,7 @@ class PagedWrapper:
         place = int_workspace_buffer.untyped_storage().data_ptr()
         demand(place != float_workspace_buffer.untyped_storage().data_ptr(), "each its memory")
         demand(self._device.own(place), "each wrapper has a schedule of its own")
-        weakref.finalize(self, self._device.disown, place)  # another may be given its memory then
+        weakref.finalize(int_workspace_buffer, self._device.disown, place)  # then it is given again
         self._memory = (float_workspace_buffer, int_workspace_buffer)
 
     @property
