@@ -139,9 +139,15 @@ async def test_token_ids_without_text(start, say, tokenizer):
         assert (choice["text"], choice["token_ids"]) == ("", ids)
         events = await front_end.events(PATH, prompt="hello", **fields)
         assert [id_ for each in events[:-1] for id_ in each["choices"][0]["token_ids"]] == ids
-        assert len(events) > 3
         chat = (await front_end.chat(**fields)).json()["choices"][0]
         assert (chat["message"]["content"], chat["token_ids"]) == ("", ids)
+
+
+async def test_token_ids_without_text_are_not_held_back(start):
+    async with start(accepts=True) as front_end:
+        fields = {"max_tokens": 60, "detokenize": False, "return_token_ids": True}
+        events = await front_end.one_by_one([40, 41, 42], **fields)
+        assert [each["choices"][0]["token_ids"] for each in events] == [[40], [41], [42]]
 
 
 @pytest.mark.parametrize("interval", [1, 3, 1000])
@@ -160,16 +166,21 @@ async def test_the_interval_of_a_stream(start, say, tokenizer, interval):
             assert len(lengths) <= 2
 
 
-async def test_the_interval_of_a_stream_that_does_not_say(start, say, tokenizer):
+async def test_the_interval_of_a_stream_that_does_not_say(start, say):
     """That of --stream-interval; a request with one of its own has that."""
-    num_tokens = len(tokenizer.encode("the quick brown fox jumps").ids) + 1
-    async with start(
-        say("the quick brown fox jumps"), config=FrontEndConfig(stream_interval=1000)
-    ) as front_end:
-        fields = {"prompt": "hello", "max_tokens": 60}
-        assert len(await front_end.events(PATH, **fields)) <= 3
-        assert len(await front_end.events(PATH, stream_interval=1, **fields)) > num_tokens / 2
+    config = FrontEndConfig(stream_interval=1000)
+    fields = {"max_tokens": 60, "return_token_ids": True}
+    async with start(say("the quick brown fox jumps"), config=config) as front_end:
+        assert len(await front_end.events(PATH, prompt="hello", **fields)) <= 3
         assert (await front_end.complete(**fields)).status_code == 200
+
+
+async def test_the_interval_of_a_stream_with_one_of_its_own(start):
+    config = FrontEndConfig(stream_interval=1000)
+    fields = {"max_tokens": 60, "return_token_ids": True}
+    async with start(accepts=True, config=config) as front_end:
+        events = await front_end.one_by_one([40, 41, 42], stream_interval=1, **fields)
+        assert [each["choices"][0]["token_ids"] for each in events] == [[40], [41], [42]]
 
 
 async def test_names_and_choice_of_logprobs(start, say, tokenizer):
