@@ -61,7 +61,7 @@ class Intake:
             self._take_input(client, message)
         elif isinstance(message, Abort):
             self._scheduler.abort(message.request_id, message.choice)
-        else:
+        elif isinstance(message, AdminCall):
             self._outbox.reply(client, self._call(message))
 
     def end_overdue(self) -> bool:

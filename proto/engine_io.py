@@ -1,6 +1,6 @@
 """Messages between the front ends and the engine.
 
-Front end → engine: EngineCoreRequest, SessionInput, Abort, AdminCall.
+Front end → engine: EngineCoreRequest, SessionInput, Abort, AdminCall, TurnEnded (agents).
 Engine → front end: EngineReady (lifecycle/), EngineCoreOutputs, AdminReply.
 
 Every message carries the epoch; one of another epoch is dropped. Each output
@@ -21,6 +21,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from proto.agents import AgentHint, TurnEnded
 from proto.errors import ErrorInfo
 from proto.grammar import GrammarSource
 from proto.sampling_params import SamplingParams
@@ -65,6 +66,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     queue_deadline, deadline: seconds on the monotonic clock of the machine, before which it
         must have begun and must be over; infinite for none.
     grammar: what the text of each choice has to be; None leaves it free.
+    agent: the job that this is a turn of; None for none.
     """
 
     epoch: int
@@ -85,6 +87,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     queue_deadline: float = math.inf
     deadline: float = math.inf
     grammar: GrammarSource | None = None
+    agent: AgentHint | None = None
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2, frozen=True):
@@ -248,4 +251,4 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=5, frozen=True):
     progress: list[RequestProgress] = []
 
 
-ToEngine = EngineCoreRequest | SessionInput | Abort | AdminCall
+ToEngine = EngineCoreRequest | SessionInput | Abort | AdminCall | TurnEnded

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from api_server.errors import error_body
 from api_server.outputs.choice import Delta
 from api_server.outputs.generation import Usage
 from api_server.outputs.logprobs import (
@@ -21,20 +22,33 @@ from api_server.outputs.logprobs import (
     prompt_logprobs,
 )
 from api_server.outputs.request_stream import RequestStream
+from proto.errors import RequestError
 
 DONE: Final = "data: [DONE]\n\n"
 _encode_string = json.JSONEncoder().encode
 
 
 class Answer(Protocol):
-    """One endpoint's shapes for one request."""
+    """One endpoint's shapes for one request.
+
+    A stream is `begin`, a `chunk` for each delta, and `end` or, at any time, `failure`; events
+    are whole server-sent events, and "" is none.
+    """
+
+    def begin(self) -> str:
+        """The events that come as soon as the status is known, before there is any token."""
+        ...
 
     def chunk(self, delta: Delta) -> str:
         """The events that tell what a choice gained; the first ones of a choice open it."""
         ...
 
-    def usage_chunk(self, usage: Usage) -> str:
-        """The last event when usage was asked for, otherwise nothing."""
+    def end(self, usage: Usage) -> str:
+        """The last events of a stream in which nothing failed."""
+        ...
+
+    def failure(self, error: RequestError) -> str:
+        """The last events of a stream that fails in the middle."""
         ...
 
     def body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
@@ -89,7 +103,32 @@ class Echo:
     offsets: Sequence[int] = ()
 
 
-class CompletionAnswer:
+class OpenAIStream:
+    """What the streams of OpenAI's older endpoints have in common: they end with [DONE]."""
+
+    def __init__(self, shape: Shape, chunk_kind: str) -> None:
+        self._shape = shape
+        self._chunk_kind = chunk_kind
+
+    def begin(self) -> str:
+        return ""
+
+    def end(self, usage: Usage) -> str:
+        """With the usage before it, where that was asked for."""
+        if not self._shape.usage:
+            return DONE
+        event = self._shape.envelope(self._chunk_kind) | {"choices": []}
+        return _event(event | {"usage": usage_object(self._counted(usage))}) + DONE
+
+    def failure(self, error: RequestError) -> str:
+        return _event(error_body(error)) + DONE
+
+    def _counted(self, usage: Usage) -> Usage:
+        """What the client is to see of it."""
+        return usage
+
+
+class CompletionAnswer(OpenAIStream):
     """Shapes of /v1/completions.
 
     streams, echoes, prompt_texts: one for each prompt; a text that is None is not shown.
@@ -106,7 +145,7 @@ class CompletionAnswer:
         prompt_texts: Sequence[str | None],
         only_echoes: bool = False,
     ) -> None:
-        self._shape = shape
+        super().__init__(shape, self.kind)
         self._streams = streams
         self._echoes = echoes
         self._prompt_texts = prompt_texts
@@ -130,9 +169,6 @@ class CompletionAnswer:
         event = self._shape.envelope(self.kind) | {"choices": [self._choice(delta)]}
         stream = self._streams[index // self._n]
         return _event(_with_usage(event, self._shape, stream, delta) | _at_end(delta, [stream]))
-
-    def usage_chunk(self, usage: Usage) -> str:
-        return _usage_chunk(self._shape, self.kind, self._counted(usage))
 
     def body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
         choices = []
@@ -190,14 +226,14 @@ class CompletionAnswer:
         return usage
 
 
-class ChatAnswer:
+class ChatAnswer(OpenAIStream):
     """Shapes of /v1/chat/completions. prompt_text: None is not shown."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
     def __init__(self, shape: Shape, stream: RequestStream, prompt_text: str | None) -> None:
-        self._shape = shape
+        super().__init__(shape, self.chunk_kind)
         self._stream = stream
         self._prompt = {} if prompt_text is None else {"prompt_text": prompt_text}
         self._opened: set[int] = set()
@@ -219,9 +255,6 @@ class ChatAnswer:
         event = self._shape.envelope(self.chunk_kind) | {"choices": [choice | self._rest(delta)]}
         event = _with_usage(event, self._shape, self._stream, delta)
         return opening + _event(event | _at_end(delta, [self._stream]))
-
-    def usage_chunk(self, usage: Usage) -> str:
-        return _usage_chunk(self._shape, self.chunk_kind, usage)
 
     def body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
         choices = []
@@ -278,11 +311,6 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def error_event(body: dict[str, Any]) -> str:
-    """A failure in the middle of a stream."""
-    return _event(body)
-
-
 _HOLE: Final = "\ue000"
 
 
@@ -317,9 +345,3 @@ def _transfer_params(streams: Sequence[RequestStream]) -> dict[str, Any]:
 def _at_end(delta: Delta, streams: Sequence[RequestStream]) -> dict[str, Any]:
     """What only the last chunk of a choice has."""
     return {} if delta.finish_reason is None else _transfer_params(streams)
-
-
-def _usage_chunk(shape: Shape, kind: str, usage: Usage) -> str:
-    if not shape.usage:
-        return ""
-    return _event(shape.envelope(kind) | {"choices": [], "usage": usage_object(usage)})

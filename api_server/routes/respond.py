@@ -12,11 +12,10 @@ import logging
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api_server.errors import error_body
 from api_server.http_protocol import close_after_response, has_left, is_stalled
 from api_server.outputs.generation import Generation
 from api_server.outputs.keep_alive import KeepAlive
-from api_server.protocol.answers import DONE, Answer, error_event
+from api_server.protocol.answers import Answer
 from proto.errors import InternalRequestError, RequestError
 
 logger = logging.getLogger("tokend.api")
@@ -76,7 +75,7 @@ class GenerationResponse(Response):
         self._generation.disconnect("slow_reader" if is_stalled(scope) else "disconnect")
 
     async def _send_events(self, scope: Scope, send: Send) -> None:
-        """Event by event. A failure is an event, then [DONE], then the end of the connection."""
+        """Event by event. A failure is an event, the last one, then the end of the connection."""
         headers = EVENT_STREAM_HEADERS + self._more_headers
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         keep_alive = KeepAlive(self._keep_alive, self._generation.bell.ring)
@@ -86,15 +85,16 @@ class GenerationResponse(Response):
             keep_alive.close()
 
     async def _send_until_over(self, scope: Scope, send: Send, keep_alive: KeepAlive) -> None:
-        generation = self._generation
+        generation, begin = self._generation, self._answer.begin()
         while True:  # look, then wait: what came with the acceptance has rung already
             if generation.disconnected:
                 return
             events, over, error = self._next_events()
             if error is not None:
                 close_after_response(scope)
-                events += error_event(error_body(error)) + DONE
-            events = events or keep_alive.take()
+                events += self._answer.failure(error)
+            events = begin + events or keep_alive.take()
+            begin = ""
             if events:
                 body = events.encode()
                 generation.unsent.is_blocked = True  # seen by others only if `send` has to wait
@@ -113,7 +113,7 @@ class GenerationResponse(Response):
             if generation.error is not None:
                 return events, True, generation.error
             if generation.finished:
-                events += self._answer.usage_chunk(generation.usage()) + DONE
+                events += self._answer.end(generation.usage())
             return events, generation.finished, None
         except Exception:  # the status is sent: no other handler could tell the client
             logger.exception("%s: an answer could not be put into words", generation.label)

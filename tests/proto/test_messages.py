@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from proto import engine_io, lifecycle
+from proto.agents import TurnEnded
 from proto.codec import MessageDecoder, encode, from_json, to_json
 from proto.config import ServeConfig
 from proto.engine_io import (
@@ -149,6 +150,7 @@ MESSAGES = [
         deadline=14.5,
     ),
     SessionInput(1, 2, [3, 4], PARAMS, True),
+    TurnEnded(1, 2, "job", "weather"),
     Abort(1, 2, "stop_string", 0),
     AdminCall(1, 2, "pause", "freeze", True),
     AdminReply(1, 2, False, "because", 3),

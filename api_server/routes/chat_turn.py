@@ -1,0 +1,70 @@
+"""A turn of a chat, whatever API it came by: from messages to a generation.
+
+Every API of chat puts its request into the words of ChatCompletionRequest and the answer into
+its own; what is between them is done here, once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from api_server.inputs.logit_edits import logit_edits
+from api_server.outputs.generation import Generation
+from api_server.outputs.parts import PLAIN_TEXT, PartsParser
+from api_server.protocol.answers import Answer, Shape
+from api_server.protocol.chat import ChatCompletionRequest
+from api_server.protocol.ignored import IgnoredFields
+from api_server.routes.prepare import Preparation, Wishes
+from api_server.routes.respond import GenerationResponse
+from api_server.services import Services
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurn:
+    """What is to be generated, and how it is to be read.
+
+    prompt_text: None is not shown. make_parser: for the text of one choice.
+    """
+
+    preparation: Preparation
+    generation: Generation
+    shape: Shape
+    prompt_text: str | None
+    make_parser: Callable[[], PartsParser]
+
+    def response(self, answer: Answer) -> GenerationResponse:
+        """The response that words it so."""
+        return self.preparation.response(self.generation, answer)
+
+
+async def prepare_turn(
+    services: Services,
+    asked: ChatCompletionRequest,
+    *,
+    id_prefix: str,
+    tenant: int,
+    key_name: str,
+    ignored: IgnoredFields,
+) -> ChatTurn:
+    """The generation that a request asks for; nothing is sent yet.
+
+    id_prefix: of the answer's id. tenant, key_name: whose it is. Raises InvalidRequestError.
+    """
+    preparation = Preparation(services, asked, id_prefix, tenant, key_name, ignored)
+    reader = services.prompt_reader("messages")
+    reader = reader.keeping(preparation.truncation(asked.wanted_max_tokens))
+    reader.check_characters(sum(len(message.content) for message in asked.messages))
+    messages = [message.for_template() for message in asked.messages]
+    text = await services.chat_template.render(messages)
+    prompts = await reader.encode([text], add_special_tokens=False)
+    wishes = Wishes(
+        max_tokens=asked.wanted_max_tokens,
+        default_max_tokens=None,
+        logprobs=asked.num_logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
+        max_tokens_field=asked.max_tokens_field,
+        edits=await logit_edits(asked, services.tokenizer),
+    )
+    (prompt_text,) = await preparation.prompt_texts(prompts)
+    generation = preparation.generation(preparation.requests(prompts, wishes), [0])
+    shape = preparation.shape(asked.num_logprobs)
+    return ChatTurn(preparation, generation, shape, prompt_text, lambda: PLAIN_TEXT)
