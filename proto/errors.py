@@ -124,14 +124,14 @@ class ConflictError(RequestError):
 
 
 class RequestAbortedError(RequestError):
-    """An operator has ended it. Clients retry most other failures by themselves, not this one."""
+    """Somebody has ended it. Clients retry most other failures by themselves, not this one."""
 
     status = 410
     type = "RequestAbortedError"
     cause = "operator"
 
-    def __init__(self) -> None:
-        super().__init__("the request was aborted by an operator")
+    def __init__(self, message: str = "the request was aborted by an operator") -> None:
+        super().__init__(message)
 
 
 class UnsupportedMediaError(RequestError):

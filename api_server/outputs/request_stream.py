@@ -16,7 +16,7 @@ from api_server.outputs.logprobs import LogprobRow, unpack
 from api_server.outputs.unsent import Unsent
 from proto.codec import from_json
 from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
-from proto.errors import InternalRequestError, RequestError
+from proto.errors import InternalRequestError, RequestAbortedError, RequestError
 
 
 class Bell:
@@ -123,6 +123,17 @@ class RequestStream:
         if not self.finished:
             self.error = error
             self.bell.ring()
+
+    def cut(self) -> None:
+        """End all choices that have not ended, as they are; before it is accepted it fails."""
+        if not self.accepted:
+            self.fail(RequestAbortedError("the request was cancelled"))
+            return
+        for choice in self.choices:
+            if not choice.finished and self.error is None:
+                choice.extend([], [], FinishReason.ABORT, None)
+                self.metrics.choice_ended(str(choice.finish_reason), len(choice.token_ids))
+        self.bell.ring()
 
     def feed(self, output: EngineCoreOutput, timestamp: float) -> bool:
         """Take in one output; True when a stop string ended a choice that the engine goes on with.
