@@ -123,6 +123,8 @@ class ResponsesAnswer:
         status, reason = _ENDS.get(self._finish_reason, ("completed", None))
         if self._open is None and not self._items:
             self._enter(MessageItem(self._tell, 0))
+        if isinstance(self._open, MessageItem):
+            self._open.add_logprobs(self._logprobs())  # of a token that ended it, without text
         self._close("completed" if status == "completed" else "incomplete")
         response = self._response(status)
         if reason is not None:
@@ -143,6 +145,8 @@ class ResponsesAnswer:
         self._num_reasoning_tokens += _num_reasoning(parts, len(delta.token_ids))
         for part in parts:
             self._take(part)
+            if not isinstance(part, Content):
+                self._tokens.clear()
 
     def _take(self, part: Part) -> None:
         match part:

@@ -71,6 +71,10 @@ class MessageItem(_Base):
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         self._tell("content_part.added", **self._here, content_index=0, part=part)
 
+    def add_logprobs(self, logprobs: list[Json]) -> None:
+        """Of tokens that have no text."""
+        self._logprobs += logprobs
+
     def add(self, text: str, logprobs: list[Json]) -> None:
         self._pieces.append(text)
         self._logprobs += logprobs

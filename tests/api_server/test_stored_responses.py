@@ -26,7 +26,7 @@ def test_the_oldest_of_a_client_with_too_much_goes_first(clock):
     for number in range(10):
         stored.keep(ANN, response(str(number), 300), [])
     assert [stored.find(ANN, str(number)) is not None for number in range(10)] == (
-        [False] * 8 + [True] * 2
+        [False] * 7 + [True] * 3
     )
     assert stored.find(BEN, "b")
 
