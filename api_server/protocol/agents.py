@@ -29,9 +29,8 @@ MAX_TTL_MS: Final = 3_600_000.0
 
 
 def _printable(text: str) -> str:
-    """Half of a surrogate pair is not printable either."""
     if not text.isprintable():
-        raise ValueError("must hold no control characters and be whole text")
+        raise ValueError("must hold no control characters")
     return text
 
 
