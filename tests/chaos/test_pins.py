@@ -51,7 +51,7 @@ def test_a_session_that_never_returns_gives_its_blocks_back(daemon: Daemon) -> N
 
 
 def test_a_client_that_lies_about_its_tools_gets_no_more_than_its_share(daemon: Daemon) -> None:
-    """They say that a quick tool runs, or one that nobody knows, and stay away; ends are lies, too."""
+    """A quick tool, or one that nobody knows, and nobody returns; ends are lies, too."""
     with unharmed(daemon):
         for number in range(40):
             tool = "ls" if number % 2 else f"tool-{number}"

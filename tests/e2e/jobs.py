@@ -64,7 +64,7 @@ class Job:
         return turn
 
 
-def churn(daemon: Daemon, num_blocks: int, seed: object, size: int = 30) -> None:
+def churn(daemon: Daemon, num_blocks: int, seed: object, size: int = 20) -> None:
     """Requests of nobody's job, one after the other, that use so many blocks together."""
     for number in range(num_blocks // size + 1):
         ids = token_ids(size * BLOCK_SIZE - NUM_TOKENS, f"churn {seed} {number}")

@@ -10,10 +10,10 @@ from tests.e2e.jobs import BLOCK_SIZE, LIMIT_SECONDS, Job, Turn, churn, complete
 
 pytestmark = pytest.mark.slow
 
-NUM_BLOCKS = 121
+NUM_BLOCKS = 61
 """Of which one is the null block."""
 LONG_MS = 600_000
-FIRST, MORE = 400, 40
+FIRST, MORE = 200, 40
 """Tokens of a job's first prompt and of what each further turn adds."""
 
 
@@ -35,10 +35,10 @@ def plain() -> Iterator[Daemon]:
 
 
 def two_turns(daemon: Daemon, name: str, **hint: object) -> tuple[Turn, Turn]:
-    """With three pools' worth of other prompts in between."""
+    """With two pools' worth of other prompts in between."""
     job = Job(daemon, name, dict(hint))
     first = job.turn(FIRST)
-    churn(daemon, 3 * NUM_BLOCKS, name)
+    churn(daemon, 2 * NUM_BLOCKS, name)
     return first, job.turn(MORE, is_last_step=True)
 
 
@@ -65,7 +65,7 @@ def test_who_names_no_job_or_says_that_it_is_over_is_not_waited_for(pinning: Dae
     ids = token_ids(FIRST, "nobody")
     first = complete(pinning, ids)
     last = Job(pinning, "over").turn(FIRST, is_last_step=True)
-    churn(pinning, 3 * NUM_BLOCKS, "over")
+    churn(pinning, 2 * NUM_BLOCKS, "over")
     assert pinning.metric("tokend:pinned_blocks") == 0
     for turn in (first, last):
         assert complete(pinning, [*turn.prompt, *turn.tokens]).num_cached == 0
