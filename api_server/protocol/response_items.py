@@ -91,7 +91,11 @@ class _Messages:
         return self._assistant
 
     def all(self) -> list[Item]:
+        """Those of the assistant have a content, or calls."""
         self._lead()
+        for message in self.messages:
+            if "tool_calls" not in message:
+                message.setdefault("content", "")
         return self.messages
 
     def _lead(self) -> None:
