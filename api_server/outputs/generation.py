@@ -119,6 +119,8 @@ class Generation:
 
     def cancel(self) -> None:
         """Whoever asked wants no more of it: what there is stands, as an answer cut short."""
+        if not self.finished and all(stream.accepted for stream in self.streams):
+            self.metrics.cut_short("cancel")
         for stream in self.streams:
             stream.cut()
             self.client.abandon(stream)

@@ -17,7 +17,7 @@ from api_server.outputs.turn import NO_TURN, Turn
 from api_server.outputs.unsent import Unsent
 from proto.codec import from_json
 from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
-from proto.errors import InternalRequestError, RequestAbortedError, RequestError
+from proto.errors import InternalRequestError, RequestCancelledError, RequestError
 
 
 class Bell:
@@ -136,7 +136,7 @@ class RequestStream:
     def cut(self) -> None:
         """End all choices that have not ended, as they are; before it is accepted it fails."""
         if not self.accepted:
-            self.fail(RequestAbortedError("the request was cancelled"))
+            self.fail(RequestCancelledError())
             return
         for choice in self.choices:
             if not choice.finished and self.error is None:

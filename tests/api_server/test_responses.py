@@ -6,13 +6,20 @@ import json
 import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses.response_create_params import (
+    ResponseCreateParamsBase,
+    ResponseCreateParamsStreaming,
+)
 from pydantic import TypeAdapter
 
+from api_server.protocol.known_fields import HARMLESS
+from api_server.protocol.responses import ResponsesRequest
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 from proto.errors import ErrorInfo
 
 PATH = "/v1/responses"
+TAKEN = ResponsesRequest.model_fields.keys() | HARMLESS
 TEXT = "Hi 😀 there"
 EVENT = TypeAdapter(ResponseStreamEvent)
 
@@ -295,6 +302,21 @@ async def test_what_is_refused(start, fields, param, words):
         found = await error(front_end, **fields)
         assert words in found["message"]
         assert param is None or found["param"] == param
+
+
+async def test_every_field_that_openai_has_is_taken_or_refused_by_name(start, say):
+    """Whatever is in it: nothing is an error of the daemon's, or of another field."""
+    async with start(say("!")) as front_end:
+        for name in (
+            ResponseCreateParamsStreaming.__annotations__ | ResponseCreateParamsBase.__annotations__
+        ):
+            for value in (5, "x", True, ["x"], [{}], {"type": "x"}):
+                response = await ask(front_end, **{name: value})
+                if response.status_code != 200:
+                    assert response.status_code in (400, 404), (name, value, response.text)
+                    assert response.json()["error"]["param"].partition(".")[0] == name
+                else:
+                    assert name in TAKEN or name in response.headers.get("x-tokend-ignored", "")
 
 
 async def test_what_is_ignored_is_named(start, say):
