@@ -96,7 +96,7 @@ class ResponsesAnswer:
 
     def failure(self, error: RequestError) -> str:
         if isinstance(error, InvalidRequestError):
-            error = in_clients_words(error)
+            error = in_clients_words(error, self._tools)
         body = error_body(error)["error"]
         code = "rate_limit_exceeded" if isinstance(error, OverloadedError) else "server_error"
         message, param = body["message"], body["param"]

@@ -115,7 +115,7 @@ def messages_of(
     """
     found = _Messages(instructions)
     for number, item in enumerate(items):
-        where = f"input.{number}"
+        where = f"input[{number}]"
         for name in item:
             if name not in _FIELDS:
                 ignored.add(f"input.{name}")
@@ -169,7 +169,7 @@ def _add_call(found: _Messages, item: Item, kind: str, where: str, tools: ToolNa
     if namespace is not None and not isinstance(namespace, str):
         raise InvalidRequestError(f"{where}.namespace must be a string", "input")
     if kind == "function_call":
-        arguments = _string(item, "arguments", where)
+        arguments = _arguments(_string(item, "arguments", where))
     else:
         arguments = json.dumps({CUSTOM_INPUT: _string(item, "input", where)})
     call = {
@@ -178,6 +178,15 @@ def _add_call(found: _Messages, item: Item, kind: str, where: str, tools: ToolNa
         "function": {"name": tools.name_of(name, namespace), "arguments": arguments},
     }
     found.assistant().setdefault("tool_calls", []).append(call)
+
+
+def _arguments(text: str) -> str:
+    """As templates read them: of a call that was cut short, what there was of it."""
+    try:
+        is_object = isinstance(json.loads(text or "{}"), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    return text if is_object else json.dumps({"arguments": text})
 
 
 def _content(value: Any, where: str) -> str:
@@ -192,9 +201,9 @@ def _content(value: Any, where: str) -> str:
         field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
         if field is None:
             raise InvalidRequestError(
-                f"{where}.{number}: takes parts of text, not of the type {shown(kind)}", "input"
+                f"{where}[{number}]: takes parts of text, not of the type {shown(kind)}", "input"
             )
-        texts.append(_string(part, field, f"{where}.{number}"))
+        texts.append(_string(part, field, f"{where}[{number}]"))
     return "\n".join(texts)
 
 

@@ -11,6 +11,7 @@ not offered, and answers without it, as it may with any tool. Whoever makes it c
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Final
 
 from api_server.protocol.fields import given_fields
@@ -21,6 +22,9 @@ from proto.errors import InvalidRequestError, shown
 SEPARATOR: Final = "__"
 """Between a namespace and a name, which the model sees as one."""
 MAX_TOOLS: Final = 1024
+MAX_NAME_CHARACTERS: Final = 64
+"""A longer name of a tool in a namespace is cut, and ends with a digest of the whole."""
+_DIGEST_BYTES: Final = 4
 _LIMITS: Final = {"allowed_callers": (), "async": (False,), "defer_loading": (False,)}
 _FUNCTION: Final = ("name", "description", "parameters", "strict")
 _CUSTOM: Final = ("name", "description", "format")
@@ -54,13 +58,20 @@ class OfferedTools:
         self._ignored = ignored
         self._tools: dict[str, Tool] = {}
         self._functions: dict[str, dict[str, Any]] = {}
+        self._places: dict[str, str] = {}
         for number, tool in enumerate(tools):
-            self._add(tool, "", f"tools.{number}")
+            self._add(tool, "", f"tools[{number}]")
         self._choice = self._as_in_chat(choice)
 
     def name_of(self, name: str, namespace: str | None) -> str:
         """What the model calls it; for tools of earlier turns too, which may not be offered now."""
-        return f"{namespace}{SEPARATOR}{name}" if namespace else name
+        if not namespace:
+            return name
+        written = f"{namespace.removesuffix(SEPARATOR)}{SEPARATOR}{name}"
+        if len(written) <= MAX_NAME_CHARACTERS:
+            return written
+        digest = blake2b(written.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+        return f"{written[: MAX_NAME_CHARACTERS - len(digest) - 1]}_{digest}"
 
     def tool_of(self, name: str) -> Tool:
         """What the client knows by the name that the model wrote."""
@@ -76,6 +87,11 @@ class OfferedTools:
             "parallel_tool_calls": parallel,
         }
 
+    @property
+    def places(self) -> list[str]:
+        """Where in the request each function of `chat_fields` comes from."""
+        return [self._places[name] for name in self._functions]
+
     def _add(self, tool: dict[str, Any], namespace: str, where: str) -> None:
         kind = tool.get("type")
         if not isinstance(kind, str):
@@ -85,7 +101,7 @@ class OfferedTools:
             if not isinstance(within, list) or not all(isinstance(each, dict) for each in within):
                 raise InvalidRequestError(f"{where}.tools must be a list of tools", "tools")
             for number, each in enumerate(within):
-                self._add(each, self._name(tool, where), f"{where}.tools.{number}")
+                self._add(each, self._name(tool, where), f"{where}.tools[{number}]")
         elif kind in ("function", "custom"):
             self._offer(tool, kind, namespace, where)
         else:
@@ -105,6 +121,7 @@ class OfferedTools:
             if given.pop("format", {"type": "text"}) != {"type": "text"}:
                 self._ignored.add("tools.format")
             given["parameters"] = _CUSTOM_PARAMETERS
+        self._places[written] = where
         self._tools[written] = Tool(name, namespace, kind == "custom")
         self._functions[written] = {"type": "function", "function": given | {"name": written}}
 

@@ -59,6 +59,8 @@ _MENTIONED: Final = re.compile(
     r"\bmessages(?=\.)|^messages\b|\bmax_(?:completion_)?tokens\b|\bresponse_format\b"
     r"|\breasoning_effort\b"
 )
+_FUNCTION: Final = re.compile(r"\btools\[(\d{1,4})\](?:\.function)?")
+"""The place of a function in a chat completion."""
 
 
 class TextOptions(Strict):
@@ -259,17 +261,23 @@ def chat_request(
     try:
         return parse(ChatCompletionRequest, fields, CHAT_NEUTRAL, ignored)
     except InvalidRequestError as error:
-        raise in_clients_words(error) from None
+        raise in_clients_words(error, tools) from None
 
 
-def in_clients_words(error: InvalidRequestError) -> InvalidRequestError:
-    """The same error with the names that the fields have in this API."""
+def in_clients_words(error: InvalidRequestError, tools: OfferedTools) -> InvalidRequestError:
+    """The same error with the names and places that the fields have in this API."""
+    places = tools.places
+
+    def place(found: re.Match[str]) -> str:
+        number = int(found.group(1))
+        return places[number] if number < len(places) else "tools"
+
     message = _MENTIONED.sub(lambda found: _NAMES[found.group()], error.message)
     name = error.param
     if name is not None:
         first, dot, rest = name.partition(".")
-        name = _NAMES.get(first, first) + dot + rest
-    return InvalidRequestError(message, name)
+        name = _FUNCTION.sub(place, _NAMES.get(first, first) + dot + rest)
+    return InvalidRequestError(_FUNCTION.sub(place, message), name)
 
 
 def _response_format(asked: ResponsesRequest, ignored: IgnoredFields) -> dict[str, Any] | None:

@@ -57,7 +57,7 @@ async def create_response(request: Request) -> Response:
             ignored=ignored,
         )
     except InvalidRequestError as error:
-        raise in_clients_words(error) from None
+        raise in_clients_words(error, tools) from None
     running = RunningResponse(services, owner, asked, turn, tools, items)
     if asked.background:
         return await running.in_background()
@@ -83,6 +83,7 @@ class RunningResponse:
         self._owner = owner
         self._items = items
         self._turn = turn
+        self._tools = tools
         self._cancelled = False
         self.stored = asked.store
         self.answer = ResponsesAnswer(turn.shape, asked, turn.make_parser(), tools, self._keep)
@@ -105,6 +106,9 @@ class RunningResponse:
         self._generation.cancel()
         return self.so_far()
 
+    def in_clients_words(self, error: InvalidRequestError) -> InvalidRequestError:
+        return in_clients_words(error, self._tools)
+
     async def in_background(self) -> Response:
         """Begin, and answer as soon as the engine has accepted it."""
         services, generation = self._services, self._generation
@@ -114,7 +118,7 @@ class RunningResponse:
             try:
                 await generation.start()
             except InvalidRequestError as error:
-                raise in_clients_words(error) from None
+                raise self.in_clients_words(error) from None
             ties.enter_context(services.visitors)  # who reloads or drains waits for it
             task = asyncio.create_task(self._go_on(ties.pop_all()))
         services.background.add(task)
@@ -157,7 +161,7 @@ class ForegroundResponse(Response):
             try:
                 await self._response(scope, receive, send)
             except InvalidRequestError as error:
-                raise in_clients_words(error) from None
+                raise self._running.in_clients_words(error) from None
 
 
 def _conversation(services: Services, owner: Owner, asked: ResponsesRequest) -> list[Item]:

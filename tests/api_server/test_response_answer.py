@@ -13,7 +13,7 @@ from api_server.protocol.ignored import IgnoredFields
 from api_server.protocol.response_answer import ResponsesAnswer
 from api_server.protocol.response_items import messages_of
 from api_server.protocol.response_tools import OfferedTools
-from api_server.protocol.responses import parse_request
+from api_server.protocol.responses import in_clients_words, parse_request
 from proto.errors import InvalidRequestError
 from tests.api_server.test_responses import decoded
 
@@ -208,6 +208,47 @@ def test_tools_become_functions():
     assert str(ignored) == "tools.format, tools.web_search"
 
 
+def test_names_in_namespaces():
+    def offered(namespace: str, name: str) -> str:
+        tool = {"type": "namespace", "name": namespace, "tools": [{**WEATHER, "name": name}]}
+        tools = OfferedTools([{"type": "web_search"}, tool], "auto", IgnoredFields())
+        (function,) = tools.chat_fields(True)["tools"]
+        written = function["function"]["name"]
+        found = tools.tool_of(written)
+        assert (found.namespace, found.name) == (namespace, name)
+        assert tools.places == ["tools[1].tools[0]"]
+        return written
+
+    assert offered("mcp__github__", "read") == "mcp__github__read"
+    long = {offered("n" * 60, "read"), offered("n" * 60, "write"), offered("n" * 61, "read")}
+    assert len(long) == 3
+    assert {len(each) for each in long} == {64}
+
+
+def test_errors_of_a_chat_are_told_as_of_this_api():
+    tools = OfferedTools([{"type": "web_search"}, WEATHER, FILES], "auto", IgnoredFields())
+    for theirs, param, ours, place in (
+        (
+            "max_completion_tokens must be",
+            "max_completion_tokens",
+            "max_output_tokens must be",
+            "max_output_tokens",
+        ),
+        ("messages.3.content: no", "messages", "input.3.content: no", "input"),
+        ("at most 9 messages", "messages", "at most 9 messages", "input"),
+        (
+            "tools[0].function.name: no",
+            "tools[0].function.name",
+            "tools[1].name: no",
+            "tools[1].name",
+        ),
+        ("tools[1].function.parameters", "tools", "tools[2].tools[0].parameters", "tools"),
+        ("tools[7] is odd", None, "tools is odd", None),
+    ):
+        found = in_clients_words(InvalidRequestError(theirs, param), tools)
+        assert (found.message, found.param) == (ours, place)
+
+
 def test_without_functions_nothing_is_said_of_tools():
     tools = OfferedTools([{"type": "web_search"}], "auto", IgnoredFields())
     assert tools.chat_fields(False) == {}
@@ -302,6 +343,15 @@ def test_a_turn_of_the_assistant_is_one_message():
         {"role": "tool", "tool_call_id": "3", "content": "done"},
         {"role": "user", "content": "thanks"},
     ]
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Pa', "[1]", "5", "[" * 100_000])
+def test_a_call_that_was_cut_can_be_sent_back(arguments):
+    tools = OfferedTools([], "auto", IgnoredFields())
+    item = {"type": "function_call", "call_id": "1", "name": "x", "arguments": arguments}
+    (message,) = messages_of([item], None, tools, IgnoredFields())
+    found = message["tool_calls"][0]["function"]["arguments"]
+    assert json.loads(found) == {"arguments": arguments}
 
 
 def test_what_an_answer_said_can_be_said_again():
