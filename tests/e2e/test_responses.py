@@ -147,14 +147,20 @@ WEATHER = {
 
 def test_a_streamed_conversation_with_a_tool(client: openai.OpenAI) -> None:
     """create, function_call, function_call_output, answer."""
-    ask = {"model": MODEL, "tools": [WEATHER], "temperature": 0, "max_output_tokens": 60}
+    ask = {
+        "model": MODEL,
+        "tools": [WEATHER],
+        "temperature": 0,
+        "max_output_tokens": 60,
+        "parallel_tool_calls": False,
+    }
     items: list = [{"role": "user", "content": "What is the weather in Paris?"}]
     events = list(client.responses.create(**ask, input=items, tool_choice="required", stream=True))
     for event in events:
         EVENT.validate_python(event.model_dump(by_alias=True, exclude_unset=True))
     response = events[-1].response
     assert response.status == "completed"
-    call = response.output[0]
+    (call,) = response.output
     deltas = [
         event.delta
         for event in events
@@ -162,10 +168,9 @@ def test_a_streamed_conversation_with_a_tool(client: openai.OpenAI) -> None:
     ]
     assert "".join(deltas) == call.arguments
     assert set(json.loads(call.arguments)) == {"city"}
-    items += [item.model_dump() for item in response.output]
     items += [
-        {"type": "function_call_output", "call_id": each.call_id, "output": "21 degrees, sunny"}
-        for each in response.output
+        call.model_dump(),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "21 degrees, sunny"},
     ]
     events = list(client.responses.create(**ask, input=items, tool_choice="none", stream=True))
     last = events[-1].response
