@@ -101,7 +101,6 @@ class Request:
         kv_transfer_params: of one that is over: what its client is told of where its KV is, a
             JSON object; empty for nothing.
         crash_count: processes that died while this was computed, since it got further.
-        is_corrupt: its scores were no numbers, so none of its KV is to be trusted.
     """
 
     __slots__ = (
@@ -116,7 +115,6 @@ class Request:
         "crash_count",
         "first_info_sent",
         "handle",
-        "is_corrupt",
         "kv_transfer_params",
         "max_tokens",
         "num_cached_tokens",
@@ -195,7 +193,6 @@ class Request:
         self.first_info_sent = False
         self.kv_transfer_params = b""
         self.crash_count = crash_count
-        self.is_corrupt = False
 
     def _ask(self, prompt_token_ids: list[int], sampling_params: SamplingParams) -> None:
         """What is wanted: everything that follows from prompt and parameters."""

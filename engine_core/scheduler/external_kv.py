@@ -342,6 +342,14 @@ class ExternalKV:
             self._kv_cache.holds.hold(blocks)
             self._left_loading[handle] = blocks
 
+    def withdraw(self, request: Request) -> None:
+        """What a request computed is no numbers: nobody is to find any of it, wherever it is.
+
+        Also of one that is over: by then its blocks may be found, and be on every medium.
+        """
+        self._kv_cache.forget(request)
+        self.connector.withdraw(request)
+
     def drop_loads(self) -> None:
         """Nobody waits for a load any more; blocks are kept until the copies are over."""
         for handle, load in list(self._loads.items()):

@@ -487,23 +487,6 @@ def test_a_load_that_fails_takes_no_prefix_from_others_by_policy_fail() -> None:
     rig.assert_at_rest()
 
 
-def test_what_a_corrupt_request_had_stored_is_discarded_known_or_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rig = OffloadRig()
-    request = rig.add_one(PROMPT, 10)
-    for _ in range(3):
-        rig.step()
-    manager = rig.deciding._manager
-    assert manager.usage > 0.0
-    monkeypatch.setattr(manager, "contains", lambda keys: None)
-    request.status = RequestStatus.FINISHED_ERROR
-    request.is_corrupt = True
-    rig.deciding.request_finished(request, rig.kv_cache.block_ids(request.handle))
-    request.status = RequestStatus.RUNNING
-    assert manager.usage == 0.0
-
-
 def test_nothing_is_stored_that_rests_on_a_load_of_somebody_else() -> None:
     """It may have failed; the cursor stays where it is until that is known."""
     rig = OffloadRig()
