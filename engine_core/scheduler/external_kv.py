@@ -226,7 +226,12 @@ class ExternalKV:
     @property
     def keeps_waiting(self) -> bool:
         """Where nobody runs: somebody waits for a load or an answer, or for room that is held."""
-        if self._loads or self._asked:
+        return bool(self._asked) or self.awaits_copies
+
+    @property
+    def awaits_copies(self) -> bool:
+        """Where nobody runs: somebody waits for a load, or for room that a copy gives back."""
+        if self._loads:
             return True
         kv_cache, waiting = self._kv_cache, self._waiting
         if not waiting.num_ready or not kv_cache.holds.num_alone:
