@@ -28,6 +28,9 @@ from proto.errors import TokendError
 _TOKENS: Final = range(1000, 30_000)
 _ANSWER_SECONDS: Final = 600.0
 _WARM_UP_TOKENS: Final = 16
+_LOOK_SECONDS: Final = 1.0
+_IDLE_SHARE: Final = 0.05
+_REST_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,7 @@ class _Clients:
                 for _ in range(self._load.num_clients)
             ]
             list(self._threads.map(lambda each: self._ask(each, _WARM_UP_TOKENS), prompts))
+        self._await_rest()
 
     def turn(self, prompts: Sequence[Sequence[int]]) -> Turn:
         """All prompts, as many at a time as there are clients."""
@@ -162,6 +166,16 @@ class _Clients:
         seconds = time.perf_counter() - begun
         cpu_ms = (self._cpu_seconds() - cpu) * 1e3
         return Turn(num_tokens / seconds, cpu_ms / num_tokens)
+
+    def _await_rest(self) -> None:
+        """Until what a start leaves for idle moments is done."""
+        deadline = time.monotonic() + _REST_SECONDS
+        before = -1.0
+        while (now := self._cpu_seconds()) - before > _IDLE_SHARE * _LOOK_SECONDS:
+            if time.monotonic() > deadline:
+                raise TokendError(f"the daemon is not at rest after {_REST_SECONDS:g} s")
+            before = now
+            time.sleep(_LOOK_SECONDS)
 
     def _cpu_seconds(self) -> float:
         return sum(each.cpu_seconds for each in usage_by_title(self._daemon.pid).values())
