@@ -9,6 +9,7 @@ where FOLDER tells models, arithmetics, numbers of ranks and sizes of blocks apa
 nothing of what is in a block.
 """
 
+import contextlib
 import os
 import re
 import stat
@@ -45,7 +46,8 @@ _S = TypeVar("_S", bound=msgspec.Struct)
 class DiskSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What `kv_connector_extra_config` says of a disk.
 
-    disk_path: folder that nobody else may write to; made if it is not there.
+    disk_path: folder that nobody else may write to; made if it is not there. Where its group may,
+        see `own_folder`.
     disk_bytes_to_use: of all files in it.
     load_timeout: seconds after which a load is given up. store_timeout: seconds after which a
         store is, counted from when it was ordered.
@@ -132,6 +134,42 @@ def remote_address(settings: RemoteSettings) -> RemoteAddress:
     return _address("remote_url_file", url)
 
 
+def own_folder(disk_path: str) -> Path:
+    """Where files are kept: in `disk_path`, or where its group may write to it in a folder below.
+
+    That one is made for this user alone, and made so again where it no longer is: a volume of
+    Kubernetes with an fsGroup belongs to root and to a group, and its files are opened to the group
+    when it is mounted. Raises ConfigError where somebody else has put something there.
+
+        disk_path   root:kv 2770     tokend-10001   10001 0700     files   10001 0600
+    """
+    path = Path(disk_path)
+    try:
+        facts = os.stat(path)
+    except OSError:
+        return path
+    is_of_a_group = facts.st_uid in (0, os.geteuid()) and facts.st_mode & 0o022 == 0o020
+    if not is_of_a_group:
+        return path
+    own = path / f"tokend-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError, PermissionError):
+        own.mkdir(mode=0o700)
+    try:
+        found = os.lstat(own)
+    except OSError as error:
+        raise _wrong("disk_path", f"{own} cannot be made: {error.strerror}") from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise _wrong("disk_path", f"{own} is not a folder")
+    if found.st_uid == os.geteuid() and found.st_mode & 0o077:
+        own.chmod(0o700)
+    return own
+
+
+def is_private(facts: os.stat_result) -> bool:
+    """Whether only this user can have written what a file says."""
+    return facts.st_uid == os.geteuid() and not facts.st_mode & 0o022
+
+
 def check_private(folder: str | Path) -> None:
     """Raise ConfigError where others may write to a folder: a block can be made up by whoever may.
 
@@ -150,7 +188,8 @@ def check_private(folder: str | Path) -> None:
         return
     raise _wrong(
         "disk_path",
-        f"needs a folder of this user alone (one below it is made so): {folder} {fault}",
+        f"needs a folder of this user alone (one below it is made so), or of a group: "
+        f"{folder} {fault}",
     )
 
 

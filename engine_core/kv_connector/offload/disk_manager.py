@@ -13,7 +13,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any, Final
 
 from engine_core.kv_connector.offload.base import (
@@ -25,7 +24,14 @@ from engine_core.kv_connector.offload.base import (
 from engine_core.kv_connector.offload.disk_folder import DiskFolder, Found, Removed, Report, Seen
 from proto.breaker import Breaker
 from proto.errors import ConfigError
-from proto.kv_media import DISK, HEADER_BYTES, DiskSettings, disk_settings, media_folder
+from proto.kv_media import (
+    DISK,
+    HEADER_BYTES,
+    DiskSettings,
+    disk_settings,
+    media_folder,
+    own_folder,
+)
 
 PATIENCE_SECONDS: Final = 2.0
 """For which requests wait until it is known what is there, after the start of the engine."""
@@ -360,6 +366,6 @@ def make_manager(extra: Mapping[str, Any], context: ManagerContext) -> DiskOfflo
             "kv_transfer_config",
         )
     name = media_folder(context.fingerprint, context.num_ranks, context.factor)
-    folder = DiskFolder(Path(settings.disk_path), name, context.num_ranks, context.ring)
+    folder = DiskFolder(own_folder(settings.disk_path), name, context.num_ranks, context.ring)
     folder.start()
     return DiskOffloadingManager(folder, capacity, context)
