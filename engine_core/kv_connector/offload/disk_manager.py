@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any, Final
 
 from engine_core.kv_connector.offload.base import (
+    MAX_BYTES_IN_FLIGHT,
     ManagerContext,
     OffloadingEvent,
     OffloadKey,
@@ -32,11 +33,10 @@ from proto.kv_media import (
     media_folder,
     own_folder,
 )
+from proto.kv_transfer_config import FIELD
 
 PATIENCE_SECONDS: Final = 2.0
 """For which requests wait until it is known what is there, after the start of the engine."""
-MAX_BYTES_IN_FLIGHT: Final = 64 << 20
-"""Of one rank; while more is being stored, nothing is added to it."""
 _SLICE: Final = 2000
 """Blocks that are taken into the ledger at a time."""
 _RETRY_SECONDS: Final = 1.0
@@ -363,7 +363,7 @@ def make_manager(extra: Mapping[str, Any], context: ManagerContext) -> DiskOfflo
         raise ConfigError(
             f"--kv-transfer-config: disk_bytes_to_use is {settings.disk_bytes_to_use}, less than "
             f"one block takes ({(HEADER_BYTES + context.block_bytes) * context.num_ranks})",
-            "kv_transfer_config",
+            FIELD,
         )
     name = media_folder(context.fingerprint, context.num_ranks, context.factor)
     folder = DiskFolder(own_folder(settings.disk_path), name, context.num_ranks, context.ring)

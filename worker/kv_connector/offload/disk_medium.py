@@ -16,6 +16,7 @@ from proto.errors import ConfigError
 from proto.kv_events import DEVICE_MEDIUM
 from proto.kv_media import (
     DISK,
+    TEMPORARY,
     DiskSettings,
     check_private,
     disk_settings,
@@ -33,8 +34,6 @@ from worker.kv_connector.offload.transfer_queue import (
     TransferQueue,
 )
 
-TEMPORARY: Final = ".new"
-"""End of the name of a file that is being written."""
 _SLICE: Final = 1 << 20
 """Bytes read or written before the time is looked at again."""
 
