@@ -197,6 +197,7 @@ class Scheduler:
             max_model_len,
             self._finish,
             self.abort,
+            self.external.withdraw,
             self.external.void_until,
         )
         self._placeholders: Placeholders = (
