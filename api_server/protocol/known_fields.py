@@ -119,11 +119,7 @@ COMPLETION_NEUTRAL: Final[Neutral] = {**NEUTRAL}
 
 CHAT_NEUTRAL: Final[Neutral] = {
     **NEUTRAL,
-    "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
@@ -141,8 +137,6 @@ MESSAGE_NEUTRAL: Final[Neutral] = {
     "audio": (),
     "cache_control": (),
     "function_call": (),
-    "reasoning": (),
-    "reasoning_content": (),
     "refusal": (),
     "tool_call_id": (),
     "tool_calls": ([],),
