@@ -15,9 +15,12 @@ HARMLESS: Final = frozenset({"user", "metadata", "safety_identifier", "prompt_ca
 OPENAI: Final = frozenset(
     {
         "audio",
+        "background",
         "best_of",
+        "conversation",
         "function_call",
         "functions",
+        "include",
         "input",
         "instructions",
         "max_output_tokens",
@@ -63,7 +66,6 @@ ANTHROPIC: Final = frozenset(
 
 VLLM: Final = frozenset(
     {
-        "agent_hint",
         "data_parallel_rank",
         "documents",
         "ec_transfer_params",
@@ -77,7 +79,6 @@ VLLM: Final = frozenset(
         "mm_processor_kwargs",
         "output_kind",
         "prompt_embeds",
-        "session_id",
         "skip_reading_prefix_cache",
         "structural_tag",
         "thinking_token_budget",
@@ -121,11 +122,7 @@ COMPLETION_NEUTRAL: Final[Neutral] = {**NEUTRAL}
 
 CHAT_NEUTRAL: Final[Neutral] = {
     **NEUTRAL,
-    "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
@@ -136,6 +133,18 @@ CHAT_NEUTRAL: Final[Neutral] = {
     "tools": ([],),
 }
 
+RESPONSES_NEUTRAL: Final[Neutral] = {
+    "context_management": ([],),
+    "service_tier": ("auto", "default"),
+}
+
+RESPONSES_HINTS: Final = frozenset(
+    {"max_tool_calls", "prompt_cache_options", "prompt_cache_retention"}
+)
+"""Of /v1/responses: about a cache that is not ours, and tools that are not called here."""
+
+REASONING_NEUTRAL: Final[Neutral] = {"context": ("auto",), "mode": ("standard",)}
+
 STREAM_OPTIONS_NEUTRAL: Final[Neutral] = {"include_obfuscation": (False,)}
 
 MESSAGE_NEUTRAL: Final[Neutral] = {
@@ -143,8 +152,6 @@ MESSAGE_NEUTRAL: Final[Neutral] = {
     "audio": (),
     "cache_control": (),
     "function_call": (),
-    "reasoning": (),
-    "reasoning_content": (),
     "refusal": (),
     "tool_call_id": (),
     "tool_calls": ([],),
