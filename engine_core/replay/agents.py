@@ -5,7 +5,8 @@
       several jobs
 
 A turn's prompt is all that came before it and what is new. Nominal times: a turn takes a second,
-and between turns is the tool's duration, which is all that a replay takes from them.
+and between turns is the tool's duration, which is all that a replay takes from them. Tools have
+names and durations of their own, so that there is something to learn from a name.
 """
 
 import math
@@ -17,14 +18,6 @@ from proto.config import SchedulerConfig
 from proto.replay import AgentLoad
 from proto.sched_trace import Arrival, Content, Finish, TraceHeader
 
-_TOOL_SECONDS: Final = (
-    (0.61, 0.05, 1.0),
-    (0.30, 1.0, 10.0),
-    (0.05, 10.0, 60.0),
-    (0.04, 60.0, 1000.0),
-)
-"""(share of the calls, from, to), each by its logarithm. 61 % take under a second, and the 4 % over
-a minute about 85 % of all time, as in TraceLab's 432,510 calls."""
 _BLOCK_SIZE: Final = 16
 _SECOND: Final = 1_000_000
 
@@ -43,6 +36,8 @@ class _Drawing:
         self._num_contents = 0
         self._handle = 0
         self._lines: list[Arrival | Finish] = []
+        self._tools: dict[int, str] = {}
+        self._shares = [each.share for each in load.tools]
         shared = load.system_tokens // _BLOCK_SIZE
         self._systems = [self._new(0, 0, shared) for _ in range(load.num_systems)]
         started = 0.0
@@ -69,20 +64,26 @@ class _Drawing:
             recording.chains.learn(system)
         for line in self._lines:
             recording.take(line)
+        for handle, sequence in recording.sequences.items():
+            sequence.tool = self._tools.get(handle, "")
+            sequence.is_last = not sequence.tool
         return recording
 
     def _draw_job(self, job: str, now: int) -> None:
         load, rng = self._load, self._rng
         content = rng.choice(self._systems)
         num_tokens = load.system_tokens
+        handle = -1
         for _ in range(1 + self._count(load.turns - 1)):
             num_prompt = num_tokens + 1 + self._count(load.turn_tokens - 1)
             num_output = 1 + self._count(load.output_tokens - 1)
             if num_prompt + num_output > load.longest:
                 break
+            if handle >= 0:
+                now += _SECOND + round(self._call(handle) * _SECOND)
+            handle = self._handle
             content = self._draw_turn(job, now, content, num_prompt, num_output)
             num_tokens = num_prompt + num_output
-            now += _SECOND + round(self._tool_seconds() * _SECOND)
 
     def _draw_turn(
         self, job: str, now: int, content: Content, num_prompt: int, num_output: int
@@ -113,6 +114,13 @@ class _Drawing:
         self._handle += 1
         return said
 
+    def _call(self, handle: int) -> float:
+        """The tool that a turn calls; returns its seconds."""
+        tool = self._rng.choices(self._load.tools, self._shares)[0]
+        self._tools[handle] = tool.name
+        drawn = self._rng.lognormvariate(math.log(tool.median_s), tool.sigma)
+        return min(drawn, self._load.longest_tool_s)
+
     def _extended(self, content: Content, num_tokens: int) -> Content:
         """The same and more, of which the blocks that it had are known."""
         num_known = content.num_known + content.num_new
@@ -129,11 +137,3 @@ class _Drawing:
     def _count(self, mean: float) -> int:
         """From 0 on, geometric."""
         return int(self._rng.expovariate(math.log1p(1 / mean))) if mean > 0 else 0
-
-    def _tool_seconds(self) -> float:
-        share = self._rng.random()
-        for part, least, most in _TOOL_SECONDS:
-            if share < part:
-                return float(least * (most / least) ** (share / part))
-            share -= part
-        return _TOOL_SECONDS[-1][2]

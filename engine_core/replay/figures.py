@@ -33,6 +33,8 @@ def figures_of(
         preemptions=outcome.num_preemptions,
         hit_rate=outcome.num_hit / outcome.num_queried if outcome.num_queried else 0.0,
         step_model=step_model,
+        num_prompt_tokens=sum(each.sequence.arrival.num_prompt_tokens for each in courses),
+        num_found_tokens=sum(each.num_found for each in courses),
     )
 
 

@@ -3,11 +3,14 @@
 from engine_core.replay.agents import recording_of
 from engine_core.replay.figures import figures_of
 from engine_core.replay.follow import Follower
-from engine_core.replay.offers import Offers
+from engine_core.replay.live_kv import live_blocks
+from engine_core.replay.offers import InTime, Offers, Together
 from engine_core.replay.recording import Recording, read
 from engine_core.replay.rig import settings
 from engine_core.replay.simulation import Simulation
 from engine_core.replay.step_times import fit
+from engine_core.replay.tier import NO_TIER, SimulatedTier
+from proto.codec import changed
 from proto.replay import AgentLoad, ReplayAnswer, ReplayFigures, ReplayOrder, StepModel
 
 
@@ -40,12 +43,17 @@ def simulate(recording: Recording, order: ReplayOrder) -> ReplayFigures:
     step_model = order.step_model or _model_of(recording)
     ended = [each for each in recording.sequences.values() if each.finish is not None]
     _check_size(recording, header.num_blocks)
-    offers = Offers(ended, order.rate, order.open_loop)
+    offers: Offers = InTime(ended, order.rate, order.open_loop)
+    if order.together:
+        offers = Together(ended, order.together)
+    tier = SimulatedTier(order.tier, header) if order.tier else NO_TIER
     outcome = Simulation(
-        recording, header, offers, step_model, order.one_tenant, order.tape_path
+        recording, header, offers, step_model, order.one_tenant, order.tape_path, tier
     ).run()
     left_out = len(recording.sequences) - len(ended)
-    return figures_of(outcome, scheduler.scheduling_policy, left_out, step_model)
+    figures = figures_of(outcome, scheduler.scheduling_policy, left_out, step_model)
+    mean, peak = live_blocks(recording, outcome.courses.values())
+    return changed(figures, live_blocks_mean=mean, live_blocks_peak=peak)
 
 
 def _model_of(recording: Recording) -> StepModel:

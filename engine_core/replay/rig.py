@@ -9,6 +9,7 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.observers import PoolObserver
 from engine_core.replay.chains import STOP, VOCAB_SIZE, Tokens
 from engine_core.replay.recording import Sequence
+from engine_core.replay.tier import NO_TIER, Tier
 from engine_core.request import Request
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.observer import SchedulerObserver
@@ -29,6 +30,7 @@ def settings(header: TraceHeader, order: ReplayOrder) -> TraceHeader:
     """The header as it would be with what the order replaces; raises msgspec.ValidationError."""
     given = {
         "scheduling_policy": order.policy,
+        "pin_policy": order.pin_policy,
         "max_num_seqs": order.max_num_seqs,
         "max_num_batched_tokens": order.max_num_batched_tokens,
     }
@@ -44,7 +46,7 @@ class Rig:
     """The parts, and the requests that were given to them.
 
     one_tenant: every request is the same tenant's. aborts: whoever was cut short in the trace is
-    aborted by the caller; otherwise it stops with the last token that it had.
+    aborted by the caller; otherwise it stops with the last token that it had. tier: behind the pool.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Rig:
         one_tenant: bool = False,
         aborts: bool = False,
         pool_observers: SequenceOf[PoolObserver] = (),
+        tier: Tier = NO_TIER,
     ) -> None:
         config = header.scheduler
         self.kv_cache = KVCacheManager(
@@ -74,6 +77,7 @@ class Rig:
             max_model_len=header.max_model_len,
             vocab_size=VOCAB_SIZE,
             clock=clock,
+            connect=tier.connect(self.kv_cache),
             observer=observer,
         )
         self.worker = ReplayWorker()
