@@ -30,7 +30,10 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolLoad(msgspec.Struct, frozen=True):
-    """A tool that agents call. share: of all calls. median_s, sigma: of its log-normal durations."""
+    """A tool that agents call.
+
+    share: of all calls. median_s, sigma: of its durations, which are log-normal.
+    """
 
     name: str
     share: float
@@ -45,9 +48,9 @@ TOOLS: Final = (
     ToolLoad("fetch", 0.19, 2.5, 1.0),
     ToolLoad("run_tests", 0.05, 60.0, 1.8),
 )
-"""Together as TraceLab's 432,510 calls: 61 % under a second, 4 % over a minute, which are 80 % of all
-tool time (there 85 %); shell has its published median, 0.85 s, and 99th percentile, 235 s. How the
-other calls divide among tools is assumed."""
+"""Together as TraceLab's 432,510 calls: 61 % under a second, 4 % over a minute, which are 80 % of
+all tool time (there 85 %); shell has its published median, 0.85 s, and 99th percentile, 235 s. How
+the other calls divide among tools is assumed."""
 
 
 class AgentLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +75,27 @@ class AgentLoad(msgspec.Struct, frozen=True, kw_only=True):
     longest_tool_s: float = 1000.0
 
 
+class AgentTurn(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """new_tokens: that it adds to the prompt (of a first turn: to the system prompt).
+
+    output_tokens: that it generates. tool: that it calls then, for so many seconds; the last turn
+    has none.
+    """
+
+    new_tokens: int
+    output_tokens: int
+    tool: str = ""
+    tool_s: float = 0.0
+
+
+class AgentJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """starts_s: when its first turn comes. system: number of the system prompt."""
+
+    starts_s: float
+    system: int
+    turns: list[AgentTurn]
+
+
 class HostTier(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory behind the pool: the offloading connector, with copies that only take time.
 
@@ -84,7 +108,10 @@ class HostTier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """path: of the trace. load: instead of its arrivals; without a path, with default settings.
+    """path: of the trace. load: instead of its arrivals, with default settings and a pool that
+    holds everything; a path beside it is of the trace that step times are fitted to.
+
+    draw: answer with the jobs of the load, and simulate nothing.
 
     verify: follow the trace line by line instead, and compare each decision.
     policy, pin_policy: None for those of the trace. rate: arrivals come so many times as fast.
@@ -98,6 +125,7 @@ class ReplayOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str = ""
     load: AgentLoad | None = None
+    draw: bool = False
     verify: bool = False
     policy: str | None = None
     pin_policy: str | None = None
@@ -129,6 +157,7 @@ class ReplayFigures(msgspec.Struct, frozen=True, kw_only=True):
     hit_rate: of the tokens that were looked up in the prefix cache. seconds: in all.
     num_prompt_tokens: of all requests; num_found_tokens: of those, what was found in the pool or
     behind it when a request was first admitted.
+    pins_*: taken; found by the job's next turn; over in time; given up for want of blocks.
     live_blocks_mean, live_blocks_peak: of the KV of jobs between their first arrival and their last
     token, what they share counted once; between the arrivals of the first tenth of the jobs and the
     last.
@@ -149,6 +178,10 @@ class ReplayFigures(msgspec.Struct, frozen=True, kw_only=True):
     step_model: StepModel
     num_prompt_tokens: int = 0
     num_found_tokens: int = 0
+    pins_taken: int = 0
+    pins_hit: int = 0
+    pins_expired: int = 0
+    pins_unpinned: int = 0
     live_blocks_mean: float = 0.0
     live_blocks_peak: int = 0
 
@@ -167,8 +200,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One of them; error: why there is neither."""
+    """One of them; error: why there is none."""
 
     figures: ReplayFigures | None = None
     verdict: Verdict | None = None
     error: str = ""
+    jobs: list[AgentJob] | None = None

@@ -1,6 +1,6 @@
 """Carries out orders: which recording, under which settings, followed or simulated."""
 
-from engine_core.replay.agents import recording_of
+from engine_core.replay.agents import draw_jobs, recording_of
 from engine_core.replay.figures import figures_of
 from engine_core.replay.follow import Follower
 from engine_core.replay.live_kv import live_blocks
@@ -23,13 +23,17 @@ class Player:
 
     def play(self, order: ReplayOrder) -> ReplayAnswer:
         """Raises UnreadableTraceError, or ValueError for what cannot be simulated."""
+        if order.draw and order.load is not None:
+            return ReplayAnswer(jobs=draw_jobs(order.load))
         recording = self._read(order)
+        if order.load is not None and order.path and order.step_model is None:
+            order = changed(order, step_model=_model_of(read(order.path)))
         if order.verify:
             return ReplayAnswer(verdict=Follower(recording).run())
         return ReplayAnswer(figures=simulate(recording, order))
 
     def _read(self, order: ReplayOrder) -> Recording:
-        key = (order.path, order.load)
+        key = ("" if order.load else order.path, order.load)
         if self._recording is None or key != self._key:
             self._recording = recording_of(order.load) if order.load else read(order.path)
             self._key = key

@@ -46,7 +46,8 @@ class Rig:
     """The parts, and the requests that were given to them.
 
     one_tenant: every request is the same tenant's. aborts: whoever was cut short in the trace is
-    aborted by the caller; otherwise it stops with the last token that it had. tier: behind the pool.
+    aborted by the caller; otherwise it stops with the last token that it had.
+    tier: behind the pool.
     """
 
     def __init__(
