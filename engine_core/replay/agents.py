@@ -48,8 +48,12 @@ def _draw_turns(load: AgentLoad, shares: list[float], rng: random.Random) -> lis
     for _ in range(1 + _count(rng, load.turns - 1)):
         num_new = 1 + _count(rng, load.turn_tokens - 1)
         num_output = 1 + _count(rng, load.output_tokens - 1)
-        if turns and num_tokens + num_new + num_output > load.longest:
-            break
+        room = load.longest - num_tokens
+        if num_new + num_output > room:
+            if turns:
+                break
+            num_output = min(num_output, room - 1)
+            num_new = min(num_new, room - num_output)
         num_tokens += num_new + num_output
         tool = rng.choices(load.tools, shares)[0]
         seconds = rng.lognormvariate(math.log(tool.median_s), tool.sigma)

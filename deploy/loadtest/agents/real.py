@@ -136,7 +136,7 @@ def _measure(
     if VARIANTS[name].has_tier:
         flags += ["--kv-transfer-config", json.dumps(_TIER)]
     with MeasuredDaemon([*flags, *load.serve_flags]) as daemon:
-        done = asyncio.run(_play(daemon.url, jobs, shape, load.tool_scale))
+        done = asyncio.run(play(daemon.url, jobs, shape, load.tool_scale))
         preemptions = daemon.metric("vllm:num_preemptions_total")
     if not done.seconds:
         raise TokendError(f"tokend bench agents: not one job came to its end under {name}")
@@ -154,7 +154,7 @@ def _measure(
     )
 
 
-async def _play(url: str, jobs: list[AgentJob], shape: AgentLoad, tool_scale: float) -> _Done:
+async def play(url: str, jobs: list[AgentJob], shape: AgentLoad, tool_scale: float) -> _Done:
     """All jobs to their ends, each from its moment on."""
     done = _Done()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -162,12 +162,12 @@ async def _play(url: str, jobs: list[AgentJob], shape: AgentLoad, tool_scale: fl
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         begun = time.monotonic()
 
-        async def play(number: int, job: AgentJob) -> None:
+        async def one(number: int, job: AgentJob) -> None:
             await asyncio.sleep(begun + job.starts_s - time.monotonic())
             fields = {"model": model, "temperature": 0, "ignore_eos": True}
             await _Job(number, job, shape, tool_scale, done).run(client, fields)
 
-        await asyncio.gather(*(play(number, job) for number, job in enumerate(jobs)))
+        await asyncio.gather(*(one(number, job) for number, job in enumerate(jobs)))
     return done
 
 
