@@ -7,7 +7,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from api_server.inputs.chat_template import load_chat_template
+from api_server.inputs.chat_template import load_chat_template, read_chat_template
 from api_server.inputs.rendering import TimedRendering
 from api_server.inputs.tokenizer import ModelTokenizer, special_token_texts
 from proto.config import ModelConfig
@@ -28,7 +28,11 @@ class ModelTexts:
         folder = config.tokenizer or model.folder
         name = config.served_model_name or model.name
         tokenizer = ModelTokenizer.load(folder)
-        template = load_chat_template((folder, model.folder), name, special_token_texts(folder))
+        variables = special_token_texts(folder)
+        if config.chat_template is None:
+            template = load_chat_template((folder, model.folder), name, variables)
+        else:
+            template = read_chat_template(Path(config.chat_template), variables)
         digest = hashlib.sha256(repr(model.eos_token_ids).encode())
         digest.update(Path(folder, "tokenizer.json").read_bytes())
         return cls(tokenizer, TimedRendering(template), digest.hexdigest())

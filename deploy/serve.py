@@ -32,6 +32,7 @@ def serve(config: ServeConfig, around: Surroundings, commands: Commands) -> int:
     clock = PhaseClock(time.monotonic() - process_age())
     clock.end("command")
     _check_tokenizer(config)
+    _check_chat_template(config)
     scheme = _scheme(config)
     read_api_keys(config.frontend)
     faults = _faults(config, around)
@@ -92,6 +93,12 @@ def _check_tokenizer(config: ServeConfig) -> None:
     folder = config.model.tokenizer
     if folder is not None and not os.path.isfile(os.path.join(folder, "tokenizer.json")):
         raise ConfigError(f"--tokenizer {folder}: there is no tokenizer.json in it", "tokenizer")
+
+
+def _check_chat_template(config: ServeConfig) -> None:
+    path = config.model.chat_template
+    if path is not None and not os.path.isfile(path):
+        raise ConfigError(f"--chat-template {path}: there is no such file", "chat_template")
 
 
 def _check_length(config: ServeConfig, model: PreparedModel) -> None:

@@ -28,6 +28,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Name that clients use; by default the name or last path part of the model."""
     tokenizer: str | None = None
     """Folder with another tokenizer.json; by default the model's own."""
+    chat_template: str | None = None
+    """File with another chat template (Jinja); by default the model's own."""
     dtype: DType = "auto"
     """Arithmetic of weights and activations; auto takes what the device does best."""
     cpu_weights: CpuWeights = "auto"

@@ -1,46 +1,39 @@
 """Messages to a prompt, through the model's own Jinja template.
 
-The template comes with a model and is not trusted: it runs in Jinja's immutable
-sandbox, with the few extras that templates rely on (`raise_exception`, `tojson`,
-`strftime_now`, loop controls, the `generation` block) and nothing else. How long it may
-take is for whoever calls `render`; here no single operation can take for ever.
+The template comes with a model and is not trusted: it runs in a sandbox (see
+template_environment.py). What it renders is what `transformers` renders of the same
+messages. How long it may take is for whoever calls `render`; here no single operation can
+take for ever.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, Protocol
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from api_server.inputs.continuation import continued
+from api_server.inputs.conversation import Conversation
+from api_server.inputs.template_environment import template_environment
+from api_server.inputs.template_facts import TemplateFacts, facts_of
 from proto.errors import InvalidRequestError, ModelError, shown
 
 MAX_TEMPLATE_BYTES: Final = 1 << 20
-MAX_REPEATED: Final = 1 << 20
-"""Items of what `*` makes of a string or list."""
-MAX_INTEGER_BITS: Final = 4096
-"""Of what `*` and `**` make of numbers."""
+_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+"""Names that templates know a message's reasoning by; the first is the usual one."""
 
 
 class ChatTemplate(Protocol):
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
-    ) -> str:
-        """The prompt; raises InvalidRequestError when the template refuses the messages.
-
-        add_generation_prompt: end with what an answer begins with.
-        """
-        ...
+    """source: as it was written; None where there is none. facts: what it reads."""
 
     @property
-    def source(self) -> str | None:
-        """As it was written; None where there is none."""
+    def source(self) -> str | None: ...
+
+    @property
+    def facts(self) -> TemplateFacts: ...
+
+    def render(self, conversation: Conversation) -> str:
+        """The prompt; raises InvalidRequestError when the template refuses the messages."""
         ...
 
 
@@ -50,10 +43,9 @@ class NoChatTemplate:
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self.source = None
+        self.facts = TemplateFacts()
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
-    ) -> str:
+    def render(self, conversation: Conversation) -> str:
         raise InvalidRequestError(
             f"the model {self._model_name} has no chat template; use /v1/completions", "messages"
         )
@@ -63,8 +55,10 @@ class JinjaChatTemplate:
     """`variables`: the special tokens that a template may name."""
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
+        environment = template_environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            self.facts = facts_of(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"chat template, line {error.lineno}: {error.message}") from None
         except Exception as error:  # of what it computes from constants, or how deep it is
@@ -72,12 +66,23 @@ class JinjaChatTemplate:
         self._variables = dict(variables)
         self.source = source
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
-    ) -> str:
-        values = {**self._variables, "messages": list(messages), "tools": None, "documents": None}
+    def render(self, conversation: Conversation) -> str:
+        messages = [_with_reasoning(message) for message in conversation.messages]
+        if conversation.continue_final_message:
+            return continued(messages, lambda marked: self._rendered(conversation, marked))
+        return self._rendered(conversation, messages)
+
+    def _rendered(self, conversation: Conversation, messages: list[dict[str, Any]]) -> str:
+        values = {
+            **self._variables,
+            **conversation.variables,
+            "messages": messages,
+            "tools": _plain(conversation.tools),
+            "documents": _plain(conversation.documents),
+            "add_generation_prompt": conversation.add_generation_prompt,
+        }
         try:
-            return self._template.render(values, add_generation_prompt=add_generation_prompt)
+            return self._template.render(values)
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"chat template: {shown(error)}", "messages") from None
         except Exception as error:  # a template is code that nobody here has read
@@ -93,83 +98,28 @@ def load_chat_template(
     for folder in folders:
         path = Path(folder, "chat_template.jinja")
         if path.is_file():
-            return JinjaChatTemplate(_read(path), variables)
+            return read_chat_template(path, variables)
     return NoChatTemplate(model_name)
 
 
-def _read(path: Path) -> str:
-    if path.stat().st_size > MAX_TEMPLATE_BYTES:
-        raise ModelError(f"{path} is larger than {MAX_TEMPLATE_BYTES} bytes")
+def read_chat_template(path: Path, variables: Mapping[str, Any]) -> ChatTemplate:
+    """Raises ModelError for a file that cannot be used."""
     try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{path}: {error}") from None
+        if path.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise ModelError(f"{path} is larger than {MAX_TEMPLATE_BYTES} bytes")
+        source = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"chat template {path}: {error}") from None
+    return JinjaChatTemplate(source, variables)
 
 
-class GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks assistant text for training; shown as it is."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message's reasoning by every name, as `transformers` 5 has it."""
+    told = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    if told is None:
+        return dict(message)
+    return {"thinking": told, **message, "reasoning_content": told}
 
 
-class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox, where `*` and `**` make nothing enormous.
-
-    One such operation is one instruction, which nothing can interrupt. Intercepted
-    operators are not computed when the template is compiled either.
-    """
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if _size_of(operator, left, right) > MAX_INTEGER_BITS:
-            raise jinja2.exceptions.SecurityError(f"the result of {operator} is too large")
-        return super().call_binop(context, operator, left, right)
-
-
-def _size_of(operator: str, left: Any, right: Any) -> int:
-    """Bits of the result; of a repetition its items, in proportion to what is allowed."""
-    if isinstance(left, int) and isinstance(right, int):
-        if operator == "**":
-            return left.bit_length() * max(0, right)
-        return left.bit_length() + right.bit_length()
-    items, times = (right, left) if isinstance(left, int) else (left, right)
-    if isinstance(times, int) and isinstance(items, str | list | tuple):
-        return len(items) * times * MAX_INTEGER_BITS // MAX_REPEATED
-    return 0
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter would escape for HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def _plain(values: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    return None if values is None else [dict(value) for value in values]

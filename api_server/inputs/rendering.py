@@ -13,11 +13,13 @@ import asyncio
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from api_server.inputs.chat_template import ChatTemplate
+from api_server.inputs.conversation import Conversation
+from api_server.inputs.template_facts import TemplateFacts
 from proto.errors import InvalidRequestError, OverloadedError
 
 RENDER_SECONDS: Final = 5.0
@@ -44,9 +46,12 @@ class TimedRendering:
         """Of the template, None where there is none."""
         return self._template.source
 
-    async def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
-    ) -> str:
+    @property
+    def facts(self) -> TemplateFacts:
+        """What the template reads."""
+        return self._template.facts
+
+    async def render(self, conversation: Conversation) -> str:
         """The prompt; raises InvalidRequestError when the template refuses or takes too long.
 
         Raises OverloadedError when those before it take all the time or all the threads there are.
@@ -57,11 +62,7 @@ class TimedRendering:
         except TimeoutError:
             raise OverloadedError("other conversations keep the chat template busy") from None
         try:
-            render = _Render(
-                partial(
-                    self._template.render, messages, add_generation_prompt=add_generation_prompt
-                )
-            )
+            render = _Render(partial(self._template.render, conversation))
         except RuntimeError:  # the machine has no thread left
             self._turn.release()
             raise OverloadedError("there is no thread for the chat template") from None

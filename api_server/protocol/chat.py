@@ -1,8 +1,15 @@
 """The request of POST /v1/chat/completions."""
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, WithJsonSchema
+from pydantic import (
+    BeforeValidator,
+    FailFast,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
 
 from api_server.protocol.common import GenerationRequest, Strict, Text
 from api_server.protocol.fields import given_fields, ignored_of
@@ -15,27 +22,27 @@ MAX_MESSAGES: Final = 4096
 _LATER_ROLES: Final = ("tool", "function")
 
 
-def _joined(content: Any, info: ValidationInfo) -> Any:
-    """Text parts as one text, a line each."""
+def _parts(content: Any, info: ValidationInfo) -> Any:
+    """A list of parts, each with its type; a text stays what it is."""
     if not isinstance(content, list):
         return content
     if not content:
         raise ValueError("must not be an empty list")
-    texts = []
+    parts = []
     for part in content:
         if isinstance(part, str):
-            texts.append(part)
+            parts.append({"type": "text", "text": part})
             continue
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError("takes a string or parts of type text; no other parts yet")
         where = "messages.content."
         try:
-            given_fields(part, ("type", "text"), PART_NEUTRAL, ignored_of(info), where)
+            fields = given_fields(part, ("type", "text"), PART_NEUTRAL, ignored_of(info), where)
         except InvalidRequestError as error:
             raise ValueError(error.message) from None
-        texts.append(part["text"])
-    return "\n".join(texts)
+        parts.append(fields)
+    return parts
 
 
 def not_too_many(messages: Any) -> Any:
@@ -75,14 +82,36 @@ _CONTENT_SCHEMA: Final = {
 }
 
 
+class TextPart(Strict):
+    type: Literal["text"]
+    text: Text
+
+
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text, BeforeValidator(_joined), WithJsonSchema(_CONTENT_SCHEMA)]
+    content: Annotated[
+        Text | list[TextPart], BeforeValidator(_parts), WithJsonSchema(_CONTENT_SCHEMA)
+    ]
     name: Text | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None
+    """The older name of reasoning."""
 
-    def for_template(self) -> dict[str, Any]:
-        """What a template sees: only fields that were given."""
-        return self.model_dump(exclude_none=True)
+    @model_validator(mode="after")
+    def _check_reasoning(self) -> Self:
+        if self.role != "assistant" and (self.reasoning or self.reasoning_content):
+            raise ValueError("only messages of the assistant have reasoning")
+        return self
+
+    def for_template(self, *, takes_parts: bool) -> dict[str, Any]:
+        """What a template sees: only fields that were given.
+
+        takes_parts: a content of several parts stays so; otherwise its texts become lines.
+        """
+        fields = self.model_dump(exclude_none=True)
+        if not takes_parts and isinstance(self.content, list):
+            fields["content"] = "\n".join(part.text for part in self.content)
+        return fields
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -97,6 +126,15 @@ class ChatCompletionRequest(GenerationRequest):
     """Most output tokens; by default all that the context leaves."""
     max_completion_tokens: int | None = None
     """The newer name of max_tokens; wins over it."""
+    add_generation_prompt: bool = True
+    """End the prompt with what an answer begins with; false with continue_final_message."""
+    continue_final_message: bool = False
+    """Let the answer go on with the text of the last message, which is not closed."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as enable_thinking; those that it does not know are
+    ignored."""
+    documents: list[dict[str, Any]] = []
+    """Texts to answer from, for templates that know documents."""
     logprobs: bool = False
     """Log-probabilities of the chosen tokens."""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)

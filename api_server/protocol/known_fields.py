@@ -63,7 +63,6 @@ ANTHROPIC: Final = frozenset(
 
 VLLM: Final = frozenset(
     {
-        "agent_hint",
         "data_parallel_rank",
         "documents",
         "ec_transfer_params",
@@ -77,7 +76,6 @@ VLLM: Final = frozenset(
         "mm_processor_kwargs",
         "output_kind",
         "prompt_embeds",
-        "session_id",
         "skip_reading_prefix_cache",
         "structural_tag",
         "thinking_token_budget",
@@ -121,11 +119,7 @@ COMPLETION_NEUTRAL: Final[Neutral] = {**NEUTRAL}
 
 CHAT_NEUTRAL: Final[Neutral] = {
     **NEUTRAL,
-    "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
@@ -143,8 +137,6 @@ MESSAGE_NEUTRAL: Final[Neutral] = {
     "audio": (),
     "cache_control": (),
     "function_call": (),
-    "reasoning": (),
-    "reasoning_content": (),
     "refusal": (),
     "tool_call_id": (),
     "tool_calls": ([],),

@@ -9,8 +9,6 @@ from api_server.protocol.common import Strict, Text
 
 TOKENIZE_CHAT_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "tools": ([],),
@@ -39,7 +37,13 @@ class TokenizeChat(Strict):
     ]
     """The conversation, at most 4096 messages."""
     add_generation_prompt: bool = True
-    """End with what an answer begins with."""
+    """End with what an answer begins with; false with continue_final_message."""
+    continue_final_message: bool = False
+    """End in the middle of the last message, which is not closed."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template; those that it does not know are ignored."""
+    documents: list[dict[str, Any]] = []
+    """Texts to answer from, for templates that know documents."""
     add_special_tokens: bool = False
     """Let the tokenizer add what it adds to every text; the template has most often done it."""
     return_token_strs: bool = False

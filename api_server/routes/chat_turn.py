@@ -7,6 +7,7 @@ its own; what is between them is done here, once.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from api_server.inputs.chat_prompt import conversation_of, num_characters
 from api_server.inputs.logit_edits import logit_edits
 from api_server.outputs.generation import Generation
 from api_server.outputs.parts import PLAIN_TEXT, PartsParser
@@ -52,9 +53,10 @@ async def prepare_turn(
     preparation = Preparation(services, asked, id_prefix, tenant, key_name, ignored)
     reader = services.prompt_reader("messages")
     reader = reader.keeping(preparation.truncation(asked.wanted_max_tokens))
-    reader.check_characters(sum(len(message.content) for message in asked.messages))
-    messages = [message.for_template() for message in asked.messages]
-    text = await services.chat_template.render(messages)
+    template = services.chat_template
+    conversation = conversation_of(asked, template.facts, ignored)
+    reader.check_characters(num_characters([conversation.messages, conversation.documents]))
+    text = await template.render(conversation)
     prompts = await reader.encode([text], add_special_tokens=False)
     wishes = Wishes(
         max_tokens=asked.wanted_max_tokens,
@@ -65,6 +67,11 @@ async def prepare_turn(
         edits=await logit_edits(asked, services.tokenizer),
     )
     (prompt_text,) = await preparation.prompt_texts(prompts)
-    generation = preparation.generation(preparation.requests(prompts, wishes), [0])
+    requests = preparation.requests(prompts, wishes)
+    generation = preparation.generation(requests, [0], _make_parser)
     shape = preparation.shape(asked.num_logprobs)
-    return ChatTurn(preparation, generation, shape, prompt_text, lambda: PLAIN_TEXT)
+    return ChatTurn(preparation, generation, shape, prompt_text, _make_parser)
+
+
+def _make_parser() -> PartsParser:
+    return PLAIN_TEXT

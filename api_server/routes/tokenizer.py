@@ -13,6 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from api_server.inputs.chat_prompt import conversation_of, num_characters
 from api_server.protocol.fields import parse
 from api_server.protocol.ignored import IgnoredFields
 from api_server.protocol.tokens import (
@@ -39,11 +40,10 @@ async def tokenize(request: Request) -> Response:
     if isinstance(body, dict) and body.get("messages") is not None:
         chat = parse(TokenizeChat, body, TOKENIZE_CHAT_NEUTRAL, ignored)
         services.check_model(chat.model)
-        _check_size(services, "messages", sum(len(each.content) for each in chat.messages))
-        text = await services.chat_template.render(
-            [each.for_template() for each in chat.messages],
-            add_generation_prompt=chat.add_generation_prompt,
-        )
+        conversation = conversation_of(chat, services.chat_template.facts, ignored)
+        size = num_characters([conversation.messages, conversation.documents])
+        _check_size(services, "messages", size)
+        text = await services.chat_template.render(conversation)
         return await _tokens(
             services, "messages", text, chat.add_special_tokens, chat.return_token_strs, ignored
         )

@@ -177,6 +177,7 @@ async def test_a_base_model_refuses(start, say, tokenizer, tmp_path):
         ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages"),
+        ([{"role": "user", "content": "x", "reasoning": "y"}], "messages"),
     ],
 )
 async def test_bad_messages(start, say, messages, param):

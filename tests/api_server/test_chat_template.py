@@ -6,6 +6,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from api_server.inputs.chat_template import JinjaChatTemplate, NoChatTemplate, load_chat_template
+from api_server.inputs.conversation import Conversation
 from api_server.inputs.tokenizer import special_token_texts
 from proto.errors import InvalidRequestError, ModelError
 
@@ -58,11 +59,11 @@ def test_like_transformers(name: str, messages: list[dict[str, str]]) -> None:
         add_generation_prompt=True,
         **SPECIALS,
     )
-    assert JinjaChatTemplate(TEMPLATES[name], SPECIALS).render(messages) == expected
+    assert JinjaChatTemplate(TEMPLATES[name], SPECIALS).render(Conversation(messages)) == expected
 
 
 def test_the_date_is_there() -> None:
-    rendered = JinjaChatTemplate("{{ strftime_now('%Y') }}", {}).render([])
+    rendered = JinjaChatTemplate("{{ strftime_now('%Y') }}", {}).render(Conversation([]))
     assert rendered.isdecimal()
     assert len(rendered) == 4
 
@@ -70,7 +71,7 @@ def test_the_date_is_there() -> None:
 def test_a_template_may_refuse() -> None:
     template = JinjaChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
-        template.render(CONVERSATIONS[0])
+        template.render(Conversation(CONVERSATIONS[0]))
     assert caught.value.param == "messages"
 
 
@@ -85,7 +86,7 @@ def test_a_template_may_refuse() -> None:
 def test_what_a_template_cannot_do_is_a_refusal(source: str) -> None:
     template = JinjaChatTemplate(source, {})
     with pytest.raises(InvalidRequestError):
-        template.render(CONVERSATIONS[0])
+        template.render(Conversation(CONVERSATIONS[0]))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_nothing_of_the_interpreter_shows(source: str) -> None:
     template = JinjaChatTemplate(source, {})
     rendered = ""
     with contextlib.suppress(InvalidRequestError):
-        rendered = template.render(CONVERSATIONS[0])
+        rendered = template.render(Conversation(CONVERSATIONS[0]))
     assert rendered == ""
 
 
@@ -114,7 +115,7 @@ def test_a_base_model_has_none(tmp_path) -> None:
     template = load_chat_template((str(tmp_path),), "base", {})
     assert isinstance(template, NoChatTemplate)
     with pytest.raises(InvalidRequestError, match="base has no chat template"):
-        template.render(CONVERSATIONS[0])
+        template.render(Conversation(CONVERSATIONS[0]))
 
 
 def test_special_tokens_as_text_or_object(tmp_path) -> None:

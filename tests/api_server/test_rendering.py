@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from api_server.inputs.chat_template import JinjaChatTemplate
+from api_server.inputs.conversation import Conversation
 from api_server.inputs.rendering import TimedRendering
 from proto.errors import InvalidRequestError, ModelError, OverloadedError
 
@@ -38,12 +39,12 @@ async def until_no_render_is_left() -> None:
 
 
 async def test_what_ends_in_time_is_what_the_template_says() -> None:
-    assert await timed("{{ messages[0].content }}!").render(MESSAGES) == "hello!"
+    assert await timed("{{ messages[0].content }}!").render(Conversation(MESSAGES)) == "hello!"
 
 
 async def test_a_refusal_comes_through() -> None:
     with pytest.raises(InvalidRequestError, match="no"):
-        await timed("{{ raise_exception('no') }}").render(MESSAGES)
+        await timed("{{ raise_exception('no') }}").render(Conversation(MESSAGES))
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
@@ -58,7 +59,7 @@ async def test_what_does_not_end_is_stopped(kind: str) -> None:
 
     other = asyncio.create_task(tick())
     with pytest.raises(InvalidRequestError) as caught:
-        await timed(ENDLESS[kind]).render(MESSAGES)
+        await timed(ENDLESS[kind]).render(Conversation(MESSAGES))
     assert caught.value.param == "messages"
     await until_no_render_is_left()
     other.cancel()
@@ -70,28 +71,28 @@ async def test_what_does_not_end_is_stopped(kind: str) -> None:
 async def test_after_one_that_was_stopped_others_are_rendered() -> None:
     rendering = timed(SLOW)
     with pytest.raises(InvalidRequestError):
-        await rendering.render(MESSAGES * 2)
-    assert await rendering.render(MESSAGES) == "done"
+        await rendering.render(Conversation(MESSAGES * 2))
+    assert await rendering.render(Conversation(MESSAGES)) == "done"
     await until_no_render_is_left()
 
 
 async def test_whoever_waits_too_long_for_a_turn_may_come_again() -> None:
     rendering = timed(SLOW)
-    slow = [asyncio.create_task(rendering.render(MESSAGES * 2)) for _ in range(4)]
+    slow = [asyncio.create_task(rendering.render(Conversation(MESSAGES * 2))) for _ in range(4)]
     answers = await asyncio.gather(*slow, return_exceptions=True)
     kinds = {type(each) for each in answers}
     assert kinds <= {InvalidRequestError, OverloadedError}
     assert OverloadedError in kinds
-    assert await rendering.render(MESSAGES) == "done"
+    assert await rendering.render(Conversation(MESSAGES)) == "done"
 
 
 async def test_a_render_that_nobody_waits_for_gives_its_turn_back() -> None:
     rendering = timed(SLOW, 20.0)
-    waiting = asyncio.create_task(rendering.render(MESSAGES * 2))
+    waiting = asyncio.create_task(rendering.render(Conversation(MESSAGES * 2)))
     while not num_renders():
         await asyncio.sleep(0.001)
     waiting.cancel()
-    assert await rendering.render(MESSAGES) == "done"
+    assert await rendering.render(Conversation(MESSAGES)) == "done"
 
 
 async def test_where_no_thread_can_be_started_the_turn_is_not_lost(monkeypatch) -> None:
@@ -102,8 +103,8 @@ async def test_where_no_thread_can_be_started_the_turn_is_not_lost(monkeypatch) 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(OverloadedError, match="no thread"):
-            await rendering.render(MESSAGES)
-    assert await rendering.render(MESSAGES) == "done"
+            await rendering.render(Conversation(MESSAGES))
+    assert await rendering.render(Conversation(MESSAGES)) == "done"
 
 
 @pytest.mark.parametrize(
@@ -122,20 +123,20 @@ def test_no_operator_makes_anything_enormous(expression: str) -> None:
     start = time.monotonic()
     for source in (f"{{{{ {expression} }}}}", f"{{% set x = {expression} %}}"):
         with pytest.raises(InvalidRequestError, match="too large"):
-            JinjaChatTemplate(source, {}).render(MESSAGES)
+            JinjaChatTemplate(source, {}).render(Conversation(MESSAGES))
     assert time.monotonic() - start < 5.0
 
 
 def test_operators_still_do_what_templates_need() -> None:
     source = "{{ '-' * 80 }}{{ 2**10 }}{{ 3 * 4 }}{{ 1.5 * 2 }}{{ 2 ** -1 }}{{ (1, 2) * 2 }}"
     expected = "-" * 80 + "1024123.00.5(1, 2, 1, 2)"
-    assert JinjaChatTemplate(source, {}).render(MESSAGES) == expected
+    assert JinjaChatTemplate(source, {}).render(Conversation(MESSAGES)) == expected
 
 
 @pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ (" * 3000, "{{ '%d' % 'x' }}"])
 def test_whatever_a_template_does_is_an_error_of_ours(source: str) -> None:
     with pytest.raises((InvalidRequestError, ModelError)):
-        JinjaChatTemplate(source, {}).render(MESSAGES)
+        JinjaChatTemplate(source, {}).render(Conversation(MESSAGES))
 
 
 async def test_the_route_answers_400(start, model, tmp_path) -> None:

@@ -77,7 +77,7 @@ async def test_back_to_text(start, tokenizer):
         ("/tokenize", {"messages": [{"role": "user", "content": "x" * 10**6}]}, "messages"),
         ("/tokenize", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
         ("/tokenize", {"messages": MESSAGES, "tools": [{}]}, "tools"),
-        ("/tokenize", {"messages": MESSAGES, "continue_final_message": True}, "continue_final"),
+        ("/tokenize", {"messages": MESSAGES, "continue_final_message": 1}, "continue_final"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "x"}, "tokens"),
         ("/detokenize", {"tokens": [1.5]}, "tokens"),

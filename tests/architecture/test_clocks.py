@@ -13,7 +13,7 @@ SHOWN_ONLY = {
     ("api_server/services.py", "time.time"),  # `created` of the model
     ("api_server/routes/prepare.py", "time.time"),  # `created` of an answer
     ("engine_core/trace/tracing.py", "time.time"),  # when a trace began
-    ("api_server/inputs/chat_template.py", "datetime.now"),  # what a template calls today
+    ("api_server/inputs/template_environment.py", "datetime.now"),  # what a template calls today
 }
 
 

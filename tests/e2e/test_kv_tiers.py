@@ -23,6 +23,7 @@ from tests.fakes.kv_media import RedisServer, needs_redis, redis_server
 
 pytestmark = pytest.mark.slow
 
+REPOSITORY = Path(__file__).parents[2]
 NUM_PROMPTS = 3
 LIMIT_SECONDS = 300.0
 FAILURES, LOADS = "tokend:kv_offload_failures_total", "tokend:kv_offload_loads_total"
@@ -45,11 +46,12 @@ def remote(server: RedisServer, **extra: object) -> dict[str, object]:
 
 
 def daemon(connector: dict[str, object], num_workers: int = 1) -> Daemon:
-    """With room for one prompt and a half on the device."""
+    """With room for one prompt and a half on the device; finds modules of these tests."""
     return Daemon(
         *("--dtype", "float32", "--num-gpu-blocks-override", "120"),
         *("--tensor-parallel-size", str(num_workers)),
         *("--kv-transfer-config", json.dumps(connector)),
+        environment={"PYTHONPATH": str(REPOSITORY)},
     )
 
 

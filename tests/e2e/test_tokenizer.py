@@ -7,6 +7,7 @@ import textwrap
 import pytest
 
 from api_server.inputs.chat_template import load_chat_template
+from api_server.inputs.conversation import Conversation
 from api_server.inputs.tokenizer import ModelTokenizer, special_token_texts
 from tests.e2e.reference import Reference, packaged_model
 
@@ -76,4 +77,4 @@ def test_rendered_chats_equal(reference: Reference) -> None:
         expected = reference.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
-        assert template.render(messages) == expected
+        assert template.render(Conversation(messages)) == expected

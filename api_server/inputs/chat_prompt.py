@@ -1,0 +1,122 @@
+"""A chat request's fields as the conversation that its template is given.
+
+Owns what a client may say to a template, and what is an error of the client's.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from api_server.inputs.conversation import Conversation
+from api_server.inputs.template_facts import TemplateFacts
+from api_server.protocol.ignored import IgnoredFields
+from proto.errors import InvalidRequestError, shown
+
+RESERVED: Final = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "messages",
+        "tokenize",
+        "tools",
+    }
+)
+"""Names that chat_template_kwargs may not use: they have fields of their own, or none."""
+MAX_VARIABLES: Final = 64
+
+
+class TemplateMessage(Protocol):
+    """A message of a request."""
+
+    def for_template(self, *, takes_parts: bool) -> dict[str, Any]:
+        """takes_parts: a content of several parts stays so; otherwise it becomes one text."""
+        ...
+
+
+class TemplateFields(Protocol):
+    """A request that a template makes a prompt of."""
+
+    @property
+    def messages(self) -> Sequence[TemplateMessage]: ...
+
+    @property
+    def add_generation_prompt(self) -> bool: ...
+
+    @property
+    def continue_final_message(self) -> bool: ...
+
+    @property
+    def chat_template_kwargs(self) -> Mapping[str, Any]: ...
+
+    @property
+    def documents(self) -> Sequence[Mapping[str, Any]]: ...
+
+    @property
+    def model_fields_set(self) -> set[str]: ...
+
+
+def conversation_of(
+    asked: TemplateFields,
+    facts: TemplateFacts,
+    ignored: IgnoredFields,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> Conversation:
+    """ignored: is told of variables that the template does not read.
+
+    Raises InvalidRequestError for what would have no effect though it should.
+    """
+    continues = asked.continue_final_message
+    if (
+        continues
+        and asked.add_generation_prompt
+        and "add_generation_prompt" in asked.model_fields_set
+    ):
+        raise InvalidRequestError(
+            "continue_final_message does not go with add_generation_prompt",
+            "continue_final_message",
+        )
+    if asked.documents and "documents" not in facts.names:
+        raise InvalidRequestError("the model's chat template knows no documents", "documents")
+    return Conversation(
+        messages=[each.for_template(takes_parts=facts.takes_parts) for each in asked.messages],
+        tools=tools,
+        documents=asked.documents or None,
+        add_generation_prompt=asked.add_generation_prompt and not continues,
+        continue_final_message=continues,
+        variables=_variables(asked.chat_template_kwargs, facts, ignored),
+    )
+
+
+def num_characters(value: Any) -> int:
+    """Of all texts in a JSON value, the names in it too."""
+    total, level = 0, [value]
+    while level:
+        each = level.pop()
+        if isinstance(each, str):
+            total += len(each)
+        elif isinstance(each, Mapping):
+            level += [*each, *each.values()]
+        elif isinstance(each, list | tuple):
+            level += each
+    return total
+
+
+def _variables(
+    given: Mapping[str, Any], facts: TemplateFacts, ignored: IgnoredFields
+) -> dict[str, Any]:
+    """Those that the template reads."""
+    if len(given) > MAX_VARIABLES:
+        raise InvalidRequestError(
+            f"chat_template_kwargs takes at most {MAX_VARIABLES} names, got {len(given)}",
+            "chat_template_kwargs",
+        )
+    for name in given:
+        if name in RESERVED:
+            raise InvalidRequestError(
+                f"chat_template_kwargs must not set {shown(name)}", "chat_template_kwargs"
+            )
+        if name not in facts.names:
+            ignored.add(f"chat_template_kwargs.{name}")
+    return {name: value for name, value in given.items() if name in facts.names}

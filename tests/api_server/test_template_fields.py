@@ -1,0 +1,116 @@
+"""Fields of a chat request that say how its prompt is rendered."""
+
+import json
+
+import pytest
+
+from tests.api_server.conftest import prepared
+
+PATH = "/v1/chat/completions"
+HELLO = {"role": "user", "content": "hello"}
+OPENED = {"role": "assistant", "content": "Well,"}
+TEMPLATE = (
+    "{% for document in documents or [] %}({{ document.text }}){% endfor %}"
+    "{% for message in messages %}{{ message.role }}:"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}<{{ part.text }}>{% endfor %}{% endif %}"
+    "{% if message.reasoning_content %}[{{ message.reasoning_content }}]{% endif %};"
+    "{% endfor %}{% if tone %}{{ tone }}{% endif %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.fixture
+def served(tokenizer, tmp_path):
+    """A model whose template reads all there is."""
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    return prepared(tmp_path, tokenizer.get_vocab_size(), has_chat_template=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({}, "user:hello;assistant:"),
+        ({"add_generation_prompt": False}, "user:hello;"),
+        (
+            {"messages": [HELLO, OPENED], "continue_final_message": True},
+            "user:hello;assistant:Well,",
+        ),
+        (
+            {
+                "messages": [HELLO, OPENED],
+                "continue_final_message": True,
+                "add_generation_prompt": False,
+            },
+            "user:hello;assistant:Well,",
+        ),
+        ({"documents": [{"text": "a"}, {"text": "b"}]}, "(a)(b)user:hello;assistant:"),
+        ({"documents": []}, "user:hello;assistant:"),
+        ({"chat_template_kwargs": {"tone": "kind"}}, "user:hello;kindassistant:"),
+        (
+            {"messages": [{"role": "user", "content": ["hel", {"type": "text", "text": "lo"}]}]},
+            "user:<hel><lo>;assistant:",
+        ),
+        (
+            {"messages": [HELLO, {**OPENED, "reasoning": "hm"}, HELLO]},
+            "user:hello;assistant:Well,[hm];user:hello;assistant:",
+        ),
+        (
+            {"messages": [HELLO, {**OPENED, "reasoning_content": "hm"}, HELLO]},
+            "user:hello;assistant:Well,[hm];user:hello;assistant:",
+        ),
+    ],
+)
+async def test_prompts(start, say, served, tokenizer, fields, prompt):
+    async with start(say("Hi"), served=served) as front_end:
+        response = await front_end.chat(**fields)
+        assert response.status_code == 200, response.text
+        sent = front_end.engine.requests.get_nowait().prompt_token_ids
+        assert sent == tokenizer.encode(prompt, add_special_tokens=False).ids
+        fields.setdefault("messages", [HELLO])
+        tokens = (await front_end.http.post("/tokenize", json=fields)).json()["tokens"]
+        assert tokens == sent
+
+
+async def test_variables_that_a_template_does_not_read_are_named(start, say):
+    async with start(say("Hi")) as front_end:
+        response = await front_end.chat(chat_template_kwargs={"enable_thinking": False})
+        assert response.status_code == 200
+        assert response.headers["x-tokend-ignored"] == "chat_template_kwargs.enable_thinking"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        (
+            {"chat_template_kwargs": dict.fromkeys(map(str, range(65)))},
+            "chat_template_kwargs",
+        ),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"documents": [{"text": "a"}]}, "documents"),
+        ({"documents": ["a"]}, "documents"),
+        (
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message",
+        ),
+        ({"continue_final_message": 1}, "continue_final_message"),
+        ({"documents": [{"text": "a" * 500_000}]}, "documents"),
+    ],
+)
+async def test_what_a_template_cannot_have(start, say, fields, param):
+    async with start(say("Hi")) as front_end:
+        response = await front_end.chat(**fields)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == param
+        assert front_end.engine.requests.empty()
+
+
+async def test_long_documents_are_never_rendered(start, say, served):
+    async with start(say("Hi"), served=served) as front_end:
+        response = await front_end.chat(documents=[{"text": "a" * 500_000}])
+        assert response.status_code == 400
+        assert "longer than the maximum context" in json.dumps(response.json())

@@ -1,0 +1,233 @@
+"""Templates of the formats that models publish render as `transformers` renders them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from api_server.inputs.chat_template import JinjaChatTemplate
+from api_server.inputs.conversation import Conversation
+from proto.errors import InvalidRequestError
+
+TEMPLATES = {
+    path.stem: path.read_text() for path in Path(__file__, "../templates").resolve().glob("*.jinja")
+}
+SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": 'The weather in a <city> & "place" — naïve 天气',
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "enum": ["Zürich", "東京"]},
+                    "days": {"type": "integer", "minimum": 1},
+                },
+                "required": ["city"],
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {"name": "now", "description": "", "parameters": {"type": "object"}},
+    },
+]
+
+
+def call(name: str, arguments: Any, call_id: str = "abcdef123") -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+WEATHER = call("weather", {"city": "Zürich", "days": 2, "note": "<b> & 'q' \"z\" 😀"})
+CONVERSATIONS = {
+    "one": [said("user", "Hello")],
+    "turns": [
+        said("system", "  Be brief.  \n"),
+        said("user", 'naïve 你好 😀 <|im_end|> "quoted" & <b>'),
+        said("assistant", "line\nline\n\n"),
+        said("user", " \t and then? "),
+    ],
+    "a tool": [
+        said("user", "Weather?"),
+        said("assistant", "", tool_calls=[WEATHER]),
+        said("tool", '{"degrees": 21.5, "sky": "clear — 晴"}', tool_call_id="abcdef123"),
+    ],
+    "tools and more": [
+        said("system", "Use tools."),
+        said("user", "Weather, and the time?"),
+        said("assistant", "I look.", tool_calls=[WEATHER]),
+        said("tool", "21", tool_call_id="abcdef123"),
+        said("assistant", "Warm.\n"),
+        said("user", "Thanks"),
+    ],
+    "two calls": [
+        said("user", "Both?"),
+        said("assistant", "", tool_calls=[WEATHER, call("now", {}, "abcdef124")]),
+        said("tool", "21", tool_call_id="abcdef123"),
+        said("tool", "noon", tool_call_id="abcdef124"),
+    ],
+    "thoughts": [
+        said("user", "1+1?"),
+        said("assistant", "<think>\nEasy.\n</think>\n\n2"),
+        said("user", "2+2?"),
+        said("assistant", "4", reasoning="Twice two."),
+    ],
+    "reasoning with a tool": [
+        said("user", "Weather?"),
+        said("assistant", "", reasoning_content="Look it up.", tool_calls=[WEATHER]),
+        said("tool", "21", tool_call_id="abcdef123"),
+    ],
+    "to go on with": [said("user", "A story"), said("assistant", " Once upon a time ")],
+    "thoughts to go on with": [said("user", "A story"), said("assistant", "<think>\nOnce")],
+    "parts": [
+        said("user", [{"type": "text", "text": " one "}, {"type": "text", "text": "two\n"}]),
+        said("assistant", [{"type": "text", "text": "three "}]),
+    ],
+    "wrong order": [said("assistant", "Hello"), said("assistant", "Hello")],
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "prompted": {"add_generation_prompt": True},
+    "closed": {"add_generation_prompt": False},
+    "continued": {"continue_final_message": True},
+    "with tools": {"add_generation_prompt": True, "tools": TOOLS},
+    "with documents": {
+        "add_generation_prompt": True,
+        "documents": [{"title": "Ö", "text": "a & b"}, {"text": "none"}],
+    },
+    "with variables": {
+        "add_generation_prompt": True,
+        "variables": {
+            "enable_thinking": False,
+            "tools_in_user_message": False,
+            "date_string": "1 May 2025",
+            "bos_token": "<own>",
+            "controls": {"length": "long", "a": [1, None, {"b": 0.5}]},
+        },
+        "tools": TOOLS,
+    },
+    "thinking": {"add_generation_prompt": True, "variables": {"enable_thinking": True}},
+    "built in": {
+        "add_generation_prompt": True,
+        "tools": TOOLS,
+        "variables": {"builtin_tools": ["code_interpreter", "now"]},
+    },
+}
+
+
+def expected(name: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> str | None:
+    """What transformers renders; None where it refuses."""
+    given = {key: value for key, value in options.items() if key != "variables"}
+    variables = {**SPECIALS, **options.get("variables", {})}
+    try:
+        (text,), _ = render_jinja_template(
+            conversations=[messages], chat_template=TEMPLATES[name], **given, **variables
+        )
+    except Exception:  # of Jinja, or of what a template computes
+        return None
+    return text
+
+
+def rendered(name: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> str | None:
+    template = JinjaChatTemplate(TEMPLATES[name], SPECIALS)
+    options = {"add_generation_prompt": False, **options}
+    try:
+        return template.render(Conversation(messages, **options))
+    except InvalidRequestError:
+        return None
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_like_transformers(name: str, option: str) -> None:
+    refused = []
+    for label, messages in CONVERSATIONS.items():
+        before = json.dumps(messages)
+        want = expected(name, messages, OPTIONS[option])
+        assert rendered(name, messages, OPTIONS[option]) == want, label
+        assert json.dumps(messages) == before, "messages belong to the caller"
+        refused.append(want is None)
+    assert not all(refused)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_each_format_takes_what_it_is_for(name: str) -> None:
+    """So that the comparison above is not one of refusals."""
+    for label in ("one", "turns"):
+        assert rendered(name, CONVERSATIONS[label], OPTIONS["prompted"])
+    assert rendered(name, CONVERSATIONS["to go on with"], OPTIONS["continued"])
+    if name in ("llama3", "qwen2.5", "qwen3", "mistral"):
+        for label in ("a tool", "tools and more"):
+            text = rendered(name, CONVERSATIONS[label], OPTIONS["with tools"])
+            assert text
+            assert "Zürich" in text
+    if name in ("qwen2.5", "qwen3", "mistral"):
+        assert rendered(name, CONVERSATIONS["two calls"], OPTIONS["with tools"])
+
+
+@pytest.mark.parametrize(
+    ("name", "knows_tools", "takes_parts"),
+    [
+        ("chatml", False, False),
+        ("llama3", True, False),
+        ("qwen2.5", True, False),
+        ("qwen3", True, False),
+        ("mistral", True, False),
+        ("gemma3", False, True),
+        ("documents", False, False),
+    ],
+)
+def test_what_a_template_reads(name: str, knows_tools: bool, takes_parts: bool) -> None:
+    facts = JinjaChatTemplate(TEMPLATES[name], SPECIALS).facts
+    assert ("tools" in facts.names) is knows_tools
+    assert facts.takes_parts is takes_parts
+    assert ("documents" in facts.names) is (name == "documents")
+    assert ("enable_thinking" in facts.names) is (name == "qwen3")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{% set text = m['content'] %}"
+        "{% for part in text %}{{ part.text }}{% endfor %}{% endfor %}",
+        "{% macro show(content) %}{% for p in content %}{{ p.text }}{% endfor %}{% endmacro %}"
+        "{% for m in messages %}{{ show(m.content) }}{% endfor %}",
+    ],
+)
+def test_parts_are_found_wherever_they_are_gone_through(source: str) -> None:
+    assert JinjaChatTemplate(source, {}).facts.takes_parts
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ messages[0].content }}", "{% for w in messages[0].content.split() %}{{ w }}{% endfor %}"],
+)
+def test_text_is_all_that_others_take(source: str) -> None:
+    assert not JinjaChatTemplate(source, {}).facts.takes_parts
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        [said("user", None)],
+        [said("user", [])],
+        [said("user", "Hello"), said("assistant", "<think>\na\n</think>\nb", reasoning="c")],
+    ],
+)
+def test_nothing_to_go_on_with(messages: list[dict[str, Any]]) -> None:
+    source = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    template = JinjaChatTemplate(source, {})
+    with pytest.raises(InvalidRequestError) as caught:
+        template.render(Conversation(messages, continue_final_message=True))
+    assert caught.value.param == "continue_final_message"
