@@ -13,7 +13,7 @@ from deploy.loadtest.agents.report import table, verdicts
 from deploy.loadtest.daemon import MeasuredDaemon
 from proto.replay import AgentJob, AgentLoad, AgentTurn
 
-WORDS = ["--jobs", "8", "--seeds", "3,4", "--policies", "fcfs,fcfs+host", "--processes", "2"]
+WORDS = ["--jobs", "4", "--seeds", "3,4", "--policies", "fcfs,fcfs+host", "--processes", "2"]
 
 
 def cell(variant: str, pool: int, rate: int, seconds: float, ratio: float, seed: int = 0) -> Cell:
