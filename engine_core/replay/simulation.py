@@ -22,6 +22,7 @@ from engine_core.replay.rig import Rig
 from engine_core.replay.taping import Both, FileTape
 from engine_core.replay.tier import NO_TIER, Tier
 from engine_core.request import Request
+from engine_core.scheduler.pin_order import Pin
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS
 from engine_core.trace.tracing import NO_TRACING, Tracing
@@ -224,5 +225,9 @@ class _Meter:
 
     def finished(self, request: Request) -> None:
         self._simulation.ended(request)
+
+    def pinned(self, pin: Pin, ttl: float) -> None: ...
+
+    def unpinned(self, pin: Pin, reason: str) -> None: ...
 
     def happened(self, what: str, detail: str) -> None: ...
