@@ -15,6 +15,7 @@ from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.observer import SchedulerObserver
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.scheduler.step_results import ends_of_rows
+from proto.agents import NO_AGENT, AgentHint
 from proto.model_runner_output import ModelRunnerOutput
 from proto.replay import ReplayOrder
 from proto.sampling_params import SamplingParams
@@ -107,6 +108,7 @@ class Rig:
                 priority=arrival.priority,
                 arrival_time=arrival_time,
                 tenant=0 if self._one_tenant else arrival.tenant,
+                agent=AgentHint(arrival.job, sequence.is_last) if arrival.job else NO_AGENT,
             )
         )
 

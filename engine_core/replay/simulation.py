@@ -21,7 +21,7 @@ from engine_core.replay.recording import Recording, Sequence
 from engine_core.replay.rig import Rig
 from engine_core.replay.taping import Both, FileTape
 from engine_core.replay.tier import NO_TIER, Tier
-from engine_core.request import Request
+from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.pin_order import Pin
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS
@@ -48,13 +48,14 @@ class Course:
 
 @dataclass
 class Outcome:
-    """courses: by handle. seconds: of the virtual clock."""
+    """courses: by handle. pins: taken, hit, expired, given up. seconds: of the virtual clock."""
 
     courses: dict[int, Course] = field(default_factory=dict)
     num_steps: int = 0
     num_preemptions: int = 0
     num_queried: int = 0
     num_hit: int = 0
+    pins: tuple[int, int, int, int] = (0, 0, 0, 0)
     seconds: float = 0.0
 
 
@@ -98,6 +99,7 @@ class Simulation:
         self._max_in_flight = OVERLAPPED if header.scheduler.async_scheduling else SYNCHRONOUS
         self._in_flight: deque[tuple[float, SchedulerOutput, ModelRunnerOutput]] = deque()
         self._free_at = 0.0
+        self._read: list[Sequence] = []
         self._leaving: list[tuple[float, int]] = []
 
     def run(self) -> Outcome:
@@ -114,10 +116,17 @@ class Simulation:
                 break
             self.now = max(self.now, min(due))
         self._tape.close()
-        outcome, kv_cache = self.outcome, self._rig.kv_cache
-        outcome.num_queried, outcome.num_hit = kv_cache.take_prefix_cache_stats()
+        scheduler = self._rig.scheduler
+        assert not scheduler.num_unfinished, "somebody waits for ever"
+        outcome, stats = self.outcome, scheduler.take_stats()
+        outcome.num_queried, outcome.num_hit = stats.prefix_cache_queries, stats.prefix_cache_hits
+        outcome.pins = (
+            stats.num_pins_taken,
+            stats.num_pins_hit,
+            stats.num_pins_expired,
+            stats.num_pins_given_up,
+        )
         outcome.seconds = self.now
-        assert not self._rig.scheduler.num_unfinished, "somebody waits for ever"
         return outcome
 
     def ended(self, request: Request) -> None:
@@ -125,6 +134,8 @@ class Simulation:
         course = self.outcome.courses[request.handle]
         course.end, course.num_found = self.now, request.num_cached_tokens
         self._offers.ended(request.handle, self.now)
+        if request.agent.job and request.status is not RequestStatus.FINISHED_ABORTED:
+            self._read.append(course.sequence)
 
     def _arrive(self) -> None:
         scheduler = self._rig.scheduler
@@ -151,7 +162,15 @@ class Simulation:
             return False
         _, output, result = self._in_flight.popleft()
         self._rig.scheduler.update_from_output(output, result)
+        self._turns_end()
         return True
+
+    def _turns_end(self) -> None:
+        """Front ends read the answers of turns that are over as soon as they have them."""
+        for sequence in self._read:
+            arrival = sequence.arrival
+            self._rig.scheduler.end_turn(arrival.request_id, arrival.job, sequence.tool)
+        self._read.clear()
 
     def _send(self) -> bool:
         """One more step; False if nothing was sent."""

@@ -13,7 +13,7 @@ from deploy.loadtest.agents.report import table, verdicts
 from deploy.loadtest.daemon import MeasuredDaemon
 from proto.replay import AgentJob, AgentLoad, AgentTurn
 
-WORDS = ["--jobs", "4", "--seeds", "3,4", "--policies", "fcfs,fcfs+host", "--processes", "2"]
+WORDS = ["--jobs", "4", "--seeds", "3,4", "--policies", "fcfs,rule+host", "--processes", "2"]
 
 
 def cell(variant: str, pool: int, rate: int, seconds: float, ratio: float, seed: int = 0) -> Cell:
@@ -52,7 +52,7 @@ def test_a_grid_is_measured_compared_and_the_same_again(tmp_path: Path, capsys) 
         (seed, pool, name)
         for seed in (3, 4)
         for pool in (60, 100)
-        for name in ("fcfs", "fcfs+host")
+        for name in ("fcfs", "rule+host")
     ]
     measured = {each["seed"]: each for each in found["measured"]}
     for each in cells:
@@ -60,14 +60,16 @@ def test_a_grid_is_measured_compared_and_the_same_again(tmp_path: Path, capsys) 
         assert each["num_blocks"] == base["working_set_blocks"] * each["pool_percent"] // 100 + 1
         assert each["jobs_per_s"] == pytest.approx(0.9 * base["capacity_jobs_per_s"])
         assert each["job_s_p99"] >= each["job_s_mean"] > 0
+    base_turns = {seed: each["num_requests"] for seed, each in measured.items()}
     for plain, host in zip(cells[::2], cells[1::2], strict=True):
         assert plain["ratio_mean"] == 1.0
         assert host["ratio_mean"] == pytest.approx(plain["job_s_mean"] / host["job_s_mean"])
         assert host["found_percent"] >= plain["found_percent"]
+        assert host["pins_taken"] == base_turns[plain["seed"]] - 4
     assert measured[3] != measured[4]
     shown = capsys.readouterr().out
     assert "capacity, jobs/s" in shown
-    assert "fcfs+host" in shown
+    assert "rule+host" in shown
     again = bench(tmp_path / "again.json", *place, "--processes", "1")
     assert again == found
 

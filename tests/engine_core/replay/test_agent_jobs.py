@@ -195,6 +195,21 @@ def test_host_memory_finds_what_the_pool_has_lost() -> None:
     assert play(orders["tier"]) == found["tier"]
 
 
+def test_turns_are_those_of_jobs_and_the_scheduler_is_told_of_their_ends() -> None:
+    """A pin for each turn but the last of a job; as a job comes back, or not in time, it goes."""
+    order = ReplayOrder(load=PRESSED, step_model=EVEN, policy="continuum", num_blocks=2000)
+    found = {name: play(replace(order, pin_policy=name)) for name in ("none", "fixed", "rule")}
+    for name in ("fixed", "rule"):
+        each = found[name]
+        assert each.pins_taken == each.num_requests - each.num_jobs
+        assert 0 < each.pins_hit < each.pins_taken
+        assert each.pins_hit + each.pins_expired + each.pins_unpinned <= each.pins_taken
+    assert found["none"].pins_taken == 0
+    assert found["rule"] != found["fixed"]
+    assert play(replace(order, pin_policy="rule")) == found["rule"]
+    assert play(replace(order, policy="fcfs")).pins_taken == 0
+
+
 def test_step_times_of_a_drawn_load_are_those_of_the_trace_beside_it(tmp_path) -> None:
     path = str(tmp_path / "tape.jsonl")
     play(ReplayOrder(load=LOAD, step_model=StepModel(base_ms=7.0), tape_path=path))
