@@ -18,13 +18,13 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from shutil import which
 from typing import Final
 
-import msgspec
-
 from deploy.loadtest.agents.machines import BASELINE, VARIANTS, Machine, agent_load
 from deploy.loadtest.line_program import LineProgram
+from proto.codec import changed
 from proto.errors import TokendError
 from proto.replay import AgentLoad, HostTier, ReplayAnswer, ReplayFigures, ReplayOrder, StepModel
 
@@ -35,7 +35,8 @@ _LOW_PRIORITY: Final = ("nice", "-n", "10")
 _BLOCK_SIZE: Final = 16
 
 
-class Grid(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Grid:
     """pools: percent of the working set. rates: of the capacity. host: percent, likewise.
 
     trace: whose steps tell how long steps take; "" takes the machine's.
@@ -51,7 +52,8 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     trace: str = ""
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Measured:
     """What a seed's cells are relative to, and the step model that all of them had."""
 
     seed: int
@@ -65,7 +67,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     step_model: StepModel
 
 
-class Cell(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Cell:
     """One replay. ratio_*: fcfs's time by this one's, of the same seed, pool and arrivals; more
     than 1 is better than fcfs. None where fcfs was not asked for.
 
@@ -133,12 +136,10 @@ def measure(grid: Grid, seed: int, programs: Programs) -> Measured:
     load = agent_load(grid.num_jobs, seed)
     order = _order(grid, load)
     most = TOGETHER * (load.longest // _BLOCK_SIZE + 1) + load.num_systems * load.system_tokens
-    full = programs.play(msgspec.structs.replace(order, together=TOGETHER, num_blocks=most))
+    full = programs.play(changed(order, together=TOGETHER, num_blocks=most))
     capacity = full.num_jobs / full.seconds
-    order = msgspec.structs.replace(order, step_model=full.step_model)
-    calm = programs.play(
-        msgspec.structs.replace(order, rate=LOAD_OF_WORKING_SET * capacity, policy=BASELINE)
-    )
+    order = changed(order, step_model=full.step_model)
+    calm = programs.play(changed(order, rate=LOAD_OF_WORKING_SET * capacity, policy=BASELINE))
     return Measured(
         seed=seed,
         capacity_jobs_per_s=capacity,
@@ -164,7 +165,7 @@ def cells(
     tier = HostTier(num_blocks=blocks * grid.host // 100, block_ms=grid.machine.block_ms)
     orders = [
         VARIANTS[name].order(
-            msgspec.structs.replace(
+            changed(
                 order,
                 step_model=measured.step_model,
                 num_blocks=blocks * pool // 100 + 1,
@@ -222,7 +223,7 @@ def _cell(
 def _compared(cell: Cell, base: Cell | None) -> Cell:
     if base is None:
         return cell
-    return msgspec.structs.replace(
+    return replace(
         cell,
         ratio_mean=base.job_s_mean / cell.job_s_mean,
         ratio_p99=base.job_s_p99 / cell.job_s_p99,

@@ -7,14 +7,15 @@ measured on one: an 8B model in bfloat16 (16 GB of weights and 128 KiB of KV a t
 16 GFLOP a token at 800 TFLOP/s, 50 GB/s from host memory).
 """
 
+from dataclasses import dataclass
 from typing import Final
 
-import msgspec
-
+from proto.codec import changed
 from proto.replay import AgentLoad, HostTier, ReplayOrder, StepModel
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Machine:
     """block_ms: that copying a block of 16 tokens to or from host memory takes."""
 
     step_model: StepModel
@@ -40,7 +41,8 @@ MACHINES: Final = {
 }
 
 
-class Variant(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Variant:
     """A policy of the scheduler, how it pins, and whether there is host memory behind the pool."""
 
     policy: str
@@ -54,7 +56,7 @@ class Variant(msgspec.Struct, frozen=True):
 
     def order(self, order: ReplayOrder, tier: HostTier) -> ReplayOrder:
         """The same under this policy."""
-        return msgspec.structs.replace(
+        return changed(
             order,
             policy=self.policy,
             pin_policy=self.pin_policy,

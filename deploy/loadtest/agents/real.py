@@ -12,10 +12,10 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import httpx
-import msgspec
 from rich.table import Table
 
 from deploy.loadtest.agents.grid import COMMAND
@@ -24,6 +24,7 @@ from deploy.loadtest.daemon import MeasuredDaemon
 from deploy.loadtest.datasets.material import TokenIds
 from deploy.loadtest.line_program import LineProgram
 from deploy.loadtest.summary import quantile
+from proto.codec import changed
 from proto.errors import TokendError
 from proto.replay import AgentJob, AgentLoad, ReplayAnswer, ReplayOrder
 
@@ -36,7 +37,8 @@ _TIER: Final = {
 _IDS: Final = TokenIds()
 
 
-class RealLoad(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class RealLoad:
     """tool_scale: factor of tools' times. num_blocks: of each daemon's pool."""
 
     num_jobs: int
@@ -49,7 +51,8 @@ class RealLoad(msgspec.Struct, frozen=True, kw_only=True):
     serve_flags: list[str]
 
 
-class RealRun(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class RealRun:
     """One policy and one seed. pins_*: as the daemon counts them."""
 
     seed: int
@@ -66,10 +69,11 @@ class RealRun(msgspec.Struct, frozen=True, kw_only=True):
     ratio_p99: float | None = None
 
 
-class _Done(msgspec.Struct):
+@dataclass
+class _Done:
     """What came of all jobs of a run."""
 
-    seconds: list[float] = []
+    seconds: list[float] = field(default_factory=list)
     num_requests: int = 0
     num_failed: int = 0
     prompt_tokens: int = 0
@@ -93,7 +97,7 @@ def measure_all(load: RealLoad) -> list[RealRun]:
 
 def document(found: Sequence[RealRun]) -> str:
     """Units in the names."""
-    plain = {"command": "tokend bench agents --real", "runs": msgspec.to_builtins(list(found))}
+    plain = {"command": "tokend bench agents --real", "runs": [asdict(each) for each in found]}
     return json.dumps(plain, indent=1) + "\n"
 
 
@@ -121,7 +125,7 @@ def table(found: Sequence[RealRun]) -> Table:
 
 
 def _shape(load: RealLoad, seed: int) -> AgentLoad:
-    return msgspec.structs.replace(
+    return changed(
         agent_load(load.num_jobs, seed),
         turns=load.turns,
         jobs_per_second=load.jobs_per_second,
@@ -222,7 +226,7 @@ class _Job:
 def _compared(run: RealRun, base: RealRun | None) -> RealRun:
     if base is None:
         return run
-    return msgspec.structs.replace(
+    return replace(
         run,
         ratio_mean=base.job_s_mean / run.job_s_mean,
         ratio_p99=base.job_s_p99 / run.job_s_p99,

@@ -3,12 +3,15 @@
 import json
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Final
 
-import msgspec
 from rich.table import Table
 
 from deploy.loadtest.agents.grid import Cell, Grid, Measured
+from deploy.loadtest.agents.machines import Machine
+from proto.codec import to_json
+from proto.replay import StepModel
 
 PRESSED: Final = (50, 90)
 CALM_POOL: Final = 100
@@ -22,9 +25,9 @@ def document(grid: Grid, measured: Sequence[Measured], cells: Sequence[Cell]) ->
     """All settings and all cells, a seed each, units in the names."""
     found = {
         "command": "tokend bench agents",
-        "grid": msgspec.to_builtins(grid),
-        "measured": msgspec.to_builtins(list(measured)),
-        "cells": msgspec.to_builtins(list(cells)),
+        "grid": _plain(grid, machine=_plain(grid.machine)),
+        "measured": [_plain(each) for each in measured],
+        "cells": [_plain(each) for each in cells],
     }
     return json.dumps(found, indent=1) + "\n"
 
@@ -105,6 +108,15 @@ def grouped(cells: Sequence[Cell]) -> Iterator[tuple[tuple[int, int, str], list[
     for each in cells:
         groups.setdefault((each.pool_percent, each.rate_percent, each.variant), []).append(each)
     yield from groups.items()
+
+
+def _plain(row: Grid | Machine | Measured | Cell, **instead: object) -> dict[str, object]:
+    """The fields of a row; a step model is an object in it."""
+    found = {each.name: getattr(row, each.name) for each in fields(row)} | instead
+    model = found.get("step_model")
+    if isinstance(model, StepModel):
+        found["step_model"] = json.loads(to_json(model))
+    return found
 
 
 def _mean(group: Sequence[Cell], name: str) -> float:
