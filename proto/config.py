@@ -188,6 +188,11 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Let /metrics answer without a key."""
     enable_tokenizer_info_endpoint: bool = False
     """Let /tokenizer_info show the tokenizer's settings and the chat template."""
+    max_stored_responses_mib: int = 64
+    """Memory for responses that clients ask to be stored, a quarter of it for one client at most;
+    0 stores none."""
+    stored_response_seconds: float = 3600.0
+    """How long such a response is kept."""
 
     @property
     def has_client_keys(self) -> bool:

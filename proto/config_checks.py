@@ -145,7 +145,10 @@ def _check_front_end(frontend: FrontEndConfig) -> None:
             f"--api-server-count must be at most {MAX_CLIENTS}, got {frontend.api_server_count}",
             "api_server_count",
         )
-    for field in ("queue_timeout", "sse_keep_alive"):
+    for field in (
+        *("queue_timeout", "sse_keep_alive"),
+        *("max_stored_responses_mib", "stored_response_seconds"),
+    ):
         _not_negative(field, getattr(frontend, field))
     if not 0 <= frontend.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {frontend.port}", "port")
