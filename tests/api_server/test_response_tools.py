@@ -1,4 +1,4 @@
-"""Conversations with tools over /v1/responses: OpenAI's client, and bodies like a coding agent's."""
+"""Conversations with tools over /v1/responses: OpenAI's client, and a coding agent's bodies."""
 
 import json
 
