@@ -160,7 +160,7 @@ def test_pins_without_a_prefix_cache_are_refused_by_both_names():
         cache=CacheConfig(enable_prefix_caching=False),
         scheduler=SchedulerConfig(scheduling_policy="continuum"),
     )
-    with pytest.raises(ConfigError, match="--scheduling-policy .*--no-enable-prefix-caching"):
+    with pytest.raises(ConfigError, match=r"--scheduling-policy .*--no-enable-prefix-caching"):
         validate(config)
     scheduler = SchedulerConfig(scheduling_policy="continuum", pin_policy="none")
     validate(msgspec.structs.replace(config, scheduler=scheduler))
