@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from api_server.inputs.chat_prompt import conversation_of, num_characters
 from api_server.inputs.logit_edits import logit_edits
 from api_server.outputs.generation import Generation
-from api_server.outputs.parts import PLAIN_TEXT, PartsParser
+from api_server.outputs.parts import PartsParser
 from api_server.protocol.answers import Answer, Shape
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.ignored import IgnoredFields
@@ -54,12 +54,16 @@ async def prepare_turn(
 
     id_prefix: of the answer's id. tenant, key_name: whose it is. Raises InvalidRequestError.
     """
-    preparation = Preparation(services, asked, id_prefix, tenant, key_name, ignored)
+    calling = services.tool_caller.calling(asked, asked.grammar_source)
+    preparation = Preparation(services, asked, id_prefix, tenant, key_name, ignored, calling)
     reader = services.prompt_reader("messages")
     reader = reader.keeping(preparation.truncation(asked.wanted_max_tokens))
     template = services.chat_template
-    conversation = conversation_of(asked, template.facts, ignored)
-    reader.check_characters(num_characters([conversation.messages, conversation.documents]))
+    tools = services.tool_caller.shown(asked)
+    conversation = conversation_of(asked, template.facts, ignored, tools)
+    conversation = services.tool_caller.told(conversation)
+    told = [conversation.messages, conversation.documents, conversation.tools]
+    reader.check_characters(num_characters(told))
     text = await template.render(conversation)
     prompts = await reader.encode([text], add_special_tokens=False)
     wishes = Wishes(
@@ -72,10 +76,6 @@ async def prepare_turn(
     )
     (prompt_text,) = await preparation.prompt_texts(prompts)
     requests = preparation.requests(prompts, wishes)
-    generation = preparation.generation(requests, [0], _make_parser)
+    generation = preparation.generation(requests, [0], calling.make_parser)
     shape = preparation.shape(asked.num_logprobs)
-    return ChatTurn(preparation, generation, shape, prompt_text, _make_parser)
-
-
-def _make_parser() -> PartsParser:
-    return PLAIN_TEXT
+    return ChatTurn(preparation, generation, shape, prompt_text, calling.make_parser)
