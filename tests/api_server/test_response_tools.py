@@ -140,7 +140,7 @@ AGENT = {
     ],
     "tool_choice": "auto",
     "parallel_tool_calls": False,
-    "reasoning": None,
+    "reasoning": {"effort": "medium", "summary": "auto"},
     "store": False,
     "stream": True,
     "include": ["reasoning.encrypted_content"],
@@ -194,6 +194,7 @@ async def test_a_coding_agent(start, model_calls, tokenizer, call, expected):
         assert set(response.headers["x-tokend-ignored"].split(", ")) == {
             "client_metadata",
             "include.reasoning.encrypted_content",
+            "reasoning.effort",
             "tools.format",
             "tools.tool_search",
             "tools.web_search",
