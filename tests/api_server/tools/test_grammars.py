@@ -17,7 +17,7 @@ from engine_core.structured_output.base import mask_words
 from engine_core.structured_output.llguidance_backend import LLGuidanceBackend
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource
-from tests.api_server.tools.reading import joined, read
+from tests.api_server.tools.reading import joined
 from tests.fakes.toy_vocabulary import EOS, SIZE, text_of, write_toy_tokenizer
 
 FIND = {
