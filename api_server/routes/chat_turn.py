@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from api_server.inputs.chat_prompt import conversation_of, num_characters
 from api_server.inputs.logit_edits import logit_edits
+from api_server.inputs.tool_calling import Calling
+from api_server.outputs.counted_parser import CountedParser
 from api_server.outputs.generation import Generation
 from api_server.outputs.parts import PartsParser
 from api_server.protocol.answers import Answer, Shape
@@ -78,4 +80,11 @@ async def prepare_turn(
     requests = preparation.requests(prompts, wishes)
     generation = preparation.generation(requests, [0], calling.make_parser)
     shape = preparation.shape(asked.num_logprobs)
-    return ChatTurn(preparation, generation, shape, prompt_text, calling.make_parser)
+    return ChatTurn(preparation, generation, shape, prompt_text, _counting(services, calling))
+
+
+def _counting(services: Services, calling: Calling) -> Callable[[], PartsParser]:
+    """The parser of an answer, which counts; nothing is counted where nothing may be called."""
+    if calling.format is None:
+        return calling.make_parser
+    return lambda: CountedParser(calling.make_parser(), services.metrics.choice_parsed)
