@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from api_server.inputs.chat_prompt import conversation_of, num_characters
 from api_server.inputs.logit_edits import logit_edits
+from api_server.inputs.prompts import PromptReader
 from api_server.outputs.generation import Generation
 from api_server.outputs.parts import PLAIN_TEXT, PartsParser
 from api_server.protocol.answers import Answer, Shape
@@ -49,22 +50,21 @@ async def prepare_turn(
     tenant: int,
     key_name: str,
     ignored: IgnoredFields,
+    at_most: int | None = None,
 ) -> ChatTurn:
     """The generation that a request asks for; nothing is sent yet.
 
-    id_prefix: of the answer's id. tenant, key_name: whose it is. Raises InvalidRequestError.
+    id_prefix: of the answer's id. tenant, key_name: whose it is. at_most: output tokens where the
+    request says nothing of them; fewer where the context leaves fewer. Raises InvalidRequestError.
     """
     preparation = Preparation(services, asked, id_prefix, tenant, key_name, ignored)
     reader = services.prompt_reader("messages")
     reader = reader.keeping(preparation.truncation(asked.wanted_max_tokens))
-    template = services.chat_template
-    conversation = conversation_of(asked, template.facts, ignored)
-    reader.check_characters(num_characters([conversation.messages, conversation.documents]))
-    text = await template.render(conversation)
+    text = await _rendered(services, asked, reader, ignored)
     prompts = await reader.encode([text], add_special_tokens=False)
     wishes = Wishes(
         max_tokens=asked.wanted_max_tokens,
-        default_max_tokens=None,
+        default_max_tokens=at_most,
         logprobs=asked.num_logprobs,
         prompt_logprobs=asked.prompt_logprobs,
         max_tokens_field=asked.max_tokens_field,
@@ -75,6 +75,31 @@ async def prepare_turn(
     generation = preparation.generation(requests, [0], _make_parser)
     shape = preparation.shape(asked.num_logprobs)
     return ChatTurn(preparation, generation, shape, prompt_text, _make_parser)
+
+
+async def count_tokens(
+    services: Services, asked: ChatCompletionRequest, ignored: IgnoredFields
+) -> int:
+    """Of the prompt that `prepare_turn` makes of it, which may be longer than any that is answered.
+
+    Raises InvalidRequestError.
+    """
+    services.check_model(asked.model)
+    reader = services.prompt_reader("messages")
+    text = await _rendered(services, asked, reader, ignored)
+    reader.check_text(text)
+    (ids,) = await services.tokenizer.encode([text], add_special_tokens=False)
+    return len(ids)
+
+
+async def _rendered(
+    services: Services, asked: ChatCompletionRequest, reader: PromptReader, ignored: IgnoredFields
+) -> str:
+    """The prompt's text; reader: limits what the template is given."""
+    template = services.chat_template
+    conversation = conversation_of(asked, template.facts, ignored)
+    reader.check_characters(num_characters([conversation.messages, conversation.documents]))
+    return await template.render(conversation)
 
 
 def _make_parser() -> PartsParser:
