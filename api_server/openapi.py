@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from api_server.middleware import OPEN_PATHS
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.completion import CompletionRequest
+from api_server.protocol.messages import Conversing, MessagesRequest
 from api_server.protocol.responses import ResponsesRequest
 from api_server.protocol.schemas import (
     BOOLEAN,
@@ -24,6 +25,8 @@ from api_server.protocol.schemas import (
     ERROR,
     EVENT,
     INTEGER,
+    MESSAGE,
+    MESSAGE_ERROR,
     MODEL_CARD,
     MODELS,
     READINESS,
@@ -82,6 +85,12 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         answers=_answers(an_object({"id": STRING, "object": STRING, "deleted": BOOLEAN}))
     ),
     ("/v1/responses/{response_id}/cancel", "post"): Operation(answers=_answers(RESPONSE)),
+    ("/v1/messages", "post"): Operation(
+        (MessagesRequest,), {_JSON: MESSAGE, _EVENTS: EVENT}, failure=MESSAGE_ERROR
+    ),
+    ("/v1/messages/count_tokens", "post"): Operation(
+        (Conversing,), _answers(an_object({"input_tokens": INTEGER})), failure=MESSAGE_ERROR
+    ),
     ("/v1/models", "get"): Operation(answers=_answers(MODELS)),
     ("/v1/models/{name}", "get"): Operation(answers=_answers(MODEL_CARD)),
     ("/tokenize", "post"): Operation((TokenizeText, TokenizeChat), _answers(TOKENS)),
