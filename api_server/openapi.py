@@ -56,14 +56,16 @@ _SCHEMES: Final = {
 class Operation:
     """bodies: models of which the body is one. answers: content type → schema of a success.
 
-    status: of a success. query: parameter → schema. unready: 503 has this body.
+    status: of a success. query: parameter → schema. failure: other answers have this body;
+    unready: 503 has this one where it is another.
     """
 
     bodies: Sequence[type[BaseModel]] = ()
     answers: dict[str, Schema] = field(default_factory=dict)
     status: int = 200
     query: dict[str, Schema] = field(default_factory=dict)
-    unready: Schema = field(default_factory=lambda: ERROR)
+    failure: Schema | None = None
+    unready: Schema | None = None
 
 
 def _answers(schema: Schema) -> dict[str, Schema]:
@@ -160,13 +162,14 @@ def _describe(described: dict[str, Any], operation: Operation, schemas: dict[str
     success: dict[str, Any] = {"description": "Success"}
     if operation.answers:
         success["content"] = {kind: {"schema": each} for kind, each in operation.answers.items()}
-    failure = {_JSON: {"schema": {"$ref": _REFS.format(model="Error")}}}
+    told = operation.failure or {"$ref": _REFS.format(model="Error")}
+    failure = {_JSON: {"schema": told}}
     described["responses"] = {
         str(operation.status): success,
         "4XX": {"description": "The request is at fault", "content": failure},
         "503": {
             "description": "Not now; Retry-After says when to come again",
-            "content": {_JSON: {"schema": operation.unready}},
+            "content": {_JSON: {"schema": operation.unready or operation.failure or ERROR}},
         },
         "5XX": {"description": "The daemon is at fault", "content": failure},
     }

@@ -16,6 +16,7 @@ from api_server.inputs.prompts import PromptReader
 from api_server.inputs.rendering import TimedRendering
 from api_server.inputs.sampling import seeds
 from api_server.inputs.tokenizer import ModelTokenizer
+from api_server.inputs.tool_calling import ToolCaller
 from api_server.metrics import Metrics
 from api_server.outputs.open_generations import OpenGenerations
 from api_server.outputs.stored_responses import StoredResponses
@@ -64,6 +65,14 @@ class Services:
         if name is not None and name != self.model_name:
             shown = name.encode("ascii", "backslashreplace").decode()[:100]
             raise UnknownModelError(f"the model {shown} does not exist", "model")
+
+    @property
+    def tool_caller(self) -> ToolCaller:
+        """How the model calls tools."""
+        template = self.chat_template
+        return ToolCaller(
+            self.config.tool_call_parser, template.source, template.facts, self.tokenizer
+        )
 
     def prompt_reader(self, field: str) -> PromptReader:
         """With the limits of the engine; raises NotAvailableError before it is ready.

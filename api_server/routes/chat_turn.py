@@ -11,7 +11,7 @@ from api_server.inputs.chat_prompt import conversation_of, num_characters
 from api_server.inputs.logit_edits import logit_edits
 from api_server.inputs.prompts import PromptReader
 from api_server.outputs.generation import Generation
-from api_server.outputs.parts import PLAIN_TEXT, PartsParser
+from api_server.outputs.parts import PartsParser
 from api_server.protocol.answers import Answer, Shape
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.ignored import IgnoredFields
@@ -57,7 +57,8 @@ async def prepare_turn(
     id_prefix: of the answer's id. tenant, key_name: whose it is. at_most: output tokens where the
     request says nothing of them; fewer where the context leaves fewer. Raises InvalidRequestError.
     """
-    preparation = Preparation(services, asked, id_prefix, tenant, key_name, ignored)
+    calling = services.tool_caller.calling(asked, asked.grammar_source)
+    preparation = Preparation(services, asked, id_prefix, tenant, key_name, ignored, calling)
     reader = services.prompt_reader("messages")
     reader = reader.keeping(preparation.truncation(asked.wanted_max_tokens))
     text = await _rendered(services, asked, reader, ignored)
@@ -72,9 +73,9 @@ async def prepare_turn(
     )
     (prompt_text,) = await preparation.prompt_texts(prompts)
     requests = preparation.requests(prompts, wishes)
-    generation = preparation.generation(requests, [0], _make_parser)
+    generation = preparation.generation(requests, [0], calling.make_parser)
     shape = preparation.shape(asked.num_logprobs)
-    return ChatTurn(preparation, generation, shape, prompt_text, _make_parser)
+    return ChatTurn(preparation, generation, shape, prompt_text, calling.make_parser)
 
 
 async def count_tokens(
@@ -97,10 +98,9 @@ async def _rendered(
 ) -> str:
     """The prompt's text; reader: limits what the template is given."""
     template = services.chat_template
-    conversation = conversation_of(asked, template.facts, ignored)
-    reader.check_characters(num_characters([conversation.messages, conversation.documents]))
+    tools = services.tool_caller.shown(asked)
+    conversation = conversation_of(asked, template.facts, ignored, tools)
+    conversation = services.tool_caller.told(conversation)
+    told = [conversation.messages, conversation.documents, conversation.tools]
+    reader.check_characters(num_characters(told))
     return await template.render(conversation)
-
-
-def _make_parser() -> PartsParser:
-    return PLAIN_TEXT
