@@ -459,7 +459,7 @@ async def test_a_body_that_cannot_be_read_is_told_in_this_shape(start):
 @pytest.mark.parametrize(
     ("refusal", "status", "kind"),
     [
-        (ErrorInfo("queue_full", "full", "x"), 503, "overloaded_error"),
+        (ErrorInfo("queue_full", "full", "max_num_queued_reqs"), 503, "overloaded_error"),
         (ErrorInfo("engine_dead", "dead"), 503, "overloaded_error"),
         (ErrorInfo("internal", "broke"), 500, "api_error"),
         (ErrorInfo("time_limit", "late"), 504, "timeout_error"),
