@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from api_server.inputs.chat_prompt import conversation_of, num_characters
+from api_server.inputs.conversation import Conversation
 from api_server.inputs.logit_edits import logit_edits
 from api_server.inputs.prompts import PromptReader
 from api_server.outputs.generation import Generation
@@ -61,7 +62,7 @@ async def prepare_turn(
     preparation = Preparation(services, asked, id_prefix, tenant, key_name, ignored, calling)
     reader = services.prompt_reader("messages")
     reader = reader.keeping(preparation.truncation(asked.wanted_max_tokens))
-    text = await _rendered(services, asked, reader, ignored)
+    _, text = await _rendered(services, asked, reader, ignored)
     prompts = await reader.encode([text], add_special_tokens=False)
     wishes = Wishes(
         max_tokens=asked.wanted_max_tokens,
@@ -87,7 +88,7 @@ async def count_tokens(
     """
     services.check_model(asked.model)
     reader = services.prompt_reader("messages")
-    text = await _rendered(services, asked, reader, ignored)
+    _, text = await _rendered(services, asked, reader, ignored)
     reader.check_text(text)
     (ids,) = await services.tokenizer.encode([text], add_special_tokens=False)
     return len(ids)
@@ -95,12 +96,12 @@ async def count_tokens(
 
 async def _rendered(
     services: Services, asked: ChatCompletionRequest, reader: PromptReader, ignored: IgnoredFields
-) -> str:
-    """The prompt's text; reader: limits what the template is given."""
+) -> tuple[Conversation, str]:
+    """The conversation and the prompt's text. reader: limits what the template is given."""
     template = services.chat_template
     tools = services.tool_caller.shown(asked)
     conversation = conversation_of(asked, template.facts, ignored, tools)
     conversation = services.tool_caller.told(conversation)
     told = [conversation.messages, conversation.documents, conversation.tools]
     reader.check_characters(num_characters(told))
-    return await template.render(conversation)
+    return conversation, await template.render(conversation)
