@@ -114,6 +114,32 @@ RESPONSE: Final = an_object(
         "incomplete_details": or_null(an_object({"reason": STRING})),
     }
 )
+MESSAGE: Final = an_object(
+    {
+        "id": STRING,
+        "type": one_of("message"),
+        "role": one_of("assistant"),
+        "model": STRING,
+        "content": a_list(an_object({"type": one_of("text", "thinking", "tool_use")})),
+        "stop_reason": STRING,
+        "stop_sequence": or_null(STRING),
+        "usage": an_object(
+            {
+                "input_tokens": INTEGER,
+                "cache_creation_input_tokens": INTEGER,
+                "cache_read_input_tokens": INTEGER,
+                "output_tokens": INTEGER,
+            }
+        ),
+    }
+)
+MESSAGE_ERROR: Final = an_object(
+    {
+        "type": one_of("error"),
+        "error": an_object({"type": STRING, "message": STRING}),
+        "request_id": STRING,
+    }
+)
 MODEL_CARD: Final = an_object(
     {
         "id": STRING,

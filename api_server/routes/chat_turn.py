@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from api_server.inputs.chat_prompt import conversation_of, num_characters
+from api_server.inputs.conversation import Conversation
 from api_server.inputs.logit_edits import logit_edits
+from api_server.inputs.prompts import PromptReader
 from api_server.inputs.tool_calling import Calling
 from api_server.outputs.counted_parser import CountedParser
 from api_server.outputs.generation import Generation
@@ -51,26 +53,22 @@ async def prepare_turn(
     tenant: int,
     key_name: str,
     ignored: IgnoredFields,
+    at_most: int | None = None,
 ) -> ChatTurn:
     """The generation that a request asks for; nothing is sent yet.
 
-    id_prefix: of the answer's id. tenant, key_name: whose it is. Raises InvalidRequestError.
+    id_prefix: of the answer's id. tenant, key_name: whose it is. at_most: output tokens where the
+    request says nothing of them; fewer where the context leaves fewer. Raises InvalidRequestError.
     """
     calling = services.tool_caller.calling(asked, asked.grammar_source)
     preparation = Preparation(services, asked, id_prefix, tenant, key_name, ignored, calling)
     reader = services.prompt_reader("messages")
     reader = reader.keeping(preparation.truncation(asked.wanted_max_tokens))
-    template = services.chat_template
-    tools = services.tool_caller.shown(asked)
-    conversation = conversation_of(asked, template.facts, ignored, tools)
-    conversation = services.tool_caller.told(conversation)
-    told = [conversation.messages, conversation.documents, conversation.tools]
-    reader.check_characters(num_characters(told))
-    text = await template.render(conversation)
+    _, text = await _rendered(services, asked, reader, ignored)
     prompts = await reader.encode([text], add_special_tokens=False)
     wishes = Wishes(
         max_tokens=asked.wanted_max_tokens,
-        default_max_tokens=None,
+        default_max_tokens=at_most,
         logprobs=asked.num_logprobs,
         prompt_logprobs=asked.prompt_logprobs,
         max_tokens_field=asked.max_tokens_field,
@@ -88,3 +86,31 @@ def _counting(services: Services, calling: Calling) -> Callable[[], PartsParser]
     if calling.format is None:
         return calling.make_parser
     return lambda: CountedParser(calling.make_parser(), services.metrics.choice_parsed)
+
+
+async def count_tokens(
+    services: Services, asked: ChatCompletionRequest, ignored: IgnoredFields
+) -> int:
+    """Of the prompt that `prepare_turn` makes of it, which may be longer than any that is answered.
+
+    Raises InvalidRequestError.
+    """
+    services.check_model(asked.model)
+    reader = services.prompt_reader("messages")
+    _, text = await _rendered(services, asked, reader, ignored)
+    reader.check_text(text)
+    (ids,) = await services.tokenizer.encode([text], add_special_tokens=False)
+    return len(ids)
+
+
+async def _rendered(
+    services: Services, asked: ChatCompletionRequest, reader: PromptReader, ignored: IgnoredFields
+) -> tuple[Conversation, str]:
+    """The conversation and the prompt's text. reader: limits what the template is given."""
+    template = services.chat_template
+    tools = services.tool_caller.shown(asked)
+    conversation = conversation_of(asked, template.facts, ignored, tools)
+    conversation = services.tool_caller.told(conversation)
+    told = [conversation.messages, conversation.documents, conversation.tools]
+    reader.check_characters(num_characters(told))
+    return conversation, await template.render(conversation)
