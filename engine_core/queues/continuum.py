@@ -4,8 +4,8 @@
 
 So a job that has begun gets done before younger ones, and finds its KV. A turn whose prefix is
 kept goes before jobs that came up to LEAD_SECONDS earlier: in practice before all others. A job's
-age counts for OLDEST_SECONDS at most, so that a client that puts all it asks for into one job does not
-overtake everybody for ever. What belongs to no job is a job of one turn.
+age counts for OLDEST_SECONDS at most, so that a client that puts all it asks for into one job
+does not overtake everybody for ever. What belongs to no job is a job of one turn.
 """
 
 from typing import Final
