@@ -320,7 +320,7 @@ def test_a_job_is_not_forgotten_for_a_turn_that_took_long():
 
 
 @pytest.mark.parametrize(
-    ("windows", "num_blocks"), [((None,), 5), ((None, None), 10), ((None, 6), 7)]
+    ("windows", "num_blocks"), [((None,), 5), ((None, None), 10), ((None, 6), 6)]
 )
 def test_what_a_pin_is_worth_follows_from_its_tokens_not_from_the_groups_of_its_blocks(
     windows, num_blocks
