@@ -19,6 +19,7 @@ from api_server.engine_connection import FLUSH_SECONDS, EngineConnection, FromEn
 from api_server.errors import NotAvailableError
 from api_server.metrics import Metrics
 from api_server.open_requests import NOBODY, OpenRequest, OutputStream
+from proto.agents import TurnEnded
 from proto.codec import changed
 from proto.engine_io import (
     Abort,
@@ -370,6 +371,18 @@ class EngineClient:
             self._abort(entry, "stop_string", output.choice)
         if stream.finished:
             self._open.pop(stream.request_id, None)
+            if entry.request.agent is not None and stream.ended_well:
+                self._loop.call_soon(self._end_turn, entry)  # after whoever the bell has woken
+
+    def _end_turn(self, entry: OpenRequest) -> None:
+        """Tell the engine that computed a turn what its job does now; if it died, no one."""
+        connection = self._connections.get(entry.sent_to)
+        agent = entry.request.agent
+        if agent is None or connection is None or self._closed:
+            return
+        tool = entry.stream.called_tool()
+        request_id = entry.request.request_id
+        connection.send(TurnEnded(connection.epoch, request_id, agent.job, tool))
 
     def _fail(self, stream: OutputStream, error: RequestError) -> None:
         stream.fail(error)

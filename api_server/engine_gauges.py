@@ -27,6 +27,8 @@ class Gauges:
     num_queued_reqs: float
     num_queued_tokens: float
     cpu_offload_usage: float
+    num_pinned_blocks: float
+    num_pinned_jobs: float
 
 
 _NAMES: Final = tuple(field.name for field in fields(Gauges))

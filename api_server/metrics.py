@@ -24,6 +24,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from api_server.agent_counters import AgentCounters
 from api_server.engine_gauges import EngineGauges
 from api_server.metric_sheet import Counter, Gauge, Histogram, MetricSheet, News
 from api_server.offload_counters import OffloadCounters
@@ -103,6 +104,7 @@ class Metrics(Collector):
         self._block_idle = Histogram(sheet, BLOCK_SECONDS)
         self._block_reuse_gap = Histogram(sheet, BLOCK_SECONDS)
         self._offload = OffloadCounters(sheet)
+        self._agents = AgentCounters(sheet)
         self.in_flight = Gauge(sheet)
         self._registry = CollectorRegistry()
         if sheet.num_rows == 1:  # else they would be of whichever process is asked
@@ -141,6 +143,7 @@ class Metrics(Collector):
         self._external_hits.add(stats.external_prefix_cache_hits)
         self._corrupted_requests.add(stats.num_corrupted)
         self._offload.add(stats.kv_media)
+        self._agents.add(stats)
         if stats.num_scheduled_tokens:
             self._step_tokens.observe(stats.num_scheduled_tokens)
         for eviction in stats.kv_evictions:
@@ -222,6 +225,12 @@ class Metrics(Collector):
                 "Prompt tokens of those.",
                 sum(each.num_queued_tokens for each in engines),
             ),
+            (
+                "pinned_blocks",
+                "KV blocks kept for jobs between turns.",
+                sum(each.num_pinned_blocks for each in engines),
+            ),
+            ("pinned_jobs", "Those jobs.", sum(each.num_pinned_jobs for each in engines)),
             ("max_num_queued_reqs", "Most choices not begun; 0: any.", num_requests),
             ("max_num_queued_tokens", "Most prompt tokens of those; 0: any.", num_tokens),
         ):
@@ -279,6 +288,7 @@ class Metrics(Collector):
             yield _by_label(name, text, others, label, counters)
 
         yield from self._offload.collect(LABELS, self._labels)
+        yield from self._agents.collect()
 
     def _histograms(self) -> Iterator[Metric]:
         for name, text, histogram in (

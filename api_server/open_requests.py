@@ -37,6 +37,11 @@ class OutputStream(Protocol):
         ...
 
     @property
+    def ended_well(self) -> bool:
+        """Finished, neither by an error nor by an operator."""
+        ...
+
+    @property
     def output_token_ids(self) -> tuple[tuple[int, ...], ...]:
         """What each choice has so far."""
         ...
@@ -52,6 +57,10 @@ class OutputStream(Protocol):
 
     def fail(self, error: RequestError) -> None:
         """End what has not ended."""
+        ...
+
+    def called_tool(self) -> str:
+        """The tool that an answer which ended well calls, by the engine's name; empty for none."""
         ...
 
     def feed(self, output: EngineCoreOutput, timestamp: float) -> bool:

@@ -55,6 +55,12 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     Deltas since the last message: the rest. Prefix cache figures are in tokens
     (external: of what the KV connector was asked for, and had);
     num_corrupted are requests that ended because their scores were not numbers.
+
+    Of agents (agents.py). Gauges: num_pinned_blocks (a shared one counts once), num_pinned_jobs.
+    Deltas: pins that were taken, that a later turn of their job found, whose time was over,
+    and that were given up because somebody needed the room; seconds from the first arrival of
+    each job that is over to the end of its last step (job_seconds), and from the end of each
+    turn to the next arrival of its job (tool_seconds).
     """
 
     num_running: int
@@ -72,6 +78,14 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     external_prefix_cache_queries: int = 0
     external_prefix_cache_hits: int = 0
     kv_media: list[KVMediumStats] = []
+    num_pinned_blocks: int = 0
+    num_pinned_jobs: int = 0
+    num_pins_taken: int = 0
+    num_pins_hit: int = 0
+    num_pins_expired: int = 0
+    num_pins_given_up: int = 0
+    job_seconds: list[float] = []
+    tool_seconds: list[float] = []
 
     @property
     def cpu_offload_usage(self) -> float:

@@ -10,6 +10,7 @@ from typing import Final
 from api_server.outputs.detokenizer import Detokenizer
 from api_server.outputs.logprobs import LogprobRow, TextToken
 from api_server.outputs.stop_strings import StopMatcher
+from api_server.outputs.turn import Listener, unheard
 from api_server.outputs.unsent import Unsent
 from proto.engine_io import FinishReason
 
@@ -48,6 +49,7 @@ class Choice:
     interval: new tokens that make a piece of news, after the first one.
     counts_tokens: tokens are news also where they bring no text.
     unsent: of all choices of the HTTP request.
+    heard: is given all text that is shown.
     """
 
     index: int
@@ -59,6 +61,7 @@ class Choice:
     interval: int = 1
     counts_tokens: bool = False
     unsent: Unsent = field(default_factory=Unsent)
+    heard: Listener = unheard
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -153,4 +156,5 @@ class Choice:
 
     def _show(self, text: str) -> None:
         self._pieces.append(text)
+        self.heard(text)
         self.unsent.add_text(text)

@@ -13,6 +13,7 @@ from typing import Any
 from api_server.metrics import Metrics
 from api_server.outputs.choice import Choice
 from api_server.outputs.logprobs import LogprobRow, unpack
+from api_server.outputs.turn import NO_TURN, Turn
 from api_server.outputs.unsent import Unsent
 from proto.codec import from_json
 from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
@@ -63,6 +64,7 @@ class RequestStream:
         first is None, as are those that have not come yet.
     may_expire_in_queue: it may still be refused after it was accepted, for having waited.
     unsent: of all streams of the HTTP request.
+    turn: what there is to know of it as a turn of a job.
     kv_transfer_params: what the KV connector has the client told at the end of the choice that
         ended last; empty for nothing.
     """
@@ -76,6 +78,7 @@ class RequestStream:
     prompt_rows: list[LogprobRow | None] = field(default_factory=list)
     may_expire_in_queue: bool = False
     unsent: Unsent = field(default_factory=Unsent)
+    turn: Turn = NO_TURN
     accepted: bool = False
     num_cached_tokens: int = 0
     kv_transfer_params: dict[str, Any] = field(default_factory=dict)
@@ -86,6 +89,12 @@ class RequestStream:
     def finished(self) -> bool:
         """Nothing more will come."""
         return self.error is not None or all(choice.finished for choice in self.choices)
+
+    @property
+    def ended_well(self) -> bool:
+        """All choices came to an end of their own."""
+        reasons = [choice.finish_reason for choice in self.choices]
+        return self.error is None and not {None, FinishReason.ABORT}.intersection(reasons)
 
     @property
     def status_is_known(self) -> bool:
@@ -123,6 +132,10 @@ class RequestStream:
         if not self.finished:
             self.error = error
             self.bell.ring()
+
+    def called_tool(self) -> str:
+        """The engine's name of the tool that the answer calls; empty for none."""
+        return self.turn.tool()
 
     def feed(self, output: EngineCoreOutput, timestamp: float) -> bool:
         """Take in one output; True when a stop string ended a choice that the engine goes on with.

@@ -50,12 +50,17 @@ class SessionStream:
     def __init__(self, request_id: int) -> None:
         self.request_id = request_id
         self.finished = False
+        self.ended_well = False
         self.error: Exception | None = None
         self._news: asyncio.Queue[TurnOutput | Exception] = asyncio.Queue()
         self._num_tokens = 0
 
     def accept(self) -> None:
         """The first output says as much."""
+
+    def called_tool(self) -> str:
+        """Its text is nobody's here."""
+        return ""
 
     def fail(self, error: Exception) -> None:
         """End the session, unless it is over; whoever reads it gets the error."""

@@ -18,6 +18,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from api_server.protocol.agents import AgentFields
 from api_server.protocol.fields import given_fields, ignored_of
 from api_server.protocol.known_fields import STREAM_OPTIONS_NEUTRAL
 from api_server.protocol.structured import StructuredFields
@@ -132,7 +133,7 @@ def _nested(
         raise ValueError(error.message) from None
 
 
-class GenerationRequest(StructuredFields, Strict):
+class GenerationRequest(AgentFields, StructuredFields, Strict):
     """Fields of /v1/completions and /v1/chat/completions alike."""
 
     model: Text | None = None

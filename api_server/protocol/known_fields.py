@@ -63,7 +63,6 @@ ANTHROPIC: Final = frozenset(
 
 VLLM: Final = frozenset(
     {
-        "agent_hint",
         "data_parallel_rank",
         "documents",
         "ec_transfer_params",
@@ -77,7 +76,6 @@ VLLM: Final = frozenset(
         "mm_processor_kwargs",
         "output_kind",
         "prompt_embeds",
-        "session_id",
         "skip_reading_prefix_cache",
         "structural_tag",
         "thinking_token_budget",

@@ -28,6 +28,7 @@ _RULES: Final = {
     "literal_error": "must be {expected}",
     "too_long": "is longer than {max_length}",
     "too_short": "must not be empty",
+    "greater_than": "must be more than {gt}",
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
     "extra_forbidden": "is not known here",

@@ -15,6 +15,8 @@ from proto.errors import InvalidRequestError, UnsupportedMediaError, shown
 MAX_BODY_BYTES: Final = 32 << 20
 NUMBER_HEADERS: Final = {"x-vllm-priority": "priority", "x-request-timeout-ms": "timeout_ms"}
 """Headers that stand for a field of the body."""
+SESSION_HEADER: Final = "x-session-id"
+"""Stands for session_id."""
 REQUEST_ID_HEADER: Final = "x-request-id"
 """Stands for one as well, where it has the form of one."""
 _WHOLE: Final = re.compile(r"[+-]?[0-9]{1,19}")
@@ -40,6 +42,9 @@ async def read_fields(request: Request, ignored: IgnoredFields) -> Any:
             if not _WHOLE.fullmatch(text):
                 raise InvalidRequestError(f"{header} must be a whole number", name)
             fields[name] = int(text)
+        session_id = request.headers.get(SESSION_HEADER)
+        if session_id is not None and fields.get("session_id") is None:
+            fields["session_id"] = session_id
         request_id = request.headers.get(REQUEST_ID_HEADER)
         if request_id is not None and fields.get("request_id") is None:
             if re.fullmatch(REQUEST_ID, request_id):

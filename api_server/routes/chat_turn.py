@@ -67,6 +67,11 @@ async def prepare_turn(
         edits=await logit_edits(asked, services.tokenizer),
     )
     (prompt_text,) = await preparation.prompt_texts(prompts)
-    generation = preparation.generation(preparation.requests(prompts, wishes), [0])
+    requests = preparation.requests(prompts, wishes)
+    generation = preparation.generation(requests, [0], _make_parser)
     shape = preparation.shape(asked.num_logprobs)
-    return ChatTurn(preparation, generation, shape, prompt_text, lambda: PLAIN_TEXT)
+    return ChatTurn(preparation, generation, shape, prompt_text, _make_parser)
+
+
+def _make_parser() -> PartsParser:
+    return PLAIN_TEXT

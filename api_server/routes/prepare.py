@@ -7,10 +7,12 @@ import hashlib
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
+from api_server.inputs.agents import agent_hint, tool_name
 from api_server.inputs.prompts import Prompt
 from api_server.inputs.sampling import SEED_MASK, sampling_params
 from api_server.inputs.tokenizer import ModelTokenizer
@@ -19,8 +21,10 @@ from api_server.outputs.choice import Choice
 from api_server.outputs.detokenizer import Detokenizer, NoText
 from api_server.outputs.generation import Generation
 from api_server.outputs.logprobs import TokenIdNames
+from api_server.outputs.parts import PLAIN_TEXT, PartsParser
 from api_server.outputs.request_stream import Bell, RequestStream, Timeline
 from api_server.outputs.stop_strings import stop_matcher
+from api_server.outputs.turn import NO_TURN, HeardTurn, KnownTurn, Turn
 from api_server.outputs.unsent import MAX_UNSENT_BYTES, Unsent
 from api_server.protocol.answers import Answer, Shape
 from api_server.protocol.common import (
@@ -71,6 +75,7 @@ class Preparation:
         check_request(request)
         check_beams(request)
         self._grammar = checked_grammar(request)
+        self._agent = agent_hint(request, tenant)
         services.check_model(request.model)
         self._services = services
         self._request = request
@@ -101,6 +106,9 @@ class Preparation:
     def check_choices(self, num_prompts: int) -> None:
         """Raise InvalidRequestError for too many; worth asking before any work on prompts."""
         n = self._request.n
+        if num_prompts > 1 and self._agent is not None:
+            field = self._request.job_field
+            raise InvalidRequestError(f"{field} takes one prompt, got {num_prompts}", field)
         if num_prompts * n > MAX_CHOICES_PER_REQUEST:
             raise InvalidRequestError(
                 f"n times the number of prompts is at most {MAX_CHOICES_PER_REQUEST}, "
@@ -132,15 +140,19 @@ class Preparation:
         return requests
 
     def generation(
-        self, requests: Sequence[EngineCoreRequest], text_starts: Sequence[int]
+        self,
+        requests: Sequence[EngineCoreRequest],
+        text_starts: Sequence[int],
+        make_parser: Callable[[], PartsParser] = lambda: PLAIN_TEXT,
     ) -> Generation:
         """The streams of these requests; nothing is sent yet.
 
-        text_starts: characters before the first output, for each request.
+        text_starts: characters before the first output, for each request. make_parser: of what
+        the text of one choice means, for turns of jobs.
         """
         bell = Bell()
         streams = [
-            self._stream(request, bell, place, text_starts[place])
+            self._stream(request, bell, place, text_starts[place], self._turn(make_parser))
             for place, request in enumerate(requests)
         ]
         services = self._services
@@ -239,10 +251,20 @@ class Preparation:
             ),
             deadline=self._deadline(self._request.timeout_ms),
             grammar=self._grammar,
+            agent=self._agent,
         )
 
+    def _turn(self, make_parser: Callable[[], PartsParser]) -> Turn:
+        """Who finds out which tool the job calls: the client's word comes first."""
+        if self._agent is None:
+            return NO_TURN
+        name, hint = partial(tool_name, tenant=self._tenant), self._request.agent_hint
+        if hint is not None and hint.tool is not None:
+            return KnownTurn(name(hint.tool))
+        return HeardTurn(make_parser, name)
+
     def _stream(
-        self, request: EngineCoreRequest, bell: Bell, place: int, text_start: int
+        self, request: EngineCoreRequest, bell: Bell, place: int, text_start: int, turn: Turn
     ) -> RequestStream:
         services, asked = self._services, self._request
         ids = request.prompt_token_ids
@@ -257,6 +279,7 @@ class Preparation:
                 interval=asked.stream_interval or services.config.stream_interval,
                 counts_tokens=not asked.detokenize,
                 unsent=self._unsent,
+                heard=turn.listener(),
             )
             for number in range(request.n)
         ]
@@ -271,6 +294,7 @@ class Preparation:
             prompt_rows=[None] * len(ids) if has_rows else [],
             may_expire_in_queue=request.queue_deadline < math.inf,
             unsent=self._unsent,
+            turn=turn,
         )
 
     def _detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:

@@ -71,6 +71,8 @@ BAD_FIELDS = [
     ({"use_beam_search": True, "early_stopping": 1}, "early_stopping", ""),
     ({"length_penalty": 2}, "length_penalty", "use_beam_search"),
     ({"early_stopping": True}, "early_stopping", "use_beam_search"),
+    ({"agent_hint": {"job_id": "a", "ttl_ms": 0}}, "agent_hint", "ttl_ms must be more than 0"),
+    ({"session_id": ""}, "session_id", "empty"),
     ({"seed": 2**63}, "seed", "at most"),
     ({"seed": -(2**63) - 1}, "seed", "at least"),
     ({"stop": ""}, "stop", "stop"),

@@ -72,6 +72,42 @@ async def test_metrics(start, say, tokenizer):
         assert found["vllm:kv_block_reuse_gap_seconds_sum"] == 5
 
 
+async def test_pins_and_jobs(start):
+    async with start() as front_end:
+        first = SchedulerStats(
+            0, 0, 0.5, num_pinned_blocks=7, num_pinned_jobs=2, num_pins_taken=4, num_pins_hit=1
+        )
+        second = SchedulerStats(
+            *(0, 0, 0.5),
+            num_pinned_blocks=3,
+            num_pinned_jobs=1,
+            num_pins_taken=1,
+            num_pins_expired=5,
+            num_pins_given_up=6,
+            job_seconds=[12.0, 30.0],
+            tool_seconds=[0.2],
+        )
+        for stats in (first, second):
+            front_end.engine.send_outputs(stats=stats)
+        await front_end.services.client.admin("check_integrity")
+        found = await samples(front_end)
+        assert found["tokend:pinned_blocks"] == 3
+        assert found["tokend:pinned_jobs"] == 1
+        assert found["tokend:pins_taken_total"] == 5
+        assert found["tokend:pins_hit_total"] == 1
+        assert found["tokend:pins_expired_total"] == 5
+        assert found["tokend:pins_given_up_total"] == 6
+        assert found["tokend:job_completion_seconds_count"] == 2
+        assert found["tokend:job_completion_seconds_sum"] == 42
+        assert found["tokend:job_completion_seconds_bucket,20.0"] == 1
+        assert found["tokend:tool_duration_seconds_sum"] == 0.2
+        assert found["tokend:tool_duration_seconds_bucket,0.25"] == 1
+        await front_end.lose_engine()
+        found = await samples(front_end)
+        assert found["tokend:pinned_blocks"] == found["tokend:pinned_jobs"] == 0
+        assert found["tokend:pins_taken_total"] == 5
+
+
 async def test_only_whole_answers_have_a_latency(start):
     async with start(accepts=True) as front_end:
         waiting = asyncio.create_task(front_end.complete())

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from proto import PROTOCOL_VERSION
+from proto.agents import TurnEnded
 from proto.engine_io import (
     Abort,
     AdminCall,
@@ -63,10 +64,10 @@ def made_up_logprobs(token_ids: Sequence[int], number: int, first: int = 0) -> L
 
 
 class FakeEngine:
-    """One end of a link to a front end. `requests`, `inputs`, `aborts`: what came, as queues.
+    """One end of a link to a front end.
 
-    calls: what was asked of an operator's services. resets: the prefix cache can be reset.
-
+    requests, inputs, aborts, turns: what came, as queues. calls: what was asked of an
+    operator's services. resets: the prefix cache can be reset.
     accepts: take every request in at once, with or without a script.
     """
 
@@ -89,6 +90,7 @@ class FakeEngine:
         self.requests: asyncio.Queue[EngineCoreRequest] = asyncio.Queue()
         self.inputs: asyncio.Queue[SessionInput] = asyncio.Queue()
         self.aborts: asyncio.Queue[Abort] = asyncio.Queue()
+        self.turns: asyncio.Queue[TurnEnded] = asyncio.Queue()
         self.calls: list[AdminCall] = []
         self.num_cached_tokens = 0
         self.resets = True
@@ -223,6 +225,8 @@ class FakeEngine:
             elif isinstance(message, Abort):
                 self._aborted.add((message.request_id, message.choice))
                 self.aborts.put_nowait(message)
+            elif isinstance(message, TurnEnded):
+                self.turns.put_nowait(message)
             elif isinstance(message, AdminCall):
                 self.calls.append(message)
                 self._send(self._reply(message))

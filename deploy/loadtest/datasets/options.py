@@ -1,6 +1,7 @@
 """The flags that say what to ask, and the data set that they mean."""
 
 import argparse
+import secrets
 from typing import Final
 
 from deploy.loadtest.datasets.conversations import Agent, MultiTurn
@@ -83,6 +84,11 @@ def add_dataset(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--system-tokens", type=from_zero, default=512, help="agent (512)")
     group.add_argument("--tools", type=from_zero, default=8, help="agent: tools it is told of (8)")
     group.add_argument(
+        "--agent-hints",
+        action="store_true",
+        help="multi-turn and agent: tell the server which job a request is a turn of",
+    )
+    group.add_argument(
         "--endpoint",
         choices=("completions", "chat"),
         help="by default chat for multi-turn and agent, completions otherwise",
@@ -112,6 +118,9 @@ def dataset_of(options: argparse.Namespace) -> Dataset:
     sizes, chat = sizes_of(options), is_chat(options)
     material = material_of(options, chat=chat)
     name = options.dataset
+    if options.agent_hints and (options.trace or name not in _CHATS):
+        raise ConfigError(f"--agent-hints goes with --dataset {' and '.join(_CHATS)}")
+    jobs = f"bench-{secrets.token_hex(4)}" if options.agent_hints else ""
     if options.trace:
         return Trace.read(
             options.trace, options.trace_scale, options.trace_block_size, material, chat
@@ -123,9 +132,9 @@ def dataset_of(options: argparse.Namespace) -> Dataset:
     if name == "shared-prefix":
         return SharedPrefix(sizes, material, options.prefix_groups, options.prefix_tokens, chat)
     if name == "multi-turn":
-        return MultiTurn(sizes, options.turns, chat)
+        return MultiTurn(sizes, options.turns, chat, jobs)
     if name == "agent":
-        return Agent(sizes, options.turns, options.system_tokens, options.tools, chat)
+        return Agent(sizes, options.turns, options.system_tokens, options.tools, chat, jobs)
     return RandomPrompts(sizes, material, chat)
 
 

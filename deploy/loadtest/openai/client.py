@@ -35,12 +35,15 @@ class Ask:
     """What to ask. content: the prompt or the messages.
 
     checked: it is asked greedily, and its answer is compared with others to the same.
+    job: whose turn it is, told to the server; empty for nobody's. is_last_step: of that job.
     """
 
     path: str
     content: Mapping[str, Any]
     output_tokens: int
     checked: bool = False
+    job: str = ""
+    is_last_step: bool = False
 
 
 def base_url(text: str) -> str:
@@ -125,6 +128,9 @@ class Client:
         }
         if ask.checked:
             body["temperature"] = 0
-        content = json.dumps(body, separators=(",", ":")).encode()
         head = f"POST {self._prefix}{ask.path} HTTP/1.1\r\n{self._head}"
+        if ask.job:
+            body["agent_hint"] = {"job_id": ask.job, "is_last_step": ask.is_last_step}
+            head += f"X-Session-ID: {ask.job}\r\n"
+        content = json.dumps(body, separators=(",", ":")).encode()
         return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content

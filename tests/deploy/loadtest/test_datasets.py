@@ -10,10 +10,12 @@ import pytest
 
 from deploy.loadtest.datasets.conversations import Agent, MultiTurn
 from deploy.loadtest.datasets.material import TokenIds, Words
+from deploy.loadtest.datasets.options import dataset_of
 from deploy.loadtest.datasets.random_prompts import RandomPrompts, SharedPrefix
 from deploy.loadtest.datasets.recorded import Recorded, Trace
 from deploy.loadtest.datasets.sessions import Dataset, Draws, Session, Sizes
 from deploy.loadtest.openai.client import CHAT, COMPLETIONS, Ask
+from deploy.loadtest.serving.options import parse
 from proto.errors import ConfigError
 
 IDS = TokenIds(10, 20)
@@ -125,6 +127,29 @@ def test_sessions_of_an_agent_share_their_instructions_and_tools() -> None:
     ]
     assert sessions[0][1].content["messages"][-1]["content"].startswith("Tool result: ")
     assert sessions[0][0] != sessions[1][0]
+
+
+def test_sessions_may_be_jobs_that_the_server_is_told_of() -> None:
+    dataset = Agent(Sizes(4, 2), 3, system_tokens=5, num_tools=1, jobs="run")
+    first, second = (played(each) for each in itertools.islice(dataset.sessions(Draws(7)), 2))
+    assert [each.job for each in first] == ["run-7-0"] * 3
+    assert [each.is_last_step for each in first] == [False, False, True]
+    assert {each.job for each in second} == {"run-7-1"}
+    alone = played(next(MultiTurn(Sizes(4, 2), 2).sessions(Draws(0))))
+    assert [(each.job, each.is_last_step) for each in alone] == [("", False)] * 2
+
+
+def test_jobs_are_told_of_sessions_only() -> None:
+    def dataset(*words: str) -> Dataset:
+        return dataset_of(parse(["--url", "http://x", *words], ""))
+
+    asks = [next(dataset("--dataset", "agent", "--agent-hints").sessions(Draws(0))) for _ in "ab"]
+    jobs = [each.next_ask("") for each in asks]
+    assert all(each is not None and each.job.startswith("bench-") for each in jobs)
+    assert jobs[0] != jobs[1]
+    for words in ([], ["--dataset", "shared-prefix"], ["--trace", "x"]):
+        with pytest.raises(ConfigError, match="--agent-hints goes with"):
+            dataset(*words, "--agent-hints")
 
 
 def test_a_trace_is_played_in_its_order_and_with_its_prefixes(tmp_path: Path) -> None:

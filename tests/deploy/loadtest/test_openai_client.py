@@ -49,6 +49,15 @@ async def test_requests_say_what_they_must_and_share_a_connection() -> None:
     assert "authorization: bearer k" in fake.heads[0].lower()
 
 
+async def test_a_turn_names_its_job() -> None:
+    with fake_openai() as fake:
+        await asked(fake, ASK, Ask(COMPLETIONS, {"prompt": [1]}, 2, job="j-1", is_last_step=True))
+    (_, without), (_, body) = fake.seen
+    assert "agent_hint" not in without
+    assert body["agent_hint"] == {"job_id": "j-1", "is_last_step": True}
+    assert [("x-session-id: j-1" in head.lower()) for head in fake.heads] == [False, True]
+
+
 async def test_what_goes_wrong_is_part_of_the_exchange() -> None:
     def half(path: str, body: dict[str, Any]) -> Iterable[bytes]:
         yield token(path, "x")

@@ -1,0 +1,89 @@
+"""What a client says of the work that a request is a step of.
+
+    agent_hint     {"job_id": "fix-1", "is_last_step": false, "ttl_ms": 5000, "tool": "pytest"}
+    session_id     the job's id alone, where the hint has none; also as the header X-Session-ID
+
+Owns the fields and their limits. What the engine hears of a job is made in inputs/agents.py.
+"""
+
+from typing import Annotated, Any, Final
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationInfo,
+)
+
+from api_server.protocol.fields import given_fields, ignored_of
+from proto.errors import InvalidRequestError
+
+MAX_JOB_CHARACTERS: Final = 256
+MAX_TOOL_CHARACTERS: Final = 64
+TOOL_NAME: Final = rf"^[A-Za-z0-9_.:/-]{{1,{MAX_TOOL_CHARACTERS}}}$"
+MAX_TTL_MS: Final = 3_600_000.0
+"""An hour: what is kept longer is a matter of storage, not of the pool."""
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("must hold no control characters")
+    return text
+
+
+JobId = Annotated[
+    str,
+    StringConstraints(min_length=1, max_length=MAX_JOB_CHARACTERS),
+    AfterValidator(_printable),
+]
+
+
+class AgentHintFields(BaseModel):
+    """A turn of an agent's work, as its client knows it.
+
+    tool: what the job waits for after this turn, where the client knows better than the answer
+    says.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    job_id: JobId | None = None
+    is_last_step: bool = False
+    ttl_ms: float | None = Field(default=None, gt=0, le=MAX_TTL_MS)
+    tool: str | None = Field(default=None, pattern=TOOL_NAME)
+
+
+def _hint_fields(value: Any, info: ValidationInfo) -> Any:
+    if not isinstance(value, dict):
+        return value
+    try:
+        return given_fields(
+            value, AgentHintFields.model_fields, {}, ignored_of(info), "agent_hint."
+        )
+    except InvalidRequestError as error:
+        raise ValueError(error.message) from None
+
+
+class AgentFields(BaseModel):
+    """The fields of a request that say it."""
+
+    agent_hint: Annotated[AgentHintFields | None, BeforeValidator(_hint_fields)] = None
+    """The job that this is a step of: job_id (1 to 256 characters), is_last_step, ttl_ms (up to
+    an hour: how long its KV is worth keeping after the answer), tool (what it waits for then)."""
+    session_id: JobId | None = None
+    """The job's id where agent_hint has none; 1 to 256 characters, also as X-Session-ID."""
+
+    @property
+    def job_id(self) -> str | None:
+        """Of the job; None for a request that belongs to none."""
+        hinted = self.agent_hint.job_id if self.agent_hint is not None else None
+        return hinted or self.session_id
+
+    @property
+    def job_field(self) -> str:
+        """The field that named the job, for errors."""
+        hint = self.agent_hint
+        return "agent_hint" if hint is not None and hint.job_id else "session_id"

@@ -1,0 +1,281 @@
+"""Turns of jobs: what the engine hears of them, with their requests and when they are over."""
+
+import asyncio
+import json
+import re
+
+import pytest
+
+from api_server.inputs.agents import job_name, tool_name
+from api_server.protocol.agents import MAX_TTL_MS
+from proto.agents import MAX_NAME_LENGTH, AgentHint
+from proto.config import FrontEndConfig
+from proto.engine_io import FinishReason
+from proto.errors import ErrorInfo
+from tests.api_server.test_engine_restart import begin, have, restart
+
+PATHS = {
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+}
+JOB = {"job_id": "fix-1"}
+
+
+async def asked(front_end, path="/v1/completions", headers=None, **fields):
+    """What the engine is asked."""
+    response = await front_end.http.post(path, json={**PATHS[path], **fields}, headers=headers)
+    assert response.status_code == 200, response.text
+    return await front_end.engine.requests.get()
+
+
+async def refusal(front_end, path="/v1/completions", headers=None, **fields):
+    """(param, message)"""
+    response = await front_end.http.post(path, json={**PATHS[path], **fields}, headers=headers)
+    assert response.status_code == 400, response.text
+    return response.json()["error"]["param"], response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_hint_goes_with_the_request(start, say, path):
+    async with start(say("!")) as front_end:
+        hint = {"job_id": "fix 1, é", "is_last_step": True, "ttl_ms": 250}
+        agent = (await asked(front_end, path, agent_hint=hint)).agent
+        assert agent == AgentHint(job_name("fix 1, é", 0), True, 250.0)
+        assert (await asked(front_end, path, agent_hint=JOB)).agent == AgentHint(
+            job_name("fix-1", 0)
+        )
+        assert (await asked(front_end, path)).agent is None
+        nothing = await asked(front_end, path, agent_hint=None, session_id=None)
+        assert nothing.agent is None
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_session_is_a_job(start, say, path):
+    async with start(say("!")) as front_end:
+        header = {"X-Session-ID": "from a header"}
+
+        async def job(headers=None, **fields):
+            agent = (await asked(front_end, path, headers, **fields)).agent
+            return agent.job
+
+        assert await job(session_id="s") == job_name("s", 0)
+        assert await job(header) == job_name("from a header", 0)
+        assert await job(header, session_id="s") == job_name("s", 0)
+        assert await job(header, agent_hint=JOB) == job_name("fix-1", 0)
+        hint = {"is_last_step": True}
+        agent = (await asked(front_end, path, header, agent_hint=hint)).agent
+        assert agent == AgentHint(job_name("from a header", 0), is_last_step=True)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("hint", "words"),
+    [
+        (5, "must be an object"),
+        ([], "must be an object"),
+        ({}, "job_id is missing"),
+        ({"is_last_step": True}, "job_id is missing"),
+        ({"job_id": 5}, "job_id must be a string"),
+        ({"job_id": ""}, "job_id must not be empty"),
+        ({"job_id": "x" * 257}, "job_id is longer than 256"),
+        ({"job_id": "a\nb"}, "control characters"),
+        ({"job_id": "a\ud800"}, "valid text"),
+        ({**JOB, "is_last_step": 1}, "is_last_step must be true or false"),
+        ({**JOB, "ttl_ms": 0}, "ttl_ms must be more than 0"),
+        ({**JOB, "ttl_ms": -5}, "ttl_ms must be more than 0"),
+        ({**JOB, "ttl_ms": MAX_TTL_MS + 1}, "ttl_ms must be at most 3600000"),
+        ({**JOB, "ttl_ms": float("inf")}, "ttl_ms"),
+        ({**JOB, "ttl_ms": float("nan")}, "ttl_ms"),
+        ({**JOB, "ttl_ms": "5"}, "ttl_ms must be a number"),
+        ({**JOB, "ttl_ms": True}, "ttl_ms must be a number"),
+        ({**JOB, "ttl_ms": 10**400}, "ttl_ms"),
+        ({**JOB, "tool": 5}, "tool must be a string"),
+        ({**JOB, "tool": ""}, "tool must match"),
+        ({**JOB, "tool": "rm -rf"}, "tool must match"),
+        ({**JOB, "tool": "x" * 65}, "tool must match"),
+        ({**JOB, "tool": "x\n"}, "tool must match"),
+    ],
+)
+async def test_a_wrong_hint_is_a_400_that_names_it(start, path, hint, words):
+    async with start() as front_end:
+        content = {**PATHS[path], "agent_hint": hint}
+        response = await front_end.http.post(
+            path, content=json.dumps(content), headers={"content-type": "application/json"}
+        )
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert error["param"] == "agent_hint"
+        assert words in error["message"]
+        assert front_end.engine.requests.empty()
+
+
+@pytest.mark.parametrize("session", [5, "", "x" * 257, "a\tb", ["s"]])
+async def test_a_wrong_session_is_a_400_that_names_it(start, session):
+    async with start() as front_end:
+        assert (await refusal(front_end, session_id=session))[0] == "session_id"
+        if isinstance(session, str):
+            found = await refusal(front_end, headers={"X-Session-ID": session})
+            assert found[0] == "session_id"
+
+
+async def test_a_turn_is_one_prompt(start, say):
+    async with start(say("!")) as front_end:
+        prompts = {"prompt": ["a", "b"]}
+        assert (await refusal(front_end, **prompts, agent_hint=JOB))[0] == "agent_hint"
+        assert (await refusal(front_end, **prompts, session_id="s"))[0] == "session_id"
+        assert (await asked(front_end, prompt=["a"], session_id="s")).agent is not None
+
+
+async def test_what_nobody_defines_is_named_and_ignored(start, say):
+    async with start(say("!")) as front_end:
+        response = await front_end.complete(agent_hint={**JOB, "mood": "good"})
+        assert response.status_code == 200
+        assert response.headers["x-tokend-ignored"] == "agent_hint.mood"
+
+
+async def test_equal_ids_of_two_tenants_are_two_jobs(start, say):
+    async with start(
+        say("```bash\nls\n```"), config=FrontEndConfig(tenant_by="header")
+    ) as front_end:
+        jobs, tools = set(), set()
+        for tenant in ("alice", "bob", "alice"):
+            request = await asked(
+                front_end, headers={"X-Tenant-ID": tenant}, agent_hint=JOB, max_tokens=60
+            )
+            turn = await front_end.engine.turns.get()
+            assert turn.job == request.agent.job
+            jobs.add(turn.job)
+            tools.add(turn.tool)
+        assert len(jobs) == len(tools) == 2
+        assert all(re.fullmatch(r"[0-9a-f]{16}/ls", tool) for tool in tools)
+
+
+def test_names_are_short_and_say_nothing_of_the_id():
+    longest = job_name("secret" * 40, (1 << 64) - 1)
+    assert re.fullmatch(r"j[0-9a-f]{32}", longest)
+    assert job_name("a", 1) != job_name("a", 2) != job_name("b", 2)
+    assert tool_name("", 7) == ""
+    assert tool_name("pytest", 0) == "pytest"
+    assert tool_name("two words\n", 0) == "two_words_"
+    assert len(tool_name("x" * 1000, (1 << 64) - 1)) <= MAX_NAME_LENGTH
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_engine_hears_of_the_tool_when_the_turn_is_over(start, say, path, stream):
+    async with start(say("I look.\n```bash\npytest -x\n```")) as front_end:
+        request = await asked(front_end, path, agent_hint=JOB, stream=stream, max_tokens=80)
+        turn = await front_end.engine.turns.get()
+        assert (turn.epoch, turn.request_id) == (1, request.request_id)
+        assert (turn.job, turn.tool) == (job_name("fix-1", 0), "pytest")
+        assert front_end.engine.turns.empty()
+
+
+async def test_the_client_knows_better(start, say):
+    async with start(say("```bash\npytest\n```")) as front_end:
+        await asked(front_end, agent_hint={**JOB, "tool": "mcp:build/all"}, max_tokens=60)
+        assert (await front_end.engine.turns.get()).tool == "mcp:build/all"
+
+
+async def test_a_turn_without_a_call_or_without_text_ends_too(start, say):
+    async with start(say("```bash\nls\n```")) as front_end:
+        await asked(front_end, session_id="s", max_tokens=1)
+        assert (await front_end.engine.turns.get()).tool == ""
+        await asked(front_end, session_id="s", max_tokens=60, detokenize=False)
+        assert (await front_end.engine.turns.get()).tool == ""
+        await asked(front_end, session_id="s", max_tokens=60, n=2)
+        assert (await front_end.engine.turns.get()).tool == "ls"
+        assert front_end.engine.turns.empty()
+
+
+async def test_a_stop_string_ends_a_turn(start, say):
+    """For the engine this is an abort, which comes before."""
+    async with start(say("```bash\nls\n```\nand so on and on")) as front_end:
+        await asked(front_end, session_id="s", max_tokens=60, stop=["```\n", "on"])
+        assert (await front_end.engine.turns.get()).tool == "ls"
+        assert (await front_end.engine.aborts.get()).reason == "stop_string"
+
+
+async def test_requests_of_no_job_end_no_turn(start, say):
+    async with start(say("```bash\nls\n```")) as front_end:
+        await asked(front_end, max_tokens=60)
+        await asked(front_end, session_id="s", max_tokens=60)
+        assert (await front_end.engine.turns.get()).job == job_name("s", 0)
+        assert front_end.engine.turns.empty()
+
+
+async def test_a_client_that_has_left_after_the_last_token_ends_its_turn(start, tokenizer):
+    async with start(accepts=True) as front_end:
+        body = {"prompt": "x", "stream": True, "session_id": "s", "max_tokens": 60}
+        async with front_end.http.stream("POST", "/v1/completions", json=body) as response:
+            request = await front_end.engine.requests.get()
+            front_end.engine.emit(request, tokenizer.encode("```bash\nls\n").ids)
+            await anext(response.aiter_lines())
+            front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
+        assert (await front_end.engine.turns.get()).request_id == request.request_id
+        assert front_end.engine.aborts.empty()
+
+
+async def test_no_turn_ends_with_an_error_an_abort_or_a_client_that_leaves(start, tokenizer):
+    async with start(accepts=True) as front_end:
+        engine = front_end.engine
+        waiting, request = await begin(front_end, session_id="s", max_tokens=9)
+        engine.emit(request, [40])
+        engine.refuse(request, ErrorInfo("internal", "broken"))
+        assert (await waiting).status_code == 500
+        waiting, request = await begin(front_end, session_id="s", max_tokens=9)
+        engine.emit(request, [40], finish=FinishReason.ABORT)
+        assert (await waiting).json()["choices"][0]["finish_reason"] == "abort"
+        waiting, request = await begin(front_end, session_id="s", max_tokens=9)
+        engine.emit(request, [40])
+        await have(front_end, request, 1)
+        waiting.cancel()
+        assert (await engine.aborts.get()).reason == "disconnect"
+        waiting, request = await begin(front_end, session_id="last", max_tokens=9)
+        engine.emit(request, [40], finish=FinishReason.LENGTH)
+        assert (await waiting).status_code == 200
+        assert (await engine.turns.get()).job == job_name("last", 0)
+        assert engine.turns.empty()
+
+
+async def test_a_request_that_is_resumed_carries_its_hint(start):
+    async with start(accepts=True) as front_end:
+        hint = {**JOB, "is_last_step": True, "ttl_ms": 9.5}
+        answer, request = await begin(front_end, agent_hint=hint, max_tokens=6)
+        front_end.engine.emit(request, [40])
+        await have(front_end, request, 1)
+        engine, again = await restart(front_end)
+        assert again.output_token_ids == ((40,),)
+        assert again.agent == request.agent == AgentHint(job_name("fix-1", 0), True, 9.5)
+        engine.emit(again, [41], finish=FinishReason.LENGTH)
+        assert (await answer).status_code == 200
+        turn = await engine.turns.get()
+        assert (turn.epoch, turn.request_id) == (2, again.request_id)
+
+
+async def test_a_turn_of_an_engine_that_is_gone_is_told_to_nobody(start):
+    """Its last words are read when its death is known: the turn ends between two engines."""
+    async with start(accepts=True) as front_end:
+        answer, request = await begin(front_end, session_id="s", max_tokens=6)
+        old = front_end.engine
+        old.emit(request, [40], finish=FinishReason.LENGTH)
+        old.link.flush()
+        await asyncio.sleep(0)
+        engine = await front_end.lose_engine()
+        engine.announce()
+        assert (await answer).status_code == 200
+        answer, request = await begin(front_end, session_id="t", max_tokens=6)
+        engine.emit(request, [40], finish=FinishReason.LENGTH)
+        assert (await answer).status_code == 200
+        assert (await engine.turns.get()).job == job_name("t", 0)
+        assert engine.turns.empty()
+
+
+async def test_a_turn_that_cannot_be_read_fails_no_answer(start, say, monkeypatch):
+    def fail(text):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("api_server.outputs.turn.called_tool", fail)
+    async with start(say("```bash\nls\n```")) as front_end:
+        await asked(front_end, session_id="s", max_tokens=60)
+        assert (await front_end.engine.turns.get()).tool == ""
