@@ -17,6 +17,7 @@ from api_server.inputs.sampling import seeds
 from api_server.inputs.tokenizer import ModelTokenizer
 from api_server.metrics import Metrics
 from api_server.outputs.open_generations import OpenGenerations
+from api_server.outputs.reasoning import ReasoningStyle, style_of
 from proto.config import FrontEndConfig, ServeConfig
 from proto.errors import UnknownModelError
 from proto.prepared_model import PreparedModel
@@ -59,6 +60,11 @@ class Services:
         if name is not None and name != self.model_name:
             shown = name.encode("ascii", "backslashreplace").decode()[:100]
             raise UnknownModelError(f"the model {shown} does not exist", "model")
+
+    @property
+    def reasoning_style(self) -> ReasoningStyle:
+        """Between which markers the model thinks, if it does."""
+        return style_of(self.config.reasoning_parser, self.chat_template.source)
 
     def prompt_reader(self, field: str) -> PromptReader:
         """With the limits of the engine; raises NotAvailableError before it is ready.

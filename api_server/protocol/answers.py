@@ -1,9 +1,9 @@
 """Answers in OpenAI's shapes: whole bodies and the chunks of a stream.
 
-Owns the JSON. A chunk that only adds text is put together from parts prepared per
-request, so that a streamed token costs one string to encode; everything else is
-rare and goes through `json.dumps`. Output is ASCII: no line separator of Unicode
-can split an event.
+Owns what they have in common, and completions; chats are in chat_answer.py. A chunk that
+only adds text is put together from parts prepared per request, so that a streamed token
+costs one string to encode; everything else is rare and goes through `json.dumps`. Output is
+ASCII: no line separator of Unicode can split an event.
 """
 
 import json
@@ -17,7 +17,6 @@ from api_server.outputs.generation import Usage
 from api_server.outputs.logprobs import (
     TextToken,
     TokenNames,
-    chat_logprobs,
     completion_logprobs,
     prompt_logprobs,
 )
@@ -25,7 +24,7 @@ from api_server.outputs.request_stream import RequestStream
 from proto.errors import RequestError
 
 DONE: Final = "data: [DONE]\n\n"
-_encode_string = json.JSONEncoder().encode
+encode_string: Final = json.JSONEncoder().encode
 
 
 class Answer(Protocol):
@@ -118,10 +117,10 @@ class OpenAIStream:
         if not self._shape.usage:
             return DONE
         event = self._shape.envelope(self._chunk_kind) | {"choices": []}
-        return _event(event | {"usage": usage_object(self._counted(usage))}) + DONE
+        return event_of(event | {"usage": usage_object(self._counted(usage))}) + DONE
 
     def failure(self, error: RequestError) -> str:
-        return _event(error_body(error)) + DONE
+        return event_of(error_body(error)) + DONE
 
     def _counted(self, usage: Usage) -> Usage:
         """What the client is to see of it."""
@@ -153,10 +152,10 @@ class CompletionAnswer(OpenAIStream):
         self._n = len(streams[0].choices)
         self._opened: set[int] = set()
         self._plain = shape.plain and not only_echoes
-        self._head, self._tail = _around(
+        self._head, self._tail = around(
             {
                 **shape.envelope(self.kind),
-                "choices": [{"index": _HOLE, "text": _HOLE, "logprobs": None}],
+                "choices": [{"index": HOLE, "text": HOLE, "logprobs": None}],
             },
             '"finish_reason": null, "stop_reason": null',
         )
@@ -164,11 +163,11 @@ class CompletionAnswer(OpenAIStream):
     def chunk(self, delta: Delta) -> str:
         index = delta.index
         if self._plain and delta.finish_reason is None and index in self._opened:
-            return f"{self._head[0]}{index}{self._head[1]}{_encode_string(delta.text)}{self._tail}"
+            return f"{self._head[0]}{index}{self._head[1]}{encode_string(delta.text)}{self._tail}"
         delta = self._seen(delta)
         event = self._shape.envelope(self.kind) | {"choices": [self._choice(delta)]}
         stream = self._streams[index // self._n]
-        return _event(_with_usage(event, self._shape, stream, delta) | _at_end(delta, [stream]))
+        return event_of(with_usage(event, self._shape, stream, delta) | at_end(delta, [stream]))
 
     def body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
         choices = []
@@ -180,7 +179,7 @@ class CompletionAnswer(OpenAIStream):
         return self._shape.envelope(self.kind) | {
             "choices": choices,
             "usage": usage_object(self._counted(usage)),
-            **_transfer_params(self._streams),
+            **transfer_params(self._streams),
         }
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
@@ -226,108 +225,38 @@ class CompletionAnswer(OpenAIStream):
         return usage
 
 
-class ChatAnswer(OpenAIStream):
-    """Shapes of /v1/chat/completions. prompt_text: None is not shown."""
-
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-
-    def __init__(self, shape: Shape, stream: RequestStream, prompt_text: str | None) -> None:
-        super().__init__(shape, self.chunk_kind)
-        self._stream = stream
-        self._prompt = {} if prompt_text is None else {"prompt_text": prompt_text}
-        self._opened: set[int] = set()
-        self._head, self._tail = _around(
-            {
-                **shape.envelope(self.chunk_kind),
-                "choices": [{"index": _HOLE, "delta": {"content": _HOLE}, "logprobs": None}],
-            },
-            '"finish_reason": null',
-        )
-
-    def chunk(self, delta: Delta) -> str:
-        index = delta.index
-        opening = "" if index in self._opened else self._opening(index)
-        if self._shape.plain and delta.finish_reason is None:
-            head = self._head
-            return f"{opening}{head[0]}{index}{head[1]}{_encode_string(delta.text)}{self._tail}"
-        choice = {"index": index, "delta": {"content": delta.text} if delta.text else {}}
-        event = self._shape.envelope(self.chunk_kind) | {"choices": [choice | self._rest(delta)]}
-        event = _with_usage(event, self._shape, self._stream, delta)
-        return opening + _event(event | _at_end(delta, [self._stream]))
-
-    def body(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
-        choices = []
-        for delta in deltas:
-            message = {"role": "assistant", "content": delta.text, "refusal": None}
-            choices.append({"index": delta.index, "message": message} | self._rest(delta))
-        body = self._shape.envelope(self.kind) | {
-            "choices": choices,
-            "usage": usage_object(usage),
-            **_transfer_params([self._stream]),
-        }
-        body["prompt_logprobs"] = self._shape.prompt_logprobs(self._stream)
-        if self._shape.token_ids:
-            body["prompt_token_ids"] = list(self._stream.prompt_token_ids)
-        return body | self._prompt
-
-    def _opening(self, index: int) -> str:
-        """The chunk that tells the role; the first of all has the prompt's ids too."""
-        first = not self._opened
-        self._opened.add(index)
-        choice = {
-            "index": index,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
-        event = self._shape.envelope(self.chunk_kind) | {"choices": [choice]}
-        if self._shape.token_ids and first:
-            event["prompt_token_ids"] = list(self._stream.prompt_token_ids)
-        if first:
-            event |= self._prompt
-        nothing = Delta(index, "", [], [], 0)
-        return _event(_with_usage(event, self._shape, self._stream, nothing))
-
-    def _rest(self, delta: Delta) -> dict[str, Any]:
-        shape = self._shape
-        logprobs = None
-        if shape.top is not None:
-            logprobs = chat_logprobs(delta.tokens, shape.top, shape.names)
-        rest: dict[str, Any] = {"logprobs": logprobs, "finish_reason": delta.finish_reason}
-        if delta.finish_reason is not None:
-            rest["stop_reason"] = delta.stop_reason
-        if shape.token_ids:
-            rest["token_ids"] = delta.token_ids
-        return rest
-
-
 def usage_object(usage: Usage) -> dict[str, Any]:
-    return {
+    found: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if usage.reasoning_tokens is not None:
+        found["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return found
 
 
-_HOLE: Final = "\ue000"
+HOLE: Final = "\ue000"
+"""Stands in a prepared chunk for what changes."""
 
 
-def _around(event: dict[str, Any], last_fields: str) -> tuple[tuple[str, str], str]:
+def around(event: dict[str, Any], last_fields: str) -> tuple[tuple[str, str], str]:
     """((before the index, between index and text), after the text) of a text-only chunk."""
-    before, between, after = json.dumps(event).split(json.dumps(_HOLE))
+    before, between, after = json.dumps(event).split(json.dumps(HOLE))
     closed = after.replace('"logprobs": null', f'"logprobs": null, {last_fields}')
     return (f"data: {before}", between), f"{closed}\n\n"
 
 
-def _event(body: dict[str, Any]) -> str:
+def event_of(body: dict[str, Any]) -> str:
+    """As a server-sent event."""
     return f"data: {json.dumps(body)}\n\n"
 
 
-def _with_usage(
+def with_usage(
     event: dict[str, Any], shape: Shape, stream: RequestStream, delta: Delta
 ) -> dict[str, Any]:
+    """The event with the usage so far, where every chunk has it."""
     if shape.continuous_usage:
         prompt_tokens = len(stream.prompt_token_ids)
         event["usage"] = usage_object(
@@ -336,12 +265,12 @@ def _with_usage(
     return event
 
 
-def _transfer_params(streams: Sequence[RequestStream]) -> dict[str, Any]:
+def transfer_params(streams: Sequence[RequestStream]) -> dict[str, Any]:
     """Where the KV is, if the connector says so; of the last prompt of which it does."""
     told = [stream.kv_transfer_params for stream in streams if stream.kv_transfer_params]
     return {"kv_transfer_params": told[-1]} if told else {}
 
 
-def _at_end(delta: Delta, streams: Sequence[RequestStream]) -> dict[str, Any]:
+def at_end(delta: Delta, streams: Sequence[RequestStream]) -> dict[str, Any]:
     """What only the last chunk of a choice has."""
-    return {} if delta.finish_reason is None else _transfer_params(streams)
+    return {} if delta.finish_reason is None else transfer_params(streams)

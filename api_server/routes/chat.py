@@ -4,8 +4,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api_server.protocol.answers import ChatAnswer
 from api_server.protocol.chat import ChatCompletionRequest
+from api_server.protocol.chat_answer import ChatAnswer
 from api_server.protocol.fields import parse
 from api_server.protocol.ignored import IgnoredFields
 from api_server.protocol.known_fields import CHAT_NEUTRAL
@@ -35,4 +35,6 @@ async def create_chat_completion(request: Request) -> Response:
         key_name=key_name_of(request),
         ignored=ignored,
     )
-    return turn.response(ChatAnswer(turn.shape, turn.generation.streams[0], turn.prompt_text))
+    return turn.response(
+        ChatAnswer(turn.shape, turn.generation.streams[0], turn.prompt_text, turn.make_parser)
+    )

@@ -6,15 +6,17 @@ its own; what is between them is done here, once.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from api_server.inputs.chat_prompt import conversation_of, num_characters
 from api_server.inputs.logit_edits import logit_edits
+from api_server.inputs.thinking import switches, thoughts_of
 from api_server.outputs.generation import Generation
 from api_server.outputs.parts import PLAIN_TEXT, PartsParser
 from api_server.protocol.answers import Answer, Shape
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.ignored import IgnoredFields
-from api_server.routes.prepare import Preparation, Wishes
+from api_server.routes.prepare import Preparation, Wishes, check_thoughts
 from api_server.routes.respond import GenerationResponse
 from api_server.services import Services
 
@@ -54,10 +56,23 @@ async def prepare_turn(
     reader = services.prompt_reader("messages")
     reader = reader.keeping(preparation.truncation(asked.wanted_max_tokens))
     template = services.chat_template
-    conversation = conversation_of(asked, template.facts, ignored)
+    style = services.reasoning_style
+    variables = switches(asked.reasoning_effort, template.facts, style)
+    conversation = conversation_of(asked, template.facts, ignored, variables=variables)
     reader.check_characters(num_characters([conversation.messages, conversation.documents]))
     text = await template.render(conversation)
     prompts = await reader.encode([text], add_special_tokens=False)
+    thoughts = await thoughts_of(
+        style,
+        services.tokenizer,
+        conversation,
+        text,
+        budget=asked.thinking_token_budget,
+        has_grammar=preparation.has_grammar,
+        shows=asked.include_reasoning,
+    )
+    check_thoughts(asked, thoughts.rule)
+    make_parser = partial(thoughts.parser, PLAIN_TEXT)
     wishes = Wishes(
         max_tokens=asked.wanted_max_tokens,
         default_max_tokens=None,
@@ -65,13 +80,10 @@ async def prepare_turn(
         prompt_logprobs=asked.prompt_logprobs,
         max_tokens_field=asked.max_tokens_field,
         edits=await logit_edits(asked, services.tokenizer),
+        thinking=thoughts.rule,
     )
     (prompt_text,) = await preparation.prompt_texts(prompts)
     requests = preparation.requests(prompts, wishes)
-    generation = preparation.generation(requests, [0], _make_parser)
+    generation = preparation.generation(requests, [0], make_parser, thoughts)
     shape = preparation.shape(asked.num_logprobs)
-    return ChatTurn(preparation, generation, shape, prompt_text, _make_parser)
-
-
-def _make_parser() -> PartsParser:
-    return PLAIN_TEXT
+    return ChatTurn(preparation, generation, shape, prompt_text, make_parser)

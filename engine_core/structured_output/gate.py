@@ -125,4 +125,5 @@ def _row(request: Request, matcher: Matcher, rule: ThinkingRule | None, texts: T
     if rule is None:
         return _Row(request, matcher)
     free = isinstance(matcher, FreeMatcher)
-    return _Row(request, ThinkingMatcher(matcher, rule, texts), rule.budget or 0 if free else 0)
+    thinking = ThinkingMatcher(matcher, rule, texts, request.sampling_params.eos_token_ids)
+    return _Row(request, thinking, rule.budget or 0 if free else 0)

@@ -42,14 +42,21 @@ class FreeMatcher:
 
 
 class ThinkingMatcher:
-    """Lets the thoughts be, ends them in time, and then is `answer`."""
+    """Lets the thoughts be, ends them in time, and then is `answer`.
 
-    def __init__(self, answer: Matcher, rule: ThinkingRule, texts: Texts) -> None:
+    eos_token_ids: with which a text may end, but not before there is an answer that has to be of
+    some form.
+    """
+
+    def __init__(
+        self, answer: Matcher, rule: ThinkingRule, texts: Texts, eos_token_ids: Sequence[int] = ()
+    ) -> None:
         self._answer = answer
         self._rule = rule
         self._texts = texts
         self._start, self._end = rule.start.encode(), rule.end.encode()
         self._has_grammar = not isinstance(answer, FreeMatcher)
+        self._eos_token_ids = eos_token_ids if self._has_grammar else ()
         self._seen = b""  # the beginning of the text; when thinking, its end
         self._num_thoughts = 0
         self._num_forced = 0
@@ -62,7 +69,7 @@ class ThinkingMatcher:
     def copy(self) -> "ThinkingMatcher":
         """Of one that has seen nothing."""
         assert not self._seen
-        return ThinkingMatcher(self._answer.copy(), self._rule, self._texts)
+        return ThinkingMatcher(self._answer.copy(), self._rule, self._texts, self._eos_token_ids)
 
     @property
     def text_matcher(self) -> Matcher:
@@ -73,7 +80,9 @@ class ThinkingMatcher:
 
     @property
     def is_free(self) -> bool:
-        return self.phase is not Phase.ENDING and self.text_matcher.is_free
+        if self.phase is Phase.ENDING or (self.phase is Phase.THINKING and self._eos_token_ids):
+            return False
+        return self.text_matcher.is_free
 
     @property
     def is_over(self) -> bool:
@@ -90,6 +99,9 @@ class ThinkingMatcher:
         if self.phase is Phase.ENDING:
             bits[:] = 0
             _allow(bits, self._rule.end_token_ids[self._num_forced])
+        elif self.phase is Phase.THINKING:
+            for token_id in self._eos_token_ids:
+                bits[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
         elif self.phase is Phase.OPENING and self._has_grammar:
             assert self._rule.start_token_id is not None
             _allow(bits, self._rule.start_token_id)

@@ -146,6 +146,16 @@ def test_taking_in_tokens_at_once_or_one_by_one_is_the_same(backend, cut):
     assert allowed(backend, matcher) == {EOS}
 
 
+def test_a_text_that_has_to_be_of_a_form_does_not_end_with_thoughts(backend):
+    for source in (DIGITS, None):
+        inner = backend.compile(source) if source else FREE
+        matcher = ThinkingMatcher(inner, ruled(RULE, budget=2), backend, (EOS,)).copy()
+        matcher.consume(tokens_of("a"))
+        assert (EOS in allowed(backend, matcher)) is (source is None)
+        assert len(allowed(backend, matcher)) >= SIZE - 1
+        assert matcher.is_free is (source is None)
+
+
 # In an engine
 
 
