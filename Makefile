@@ -25,6 +25,11 @@ test: lint
 	@echo "tests: the slow ones"
 	@$(BIN)/python -m pytest -q -m "slow and not long"
 
+# Not those that try steps of both kinds themselves, or what comes before and after any step
+OVERLAPPED := $(addprefix tests/e2e/test_,agents.py beams.py choices.py gemma.py kv_connector.py \
+	parameters.py parity.py sessions.py tenants.py tensor_parallel.py) $(addprefix \
+	tests/chaos/test_,deaths.py disconnects.py faults.py pressure.py ranks.py)
+
 test-long: $(VENV)/installed-test
 	@echo "tests: the long ones"
 	@$(BIN)/python -m pytest -q -m long
@@ -35,9 +40,8 @@ test-long: $(VENV)/installed-test
 	@echo "tests: parity once more by priority"
 	@TOKEND_TEST_FLAGS="--scheduling-policy priority" \
 		$(BIN)/python -m pytest -q -m "slow and not long" tests/e2e/test_parity.py
-	@echo "tests: those of the daemon once more with overlapped steps (grammars were tried with both)"
-	@TOKEND_TEST_FLAGS=--async-scheduling $(BIN)/python -m pytest -q -m "slow or long" \
-		--ignore tests/e2e/test_structured_output.py tests/e2e tests/chaos
+	@echo "tests: those that depend on how steps follow each other once more, with overlapped ones"
+	@TOKEND_TEST_FLAGS=--async-scheduling $(BIN)/python -m pytest -q -m "slow or long" $(OVERLAPPED)
 
 # Kernels, models and speed on a GPU, in eight minutes at most; a table at the end, figures in
 # gpu-check.json. ARGS="--only attention" runs some phases.

@@ -4,7 +4,16 @@ from fastapi import FastAPI
 
 from api_server import errors, openapi
 from api_server.middleware import KnowKeys, PassTheDoor
-from api_server.routes import admin, chat, completions, models, system, tokenizer
+from api_server.routes import (
+    admin,
+    chat,
+    completions,
+    models,
+    responses,
+    stored_responses,
+    system,
+    tokenizer,
+)
 from api_server.services import Services
 from api_server.short_way import ShortWay, endpoints_of
 from proto.api_keys import read_api_keys
@@ -15,10 +24,12 @@ def create_app(services: Services) -> FastAPI:
     app = FastAPI(title="tokend", version=system.daemon_version(), docs_url=None, redoc_url=None)
     app.state.services = services
     errors.install(app)
-    for module in (completions, chat, models, tokenizer, system, admin):
+    generating = (completions, chat, responses)
+    for module in (*generating, stored_responses, models, tokenizer, system, admin):
         app.include_router(module.router)
     openapi.install(app, services.config)
-    app.add_middleware(ShortWay, endpoints=endpoints_of(completions.router, chat.router))
+    endpoints = endpoints_of(*(module.router for module in generating))
+    app.add_middleware(ShortWay, endpoints=endpoints)
     app.add_middleware(PassTheDoor)
     keys = read_api_keys(services.config)
     if keys:

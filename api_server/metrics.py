@@ -84,7 +84,7 @@ class Metrics(Collector):
         self._weights: tuple[WeightMemory, ...] = ()
         self._rejections = counters("max_num_queued_reqs", "max_num_queued_tokens", "restart")
         self._cut_short = counters(
-            "disconnect", "slow_reader", "queue_timeout", "timeout", "operator"
+            "disconnect", "slow_reader", "queue_timeout", "timeout", "operator", "cancel"
         )
         self._prompt_tokens = Counter(sheet)
         self._generation_tokens = Counter(sheet)

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from api_server.middleware import OPEN_PATHS
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.completion import CompletionRequest
+from api_server.protocol.responses import ResponsesRequest
 from api_server.protocol.schemas import (
     BOOLEAN,
     CHAT_COMPLETION,
@@ -26,6 +27,7 @@ from api_server.protocol.schemas import (
     MODEL_CARD,
     MODELS,
     READINESS,
+    RESPONSE,
     STRING,
     TEXT,
     TOKENS,
@@ -74,6 +76,12 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("/v1/chat/completions", "post"): Operation(
         (ChatCompletionRequest,), {_JSON: CHAT_COMPLETION, _EVENTS: EVENT}
     ),
+    ("/v1/responses", "post"): Operation((ResponsesRequest,), {_JSON: RESPONSE, _EVENTS: EVENT}),
+    ("/v1/responses/{response_id}", "get"): Operation(answers=_answers(RESPONSE)),
+    ("/v1/responses/{response_id}", "delete"): Operation(
+        answers=_answers(an_object({"id": STRING, "object": STRING, "deleted": BOOLEAN}))
+    ),
+    ("/v1/responses/{response_id}/cancel", "post"): Operation(answers=_answers(RESPONSE)),
     ("/v1/models", "get"): Operation(answers=_answers(MODELS)),
     ("/v1/models/{name}", "get"): Operation(answers=_answers(MODEL_CARD)),
     ("/tokenize", "post"): Operation((TokenizeText, TokenizeChat), _answers(TOKENS)),

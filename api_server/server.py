@@ -10,6 +10,7 @@ import gc
 import logging
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -29,6 +30,7 @@ from api_server.metrics import Metrics
 from api_server.model_texts import ModelTexts
 from api_server.orders import Orders
 from api_server.outputs.open_generations import OpenGenerations
+from api_server.outputs.stored_responses import StoredResponses
 from api_server.services import Services
 from proto.codec import Message
 from proto.config import FrontEndConfig
@@ -112,8 +114,15 @@ def make_services(
         settings=config,
         ask_abort=lambda labels, owner: tell(AbortRequests(labels, owner)),
         under_way=OpenGenerations(),
+        responses=stored_responses(config.frontend),
         seeds=seeds(config.model.seed, boot.index),
     )
+
+
+def stored_responses(config: FrontEndConfig) -> StoredResponses:
+    """Where this front end keeps responses."""
+    most = config.max_stored_responses_mib << 20
+    return StoredResponses(most, config.stored_response_seconds, time.monotonic)
 
 
 def metric_sheet(boot: ProcessBoot) -> MetricSheet:

@@ -3,6 +3,7 @@
 Owns nothing itself; a test makes one with a scripted engine behind it.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from api_server.inputs.tokenizer import ModelTokenizer
 from api_server.metrics import Metrics
 from api_server.outputs.open_generations import OpenGenerations
 from api_server.outputs.reasoning import ReasoningStyle, style_of
+from api_server.outputs.stored_responses import StoredResponses
 from proto.config import FrontEndConfig, ServeConfig
 from proto.errors import UnknownModelError
 from proto.prepared_model import PreparedModel
@@ -34,7 +36,8 @@ class Services:
     requests that are answered with these services. epoch: of the engine that they go to, as
     long as that one is there. vocabulary: changes with what token ids mean. under_way: of this
     front end, whichever engine has them. ask_abort: has all front ends end requests with these
-    ids, of the key of this name or of any (None).
+    ids, of the key of this name or of any (None). responses: those of /v1/responses that are kept
+    or under way. background: tasks whose clients do not wait.
     """
 
     model: PreparedModel
@@ -51,7 +54,9 @@ class Services:
     settings: ServeConfig
     ask_abort: Callable[[list[str], str | None], None]
     under_way: OpenGenerations
+    responses: StoredResponses
     visitors: Visitors = field(default_factory=Visitors)
+    background: set[asyncio.Task[None]] = field(default_factory=set)
     seeds: Iterator[int] = field(default_factory=lambda: seeds(None, 0))
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -16,6 +16,7 @@ from engine_core.scheduler.quarantine import is_poisonous, poison_error
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars
 from engine_core.validation import RequestLimits, validate_input, validate_request
+from proto.agents import TurnEnded
 from proto.engine_io import (
     Abort,
     AdminCall,
@@ -60,7 +61,10 @@ class Intake:
         elif isinstance(message, SessionInput):
             self._take_input(client, message)
         elif isinstance(message, Abort):
-            self._scheduler.abort(message.request_id, message.choice)
+            stopped = message.reason == "stop_string"
+            self._scheduler.abort(message.request_id, message.choice, stopped=stopped)
+        elif isinstance(message, TurnEnded):
+            self._scheduler.end_turn(message.request_id, message.job, message.tool)
         elif isinstance(message, AdminCall):
             self._outbox.reply(client, self._call(message))
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from engine_core.kv_cache.extra_keys import ExtraKeys
 from engine_core.kv_cache.hashing import Hasher
+from proto.agents import NO_AGENT, AgentHint
 from proto.engine_io import EngineCoreRequest, FinishReason
 from proto.sampling_params import SamplingParams
 
@@ -77,6 +78,9 @@ class Request:
         prompt_token_ids: [num_prompt_tokens], shared by all choices, never changed (the
             next turn of a session gets another list with its input).
         tenant: whose it is, for fairness; 0 where nobody said so.
+        agent: which job it is a turn of; its name is empty for none. job_arrival: seconds, when
+            the job's first turn came; continues_job: it is not the first, nor the last.
+            finds_pin: when it arrived, its job had kept the KV of the turn before.
         stop_ids: token ids that end it. repetition: so do outputs that repeat themselves, if set.
         seed, choice: key of its draws.
         order: (priority, arrival, request id, choice); the lower goes first, where
@@ -108,15 +112,19 @@ class Request:
         "_block_hashes",
         "_extra_keys",
         "_hasher",
+        "agent",
         "all_token_ids",
         "arrival_time",
         "cache_salt",
         "choice",
         "client_index",
+        "continues_job",
         "crash_count",
+        "finds_pin",
         "first_info_sent",
         "handle",
         "is_corrupt",
+        "job_arrival",
         "kv_transfer_params",
         "max_tokens",
         "num_cached_tokens",
@@ -161,6 +169,7 @@ class Request:
         cache_salt: str | None = None,
         crash_count: int = 0,
         tenant: int = 0,
+        agent: AgentHint = NO_AGENT,
     ) -> None:
         """output_token_ids: generated in an earlier epoch. prompt_hashes: already known hashes."""
         self.handle = handle
@@ -173,6 +182,9 @@ class Request:
         self.arrival_time = arrival_time
         self.cache_salt = cache_salt
         self.tenant = tenant
+        self.agent = agent
+        self.job_arrival = arrival_time
+        self.continues_job = self.finds_pin = False
         self.order = (priority, arrival_time, request_id, choice)
 
         self.all_token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
@@ -333,6 +345,7 @@ def choices_of(
             cache_salt=message.cache_salt,
             crash_count=message.crash_count,
             tenant=message.tenant,
+            agent=message.agent or NO_AGENT,
         )
         for choice in range(message.n)
         if choice not in message.finished_choices

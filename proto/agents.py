@@ -27,6 +27,10 @@ class AgentHint(msgspec.Struct, array_like=True, frozen=True):
     ttl_ms: float | None = None
 
 
+NO_AGENT: Final = AgentHint("")
+"""Of a request that is nobody's turn."""
+
+
 class TurnEnded(msgspec.Struct, array_like=True, tag=7, frozen=True):
     """The answer of a turn has been read: what the job does until its next one.
 

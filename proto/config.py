@@ -13,6 +13,7 @@ import msgspec
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "bf16", "f16", "f32", "int8", "fp8"]
 CpuWeights = Literal["auto", "packed", "int8", "bf16", "f32"]
+PinPolicyName = Literal["rule", "fixed", "none"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
 TenantBy = Literal["api-key", "header", "none"]
 GIB: Final = 1 << 30
@@ -88,8 +89,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Let a prompt be computed over several steps."""
     max_step_stretch: float = 0.0
     """Most that a prompt may stretch a step of others that decode, as a multiple; 0: no limit."""
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    """Order of waiting requests."""
+    scheduling_policy: Literal["fcfs", "priority", "continuum"] = "fcfs"
+    """Order of waiting requests; continuum: of jobs, whose KV may be kept between two turns."""
+    pin_policy: PinPolicyName = "rule"
+    """How long continuum keeps it: by what it would cost and durations of tools, 2 s if they are
+    short, or not at all."""
+    max_pinned_share: float = 0.5
+    """Most of the KV blocks (0 to 1) that jobs keep between turns."""
+    max_pinned_share_per_tenant: float = 0.5
+    """Most of them that the jobs of one tenant keep."""
     async_scheduling: bool | None = None
     """Schedule the next step while the current one computes; by default on a GPU only."""
     scheduler_reserve_full_isl: bool = False
@@ -200,6 +208,11 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Let /metrics answer without a key."""
     enable_tokenizer_info_endpoint: bool = False
     """Let /tokenizer_info show the tokenizer's settings and the chat template."""
+    max_stored_responses_mib: int = 64
+    """Memory for responses that clients ask to be stored, a quarter of it for one client at most;
+    0 stores none."""
+    stored_response_seconds: float = 3600.0
+    """How long such a response is kept."""
 
     @property
     def has_client_keys(self) -> bool:

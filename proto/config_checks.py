@@ -49,6 +49,7 @@ def validate(config: ServeConfig) -> None:
     _check_front_end(config.frontend)
     _check_grammars(config.grammars)
     _check_reliability(config.reliability, config.cache)
+    _check_pins(config)
     check_media(config)
     check_preemption(config)
     _positive("sched_trace_max_bytes", config.trace.sched_trace_max_bytes)
@@ -87,6 +88,21 @@ def _check_cache(cache: CacheConfig) -> None:
         raise ConfigError(
             f"--kv-cache-metrics-one-in must be 0 or more, got {cache.kv_cache_metrics_one_in}",
             "kv_cache_metrics_one_in",
+        )
+
+
+def _check_pins(config: ServeConfig) -> None:
+    scheduler = config.scheduler
+    for field in ("max_pinned_share", "max_pinned_share_per_tenant"):
+        share = getattr(scheduler, field)
+        if not 0.0 <= share <= 1.0:
+            raise ConfigError(f"{flag_name(field)} must be in [0, 1], got {share}", field)
+    keeps = scheduler.scheduling_policy == "continuum" and scheduler.pin_policy != "none"
+    if keeps and not config.cache.enable_prefix_caching:
+        raise ConfigError(
+            "--scheduling-policy continuum keeps KV for the prefix cache, and "
+            "--no-enable-prefix-caching turns that off; --pin-policy none keeps nothing",
+            "scheduling_policy",
         )
 
 
@@ -129,7 +145,10 @@ def _check_front_end(frontend: FrontEndConfig) -> None:
             f"--api-server-count must be at most {MAX_CLIENTS}, got {frontend.api_server_count}",
             "api_server_count",
         )
-    for field in ("queue_timeout", "sse_keep_alive"):
+    for field in (
+        *("queue_timeout", "sse_keep_alive"),
+        *("max_stored_responses_mib", "stored_response_seconds"),
+    ):
         _not_negative(field, getattr(frontend, field))
     if not 0 <= frontend.port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {frontend.port}", "port")

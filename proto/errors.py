@@ -12,6 +12,7 @@
     │   ├── UnknownPathError      404
     │   ├── ConflictError         409
     │   ├── RequestAbortedError   410
+    │   ├── RequestCancelledError 410
     │   ├── OverloadedError       503  may be retried
     │   │   ├── QueueFullError       503
     │   │   └── QueueTimeoutError    503
@@ -132,6 +133,17 @@ class RequestAbortedError(RequestError):
 
     def __init__(self) -> None:
         super().__init__("the request was aborted by an operator")
+
+
+class RequestCancelledError(RequestError):
+    """Its client has ended it before it was taken in."""
+
+    status = 410
+    type = "RequestCancelledError"
+    cause = "cancel"
+
+    def __init__(self) -> None:
+        super().__init__("the request was cancelled")
 
 
 class UnsupportedMediaError(RequestError):

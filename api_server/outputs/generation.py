@@ -123,6 +123,14 @@ class Generation:
         for stream in self.streams:
             stream.fail(RequestAbortedError())
 
+    def cancel(self) -> None:
+        """Whoever asked wants no more of it: what there is stands, as an answer cut short."""
+        if not self.finished and all(stream.accepted for stream in self.streams):
+            self.metrics.cut_short("cancel")
+        for stream in self.streams:
+            stream.cut()
+            self.client.abandon(stream)
+
     def close(self) -> None:
         """Abort what still runs, count and log the request; later calls do nothing."""
         if self._closed:

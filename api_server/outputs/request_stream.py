@@ -18,7 +18,7 @@ from api_server.outputs.turn import NO_TURN, Turn
 from api_server.outputs.unsent import Unsent
 from proto.codec import from_json
 from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
-from proto.errors import InternalRequestError, RequestError
+from proto.errors import InternalRequestError, RequestCancelledError, RequestError
 
 
 class Bell:
@@ -135,6 +135,17 @@ class RequestStream:
         if not self.finished:
             self.error = error
             self.bell.ring()
+
+    def cut(self) -> None:
+        """End all choices that have not ended, as they are; before it is accepted it fails."""
+        if not self.accepted:
+            self.fail(RequestCancelledError())
+            return
+        for choice in self.choices:
+            if not choice.finished and self.error is None:
+                choice.extend([], [], FinishReason.ABORT, None)
+                self.metrics.choice_ended(str(choice.finish_reason), len(choice.token_ids))
+        self.bell.ring()
 
     def called_tool(self) -> str:
         """The engine's name of the tool that the answer calls; empty for none."""

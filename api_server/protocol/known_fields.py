@@ -15,9 +15,12 @@ HARMLESS: Final = frozenset({"user", "metadata", "safety_identifier", "prompt_ca
 OPENAI: Final = frozenset(
     {
         "audio",
+        "background",
         "best_of",
+        "conversation",
         "function_call",
         "functions",
+        "include",
         "input",
         "instructions",
         "max_output_tokens",
@@ -129,6 +132,18 @@ CHAT_NEUTRAL: Final[Neutral] = {
     "tool_choice": ("none",),
     "tools": ([],),
 }
+
+RESPONSES_NEUTRAL: Final[Neutral] = {
+    "context_management": ([],),
+    "service_tier": ("auto", "default"),
+}
+
+RESPONSES_HINTS: Final = frozenset(
+    {"max_tool_calls", "prompt_cache_options", "prompt_cache_retention"}
+)
+"""Of /v1/responses: about a cache that is not ours, and tools that are not called here."""
+
+REASONING_NEUTRAL: Final[Neutral] = {"context": ("auto",), "mode": ("standard",)}
 
 STREAM_OPTIONS_NEUTRAL: Final[Neutral] = {"include_obfuscation": (False,)}
 

@@ -15,6 +15,7 @@ from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.common import GenerationRequest
 from api_server.protocol.completion import CompletionRequest
 from api_server.protocol.known_fields import ANTHROPIC, HARMLESS, NEUTRAL, OPENAI, VLLM
+from api_server.protocol.responses import PASSED, ResponsesRequest
 
 _NO_DEFAULT = "required"
 
@@ -29,6 +30,9 @@ def markdown() -> str:
         _table(CompletionRequest, shared),
         "## Fields of /v1/chat/completions",
         _table(ChatCompletionRequest, shared),
+        "## Fields of /v1/responses",
+        _table(ResponsesRequest, set()),
+        "As in a chat completion: " + ", ".join(f"`{name}`" for name in sorted(PASSED)) + ".",
         "## Fields without effect",
         f"Taken and not looked at: {_names(HARMLESS)}.",
         "Refused by name, unless the value asks for nothing (null, or what is in brackets):",

@@ -80,6 +80,30 @@ CHAT_COMPLETION: Final = an_object(
     },
     {"kv_transfer_params": an_object({})},
 )
+RESPONSE: Final = an_object(
+    {
+        "id": STRING,
+        "object": one_of("response"),
+        "created_at": INTEGER,
+        "status": one_of("in_progress", "completed", "incomplete", "cancelled", "failed"),
+        "model": STRING,
+        "output": a_list(an_object({"type": STRING, "id": STRING})),
+        "tools": a_list(an_object({})),
+        "usage": or_null(
+            an_object(
+                {
+                    "input_tokens": INTEGER,
+                    "input_tokens_details": an_object({"cached_tokens": INTEGER}),
+                    "output_tokens": INTEGER,
+                    "output_tokens_details": an_object({"reasoning_tokens": INTEGER}),
+                    "total_tokens": INTEGER,
+                }
+            )
+        ),
+        "error": or_null(an_object({"code": STRING, "message": STRING})),
+        "incomplete_details": or_null(an_object({"reason": STRING})),
+    }
+)
 MODEL_CARD: Final = an_object(
     {
         "id": STRING,

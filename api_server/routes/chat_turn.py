@@ -38,6 +38,10 @@ class ChatTurn:
         """The response that words it so."""
         return self.preparation.response(self.generation, answer)
 
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Of an answer that is no such response."""
+        return self.preparation.headers()
+
 
 async def prepare_turn(
     services: Services,

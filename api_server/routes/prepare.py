@@ -185,14 +185,18 @@ class Preparation:
 
     def response(self, generation: Generation, answer: Answer) -> GenerationResponse:
         """The response to that generation, which answers as `answer` words it."""
-        name = self._request.request_id or self.id
         return GenerationResponse(
             generation,
             answer,
             stream=self._request.stream,
             keep_alive=self._services.config.sse_keep_alive,
-            more_headers=[(b"x-request-id", name.encode()), *self._ignored.headers()],
+            more_headers=self.headers(),
         )
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Of its answer, beside those of every answer."""
+        name = self._request.request_id or self.id
+        return [(b"x-request-id", name.encode()), *self._ignored.headers()]
 
     def truncation(self, max_tokens: int | None) -> Truncation:
         """What is kept of prompts; max_tokens: as given, or what is meant where it is not."""

@@ -9,6 +9,7 @@ Owns the count of such references by block. Knows nothing of who took them.
 from collections.abc import Sequence
 
 from engine_core.kv_cache.block import NULL_BLOCK
+from engine_core.kv_cache.pinned import tables_of
 from engine_core.kv_cache.pool import BlockPool
 
 
@@ -54,15 +55,14 @@ class PoolHolds:
 
     @property
     def num_alone(self) -> int:
-        """Blocks that would be free but for holds."""
-        ref_counts = self._pool.ref_counts
-        return sum(1 for block, count in self._counts.items() if ref_counts[block] == count)
+        """Blocks that would be free, or only pinned, but for holds."""
+        ref_counts, pins = self._pool.ref_counts, self._pool.pinned.counts
+        return sum(
+            1
+            for block, count in self._counts.items()
+            if ref_counts[block] == count + pins.get(block, 0)
+        )
 
     def tables(self) -> list[list[int]]:
         """All references, each block at most once in a list: as the tables of sequences are."""
-        tables: list[list[int]] = []
-        counts, level = self._counts, 0
-        while blocks := [block for block, count in counts.items() if count > level]:
-            tables.append(blocks)
-            level += 1
-        return tables
+        return tables_of(self._counts)

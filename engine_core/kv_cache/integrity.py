@@ -32,7 +32,10 @@ def check_in_slices(manager: KVCacheManager) -> Iterator[list[str]]:
     Void as soon as anything changes in between: then it is to be begun anew.
     """
     tables = [table for group in manager.groups for table in group.tables().values()]
-    yield from check_pool(manager.pool, [*tables, *manager.holds.tables()])
+    yield from check_pool(
+        manager.pool, [*tables, *manager.holds.tables(), *manager.pool.pinned.tables()]
+    )
+    yield manager.pool.pinned.violations()
     yield from manager.violations()
 
 

@@ -7,7 +7,7 @@ not decide who waits or who is preempted.
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
-from typing import Final
+from typing import Final, Protocol
 
 from engine_core.kv_cache.block import BlockIds
 from engine_core.kv_cache.coordinator import NOTHING_COMPUTED, ComputedBlocks, make_coordinator
@@ -28,6 +28,21 @@ __all__ = ["NOTHING_COMPUTED", "NO_NEW_BLOCKS", "ComputedBlocks", "KVCacheManage
 
 NO_NEW_BLOCKS: Final[BlockIds] = []
 """Returned, always this very object, where no group needed a block. Never changed."""
+
+
+class Reserve(Protocol):
+    """Who holds blocks that it can do without: they count as free."""
+
+    def give_back(self, num_blocks: int) -> None:
+        """Free so many blocks more; there are as many that only pins keep."""
+        ...
+
+
+class NoReserve:
+    """Nothing is pinned."""
+
+    def give_back(self, num_blocks: int) -> None:
+        raise AssertionError(f"{num_blocks} blocks are wanted back from nobody")
 
 
 class KVCacheManager:
@@ -69,6 +84,7 @@ class KVCacheManager:
         self._coordinator = make_coordinator(self.pool, groups, block_size)
         self._copies = BlockCopies()
         self.holds = PoolHolds(self.pool)
+        self.reserve: Reserve = NoReserve()
         self._quiet_until: dict[int, int] = {}
         self._proven_until: dict[int, int] = {}  # those with KV that is still to be loaded
         self._num_queried = 0
@@ -253,6 +269,30 @@ class KVCacheManager:
             self._copies.cancel(chain.from_iterable(self.block_ids(request.handle)))
         self._coordinator.free(request.handle)
 
+    def findable_blocks(self, request: Request) -> list[int]:
+        """Blocks of a request that is over whose content can be found, without the null block.
+
+        Of all groups, in the order of their tokens. To be asked before `free`, which would make
+        them findable.
+        """
+        if request.handle not in self._quiet_until:
+            return []
+        proven = self._proven_until.get(request.handle, request.num_tokens)
+        num_verified = min(request.num_computed_tokens, proven, request.num_tokens)
+        self._coordinator.settle(request.handle, request, num_verified)
+        hashes = self.pool.hashes
+        tables = [group.table(request.handle) for group in self.groups]
+        if len(tables) == 1:
+            return [block for block in tables[0] if hashes[block] is not None]
+        sizes = [group.block_size for group in self.groups]
+        found = [
+            (index * sizes[number], number, block)
+            for number, table in enumerate(tables)
+            for index, block in enumerate(table)
+            if hashes[block] is not None
+        ]
+        return [block for _, _, block in sorted(found)]
+
     def block_ids(self, handle: int) -> BlockIds:
         """A copy of the block table of a request, per group."""
         return [group.table(handle) for group in self.groups]
@@ -327,9 +367,14 @@ class KVCacheManager:
         return self.pool.num_blocks - 1
 
     @property
+    def num_sequences(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._quiet_until)
+
+    @property
     def num_free_blocks(self) -> int:
-        """Blocks that are free, cached content included."""
-        return self.pool.num_free
+        """Blocks that are free, cached content included, or would be if pins were given up."""
+        return self.pool.num_available
 
     @property
     def usage(self) -> float:
@@ -351,7 +396,7 @@ class KVCacheManager:
         coordinator.release_passed(handle, num_computed)
         num_elsewhere = num_computed if num_external else 0
         num_new_blocks = coordinator.num_new_blocks(handle, num_slots, computed, num_elsewhere)
-        room = self.pool.num_free - num_new_blocks
+        room = self.pool.num_available - num_new_blocks
         if room < 0 or (computed.num_tokens and not self._fit(computed, room)):
             return None
         if handle not in self._quiet_until:
@@ -361,6 +406,8 @@ class KVCacheManager:
                 coordinator.release_passed(handle, num_computed)
         new_blocks = NO_NEW_BLOCKS
         if num_new_blocks:
+            if num_new_blocks > self.pool.num_free:  # hits are referenced by now
+                self.reserve.give_back(num_new_blocks - self.pool.num_free)
             new_blocks = coordinator.extend(handle, num_slots)
         if computed.tails:
             self._copies.promise(computed, new_blocks)

@@ -35,8 +35,8 @@ class ObservedBlockPool(BlockPool):
         for observer in self._observers:
             observer.touched(real)
 
-    def free_blocks(self, blocks: Sequence[int]) -> None:
-        super().free_blocks(blocks)
+    def _release(self, blocks: Sequence[int]) -> None:
+        super()._release(blocks)
         ref_counts = self.ref_counts
         free = [block for block in blocks if block != NULL_BLOCK and not ref_counts[block]]
         for observer in self._observers:

@@ -16,6 +16,7 @@ from typing import Protocol
 from engine_core.kv_cache.block import NULL_BLOCK
 from engine_core.kv_cache.free_queue import FreeQueue
 from engine_core.kv_cache.group_keys import GroupKeys
+from engine_core.kv_cache.pinned import PinnedBlocks
 from engine_core.kv_cache.prefix_index import PrefixIndex
 
 
@@ -37,10 +38,18 @@ class BlockPool:
 
     num_blocks counts the null block. `ref_counts` (the free queue's own list) and
     `hashes` have one entry per block; a block's hash is its key in the index, which
-    names its group too.
+    names its group too. `pinned`: the references that jobs have between two turns.
     """
 
-    __slots__ = ("enable_caching", "free_queue", "hashes", "index", "num_blocks", "ref_counts")
+    __slots__ = (
+        "enable_caching",
+        "free_queue",
+        "hashes",
+        "index",
+        "num_blocks",
+        "pinned",
+        "ref_counts",
+    )
 
     def __init__(self, num_blocks: int, enable_caching: bool) -> None:
         """Raises ValueError for a pool without a usable block."""
@@ -52,11 +61,17 @@ class BlockPool:
         self.index = PrefixIndex()
         self.ref_counts = self.free_queue.ref_counts
         self.hashes: list[bytes | None] = [None] * num_blocks
+        self.pinned = PinnedBlocks(self.ref_counts)
 
     @property
     def num_free(self) -> int:
         """Blocks that get_new_blocks can give."""
         return self.free_queue.num_free
+
+    @property
+    def num_available(self) -> int:
+        """Those, and the ones that are in use only for pins."""
+        return self.free_queue.num_free + self.pinned.num_alone
 
     @property
     def usage(self) -> float:
@@ -77,15 +92,32 @@ class BlockPool:
 
     def touch(self, blocks: Sequence[int]) -> None:
         """Reference blocks once more; those that were free stop being so."""
+        if self.pinned.counts:
+            self.pinned.before_touch(blocks)
         self.free_queue.touch(blocks)
 
     def free_blocks(self, blocks: Sequence[int]) -> None:
         """Drop one reference of each; those without any become free in this order."""
-        self.free_queue.release(blocks)
+        self._release(blocks)
+        if self.pinned.counts:
+            self.pinned.after_release(blocks)
+
+    def pin(self, blocks: Sequence[int]) -> None:
+        """Reference blocks that are in use once more, for a job; no null blocks."""
+        self.pinned.add(blocks)
+        self.free_queue.touch(blocks)
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        """Drop references taken by `pin`; blocks without any become free in this order."""
+        self.pinned.remove(blocks)
+        self._release(blocks)
 
     def num_evictable(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks are in the free queue now."""
+        """How many of these blocks are free now, or would be without pins."""
         ref_counts = self.ref_counts
+        if self.pinned.counts:
+            is_available = self.pinned.is_available
+            return len([block for block in blocks if block != NULL_BLOCK and is_available(block)])
         return len([block for block in blocks if not ref_counts[block] and block != NULL_BLOCK])
 
     def cache_full_block(self, block: int, block_hash: bytes) -> None:
@@ -127,6 +159,9 @@ class BlockPool:
         self.index.clear()
         self.hashes = [None] * self.num_blocks
         return True
+
+    def _release(self, blocks: Sequence[int]) -> None:
+        self.free_queue.release(blocks)
 
     def _evict(self, block: int) -> None:
         block_hash = self.hashes[block]

@@ -21,6 +21,7 @@ from engine_core.replay.recording import Recording, Sequence
 from engine_core.replay.rig import Rig
 from engine_core.replay.taping import Both, FileTape
 from engine_core.request import Request
+from engine_core.scheduler.pin_order import Pin
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS
 from engine_core.trace.tracing import NO_TRACING, Tracing
@@ -204,5 +205,9 @@ class _Meter:
 
     def finished(self, request: Request) -> None:
         self._simulation.ended(request.handle)
+
+    def pinned(self, pin: Pin, ttl: float) -> None: ...
+
+    def unpinned(self, pin: Pin, reason: str) -> None: ...
 
     def happened(self, what: str, detail: str) -> None: ...

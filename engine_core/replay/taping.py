@@ -13,6 +13,7 @@ from engine_core.kv_cache.observers import PoolObserver
 from engine_core.queues.base import RequestQueue
 from engine_core.request import Request
 from engine_core.scheduler.observer import SchedulerObserver
+from engine_core.scheduler.pin_order import Pin
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.trace.file import TraceFile
 from engine_core.trace.recorder import Recorder
@@ -92,6 +93,14 @@ class Both:
     def finished(self, request: Request) -> None:
         for each in self._observers:
             each.finished(request)
+
+    def pinned(self, pin: Pin, ttl: float) -> None:
+        for each in self._observers:
+            each.pinned(pin, ttl)
+
+    def unpinned(self, pin: Pin, reason: str) -> None:
+        for each in self._observers:
+            each.unpinned(pin, reason)
 
     def happened(self, what: str, detail: str) -> None:
         for each in self._observers:

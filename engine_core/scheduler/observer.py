@@ -10,6 +10,7 @@ from typing import Final, Protocol
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.queues.base import RequestQueue
 from engine_core.request import Request
+from engine_core.scheduler.pin_order import Pin
 from engine_core.scheduler.step_plan import StepPlan
 from proto.model_runner_output import ModelRunnerOutput
 
@@ -49,6 +50,14 @@ class SchedulerObserver(Protocol):
         """It is over, with the status that says how, and has no blocks any more."""
         ...
 
+    def pinned(self, pin: Pin, ttl: float) -> None:
+        """A job keeps blocks for so many seconds after its turn; told again when that changes."""
+        ...
+
+    def unpinned(self, pin: Pin, reason: str) -> None:
+        """It has given them up."""
+        ...
+
     def happened(self, what: str, detail: str) -> None:
         """Anything else that changes decisions."""
         ...
@@ -74,6 +83,10 @@ class NoObserver:
     def step_done(self, result: ModelRunnerOutput) -> None: ...
 
     def finished(self, request: Request) -> None: ...
+
+    def pinned(self, pin: Pin, ttl: float) -> None: ...
+
+    def unpinned(self, pin: Pin, reason: str) -> None: ...
 
     def happened(self, what: str, detail: str) -> None: ...
 

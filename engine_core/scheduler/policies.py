@@ -7,6 +7,7 @@ victims for those that run. FairShares puts the order of tenants around another 
 from typing import Any, Literal, Protocol
 
 from engine_core.queues.base import RequestQueue
+from engine_core.queues.continuum import ContinuumQueue
 from engine_core.queues.fair import FairQueue
 from engine_core.queues.fcfs import FCFSQueue
 from engine_core.queues.priority import PriorityQueue
@@ -14,7 +15,7 @@ from engine_core.request import Request
 from engine_core.scheduler.tenants import TenantLedger
 from engine_core.scheduler.victims import LastInOrder, LastInPlace, VictimOrder
 
-PolicyName = Literal["fcfs", "priority"]
+PolicyName = Literal["fcfs", "priority", "continuum"]
 
 
 class SchedulingPolicy(Protocol):
@@ -60,13 +61,33 @@ class ByPriority:
         return PriorityQueue()
 
     def make_victim_order(self) -> VictimOrder:
-        return LastInOrder()
+        return LastInOrder(_from_last)
 
     def lateness(self, request: Request) -> Any:
         return request.order
 
     def urgency(self, request: Request) -> int:
         return request.priority
+
+
+class ByJobs:
+    """Turns of jobs in the order of the jobs; who continues one gives way last.
+
+    The KV of those was kept for them, or would have been: their next turn wants it as well.
+    """
+
+    def make_queue(self) -> RequestQueue:
+        return ContinuumQueue()
+
+    def make_victim_order(self) -> VictimOrder:
+        return LastInOrder(_from_last_job)
+
+    def lateness(self, request: Request) -> Any:
+        continues, arrival, request_id, choice = _from_last_job(request)
+        return not continues, -arrival, -request_id, -choice
+
+    def urgency(self, request: Request) -> int:
+        return 0
 
 
 class FairShares:
@@ -99,4 +120,16 @@ class FairShares:
 
 def policy_of(name: PolicyName, ledger: TenantLedger) -> FairShares:
     """The policy of `--scheduling-policy`, fair to the tenants of the ledger."""
+    if name == "continuum":
+        return FairShares(ByJobs(), ledger)
     return FairShares(ByPriority() if name == "priority" else FirstComeFirstServed(), ledger)
+
+
+def _from_last(request: Request) -> tuple[int, float, int, int]:
+    priority, arrival, request_id, choice = request.order
+    return -priority, -arrival, -request_id, -choice
+
+
+def _from_last_job(request: Request) -> tuple[bool, float, int, int]:
+    _, _, request_id, choice = request.order
+    return request.continues_job, -request.job_arrival, -request_id, -choice

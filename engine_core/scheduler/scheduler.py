@@ -31,9 +31,12 @@ from engine_core.scheduler.dictation import Dictation
 from engine_core.scheduler.external_kv import Connect, ExternalKV, no_connector
 from engine_core.scheduler.gates import Gate
 from engine_core.scheduler.idle_blocks import IdleBlocks
+from engine_core.scheduler.jobs import Jobs
 from engine_core.scheduler.observer import NO_OBSERVER, SchedulerObserver
 from engine_core.scheduler.output_builder import OutputBuilder
 from engine_core.scheduler.pause import Pause
+from engine_core.scheduler.pin_rule import NoPins, pin_rule_of
+from engine_core.scheduler.pins import PinLimits, Pins
 from engine_core.scheduler.placeholders import NoPlaceholders, OutputPlaceholders, Placeholders
 from engine_core.scheduler.policies import policy_of
 from engine_core.scheduler.preemption import Preemption
@@ -140,6 +143,13 @@ class Scheduler:
             config.crashes_until_alone,
         )
         self._swap_rule = swap_rule_of(config.preemption)
+        limits_of_pins = PinLimits(
+            kv_cache.num_usable_blocks, config.max_pinned_share, config.max_pinned_share_per_tenant
+        )
+        self._pins = Pins(kv_cache, limits_of_pins, observer)
+        keeps = config.scheduling_policy == "continuum" and kv_cache.enable_caching
+        pin_rule = pin_rule_of(config.pin_policy, self._swap_rule) if keeps else NoPins()
+        self._jobs = Jobs(self._pins, pin_rule, kv_cache, clock)
         self.external = ExternalKV(
             connect,
             kv_cache,
@@ -155,6 +165,7 @@ class Scheduler:
             self._quarantine,
             self._courtesy,
             self.sessions,
+            self._jobs,
             self.backlog,
             self.deadlines,
             *gates,
@@ -208,23 +219,32 @@ class Scheduler:
             request.max_tokens, self._max_model_len - request.num_prompt_tokens
         )
         request.queued_at = self._clock()
+        self._jobs.enter(request)
         self._beams.add(request)
         self._quarantine.enter(request)
         self.waiting.add(request)
         self._observer.added(request)
 
-    def abort(self, request_id: int, choice: int | None = None) -> int:
+    def abort(self, request_id: int, choice: int | None = None, *, stopped: bool = False) -> int:
         """End a request, or one choice of it, in whatever state it is; no output follows.
 
-        The choices of a beam search end together.
+        The choices of a beam search end together. stopped: its client has all that it wanted,
+        so the KV of a job's turn is kept as if it had ended by itself.
         Returns the number of choices that ended; 0 for a request that is over already.
         """
         choices = self._choices.get(request_id, {})
         if self._beams.owns(request_id):
             choice = None
         ended = [each for number, each in choices.items() if choice is None or number == choice]
-        self._abort_all(ended)
+        self._abort_all(ended, stopped=stopped)
         return len(ended)
+
+    def end_turn(self, request_id: int, job: str, tool: str) -> None:
+        """A turn that is over was read: its job waits for this tool, or for none ("").
+
+        Jobs that are over, or unknown, and turns that are not the last one are passed over.
+        """
+        self._jobs.end_turn(request_id, job, tool)
 
     def abort_client(self, client_index: int) -> int:
         """End every request of one front end; returns the number of choices that ended."""
@@ -297,6 +317,7 @@ class Scheduler:
         self._observer.happened("restart", f"workers of epoch {epoch}")
         poisonous = self._quarantine.note_crash()
         self.external.start_over()
+        self._pins.drop_all("restart")
         start_over(self._requests.values(), self._preemption, self._kv_cache, self._clock())
         self._output_builder.begin_epoch(epoch)
         outputs: ClientOutputs = {}
@@ -325,6 +346,8 @@ class Scheduler:
             for victim in victims:
                 self._output_builder.forget(victim.handle)
             self._num_preemptions += len(victims)
+        if not self._kv_cache.num_sequences:
+            self._pins.drop_all("reset")
         self._observer.happened("reset", "preempting" if preempting else "")
         return self._kv_cache.reset_prefix_cache()
 
@@ -337,6 +360,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Decide the next step. Where running requests had to give way, nothing is admitted."""
         plan = StepPlan(self._step_budget, self._clock(), self._step_budget)
+        self._pins.sweep(plan.now)
         self._observer.step_begins(plan)
         if not self._pause.frozen:
             self._preemption.relieve(plan)
@@ -410,6 +434,8 @@ class Scheduler:
         """Gauges of now, and deltas since the last call."""
         queries, hits = self._kv_cache.take_prefix_cache_stats()
         external_queries, external_hits = self.external.take_stats()
+        job_seconds, tool_seconds = self._jobs.take_seconds()
+        num_taken, num_hit, num_expired, num_given_up = self._pins.take_counts()
         stats = SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
@@ -426,6 +452,14 @@ class Scheduler:
             external_prefix_cache_queries=external_queries,
             external_prefix_cache_hits=external_hits,
             kv_media=self.external.connector.take_stats(),
+            num_pinned_blocks=self._pins.num_blocks,
+            num_pinned_jobs=len(self._pins),
+            num_pins_taken=num_taken,
+            num_pins_hit=num_hit,
+            num_pins_expired=num_expired,
+            num_pins_given_up=num_given_up,
+            job_seconds=job_seconds,
+            tool_seconds=tool_seconds,
         )
         self._num_preemptions = self._num_scheduled_tokens = 0
         return stats
@@ -468,14 +502,16 @@ class Scheduler:
         request.status = status
         self.external.depart(request)
         self.sessions.end_turn(request)
+        self._jobs.finish(request, well=status is not RequestStatus.FINISHED_ERROR)
         self._release(request)
 
-    def _abort_all(self, requests: list[Request]) -> None:
+    def _abort_all(self, requests: list[Request], *, stopped: bool = False) -> None:
         for request in requests:
             if request.status is not RequestStatus.RUNNING:
                 self.waiting.remove(request)
             request.status = RequestStatus.FINISHED_ABORTED
             self.external.depart(request)
+            self._jobs.finish(request, well=stopped)
             self._release(request)
         self._clear_running()
 

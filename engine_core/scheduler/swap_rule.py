@@ -8,6 +8,7 @@ request is admitted again, with what is missing on the device by then.
 
 auto takes what is less (where the two cross is the break-even of swapping), by what steps and
 loads have taken so far. While either is not known it loads, and so learns. Knows no requests.
+The same means say what it costs that the KV of tokens is not on the device (`seconds`).
 """
 
 from typing import Final, Protocol
@@ -29,6 +30,10 @@ class SwapRule(Protocol):
         """Whether so many tokens are to be loaded, and not computed."""
         ...
 
+    def seconds(self, num_tokens: int) -> float:
+        """How long it takes until the KV of so many tokens is back; 0 while that is not known."""
+        ...
+
     def learn_load(self, num_tokens: int, seconds: float) -> None:
         """A load of so many tokens took this long, its time in a queue included."""
         ...
@@ -36,22 +41,6 @@ class SwapRule(Protocol):
     def learn_step(self, num_prompt_tokens: int, seconds: float) -> None:
         """A step with so many tokens of prompts took this long."""
         ...
-
-
-class Always:
-    """The setting has decided."""
-
-    def __init__(self, loads: bool) -> None:
-        self._loads = loads
-
-    def loads(self, num_tokens: int) -> bool:
-        return self._loads
-
-    def learn_load(self, num_tokens: int, seconds: float) -> None:
-        """Nothing depends on it."""
-
-    def learn_step(self, num_prompt_tokens: int, seconds: float) -> None:
-        """Nothing depends on it."""
 
 
 class ByRates:
@@ -65,7 +54,14 @@ class ByRates:
     def loads(self, num_tokens: int) -> bool:
         if not self._setup or not self._compute_seconds:
             return True
-        return self._setup + num_tokens * self._load_seconds < num_tokens * self._compute_seconds
+        return self._seconds_to_load(num_tokens) < num_tokens * self._compute_seconds
+
+    def seconds(self, num_tokens: int) -> float:
+        computed = num_tokens * self._compute_seconds
+        if not self._setup:
+            return computed
+        loaded = self._seconds_to_load(num_tokens)
+        return min(computed, loaded) if computed else loaded
 
     def learn_load(self, num_tokens: int, seconds: float) -> None:
         if num_tokens <= 0 or seconds <= 0.0:
@@ -76,6 +72,20 @@ class ByRates:
     def learn_step(self, num_prompt_tokens: int, seconds: float) -> None:
         if num_prompt_tokens >= _FEW_TOKENS and seconds > 0.0:
             self._compute_seconds = _mean(self._compute_seconds, seconds / num_prompt_tokens)
+
+    def _seconds_to_load(self, num_tokens: int) -> float:
+        return self._setup + num_tokens * self._load_seconds
+
+
+class Always(ByRates):
+    """The setting has decided for those that were preempted."""
+
+    def __init__(self, loads: bool) -> None:
+        super().__init__()
+        self._loads = loads
+
+    def loads(self, num_tokens: int) -> bool:
+        return self._loads
 
 
 def swap_rule_of(mode: PreemptionMode) -> SwapRule:

@@ -9,7 +9,7 @@ costs a look at each tenant that runs, however many requests it has.
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import Any, Final, Protocol
@@ -60,23 +60,25 @@ class LastInPlace:
 
 
 class LastInOrder:
-    """The one that would be admitted last by its `order` gives way first, wherever it stands.
+    """The one that would be admitted last gives way first, wherever it stands.
 
-    A request that leaves stays in the heap as a left-over.
+    reversed_order: a key that never changes; the lowest gives way first. A request that leaves
+    stays in the heap as a left-over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reversed_order: Callable[[Request], Any]) -> None:
+        self._key = reversed_order
         self._heap: list[tuple[Any, Request]] = []
         self._requests: dict[int, Request] = {}
 
     def add(self, request: Request) -> None:
         self._requests[request.handle] = request
-        heappush(self._heap, _entry(request))
+        heappush(self._heap, (self._key(request), request))
 
     def remove(self, request: Request) -> None:
         del self._requests[request.handle]
         if len(self._heap) > 2 * len(self._requests) + _SLACK:
-            self._heap = [_entry(each) for each in self._requests.values()]
+            self._heap = [(self._key(each), each) for each in self._requests.values()]
             heapify(self._heap)
 
     def first(self) -> Request:
@@ -87,12 +89,6 @@ class LastInOrder:
 
     def __len__(self) -> int:
         return len(self._requests)
-
-
-def _entry(request: Request) -> tuple[Any, Request]:
-    """Of a heap with the last in order on top."""
-    priority, arrival, request_id, choice = request.order
-    return (-priority, -arrival, -request_id, -choice), request
 
 
 class VictimPolicy(Protocol):

@@ -14,6 +14,7 @@ from engine_core.kv_cache.census import CachedCensus
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.pin_order import Pin
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.trace.contents import Contents
 from proto.model_runner_output import ModelRunnerOutput
@@ -22,6 +23,9 @@ from proto.sched_trace import (
     Decision,
     Event,
     Finish,
+    PinBegin,
+    PinEnd,
+    PinUse,
     PoolUse,
     PrefixHit,
     Result,
@@ -63,6 +67,7 @@ class Recorder:
         self._tokenless: set[int] = set()
         self._elsewhere: dict[int, tuple[int, str, bool]] = {}
         self._snapshot: Snapshot | None = None
+        self._pins: dict[str, Pin] = {}
 
     def watch(
         self, waiting: RequestQueue, running: Collection[Request], kv_cache: KVCacheManager
@@ -81,6 +86,7 @@ class Recorder:
                 arrived_us=self._micros(request.arrival_time),
                 tenant=request.tenant,
                 priority=request.priority,
+                job=request.agent.job,
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_output_tokens=request.num_output_tokens,
                 max_tokens=request.max_tokens,
@@ -93,7 +99,7 @@ class Recorder:
         kv_cache, queue = self._kv_cache, self._queue
         if self._is_stale:
             self._look_again()
-        num_free = kv_cache.num_free_blocks
+        num_free, num_pinned = kv_cache.pool.num_free, kv_cache.pool.pinned.num_alone
         num_cached, num_held = self.census.num_cached, kv_cache.holds.num_alone
         blocked: dict[str, int] = {}
         num_ready = queue.num_ready
@@ -110,9 +116,11 @@ class Recorder:
             pool=PoolUse(
                 free=num_free - num_cached,
                 cached=num_cached,
-                requests=kv_cache.num_usable_blocks - num_free - num_held,
+                requests=kv_cache.num_usable_blocks - num_free - num_held - num_pinned,
                 held=num_held,
+                pinned=num_pinned,
             ),
+            pins=[PinUse(each.job, len(each.blocks)) for each in self._pins.values()],
             token_budget=plan.budget,
             seats=self._num_seats,
         )
@@ -167,6 +175,22 @@ class Recorder:
                 blocks=self._contents.take(request.block_hashes),
             )
         )
+
+    def pinned(self, pin: Pin, ttl: float) -> None:
+        self._pins[pin.job] = pin
+        self._put(
+            PinBegin(
+                time_us=self._now(),
+                job=pin.job,
+                handle=pin.handle,
+                num_blocks=len(pin.blocks),
+                ttl_us=round(ttl * 1e6),
+            )
+        )
+
+    def unpinned(self, pin: Pin, reason: str) -> None:
+        self._pins.pop(pin.job, None)
+        self._put(PinEnd(time_us=self._now(), job=pin.job, reason=reason))
 
     def happened(self, what: str, detail: str) -> None:
         self._is_stale = True

@@ -12,6 +12,7 @@ WALL_CLOCKS |= {"time.localtime", "time.gmtime", "time.ctime", "time.strftime", 
 SHOWN_ONLY = {
     ("api_server/services.py", "time.time"),  # `created` of the model
     ("api_server/routes/prepare.py", "time.time"),  # `created` of an answer
+    ("api_server/protocol/response_answer.py", "time.time"),  # `completed_at` of a response
     ("engine_core/trace/tracing.py", "time.time"),  # when a trace began
     ("api_server/inputs/template_environment.py", "datetime.now"),  # what a template calls today
 }

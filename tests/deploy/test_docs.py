@@ -14,6 +14,7 @@ from api_server.http_protocol import (
 )
 from api_server.inputs.prompts import MAX_PROMPTS
 from api_server.inputs.rendering import RENDER_SECONDS
+from api_server.outputs.stored_responses import MAX_STORED, MAX_STORED_PER_OWNER
 from api_server.outputs.unsent import MAX_UNSENT_BYTES
 from api_server.protocol.chat import MAX_MESSAGES
 from api_server.protocol.common import (
@@ -25,6 +26,8 @@ from api_server.protocol.common import (
     MAX_STOP_STRINGS,
 )
 from api_server.protocol.reference import markdown
+from api_server.protocol.response_items import MAX_ITEMS
+from api_server.protocol.response_tools import MAX_TOOLS
 from api_server.routes.admin import MAX_ABORTED_IDS, MAX_ID_CHARACTERS
 from api_server.routes.body import MAX_BODY_BYTES, MAX_DEPTH, SECONDS_PER_MIB
 from deploy.flags import all_flags
@@ -89,6 +92,9 @@ def test_the_readme_names_flags_that_exist_and_says_what_they_say() -> None:
             f"{MAX_CHOICES}; {MAX_CHOICES_PER_REQUEST:,}",
         ),
         ("messages of a chat", f"{MAX_MESSAGES:,}"),
+        ("items of a response, those before them included", f"{MAX_ITEMS:,}"),
+        ("tools of a response", f"{MAX_TOOLS:,}"),
+        ("stored responses; of one client", f"{MAX_STORED:,}; {MAX_STORED_PER_OWNER:,}"),
         ("time for the chat template", f"{RENDER_SECONDS:g} s"),
         (
             "log-probabilities in an answer: choices × tokens × (alternatives + 1)",

@@ -21,6 +21,7 @@ from api_server.engine_client import FromEngine
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.completion import CompletionRequest
 from api_server.protocol.known_fields import HARMLESS, KNOWN
+from api_server.protocol.responses import ResponsesRequest
 from api_server.server import make_services
 from engine_core.validation import RequestLimits, validate_request
 from proto.config import FrontEndConfig
@@ -33,13 +34,16 @@ STATUSES: Final = frozenset({200, 400, 404, 405, 413, 415})
 MAX_MODEL_LEN: Final = 256
 CONTROL_EVERY: Final = 50
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 FIELDS: Final = sorted(
     {
         *CompletionRequest.model_fields,
         *ChatCompletionRequest.model_fields,
+        *ResponsesRequest.model_fields,
         *KNOWN,
         *HARMLESS,
         *("role", "content", "name", "type", "text", "tool_calls", "include_usage"),
+        *("call_id", "arguments", "output", "summary", "format", "schema", "namespace"),
         *("continuous_usage_stats", "max_pattern_size", "min_pattern_size", "min_count"),
     }
 )
@@ -111,6 +115,29 @@ VALID: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}),
     ("/detokenize", {"tokens": [5, 6, 7], "model": "toy"}),
     (CHAT, {"messages": [{"role": "user", "content": "x"}], "n": 3, "seed": 4, "tools": []}),
+    (RESPONSES, {"input": "hello", "max_output_tokens": 4, "top_k": 5, "metadata": {"a": "b"}}),
+    (RESPONSES, {"input": "x", "store": True, "background": True, "truncation": "auto"}),
+    (
+        RESPONSES,
+        {
+            "input": [
+                {"role": "developer", "content": [{"type": "input_text", "text": "be brief"}]},
+                {"type": "message", "role": "user", "content": "x", "id": "msg_1"},
+                {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+                {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+            ],
+            "instructions": "help",
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 2,
+            "stream": True,
+            "stream_options": {"include_obfuscation": False},
+            "text": {"format": {"type": "text"}, "verbosity": "low"},
+            "tools": [{"type": "web_search"}],
+            "tool_choice": "auto",
+            "parallel_tool_calls": False,
+            "prompt_cache_key": "k",
+        },
+    ),
 )
 
 
@@ -211,6 +238,7 @@ class Bodies:
             sent.append(message)
 
         await self._app(scope, receive, send)
+        await asyncio.gather(*self._services.background)
         assert not sent[-1].get("more_body"), "the answer has no end"
         return sent[0]["status"], b"".join(each.get("body", b"") for each in sent[1:])
 
@@ -222,6 +250,9 @@ def _check(status: int, answer: bytes, body: bytes) -> str:
         if text.startswith("data: "):
             assert text.endswith("data: [DONE]\n\n"), text[-200:]
             assert '"error"' not in text, text[-500:]
+            return "stream"
+        if text.startswith("event: "):
+            assert "event: response.completed" in text or "response.incomplete" in text, text[-500:]
             return "stream"
         if text:
             json.loads(text)

@@ -1,0 +1,211 @@
+"""POST /v1/responses: OpenAI's newer API of chat, on the same turn as /v1/chat/completions.
+
+Owns how such a response is begun, ended by its client, and kept. Nothing is stored unless
+`store` asks for it.
+"""
+
+import asyncio
+import logging
+from contextlib import ExitStack
+from typing import Any, Final
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from api_server.outputs.generation import Generation
+from api_server.outputs.stored_responses import Owner, num_bytes
+from api_server.protocol.ignored import IgnoredFields
+from api_server.protocol.response_answer import ResponsesAnswer, conversation_after
+from api_server.protocol.response_items import MAX_ITEMS, Item
+from api_server.protocol.response_tools import OfferedTools
+from api_server.protocol.responses import (
+    ResponsesRequest,
+    chat_request,
+    in_clients_words,
+    parse_request,
+)
+from api_server.routes.access import services_of
+from api_server.routes.body import read_fields
+from api_server.routes.chat_turn import ChatTurn, prepare_turn
+from api_server.services import Services
+from api_server.tenants import key_name_of, tenant_of
+from proto.errors import InternalRequestError, InvalidRequestError
+
+logger = logging.getLogger("tokend.api")
+router = APIRouter()
+ID_PREFIX: Final = "resp_"
+
+
+@router.post("/v1/responses")
+async def create_response(request: Request) -> Response:
+    services = services_of(request)
+    owner = (tenant_of(request, services.config.tenant_by), key_name_of(request))
+    ignored = IgnoredFields()
+    asked, passed = parse_request(await read_fields(request, ignored), ignored)
+    items = _conversation(services, owner, asked)
+    tools = OfferedTools(asked.tools, asked.tool_choice, ignored)
+    chat = chat_request(asked, passed, items, tools, ignored)
+    try:
+        turn = await prepare_turn(
+            services,
+            chat,
+            id_prefix=ID_PREFIX,
+            tenant=owner[0],
+            key_name=owner[1],
+            ignored=ignored,
+        )
+    except InvalidRequestError as error:
+        raise in_clients_words(error, tools) from None
+    running = RunningResponse(services, owner, asked, turn, tools, items)
+    if asked.background:
+        return await running.in_background()
+    return ForegroundResponse(running, turn.response(running.answer))
+
+
+class RunningResponse:
+    """One response from its beginning to its end.
+
+    items: the conversation that it answers to. Is in the front end's list while it goes on.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        owner: Owner,
+        asked: ResponsesRequest,
+        turn: ChatTurn,
+        tools: OfferedTools,
+        items: list[Item],
+    ) -> None:
+        self._services = services
+        self._owner = owner
+        self._items = items
+        self._turn = turn
+        self._tools = tools
+        self._cancelled = False
+        self.stored = asked.store
+        self.answer = ResponsesAnswer(turn.shape, asked, turn.make_parser(), tools, self._keep)
+
+    @property
+    def _generation(self) -> Generation:
+        return self._turn.generation
+
+    def __enter__(self) -> None:
+        self._services.responses.enter(self._owner, self._turn.shape.id, self)
+
+    def __exit__(self, *how: object) -> None:
+        self._services.responses.leave(self._owner, self._turn.shape.id, self)
+
+    def so_far(self) -> dict[str, Any]:
+        return self.answer.so_far("cancelled" if self._cancelled else "in_progress")
+
+    def cancel(self) -> dict[str, Any]:
+        self._cancelled = True
+        self._generation.cancel()
+        return self.so_far()
+
+    def in_clients_words(self, error: InvalidRequestError) -> InvalidRequestError:
+        return in_clients_words(error, self._tools)
+
+    async def in_background(self) -> Response:
+        """Begin, and answer as soon as the engine has accepted it."""
+        services, generation = self._services, self._generation
+        with ExitStack() as ties:
+            ties.enter_context(self)
+            ties.callback(generation.close)
+            try:
+                await generation.start()
+            except InvalidRequestError as error:
+                raise self.in_clients_words(error) from None
+            ties.enter_context(services.visitors)  # who reloads or drains waits for it
+            task = asyncio.create_task(self._go_on(ties.pop_all()))
+        services.background.add(task)
+        task.add_done_callback(services.background.discard)
+        headers = {name.decode(): value.decode() for name, value in self._turn.headers()}
+        return JSONResponse(self.so_far(), headers=headers)
+
+    async def _go_on(self, ties: ExitStack) -> None:
+        generation, answer = self._generation, self.answer
+        with ties:
+            try:
+                while not generation.finished and generation.error is None:
+                    for delta in generation.take():
+                        answer.chunk(delta)
+                    await generation.wait()
+                if generation.error is not None:
+                    answer.failure(generation.error)
+                else:
+                    answer.body(generation.take(), generation.usage())
+            except Exception:  # nobody waits for this task: the response itself has to tell
+                logger.exception("%s: an answer could not be put into words", generation.label)
+                answer.failure(InternalRequestError("internal error"))
+
+    def _keep(self, response: dict[str, Any]) -> None:
+        if self.stored:
+            items = conversation_after(self._items, response)
+            self._services.responses.keep(self._owner, response, items)
+
+
+class ForegroundResponse(Response):
+    """The response to a client that waits for it, and is listed as long as it goes on."""
+
+    def __init__(self, running: RunningResponse, response: Response) -> None:
+        super().__init__()
+        self._running = running
+        self._response = response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._running:
+            try:
+                await self._response(scope, receive, send)
+            except InvalidRequestError as error:
+                raise self._running.in_clients_words(error) from None
+
+
+def _conversation(services: Services, owner: Owner, asked: ResponsesRequest) -> list[Item]:
+    """The items that the answer is to follow; raises InvalidRequestError.
+
+    What cannot be stored is refused before it is generated.
+    """
+    items: list[Item] = []
+    if asked.previous_response_id is not None:
+        found = services.responses.find(owner, asked.previous_response_id)
+        if found is None:
+            raise InvalidRequestError(
+                "previous_response_id: there is no such response; only those with store are kept, "
+                "in the memory of the daemon and for a while",
+                "previous_response_id",
+            )
+        items += found.items
+    if isinstance(asked.input, str):
+        items.append({"type": "message", "role": "user", "content": asked.input})
+    else:
+        items += asked.input
+    if len(items) > MAX_ITEMS:
+        raise InvalidRequestError(
+            f"input: at most {MAX_ITEMS} items with those before them, got {len(items)}", "input"
+        )
+    if asked.store:
+        _check_store(services, items)
+    return items
+
+
+def _check_store(services: Services, items: list[Item]) -> None:
+    """Raise InvalidRequestError for what cannot be kept."""
+    most = services.responses.max_entry_bytes
+    if not most:
+        raise InvalidRequestError(
+            "store: nothing is kept here (--max-stored-responses-mib is 0)", "store"
+        )
+    if services.config.api_server_count > 1:
+        raise InvalidRequestError(
+            "store: a response is kept by the front end that made it, and "
+            "--api-server-count lets others be asked for it",
+            "store",
+        )
+    if num_bytes(items) > most // 2:
+        raise InvalidRequestError(
+            f"store: conversations of up to {most // 2} bytes are kept", "store"
+        )

@@ -1,0 +1,129 @@
+"""The public OpenAI client holds conversations over /v1/responses with the running daemon."""
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import ResponseStreamEvent
+from pydantic import BaseModel, Field, TypeAdapter
+
+from tests.e2e.daemon import Daemon, eventually
+
+pytestmark = pytest.mark.slow
+
+MODEL = "smollm2-135m-instruct"
+EVENT = TypeAdapter(ResponseStreamEvent)
+
+
+@pytest.fixture(scope="module")
+def client(daemon: Daemon) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{daemon.url}/v1", api_key="none", max_retries=0)
+
+
+def test_streamed_equals_whole(client: openai.OpenAI) -> None:
+    ask = {
+        "model": MODEL,
+        "input": "What is the capital of France?",
+        "max_output_tokens": 40,
+        "temperature": 0,
+    }
+    whole = client.responses.create(**ask)
+    assert "Paris" in whole.output_text
+    assert whole.status == "completed"
+    events = list(client.responses.create(**ask, stream=True))
+    for event in events:
+        EVENT.validate_python(event.model_dump(by_alias=True, exclude_unset=True))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text
+    assert events[-1].response.output_text == whole.output_text
+    assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
+    chat = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": ask["input"]}],
+        max_tokens=40,
+        temperature=0,
+    )
+    assert chat.choices[0].message.content == whole.output_text
+    assert chat.usage.prompt_tokens == whole.usage.input_tokens
+
+
+def test_a_conversation_goes_on_and_finds_its_prefix(client: openai.OpenAI) -> None:
+    ask = {"model": MODEL, "temperature": 0, "max_output_tokens": 24, "store": True}
+    first = client.responses.create(**ask, input="Name three animals that live in the sea.")
+    second = client.responses.create(
+        **ask, input="And three that live in trees.", previous_response_id=first.id
+    )
+    items = [
+        {"role": "user", "content": "Name three animals that live in the sea."},
+        *(item.model_dump() for item in first.output),
+        {"role": "user", "content": "And three that live in trees."},
+    ]
+    again = client.responses.create(**ask, input=items)
+    assert again.output_text == second.output_text
+    assert again.usage.input_tokens == second.usage.input_tokens > first.usage.total_tokens
+    assert second.usage.input_tokens_details.cached_tokens > 0
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+
+
+class Person(BaseModel):
+    """A form of answer."""
+
+    name: str = Field(max_length=20)
+    age: int = Field(ge=0, le=120)
+
+
+def test_answers_are_parsed_into_a_model(client: openai.OpenAI) -> None:
+    fields = {
+        "model": MODEL,
+        "input": "Describe a person as JSON.",
+        "text_format": Person,
+        "temperature": 0,
+        "max_output_tokens": 100,
+    }
+    whole = client.responses.parse(**fields).output_parsed
+    assert isinstance(whole, Person)
+    with client.responses.stream(**fields) as stream:
+        assert stream.get_final_response().output_parsed == whole
+
+
+def test_cancelling_what_is_in_the_background(client: openai.OpenAI, daemon: Daemon) -> None:
+    made = client.responses.create(
+        model=MODEL,
+        input="Tell a long story.",
+        background=True,
+        store=True,
+        max_output_tokens=4000,
+        extra_body={"ignore_eos": True},
+    )
+    assert made.status == "in_progress"
+    eventually(lambda: client.responses.retrieve(made.id).output_text != "")
+    assert client.responses.cancel(made.id).status == "cancelled"
+    eventually(lambda: daemon.metric("vllm:num_requests_running") == 0)
+    found = client.responses.retrieve(made.id)
+    assert found.status == "cancelled"
+    assert 0 < found.usage.output_tokens < 4000
+
+
+def test_leaving_a_stream_ends_it(client: openai.OpenAI, daemon: Daemon) -> None:
+    stream = client.responses.create(
+        model=MODEL,
+        input="Tell a long story.",
+        stream=True,
+        max_output_tokens=4000,
+        extra_body={"ignore_eos": True},
+    )
+    for event in stream:
+        if event.type == "response.output_text.delta":
+            break
+    stream.close()
+    eventually(lambda: daemon.metric("vllm:num_requests_running") == 0)
+
+
+def test_errors_name_the_field(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model=MODEL, input="x", max_output_tokens=100_000)
+    assert caught.value.param == "max_output_tokens"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model=MODEL, input="x", previous_response_id="resp_none")
+    assert caught.value.param == "previous_response_id"
+    response = httpx.get(f"{client.base_url}responses/resp_none")
+    assert response.status_code == 404
