@@ -28,7 +28,7 @@ test: lint
 # Not those that try steps of both kinds themselves, or what comes before and after any step
 OVERLAPPED := $(addprefix tests/e2e/test_,agents.py beams.py choices.py gemma.py kv_connector.py \
 	parameters.py parity.py sessions.py tenants.py tensor_parallel.py) $(addprefix \
-	tests/chaos/test_,deaths.py disconnects.py faults.py pressure.py ranks.py)
+	tests/chaos/test_,deaths.py disconnects.py faults.py pins.py pressure.py ranks.py)
 
 test-long: $(VENV)/installed-test
 	@echo "tests: the long ones"

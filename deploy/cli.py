@@ -45,6 +45,7 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
   attention   a step's attention, beside how fast memory is read
   sampling    from a step's scores to its tokens, by what its rows want
   offload     KV beyond the device: loaded or computed, and what eviction policies find
+  agents      how long agents' jobs take, with and without pins: simulated, or with a model
   tiers       what a restarted daemon finds of prompts on a disk, and in a shared store
   overload    ten times the load that a daemon can take, and clients that do not stay
   fairness    what one tenant's flood costs another that asks for little
@@ -63,6 +64,7 @@ _BENCHES: Final = {
     "attention": "deploy.loadtest.attention_bench",
     "sampling": "deploy.loadtest.sampling_bench",
     "offload": "deploy.loadtest.offload_bench",
+    "agents": "deploy.loadtest.agents.bench",
     "tiers": "deploy.loadtest.tiers_bench",
     "compare": "deploy.loadtest.compare",
     "overload": "deploy.loadtest.overload.bench",

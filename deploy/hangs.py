@@ -226,8 +226,8 @@ class HangDetector:
         return self._now
 
 
-def _progress(report: EngineAlive) -> tuple[int, int, bool]:
-    return report.worker_epoch, report.num_steps, report.ready
+def _progress(report: EngineAlive) -> tuple[int, int, int, bool]:
+    return report.worker_epoch, report.num_steps, report.num_reports, report.ready
 
 
 def _since(before: float, owes: bool, moved: bool, now: float) -> float:

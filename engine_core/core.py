@@ -38,7 +38,7 @@ from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars, start_
 from engine_core.trace.tracing import NO_TRACING, Tracing, start_tracing
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits
-from engine_core.vitals import Vitals, owes_step
+from engine_core.vitals import Vitals, awaits_copies, owes_step
 from proto import PROTOCOL_VERSION
 from proto.config import SchedulerConfig, ServeConfig
 from proto.errors import TokendError
@@ -299,7 +299,7 @@ def _build(
         config, plan, crew.workers[0], front_ends, boot.epoch, kv_events, grammars, tracing
     )
     kv_cache = parts.kv_cache
-    vitals.watch(lambda: owes_step(parts.scheduler))
+    vitals.watch(lambda: owes_step(parts.scheduler), lambda: awaits_copies(parts.scheduler))
     if boot.pause_mode is not None:
         parts.scheduler.pause(boot.pause_mode)
 

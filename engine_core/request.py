@@ -105,7 +105,6 @@ class Request:
         kv_transfer_params: of one that is over: what its client is told of where its KV is, a
             JSON object; empty for nothing.
         crash_count: processes that died while this was computed, since it got further.
-        is_corrupt: its scores were no numbers, so none of its KV is to be trusted.
     """
 
     __slots__ = (
@@ -123,7 +122,6 @@ class Request:
         "finds_pin",
         "first_info_sent",
         "handle",
-        "is_corrupt",
         "job_arrival",
         "kv_transfer_params",
         "max_tokens",
@@ -207,7 +205,6 @@ class Request:
         self.first_info_sent = False
         self.kv_transfer_params = b""
         self.crash_count = crash_count
-        self.is_corrupt = False
 
     def _ask(self, prompt_token_ids: list[int], sampling_params: SamplingParams) -> None:
         """What is wanted: everything that follows from prompt and parameters."""

@@ -130,9 +130,12 @@ class Stepper:
         return bool(self._in_flight or scheduler.external.is_awaited or not scheduler.has_work)
 
     def _note(self, report: KVConnectorOutput) -> None:
-        """Copies of the KV connector are over; who relied on one that failed may be as well."""
+        """Copies of the KV connector are over; who relied on one that failed may be as well.
+
+        Without a step in flight nothing else would say that their blocks are free.
+        """
         outputs = self._scheduler.update_from_connector(report)
-        if outputs:
+        if outputs or not self._in_flight:
             self._service.tell(outputs)
 
     def _mask(self) -> None:

@@ -26,6 +26,7 @@ from proto.config import (
 from proto.errors import ConfigError
 from proto.ids import MAX_CLIENTS
 from proto.kv_media_checks import check_media, check_preemption
+from proto.kv_transfer_config import FIELD as KV_TRANSFER_FIELD
 from proto.kv_transfer_config import kv_transfer_config
 
 _DTYPES_OF_WEIGHTS: Final[dict[CpuWeights, tuple[DType, ...]]] = {
@@ -316,7 +317,7 @@ def _check_kv_transfer(cache: CacheConfig) -> None:
         raise ConfigError(
             "--kv-transfer-config finds KV by the hashes of the prefix cache, "
             "and --no-enable-prefix-caching turns it off",
-            "kv_transfer_config",
+            KV_TRANSFER_FIELD,
         )
 
 

@@ -9,6 +9,7 @@ where FOLDER tells models, arithmetics, numbers of ranks and sizes of blocks apa
 nothing of what is in a block.
 """
 
+import contextlib
 import os
 import re
 import stat
@@ -20,10 +21,13 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from proto.errors import ConfigError
-from proto.offload_settings import OffloadSettings
+from proto.kv_transfer_config import FIELD
+from proto.offload_settings import OffloadSettings, wrong
 
 DISK_SPEC: Final = "DiskOffloadingSpec"
 REMOTE_SPEC: Final = "RemoteOffloadingSpec"
+TEMPORARY: Final = ".new"
+"""End of the name of a file that is being written."""
 DISK: Final = "disk"
 REMOTE: Final = "remote"
 """Names of the media."""
@@ -45,7 +49,8 @@ _S = TypeVar("_S", bound=msgspec.Struct)
 class DiskSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What `kv_connector_extra_config` says of a disk.
 
-    disk_path: folder that nobody else may write to; made if it is not there.
+    disk_path: folder that nobody else may write to; made if it is not there. Where its group may,
+        see `own_folder`.
     disk_bytes_to_use: of all files in it.
     load_timeout: seconds after which a load is given up. store_timeout: seconds after which a
         store is, counted from when it was ordered.
@@ -95,9 +100,9 @@ def disk_settings(extra: Mapping[str, Any]) -> DiskSettings:
     """Raises ConfigError naming the key that is missing or wrong."""
     settings = _settings(DISK_SPEC, extra, DiskSettings)
     if not os.path.isabs(settings.disk_path):
-        raise _wrong("disk_path", f"must be an absolute path, got {settings.disk_path!r}")
+        raise wrong("disk_path", f"must be an absolute path, got {settings.disk_path!r}")
     if settings.disk_bytes_to_use < 1:
-        raise _wrong("disk_bytes_to_use", f"must be at least 1, got {settings.disk_bytes_to_use}")
+        raise wrong("disk_bytes_to_use", f"must be at least 1, got {settings.disk_bytes_to_use}")
     _positive(load_timeout=settings.load_timeout, store_timeout=settings.store_timeout)
     return settings
 
@@ -112,9 +117,9 @@ def remote_settings(extra: Mapping[str, Any]) -> RemoteSettings:
         remote_retry_seconds=settings.remote_retry_seconds,
     )
     if (settings.remote_url is None) == (settings.remote_url_file is None):
-        raise _wrong("remote_url", "or remote_url_file is needed, and not both")
+        raise wrong("remote_url", "or remote_url_file is needed, and not both")
     if settings.remote_url is not None and _address("remote_url", settings.remote_url).password:
-        raise _wrong("remote_url", "must not have a password, which would be seen by others")
+        raise wrong("remote_url", "must not have a password, which would be seen by others")
     return settings
 
 
@@ -128,8 +133,44 @@ def remote_address(settings: RemoteSettings) -> RemoteAddress:
             url = stream.read(4096).strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "is not UTF-8 text"
-        raise _wrong("remote_url_file", f"{settings.remote_url_file}: {reason}") from None
+        raise wrong("remote_url_file", f"{settings.remote_url_file}: {reason}") from None
     return _address("remote_url_file", url)
+
+
+def own_folder(disk_path: str) -> Path:
+    """Where files are kept: in `disk_path`, or where its group may write to it in a folder below.
+
+    That one is made for this user alone, and made so again where it no longer is: a volume of
+    Kubernetes with an fsGroup belongs to root and to a group, and its files are opened to the group
+    when it is mounted. Raises ConfigError where somebody else has put something there.
+
+        disk_path   root:kv 2770     tokend-10001   10001 0700     files   10001 0600
+    """
+    path = Path(disk_path)
+    try:
+        facts = os.stat(path)
+    except OSError:
+        return path
+    is_of_a_group = facts.st_uid in (0, os.geteuid()) and facts.st_mode & 0o022 == 0o020
+    if not is_of_a_group:
+        return path
+    own = path / f"tokend-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError, PermissionError):
+        own.mkdir(mode=0o700)
+    try:
+        found = os.lstat(own)
+    except OSError as error:
+        raise wrong("disk_path", f"{own} cannot be made: {error.strerror}") from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise wrong("disk_path", f"{own} is not a folder")
+    if found.st_uid == os.geteuid() and found.st_mode & 0o077:
+        own.chmod(0o700)
+    return own
+
+
+def is_private(facts: os.stat_result) -> bool:
+    """Whether only this user can have written what a file says."""
+    return facts.st_uid == os.geteuid() and not facts.st_mode & 0o022
 
 
 def check_private(folder: str | Path) -> None:
@@ -148,9 +189,10 @@ def check_private(folder: str | Path) -> None:
         fault = f"may be written to by others (mode {mode:04o})"
     else:
         return
-    raise _wrong(
+    raise wrong(
         "disk_path",
-        f"needs a folder of this user alone (one below it is made so): {folder} {fault}",
+        f"needs a folder of this user alone (one below it is made so), or of a group: "
+        f"{folder} {fault}",
     )
 
 
@@ -188,13 +230,13 @@ def _settings(spec: str, extra: Mapping[str, Any], kind: type[_S]) -> _S:
     known = {each: extra[each] for each in kind.__struct_fields__ if each in extra}
     for key in extra:
         if key not in known and key not in OffloadSettings.__struct_fields__:
-            raise _wrong(key, f"is not known to {spec}; it has {', '.join(kind.__struct_fields__)}")
+            raise wrong(key, f"is not known to {spec}; it has {', '.join(kind.__struct_fields__)}")
     try:
         return msgspec.convert(known, kind)
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"--kv-transfer-config: kv_connector_extra_config of {spec}: {error}",
-            "kv_transfer_config",
+            FIELD,
         ) from None
 
 
@@ -203,13 +245,13 @@ def _address(key: str, url: str) -> RemoteAddress:
         parts = urlsplit(url)
         port = parts.port or _REDIS_PORT
     except ValueError:
-        raise _wrong(key, "is not a URL") from None
+        raise wrong(key, "is not a URL") from None
     unix = parts.scheme == "unix"
     if parts.scheme not in _SCHEMES or not (parts.path if unix else parts.hostname):
-        raise _wrong(key, "must be redis://HOST:PORT/DATABASE, rediss://… or unix:///PATH")
+        raise wrong(key, "must be redis://HOST:PORT/DATABASE, rediss://… or unix:///PATH")
     database = "" if unix else parts.path.strip("/")
     if database and not (database.isascii() and database.isdigit()):
-        raise _wrong(key, "names a database that is no number")
+        raise wrong(key, "names a database that is no number")
     return RemoteAddress(
         host=parts.hostname or "",
         port=port,
@@ -224,10 +266,4 @@ def _address(key: str, url: str) -> RemoteAddress:
 def _positive(**values: float) -> None:
     for key, value in values.items():
         if not 0.0 < value < 3600.0:
-            raise _wrong(key, f"must be more than 0 and less than 3600 seconds, got {value}")
-
-
-def _wrong(key: str, what: str) -> ConfigError:
-    return ConfigError(
-        f"--kv-transfer-config: {key} of kv_connector_extra_config {what}", "kv_transfer_config"
-    )
+            raise wrong(key, f"must be more than 0 and less than 3600 seconds, got {value}")

@@ -3,6 +3,8 @@
 One JSON document a line: a `ReplayOrder`, then its `ReplayAnswer`.
 """
 
+from typing import Final
+
 import msgspec
 
 
@@ -27,13 +29,37 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class ToolLoad(msgspec.Struct, frozen=True):
+    """A tool that agents call.
+
+    share: of all calls. median_s, sigma: of its durations, which are log-normal.
+    """
+
+    name: str
+    share: float
+    median_s: float
+    sigma: float
+
+
+TOOLS: Final = (
+    ToolLoad("read_file", 0.24, 0.08, 1.0),
+    ToolLoad("edit_file", 0.14, 0.15, 0.8),
+    ToolLoad("shell", 0.38, 0.85, 2.42),
+    ToolLoad("fetch", 0.19, 2.5, 1.0),
+    ToolLoad("run_tests", 0.05, 60.0, 1.8),
+)
+"""Together as TraceLab's 432,510 calls: 61 % under a second, 4 % over a minute, which are 80 % of
+all tool time (there 85 %); shell has its published median, 0.85 s, and 99th percentile, 235 s. How
+the other calls divide among tools is assumed."""
+
+
 class AgentLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Jobs of agents, drawn: turns with tool calls between them, over a prefix that grows.
 
-    Published shares: 61 % of the tool calls take under a second, 4 % more than a minute.
     jobs_per_second: arrivals, Poisson. turns: of a job, mean. system_tokens: every job begins with
     one of `num_systems` prompts so long. turn_tokens: that a turn adds to the prompt, mean;
     output_tokens: that it generates, mean. longest: of a job's context; it ends there.
+    tools: of which each turn but the last calls one; none takes longer than `longest_tool_s`.
     """
 
     num_jobs: int
@@ -45,26 +71,69 @@ class AgentLoad(msgspec.Struct, frozen=True, kw_only=True):
     turn_tokens: int = 300
     output_tokens: int = 100
     longest: int = 8192
+    tools: tuple[ToolLoad, ...] = TOOLS
+    longest_tool_s: float = 1000.0
+
+
+class AgentTurn(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """new_tokens: that it adds to the prompt (of a first turn: to the system prompt).
+
+    output_tokens: that it generates. tool: that it calls then, for so many seconds; the last turn
+    has none.
+    """
+
+    new_tokens: int
+    output_tokens: int
+    tool: str = ""
+    tool_s: float = 0.0
+
+
+class AgentJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """starts_s: when its first turn comes. system: number of the system prompt."""
+
+    starts_s: float
+    system: int
+    turns: list[AgentTurn]
+
+
+class HostTier(msgspec.Struct, frozen=True, kw_only=True):
+    """Host memory behind the pool: the offloading connector, with copies that only take time.
+
+    num_blocks: of the pool's size. block_ms: that copying one takes, in either direction; copies
+    of a direction follow each other, and delay no step.
+    """
+
+    num_blocks: int
+    block_ms: float
 
 
 class ReplayOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """path: of the trace. load: instead of its arrivals; without a path, with default settings.
+    """path: of the trace. load: instead of its arrivals, with default settings and a pool that
+    holds everything; a path beside it is of the trace that step times are fitted to.
+
+    draw: answer with the jobs of the load, and simulate nothing.
 
     verify: follow the trace line by line instead, and compare each decision.
-    policy: None for that of the trace. rate: arrivals come so many times as fast.
+    policy, pin_policy: None for those of the trace. rate: arrivals come so many times as fast.
     one_tenant: nobody shares with anybody. open_loop: a job's next turn arrives when it did,
     not so long after the end of the turn before as it did.
+    together: keep so many jobs under way, whose tools take no time, instead: what can be computed.
+    tier: behind the pool; None for none.
     tape_path: file for a trace of the simulation; "" for none.
     The rest replaces what the trace says; None leaves it.
     """
 
     path: str = ""
     load: AgentLoad | None = None
+    draw: bool = False
     verify: bool = False
     policy: str | None = None
+    pin_policy: str | None = None
     rate: float = 1.0
     one_tenant: bool = False
     open_loop: bool = False
+    together: int = 0
+    tier: HostTier | None = None
     tape_path: str = ""
     num_blocks: int | None = None
     max_num_seqs: int | None = None
@@ -86,6 +155,12 @@ class ReplayFigures(msgspec.Struct, frozen=True, kw_only=True):
     num_left_out: requests whose end the trace does not tell. completion: of requests, from arrival
     to the last token; jobs: from the first arrival to the last token of all turns.
     hit_rate: of the tokens that were looked up in the prefix cache. seconds: in all.
+    num_prompt_tokens: of all requests; num_found_tokens: of those, what was found in the pool or
+    behind it when a request was first admitted.
+    pins_*: taken; found by the job's next turn; over in time; given up for want of blocks.
+    live_blocks_mean, live_blocks_peak: of the KV of jobs between their first arrival and their last
+    token, what they share counted once; between the arrivals of the first tenth of the jobs and the
+    last.
     """
 
     policy: str
@@ -101,6 +176,14 @@ class ReplayFigures(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     hit_rate: float
     step_model: StepModel
+    num_prompt_tokens: int = 0
+    num_found_tokens: int = 0
+    pins_taken: int = 0
+    pins_hit: int = 0
+    pins_expired: int = 0
+    pins_unpinned: int = 0
+    live_blocks_mean: float = 0.0
+    live_blocks_peak: int = 0
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,8 +200,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One of them; error: why there is neither."""
+    """One of them; error: why there is none."""
 
     figures: ReplayFigures | None = None
     verdict: Verdict | None = None
     error: str = ""
+    jobs: list[AgentJob] | None = None

@@ -31,7 +31,7 @@ from worker.kv_connector.nothing import NO_CONNECTOR
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.sample.device_draw import KeyedDraw
-from worker.sample.device_edits import ScoreEdits
+from worker.sample.device_edits import RowChanges, ScoreEdits, hardest_changes
 from worker.sample.device_sampling import DeviceSampling, hardest_rows
 from worker.sample.sampler import Sampler
 
@@ -112,19 +112,26 @@ class CudaRunnerMaker:
     ) -> None:
         """Compute what takes the most memory, in a cache whose block 0 is enough.
 
-        Each sequence has its counts and is drawn from by a top-p that looks through all tokens.
+        Each sequence has its counts, penalties and a mask, and is drawn from by a top-p that looks
+        through all tokens.
         table_of: rows as long as sequences get.
         """
         attention = self._attention(kv_cache, (), 0)
         forward = EagerForward(self._model, attention)
         tokens = DeviceTokens(self._accelerator, num_seqs)
         runner = self._model_runner(attention, kv_cache, table_of, forward, tokens)
-        counts = self._accelerator.zeros(num_seqs * self._model.spec.vocab_size, torch.int32)
+        vocab_size = self._model.spec.vocab_size
+        counts = self._accelerator.zeros(num_seqs * vocab_size, torch.int32)
         scores = runner.run_nobodys(num_tokens, num_seqs)
-        DeviceSampling(OnDevice(self._accelerator), self._kernels.draw).tokens(
-            scores, hardest_rows(num_seqs)
+        wide = scores.to(torch.float32, copy=True).contiguous()
+        at, slots, masks, rules, words = OnDevice(self._accelerator).send(
+            hardest_changes(num_seqs, vocab_size)
         )
-        del counts
+        changes = RowChanges(at, slots, masks, rules.view(-1, 3), words.view(num_seqs, -1))
+        self._kernels.edits.change_rows(wide, changes, counts.view(num_seqs, vocab_size))
+        DeviceSampling(OnDevice(self._accelerator), self._kernels.draw).tokens(
+            wide, hardest_rows(num_seqs)
+        )
 
     def _model_runner(
         self,

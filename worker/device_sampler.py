@@ -47,7 +47,7 @@ class DeviceSampler:
         self._vocab_size = vocab_size
         self._edits = edits
         self._drawing = DeviceSampling(OnDevice(accelerator), draw)
-        self._counts = DeviceCounts(accelerator, vocab_size, rows.edits.get)
+        self._counts = DeviceCounts(accelerator, vocab_size, len(rows.num_tokens), rows.edits.get)
         self._sent_edits = OnDevice(accelerator)
         self._sent_logprobs = OnDevice(accelerator)
 

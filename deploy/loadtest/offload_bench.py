@@ -4,6 +4,8 @@ First by the clock: a prompt is sent to a daemon three times, once when nobody k
 only the KV connector has its KV (the prefix cache is reset), and once when the device has it.
 Then by counting: how much of the prompts of agents each eviction policy finds, with scans between
 them that nobody repeats, on a trace without a model.
+
+With --cost something else: what the connector takes from those who never hit, by pairs of daemons.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 import httpx
@@ -21,6 +24,7 @@ from rich.table import Table
 
 from deploy.loadtest.daemon import MeasuredDaemon
 from deploy.loadtest.line_program import LineProgram
+from deploy.loadtest.offload_cost import Cost, CostLoad, cost_table, measure_cost
 from deploy.loadtest.options import Parser, at_least_one, several_counts, share, writable, write
 from proto.benchmark import OffloadHits, OffloadHitsOfAll, OffloadTimes, OffloadWorkload
 from proto.codec import to_json
@@ -42,6 +46,11 @@ def main(words: Sequence[str]) -> None:
     """Measure, print the tables, write the figures."""
     options = _parse(words)
     with writable("--json", options.json) as files:
+        if options.cost:
+            cost = measure_cost(*_flags(options), options.rounds, CostLoad(options.clients))
+            Console(width=120).print(cost_table(cost))
+            write(files, json.dumps(_cost_document(cost), indent=2) + "\n")
+            return
         times = [] if options.only_trace else measure(options)
         hits = [] if options.only_times else trace(options.scan_share)
         console = Console(width=120)
@@ -54,13 +63,25 @@ def main(words: Sequence[str]) -> None:
 
 def measure(options: argparse.Namespace) -> list[OffloadTimes]:
     """A row for each length of a prompt; raises TokendError where nothing was loaded."""
-    flags = list(options.serve_flags)
-    if not any(word.startswith(_FLAG) for word in flags):
-        flags += [_FLAG, json.dumps(_CONNECTOR)]
-    with MeasuredDaemon(flags) as daemon, httpx.Client(timeout=_ANSWER_SECONDS) as client:
+    flags, connector_flags = _flags(options)
+    with (
+        MeasuredDaemon([*flags, *connector_flags]) as daemon,
+        httpx.Client(timeout=_ANSWER_SECONDS) as client,
+    ):
         asker = _Asker(daemon, client)
         asker.ask(asker.prompt(64))  # what is imported and compiled late is paid for here
         return [asker.row(length, options.rounds) for length in options.lengths]
+
+
+def _flags(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Of tokend serve: those beside the connector, and the connector's."""
+    flags = list(options.serve_flags)
+    for at, word in enumerate(flags):
+        if word == _FLAG:
+            return flags[:at] + flags[at + 2 :], flags[at : at + 2]
+        if word.startswith(f"{_FLAG}="):
+            return flags[:at] + flags[at + 1 :], [word]
+    return flags, [_FLAG, json.dumps(_CONNECTOR)]
 
 
 def trace(scan_share: float) -> list[OffloadHits]:
@@ -173,6 +194,11 @@ def _document(times: Sequence[OffloadTimes], hits: Sequence[OffloadHits]) -> dic
     }
 
 
+def _cost_document(cost: Cost) -> dict[str, Any]:
+    medians = {"speed": cost.speed, "cpu": cost.cpu}
+    return {"command": "tokend bench offload --cost", **medians, **asdict(cost)}
+
+
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="tokend bench offload",
@@ -187,6 +213,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--only-times", action="store_true", help="leave the trace out")
     which.add_argument("--only-trace", action="store_true", help="start no daemon")
+    which.add_argument("--cost", action="store_true", help="pairs of daemons, nothing ever found")
+    parser.add_argument("--clients", type=at_least_one, default=16, help="for --cost (16)")
     parser.add_argument("--json", metavar="FILE", help="write the figures there, too")
     parser.add_argument("serve_flags", nargs="*", help="after --: flags of tokend serve")
     return parser.parse_args(words)

@@ -28,6 +28,7 @@ from proto.replay import (
 )
 
 POLICIES: Final[tuple[str, ...]] = get_args(get_type_hints(SchedulerConfig)["scheduling_policy"])
+_PIN_POLICIES: Final[tuple[str, ...]] = get_args(get_type_hints(SchedulerConfig)["pin_policy"])
 _COMMAND: Final = (sys.executable, "-P", "-m", "engine_core.replay")
 _LOAD = AgentLoad(num_jobs=1000)
 
@@ -124,6 +125,7 @@ def _order(options: argparse.Namespace) -> ReplayOrder:
     return ReplayOrder(
         path=options.file or "",
         load=load,
+        pin_policy=options.pin_policy,
         rate=options.rate,
         one_tenant=options.one_tenant,
         open_loop=options.open_loop,
@@ -167,6 +169,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="NAME,…",
         help=f"side by side: {', '.join(POLICIES)}; by default that of the trace",
     )
+    add("--pin-policy", choices=_PIN_POLICIES, help="of continuum; by default that of the trace")
     add("--verify", action="store_true", help="follow the trace and compare each decision instead")
     add("--json", metavar="FILE", help="write the figures there, too")
     add("--record", metavar="TRACE", help="write a trace of the replay, of one policy, to look at")

@@ -49,6 +49,7 @@ class Crew:
         self._first: list[WorkerReady] = []
         self._plans: list[PoolPlan] = []
         self._executor: Executor = Nobody()
+        self._num_reports = 0
         self._begin(epoch)
 
     @property
@@ -70,6 +71,11 @@ class Crew:
     def awaits(self) -> tuple[int, ...]:
         """Ranks whose answer is missing: to a step, or to what comes before the first one."""
         return self._executor.awaits
+
+    @property
+    def num_reports(self) -> int:
+        """What workers have said of copies so far, whichever epoch."""
+        return self._num_reports
 
     @property
     def workers(self) -> list[WorkerReady]:
@@ -115,7 +121,9 @@ class Crew:
 
     def take_reports(self) -> list[KVConnectorOutput]:
         """What workers have finished for the KV connector, told before the steps received."""
-        return self._executor.take_reports()
+        reports = self._executor.take_reports()
+        self._num_reports += len(reports)
+        return reports
 
     def _begin(self, epoch: int) -> None:
         self._epoch = epoch

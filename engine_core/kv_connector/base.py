@@ -137,6 +137,13 @@ class SchedulerConnector(Protocol):
         """
         ...
 
+    def withdraw(self, request: Request) -> None:
+        """What a request computed cannot be trusted: nobody is to find any of it.
+
+        Whether the request is over or not, and its copies as well.
+        """
+        ...
+
     def take_events(self) -> Iterable[KVEvent]:
         """What changed on its media since the last call."""
         ...

@@ -111,6 +111,10 @@ class MultiScheduler:
                 self._kept[index, request.handle] = blocks
         return False, told or None
 
+    def withdraw(self, request: Request) -> None:
+        for each in self.children:
+            each.withdraw(request)
+
     def take_events(self) -> Iterable[KVEvent]:
         return chain.from_iterable(each.take_events() for each in self.children)
 

@@ -38,6 +38,8 @@ class NoConnector:
     ) -> tuple[bool, dict[str, Any] | None]:
         return False, None
 
+    def withdraw(self, request: Request) -> None: ...
+
     def take_events(self) -> Iterable[KVEvent]:
         return ()
 

@@ -97,6 +97,12 @@ class SharedStorageScheduler(NoConnector):
         self._num_offered.pop(request.handle, None)
         return False, None
 
+    def withdraw(self, request: Request) -> None:
+        """Files stay; this engine reads none of them, and writes those anew that it fills."""
+        self._present.difference_update(request.block_hashes)
+        for each in request.block_hashes:
+            self._stored_by.pop(each, None)
+
     def start_over(self) -> None:
         self._stored_by.clear()
         self._loads.clear()

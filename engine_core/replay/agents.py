@@ -1,11 +1,12 @@
-"""Jobs of agents, drawn from published distributions, as a recording without steps.
+"""Jobs of agents, drawn from published distributions, and as a recording without steps.
 
     system prompt | turn 1 | answer | tool's result, turn 2 | answer | …
     |- shared by -|------------ grows, never changes ----------------|
       several jobs
 
-A turn's prompt is all that came before it and what is new. Nominal times: a turn takes a second,
-and between turns is the tool's duration, which is all that a replay takes from them.
+A turn's prompt is all that came before it and what is new. Tools have names and durations of their
+own, so that there is something to learn from a name. Nominal times of the recording: a turn takes a
+second, and between turns is the tool's duration, which is all that a replay takes from them.
 """
 
 import math
@@ -14,41 +15,71 @@ from typing import Final
 
 from engine_core.replay.recording import Recording
 from proto.config import SchedulerConfig
-from proto.replay import AgentLoad
+from proto.replay import AgentJob, AgentLoad, AgentTurn
 from proto.sched_trace import Arrival, Content, Finish, TraceHeader
 
-_TOOL_SECONDS: Final = (
-    (0.61, 0.05, 1.0),
-    (0.30, 1.0, 10.0),
-    (0.05, 10.0, 60.0),
-    (0.04, 60.0, 1000.0),
-)
-"""(share of the calls, from, to), each by its logarithm. 61 % take under a second, and the 4 % over
-a minute about 85 % of all time, as in TraceLab's 432,510 calls."""
 _BLOCK_SIZE: Final = 16
 _SECOND: Final = 1_000_000
 
 
+def draw_jobs(load: AgentLoad) -> list[AgentJob]:
+    """The same for the same load, by their starts; equal but for the starts at another rate."""
+    rng = random.Random(load.seed)
+    shares = [each.share for each in load.tools]
+    jobs, started = [], 0.0
+    for _ in range(load.num_jobs):
+        started += rng.expovariate(1.0)
+        system = rng.randrange(load.num_systems)
+        jobs.append(
+            AgentJob(started / load.jobs_per_second, system, _draw_turns(load, shares, rng))
+        )
+    return jobs
+
+
 def recording_of(load: AgentLoad) -> Recording:
     """The same for the same load. Its pool holds everything; orders make it smaller."""
-    return _Drawing(load).recording
+    return _Writing(load).recording
 
 
-class _Drawing:
-    """Draws job after job. Contents are numbered as a trace would, system prompts first."""
+def _draw_turns(load: AgentLoad, shares: list[float], rng: random.Random) -> list[AgentTurn]:
+    """At least one; the last one calls no tool."""
+    turns: list[AgentTurn] = []
+    num_tokens = load.system_tokens
+    for _ in range(1 + _count(rng, load.turns - 1)):
+        num_new = 1 + _count(rng, load.turn_tokens - 1)
+        num_output = 1 + _count(rng, load.output_tokens - 1)
+        room = load.longest - num_tokens
+        if num_new + num_output > room:
+            if turns:
+                break
+            num_output = min(num_output, room - 1)
+            num_new = min(num_new, room - num_output)
+        num_tokens += num_new + num_output
+        tool = rng.choices(load.tools, shares)[0]
+        seconds = rng.lognormvariate(math.log(tool.median_s), tool.sigma)
+        turns.append(AgentTurn(num_new, num_output, tool.name, min(seconds, load.longest_tool_s)))
+    last = turns[-1]
+    turns[-1] = AgentTurn(last.new_tokens, last.output_tokens)
+    return turns
+
+
+def _count(rng: random.Random, mean: float) -> int:
+    """From 0 on, geometric."""
+    return int(rng.expovariate(math.log1p(1 / mean))) if mean > 0 else 0
+
+
+class _Writing:
+    """Writes job after job. Contents are numbered as a trace would, system prompts first."""
 
     def __init__(self, load: AgentLoad) -> None:
         self._load = load
-        self._rng = random.Random(load.seed)
         self._num_contents = 0
-        self._handle = 0
         self._lines: list[Arrival | Finish] = []
+        self._tools: list[str] = []
         shared = load.system_tokens // _BLOCK_SIZE
         self._systems = [self._new(0, 0, shared) for _ in range(load.num_systems)]
-        started = 0.0
-        for number in range(load.num_jobs):
-            started += self._rng.expovariate(load.jobs_per_second)
-            self._draw_job(f"agent-{number}", round(started * _SECOND))
+        for number, job in enumerate(draw_jobs(load)):
+            self._write_job(f"agent-{number}", job)
         self.recording = self._record()
 
     def _record(self) -> Recording:
@@ -69,48 +100,49 @@ class _Drawing:
             recording.chains.learn(system)
         for line in self._lines:
             recording.take(line)
+        for handle, tool in enumerate(self._tools):
+            recording.sequences[handle].tool = tool
+            recording.sequences[handle].is_last = not tool
         return recording
 
-    def _draw_job(self, job: str, now: int) -> None:
-        load, rng = self._load, self._rng
-        content = rng.choice(self._systems)
-        num_tokens = load.system_tokens
-        for _ in range(1 + self._count(load.turns - 1)):
-            num_prompt = num_tokens + 1 + self._count(load.turn_tokens - 1)
-            num_output = 1 + self._count(load.output_tokens - 1)
-            if num_prompt + num_output > load.longest:
-                break
-            content = self._draw_turn(job, now, content, num_prompt, num_output)
-            num_tokens = num_prompt + num_output
-            now += _SECOND + round(self._tool_seconds() * _SECOND)
+    def _write_job(self, name: str, job: AgentJob) -> None:
+        content, num_tokens = self._systems[job.system], self._load.system_tokens
+        now = round(job.starts_s * _SECOND)
+        for turn in job.turns:
+            num_prompt = num_tokens + turn.new_tokens
+            num_tokens = num_prompt + turn.output_tokens
+            content = self._write_turn(name, now, content, num_prompt, turn)
+            now += _SECOND + round(turn.tool_s * _SECOND)
 
-    def _draw_turn(
-        self, job: str, now: int, content: Content, num_prompt: int, num_output: int
+    def _write_turn(
+        self, job: str, now: int, content: Content, num_prompt: int, turn: AgentTurn
     ) -> Content:
+        """Returns its last content."""
         asked = self._extended(content, num_prompt)
-        said = self._extended(asked, num_prompt + num_output)
+        said = self._extended(asked, num_prompt + turn.output_tokens)
+        handle = len(self._tools)
+        self._tools.append(turn.tool)
         self._lines.append(
             Arrival(
                 time_us=now,
                 arrived_us=now,
-                handle=self._handle,
-                request_id=self._handle,
+                handle=handle,
+                request_id=handle,
                 job=job,
                 num_prompt_tokens=num_prompt,
-                max_tokens=num_output,
+                max_tokens=turn.output_tokens,
                 blocks=asked,
             )
         )
         self._lines.append(
             Finish(
                 time_us=now + _SECOND,
-                handle=self._handle,
+                handle=handle,
                 reason="length",
-                num_output_tokens=num_output,
+                num_output_tokens=turn.output_tokens,
                 blocks=said,
             )
         )
-        self._handle += 1
         return said
 
     def _extended(self, content: Content, num_tokens: int) -> Content:
@@ -125,15 +157,3 @@ class _Drawing:
         first = self._num_contents + 1
         self._num_contents += num_new
         return Content(parent, num_known, first, num_new)
-
-    def _count(self, mean: float) -> int:
-        """From 0 on, geometric."""
-        return int(self._rng.expovariate(math.log1p(1 / mean))) if mean > 0 else 0
-
-    def _tool_seconds(self) -> float:
-        share = self._rng.random()
-        for part, least, most in _TOOL_SECONDS:
-            if share < part:
-                return float(least * (most / least) ** (share / part))
-            share -= part
-        return _TOOL_SECONDS[-1][2]

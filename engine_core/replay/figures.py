@@ -12,6 +12,7 @@ def figures_of(
     outcome: Outcome, policy: str, num_left_out: int, step_model: StepModel
 ) -> ReplayFigures:
     """Everything that the table shows; a request without a job is a job of one turn."""
+    pins_taken, pins_hit, pins_expired, pins_unpinned = outcome.pins
     courses = list(outcome.courses.values())
     jobs: dict[str, list[Course]] = defaultdict(list)
     for course in courses:
@@ -33,6 +34,12 @@ def figures_of(
         preemptions=outcome.num_preemptions,
         hit_rate=outcome.num_hit / outcome.num_queried if outcome.num_queried else 0.0,
         step_model=step_model,
+        pins_taken=pins_taken,
+        pins_hit=pins_hit,
+        pins_expired=pins_expired,
+        pins_unpinned=pins_unpinned,
+        num_prompt_tokens=sum(each.sequence.arrival.num_prompt_tokens for each in courses),
+        num_found_tokens=sum(each.num_found for each in courses),
     )
 
 

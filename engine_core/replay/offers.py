@@ -12,13 +12,35 @@ long after the arrival of that one as it did.
 """
 
 import heapq
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
+from typing import Protocol
 
 from engine_core.replay.recording import Sequence
 
 
-class Offers:
+class Offers(Protocol):
+    """Sequences that are still to come, by the time of their arrival, in seconds."""
+
+    def __bool__(self) -> bool:
+        """Somebody's time is known."""
+        ...
+
+    @property
+    def next_time(self) -> float:
+        """Of the first that is to come; there must be one."""
+        ...
+
+    def take(self, now: float) -> Sequence | None:
+        """The next one that has come; None where there is none."""
+        ...
+
+    def ended(self, handle: int, now: float) -> None:
+        """Who waited for its end comes later."""
+        ...
+
+
+class InTime:
     """Sequences by the time of their arrival, in seconds.
 
     rate: first turns, and requests without a job, come so many times as fast.
@@ -77,3 +99,49 @@ class Offers:
 
     def _push(self, time: float, handle: int) -> None:
         heapq.heappush(self._heap, (time, handle))
+
+
+class Together:
+    """So many jobs at once, in their order, for as long as there are enough.
+
+    Each turn comes at the end of the one before, as if tools took no time, and a job at the end of
+    another one: what is measured is the server alone. A request without a job is a job of its own.
+    """
+
+    def __init__(self, sequences: Iterable[Sequence], number: int) -> None:
+        jobs: dict[str, deque[Sequence]] = defaultdict(deque)
+        for each in sequences:
+            jobs[each.arrival.job or f"request {each.arrival.request_id}"].append(each)
+        self._unstarted = deque(jobs.values())
+        self._rest: dict[int, deque[Sequence]] = {}
+        self._ready: deque[Sequence] = deque()
+        self._now = 0.0
+        for _ in range(number):
+            self._start()
+
+    def __bool__(self) -> bool:
+        return bool(self._ready)
+
+    @property
+    def next_time(self) -> float:
+        return self._now
+
+    def take(self, now: float) -> Sequence | None:
+        return self._ready.popleft() if self._ready else None
+
+    def ended(self, handle: int, now: float) -> None:
+        self._now = now
+        turns = self._rest.pop(handle)
+        if turns:
+            self._next(turns)
+        else:
+            self._start()
+
+    def _start(self) -> None:
+        if self._unstarted:
+            self._next(self._unstarted.popleft())
+
+    def _next(self, turns: deque[Sequence]) -> None:
+        turn = turns.popleft()
+        self._rest[turn.arrival.handle] = turns
+        self._ready.append(turn)

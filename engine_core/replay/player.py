@@ -1,13 +1,16 @@
 """Carries out orders: which recording, under which settings, followed or simulated."""
 
-from engine_core.replay.agents import recording_of
+from engine_core.replay.agents import draw_jobs, recording_of
 from engine_core.replay.figures import figures_of
 from engine_core.replay.follow import Follower
-from engine_core.replay.offers import Offers
+from engine_core.replay.live_kv import live_blocks
+from engine_core.replay.offers import InTime, Offers, Together
 from engine_core.replay.recording import Recording, read
 from engine_core.replay.rig import settings
 from engine_core.replay.simulation import Simulation
 from engine_core.replay.step_times import fit
+from engine_core.replay.tier import NO_TIER, SimulatedTier
+from proto.codec import changed
 from proto.replay import AgentLoad, ReplayAnswer, ReplayFigures, ReplayOrder, StepModel
 
 
@@ -20,13 +23,17 @@ class Player:
 
     def play(self, order: ReplayOrder) -> ReplayAnswer:
         """Raises UnreadableTraceError, or ValueError for what cannot be simulated."""
+        if order.draw and order.load is not None:
+            return ReplayAnswer(jobs=draw_jobs(order.load))
         recording = self._read(order)
+        if order.load is not None and order.path and order.step_model is None:
+            order = changed(order, step_model=_model_of(read(order.path)))
         if order.verify:
             return ReplayAnswer(verdict=Follower(recording).run())
         return ReplayAnswer(figures=simulate(recording, order))
 
     def _read(self, order: ReplayOrder) -> Recording:
-        key = (order.path, order.load)
+        key = ("" if order.load else order.path, order.load)
         if self._recording is None or key != self._key:
             self._recording = recording_of(order.load) if order.load else read(order.path)
             self._key = key
@@ -40,12 +47,17 @@ def simulate(recording: Recording, order: ReplayOrder) -> ReplayFigures:
     step_model = order.step_model or _model_of(recording)
     ended = [each for each in recording.sequences.values() if each.finish is not None]
     _check_size(recording, header.num_blocks)
-    offers = Offers(ended, order.rate, order.open_loop)
+    offers: Offers = InTime(ended, order.rate, order.open_loop)
+    if order.together:
+        offers = Together(ended, order.together)
+    tier = SimulatedTier(order.tier, header) if order.tier else NO_TIER
     outcome = Simulation(
-        recording, header, offers, step_model, order.one_tenant, order.tape_path
+        recording, header, offers, step_model, order.one_tenant, order.tape_path, tier
     ).run()
     left_out = len(recording.sequences) - len(ended)
-    return figures_of(outcome, scheduler.scheduling_policy, left_out, step_model)
+    figures = figures_of(outcome, scheduler.scheduling_policy, left_out, step_model)
+    mean, peak = live_blocks(recording, outcome.courses.values())
+    return changed(figures, live_blocks_mean=mean, live_blocks_peak=peak)
 
 
 def _model_of(recording: Recording) -> StepModel:

@@ -25,10 +25,15 @@ class UnreadableTraceError(TokendError):
 
 @dataclass(slots=True)
 class Sequence:
-    """What happened to one choice of a request; finish is None where the trace ends before it."""
+    """What happened to one choice of a request; finish is None where the trace ends before it.
+
+    tool: that a turn of a job calls; "" where it is not known. is_last: of its job, as was told.
+    """
 
     arrival: Arrival
     finish: Finish | None = None
+    tool: str = ""
+    is_last: bool = False
 
     @property
     def num_outputs(self) -> int:

@@ -9,11 +9,13 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.kv_cache.observers import PoolObserver
 from engine_core.replay.chains import STOP, VOCAB_SIZE, Tokens
 from engine_core.replay.recording import Sequence
+from engine_core.replay.tier import NO_TIER, Tier
 from engine_core.request import Request
 from engine_core.scheduler.chunking import ChunkRule
 from engine_core.scheduler.observer import SchedulerObserver
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.scheduler.step_results import ends_of_rows
+from proto.agents import NO_AGENT, AgentHint
 from proto.model_runner_output import ModelRunnerOutput
 from proto.replay import ReplayOrder
 from proto.sampling_params import SamplingParams
@@ -29,6 +31,7 @@ def settings(header: TraceHeader, order: ReplayOrder) -> TraceHeader:
     """The header as it would be with what the order replaces; raises msgspec.ValidationError."""
     given = {
         "scheduling_policy": order.policy,
+        "pin_policy": order.pin_policy,
         "max_num_seqs": order.max_num_seqs,
         "max_num_batched_tokens": order.max_num_batched_tokens,
     }
@@ -45,6 +48,7 @@ class Rig:
 
     one_tenant: every request is the same tenant's. aborts: whoever was cut short in the trace is
     aborted by the caller; otherwise it stops with the last token that it had.
+    tier: behind the pool.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Rig:
         one_tenant: bool = False,
         aborts: bool = False,
         pool_observers: SequenceOf[PoolObserver] = (),
+        tier: Tier = NO_TIER,
     ) -> None:
         config = header.scheduler
         self.kv_cache = KVCacheManager(
@@ -74,6 +79,7 @@ class Rig:
             max_model_len=header.max_model_len,
             vocab_size=VOCAB_SIZE,
             clock=clock,
+            connect=tier.connect(self.kv_cache),
             observer=observer,
         )
         self.worker = ReplayWorker()
@@ -102,6 +108,7 @@ class Rig:
                 priority=arrival.priority,
                 arrival_time=arrival_time,
                 tenant=0 if self._one_tenant else arrival.tenant,
+                agent=AgentHint(arrival.job, sequence.is_last) if arrival.job else NO_AGENT,
             )
         )
 

@@ -20,7 +20,8 @@ from engine_core.replay.offers import Offers
 from engine_core.replay.recording import Recording, Sequence
 from engine_core.replay.rig import Rig
 from engine_core.replay.taping import Both, FileTape
-from engine_core.request import Request
+from engine_core.replay.tier import NO_TIER, Tier
+from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.pin_order import Pin
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS
@@ -33,30 +34,35 @@ from proto.scheduler_output import SchedulerOutput
 
 @dataclass(slots=True)
 class Course:
-    """Seconds of one sequence; first and end are None before they happen."""
+    """Seconds of one sequence; first and end are None before they happen.
+
+    num_found: tokens of its prompt that were there when it was first admitted.
+    """
 
     sequence: Sequence
     arrived: float
     first: float | None = None
     end: float | None = None
+    num_found: int = 0
 
 
 @dataclass
 class Outcome:
-    """courses: by handle. seconds: of the virtual clock."""
+    """courses: by handle. pins: taken, hit, expired, given up. seconds: of the virtual clock."""
 
     courses: dict[int, Course] = field(default_factory=dict)
     num_steps: int = 0
     num_preemptions: int = 0
     num_queried: int = 0
     num_hit: int = 0
+    pins: tuple[int, int, int, int] = (0, 0, 0, 0)
     seconds: float = 0.0
 
 
 class Simulation:
     """One run. header: settings. offers: of sequences of this recording that have an end.
 
-    tape_path: file for its own trace; "" for none.
+    tape_path: file for its own trace; "" for none. tier: behind the pool.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class Simulation:
         step_model: StepModel,
         one_tenant: bool = False,
         tape_path: str = "",
+        tier: Tier = NO_TIER,
     ) -> None:
         self._recording = recording
         self._offers = offers
@@ -86,34 +93,49 @@ class Simulation:
             lambda: self.now,
             one_tenant=one_tenant,
             pool_observers=self._tape.pool_observers,
+            tier=tier,
         )
+        self._tier = tier
         self._max_in_flight = OVERLAPPED if header.scheduler.async_scheduling else SYNCHRONOUS
         self._in_flight: deque[tuple[float, SchedulerOutput, ModelRunnerOutput]] = deque()
         self._free_at = 0.0
+        self._read: list[Sequence] = []
         self._leaving: list[tuple[float, int]] = []
 
     def run(self) -> Outcome:
         """Until everybody has had an answer."""
         while True:
             self._arrive()
+            self._copied()
             taken = self._take()
             if self._send() or taken:
                 continue
             due = [*self._next_arrival(), *self._next_end(), *self._next_exit()]
+            due += self._tier.next_end()
             if not due:
                 break
             self.now = max(self.now, min(due))
         self._tape.close()
-        outcome, kv_cache = self.outcome, self._rig.kv_cache
-        outcome.num_queried, outcome.num_hit = kv_cache.take_prefix_cache_stats()
+        scheduler = self._rig.scheduler
+        assert not scheduler.num_unfinished, "somebody waits for ever"
+        outcome, stats = self.outcome, scheduler.take_stats()
+        outcome.num_queried, outcome.num_hit = stats.prefix_cache_queries, stats.prefix_cache_hits
+        outcome.pins = (
+            stats.num_pins_taken,
+            stats.num_pins_hit,
+            stats.num_pins_expired,
+            stats.num_pins_given_up,
+        )
         outcome.seconds = self.now
-        assert not self._rig.scheduler.num_unfinished, "somebody waits for ever"
         return outcome
 
-    def ended(self, handle: int) -> None:
+    def ended(self, request: Request) -> None:
         """A sequence is over."""
-        self.outcome.courses[handle].end = self.now
-        self._offers.ended(handle, self.now)
+        course = self.outcome.courses[request.handle]
+        course.end, course.num_found = self.now, request.num_cached_tokens
+        self._offers.ended(request.handle, self.now)
+        if request.agent.job and request.status is not RequestStatus.FINISHED_ABORTED:
+            self._read.append(course.sequence)
 
     def _arrive(self) -> None:
         scheduler = self._rig.scheduler
@@ -129,29 +151,46 @@ class Simulation:
             arrival = self.outcome.courses[heapq.heappop(self._leaving)[1]].sequence.arrival
             scheduler.abort(arrival.request_id, arrival.choice)
 
+    def _copied(self) -> None:
+        """Copies that are over: they are reported before the step that comes after them."""
+        while (report := self._tier.take(self.now)) is not None:
+            self._rig.scheduler.update_from_connector(report)
+
     def _take(self) -> bool:
         """The oldest step, if it is over."""
         if not self._in_flight or self._in_flight[0][0] > self.now:
             return False
         _, output, result = self._in_flight.popleft()
         self._rig.scheduler.update_from_output(output, result)
+        self._turns_end()
         return True
+
+    def _turns_end(self) -> None:
+        """Front ends read the answers of turns that are over as soon as they have them."""
+        for sequence in self._read:
+            arrival = sequence.arrival
+            self._rig.scheduler.end_turn(arrival.request_id, arrival.job, sequence.tool)
+        self._read.clear()
 
     def _send(self) -> bool:
         """One more step; False if nothing was sent."""
         scheduler = self._rig.scheduler
         if not scheduler.has_work or len(self._in_flight) == self._max_in_flight:
             return False
+        wanted = scheduler.external.wants_step
         scheduler.convene()
         output = scheduler.schedule()
         result = self._rig.worker.answer(output)
+        may_begin = self._tier.begin(output.connector_metadata, self.now)
         if output.total_num_scheduled_tokens:
             self.outcome.num_steps += 1
-            begin = max(self.now, self._free_at)
+            begin = max(may_begin, self._free_at)
             seconds = self._model.seconds(*self._meter.shape)
             self._free_at = begin + seconds
             result = msgspec.structs.replace(result, compute_seconds=seconds)
             self._in_flight.append((self._free_at, output, result))
+            return True
+        if wanted or output.connector_metadata:
             return True
         return bool(output.finished_handles or output.preempted_handles)
 
@@ -204,7 +243,7 @@ class _Meter:
                     course.first = now
 
     def finished(self, request: Request) -> None:
-        self._simulation.ended(request.handle)
+        self._simulation.ended(request)
 
     def pinned(self, pin: Pin, ttl: float) -> None: ...
 

@@ -20,7 +20,7 @@ Owns the loads, the blocks of requests that are over and still being copied, and
 statistics of what was found elsewhere. Neither knows how anything is copied nor waits for it.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
@@ -36,6 +36,7 @@ from engine_core.scheduler.idle_blocks import IdleBlocks
 from engine_core.scheduler.observer import SchedulerObserver
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.scheduler.swap_rule import SwapRule
+from engine_core.scheduler.unproven_loads import UnprovenLoads
 from proto.codec import changed, to_compact_json
 from proto.kv_events import KVEvent
 from proto.kv_transfer import KVConnectorOutput, LoadFailurePolicy
@@ -64,15 +65,6 @@ class _Load:
     begun: float
     num_external: int
     failed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Unproven:
-    """Loaded for in this step, whose result is not here. blocks: its tables by then."""
-
-    request: Request
-    step: int
-    blocks: frozenset[int]
 
 
 class ExternalKV:
@@ -110,8 +102,7 @@ class ExternalKV:
         self._asked: dict[int, Request] = {}
         self._loads: dict[int, _Load] = {}
         self._loaded: dict[int, Request] = {}
-        self._beginning: list[Request] = []
-        self._unproven: dict[int, _Unproven] = {}
+        self._unproven = UnprovenLoads(kv_cache)
         self._given_up: set[int] = set()
         self._left_loading: dict[int, list[int]] = {}
         self._left_sending: dict[int, list[int]] = {}
@@ -156,7 +147,7 @@ class ExternalKV:
         self._asked.pop(handle, None)
         self._loads.pop(handle, None)
         self._loaded.pop(handle, None)
-        self._unproven.pop(handle, None)
+        self._unproven.forget(handle)
         self._given_up.discard(handle)
         self.void_until.pop(handle, None)
         self._rewound.pop(handle, None)
@@ -201,7 +192,7 @@ class ExternalKV:
             return
         request, num_external = candidate.request, candidate.num_external_tokens
         if num_external:
-            self._beginning.append(request)
+            self._unproven.begin(request)
         if request.handle not in self._loaded:
             self._count(request, num_external)
         self._tell_allocated(request, num_external, is_async=False)
@@ -226,7 +217,12 @@ class ExternalKV:
     @property
     def keeps_waiting(self) -> bool:
         """Where nobody runs: somebody waits for a load or an answer, or for room that is held."""
-        if self._loads or self._asked:
+        return bool(self._asked) or self.awaits_copies
+
+    @property
+    def awaits_copies(self) -> bool:
+        """Where nobody runs: somebody waits for a load, or for room that a copy gives back."""
+        if self._loads:
             return True
         kv_cache, waiting = self._kv_cache, self._waiting
         if not waiting.num_ready or not kv_cache.holds.num_alone:
@@ -237,11 +233,7 @@ class ExternalKV:
         """A step is decided: add what the connector has to say about it."""
         if not self.connected:
             return output
-        for request in self._beginning:
-            tables = self._kv_cache.block_ids(request.handle)
-            blocks = frozenset(chain.from_iterable(tables))
-            self._unproven[request.handle] = _Unproven(request, output.step, blocks)
-        self._beginning.clear()
+        self._unproven.note_step(output.step)
         metadata = self.connector.build_connector_meta(output)
         return changed(output, connector_metadata=metadata) if metadata else output
 
@@ -265,10 +257,7 @@ class ExternalKV:
 
     def prove(self, step: int) -> None:
         """The result of a step is here, and nobody has said that its loads failed."""
-        for handle, each in list(self._unproven.items()):
-            if each.step <= step:
-                del self._unproven[handle]
-                self._kv_cache.prove(each.request, each.request.num_computed_tokens)
+        self._unproven.prove(step)
         for handle, last in list(self.void_until.items()):
             if last < step:
                 del self.void_until[handle]
@@ -298,7 +287,7 @@ class ExternalKV:
         ended = []
         for request in requests:
             num_sound = kv_cache.num_sound_tokens(request, bad)
-            if num_sound is None and self._has_lost(request, bad):
+            if num_sound is None and self._unproven.has_lost(request, bad):
                 num_sound = 0
             elif num_sound is None or num_sound >= request.num_computed_tokens:
                 continue
@@ -342,6 +331,14 @@ class ExternalKV:
             self._kv_cache.holds.hold(blocks)
             self._left_loading[handle] = blocks
 
+    def withdraw(self, request: Request) -> None:
+        """What a request computed is no numbers: nobody is to find any of it, wherever it is.
+
+        Also of one that is over: by then its blocks may be found, and be on every medium.
+        """
+        self._kv_cache.forget(request)
+        self.connector.withdraw(request)
+
     def drop_loads(self) -> None:
         """Nobody waits for a load any more; blocks are kept until the copies are over."""
         for handle, load in list(self._loads.items()):
@@ -359,7 +356,6 @@ class ExternalKV:
             self._wake_asked(request)
         self._loads.clear()
         self._loaded.clear()
-        self._beginning.clear()
         self._unproven.clear()
         self._given_up.clear()
         self.void_until.clear()
@@ -460,7 +456,7 @@ class ExternalKV:
     def _rewind(self, request: Request, num_sound: int, step: int) -> None:
         """Back to the last token whose KV is good; what steps in flight make of it is void."""
         handle = request.handle
-        self._unproven.pop(handle, None)
+        self._unproven.forget(handle)
         self._given_up.add(handle)
         request.num_computed_tokens = num_sound
         request.num_output_placeholders = 0
@@ -473,12 +469,3 @@ class ExternalKV:
             self._kv_cache.free(request)
             self._idle_blocks.forget(request)
             self._loaded.pop(handle, None)
-
-    def _has_lost(self, request: Request, bad: Collection[int]) -> bool:
-        """It began with a load that failed, and gave way before anybody knew."""
-        unproven = self._unproven.get(request.handle)
-        return (
-            unproven is not None
-            and request.status is not RequestStatus.RUNNING
-            and not unproven.blocks.isdisjoint(bad)
-        )

@@ -24,6 +24,7 @@ class ResultPass:
 
     requests: all that are not over, by handle; read only.
     finish: ends one request by itself. abort: ends all choices of a request id.
+    withdraw: lets nobody find what a request computed.
     void_until: by handle, the last step whose row of a request does not count; read only.
     """
 
@@ -35,6 +36,7 @@ class ResultPass:
         max_model_len: int,
         finish: Callable[[Request, RequestStatus], None],
         abort: Callable[[int], int],
+        withdraw: Callable[[Request], None],
         void_until: Mapping[int, int],
     ) -> None:
         self._requests = requests
@@ -43,6 +45,7 @@ class ResultPass:
         self._max_model_len = max_model_len
         self._finish = finish
         self._abort = abort
+        self._withdraw = withdraw
         self._void_until = void_until
         self._num_corrupted = 0
         self._departed: dict[int, tuple[Request, int]] = {}
@@ -142,13 +145,12 @@ class ResultPass:
             if self._void_until.get(handle, 0) >= step:
                 continue
             if request is not None:
-                self._kv_cache.forget(request)
+                self._withdraw(request)
                 request.num_computed_tokens = 0
-                request.is_corrupt = True
                 self._num_corrupted += 1
                 self.end_with(corrupted_output(request), request, outputs)
             elif handle in self._departed:
-                self._kv_cache.forget(self._departed[handle][0])
+                self._withdraw(self._departed[handle][0])
 
     def _forget_departed(self, step: int) -> None:
         """The result of this step is here; they departed in the order of the steps."""

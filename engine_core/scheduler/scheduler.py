@@ -197,6 +197,7 @@ class Scheduler:
             max_model_len,
             self._finish,
             self.abort,
+            self.external.withdraw,
             self.external.void_until,
         )
         self._placeholders: Placeholders = (
@@ -370,6 +371,8 @@ class Scheduler:
             if not plan.preempted:
                 self._admission_pass.run(plan)
             self._running_pass.run_late(plan, late)
+        num_scheduled = len(plan.continued) + len(plan.admitted)
+        assert num_scheduled <= len(self.running), "more is scheduled than runs"
         self.external.describe_rewound(plan)
         output = self.external.complete(self._output_builder.build(plan))
         self._observer.step_decided(output.step, plan)

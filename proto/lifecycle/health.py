@@ -24,9 +24,11 @@ class EngineAlive(msgspec.Struct, array_like=True, tag=37, frozen=True):
     """An engine's answer to a Ping.
 
     num_steps: steps that all workers of this epoch have answered.
-    awaits: ranks of workers that owe an answer, to a step or to what their start needs.
+    awaits: ranks of workers that owe an answer, to a step, to what their start needs, or, where
+        nobody can go on without it, about a copy of the KV connector.
     ready: the workers of this epoch take steps.
     has_work: there is something to schedule.
+    num_reports: what workers of this epoch have said of such copies.
     """
 
     worker_epoch: int
@@ -34,6 +36,7 @@ class EngineAlive(msgspec.Struct, array_like=True, tag=37, frozen=True):
     awaits: tuple[int, ...] = ()
     ready: bool = False
     has_work: bool = False
+    num_reports: int = 0
 
 
 class AwaitsRanks(msgspec.Struct, array_like=True, tag=61, frozen=True):

@@ -161,6 +161,74 @@ def test_a_bad_disk_costs_no_token(
     assert "Traceback" not in running.text
 
 
+def slow_disk(folder: Path, gates: Path, **extra: object) -> dict[str, object]:
+    gates.mkdir()
+    return on_disk(
+        folder,
+        spec_name="GatedDisk",
+        spec_module_path=gated_disk.__name__,
+        gates=str(gates),
+        bytes_per_second=1_000_000,
+        **extra,
+    )
+
+
+def test_nobody_waits_for_a_disk_of_1_mb_a_second_to_store(
+    stored: Path, tmp_path: Path, expected: Tokens
+) -> None:
+    """All answers are there when a small part of what they computed is; the rest is given up."""
+    wanted = sum(each.stat().st_size for each in blocks(stored))
+    with daemon(slow_disk(tmp_path / "kv", tmp_path / "gates", store_timeout=1.0)) as running:
+        assert generate(running) == expected
+        assert running.metric(STORED) < wanted / 2
+        assert generate(running) == expected
+        assert eventually(lambda: at_rest(running))
+        assert running.metric(STORED) < wanted
+    assert "Traceback" not in running.text
+    assert {each.stat().st_size for each in blocks(tmp_path / "kv")} <= {
+        each.stat().st_size for each in blocks(stored)
+    }
+
+
+def test_who_is_loaded_for_from_a_disk_of_1_mb_a_second_computes_in_time(
+    copy: Path, tmp_path: Path, expected: Tokens
+) -> None:
+    """What has not come by the time limit is computed, and a disk like that is left alone."""
+    with daemon(slow_disk(copy, tmp_path / "gates", load_timeout=0.3)) as running:
+        assert generate(running) == expected
+        assert running.metric(FAILURES) > 0
+        assert running.metric(LOADS) == 0
+        assert eventually(lambda: at_rest(running))
+
+
+@pytest.mark.parametrize("lost", ["disk", "shared"])
+def test_two_kinds_of_connectors_stacked_save_to_both_and_load_from_what_is_left(
+    tmp_path: Path, expected: Tokens, lost: str
+) -> None:
+    """The first that hits loads; without the first's files it is the second."""
+    disk, shared = tmp_path / "disk", tmp_path / "shared"
+    files = {"kv_connector": "SharedStorageConnector"}
+    files_extra = {"kv_connector_extra_config": {"shared_storage_path": str(shared)}}
+    stacked = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [on_disk(disk), {**files, **files_extra}]},
+    }
+    with daemon(stacked) as first:
+        assert generate(first) == expected
+        assert eventually(lambda: first.metric(STORED) > 0)
+        assert eventually(lambda: at_rest(first))
+    assert blocks(disk)
+    assert list(shared.rglob("*-of-1"))
+    for each in blocks(disk) if lost == "disk" else shared.rglob("*-of-1"):
+        each.unlink()
+    with daemon(stacked) as second:
+        assert generate(second) == expected
+        assert second.metric("vllm:external_prefix_cache_hits_total") > 0
+        assert (second.metric(LOADS) > 0) is (lost == "shared")
+        assert second.metric(FAILURES) == 0
+        assert eventually(lambda: at_rest(second))
+
+
 def test_two_workers_share_a_disk(tmp_path: Path, expected: Tokens) -> None:
     for _ in range(2):
         with daemon(on_disk(tmp_path / "kv"), num_workers=2) as running:

@@ -7,6 +7,7 @@ import pytest
 
 from engine_core.intake import Intake
 from engine_core.validation import RequestLimits
+from proto.agents import AgentHint, TurnEnded
 from proto.engine_io import MAX_CHOICES, Abort, AdminCall, AdminReply, FinishReason
 from proto.logit_edits import LogitEdits
 from proto.repetition import RepetitionDetection
@@ -167,6 +168,19 @@ def test_an_abort_can_name_a_choice():
     desk.take(Abort(1, 1, "disconnect"))
     desk.engine.assert_at_rest()
     assert desk.outbox.outputs == []
+
+
+def test_a_turn_that_ended_is_passed_on_and_a_stop_string_ends_one_like_any_other():
+    desk = Desk(scheduling_policy="continuum", pin_policy="fixed")
+    agent = AgentHint("job")
+    desk.take(msgspec.structs.replace(request(1, prompt=range(40)), agent=agent))
+    desk.engine.step()
+    desk.take(Abort(1, 1, "stop_string", 0))
+    (pin,) = desk.engine.scheduler._pins
+    assert (pin.job, pin.request_id) == ("job", 1)
+    desk.take(TurnEnded(1, 1, "job", "shell"))
+    desk.take(TurnEnded(1, 7, "nobody's", "shell"))
+    assert desk.engine.scheduler._jobs._jobs["job"].tool == "shell"
 
 
 def test_calls_are_answered():

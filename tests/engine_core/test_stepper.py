@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from engine_core.stepper import IDLE_SECONDS, OVERLAPPED, SYNCHRONOUS, Stepper
+from proto.kv_transfer import KVConnectorOutput
 from proto.model_runner_output import ModelRunnerOutput
 from tests.fakes.engine_harness import EOS, EngineHarness
 from tests.fakes.paged_runner import PagedRunner, hashed_token, undisturbed
@@ -26,6 +27,7 @@ class LazyExecutor:
         self.ready = True
         self.hired = []
         self.distrusted = []
+        self.reports = []
 
     def hire(self, epoch):
         """Workers that know nothing; they are ready when somebody says so."""
@@ -58,7 +60,8 @@ class LazyExecutor:
                 return
 
     def take_reports(self):
-        return []
+        reports, self.reports = self.reports, []
+        return reports
 
     def receive(self):
         results = list(self.results)
@@ -73,6 +76,7 @@ class ScriptedService:
         self.actions = deque(actions)
         self.stopped = False
         self.published = []
+        self.num_told = 0
         self.worker_epochs = []
         self.waits = []
 
@@ -94,6 +98,7 @@ class ScriptedService:
         return epochs
 
     def tell(self, outputs):
+        self.num_told += 1
         self.published += [each for client in outputs.values() for each in client]
 
     def announce(self, progress):
@@ -174,6 +179,18 @@ def test_workers_that_take_over_compute_what_was_in_flight_again(depth):
     assert loop.tokens_of(request) == undisturbed([1, 2], 4)
     loop.engine.runner = loop.executor.runner
     loop.engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_copy_that_ends_is_told_at_once_where_no_step_will_tell(is_idle):
+    def report(service):
+        service.executor.reports.append(KVConnectorOutput())
+
+    loop = Loop([report] if is_idle else [lambda service: None, report])
+    if not is_idle:
+        loop.engine.add_one([1, 2, 3], max_tokens=2)
+    loop.stepper.run()
+    assert loop.service.num_told == is_idle
 
 
 def test_books_that_do_not_add_up_end_the_engine():

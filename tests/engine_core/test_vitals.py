@@ -1,6 +1,11 @@
 """Whether the engine owes a step, while copies of a KV connector are under way."""
 
-from engine_core.vitals import owes_step
+from dataclasses import dataclass
+
+from deploy.hangs import HangDetector, Limits
+from engine_core.vitals import Vitals, awaits_copies, owes_step
+from proto import PROTOCOL_VERSION
+from proto.lifecycle import EngineAlive, KVCacheGeometry, KVGroup, WorkerReady
 from tests.fakes.offload_rig import OffloadRig
 
 PROMPT = list(range(37))
@@ -63,3 +68,83 @@ def test_who_is_loaded_for_owes_nothing_until_somebody_runs() -> None:
     rig.finishes = lambda job: True
     rig.settle()
     rig.assert_at_rest()
+
+
+@dataclass
+class Workers:
+    """Two ranks, ready, that owe no step. num_reports: of copies."""
+
+    epoch: int = 1
+    ready: bool = True
+    num_steps: int = 9
+    num_reports: int = 4
+    awaits: tuple[int, ...] = ()
+
+    @property
+    def workers(self) -> list[WorkerReady]:
+        geometry = KVCacheGeometry(1, 1, 8, "float32", 64, (KVGroup(None),))
+        return [
+            WorkerReady(PROTOCOL_VERSION, 1, rank, geometry, 0, 1000, bytes(32), "none")
+            for rank in range(2)
+        ]
+
+
+def vitals_of(rig: OffloadRig, workers: Workers) -> Vitals:
+    vitals = Vitals(workers)
+    vitals.watch(lambda: owes_step(rig.scheduler), lambda: awaits_copies(rig.scheduler))
+    return vitals
+
+
+def test_workers_that_never_report_a_copy_for_which_all_wait_are_found_to_hang() -> None:
+    """The pool is full of blocks that are being copied; the time limit is that of a step."""
+    rig = OffloadRig(num_blocks=12, finishes=lambda job: None)
+    rig.run_until_over(rig.add_one(PROMPT, 1))
+    rig.add_one([*range(300, 340)], 1)
+    while rig.scheduler.external.wants_step:
+        rig.step()
+    rig.step()
+    workers = Workers()
+    vitals = vitals_of(rig, workers)
+    assert vitals.report() == EngineAlive(1, 9, (0, 1), True, False, 4)
+
+    now = 0.0
+    detector = HangDetector(Limits(start=100.0, first_steps=30.0, step=10.0), lambda: now)
+    for rank in range(2):
+        detector.begin(("worker", rank))
+    for seconds in range(20):
+        now = float(seconds)
+        if seconds == 8:
+            workers.num_reports += 1  # of another copy: they move
+        detector.note_engine(vitals.report(), 1)
+        if seconds < 19:
+            assert detector.hangs() == []
+    assert {hang.process for hang in detector.hangs()} == {("worker", 0), ("worker", 1)}
+
+    rig.lose_workers()
+    rig.finishes = lambda job: True
+    assert vitals.report().awaits == ()
+    rig.settle()
+    rig.assert_at_rest()
+
+
+def test_nobody_is_waited_for_while_somebody_runs_or_has_room() -> None:
+    rig = OffloadRig(finishes=lambda job: None)
+    vitals = vitals_of(rig, Workers())
+    rig.add_one(PROMPT, 20)
+    rig.step()
+    rig.step()
+    assert rig.half.under_way
+    assert vitals.report().awaits == ()
+    rig.finishes = lambda job: True
+    rig.settle()
+    rig.forget_device()
+    rig.finishes = lambda job: None
+    rig.add_one(PROMPT, 2)
+    while rig.scheduler.has_work:
+        rig.step()
+    assert vitals.report().awaits == (0, 1), "a load is waited for"
+    rig.add_one([*range(300, 320)], 9)
+    rig.step()
+    assert vitals.report().awaits == ()
+    rig.finishes = lambda job: True
+    rig.settle()

@@ -2,11 +2,14 @@
 
 The gate of a direction is a FIFO of that name in the folder `gates`: a copy that comes to it leaves
 a file named after the direction and its process, and waits until somebody opens the gate. The
+With `bytes_per_second` in its settings it is as slow as that, too; it gives up in time. The
 module is found by both halves of tokend (spec_module_path), each of which imports only its own.
 """
 
+import math
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ LOAD, STORE = "load", "store"
 
 def open_for(extra: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that the disk itself knows."""
-    ours = ("gates", "spec_module_path")
+    ours = ("gates", "spec_module_path", "bytes_per_second")
     return {key: each for key, each in extra.items() if key not in ours}
 
 
@@ -41,18 +44,28 @@ def GatedDisk_handlers(extra: Mapping[str, Any], context: Any) -> Any:
     from proto.kv_events import DEVICE_MEDIUM
     from proto.kv_media import DISK, disk_settings, media_folder
     from worker.kv_connector.offload.disk_medium import DiskMedium
-    from worker.kv_connector.offload.transfer_queue import TransferQueue
+    from worker.kv_connector.offload.transfer_queue import MediumError, TransferQueue
 
     gates = Path(extra["gates"])
+    rate = float(extra.get("bytes_per_second", math.inf))
+
+    def take_time(num_bytes: int, seconds_left: Callable[[], float]) -> None:
+        seconds, most = num_bytes / rate, seconds_left()
+        time.sleep(max(0.0, min(seconds, most)))
+        if seconds > most:
+            raise MediumError("too slow")
 
     class GatedDisk(DiskMedium):
-        def fetch(self, *given: Any) -> Iterator[bool]:
+        def fetch(self, labels: Any, image: memoryview, seconds_left: Any) -> Iterator[bool]:
             _pass(gates, LOAD)
-            yield from super().fetch(*given)
+            for complete in super().fetch(labels, image, seconds_left):
+                take_time(len(image), seconds_left)
+                yield complete
 
-        def keep(self, *given: Any) -> None:
+        def keep(self, label: Any, image: memoryview, seconds_left: Any) -> None:
             _pass(gates, STORE)
-            super().keep(*given)
+            take_time(len(image), seconds_left)
+            super().keep(label, image, seconds_left)
 
     settings = disk_settings(open_for(extra))
     name = media_folder(context.fingerprint, context.num_ranks, context.factor)

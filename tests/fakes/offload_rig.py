@@ -31,6 +31,11 @@ JUNK = b"not loaded"
 Content = dict[int, bytes]
 
 
+def device_of(job: TransferJob) -> list[int]:
+    """The device blocks of a copy."""
+    return [block for each in job.device for block in each.block_ids]
+
+
 class CopyingHalf:
     """What all workers do for the connector.
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from api_server.app import create_app
 from api_server.engine_client import FromEngine
+from api_server.protocol.agents import AgentHintFields
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.completion import CompletionRequest
 from api_server.protocol.known_fields import HARMLESS, KNOWN
@@ -45,6 +46,7 @@ FIELDS: Final = sorted(
         *("role", "content", "name", "type", "text", "tool_calls", "include_usage"),
         *("call_id", "arguments", "output", "summary", "format", "schema", "namespace"),
         *("continuous_usage_stats", "max_pattern_size", "min_pattern_size", "min_count"),
+        *AgentHintFields.model_fields,
     }
 )
 CONTROL: Final = (COMPLETIONS, b'{"prompt": "the sea", "seed": 1, "max_tokens": 3, "logprobs": 1}')
@@ -82,6 +84,14 @@ VALID: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
             "return_prompt_text": True,
             "detokenize": False,
             "cache_salt": "s",
+        },
+    ),
+    (COMPLETIONS, {"prompt": "x", "session_id": "s", "agent_hint": {"is_last_step": True}}),
+    (
+        CHAT,
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "agent_hint": {"job_id": "a", "is_last_step": False, "ttl_ms": 2.5, "tool": "ls"},
         },
     ),
     (

@@ -8,6 +8,7 @@ from proto.config import (
     DeviceConfig,
     ModelConfig,
     ReliabilityConfig,
+    SchedulerConfig,
     ServeConfig,
     flag_name,
 )
@@ -152,6 +153,19 @@ def test_eight_bits_without_scales_are_refused_for_a_cpu_by_name():
             ServeConfig(cache=CacheConfig(kv_cache_dtype="fp8"), device=DeviceConfig(device="cpu"))
         )
     assert caught.value.parameter == "kv_cache_dtype"
+
+
+def test_pins_without_a_prefix_cache_are_refused_by_both_names():
+    config = ServeConfig(
+        cache=CacheConfig(enable_prefix_caching=False),
+        scheduler=SchedulerConfig(scheduling_policy="continuum"),
+    )
+    with pytest.raises(ConfigError, match=r"--scheduling-policy .*--no-enable-prefix-caching"):
+        validate(config)
+    scheduler = SchedulerConfig(scheduling_policy="continuum", pin_policy="none")
+    validate(msgspec.structs.replace(config, scheduler=scheduler))
+    with pytest.raises(ConfigError, match="--max-pinned-share must be in"):
+        validate(ServeConfig(scheduler=SchedulerConfig(max_pinned_share=1.5)))
 
 
 def test_field_names_are_unique_across_sections():

@@ -82,9 +82,9 @@ def test_host_memory_ends_with_the_daemon() -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({**DISK, "disk_path": "kv"}, "disk_path .* must be an absolute path"),
-        ({**REMOTE, "remote_url": "redis://:x@host"}, "remote_url .* must not have a password"),
-        ({**REMOTE, "remote_url": "ftp://host"}, "remote_url .* must be redis://"),
+        ({**DISK, "disk_path": "kv"}, "disk_path must be an absolute path"),
+        ({**REMOTE, "remote_url": "redis://:x@host"}, "remote_url must not have a password"),
+        ({**REMOTE, "remote_url": "ftp://host"}, "remote_url must be redis://"),
     ],
 )
 def test_wrong_settings_are_found_before_anything_loads(

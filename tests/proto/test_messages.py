@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from proto import engine_io, lifecycle
-from proto.agents import TurnEnded
+from proto.agents import AgentHint, TurnEnded
 from proto.codec import MessageDecoder, encode, from_json, to_json
 from proto.config import ServeConfig
 from proto.engine_io import (
@@ -148,6 +148,7 @@ MESSAGES = [
         accepted=True,
         queue_deadline=13.5,
         deadline=14.5,
+        agent=AgentHint("job", True, 2.5),
     ),
     SessionInput(1, 2, [3, 4], PARAMS, True),
     TurnEnded(1, 2, "job", "weather"),

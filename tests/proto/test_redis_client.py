@@ -182,7 +182,7 @@ def test_nonsense_in_place_of_a_value(
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({}, "remote_url of kv_connector_extra_config or remote_url_file is needed"),
+        ({}, "kv_connector_extra_config.remote_url or remote_url_file is needed"),
         ({"remote_url": "redis://a", "remote_url_file": "b"}, "and not both"),
         ({"remote_url": "redis://:hidden@host"}, "must not have a password"),
         ({"remote_url": "http://host"}, "must be redis://"),

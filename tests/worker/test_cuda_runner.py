@@ -42,7 +42,7 @@ from worker.models.decoder import Decoder
 from worker.models.registry import spec_of
 from worker.sample.backend import ReferenceBackend
 from worker.sample.device_draw import draw_by_torch
-from worker.sample.device_edits import TorchEdits
+from worker.sample.device_edits import RowChanges, TorchEdits
 from worker.sample.sampler import Sampler
 
 DTYPE = torch.bfloat16
@@ -373,3 +373,20 @@ def test_norms_and_gates_are_the_librarys(
     gemma = {"gelu_tanh_and_mul"}
     assert set(library.num_calls) == (gemma if "gemma" in name else {"silu_and_mul", "rmsnorm"})
     assert worker.library.num_calls.keys() == {"rope"}
+
+
+def test_the_largest_step_changes_and_draws_from_the_scores_of_every_row(
+    model: Model, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is measured has penalties and masks in every row; no later step makes more of them."""
+    there = OnFakeCuda(model, cuda, 3, enforce_eager=True)
+    changed: list[tuple[int, ...]] = []
+
+    def change_rows(scores: torch.Tensor, rows: RowChanges, counts: torch.Tensor) -> None:
+        changed.append((*scores.shape, len(rows.at), len(rows.words), *counts.shape))
+
+    monkeypatch.setattr(there.maker._kernels.edits, "change_rows", change_rows)
+    with torch.inference_mode():
+        there.maker.run_largest_step(there.cache, there.rows, 12, 3)
+    vocab_size = model.spec.vocab_size
+    assert changed == [(3, vocab_size, 3, 3, 3, vocab_size)]

@@ -5,12 +5,12 @@
 
 Owns the counts, int32 [slots, vocabulary], and which row has which slot. A row whose counts
 have fallen behind, because the host has sampled for it or it is another's by now, has them
-sent again. Slots are made as they are needed: few requests have penalties.
+sent again. There is a slot for every row from the start, so that no step takes memory that the
+largest one did not have when it was measured.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,6 @@ from worker.device.accelerator import Accelerator
 from worker.device.placement import OnDevice
 from worker.sample.device_edits import SEEN
 from worker.sample.row_edits import RowEdits
-
-_FIRST_SLOTS: Final = 4
 
 
 @dataclass(slots=True)
@@ -41,6 +39,7 @@ class DeviceCounts:
         self,
         accelerator: Accelerator,
         vocab_size: int,
+        num_rows: int,
         edits_of: Callable[[int], RowEdits | None],
     ) -> None:
         self._accelerator = accelerator
@@ -48,9 +47,10 @@ class DeviceCounts:
         self._vocab_size = vocab_size
         self._edits_of = edits_of
         self._slots: dict[int, _Slot] = {}
-        self._free: list[int] = []
-        self.counts = accelerator.zeros(0, torch.int32).view(0, vocab_size)
-        """int32 [slots, V], as in `ScoreEdits`."""
+        self._free = list(range(num_rows))
+        counts = accelerator.zeros(num_rows * vocab_size, torch.int32)
+        self.counts = counts.view(num_rows, vocab_size)
+        """int32 [rows, V], as in `ScoreEdits`."""
 
     def slots_of(
         self, rows: Sequence[int], edits: Sequence[RowEdits], num_outputs: Sequence[int]
@@ -82,22 +82,12 @@ class DeviceCounts:
             return self._slots[row].number
         if not self._free:
             self._take_back()
-        if not self._free:
-            self._grow()
         return self._free.pop()
 
     def _take_back(self) -> None:
         """From rows that are free by now, or another's."""
         gone = [row for row, slot in self._slots.items() if self._edits_of(row) is not slot.edits]
         self._free += [self._slots.pop(row).number for row in gone]
-
-    def _grow(self) -> None:
-        before = len(self.counts)
-        after = max(_FIRST_SLOTS, 2 * before)
-        counts = self._accelerator.zeros(after * self._vocab_size, torch.int32)
-        counts[: before * self._vocab_size].copy_(self.counts.view(-1))
-        self.counts = counts.view(after, self._vocab_size)
-        self._free = list(range(after - 1, before - 1, -1))
 
     def _send(self, rows: Sequence[int]) -> None:
         """What the host has counted; nothing of these rows is on its way."""

@@ -10,6 +10,8 @@ that changes nothing has no part in either.
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from worker.sample.grammar_masks import WORD_BITS
@@ -53,6 +55,17 @@ class RowChanges:
     masks: torch.Tensor
     rules: torch.Tensor
     words: torch.Tensor
+
+
+def hardest_changes(num_rows: int, vocab_size: int) -> list[npt.NDArray[Any]]:
+    """at, slots, masks, rules and words of `RowChanges`, flat: every row has all that a row can.
+
+    Of rows and slots alike: a penalty of each kind, and a mask that leaves all tokens in.
+    """
+    each = np.arange(num_rows, dtype=np.int64)
+    rules = np.tile(np.array([1.1, 0.1, 0.1], dtype=np.float32), num_rows)
+    words = np.full(num_rows * -(-vocab_size // WORD_BITS), -1, dtype=np.int32)
+    return [each, each, each, rules, words]
 
 
 class ScoreEdits(Protocol):

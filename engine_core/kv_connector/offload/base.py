@@ -7,8 +7,11 @@ never waits.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
+MAX_BYTES_IN_FLIGHT: Final = 64 << 20
+"""Of one rank; while more is being stored, nothing is added to it, where a medium
+is slower than memory."""
 OffloadKey = bytes
 """Hash of the last device block of an offloaded block; group, rank count and factor behind it."""
 

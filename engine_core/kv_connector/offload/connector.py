@@ -126,19 +126,20 @@ class OffloadingScheduler:
     ) -> tuple[bool, dict[str, Any] | None]:
         """Its last full blocks are stored, too; what is copied is held, so nothing is delayed.
 
-        Not of one that failed. What it has stored goes only where that cannot be trusted: others
-        share its prefix, and what of it could not be read has been forgotten by then.
+        Not of one that failed. What it has stored stays: others share its prefix, and what of it
+        could not be read has been forgotten by then.
         """
         tracked = self._requests.pop(request.handle, None)
         if tracked is not None:
             self._loads.forget(request.handle)
-            if request.is_corrupt:
-                self._stores.withdraw(tracked)
-            elif request.status is not RequestStatus.FINISHED_ERROR and self._may_store(tracked):
+            if request.status is not RequestStatus.FINISHED_ERROR and self._may_store(tracked):
                 num_tokens = min(request.num_computed_tokens, request.num_tokens)
                 self._stores.plan(tracked, block_ids, num_tokens)
                 self._stores.settle(tracked)
         return False, None
+
+    def withdraw(self, request: Request) -> None:
+        self._stores.withdraw(request)
 
     def take_events(self) -> Iterable[KVEvent]:
         for event in self._manager.take_events():

@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from engine_core.kv_connector.offload.base import OffloadKey
-from proto.kv_media import file_name, is_media_folder, parse_file_name
+from proto.kv_media import TEMPORARY, file_name, is_media_folder, parse_file_name
 
 logger = logging.getLogger("tokend.kv_media")
 
-TEMPORARY: Final = ".new"
-"""End of the name of a file that is being written."""
 _ABANDONED_SECONDS: Final = 600.0
 """After which nobody writes to such a file any more."""
 _LOOK_SECONDS: Final = 1.0

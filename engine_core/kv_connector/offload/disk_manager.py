@@ -13,10 +13,10 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any, Final
 
 from engine_core.kv_connector.offload.base import (
+    MAX_BYTES_IN_FLIGHT,
     ManagerContext,
     OffloadingEvent,
     OffloadKey,
@@ -25,12 +25,18 @@ from engine_core.kv_connector.offload.base import (
 from engine_core.kv_connector.offload.disk_folder import DiskFolder, Found, Removed, Report, Seen
 from proto.breaker import Breaker
 from proto.errors import ConfigError
-from proto.kv_media import DISK, HEADER_BYTES, DiskSettings, disk_settings, media_folder
+from proto.kv_media import (
+    DISK,
+    HEADER_BYTES,
+    DiskSettings,
+    disk_settings,
+    media_folder,
+    own_folder,
+)
+from proto.kv_transfer_config import FIELD
 
 PATIENCE_SECONDS: Final = 2.0
 """For which requests wait until it is known what is there, after the start of the engine."""
-MAX_BYTES_IN_FLIGHT: Final = 64 << 20
-"""Of one rank; while more is being stored, nothing is added to it."""
 _SLICE: Final = 2000
 """Blocks that are taken into the ledger at a time."""
 _RETRY_SECONDS: Final = 1.0
@@ -357,9 +363,9 @@ def make_manager(extra: Mapping[str, Any], context: ManagerContext) -> DiskOfflo
         raise ConfigError(
             f"--kv-transfer-config: disk_bytes_to_use is {settings.disk_bytes_to_use}, less than "
             f"one block takes ({(HEADER_BYTES + context.block_bytes) * context.num_ranks})",
-            "kv_transfer_config",
+            FIELD,
         )
     name = media_folder(context.fingerprint, context.num_ranks, context.factor)
-    folder = DiskFolder(Path(settings.disk_path), name, context.num_ranks, context.ring)
+    folder = DiskFolder(own_folder(settings.disk_path), name, context.num_ranks, context.ring)
     folder.start()
     return DiskOffloadingManager(folder, capacity, context)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from engine_core.kv_connector.offload.base import (
+    MAX_BYTES_IN_FLIGHT,
     ManagerContext,
     OffloadingEvent,
     OffloadKey,
@@ -38,8 +39,6 @@ ABSENT_SECONDS: Final = 5.0
 MAX_KNOWN: Final = 1 << 16
 MAX_ASKED: Final = 1024
 """Keys in one question; a longer prompt asks for its rest when it gets there."""
-MAX_BYTES_IN_FLIGHT: Final = 64 << 20
-"""Of one rank; while more is being stored, nothing is added to it."""
 _FAILURES_ALLOWED: Final = 1
 
 

@@ -18,14 +18,15 @@ from engine_core.kv_connector.offload.reuse_filter import (
     ReuseTracker,
 )
 from proto.component import find_class, load_class
+from proto.kv_media import DISK_SPEC, REMOTE_SPEC
 from proto.kv_transfer_config import FIELD
 from proto.offload_settings import CPU_SPEC, OffloadSettings
 
 _HERE: Final = "engine_core.kv_connector.offload"
 MANAGERS: Final = {
     CPU_SPEC: f"{_HERE}.cpu_spec:make_manager",
-    "DiskOffloadingSpec": f"{_HERE}.disk_manager:make_manager",
-    "RemoteOffloadingSpec": f"{_HERE}.remote_manager:make_manager",
+    DISK_SPEC: f"{_HERE}.disk_manager:make_manager",
+    REMOTE_SPEC: f"{_HERE}.remote_manager:make_manager",
 }
 
 

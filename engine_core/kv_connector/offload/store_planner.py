@@ -16,6 +16,7 @@ from engine_core.kv_connector.offload.base import OffloadingManager, OffloadKey
 from engine_core.kv_connector.offload.jobs import Job, JobsInFlight
 from engine_core.kv_connector.offload.requests import Shape, TrackedRequest
 from engine_core.kv_connector.offload.statistics import CopyStatistics
+from engine_core.request import Request
 from proto.kv_offload import DeviceBlocks, TransferJob
 
 _TOUCHED_PART: Final = 8
@@ -82,11 +83,11 @@ class StorePlanner:
         given_up = not (job.succeeded or job.has_failed)
         self._manager.complete_store(job.keys, success=job.succeeded, given_up=given_up)
 
-    def withdraw(self, tracked: TrackedRequest) -> None:
+    def withdraw(self, request: Request) -> None:
         """What a request computed cannot be trusted: nobody is to find any of it."""
-        block_hashes = tracked.request.block_hashes
+        block_hashes = request.block_hashes
         keys = self._shape.all_keys(block_hashes, len(block_hashes) // self._shape.factor)
-        for job in self._jobs.stores_of(tracked.request.handle):
+        for job in self._jobs.stores_of(request.handle):
             keys += job.keys
         self._manager.discard(list(dict.fromkeys(keys)))
 

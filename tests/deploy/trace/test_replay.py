@@ -50,6 +50,7 @@ def test_a_trace_is_followed(trace: str, tmp_path: Path, capsys) -> None:
 def test_drawn_jobs_and_a_trace_of_their_replay(tmp_path: Path, capsys) -> None:
     tape = tmp_path / "tape.jsonl"
     words = ["--synthetic", "--jobs", "3", "--seed", "4", "--step-ms", "5,0.1,0,0"]
+    assert replay(*words, "--policy", "continuum", "--pin-policy", "fixed") == 0
     assert replay(*words, "--record", str(tape)) == 0
     assert "of 3 jobs" in capsys.readouterr().out.replace("\n", " ")
     assert replay(str(tape), "--verify") == 0

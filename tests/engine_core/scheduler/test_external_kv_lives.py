@@ -155,6 +155,12 @@ class Life:
         assert self.engine.kv_cache.usage == 0
 
     def end(self) -> None:
+        self.run_out()
+        self.engine.assert_at_rest()
+        for request in self.requests:
+            self.compare(request)
+
+    def run_out(self) -> None:
         self.patient = False
         for _ in range(10_000):
             for each in self.asked:
@@ -169,9 +175,6 @@ class Life:
             self.step()
         while self.connector.sending:
             self.send(0)
-        self.engine.assert_at_rest()
-        for request in self.requests:
-            self.compare(request)
 
     def compare(self, request) -> None:
         key = (request.request_id, request.choice)

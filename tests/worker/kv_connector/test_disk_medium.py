@@ -302,11 +302,11 @@ def test_the_end_does_not_wait_for_a_disk_that_hangs(
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"disk_path": "relative"}, "disk_path of kv_connector_extra_config must be an absolute"),
+        ({"disk_path": "relative"}, "kv_connector_extra_config.disk_path must be an absolute"),
         ({"disk_path": 5}, r"Expected `str`, got `int` - at `\$.disk_path`"),
-        ({"disk_bytes": 5}, "disk_bytes .* is not known to DiskOffloadingSpec; it has disk_path"),
-        ({"disk_bytes_to_use": 0}, "disk_bytes_to_use .* must be at least 1, got 0"),
-        ({"load_timeout": 0}, "load_timeout .* must be more than 0"),
+        ({"disk_bytes": 5}, "disk_bytes is not known to DiskOffloadingSpec; it has disk_path"),
+        ({"disk_bytes_to_use": 0}, "disk_bytes_to_use must be at least 1, got 0"),
+        ({"load_timeout": 0}, "load_timeout must be more than 0"),
     ],
 )
 def test_wrong_settings_are_named(
@@ -316,7 +316,7 @@ def test_wrong_settings_are_named(
         make_rank(**extra)
 
 
-@pytest.mark.parametrize("mode", [0o770, 0o777, 0o1777, 0o702])
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702, 0o2772])
 def test_a_folder_that_others_may_write_to_is_refused(
     make_rank: Callable[..., Rank], tmp_path: Path, mode: int
 ) -> None:
@@ -326,6 +326,38 @@ def test_a_folder_that_others_may_write_to_is_refused(
         make_rank()
     (tmp_path / "kv").chmod(0o755)
     make_rank()
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o2775])
+def test_in_a_folder_of_a_group_there_is_one_of_this_user_alone(
+    make_rank: Callable[..., Rank], tmp_path: Path, mode: int
+) -> None:
+    """As a volume of Kubernetes with an fsGroup is; a mount may open all of it to the group."""
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv").chmod(mode)
+    rank = make_rank()
+    assert rank.stored([1, 2], [key(1), key(2)])
+    own = tmp_path / "kv" / f"tokend-{os.geteuid()}"
+    assert own.stat().st_mode & 0o777 == 0o700
+    first, second = files(tmp_path)
+    assert {own} == {each.parents[2] for each in (first, second)}
+    own.chmod(0o2770)
+    first.chmod(0o660)
+    again = make_rank()
+    assert own.stat().st_mode & 0o777 == 0o700
+    failed = [*again.loaded([3], [key(1)]), *again.loaded([4], [key(2)])]
+    assert len(failed) == 1, "what the group could write to is not trusted"
+
+
+def test_what_others_have_put_in_the_place_of_ones_own_folder_is_refused(
+    make_rank: Callable[..., Rank], tmp_path: Path
+) -> None:
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv").chmod(0o770)
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "kv" / f"tokend-{os.geteuid()}").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="is not a folder"):
+        make_rank()
 
 
 def test_a_folder_of_another_user_is_refused(

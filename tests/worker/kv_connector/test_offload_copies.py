@@ -11,6 +11,7 @@ from proto.kv_offload import DeviceBlocks, TransferJob
 from tests.fakes.fake_device import FakeDevice, FakeEvent, on_host
 from worker.kv_connector.offload.base import OffloadingHandler, TransferResult
 from worker.kv_connector.offload.device_copies import DeviceCopies, ThreadWatcher
+from worker.kv_connector.offload.host_blocks import DeviceBlockBytes
 from worker.kv_connector.offload.host_copies import STORE_NICENESS, HostCopies
 
 BLOCK_BYTES, NUM_BLOCKS, NUM_SLOTS = 48, 12, 5
@@ -259,3 +260,29 @@ def test_the_watcher_rings_when_marks_are_reached() -> None:
     bell.wait()
     watcher.close()
     assert not watcher._thread.is_alive()
+
+
+class CopyingThread(FakeStream):
+    """Waits for the steps by itself, before it queues anything."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+
+def test_blocks_of_a_device_go_out_and_come_in_over_its_page() -> None:
+    device = FakeDevice()
+    held = torch.randint(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
+    rows = device.adopt(held.clone())
+    blocks = DeviceBlockBytes(rows, device, CopyingThread(device))
+    sevens, eights = device.staging(BLOCK_BYTES).fill_(7), device.staging(BLOCK_BYTES).fill_(8)
+    rows[3].copy_(sevens, non_blocking=True)  # what a step does that is queued
+    wait = blocks.moment()
+    rows[4].copy_(eights, non_blocking=True)  # and one that comes later
+    wait()
+    assert device.completed < device.queued, "nobody waits for what comes later"
+    memory = bytearray(BLOCK_BYTES)
+    blocks.copy_out(3, memoryview(memory))
+    assert bytes(memory) == bytes([7]) * BLOCK_BYTES
+    blocks.copy_in(memoryview(held[9].numpy()), 5)
+    assert torch.equal(on_host(rows)[5], held[9])
+    assert torch.equal(on_host(rows)[6], held[6])

@@ -37,6 +37,7 @@ from worker.sample.device_edits import (
     ScoreEdits,
     TorchEdits,
     TritonEdits,
+    hardest_changes,
 )
 from worker.sample.device_logprobs import pack_logprobs
 from worker.sample.edits import edit_logits
@@ -274,7 +275,7 @@ def test_a_row_is_sampled_with_a_token_that_nobody_on_the_host_knows(
             rows = accelerator.zeros(len(twins.at), torch.int64)
             on_host(rows).copy_(torch.from_numpy(twins.at))
             last.index_copy_(0, rows, token_ids)
-        assert len(sampler._counts.counts) <= 2 * NUM_ROWS
+        assert sampler._counts.counts.shape == (NUM_ROWS, vocab_size)
         assert handle > NUM_ROWS
 
 
@@ -318,3 +319,20 @@ def test_the_kernels_compile_for_a_gpu_and_round_as_the_host() -> None:
     assert "fma." not in changes
     assert "div.rn.f32" in changes
     assert "atom" in additions or "red." in additions
+
+
+def test_the_hardest_changes_are_those_of_every_row_at_once() -> None:
+    """Penalties of all rows by the counts of each, and masks as long as those of grammars."""
+    vocab_size = 97
+    at, slots, masks, rules, words = map(torch.from_numpy, hardest_changes(3, vocab_size))
+    scores = scores_of(1, vocab_size)[:3].contiguous()
+    counts = torch.zeros(3, vocab_size, dtype=torch.int32)
+    counts[1, 5] = SEEN + 2
+    changed = scores.clone()
+    changes = RowChanges(at, slots, masks, rules.view(-1, 3), words.view(3, -1))
+    TorchEdits().change_rows(changed, changes, counts)
+    expected = scores.clone()
+    score = float(scores[1, 5])
+    expected[1, 5] = (score / 1.1 if score > 0 else score * 1.1) - 0.1 * 2 - 0.1
+    assert torch.allclose(changed, expected, atol=1e-6)
+    assert changed[1, 5] != scores[1, 5]

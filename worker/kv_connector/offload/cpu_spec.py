@@ -2,8 +2,8 @@
 
     cpu_bytes_to_use    [ slot 0: factor blocks | slot 1 | … ]     of each rank its own blocks
 
-On a CPU the pool is a map of memory that is committed as slots are used; on a GPU it is
-page-locked at once, so that the device copies by itself.
+On a CPU the pool is a map of memory that is committed in idle moments, ahead of the copies; on a
+GPU it is page-locked at once, so that the device copies by itself.
 """
 
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ from worker.device.accelerator import Cuda
 from worker.device.copy_stream import CudaCopyStream
 from worker.kv_cache import KVCache
 from worker.kv_connector.offload.base import HandlerContext, OffloadingHandler
+from worker.kv_connector.offload.commit_ahead import CommitAhead
 from worker.kv_connector.offload.device_copies import DeviceCopies, ThreadWatcher
 from worker.kv_connector.offload.host_copies import LOAD_NICENESS, STORE_NICENESS, HostCopies
 from worker.kv_connector.offload.specs import Direction
@@ -41,9 +42,11 @@ def make_handlers(
     block_bytes = blocks.shape[1]
     if blocks.device.type == "cpu":
         # Ranks have different numbers of heads; the ledger alone says how much is used.
-        pool = pool_rows(large_pages(num_bytes), context.factor, block_bytes)
+        memory = large_pages(num_bytes)
+        ahead = CommitAhead(memory[: num_bytes // context.num_ranks])
+        pool = pool_rows(memory, context.factor, block_bytes)
         return _both(
-            HostCopies(blocks.numpy(), pool.numpy(), context.notify, STORE_NICENESS),
+            HostCopies(blocks.numpy(), pool.numpy(), context.notify, STORE_NICENESS, ahead.close),
             HostCopies(blocks.numpy(), pool.numpy(), context.notify, LOAD_NICENESS),
         )
     memory = Cuda(blocks.device).staging(num_bytes // context.num_ranks)

@@ -16,11 +16,14 @@ from proto.errors import ConfigError
 from proto.kv_events import DEVICE_MEDIUM
 from proto.kv_media import (
     DISK,
+    TEMPORARY,
     DiskSettings,
     check_private,
     disk_settings,
     file_name,
+    is_private,
     media_folder,
+    own_folder,
 )
 from worker.kv_connector.offload.base import HandlerContext, OffloadingHandler
 from worker.kv_connector.offload.block_image import BlockLabel
@@ -31,8 +34,6 @@ from worker.kv_connector.offload.transfer_queue import (
     TransferQueue,
 )
 
-TEMPORARY: Final = ".new"
-"""End of the name of a file that is being written."""
 _SLICE: Final = 1 << 20
 """Bytes read or written before the time is looked at again."""
 
@@ -93,7 +94,8 @@ class DiskMedium:
         except FileNotFoundError:
             return False
         try:
-            if os.fstat(descriptor).st_size != len(image):
+            facts = os.fstat(descriptor)
+            if facts.st_size != len(image) or not is_private(facts):
                 self.discard(label)
                 return False
             done = 0
@@ -136,7 +138,7 @@ def make_handlers(extra: Mapping[str, Any], context: HandlerContext) -> Handlers
     """For the settings in `kv_connector_extra_config`; raises ConfigError naming the key."""
     settings: DiskSettings = disk_settings(extra)
     name = media_folder(context.fingerprint, context.num_ranks, context.factor)
-    folder = Path(settings.disk_path) / name
+    folder = own_folder(settings.disk_path) / name
     check_private(folder.parent)
     check_private(folder)
     return {

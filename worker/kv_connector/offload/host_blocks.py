@@ -10,6 +10,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from worker.device.accelerator import Accelerator, Cuda
+from worker.device.copy_stream import CopyStream, CudaCopyStream
 from worker.kv_cache import KVCache
 
 
@@ -33,17 +35,17 @@ class BlockBytes(Protocol):
 
 def block_bytes_of(cache: KVCache) -> BlockBytes:
     """For the device that the cache lies on; a copier of its own for each thread."""
-    if cache.buffer.device.type == "cpu":
-        return HostBlocks(cache)
-    return DeviceBlockBytes(cache)
+    rows = cache.buffer.view(cache.num_blocks, -1).view(torch.uint8)
+    if rows.device.type == "cpu":
+        return HostBlocks(rows)
+    return DeviceBlockBytes(rows, Cuda(rows.device), CudaCopyStream(rows.device))
 
 
 class HostBlocks:
-    """Blocks of a CPU's cache. Copying lets other threads run."""
+    """Blocks of a CPU's cache, uint8 [num_blocks, block_bytes]. Copying lets other threads run."""
 
-    def __init__(self, cache: KVCache) -> None:
-        rows = cache.buffer.view(cache.num_blocks, -1)
-        self._rows = rows.view(torch.uint8).numpy()
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows.numpy()
         self.block_bytes = self._rows.shape[1]
 
     def moment(self) -> Callable[[], None]:
@@ -57,36 +59,34 @@ class HostBlocks:
 
 
 class DeviceBlockBytes:
-    """Blocks of a GPU's cache, over one pinned page and a stream of its own.
+    """Blocks of a device's cache, over one page-locked page and a stream of its own.
 
-    Steps may be computing still when a copy is ordered; the copying thread alone waits for them.
+    rows: uint8 [num_blocks, block_bytes], on the device. Steps may be computing still when a copy
+    is ordered; the copying thread alone waits for them.
     """
 
-    def __init__(self, cache: KVCache) -> None:
-        rows = cache.buffer.view(cache.num_blocks, -1)
-        self._rows = rows.view(torch.uint8)
-        self.block_bytes = self._rows.shape[1]
-        self._page = torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=True)
+    def __init__(self, rows: torch.Tensor, device: Accelerator, stream: CopyStream) -> None:
+        self._rows = rows
+        self.block_bytes = rows.shape[1]
+        self._device = device
+        self._stream = stream
+        self._page = device.staging(self.block_bytes)
         self._bytes = self._page.numpy()
-        self._device = cache.buffer.device
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def moment(self) -> Callable[[], None]:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+        event = self._device.event()
+        event.record()
         return event.synchronize
 
     def copy_out(self, block_id: int, memory: memoryview) -> None:
-        with torch.cuda.stream(self._stream):
-            self._page.copy_(self._rows[block_id], non_blocking=True)
-            self._stream.synchronize()
+        self._stream.copy(self._page, self._rows[block_id])
+        self._stream.mark().synchronize()
         np.copyto(np.frombuffer(memory, np.uint8), self._bytes)
 
     def copy_in(self, memory: memoryview, block_id: int) -> None:
         np.copyto(self._bytes, np.frombuffer(memory, np.uint8))
-        with torch.cuda.stream(self._stream):
-            self._rows[block_id].copy_(self._page, non_blocking=True)
-            self._stream.synchronize()
+        self._stream.copy(self._rows[block_id], self._page)
+        self._stream.mark().synchronize()
 
 
 def _at_once() -> None:

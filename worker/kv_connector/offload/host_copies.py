@@ -34,16 +34,22 @@ class HostCopies:
     """OffloadingHandler of one direction.
 
     blocks: [num_blocks, block_bytes], the device's. pool: [num_slots, factor, block_bytes].
-    notify: called when a copy is over, by the thread.
+    notify: called when a copy is over, by the thread. end: called at the end.
     """
 
     def __init__(
-        self, blocks: Bytes, pool: Bytes, notify: Callable[[], None], niceness: int
+        self,
+        blocks: Bytes,
+        pool: Bytes,
+        notify: Callable[[], None],
+        niceness: int,
+        end: Callable[[], None] = lambda: None,
     ) -> None:
         self._blocks = blocks
         self._pool = pool
         self._notify = notify
         self._niceness = niceness
+        self._end = end
         self._changed = threading.Condition()
         self._queue: deque[TransferJob] = deque()
         self._unfinished: set[int] = set()
@@ -72,6 +78,7 @@ class HostCopies:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self._end()
         self._thread.join()
 
     def _run(self) -> None:

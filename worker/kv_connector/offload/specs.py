@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from proto.component import find_class, load_class
+from proto.kv_media import DISK_SPEC, REMOTE_SPEC
 from proto.kv_transfer_config import FIELD
 from proto.offload_settings import CPU_SPEC, OffloadSettings
 from worker.kv_connector.offload.base import HandlerContext, OffloadingHandler
@@ -11,8 +12,8 @@ from worker.kv_connector.offload.base import HandlerContext, OffloadingHandler
 _HERE: Final = "worker.kv_connector.offload"
 HANDLERS: Final = {
     CPU_SPEC: f"{_HERE}.cpu_spec:make_handlers",
-    "DiskOffloadingSpec": f"{_HERE}.disk_medium:make_handlers",
-    "RemoteOffloadingSpec": f"{_HERE}.remote_medium:make_handlers",
+    DISK_SPEC: f"{_HERE}.disk_medium:make_handlers",
+    REMOTE_SPEC: f"{_HERE}.remote_medium:make_handlers",
 }
 Direction = tuple[str, str]
 """(source, destination): names of media."""

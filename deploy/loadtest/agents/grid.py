@@ -1,0 +1,230 @@
+"""The simulated grid: pools by arrivals by policies, each cell a replay in a process of its own.
+
+    capacity      jobs/s that the server finishes when there is always somebody to compute for:
+                  fcfs, `TOGETHER` jobs at any time, tools that take no time, a pool that holds
+                  everything. It is the rate at which fcfs with the full pool saturates.
+    working set   the most KV that jobs under way have at once, from a job's first arrival to its
+                  last token, their time with tools included, what they share counted once: fcfs,
+                  arrivals at 90 % of the capacity, a pool that holds everything.
+
+In a pool of 100 % the KV of all who come back would just have room, if that of jobs which are over
+went first. A cache cannot know which those are: by age, the KV of who waits for a tool goes first.
+Both are measured for each seed before its cells; all cells of a seed have the same jobs and the
+same arrivals (at another rate, closer by a factor), and nothing is chosen by their outcome.
+"""
+
+import queue
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from shutil import which
+from typing import Final
+
+from deploy.loadtest.agents.machines import BASELINE, VARIANTS, Machine, agent_load
+from deploy.loadtest.line_program import LineProgram
+from proto.codec import changed
+from proto.errors import TokendError
+from proto.replay import AgentLoad, HostTier, ReplayAnswer, ReplayFigures, ReplayOrder, StepModel
+
+COMMAND: Final = (sys.executable, "-P", "-m", "engine_core.replay")
+TOGETHER: Final = 64
+LOAD_OF_WORKING_SET: Final = 0.9
+_LOW_PRIORITY: Final = ("nice", "-n", "10")
+_BLOCK_SIZE: Final = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """pools: percent of the working set. rates: of the capacity. host: percent, likewise.
+
+    trace: whose steps tell how long steps take; "" takes the machine's.
+    """
+
+    machine: Machine
+    num_jobs: int
+    seeds: list[int]
+    variants: list[str]
+    pools: list[int]
+    rates: list[int]
+    host: int
+    trace: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a seed's cells are relative to, and the step model that all of them had."""
+
+    seed: int
+    capacity_jobs_per_s: float
+    working_set_blocks: int
+    working_set_mean_blocks: float
+    unpressed_job_s_mean: float
+    num_requests: int
+    prompt_tokens: int
+    output_tokens: int
+    step_model: StepModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One replay. ratio_*: fcfs's time by this one's, of the same seed, pool and arrivals; more
+    than 1 is better than fcfs. None where fcfs was not asked for.
+
+    found_percent: of prompt tokens, in the pool or behind it, at a request's first admission.
+    pins_*: taken; found by the job's next turn; given back when their time was over; given back for
+    want of blocks.
+    """
+
+    seed: int
+    variant: str
+    pool_percent: int
+    rate_percent: int
+    num_blocks: int
+    jobs_per_s: float
+    job_s_mean: float
+    job_s_p50: float
+    job_s_p99: float
+    ttft_s_mean: float
+    found_percent: float
+    preemptions: int
+    pins_taken: int
+    pins_hit: int
+    pins_expired: int
+    pins_unpinned: int
+    ratio_mean: float | None = None
+    ratio_p99: float | None = None
+
+
+class Programs:
+    """Replays at low priority, so many at once."""
+
+    def __init__(self, stack: ExitStack, number: int) -> None:
+        words = _LOW_PRIORITY if which(_LOW_PRIORITY[0]) else ()
+        self._idle: queue.SimpleQueue[LineProgram] = queue.SimpleQueue()
+        for _ in range(number):
+            self._idle.put(stack.enter_context(LineProgram((*words, *COMMAND))))
+        self._threads = stack.enter_context(ThreadPoolExecutor(number))
+
+    def play(self, order: ReplayOrder) -> ReplayFigures:
+        """Raises TokendError where the replay cannot be made."""
+        program = self._idle.get()
+        try:
+            answer = program.play(order, ReplayAnswer, "a replay of agents")
+        finally:
+            self._idle.put(program)
+        if answer.figures is None:
+            raise TokendError(f"tokend bench agents: {answer.error}")
+        return answer.figures
+
+    def play_all(
+        self, orders: Sequence[ReplayOrder], done: Callable[[ReplayFigures], None]
+    ) -> list[ReplayFigures]:
+        """In the order of the orders; done: told of each as it comes."""
+
+        def one(order: ReplayOrder) -> ReplayFigures:
+            figures = self.play(order)
+            done(figures)
+            return figures
+
+        return list(self._threads.map(one, orders))
+
+
+def measure(grid: Grid, seed: int, programs: Programs) -> Measured:
+    """Capacity, then working set; raises TokendError."""
+    load = agent_load(grid.num_jobs, seed)
+    order = _order(grid, load)
+    most = TOGETHER * (load.longest // _BLOCK_SIZE + 1) + load.num_systems * load.system_tokens
+    full = programs.play(changed(order, together=TOGETHER, num_blocks=most))
+    capacity = full.num_jobs / full.seconds
+    order = changed(order, step_model=full.step_model)
+    calm = programs.play(changed(order, rate=LOAD_OF_WORKING_SET * capacity, policy=BASELINE))
+    return Measured(
+        seed=seed,
+        capacity_jobs_per_s=capacity,
+        working_set_blocks=calm.live_blocks_peak,
+        working_set_mean_blocks=calm.live_blocks_mean,
+        unpressed_job_s_mean=calm.jobs.mean,
+        num_requests=calm.num_requests,
+        prompt_tokens=calm.num_prompt_tokens,
+        output_tokens=calm.output_tokens,
+        step_model=full.step_model,
+    )
+
+
+def cells(
+    grid: Grid, measured: Measured, programs: Programs, done: Callable[[ReplayFigures], None]
+) -> list[Cell]:
+    """All of a seed: pools, in them arrivals, in them policies; raises TokendError."""
+    order = _order(grid, agent_load(grid.num_jobs, measured.seed))
+    places = [
+        (pool, rate, name) for pool in grid.pools for rate in grid.rates for name in grid.variants
+    ]
+    blocks = measured.working_set_blocks
+    tier = HostTier(num_blocks=blocks * grid.host // 100, block_ms=grid.machine.block_ms)
+    orders = [
+        VARIANTS[name].order(
+            changed(
+                order,
+                step_model=measured.step_model,
+                num_blocks=blocks * pool // 100 + 1,
+                rate=measured.capacity_jobs_per_s * rate / 100,
+            ),
+            tier,
+        )
+        for pool, rate, name in places
+    ]
+    found = programs.play_all(orders, done)
+    plain = [
+        _cell(measured, place, order, figures)
+        for place, order, figures in zip(places, orders, found, strict=True)
+    ]
+    base = {
+        (each.pool_percent, each.rate_percent): each for each in plain if each.variant == BASELINE
+    }
+    return [_compared(each, base.get((each.pool_percent, each.rate_percent))) for each in plain]
+
+
+def _order(grid: Grid, load: AgentLoad) -> ReplayOrder:
+    return ReplayOrder(
+        path=grid.trace,
+        load=load,
+        step_model=None if grid.trace else grid.machine.step_model,
+        max_num_batched_tokens=grid.machine.max_num_batched_tokens,
+    )
+
+
+def _cell(
+    measured: Measured, place: tuple[int, int, str], order: ReplayOrder, figures: ReplayFigures
+) -> Cell:
+    pool, rate, name = place
+    assert order.num_blocks is not None
+    return Cell(
+        seed=measured.seed,
+        variant=name,
+        pool_percent=pool,
+        rate_percent=rate,
+        num_blocks=order.num_blocks,
+        jobs_per_s=order.rate,
+        job_s_mean=figures.jobs.mean,
+        job_s_p50=figures.jobs.p50,
+        job_s_p99=figures.jobs.p99,
+        ttft_s_mean=figures.ttft.mean,
+        found_percent=100 * figures.num_found_tokens / figures.num_prompt_tokens,
+        preemptions=figures.preemptions,
+        pins_taken=figures.pins_taken,
+        pins_hit=figures.pins_hit,
+        pins_expired=figures.pins_expired,
+        pins_unpinned=figures.pins_unpinned,
+    )
+
+
+def _compared(cell: Cell, base: Cell | None) -> Cell:
+    if base is None:
+        return cell
+    return replace(
+        cell,
+        ratio_mean=base.job_s_mean / cell.job_s_mean,
+        ratio_p99=base.job_s_p99 / cell.job_s_p99,
+    )

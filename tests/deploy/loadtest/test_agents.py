@@ -1,0 +1,121 @@
+"""`tokend bench agents`: the grid, its table and its data; jobs against a daemon."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy import cli
+from deploy.loadtest.agents import real
+from deploy.loadtest.agents.grid import Cell
+from deploy.loadtest.agents.report import table, verdicts
+from deploy.loadtest.daemon import MeasuredDaemon
+from proto.replay import AgentJob, AgentLoad, AgentTurn
+
+WORDS = ["--jobs", "4", "--seeds", "3,4", "--policies", "fcfs,rule+host", "--processes", "2"]
+
+
+def cell(variant: str, pool: int, rate: int, seconds: float, ratio: float, seed: int = 0) -> Cell:
+    return Cell(
+        seed=seed,
+        variant=variant,
+        pool_percent=pool,
+        rate_percent=rate,
+        num_blocks=100,
+        jobs_per_s=1.0,
+        job_s_mean=seconds,
+        job_s_p50=seconds,
+        job_s_p99=seconds,
+        ttft_s_mean=0.1,
+        found_percent=50.0,
+        preemptions=0,
+        pins_taken=1,
+        pins_hit=1,
+        pins_expired=0,
+        pins_unpinned=0,
+        ratio_mean=ratio,
+        ratio_p99=ratio,
+    )
+
+
+def bench(file: Path, *words: str) -> dict:
+    assert cli.main(["bench", "agents", *WORDS, "--json", str(file), *words]) == 0
+    return json.loads(file.read_text())
+
+
+def test_a_grid_is_measured_compared_and_the_same_again(tmp_path: Path, capsys) -> None:
+    place = ["--pools", "150,250", "--rates", "90"]
+    found = bench(tmp_path / "first.json", *place)
+    cells = found["cells"]
+    assert [(each["seed"], each["pool_percent"], each["variant"]) for each in cells] == [
+        (seed, pool, name)
+        for seed in (3, 4)
+        for pool in (150, 250)
+        for name in ("fcfs", "rule+host")
+    ]
+    measured = {each["seed"]: each for each in found["measured"]}
+    for each in cells:
+        base = measured[each["seed"]]
+        assert each["num_blocks"] == base["working_set_blocks"] * each["pool_percent"] // 100 + 1
+        assert each["jobs_per_s"] == pytest.approx(0.9 * base["capacity_jobs_per_s"])
+        assert each["job_s_p99"] >= each["job_s_mean"] > 0
+    base_turns = {seed: each["num_requests"] for seed, each in measured.items()}
+    for plain, host in zip(cells[::2], cells[1::2], strict=True):
+        assert plain["ratio_mean"] == 1.0
+        assert host["ratio_mean"] == pytest.approx(plain["job_s_mean"] / host["job_s_mean"])
+        assert host["found_percent"] >= plain["found_percent"]
+        assert host["pins_taken"] == base_turns[plain["seed"]] - 4
+    assert measured[3] != measured[4]
+    shown = capsys.readouterr().out
+    assert "capacity, jobs/s" in shown
+    assert "rule+host" in shown
+    again = bench(tmp_path / "again.json", *place, "--seeds", "4", "--processes", "1")
+    assert again["cells"] == [each for each in cells if each["seed"] == 4]
+    assert again["measured"] == [measured[4]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--policies", "fcfs,best"], "there is no 'best'"),
+        (["--pools", "0"], "--pools"),
+        (["--steps-of", "none.jsonl"], "none.jsonl: No such file"),
+    ],
+)
+def test_what_is_refused(words: list[str], message: str, capsys) -> None:
+    assert cli.main(["bench", "agents", "--jobs", "2", "--policies", "fcfs", *words]) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_targets_are_judged_by_the_worst_seed() -> None:
+    cells = [
+        cell("fcfs", 50, 90, 30.0, 1.0),
+        cell("rule", 50, 90, 15.0, 2.0),
+        cell("rule", 50, 90, 21.0, 1.43, seed=1),
+        cell("rule", 100, 70, 9.9, 1.01),
+        cell("rule", 100, 90, 10.4, 1 / 1.04),
+        cell("rule", 25, 90, 10.0, 3.0),
+    ]
+    assert list(verdicts(cells)) == [
+        "50 % pool, 90 % arrivals: 1.43 x fcfs or better; 1.5 x: MISSED",
+        "100 % pool, 70 % arrivals: -1.0 % at worst beside fcfs; at most +2 %: kept",
+        "100 % pool, 90 % arrivals: +4.0 % at worst beside fcfs; at most +2 %: MISSED",
+    ]
+    assert table(cells).row_count == 5
+
+
+@pytest.mark.slow
+def test_jobs_of_a_daemon_are_those_that_were_drawn() -> None:
+    turns = [AgentTurn(20, 5, "shell", 0.5), AgentTurn(30, 4, "shell", 0.2), AgentTurn(8, 3)]
+    jobs = [AgentJob(0.1 * each, each % 2, turns) for each in range(5)]
+    shape = AgentLoad(num_jobs=5, system_tokens=64)
+    with MeasuredDaemon([], ("bench", "null")) as daemon:
+        done = asyncio.run(real.play(daemon.url, jobs, shape, 0.1))
+        prompt_tokens = daemon.metric("vllm:prompt_tokens_total")
+        output_tokens = daemon.metric("vllm:generation_tokens_total")
+    assert (done.num_requests, done.num_failed, len(done.seconds)) == (15, 0, 5)
+    assert done.prompt_tokens == prompt_tokens == 5 * (84 + 119 + 131)
+    assert output_tokens == 5 * 12
+    assert done.found_tokens > 0
+    assert all(each >= 0.07 for each in done.seconds)

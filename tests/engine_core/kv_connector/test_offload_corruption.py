@@ -1,0 +1,76 @@
+"""Scores that are no numbers: what their request has computed is found nowhere any more."""
+
+import msgspec
+import pytest
+
+from engine_core.request import Request
+from proto.model_runner_output import ModelRunnerOutput
+from proto.scheduler_output import SchedulerOutput
+from tests.fakes.offload_rig import OffloadRig
+
+PROMPT = list(range(37))
+
+
+def fail(rig: OffloadRig, request: Request, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest step in flight finds that the scores of a request are no numbers."""
+    execute = rig.runner.execute
+
+    def fails(output: SchedulerOutput) -> ModelRunnerOutput:
+        result = execute(output)
+        tokens = [
+            [] if handle == request.handle else row
+            for handle, row in zip(result.handles, result.sampled_token_ids, strict=True)
+        ]
+        return msgspec.structs.replace(
+            result, failed_handles=[request.handle], sampled_token_ids=tokens
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.runner, "execute", fails)
+        rig.collect(rig.in_flight.popleft())
+
+
+def assert_nobody_finds(rig: OffloadRig, request: Request) -> None:
+    rig.settle()
+    assert rig.deciding._manager.usage == 0.0
+    rig.forget_device()
+    rig.loads.clear()
+    rig.generate(list(request.prompt_token_ids))
+    assert rig.loads == []
+    rig.assert_at_rest()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_of_one_that_runs(monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
+    """Also where the medium does not know yet what it has."""
+    rig = OffloadRig()
+    request = rig.add_one(PROMPT, 10)
+    for _ in range(3):
+        rig.step()
+    assert rig.deciding._manager.usage > 0.0
+    with monkeypatch.context() as patch:
+        if not is_known:
+            patch.setattr(rig.deciding._manager, "contains", lambda keys: None)
+        rig.send()
+        fail(rig, request, monkeypatch)
+    assert_nobody_finds(rig, request)
+
+
+@pytest.mark.parametrize("copies_end", [True, False])
+def test_of_one_that_is_over_when_it_is_found(
+    monkeypatch: pytest.MonkeyPatch, copies_end: bool
+) -> None:
+    """Aborted while the step was on its way: stored by then, or being stored."""
+    rig = OffloadRig(async_scheduling=True, finishes=lambda job: True if copies_end else None)
+    request = rig.add_one(PROMPT, 20)
+    for _ in range(3):
+        rig.step()
+    assert bool(rig.half.under_way) is not copies_end
+    rig.send()
+    rig.scheduler.abort(request.request_id)
+    while len(rig.in_flight) > 1:
+        rig.receive()
+    assert rig.deciding._manager.usage > 0.0
+    fail(rig, request, monkeypatch)
+    rig.finishes = lambda job: True
+    assert_nobody_finds(rig, request)

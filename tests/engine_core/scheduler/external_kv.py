@@ -1,0 +1,43 @@
+"""Engines whose connector is a fake, and what the tests of external KV ask of them."""
+
+from engine_core.request import RequestStatus
+from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.kv_connector import FakeConnector
+
+WAITS = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+def prompt(num_tokens, seed=0):
+    return [(seed * 131 + 7 * i + 1) % 900 for i in range(num_tokens)]
+
+
+def num_free(engine):
+    return engine.kv_cache.num_free_blocks
+
+
+def num_hashed(engine, request):
+    (table,) = engine.kv_cache.block_ids(request.handle)
+    return sum(1 for block in table if engine.kv_cache.pool.hashes[block] is not None)
+
+
+def engine_with(answer, **options):
+    connector_options = {name: options.pop(name) for name in ("fails", "delays") if name in options}
+    return EngineHarness(connector=FakeConnector(answer, **connector_options), **options)
+
+
+def finish(engine):
+    """Run to the end; loads end as soon as they have begun."""
+    for _ in range(10_000):
+        for handle in list(engine.connector.under_way):
+            engine.report(engine.connector.finish(handle, engine.runner))
+        if not engine.scheduler.num_unfinished and not engine.scheduler.has_work:
+            while engine.in_flight:
+                engine.collect(engine.in_flight.popleft())
+            return
+        engine.step()
+    raise AssertionError("it never ends")
+
+
+def losing(*indices):
+    """Blocks of a load, by index among those it fills, that it does not fill."""
+    return lambda load, blocks: {blocks[index] for index in indices if index < len(blocks)}

@@ -1,0 +1,164 @@
+"""Loads that fail: who relied on a block that does not hold what it should computes it, or ends."""
+
+import pytest
+
+from engine_core.kv_connector.base import NO_MATCH
+from engine_core.request import RequestStatus
+from proto.engine_io import FinishReason
+from proto.kv_transfer import KVConnectorOutput
+from tests.engine_core.scheduler.external_kv import (
+    WAITS,
+    engine_with,
+    finish,
+    losing,
+    num_free,
+    num_hashed,
+    prompt,
+)
+from tests.fakes.engine_harness import scheduled
+from tests.fakes.kv_connector import always
+from tests.fakes.paged_runner import undisturbed
+
+
+class TestInvalidBlocks:
+    @pytest.mark.parametrize("overlapped", [False, True])
+    def test_recompute_from_the_first_one(self, overlapped):
+        """KVC-21: synchronous: no output of that step, blocks kept, computed from there."""
+        engine = engine_with(
+            always(99 * 16, is_async=False), fails=losing(50, 70), async_scheduling=overlapped
+        )
+        request = engine.add_one(prompt(1600), max_tokens=6)
+        engine.send()
+        table = engine.kv_cache.block_ids(request.handle)
+        if overlapped:
+            engine.send()
+        engine.collect(engine.in_flight.popleft())
+        assert request.status is RequestStatus.RUNNING
+        assert request.num_computed_tokens == 50 * 16
+        assert engine.tokens_of(request) == []
+        assert engine.kv_cache.block_ids(request.handle)[0][:100] == table[0]
+        finish(engine)
+        assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 6)
+        engine.assert_at_rest()
+
+    def test_fail_ends_this_request_and_keeps_what_is_good_findable(self):
+        """KVC-23: neither the bad block nor any after it is found; those before are not lost."""
+        engine = engine_with(
+            always(99 * 16, is_async=False), fails=losing(50), load_failure_policy="fail"
+        )
+        request = engine.add_one(prompt(1600))
+        other = engine.add_one(prompt(40, 3), max_tokens=2)
+        engine.step()
+        assert engine.reason_of(request) is FinishReason.ERROR
+        (output,) = engine.outputs[request.request_id, 0]
+        assert output.error.kind == "internal"
+        cached = [engine.kv_cache.is_cached(each) for each in request.block_hashes]
+        assert cached == [True] * 50 + [False] * 50
+        finish(engine)
+        assert engine.tokens_of(other) == undisturbed(other.prompt_token_ids, 2)
+        engine.assert_at_rest()
+
+    def test_asynchronous_recompute_waits_for_the_end_of_the_load(self):
+        """KVC-24: an early report cuts what counts; it runs when all is over."""
+        engine = engine_with(always(99 * 16, is_async=True))
+        request = engine.add_one(prompt(1600), max_tokens=3)
+        engine.step()
+        load = engine.connector.under_way[request.handle]
+        load.bad = {load.tables[0][50]}
+        engine.report(KVConnectorOutput(invalid_block_ids=sorted(load.bad)))
+        assert request.status is WAITS
+        assert request.num_computed_tokens == 50 * 16
+        assert num_hashed(engine, request) == 0
+        engine.finish_load(request)
+        assert num_hashed(engine, request) == 50
+        assert scheduled(engine.step()) == {request.handle: 1600 - 800}
+        finish(engine)
+        assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 3)
+
+    @pytest.mark.parametrize("lost", [(0, 98), (50, 98), (98,)])
+    def test_others_keep_what_was_loaded_for_them(self, lost):
+        """KVC-25; who failed is not asked for again."""
+        engine = engine_with(always(99 * 16, is_async=True))
+        requests = [engine.add_one(prompt(1600, seed), max_tokens=2) for seed in range(3)]
+        engine.step()
+        load = engine.connector.under_way[requests[1].handle]
+        load.bad = {load.tables[0][index] for index in lost}
+        for each in requests:
+            engine.finish_load(each)
+        kept = [each.num_computed_tokens for each in requests]
+        assert kept == [99 * 16, min(lost) * 16, 99 * 16]
+        finish(engine)
+        assert len(engine.connector.asked) == 3
+        for each in requests:
+            assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 2)
+
+    def test_whoever_shares_a_bad_block_computes_it_too(self):
+        """KVC-27: found in the cache after the load, and known to be bad only then."""
+        engine = engine_with(always(50 * 16, is_async=False))
+        first = engine.add_one(prompt(1600), max_tokens=8)
+        engine.step()
+        engine.connector.answer = lambda request, num_local: NO_MATCH
+        second = engine.add_one(prompt(960) + prompt(640, 9), max_tokens=8)
+        engine.step()
+        (table,) = engine.kv_cache.block_ids(first.handle)
+        assert engine.kv_cache.block_ids(second.handle)[0][:60] == table[:60]
+        engine.report(KVConnectorOutput(invalid_block_ids=[table[30]]))
+        assert first.num_computed_tokens == second.num_computed_tokens == 30 * 16
+        assert not engine.kv_cache.is_cached(first.block_hashes[30])
+        finish(engine)
+        engine.assert_at_rest()
+
+    @pytest.mark.parametrize("order", [(0, 50, 98), (98, 50, 0), (50, 98, 0)])
+    def test_failures_that_come_one_by_one(self, order):
+        """KVC-28: what counts ends at the least of them so far."""
+        engine = engine_with(always(99 * 16, is_async=True))
+        request = engine.add_one(prompt(1600), max_tokens=2)
+        engine.step()
+        load, least = engine.connector.under_way[request.handle], 99
+        for index in order:
+            block, least = load.tables[0][index], min(least, index)
+            load.bad.add(block)
+            engine.report(KVConnectorOutput(invalid_block_ids=[block]))
+            assert request.num_computed_tokens == least * 16
+        finish(engine)
+        assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 2)
+
+    @pytest.mark.parametrize("is_async", [False, True])
+    def test_with_windows_all_is_computed(self, is_async):
+        """KVC-29: which blocks of a window a shorter prefix needs, it may have passed."""
+        engine = engine_with(
+            always(320, is_async=is_async), fails=losing(3), windows=(None, 40), num_blocks=400
+        )
+        request = engine.add_one(prompt(400), max_tokens=4)
+        finish(engine)
+        assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 4)
+        engine.assert_at_rest()
+
+    def test_policy_fail_ends_who_waits_and_keeps_its_blocks_until_the_load_ends(self):
+        """KVH-04."""
+        engine = engine_with(always(32, is_async=True), load_failure_policy="fail")
+        free = num_free(engine)
+        request = engine.add_one(prompt(40))
+        engine.step()
+        load = engine.connector.under_way[request.handle]
+        engine.report(KVConnectorOutput(invalid_block_ids=[load.tables[0][1]]))
+        assert request.status is RequestStatus.FINISHED_ERROR
+        assert engine.reason_of(request) is FinishReason.ERROR
+        assert len(engine.scheduler.waiting) == 0
+        assert num_free(engine) == free - 2
+        engine.finish_load(request)
+        assert num_free(engine) == free
+
+    def test_of_a_step_whose_request_has_given_way_since(self):
+        """The token of that step came of KV that was not there: it is not taken for one."""
+        engine = engine_with(
+            always(32, is_async=False), fails=losing(1), async_scheduling=True, num_blocks=12
+        )
+        request = engine.add_one(prompt(40), max_tokens=4)
+        engine.send()
+        engine.scheduler.reset_prefix_cache(preempting=True)
+        assert request.status is RequestStatus.PREEMPTED
+        engine.collect(engine.in_flight.popleft())
+        assert engine.tokens_of(request) == []
+        finish(engine)
+        assert engine.tokens_of(request) == undisturbed(request.prompt_token_ids, 4)

@@ -1,0 +1,74 @@
+"""Durations of tools against a search of all of them, and the published rule's corners."""
+
+import math
+import random
+from statistics import correlation
+
+import pytest
+
+from engine_core.scheduler.tool_times import FEW, FEWEST, MAX_TOOLS, WINDOW, Durations, ToolTimes
+from engine_core.scheduler.turn_counts import TurnCounts
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_best_time_is_that_of_a_search(seed):
+    rng = random.Random(seed)
+    durations, kept = Durations(), []
+    for _ in range(rng.choice([1, 5, WINDOW + 200])):
+        seconds = rng.choice([rng.expovariate(1.0), rng.uniform(0, 50), math.inf])
+        durations.add(seconds)
+        kept = [*kept, seconds][-WINDOW:]
+    benefit = rng.choice([0.0, 0.3, 2.0, 20.0])
+
+    def gain(tau):
+        return sum(each <= tau for each in kept) / len(kept) * benefit - tau
+
+    candidates = [0.0, *(each for each in kept if each < math.inf)]
+    best = max(candidates, key=gain)
+    tau, gained = durations.best(benefit)
+    assert gained == pytest.approx(max(0.0, gain(best)))
+    assert gain(tau) == pytest.approx(max(gain(0.0), gain(best))) or tau == 0.0
+    assert len(durations) == len(kept)
+
+
+def test_a_tool_speaks_for_itself_once_there_is_enough_of_it():
+    times = ToolTimes()
+    assert times.best("a", math.e) == (pytest.approx(1.0), pytest.approx(math.e - 2.0))
+    assert times.best("a", 0.9) == (0.0, 0.0)
+    for _ in range(FEWEST):
+        times.observe("b", 3.0)
+    assert times.best("a", 10.0)[0] == 3.0
+    for _ in range(FEW + 1):
+        times.observe("a", 0.5)
+    assert times.best("a", 10.0)[0] == 0.5
+    for _ in range(FEW + 1):
+        times.observe("never", math.inf)
+    assert times.best("never", 1000.0) == (0.0, 0.0)
+
+
+def test_tools_are_forgotten_when_there_are_too_many():
+    times = ToolTimes()
+    for each in range(10 * MAX_TOOLS):
+        times.observe(f"tool {each}", 1.0)
+    assert len(times._tools) == MAX_TOOLS
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_eta_is_the_correlation_of_turns_behind_and_before(seed):
+    rng = random.Random(seed)
+    counts, behind, before = TurnCounts(), [], []
+    for _ in range(50):
+        number = rng.randint(1, 20)
+        counts.learn(number)
+        behind += range(1, number + 1)
+        before += [number - k for k in range(1, number + 1)]
+    assert counts.eta == pytest.approx(min(1.0, max(0.0, -correlation(behind, before))))
+
+
+def test_eta_is_one_until_something_is_known():
+    counts = TurnCounts()
+    assert counts.eta == 1.0
+    counts.learn(1)
+    assert counts.eta == 1.0
+    counts.learn(8)
+    assert 0.0 <= counts.eta <= 1.0
