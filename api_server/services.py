@@ -16,6 +16,7 @@ from api_server.inputs.prompts import PromptReader
 from api_server.inputs.rendering import TimedRendering
 from api_server.inputs.sampling import seeds
 from api_server.inputs.tokenizer import ModelTokenizer
+from api_server.inputs.tool_calling import ToolCaller
 from api_server.metrics import Metrics
 from api_server.outputs.open_generations import OpenGenerations
 from api_server.outputs.reasoning import ReasoningStyle, style_of
@@ -70,6 +71,14 @@ class Services:
     def reasoning_style(self) -> ReasoningStyle:
         """Between which markers the model thinks, if it does."""
         return style_of(self.config.reasoning_parser, self.chat_template.source)
+
+    @property
+    def tool_caller(self) -> ToolCaller:
+        """How the model calls tools."""
+        template = self.chat_template
+        return ToolCaller(
+            self.config.tool_call_parser, template.source, template.facts, self.tokenizer
+        )
 
     def prompt_reader(self, field: str) -> PromptReader:
         """With the limits of the engine; raises NotAvailableError before it is ready.

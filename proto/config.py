@@ -16,6 +16,7 @@ CpuWeights = Literal["auto", "packed", "int8", "bf16", "f32"]
 PinPolicyName = Literal["rule", "fixed", "none"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
 TenantBy = Literal["api-key", "header", "none"]
+ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "mistral_named", "pythonic"]
 GIB: Final = 1 << 30
 MAX_TENSOR_PARALLEL_SIZE: Final = 64
 
@@ -206,6 +207,8 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """File with a name and an operator's key in each line."""
     metrics_open: bool = False
     """Let /metrics answer without a key."""
+    tool_call_parser: ToolCallParser = "auto"
+    """How the model writes calls of tools; auto finds that in the chat template."""
     enable_tokenizer_info_endpoint: bool = False
     """Let /tokenizer_info show the tokenizer's settings and the chat template."""
     max_stored_responses_mib: int = 64

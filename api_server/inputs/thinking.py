@@ -20,7 +20,7 @@ from api_server.outputs.reasoning import (
     ReasoningStyle,
     opening_of,
 )
-from api_server.outputs.thoughts import CountingDetokenizer, MarkedDetokenizer
+from api_server.outputs.thoughts import CountingDetokenizer
 from api_server.protocol.chat import Effort
 from proto.errors import InvalidRequestError
 from proto.thinking import ThinkingRule
@@ -48,10 +48,6 @@ class Thoughts:
         if self.opening is Opening.OUTSIDE:
             return rest
         return ReasoningParser(self.style, self.opening, rest, shows=self.shows)
-
-    def marked(self, detokenizer: Detokenizer) -> Detokenizer:
-        """With the text of markers."""
-        return MarkedDetokenizer(detokenizer, self.markers) if self.markers else detokenizer
 
     def counting(self, detokenizer: Detokenizer) -> list[CountingDetokenizer]:
         """The same detokenizer with a count of the thoughts, if there may be any."""

@@ -81,6 +81,11 @@ class ModelTokenizer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, partial(work, *args, **fields))
 
+    def special_id(self, text: str) -> int | None:
+        """The special token that is spelt so; None where there is none."""
+        token_id = self._tokenizer.token_to_id(text)
+        return token_id if token_id in self.special_ids else None
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         # `decode` would keep other threads from running meanwhile; the batch of one does not
         (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)

@@ -78,23 +78,3 @@ class CountingDetokenizer:
         self._is_opening = False
         self._is_over = not self._inside
         return self._inside
-
-
-class MarkedDetokenizer:
-    """`inner`, which leaves out special tokens, but for those that are markers.
-
-    markers: token id to text.
-    """
-
-    def __init__(self, inner: Detokenizer, markers: dict[int, str]) -> None:
-        self._inner = inner
-        self._markers = markers
-
-    def feed(self, token_id: int) -> str:
-        marker = self._markers.get(token_id)
-        if marker is None:
-            return self._inner.feed(token_id)
-        return self._inner.flush() + marker
-
-    def flush(self) -> str:
-        return self._inner.flush()

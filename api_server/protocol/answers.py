@@ -2,8 +2,8 @@
 
 Owns what they have in common, and completions; chats are in chat_answer.py. A chunk that
 only adds text is put together from parts prepared per request, so that a streamed token
-costs one string to encode; everything else is rare and goes through `json.dumps`. Output is
-ASCII: no line separator of Unicode can split an event.
+costs one string to encode; everything else is rare and goes through `json.dumps`. Output
+is ASCII: no line separator of Unicode can split an event.
 """
 
 import json

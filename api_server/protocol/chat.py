@@ -1,5 +1,6 @@
 """The request of POST /v1/chat/completions."""
 
+import json
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
@@ -14,6 +15,7 @@ from pydantic import (
 from api_server.protocol.common import GenerationRequest, Strict, Text
 from api_server.protocol.fields import given_fields, ignored_of
 from api_server.protocol.known_fields import MESSAGE_NEUTRAL, PART_NEUTRAL
+from api_server.protocol.tools import ToolFields
 from proto.errors import InvalidRequestError
 from proto.sampling_params import MAX_LOGPROBS
 from proto.thinking import MAX_BUDGET
@@ -21,7 +23,8 @@ from proto.thinking import MAX_BUDGET
 MAX_MESSAGES: Final = 4096
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
-_LATER_ROLES: Final = ("tool", "function")
+MAX_CALLS: Final = 1024
+"""Of one message."""
 
 
 def _parts(content: Any, info: ValidationInfo) -> Any:
@@ -58,10 +61,9 @@ def message_fields(message: Any, info: ValidationInfo) -> Any:
     """Those that are not null; raises ValueError for what no message may have."""
     if not isinstance(message, dict):
         return message
-    role = message.get("role")
-    if isinstance(role, str) and role in _LATER_ROLES:
-        raise ValueError(f"messages of the role {role} are not available yet")
-    if "content" in message and message["content"] is None:
+    if message.get("role") == "function":
+        raise ValueError("messages of the role function are not available: use the role tool")
+    if message.get("content") is None and not message.get("tool_calls"):
         raise ValueError("content must not be null")
     try:
         return given_fields(
@@ -69,6 +71,34 @@ def message_fields(message: Any, info: ValidationInfo) -> Any:
         )
     except InvalidRequestError as error:
         raise ValueError(error.message) from None
+
+
+def _call_fields(call: Any, info: ValidationInfo) -> Any:
+    if not isinstance(call, dict):
+        return call
+    try:
+        where = "messages.tool_calls."
+        fields = given_fields(call, CalledTool.model_fields, {}, ignored_of(info), where)
+        if isinstance(fields.get("function"), dict):
+            function, where = fields["function"], where + "function."
+            known = CalledFunction.model_fields
+            fields["function"] = given_fields(function, known, {}, ignored_of(info), where)
+    except InvalidRequestError as error:
+        raise ValueError(error.message) from None
+    return fields
+
+
+def _arguments(text: Any) -> Any:
+    """Of a call: a JSON object in a string. An empty one is taken for no arguments."""
+    if not isinstance(text, str):
+        raise ValueError("must be a string that holds a JSON object")
+    try:
+        found = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("must be a string that holds a JSON object")
+    return found
 
 
 _PART_SCHEMA: Final = {
@@ -89,12 +119,38 @@ class TextPart(Strict):
     text: Text
 
 
+class CalledFunction(Strict):
+    """arguments: of the call, decoded."""
+
+    name: Text
+    arguments: Annotated[
+        dict[str, Any], BeforeValidator(_arguments), WithJsonSchema({"type": "string"})
+    ] = {}
+
+
+class CalledTool(Strict):
+    """A call that an earlier answer made."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Text | list[TextPart], BeforeValidator(_parts), WithJsonSchema(_CONTENT_SCHEMA)
-    ]
+    ] = ""
+    """Left out, or null, only beside tool_calls."""
     name: Text | None = None
+    tool_calls: Annotated[
+        list[Annotated[CalledTool, BeforeValidator(_call_fields)]],
+        FailFast(),
+        Field(max_length=MAX_CALLS),
+    ] = []
+    """Calls that the assistant made."""
+    tool_call_id: Text | None = None
+    """The call that a message of the role tool answers."""
     reasoning: Text | None = None
     reasoning_content: Text | None = None
     """The older name of reasoning."""
@@ -105,18 +161,28 @@ class Message(Strict):
             raise ValueError("only messages of the assistant have reasoning")
         return self
 
+    @model_validator(mode="after")
+    def _check_calls(self) -> Self:
+        if self.role != "assistant" and self.tool_calls:
+            raise ValueError("only messages of the assistant have tool_calls")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise ValueError("only messages of the role tool have a tool_call_id")
+        return self
+
     def for_template(self, *, takes_parts: bool) -> dict[str, Any]:
         """What a template sees: only fields that were given.
 
         takes_parts: a content of several parts stays so; otherwise its texts become lines.
         """
         fields = self.model_dump(exclude_none=True)
+        if not self.tool_calls:
+            del fields["tool_calls"]  # templates ask whether it is there
         if not takes_parts and isinstance(self.content, list):
             fields["content"] = "\n".join(part.text for part in self.content)
         return fields
 
 
-class ChatCompletionRequest(GenerationRequest):
+class ChatCompletionRequest(ToolFields, GenerationRequest):
     messages: Annotated[
         list[Annotated[Message, BeforeValidator(message_fields)]],
         FailFast(),

@@ -108,7 +108,6 @@ KNOWN: Final = OPENAI | ANTHROPIC | VLLM | ENDPOINTS
 NEUTRAL: Final[Neutral] = {
     "best_of": (1,),
     "include_reasoning": (True,),
-    "parallel_tool_calls": (True,),
     "service_tier": ("auto", "default"),
     "skip_reading_prefix_cache": (False,),
     "store": (False,),
@@ -118,7 +117,7 @@ NEUTRAL: Final[Neutral] = {
 }
 """Of fields of both endpoints."""
 
-COMPLETION_NEUTRAL: Final[Neutral] = {**NEUTRAL}
+COMPLETION_NEUTRAL: Final[Neutral] = {**NEUTRAL, "parallel_tool_calls": (True,)}
 
 CHAT_NEUTRAL: Final[Neutral] = {
     **NEUTRAL,
@@ -129,8 +128,6 @@ CHAT_NEUTRAL: Final[Neutral] = {
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "tool_choice": ("none",),
-    "tools": ([],),
 }
 
 RESPONSES_NEUTRAL: Final[Neutral] = {
@@ -153,8 +150,6 @@ MESSAGE_NEUTRAL: Final[Neutral] = {
     "cache_control": (),
     "function_call": (),
     "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
 
 PART_NEUTRAL: Final[Neutral] = {"cache_control": (), "prompt_cache_breakpoint": ()}

@@ -35,6 +35,5 @@ async def create_chat_completion(request: Request) -> Response:
         key_name=key_name_of(request),
         ignored=ignored,
     )
-    return turn.response(
-        ChatAnswer(turn.shape, turn.generation.streams[0], turn.prompt_text, turn.make_parser)
-    )
+    answer = ChatAnswer(turn.shape, turn.generation.streams[0], turn.prompt_text, turn.make_parser)
+    return turn.response(answer)

@@ -6,13 +6,12 @@ its own; what is between them is done here, once.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from api_server.inputs.chat_prompt import conversation_of, num_characters
 from api_server.inputs.logit_edits import logit_edits
 from api_server.inputs.thinking import switches, thoughts_of
 from api_server.outputs.generation import Generation
-from api_server.outputs.parts import PLAIN_TEXT, PartsParser
+from api_server.outputs.parts import PartsParser
 from api_server.protocol.answers import Answer, Shape
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.ignored import IgnoredFields
@@ -56,14 +55,18 @@ async def prepare_turn(
 
     id_prefix: of the answer's id. tenant, key_name: whose it is. Raises InvalidRequestError.
     """
-    preparation = Preparation(services, asked, id_prefix, tenant, key_name, ignored)
+    calling = services.tool_caller.calling(asked, asked.grammar_source)
+    preparation = Preparation(services, asked, id_prefix, tenant, key_name, ignored, calling)
     reader = services.prompt_reader("messages")
     reader = reader.keeping(preparation.truncation(asked.wanted_max_tokens))
     template = services.chat_template
     style = services.reasoning_style
     variables = switches(asked.reasoning_effort, template.facts, style)
-    conversation = conversation_of(asked, template.facts, ignored, variables=variables)
-    reader.check_characters(num_characters([conversation.messages, conversation.documents]))
+    tools = services.tool_caller.shown(asked)
+    conversation = conversation_of(asked, template.facts, ignored, tools, variables)
+    conversation = services.tool_caller.told(conversation)
+    told = [conversation.messages, conversation.documents, conversation.tools]
+    reader.check_characters(num_characters(told))
     text = await template.render(conversation)
     prompts = await reader.encode([text], add_special_tokens=False)
     thoughts = await thoughts_of(
@@ -76,7 +79,10 @@ async def prepare_turn(
         shows=asked.include_reasoning,
     )
     check_thoughts(asked, thoughts.rule)
-    make_parser = partial(thoughts.parser, PLAIN_TEXT)
+
+    def make_parser() -> PartsParser:
+        return thoughts.parser(calling.make_parser())
+
     wishes = Wishes(
         max_tokens=asked.wanted_max_tokens,
         default_max_tokens=None,

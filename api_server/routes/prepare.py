@@ -7,7 +7,7 @@ import hashlib
 import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -17,11 +17,13 @@ from api_server.inputs.prompts import Prompt
 from api_server.inputs.sampling import SEED_MASK, sampling_params
 from api_server.inputs.thinking import NO_THOUGHTS, Thoughts
 from api_server.inputs.tokenizer import ModelTokenizer
+from api_server.inputs.tool_calling import Calling, no_calling
 from api_server.inputs.truncation import Truncation, truncation
 from api_server.outputs.choice import Choice
 from api_server.outputs.detokenizer import Detokenizer, NoText
 from api_server.outputs.generation import Generation
 from api_server.outputs.logprobs import TokenIdNames
+from api_server.outputs.marked_detokenizer import MarkedDetokenizer
 from api_server.outputs.parts import PLAIN_TEXT, PartsParser
 from api_server.outputs.request_stream import Bell, RequestStream, Timeline
 from api_server.outputs.stop_strings import stop_matcher
@@ -64,7 +66,8 @@ class Wishes:
 class Preparation:
     """One HTTP request on its way to the engine. Made when the request arrives.
 
-    ignored: names of fields that nobody defines.
+    ignored: names of fields that nobody defines. calling: what the request's tools ask of its
+    answers; None for a request that knows none.
     """
 
     def __init__(
@@ -75,10 +78,13 @@ class Preparation:
         tenant: int,
         key_name: str,
         ignored: IgnoredFields,
+        calling: Calling | None = None,
     ) -> None:
         check_request(request)
         check_beams(request)
-        self._grammar = checked_grammar(request)
+        calling = calling or no_calling(request.grammar_source)
+        self._grammar = checked_grammar(request, calling.grammar)
+        self._marks = calling.marks
         self._agent = agent_hint(request, tenant)
         services.check_model(request.model)
         self._services = services
@@ -291,7 +297,8 @@ class Preparation:
     ) -> RequestStream:
         services, asked = self._services, self._request
         ids = request.prompt_token_ids
-        detokenizers = [thoughts.marked(self._detokenizer(ids)) for _ in range(request.n)]
+        marks = {**self._marks, **thoughts.markers}
+        detokenizers = [self._detokenizer(ids, marks) for _ in range(request.n)]
         counts = [each for inner in detokenizers for each in thoughts.counting(inner)]
         choices = [
             Choice(
@@ -323,14 +330,20 @@ class Preparation:
             thought_counts=counts,
         )
 
-    def _detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+    def _detokenizer(
+        self, prompt_token_ids: Sequence[int], marks: Mapping[int, str]
+    ) -> Detokenizer:
+        """marks: special tokens that have text all the same."""
         if not self._request.detokenize:
             return NoText()
-        return self._services.tokenizer.detokenizer(
+        inner = self._services.tokenizer.detokenizer(
             prompt_token_ids,
             skip_special_tokens=self._request.skip_special_tokens,
             spaces_between_special_tokens=self._request.spaces_between_special_tokens,
         )
+        if not marks or not self._request.skip_special_tokens:
+            return inner
+        return MarkedDetokenizer(inner, marks)
 
 
 def prompt_text(prompt: Prompt, tokenizer: ModelTokenizer) -> str:
@@ -375,13 +388,14 @@ def check_request(request: GenerationRequest) -> None:
         raise InvalidRequestError("truncation_side needs truncate_prompt_tokens", "truncation_side")
 
 
-def checked_grammar(request: GenerationRequest) -> GrammarSource | None:
+def checked_grammar(
+    request: GenerationRequest, grammar: GrammarSource | None
+) -> GrammarSource | None:
     """What the answer has to be; raises InvalidRequestError for what does not go with it.
 
     The grammar says where the text ends, so nothing else may keep it from ending there; and
     what tokens are left to choose from, so that no other rule may leave none.
     """
-    grammar = request.grammar_source
     if grammar is not None:
         for wrong, name in (
             (request.use_beam_search, "use_beam_search"),

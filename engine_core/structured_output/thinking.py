@@ -56,14 +56,16 @@ class ThinkingMatcher:
         self._texts = texts
         self._start, self._end = rule.start.encode(), rule.end.encode()
         self._has_grammar = not isinstance(answer, FreeMatcher)
-        self._eos_token_ids = eos_token_ids if self._has_grammar else ()
+        self._holds = not answer.is_free  # from the first token of the answer
+        self._eos_token_ids = eos_token_ids if self._holds else ()
+        self._unread: list[int] = []  # tokens with which thoughts might have begun
         self._seen = b""  # the beginning of the text; when thinking, its end
         self._num_thoughts = 0
         self._num_forced = 0
         self.phase = Phase.OPENING
         if rule.begun:
             self._think()
-        elif self._has_grammar and rule.start_token_id is None:
+        elif self._holds and rule.start_token_id is None:
             self.phase = Phase.ANSWERING
 
     def copy(self) -> "ThinkingMatcher":
@@ -102,7 +104,7 @@ class ThinkingMatcher:
         elif self.phase is Phase.THINKING:
             for token_id in self._eos_token_ids:
                 bits[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
-        elif self.phase is Phase.OPENING and self._has_grammar:
+        elif self.phase is Phase.OPENING and self._holds:
             assert self._rule.start_token_id is not None
             _allow(bits, self._rule.start_token_id)
 
@@ -120,16 +122,18 @@ class ThinkingMatcher:
         """Thoughts may begin after blanks; a grammar has them begin at once or never."""
         if token_id == self._rule.start_token_id:
             self._think()
-        elif self._has_grammar:
+        elif self._holds:
             self.phase = Phase.ANSWERING
             self._answer.consume([token_id])
         else:
+            self._unread.append(token_id)
             self._seen = (self._seen + self._texts.text_of(token_id)).lstrip()
             if self._seen.startswith(self._start):
                 self._seen = self._seen[len(self._start) :]
                 self._think()
             elif not self._start.startswith(self._seen):
                 self.phase = Phase.ANSWERING
+                self._answer.consume(self._unread)
 
     def _think(self) -> None:
         self.phase = Phase.THINKING

@@ -306,7 +306,7 @@ async def test_neutral_and_ignored_fields(start, say):
         del chat_fields["suffix"]
         response = await front_end.chat(**chat_fields)
         assert response.status_code == 200, response.text
-        for fields in ({"tools": [{}]}, {"tool_choice": "auto"}, {"chat_template": "x"}):
+        for fields in ({"tools": {}}, {"tool_choice": "auto"}, {"chat_template": "x"}):
             response = await front_end.chat(**fields)
             assert response.status_code == 400
             assert response.json()["error"]["param"] == next(iter(fields))

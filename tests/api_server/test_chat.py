@@ -168,7 +168,8 @@ async def test_a_base_model_refuses(start, say, tokenizer, tmp_path):
         ([{"role": "user", "content": []}], "messages"),
         ([{"role": "user", "content": "a\ud800"}], "messages"),
         ([{"role": "king", "content": "x"}], "messages"),
-        ([{"role": "tool", "content": "x", "tool_call_id": "1"}], "messages"),
+        ([{"role": "function", "content": "x", "name": "f"}], "messages"),
+        ([{"role": "user", "content": "x", "tool_call_id": "1"}], "messages"),
         ([{"role": "user", "content": "x", "cache_control": {"type": "ephemeral"}}], "messages"),
         (
             [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]}],

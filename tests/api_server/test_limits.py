@@ -126,7 +126,7 @@ async def test_templates_and_tools_of_clients(start, say, fields):
     async with start(say("!")) as front_end:
         body = {"messages": [{"role": "user", "content": "x"}], **fields}
         error = await expect_error(front_end, CHAT, json.dumps(body).encode(), 400)
-        assert error["param"].split(".")[0] in (*fields, "tool_choice", "tools")
+        assert error["param"].split(".")[0].split("[")[0] in (*fields, "tool_choice", "tools")
         assert front_end.engine.requests.empty()
 
 

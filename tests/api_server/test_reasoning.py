@@ -5,6 +5,7 @@ import random
 import pytest
 
 from api_server.outputs.detokenizer import Detokenizer
+from api_server.outputs.marked_detokenizer import MarkedDetokenizer
 from api_server.outputs.parts import PLAIN_TEXT, Content, Part, PartsParser, Reasoning
 from api_server.outputs.reasoning import (
     MAX_BLANKS,
@@ -15,7 +16,7 @@ from api_server.outputs.reasoning import (
     opening_of,
     style_of,
 )
-from api_server.outputs.thoughts import CountingDetokenizer, MarkedDetokenizer
+from api_server.outputs.thoughts import CountingDetokenizer
 from proto.config import FrontEndConfig, ReasoningParserName
 
 THINK = STYLES["qwen3"]
