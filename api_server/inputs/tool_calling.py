@@ -143,9 +143,11 @@ def _grammar(
 
 def _beside(own: GrammarSource, grammar: CallGrammar, rules: CallRules) -> GrammarSource:
     """Calls, or the text that the request asks for."""
-    if own.kind != "json_schema":
+    if own.kind != "json_schema" or not grammar.trigger:
         raise InvalidRequestError(
-            f"beside tools {own.field} takes a JSON schema, or tool_choice none", own.field
+            f"beside tools {own.field} takes a JSON schema, and a model that marks its calls; "
+            "tool_choice none lets it be",
+            own.field,
         )
     answer = f"answer: {json_rule(decoded(own.source))}"
     return _source(["start: calls | answer", answer], grammar, rules)

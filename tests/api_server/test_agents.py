@@ -15,8 +15,9 @@ from proto.errors import ErrorInfo
 from tests.api_server.test_engine_restart import begin, have, restart
 
 PATHS = {
-    "/v1/completions": {"prompt": "hello"},
+    "/v1/completions": {"prompt": "hello", "max_tokens": 80},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+    "/v1/responses": {"input": "hello"},
 }
 JOB = {"job_id": "fix-1"}
 
@@ -164,7 +165,7 @@ def test_names_are_short_and_say_nothing_of_the_id():
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_engine_hears_of_the_tool_when_the_turn_is_over(start, say, path, stream):
     async with start(say("I look.\n```bash\npytest -x\n```")) as front_end:
-        request = await asked(front_end, path, agent_hint=JOB, stream=stream, max_tokens=80)
+        request = await asked(front_end, path, agent_hint=JOB, stream=stream)
         turn = await front_end.engine.turns.get()
         assert (turn.epoch, turn.request_id) == (1, request.request_id)
         assert (turn.job, turn.tool) == (job_name("fix-1", 0), "pytest")
@@ -212,6 +213,8 @@ async def test_a_client_that_has_left_after_the_last_token_ends_its_turn(start, 
             front_end.engine.emit(request, tokenizer.encode("```bash\nls\n").ids)
             await anext(response.aiter_lines())
             front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
+            while front_end.services.client.num_open:
+                await asyncio.sleep(0)
         assert (await front_end.engine.turns.get()).request_id == request.request_id
         assert front_end.engine.aborts.empty()
 
@@ -253,14 +256,22 @@ async def test_a_request_that_is_resumed_carries_its_hint(start):
         assert (turn.epoch, turn.request_id) == (2, again.request_id)
 
 
-async def test_a_turn_of_an_engine_that_is_gone_is_told_to_nobody(start):
+async def test_a_turn_of_an_engine_that_is_gone_is_told_to_nobody(start, monkeypatch):
     """Its last words are read when its death is known: the turn ends between two engines."""
     async with start(accepts=True) as front_end:
+        client, old = front_end.services.client, front_end.engine
         answer, request = await begin(front_end, session_id="s", max_tokens=6)
-        old = front_end.engine
-        old.emit(request, [40], finish=FinishReason.LENGTH)
-        old.link.flush()
-        await asyncio.sleep(0)
+        entry = client._open[request.request_id]
+        while not entry.accepted:
+            await asyncio.sleep(0)
+        last_words = old.output(request, [40], finish=FinishReason.LENGTH)
+        reconnect = client.reconnect
+
+        def hear_and_reconnect(*new):
+            client._feed(entry, last_words, 0.0)
+            reconnect(*new)
+
+        monkeypatch.setattr(client, "reconnect", hear_and_reconnect)
         engine = await front_end.lose_engine()
         engine.announce()
         assert (await answer).status_code == 200
@@ -269,6 +280,7 @@ async def test_a_turn_of_an_engine_that_is_gone_is_told_to_nobody(start):
         assert (await answer).status_code == 200
         assert (await engine.turns.get()).job == job_name("t", 0)
         assert engine.turns.empty()
+        assert old.turns.empty()
 
 
 async def test_a_turn_that_cannot_be_read_fails_no_answer(start, say, monkeypatch):

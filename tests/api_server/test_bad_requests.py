@@ -113,6 +113,11 @@ BAD_FIELDS = [
     ({"stop_sequences": ["x"]}, "stop_sequences", "not available here"),
     ({"thinking": {"type": "enabled"}}, "thinking", "not available here"),
     ({"kv_transfer_params": {"host": "x"}}, "kv_transfer_params", "not available here"),
+    (
+        {"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [1]}},
+        "kv_transfer_params",
+        "not available here",
+    ),
     ({"messages": []}, "messages", "not available here"),
     ({"presence_penalty": 3}, "presence_penalty", "between -2 and 2"),
     ({"presence_penalty": "1"}, "presence_penalty", "presence_penalty must be a number"),

@@ -96,7 +96,9 @@ class PythonicParser:
         self._skip_blanks()
         found = _NAME.match(self._buffer)
         if found is None:
-            if self._buffer:
+            if self._buffer.startswith("]") and self._writer.is_behind_call:
+                self._close()  # behind a comma
+            elif self._buffer:
                 self._give_up()
             return bool(self._buffer)
         if found.end() == len(self._buffer):
@@ -131,16 +133,21 @@ class PythonicParser:
     def _behind(self) -> bool:
         """After a call."""
         self._skip_blanks()
+        if not self._buffer:
+            return False
         if self._buffer.startswith(","):
             self._keep(1)
             self._state = self._element
         elif self._buffer.startswith("]"):
-            self._raw.clear()
-            self._buffer = self._buffer[1:]
-            self._state = self._closing
+            self._close()
         else:
             self._give_up()
         return True
+
+    def _close(self) -> None:
+        self._raw.clear()
+        self._buffer = self._buffer[1:]
+        self._state = self._closing
 
     def _closing(self) -> bool:
         """After the list."""

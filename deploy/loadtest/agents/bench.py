@@ -66,7 +66,7 @@ def _run(grid: Grid, programs: Programs, console: Console) -> tuple[list[Measure
 def _grid(options: argparse.Namespace) -> Grid:
     return Grid(
         machine=MACHINES[options.machine],
-        num_jobs=options.jobs,
+        num_jobs=options.jobs or _JOBS,
         seeds=options.seeds,
         variants=options.policies,
         pools=options.pools,
@@ -78,7 +78,7 @@ def _grid(options: argparse.Namespace) -> Grid:
 
 def _real_load(options: argparse.Namespace) -> real.RealLoad:
     return real.RealLoad(
-        num_jobs=options.jobs if options.jobs != _JOBS else _REAL_JOBS,
+        num_jobs=options.jobs or _REAL_JOBS,
         seeds=options.seeds,
         variants=options.policies,
         jobs_per_second=options.jobs_per_second,
@@ -118,7 +118,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--jobs", type=at_least_one, default=_JOBS, metavar="N", help="a seed (1000; --real: 40)")
+    add("--jobs", type=at_least_one, metavar="N", help="a seed (1000; --real: 40)")
     add("--seeds", type=_seeds, default=[0, 1, 2], metavar="N,…", help="of the load (0,1,2)")
     add(
         "--policies",
@@ -130,9 +130,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     add("--json", metavar="FILE", help="write the figures there, too")
     group = parser.add_argument_group("simulated")
     add = group.add_argument
-    add("--pools", type=_whole, default=[25, 50, 100], metavar="P,…", help="% of the working set")
-    add("--rates", type=_whole, default=[70, 90, 110], metavar="P,…", help="% of the capacity")
-    add("--host", type=at_least_one, default=100, metavar="P", help="+host: % of the working set")
+    add("--pools", type=_whole, default=[25, 50, 100], metavar="P,…", help="%% of the working set")
+    add("--rates", type=_whole, default=[70, 90, 110], metavar="P,…", help="%% of the capacity")
+    add("--host", type=at_least_one, default=100, metavar="P", help="+host: %% of the working set")
     add("--machine", choices=list(MACHINES), default="smollm2-cpu", help="step times (smollm2-cpu)")
     add("--steps-of", metavar="TRACE", help="fit the step times to this trace instead")
     processes = os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count()

@@ -30,6 +30,8 @@ _WORKERS: Final = "tokend: worker "
 _PATIENCE_SECONDS: Final = 120.0
 _POLL_SECONDS: Final = 0.01
 _JITTER_SECONDS: Final = 0.3
+_STRIDE_SECONDS: Final = 1.0
+"""Between two looks; what it takes longer was lost by us."""
 """A process dies at any moment of a step."""
 
 
@@ -152,12 +154,17 @@ class Killer:
             raise TokendError(f"{before} became {self._pids}, not only {', '.join(titles)}")
 
     async def _until(self, condition: Callable[[], bool], what: str) -> None:
-        """Raises TokendError when the time is over or a request has failed."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        """Raises TokendError when the time is over or a request has failed.
+
+        Time in which we were stopped ourselves does not count: so was the daemon, as like as not.
+        """
+        waited, looked = 0.0, time.monotonic()
         while not condition():
             if self.crowd.tally.failures:
                 raise TokendError(f"a request failed while waiting for {what}")
-            if time.monotonic() > deadline:
+            before, looked = looked, time.monotonic()
+            waited += min(looked - before, _STRIDE_SECONDS)
+            if waited > _PATIENCE_SECONDS:
                 raise TokendError(f"waited {_PATIENCE_SECONDS:g} s for {what}")
             await asyncio.sleep(_POLL_SECONDS)
 

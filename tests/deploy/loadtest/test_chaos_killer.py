@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -120,3 +121,20 @@ async def test_each_kind_comes_as_often_as_any_other() -> None:
         *["engine SIGKILL"] * 2,
         *["worker SIGKILL"] * 2,
     ]
+
+
+async def test_time_in_which_it_was_stopped_itself_is_not_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a machine that sleeps does, or a group of processes that is stopped."""
+    hits = hand(FakeDaemon(FakeCrowd([])))
+    now = iter([0.0, 0.5, 1.0, 9000.0, 9000.5])
+    monkeypatch.setattr(killer, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(killer, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(killer, "_PATIENCE_SECONDS", 3.0)
+    looks = iter([False, False, False, False, True])
+    await hits._until(lambda: next(looks), "a process")
+    now = iter([0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    with pytest.raises(TokendError, match="waited 3 s for a process"):
+        await hits._until(lambda: False, "a process")
+    assert next(now) == 5.0

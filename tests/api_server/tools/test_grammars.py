@@ -1,0 +1,233 @@
+"""What the grammar of a format lets through is read as calls, with arguments of their schemas."""
+
+import json
+import random
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+
+from api_server.inputs.template_facts import TemplateFacts
+from api_server.inputs.tool_calling import ToolCaller
+from api_server.outputs.tool_parsers.registry import FORMATS
+from api_server.protocol.ignored import IgnoredFields
+from api_server.protocol.tools import ToolFields
+from engine_core.structured_output.base import mask_words
+from engine_core.structured_output.llguidance_backend import LLGuidanceBackend
+from proto.errors import InvalidRequestError
+from proto.grammar import GrammarSource
+from tests.api_server.tools.reading import joined
+from tests.fakes.toy_vocabulary import EOS, SIZE, text_of, write_toy_tokenizer
+
+FIND = {
+    "type": "object",
+    "description": "What to look for.",
+    "properties": {
+        "text": {"type": "string", "maxLength": 5},
+        "limit": {"type": "integer", "minimum": 1, "maximum": 20},
+        "exact": {"type": "boolean"},
+        "kind": {"$ref": "#/$defs/kind"},
+        "where": {
+            "type": "object",
+            "properties": {"path": {"enum": ["a", 'b"c']}},
+            "required": ["path"],
+        },
+    },
+    "required": ["text", "exact"],
+    "$defs": {"kind": {"enum": ["file", "line"]}},
+}
+TOOLS = [
+    {"name": "find", "parameters": FIND, "strict": True},
+    {"name": "now"},
+    {
+        "name": "book-it",
+        "parameters": {
+            "type": "object",
+            "properties": {"n": {"type": "number", "multipleOf": 5, "minimum": 0, "maximum": 99}},
+        },
+    },
+]
+SCHEMAS = {tool["name"]: tool.get("parameters", {"type": "object"}) for tool in TOOLS}
+
+
+class NoTokens:
+    def special_id(self, text: str) -> int | None:
+        return None
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> LLGuidanceBackend:
+    folder: Path = tmp_path_factory.mktemp("toy")
+    write_toy_tokenizer(folder)
+    return LLGuidanceBackend(folder / "tokenizer.json", SIZE, (EOS,))
+
+
+def grammar(name, own=None, tools=TOOLS, **fields) -> GrammarSource | None:
+    body = {"tools": [{"type": "function", "function": tool} for tool in tools], **fields}
+    asked = ToolFields.model_validate(body, context=IgnoredFields())
+    caller = ToolCaller(name, "{{ tools }}", TemplateFacts(frozenset({"tools"})), NoTokens())
+    return caller.calling(asked, own).grammar
+
+
+def walk(backend, source, seed, first="") -> str:
+    """A text of random tokens behind `first`, ended as soon as it may be."""
+    matcher = backend.compile(source).copy()
+    draw, token_ids = random.Random(seed), []
+    if first:
+        matcher.consume(backend.tokens_of(first.encode()))
+    masks = np.empty((1, mask_words(SIZE)), dtype=np.int32)
+    for _ in range(2000):
+        backend.fill([matcher], masks)
+        bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
+        choices = np.flatnonzero(bits).tolist()
+        token_id = EOS if EOS in choices else draw.choice(choices)
+        if token_id == EOS:
+            return first + text_of(token_ids)
+        token_ids.append(token_id)
+        matcher.consume([token_id])
+    raise AssertionError(f"it does not end: {text_of(token_ids)[:500]}")
+
+
+def check(name, text, schemas=SCHEMAS) -> list[str]:
+    """Names of the calls that a text is; nothing else is in it."""
+    names = [tool["name"] for tool in TOOLS]
+    parser = FORMATS[name].parser(names, lambda: "id")
+    content, calls = joined([*parser.feed(text), *parser.end()])
+    assert content == "", text
+    assert calls, text
+    for _, called, arguments in calls:
+        jsonschema.validate(json.loads(arguments), schemas[called])
+    return [called for _, called, _ in calls]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_required(backend, name):
+    source = grammar(name, tool_choice="required")
+    called = [check(name, walk(backend, source, seed)) for seed in range(20)]
+    assert {each for calls in called for each in calls} == set(SCHEMAS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_by_name(backend, name):
+    choice = {"type": "function", "function": {"name": "find"}}
+    source = grammar(name, tool_choice=choice)
+    assert source.field == "tools[0].function.parameters"
+    for seed in range(20):
+        assert check(name, walk(backend, source, seed)) == ["find"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_that_are_written_in_a_row(backend, name):
+    """Several are allowed, unless one call is asked for; none but those of the tools."""
+    several = [("now", "{}"), ("book-it", '{"n": 5}'), ("now", "{}")]
+    written = FORMATS[name].written
+    for fields, calls, allowed in (
+        ({}, several, True),
+        ({}, several * 6, False),
+        ({"parallel_tool_calls": False}, several, False),
+        ({"parallel_tool_calls": False}, several[:1], True),
+        ({}, [("print", "{}")], False),
+        ({}, [("book-it", '{"n": "five"}')], False),
+    ):
+        source = grammar(name, tool_choice="required", **fields)
+        assert accepts(backend, source, written(calls)) == allowed, calls
+
+
+def accepts(backend, source, text) -> bool:
+    """Token by token, each within its mask, and the end too."""
+    matcher = backend.compile(source).copy()
+    masks = np.empty((1, mask_words(SIZE)), dtype=np.int32)
+    for token_id in [*backend.tokens_of(text.encode()), EOS]:
+        backend.fill([matcher], masks)
+        if not int(masks[0][token_id >> 5]) >> (token_id & 31) & 1:
+            return False
+        if token_id != EOS:
+            matcher.consume([token_id])
+    return True
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_auto_with_a_strict_tool(backend, name):
+    """Free until a call begins; from there on like required."""
+    assert grammar(name, tools=TOOLS[1:]) is None
+    source = grammar(name)
+    written = FORMATS[name].written
+    for text in ("", "It is cold.", "Well, 1 < 2 [see] {this}. <b>", "\n\nSo"):
+        assert accepts(backend, source, text) or source.trigger
+    good, bad = [("find", '{"text": "a", "exact": true}')], [("find", '{"text": 5}')]
+    if name == "pythonic":
+        assert accepts(backend, source, '[find(text="a", exact=True)]')
+    else:
+        assert accepts(backend, source, written(good))
+    assert not accepts(backend, source, written(bad))
+    assert not accepts(backend, source, written([("print", "{}")]))
+    assert accepts(backend, source, written([("now", "{}")]))
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "mistral_named"])
+def test_the_grammar_begins_at_the_mark(backend, name):
+    source = grammar(name)
+    text = "I will look.\n" + source.trigger
+    for seed in range(10):
+        found = walk(backend, source, seed, first=text)
+        parser = FORMATS[name].parser([], lambda: "id")
+        content, calls = joined([*parser.feed(found), *parser.end()])
+        assert content == "I will look."
+        assert calls
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_beside_an_answer_of_a_schema(backend, name):
+    own = GrammarSource(
+        "json_schema",
+        '{"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"],'
+        ' "additionalProperties": false}',
+        field="response_format",
+    )
+    wrongs = [
+        ({"tool_choice": "required"}, own),
+        ({}, GrammarSource("regex", "a+", field="structured_outputs")),
+    ]
+    if name in ("llama3_json", "pythonic"):
+        wrongs.append(({}, own))
+    else:
+        source = grammar(name, own)
+        assert accepts(backend, source, '{"x": 5}')
+        assert accepts(backend, source, FORMATS[name].written([("now", "{}")]))
+        assert not accepts(backend, source, "text")
+    for fields, wrong in wrongs:
+        with pytest.raises(InvalidRequestError) as caught:
+            grammar(name, wrong, **fields)
+        assert caught.value.param == wrong.field
+    assert grammar(name, own, tool_choice="none") is own
+
+
+class MarkTokens:
+    def special_id(self, text: str) -> int | None:
+        return {"[TOOL_CALLS]": 5, "<|python_tag|>": 6}.get(text)
+
+
+def test_marks_that_are_special_tokens():
+    body = {
+        "tools": [{"type": "function", "function": {"name": "now", "strict": True}}],
+        "parallel_tool_calls": False,
+    }
+    asked = ToolFields.model_validate(body, context=IgnoredFields())
+    facts = TemplateFacts(frozenset({"tools"}))
+    calling = ToolCaller("mistral", "", facts, MarkTokens()).calling(asked, None)
+    assert calling.marks == {5: "[TOOL_CALLS]"}
+    assert calling.grammar.trigger_token_id == 5
+    assert "<[5]>" in calling.grammar.source
+    calling = ToolCaller("llama3_json", "", facts, MarkTokens()).calling(asked, None)
+    assert calling.marks == {6: "<|python_tag|>"}
+    assert calling.grammar.trigger_token_id is None
+    assert "<[6]>" in calling.grammar.source
+
+
+def test_a_schema_that_python_has_no_words_for():
+    tools = [{"name": "a", "parameters": {"anyOf": [{"required": ["b"]}]}}]
+    assert grammar("hermes", tools=tools, tool_choice="required") is not None
+    with pytest.raises(InvalidRequestError) as caught:
+        grammar("pythonic", tools=tools, tool_choice="required")
+    assert caught.value.param == "tools[0].function.parameters"

@@ -1,0 +1,109 @@
+"""Recorded outputs of every format: whole, cut at every character, cut at random."""
+
+import json
+import random
+
+import pytest
+
+from api_server.outputs.parts import CallArguments, Content
+from api_server.outputs.tool_parsers.registry import FORMATS
+from tests.api_server.tools.reading import NAMES, joined, read, recorded
+
+RECORDED = ("hermes", "llama3_json", "mistral", "pythonic")
+CASES = [
+    pytest.param(name, case, id=f"{name}: {case['case']}")
+    for name in RECORDED
+    for case in recorded(name)
+]
+
+
+def test_there_are_enough_of_each_format():
+    assert {*RECORDED, "mistral_named"} == set(FORMATS)
+    for name in RECORDED:
+        cases = recorded(name)
+        assert len(cases) >= 20
+        assert sum(case["case"].startswith("malformed") for case in cases) >= 5
+        assert len({case["text"] for case in cases}) == len(cases)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_whole(name, case):
+    content, calls = joined(read(name, [case["text"]]))
+    found = [{"name": called, "arguments": json.loads(text)} for _, called, text in calls]
+    assert (content, found) == (case["content"], case["calls"])
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_cut_anywhere(name, case):
+    text = case["text"]
+    whole = joined(read(name, [text]))
+    assert joined(read(name, text)) == whole
+    for place in range(len(text) + 1):
+        assert joined(read(name, [text[:place], text[place:]])) == whole
+    for seed in range(20):
+        draw, pieces, place = random.Random(seed), [], 0
+        while place < len(text):
+            end = place + draw.randint(1, 7)
+            pieces.append(text[place:end])
+            place = end
+        assert joined(read(name, pieces)) == whole
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_cut_short_anywhere(name, case):
+    """Whatever is told of a call is valid: an answer may end in the middle of the next."""
+    text = case["text"]
+    for end in range(len(text)):
+        content, calls = joined(read(name, [text[:end]]))
+        for _, called, arguments in calls:
+            assert isinstance(json.loads(arguments), dict)
+            assert called in NAMES
+        if not calls:
+            assert content == text[:end]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_written_is_read(name):
+    """The form in which templates without tools are told of earlier calls."""
+    calls = [("find", '{"text": "a \\"b\\"", "limit": 3}'), ("now", "{}")]
+    content, found = joined(read(name, [FORMATS[name].written(calls)]))
+    assert content == ""
+    assert [(called, json.loads(text)) for _, called, text in found] == [
+        (called, json.loads(text)) for called, text in calls
+    ]
+
+
+PIECES = {
+    "hermes": ["<tool_call>", "</tool_call>", "<tool", '{"name": "now"', "[", "]", "}", ",", "\n"],
+    "llama3_json": ["<|python_tag|>", ";", '{"name": "now"', "}", '"parameters": {', "<|", " "],
+    "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "now", "[", "{", "}", "]", "[TOOL", ","],
+    "mistral_named": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "now", "{", "}", '"a": ', "[AR"],
+    "pythonic": ["[", "now", "(", ")", ", ", "]", "a=", "'", '"', "\\", "<|python_start|>", "1"],
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_text(name):
+    """Nothing is raised, calls are valid, and how the text is cut makes no difference."""
+    common = ["x", '"', "\\", "{}", '{"name": "now", "arguments": {}}', "é😀", "\x00", " ", ": "]
+    for seed in range(400):
+        draw = random.Random(seed)
+        pieces = [draw.choice([*PIECES[name], *common]) for _ in range(draw.randint(1, 40))]
+        whole = joined(read(name, ["".join(pieces)]))
+        assert joined(read(name, pieces)) == whole
+        assert joined(read(name, "".join(pieces))) == whole
+        for _, _, arguments in whole[1]:
+            assert isinstance(json.loads(arguments), dict)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_nothing_is_read_again(name):
+    """What is kept back while a call is under way is bounded by the call, and told in one piece;
+    text that is none is told as soon as that is known."""
+    long = "x" * 20_000
+    reading = FORMATS[name].written([("run", json.dumps({"code": long}))])
+    parts = read(name, reading)
+    assert [part.text for part in parts if isinstance(part, CallArguments)]
+    text = "Some words. " * 1000
+    told = read(name, text)
+    assert sum(isinstance(part, Content) for part in told) > 5000
