@@ -19,6 +19,7 @@ from api_server.inputs.tokenizer import ModelTokenizer
 from api_server.inputs.tool_calling import ToolCaller
 from api_server.metrics import Metrics
 from api_server.outputs.open_generations import OpenGenerations
+from api_server.outputs.reasoning import ReasoningStyle, style_of
 from api_server.outputs.stored_responses import StoredResponses
 from proto.config import FrontEndConfig, ServeConfig
 from proto.errors import UnknownModelError
@@ -65,6 +66,11 @@ class Services:
         if name is not None and name != self.model_name:
             shown = name.encode("ascii", "backslashreplace").decode()[:100]
             raise UnknownModelError(f"the model {shown} does not exist", "model")
+
+    @property
+    def reasoning_style(self) -> ReasoningStyle:
+        """Between which markers the model thinks, if it does."""
+        return style_of(self.config.reasoning_parser, self.chat_template.source)
 
     @property
     def tool_caller(self) -> ToolCaller:

@@ -133,7 +133,7 @@ class Intake:
             self._scheduler.add_request(request)
             self._scheduler.backlog.enter(request)
             self._scheduler.deadlines.enter(request, message)
-            self._grammars.enter(request, message.grammar)
+            self._grammars.enter(request, message)
             return
         request.status = status
         output = EngineCoreOutput(

@@ -55,6 +55,9 @@ def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:
     _check_deadlines(message)
     if message.grammar is not None:
         _check_grammar(message, message.grammar)
+    if message.thinking is not None:
+        message.thinking.validate(limits.vocab_size)
+        _check_thinking(message)
     if message.resumable:
         _check_session(message.n, params)
 
@@ -166,6 +169,22 @@ def _check_grammar(message: EngineCoreRequest, grammar: GrammarSource) -> None:
             f"the grammar has {grammar.num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are taken",
             grammar.field,
         )
+
+
+def _check_thinking(message: EngineCoreRequest) -> None:
+    """Nothing else may rule out the end of the thoughts."""
+    params = message.sampling_params
+    edits = params.edits or LogitEdits()
+    for wrong, name in (
+        (edits.allowed_token_ids is not None, "allowed_token_ids"),
+        (bool(edits.bad_words), "bad_words"),
+        (params.beam_width > 0, "use_beam_search"),
+        (message.resumable, "a session"),
+    ):
+        if wrong:
+            raise InvalidRequestError(
+                f"{name} does not go with a rule for thoughts", "thinking_token_budget"
+            )
 
 
 def _is_utf8(text: str) -> bool:

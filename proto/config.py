@@ -150,6 +150,24 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Read a prefix of this many KV blocks once for all sequences of a step; 0: never. Eager."""
 
 
+ReasoningParserName = Literal[
+    "auto",
+    "none",
+    "deepseek_r1",
+    "deepseek_v3",
+    "glm45",
+    "granite",
+    "holo2",
+    "kimi_k2",
+    "minimax_m2",
+    "mistral",
+    "qwen3",
+    "seed_oss",
+    "smollm3",
+    "step3",
+]
+
+
 class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The HTTP side."""
 
@@ -179,6 +197,8 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that a request may wait for its first step before it gets a 503; 0: no limit."""
     sse_keep_alive: float = 15.0
     """Seconds of silence after which a stream gets a comment, so that proxies keep it; 0: never."""
+    reasoning_parser: ReasoningParserName = "auto"
+    """Where a model's thoughts begin and end; auto looks into the chat template."""
     stream_interval: int = 1
     """Tokens between two events of a streamed choice, where the request does not say."""
     admin_api_key: str | None = None

@@ -26,6 +26,7 @@ from proto.errors import ErrorInfo
 from proto.grammar import GrammarSource
 from proto.sampling_params import SamplingParams
 from proto.stats import SchedulerStats
+from proto.thinking import ThinkingRule
 
 PauseMode = Literal["finish_running", "freeze"]
 """finish_running: no request begins, those that have begun go on. freeze: nothing is computed."""
@@ -67,6 +68,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
         must have begun and must be over; infinite for none.
     grammar: what the text of each choice has to be; None leaves it free.
     agent: the job that this is a turn of; None for none.
+    thinking: how it begins with thoughts, where the engine has to know: a grammar holds after
+        them, and a budget ends them.
     """
 
     epoch: int
@@ -88,6 +91,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     deadline: float = math.inf
     grammar: GrammarSource | None = None
     agent: AgentHint | None = None
+    thinking: ThinkingRule | None = None
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2, frozen=True):

@@ -11,7 +11,7 @@ import msgspec
 
 from proto.errors import InvalidRequestError, shown
 
-GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
+GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "free"]
 
 MAX_GRAMMAR_BYTES: Final = 64 << 10
 """Of the source, as UTF-8."""
@@ -24,7 +24,8 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
     """A grammar in words.
 
     kind, source: a JSON schema as JSON; a regular expression that the whole text matches; a
-        JSON list of strings, one of which is the text; or a context-free grammar (Lark, or GBNF).
+        JSON list of strings, one of which is the text; or a context-free grammar (Lark, or GBNF);
+        `free` stands for none at all.
     compact: JSON without any space between its parts.
     trigger: the grammar begins behind the first place where this stands in the text, and what
         comes before is free; empty: it holds from the start.
@@ -61,6 +62,10 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
             check_schema(decoded(self.source))
         elif self.kind == "choice":
             _check_choices(decoded(self.source))
+
+
+FREE_TEXT: Final = GrammarSource("free", "anything")
+"""Of an answer whose thoughts alone have a rule."""
 
 
 def decoded(source: str) -> Any:

@@ -4,6 +4,7 @@ Owns what a client may say to a template, and what is an error of the client's.
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from api_server.inputs.conversation import Conversation
@@ -62,10 +63,12 @@ def conversation_of(
     facts: TemplateFacts,
     ignored: IgnoredFields,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> Conversation:
-    """ignored: is told of variables that the template does not read.
+    """variables: of the template, beside those of the client, which win.
 
-    Raises InvalidRequestError for what would have no effect though it should.
+    ignored: is told of variables that the template does not read. Raises InvalidRequestError for
+    what would have no effect though it should.
     """
     continues = asked.continue_final_message
     if (
@@ -85,7 +88,7 @@ def conversation_of(
         documents=asked.documents or None,
         add_generation_prompt=asked.add_generation_prompt and not continues,
         continue_final_message=continues,
-        variables=_variables(asked.chat_template_kwargs, facts, ignored),
+        variables={**variables, **_variables(asked.chat_template_kwargs, facts, ignored)},
     )
 
 

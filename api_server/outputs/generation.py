@@ -25,11 +25,12 @@ logger = logging.getLogger("tokend.requests")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of an answer."""
+    """Token counts of an answer. reasoning_tokens: None where there can be no thoughts."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +105,12 @@ class Generation:
             sum(len(stream.prompt_token_ids) for stream in self.streams),
             sum(stream.num_completion_tokens for stream in self.streams),
             sum(stream.num_cached_tokens for stream in self.streams),
+            self._num_reasoning_tokens(),
         )
+
+    def _num_reasoning_tokens(self) -> int | None:
+        counts = [count for stream in self.streams for count in stream.thought_counts]
+        return sum(count.num_tokens for count in counts) if counts else None
 
     def disconnect(self, cause: Literal["disconnect", "slow_reader"]) -> None:
         """The client is gone, or was cut off because it did not read: stop at once."""

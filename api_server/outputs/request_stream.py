@@ -13,6 +13,7 @@ from typing import Any
 from api_server.metrics import Metrics
 from api_server.outputs.choice import Choice
 from api_server.outputs.logprobs import LogprobRow, unpack
+from api_server.outputs.thoughts import ThoughtCount
 from api_server.outputs.turn import NO_TURN, Turn
 from api_server.outputs.unsent import Unsent
 from proto.codec import from_json
@@ -65,6 +66,7 @@ class RequestStream:
     may_expire_in_queue: it may still be refused after it was accepted, for having waited.
     unsent: of all streams of the HTTP request.
     turn: what there is to know of it as a turn of a job.
+    thought_counts: one for each choice, where there may be thoughts.
     kv_transfer_params: what the KV connector has the client told at the end of the choice that
         ended last; empty for nothing.
     """
@@ -79,6 +81,7 @@ class RequestStream:
     may_expire_in_queue: bool = False
     unsent: Unsent = field(default_factory=Unsent)
     turn: Turn = NO_TURN
+    thought_counts: Sequence[ThoughtCount] = ()
     accepted: bool = False
     num_cached_tokens: int = 0
     kv_transfer_params: dict[str, Any] = field(default_factory=dict)

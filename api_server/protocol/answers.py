@@ -234,12 +234,15 @@ class CompletionAnswer(OpenAIStream):
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    return {
+    found: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if usage.reasoning_tokens is not None:
+        found["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return found
 
 
 HOLE: Final = "\ue000"

@@ -18,8 +18,10 @@ from api_server.protocol.known_fields import MESSAGE_NEUTRAL, PART_NEUTRAL
 from api_server.protocol.tools import ToolFields
 from proto.errors import InvalidRequestError
 from proto.sampling_params import MAX_LOGPROBS
+from proto.thinking import MAX_BUDGET
 
 MAX_MESSAGES: Final = 4096
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 MAX_CALLS: Final = 1024
 """Of one message."""
@@ -199,6 +201,12 @@ class ChatCompletionRequest(ToolFields, GenerationRequest):
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, such as enable_thinking; those that it does not know are
     ignored."""
+    include_reasoning: bool = True
+    """Show the model's thoughts, as `reasoning` of the message."""
+    reasoning_effort: Effort | None = None
+    """How much to think, for templates that know efforts; with others none is not at all."""
+    thinking_token_budget: int | None = Field(default=None, ge=0, le=MAX_BUDGET)
+    """Most tokens of thoughts, after which their end is forced; needs a model that thinks."""
     documents: list[dict[str, Any]] = []
     """Texts to answer from, for templates that know documents."""
     logprobs: bool = False

@@ -181,7 +181,7 @@ def whole_message(parts: Iterable[Part]) -> dict[str, Any]:
         _call(begun.call_id, begun.name, "".join(arguments[index]))
         for index, begun in begins.items()
     ]
-    content = texts.get("content", None if calls else "")
+    content = texts.get("content", None if calls or texts else "")
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if "reasoning" in texts:
         message["reasoning"] = texts["reasoning"]

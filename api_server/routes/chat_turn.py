@@ -10,15 +10,19 @@ from dataclasses import dataclass
 from api_server.inputs.chat_prompt import conversation_of, num_characters
 from api_server.inputs.conversation import Conversation
 from api_server.inputs.logit_edits import logit_edits
+<<<<<<< HEAD
 from api_server.inputs.prompts import PromptReader
 from api_server.inputs.tool_calling import Calling
 from api_server.outputs.counted_parser import CountedParser
+=======
+from api_server.inputs.thinking import switches, thoughts_of
+>>>>>>> h/reason
 from api_server.outputs.generation import Generation
 from api_server.outputs.parts import PartsParser
 from api_server.protocol.answers import Answer, Shape
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.ignored import IgnoredFields
-from api_server.routes.prepare import Preparation, Wishes
+from api_server.routes.prepare import Preparation, Wishes, check_thoughts
 from api_server.routes.respond import GenerationResponse
 from api_server.services import Services
 
@@ -64,8 +68,23 @@ async def prepare_turn(
     preparation = Preparation(services, asked, id_prefix, tenant, key_name, ignored, calling)
     reader = services.prompt_reader("messages")
     reader = reader.keeping(preparation.truncation(asked.wanted_max_tokens))
-    _, text = await _rendered(services, asked, reader, ignored)
+    style = services.reasoning_style
+    conversation, text = await _rendered(services, asked, reader, ignored)
     prompts = await reader.encode([text], add_special_tokens=False)
+    thoughts = await thoughts_of(
+        style,
+        services.tokenizer,
+        conversation,
+        text,
+        budget=asked.thinking_token_budget,
+        has_grammar=preparation.has_grammar,
+        shows=asked.include_reasoning,
+    )
+    check_thoughts(asked, thoughts.rule)
+
+    def make_parser() -> PartsParser:
+        return thoughts.parser(calling.make_parser())
+
     wishes = Wishes(
         max_tokens=asked.wanted_max_tokens,
         default_max_tokens=at_most,
@@ -73,19 +92,23 @@ async def prepare_turn(
         prompt_logprobs=asked.prompt_logprobs,
         max_tokens_field=asked.max_tokens_field,
         edits=await logit_edits(asked, services.tokenizer),
+        thinking=thoughts.rule,
     )
     (prompt_text,) = await preparation.prompt_texts(prompts)
     requests = preparation.requests(prompts, wishes)
-    generation = preparation.generation(requests, [0], calling.make_parser)
+    generation = preparation.generation(requests, [0], make_parser, thoughts)
     shape = preparation.shape(asked.num_logprobs)
-    return ChatTurn(preparation, generation, shape, prompt_text, _counting(services, calling))
+    answered = _counting(services, calling, make_parser)
+    return ChatTurn(preparation, generation, shape, prompt_text, answered)
 
 
-def _counting(services: Services, calling: Calling) -> Callable[[], PartsParser]:
+def _counting(
+    services: Services, calling: Calling, make_parser: Callable[[], PartsParser]
+) -> Callable[[], PartsParser]:
     """The parser of an answer, which counts; nothing is counted where nothing may be called."""
     if calling.format is None:
-        return calling.make_parser
-    return lambda: CountedParser(calling.make_parser(), services.metrics.choice_parsed)
+        return make_parser
+    return lambda: CountedParser(make_parser(), services.metrics.choice_parsed)
 
 
 async def count_tokens(
@@ -108,8 +131,9 @@ async def _rendered(
 ) -> tuple[Conversation, str]:
     """The conversation and the prompt's text. reader: limits what the template is given."""
     template = services.chat_template
+    variables = switches(asked.reasoning_effort, template.facts, services.reasoning_style)
     tools = services.tool_caller.shown(asked)
-    conversation = conversation_of(asked, template.facts, ignored, tools)
+    conversation = conversation_of(asked, template.facts, ignored, tools, variables)
     conversation = services.tool_caller.told(conversation)
     told = [conversation.messages, conversation.documents, conversation.tools]
     reader.check_characters(num_characters(told))

@@ -7,7 +7,7 @@ import hashlib
 import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -15,6 +15,7 @@ from typing import Any, Final
 from api_server.inputs.agents import agent_hint, tool_name
 from api_server.inputs.prompts import Prompt
 from api_server.inputs.sampling import SEED_MASK, sampling_params
+from api_server.inputs.thinking import NO_THOUGHTS, Thoughts
 from api_server.inputs.tokenizer import ModelTokenizer
 from api_server.inputs.tool_calling import Calling, no_calling
 from api_server.inputs.truncation import Truncation, truncation
@@ -41,6 +42,7 @@ from proto.engine_io import EngineCoreRequest
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource
 from proto.logit_edits import LogitEdits
+from proto.thinking import ThinkingRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Wishes:
 
     max_tokens: None when not given. logprobs: alternatives, None for none at all.
     max_tokens_field: what the client calls max_tokens. edits: changes of the scores.
+    thinking: how the answer begins with thoughts, where the engine has to know.
     """
 
     max_tokens: int | None
@@ -57,6 +60,7 @@ class Wishes:
     prompt_logprobs: int | None
     max_tokens_field: str = "max_tokens"
     edits: LogitEdits | None = None
+    thinking: ThinkingRule | None = None
 
 
 class Preparation:
@@ -91,6 +95,11 @@ class Preparation:
         self._arrival = time.monotonic()
         self._unsent = Unsent(MAX_UNSENT_BYTES if request.stream else math.inf)
         self.id = id_prefix + (request.request_id or secrets.token_hex(16))
+
+    @property
+    def has_grammar(self) -> bool:
+        """The answer has to be of some form."""
+        return self._grammar is not None
 
     def shape(self, top: int | None) -> Shape:
         """What the answer shows. `top`: alternatives per token, None for no logprobs."""
@@ -150,15 +159,18 @@ class Preparation:
         requests: Sequence[EngineCoreRequest],
         text_starts: Sequence[int],
         make_parser: Callable[[], PartsParser] = lambda: PLAIN_TEXT,
+        thoughts: Thoughts = NO_THOUGHTS,
     ) -> Generation:
         """The streams of these requests; nothing is sent yet.
 
         text_starts: characters before the first output, for each request. make_parser: of what
-        the text of one choice means, for turns of jobs.
+        the text of one choice means, for turns of jobs. thoughts: of the answers.
         """
         bell = Bell()
         streams = [
-            self._stream(request, bell, place, text_starts[place], self._turn(make_parser))
+            self._stream(
+                request, bell, place, text_starts[place], self._turn(make_parser), thoughts
+            )
             for place, request in enumerate(requests)
         ]
         services = self._services
@@ -262,6 +274,7 @@ class Preparation:
             deadline=self._deadline(self._request.timeout_ms),
             grammar=self._grammar,
             agent=self._agent,
+            thinking=wishes.thinking,
         )
 
     def _turn(self, make_parser: Callable[[], PartsParser]) -> Turn:
@@ -274,14 +287,23 @@ class Preparation:
         return HeardTurn(make_parser, name)
 
     def _stream(
-        self, request: EngineCoreRequest, bell: Bell, place: int, text_start: int, turn: Turn
+        self,
+        request: EngineCoreRequest,
+        bell: Bell,
+        place: int,
+        text_start: int,
+        turn: Turn,
+        thoughts: Thoughts,
     ) -> RequestStream:
         services, asked = self._services, self._request
         ids = request.prompt_token_ids
+        marks = {**self._marks, **thoughts.markers}
+        detokenizers = [self._detokenizer(ids, marks) for _ in range(request.n)]
+        counts = [each for inner in detokenizers for each in thoughts.counting(inner)]
         choices = [
             Choice(
                 index=place * request.n + number,
-                detokenizer=self._detokenizer(ids),
+                detokenizer=(counts or detokenizers)[number],
                 stops=stop_matcher(asked.stop, shows_stop=asked.include_stop_str_in_output),
                 min_tokens=asked.min_tokens,
                 text_start=text_start,
@@ -305,9 +327,13 @@ class Preparation:
             may_expire_in_queue=request.queue_deadline < math.inf,
             unsent=self._unsent,
             turn=turn,
+            thought_counts=counts,
         )
 
-    def _detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+    def _detokenizer(
+        self, prompt_token_ids: Sequence[int], marks: Mapping[int, str]
+    ) -> Detokenizer:
+        """marks: special tokens that have text all the same."""
         if not self._request.detokenize:
             return NoText()
         inner = self._services.tokenizer.detokenizer(
@@ -315,9 +341,9 @@ class Preparation:
             skip_special_tokens=self._request.skip_special_tokens,
             spaces_between_special_tokens=self._request.spaces_between_special_tokens,
         )
-        if not self._marks or not self._request.skip_special_tokens:
+        if not marks or not self._request.skip_special_tokens:
             return inner
-        return MarkedDetokenizer(inner, self._marks)
+        return MarkedDetokenizer(inner, marks)
 
 
 def prompt_text(prompt: Prompt, tokenizer: ModelTokenizer) -> str:
@@ -381,6 +407,17 @@ def checked_grammar(
             if wrong:
                 raise InvalidRequestError(f"{name} does not go with {grammar.field}", name)
     return grammar
+
+
+def check_thoughts(request: GenerationRequest, rule: ThinkingRule | None) -> None:
+    """Raise InvalidRequestError for what could rule out the end of the thoughts."""
+    for wrong, name in (
+        (request.use_beam_search, "use_beam_search"),
+        (bool(request.allowed_token_ids), "allowed_token_ids"),
+        (bool(request.bad_words), "bad_words"),
+    ):
+        if rule is not None and wrong:
+            raise InvalidRequestError(f"{name} does not go with a budget for thoughts", name)
 
 
 _NEUTRAL_TO_BEAMS: Final[dict[str, tuple[Any, ...]]] = {

@@ -55,6 +55,14 @@ class GrammarBackend(Protocol):
         """Raises GrammarError."""
         ...
 
+    def text_of(self, token_id: int) -> bytes:
+        """Of an ordinary token; of one that stands for no text, none."""
+        ...
+
+    def tokens_of(self, text: bytes) -> list[int]:
+        """Some tokens that make up this text."""
+        ...
+
     def fill(self, matchers: Sequence[Matcher], masks: npt.NDArray[np.int32]) -> None:
         """A row of `masks` [len(matchers), ceil(vocab_size / 32)] for each, free ones too."""
         ...

@@ -123,7 +123,8 @@ class GrammarCompiler:
             return GrammarError("structured output is not available for this model")
         try:
             source.validate()
-            self._trial.check(source)
+            if source.kind != "free":
+                self._trial.check(source)
             return self.backend.compile(source)
         except InvalidRequestError as error:
             return GrammarError(error.message)

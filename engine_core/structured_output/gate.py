@@ -12,17 +12,31 @@ from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.gates import Candidate, Wake
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.structured_output.base import GrammarBackend, Matcher
+from engine_core.structured_output.dormant import Texts
 from engine_core.structured_output.masker import MaskJob
+from engine_core.structured_output.thinking import FreeMatcher, ThinkingMatcher
 from proto.scheduler_output import SchedulerOutput
+from proto.thinking import ThinkingRule
 
 
 @dataclass(slots=True)
 class _Row:
-    """A choice. num_seen: output tokens that its matcher has been given."""
+    """A choice.
+
+    num_free: output tokens before which nothing can be forbidden.
+    num_seen: output tokens that its matcher has been given.
+    """
 
     request: Request
     matcher: Matcher
+    num_free: int = 0
     num_seen: int = 0
+
+    def may_forbid(self, num_outputs: int) -> bool:
+        """Whether a mask is needed for the output that follows so many."""
+        if isinstance(self.matcher, ThinkingMatcher) and self.matcher.is_over:
+            return False
+        return num_outputs >= self.num_free
 
 
 class GrammarGate:
@@ -31,22 +45,24 @@ class GrammarGate:
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_GRAMMAR
 
     def __init__(self) -> None:
-        self._waiting: dict[int, Request] = {}
+        self._waiting: dict[int, tuple[Request, ThinkingRule | None]] = {}
         self._rows: dict[int, _Row] = {}
 
     def __len__(self) -> int:
         """Choices with a grammar, waiting or not."""
         return len(self._waiting) + len(self._rows)
 
-    def enter(self, request: Request) -> None:
+    def enter(self, request: Request, thinking: ThinkingRule | None) -> None:
         """A choice is in the queue and its grammar is not there."""
-        self._waiting[request.handle] = request
+        self._waiting[request.handle] = request, thinking
 
-    def open(self, request_id: int, matcher: Matcher) -> None:
-        """The grammar of a request is there; each choice has it from the start."""
-        for request in [each for each in self._waiting.values() if each.request_id == request_id]:
+    def open(self, request_id: int, matcher: Matcher, texts: Texts) -> None:
+        """The grammar of a request is there; each choice has it from now on."""
+        for request, thinking in list(self._waiting.values()):
+            if request.request_id != request_id:
+                continue
             del self._waiting[request.handle]
-            self._rows[request.handle] = _Row(request, matcher.copy())
+            self._rows[request.handle] = _row(request, matcher.copy(), thinking, texts)
             self._wake(request)
 
     def attach(self, wake: Wake) -> None:
@@ -81,9 +97,12 @@ class GrammarGate:
 
     def _sampling(self, requests: list[Request], num_tokens: list[int]) -> Iterable[int]:
         for request, number in zip(requests, num_tokens, strict=True):
-            if request.handle in self._rows:
+            row = self._rows.get(request.handle)
+            if row is not None:
                 known = len(request.all_token_ids) + request.num_output_placeholders
-                if request.num_computed_tokens + number >= known:
+                if request.num_computed_tokens + number >= known and row.may_forbid(
+                    known - request.num_prompt_tokens
+                ):
                     yield request.handle
 
     def job(self, output: SchedulerOutput, backend: GrammarBackend) -> MaskJob:
@@ -99,3 +118,12 @@ class GrammarGate:
             job.token_ids.append(request.all_token_ids[request.num_prompt_tokens + row.num_seen :])
             row.num_seen = request.num_output_tokens
         return job
+
+
+def _row(request: Request, matcher: Matcher, rule: ThinkingRule | None, texts: Texts) -> _Row:
+    """Where a budget is all there is, no mask is needed before it can be used up."""
+    if rule is None:
+        return _Row(request, matcher)
+    free = isinstance(matcher, FreeMatcher)
+    thinking = ThinkingMatcher(matcher, rule, texts, request.sampling_params.eos_token_ids)
+    return _Row(request, thinking, rule.budget or 0 if free else 0)

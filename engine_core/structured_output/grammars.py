@@ -26,7 +26,7 @@ from proto.bell import NO_DESCRIPTOR, Bell
 from proto.cores import usable_cores
 from proto.engine_io import EngineCoreRequest
 from proto.errors import ErrorInfo, ProtocolError
-from proto.grammar import GrammarSource
+from proto.grammar import FREE_TEXT, GrammarSource
 from proto.lifecycle import ProcessBoot
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
@@ -75,7 +75,7 @@ class Grammars(Protocol):
         """
         ...
 
-    def enter(self, request: Request, source: GrammarSource | None) -> None:
+    def enter(self, request: Request, message: EngineCoreRequest) -> None:
         """A choice of such a request is in the queue of the scheduler."""
         ...
 
@@ -115,11 +115,11 @@ class NoGrammars:
         """Nobody rings."""
 
     def admit(self, client: int, message: EngineCoreRequest) -> bool:
-        if message.grammar is not None:
+        if _source_of(message) is not None:
             raise GrammarError("structured output is not available")
         return True
 
-    def enter(self, request: Request, source: GrammarSource | None) -> None:
+    def enter(self, request: Request, message: EngineCoreRequest) -> None:
         """Nothing to be held to."""
 
     def take_compiled(self) -> list[Answer]:
@@ -167,7 +167,7 @@ class CompiledGrammars:
         self._bell.silence()
 
     def admit(self, client: int, message: EngineCoreRequest) -> bool:
-        source = message.grammar
+        source = _source_of(message)
         if source is None:
             return True
         compiled = self._compiler.order(source)
@@ -177,13 +177,14 @@ class CompiledGrammars:
             self._pending.setdefault(source, []).append((client, message.request_id))
         return compiled is not None
 
-    def enter(self, request: Request, source: GrammarSource | None) -> None:
+    def enter(self, request: Request, message: EngineCoreRequest) -> None:
+        source = _source_of(message)
         if source is None:
             return
-        self._gate.enter(request)
+        self._gate.enter(request, message.thinking)
         compiled = self._compiler.order(source)
         if compiled is not None and not isinstance(compiled, GrammarError):
-            self._gate.open(request.request_id, compiled)
+            self._gate.open(request.request_id, compiled, self._compiler.backend)
 
     def take_compiled(self) -> list[Answer]:
         answers = []
@@ -192,7 +193,7 @@ class CompiledGrammars:
             for client, request_id in self._pending.pop(source, []):
                 answers.append(Answer(client, request_id, error))
                 if not isinstance(compiled, GrammarError):
-                    self._gate.open(request_id, compiled)
+                    self._gate.open(request_id, compiled, self._compiler.backend)
         return answers
 
     def order_masks(self, output: SchedulerOutput) -> None:
@@ -252,6 +253,11 @@ def start_grammars(boot: ProcessBoot) -> Grammars:
         make_backend, ProcessTrial(setup), cache, bell.ring, eager=boot.incarnation == 0
     )
     return CompiledGrammars(compiler, Masker(bell.ring), bell)
+
+
+def _source_of(message: EngineCoreRequest) -> GrammarSource | None:
+    """What its text has to be; thoughts that have a rule are followed by anything."""
+    return FREE_TEXT if message.grammar is None and message.thinking else message.grammar
 
 
 def _allows(mask: MaskRow, token_ids: list[int]) -> bool:

@@ -18,6 +18,7 @@ from llguidance.numpy import fill_next_token_bitmask_par
 
 from engine_core.structured_output.base import GrammarError, Matcher, mask_words
 from engine_core.structured_output.dormant import DormantMatcher
+from engine_core.structured_output.thinking import FREE
 from proto.errors import ModelError
 from proto.grammar import GrammarSource
 
@@ -83,6 +84,8 @@ class LLGuidanceBackend:
         self._executor = LLExecutor(num_threads)
 
     def compile(self, source: GrammarSource) -> Matcher:
+        if source.kind == "free":
+            return FREE
         matcher = LLMatcher(self._tokenizer, _grammar(source), log_level=0, limits=self._limits)
         if not matcher.is_error():
             # What no text satisfies shows in the first mask, as does what is too much work.

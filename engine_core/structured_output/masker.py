@@ -18,6 +18,7 @@ import numpy as np
 
 from engine_core.structured_output.base import GrammarBackend, MaskRow, Matcher, mask_words
 from engine_core.structured_output.compiler import start_thread
+from engine_core.structured_output.thinking import fill
 from proto.scheduler_output import GrammarOutput
 
 logger = logging.getLogger("tokend.grammars")
@@ -88,7 +89,7 @@ def made(job: MaskJob) -> StepMasks:
     for matcher, token_ids in zip(job.matchers, job.token_ids, strict=True):
         matcher.consume(token_ids)
     masks = np.empty((len(job.handles), mask_words(job.backend.vocab_size)), dtype=np.int32)
-    job.backend.fill(job.matchers, masks)
+    fill(job.backend, job.matchers, masks)
     errors = {
         handle: matcher.error
         for handle, matcher in zip(job.handles, job.matchers, strict=True)

@@ -21,6 +21,7 @@ from proto.grammar import GrammarSource
 from proto.model_runner_output import ModelRunnerOutput
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
+from proto.thinking import ThinkingRule
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.intake_desk import Outbox
 from tests.fakes.paged_runner import PagedRunner, Row, hashed_token
@@ -58,6 +59,8 @@ class GrammarRunner(PagedRunner):
         )
         allowed = np.flatnonzero(bits)
         assert len(allowed), "a mask leaves nothing"
+        if len(allowed) == SIZE:  # as good as no mask
+            return hashed_token(token_ids, choice, SIZE)
         if EOS in allowed and len(token_ids) % 3 == 0:
             return EOS
         return int(allowed[hashed_token(token_ids, choice, len(allowed))])
@@ -104,6 +107,7 @@ class GrammarEngine:
         n: int = 1,
         max_tokens: int = 200,
         wait: bool = True,
+        thinking: ThinkingRule | None = None,
     ) -> None:
         """One request; wait: until its grammar is compiled."""
         self.intake.take(
@@ -117,6 +121,7 @@ class GrammarEngine:
                 arrival_time=0.0,
                 n=n,
                 grammar=grammar,
+                thinking=thinking,
                 output_token_ids=outputs,
             ),
         )

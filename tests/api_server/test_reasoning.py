@@ -1,0 +1,200 @@
+"""Thoughts are told from answers, wherever the text is cut."""
+
+import random
+
+import pytest
+
+from api_server.outputs.detokenizer import Detokenizer
+from api_server.outputs.marked_detokenizer import MarkedDetokenizer
+from api_server.outputs.parts import PLAIN_TEXT, Content, Part, PartsParser, Reasoning
+from api_server.outputs.reasoning import (
+    MAX_BLANKS,
+    NO_REASONING,
+    STYLES,
+    Opening,
+    ReasoningParser,
+    opening_of,
+    style_of,
+)
+from api_server.outputs.thoughts import CountingDetokenizer
+from proto.config import FrontEndConfig, ReasoningParserName
+
+THINK = STYLES["qwen3"]
+INSIDE, UNKNOWN = Opening.INSIDE, Opening.UNKNOWN
+
+OUTPUTS = [
+    # opening, text, thoughts, answer
+    (UNKNOWN, "<think>\nTwo and two.\n</think>\n\n4", "Two and two.", "4"),
+    (UNKNOWN, "<think>Two</think>4", "Two", "4"),
+    (UNKNOWN, " \n <think>Two</think>4", "Two", "4"),
+    (UNKNOWN, "<think>\n\n</think>\n\n4", "", "4"),
+    (UNKNOWN, "<think></think>", "", ""),
+    (UNKNOWN, "4", "", "4"),
+    (UNKNOWN, "  4 <think>no</think>", "", "  4 <think>no</think>"),
+    (UNKNOWN, "<thin", "", "<thin"),
+    (UNKNOWN, "<thinking>4", "", "<thinking>4"),
+    (UNKNOWN, " ", "", " "),
+    (UNKNOWN, "", "", ""),
+    (UNKNOWN, "<think>never ends", "never ends", ""),
+    (UNKNOWN, "<think>never ends </thin", "never ends </thin", ""),
+    (UNKNOWN, "<think> a </think >b</think> c ", "a </think >b", " c "),
+    (UNKNOWN, "<think>a\n\n  b \n</think>c\n\nd\n", "a\n\n  b", "c\n\nd\n"),
+    (UNKNOWN, "<think>a<think>b</think>c</think>d", "a<think>b", "c</think>d"),
+    (UNKNOWN, "<think>a<</<</t</think>4", "a<</<</t", "4"),
+    (UNKNOWN, "<think>思考 😀</think>答え", "思考 😀", "答え"),
+    (INSIDE, "Two and two.\n</think>\n\n4", "Two and two.", "4"),
+    (INSIDE, "\n<think>\nTwo</think>4", "Two", "4"),
+    (INSIDE, "</think>4", "", "4"),
+    (INSIDE, "<b>x</b></think>4", "<b>x</b>", "4"),
+    (INSIDE, "never ends\n", "never ends", ""),
+    (INSIDE, "<thin", "<thin", ""),
+    (INSIDE, "a</think>" + "\n" * 200 + "b", "a", "b"),
+    (INSIDE, "", "", ""),
+    (INSIDE, "a </think>\n </think>", "a", " </think>"),
+]
+
+
+def read(parser: PartsParser, pieces: list[str]) -> tuple[str, str]:
+    """(thoughts, answer); thoughts come before the answer."""
+    parts: list[Part] = [part for piece in pieces for part in parser.feed(piece)]
+    parts += parser.end()
+    kinds = [type(part) for part in parts]
+    assert kinds == sorted(kinds, key=lambda kind: kind is Content), kinds
+    assert all(part.text for part in parts)  # type: ignore[union-attr]
+    thoughts = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    return thoughts, "".join(part.text for part in parts if isinstance(part, Content))
+
+
+@pytest.mark.parametrize(("opening", "text", "thoughts", "answer"), OUTPUTS)
+def test_wherever_it_is_cut(opening: Opening, text: str, thoughts: str, answer: str) -> None:
+    def parser(*, shows: bool = True) -> ReasoningParser:
+        return ReasoningParser(THINK, opening, PLAIN_TEXT, shows=shows)
+
+    assert read(parser(), [text]) == (thoughts, answer)
+    assert read(parser(), list(text)) == (thoughts, answer)
+    for place in range(len(text) + 1):
+        assert read(parser(), [text[:place], text[place:]]) == (thoughts, answer), place
+    assert read(parser(shows=False), list(text)) == ("", answer)
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_random_texts_in_random_pieces(name: str) -> None:
+    style, random_ = STYLES[name], random.Random(name)
+    words = [style.start, style.end, *style.start[:5], style.end[:-1], " ", "\n", "a", "\t" * 70]
+    for _ in range(300):
+        text = "".join(random_.choices(words, k=random_.randrange(12)))
+        for opening in (INSIDE, UNKNOWN):
+            whole = read(ReasoningParser(style, opening, PLAIN_TEXT), [text])
+            pieces, rest = [], text
+            while rest:
+                length = random_.randrange(1, 9)
+                pieces.append(rest[:length])
+                rest = rest[length:]
+            cut = read(ReasoningParser(style, opening, PLAIN_TEXT), pieces)
+            assert cut == whole, (text, pieces)
+
+
+def test_thoughts_are_told_as_they_come() -> None:
+    parser = ReasoningParser(THINK, UNKNOWN, PLAIN_TEXT)
+    assert parser.feed("<think>") == []
+    assert parser.feed("One") == [Reasoning("One")]
+    assert parser.feed(" \n") == []
+    assert parser.feed("two <") == [Reasoning(" \ntwo")]
+    assert parser.feed("/think>\n") == []
+    assert parser.feed("\nx") == [Content("x")]
+
+
+@pytest.mark.parametrize("piece", [" ", "<", "x", "</think", "\n<"])
+def test_little_is_held_back(piece: str) -> None:
+    held = ReasoningParser(THINK, INSIDE, PLAIN_TEXT)
+    for _ in range(10_000):
+        held.feed(piece)
+    assert len(held._held) <= MAX_BLANKS + 2 * len(THINK.end)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "continued", "opening"),
+    [
+        ("qwen3", "user\nhi\nassistant\n", "", UNKNOWN),
+        ("qwen3", "user\n<think>\nassistant\n", "", UNKNOWN),
+        ("qwen3", "assistant\n<think>\n", "", INSIDE),
+        ("qwen3", "assistant\n<think>\n\n</think>\n\n", "", Opening.OUTSIDE),
+        ("qwen3", "assistant\n<think>a", "<think>a", INSIDE),
+        ("qwen3", "assistant\n<think>a</think>b", "<think>a</think>b", Opening.OUTSIDE),
+        ("qwen3", "assistant\nb", "b", Opening.OUTSIDE),
+        ("deepseek_r1", "assistant\n", "", INSIDE),
+        ("deepseek_r1", "assistant\n</think>", "", Opening.OUTSIDE),
+        ("none", "assistant\n<think>\n", "", Opening.OUTSIDE),
+    ],
+)
+def test_the_end_of_the_prompt_tells_where_an_answer_begins(
+    name: str, prompt: str, continued: str, opening: Opening
+) -> None:
+    assert opening_of(style_of(name, None), prompt, continued) is opening
+
+
+@pytest.mark.parametrize(
+    ("template", "style"),
+    [
+        (None, NO_REASONING),
+        ("{{ messages }}", NO_REASONING),
+        ("{{ '<think>\n\n</think>' }}", THINK),
+        ("{{ content.split('</think>')[-1] }}", STYLES["deepseek_r1"]),
+        ("{{ '[THINK]' + text + '[/THINK]' }}", STYLES["mistral"]),
+    ],
+)
+def test_auto_looks_into_the_template(template: str | None, style: object) -> None:
+    assert style_of("auto", template) == style
+    assert style_of("none", template) == NO_REASONING
+    assert style_of("qwen3", template) == THINK
+
+
+def test_the_setting_knows_every_style() -> None:
+    assert {"auto", "none", *STYLES} == set(ReasoningParserName.__args__)  # type: ignore[attr-defined]
+    assert FrontEndConfig().reasoning_parser == "auto"
+
+
+class Spelled:
+    """A token is a place in a list of texts."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self._texts = texts
+
+    def feed(self, token_id: int) -> str:
+        return self._texts[token_id]
+
+    def flush(self) -> str:
+        return "…"
+
+
+@pytest.mark.parametrize(
+    ("opening", "texts", "number"),
+    [
+        (INSIDE, ["a", "b", "</think>", "c"], 2),
+        (INSIDE, ["a", "b", "</", "think", ">\n", "c"], 2),
+        (INSIDE, ["a", "b<", "/think>", "c"], 2),
+        (INSIDE, ["a", "", "b"], 3),
+        (INSIDE, ["</think>"], 0),
+        (INSIDE, ["<think>", "a", "</think>", "b"], 1),
+        (INSIDE, [" ", "a", "</think>"], 2),
+        (UNKNOWN, ["<think>", "a", "b", "</think>", "c"], 2),
+        (UNKNOWN, ["\n", "<", "think", ">", "a", "</", "think>", "c"], 1),
+        (UNKNOWN, ["<think>a", "</think>"], 1),
+        (UNKNOWN, ["<think>", "a"], 1),
+        (UNKNOWN, ["a", "<think>", "b", "</think>"], 0),
+        (UNKNOWN, ["<", "a"], 0),
+        (UNKNOWN, [], 0),
+    ],
+)
+def test_tokens_of_thoughts_are_counted(opening: Opening, texts: list[str], number: int) -> None:
+    counting = CountingDetokenizer(Spelled(texts), THINK, opening)
+    assert [counting.feed(each) for each in range(len(texts))] == texts
+    assert counting.num_tokens == number
+    assert counting.flush() == "…"
+
+
+def test_markers_without_text_get_theirs() -> None:
+    inner: Detokenizer = Spelled(["a", "", "b"])
+    marked = MarkedDetokenizer(inner, {1: "[THINK]"})
+    assert [marked.feed(each) for each in range(3)] == ["a", "…[THINK]", "b"]
+    assert marked.flush() == "…"

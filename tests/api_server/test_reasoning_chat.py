@@ -1,0 +1,201 @@
+"""Thoughts in chats over HTTP, against a scripted engine."""
+
+import pytest
+from tokenizers import AddedToken
+
+from proto.config import FrontEndConfig
+from proto.grammar import GrammarSource
+from proto.thinking import ThinkingRule
+from tests.api_server.conftest import byte_level_tokenizer, prepared
+
+PATH = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hello"}]
+SAID = "<think>\nthe fox 😀\n</think>\n\nover the sea"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}"
+    "{% if add_generation_prompt %}assistant:"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{% endif %}"
+)
+
+
+@pytest.fixture
+def served(tokenizer, tmp_path):
+    """A model that may think."""
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    return prepared(tmp_path, tokenizer.get_vocab_size(), has_chat_template=True)
+
+
+def joined(events, name):
+    return "".join(event["choices"][0]["delta"].get(name) or "" for event in events)
+
+
+async def test_whole_answer(start, say, served, tokenizer):
+    async with start(say(SAID), served=served) as front_end:
+        body = (await front_end.chat()).json()
+        assert body["choices"][0]["message"] == {
+            "role": "assistant",
+            "content": "over the sea",
+            "refusal": None,
+            "reasoning": "the fox 😀",
+        }
+        counts = [len(tokenizer.encode(text).ids) for text in ("<think>", "</think>")]
+        assert counts[0] > 1  # so that a marker of several tokens is tried
+        number = body["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        assert number == len(tokenizer.encode("\nthe fox 😀\n").ids)
+        assert front_end.engine.requests.get_nowait().thinking is None
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+async def test_stream(start, say, served, interval):
+    async with start(say(SAID), served=served) as front_end:
+        events = await front_end.events(
+            PATH,
+            messages=MESSAGES,
+            stream_interval=interval,
+            stream_options={"include_usage": True},
+        )
+        assert joined(events[:-2], "reasoning") == "the fox 😀"
+        assert joined(events[:-2], "content") == "over the sea"
+        names = [name for event in events[:-2] for name in event["choices"][0]["delta"]]
+        assert names.index("reasoning") < len(names) - 1 - names[::-1].index("content")
+        assert not any("<" in str(event) for event in events)
+        assert events[-2]["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+        whole = (await front_end.chat()).json()
+        assert whole["usage"] == events[-2]["usage"]
+
+
+async def test_thoughts_may_be_left_out(start, say, served):
+    async with start(say(SAID), served=served) as front_end:
+        body = (await front_end.chat(include_reasoning=False)).json()
+        assert "reasoning" not in body["choices"][0]["message"]
+        assert body["choices"][0]["message"]["content"] == "over the sea"
+        assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+        events = await front_end.events(PATH, messages=MESSAGES, include_reasoning=False)
+        assert joined(events[:-1], "reasoning") == ""
+        assert joined(events[:-1], "content") == "over the sea"
+
+
+async def test_content_is_null_where_all_is_thought(start, say, served):
+    async with start(say("<think>\nthe fox"), served=served) as front_end:
+        message = (await front_end.chat()).json()["choices"][0]["message"]
+        assert message["content"] is None
+        assert message["reasoning"] == "the fox"
+    async with start(say("<think>\n</think>"), served=served) as front_end:
+        message = (await front_end.chat()).json()["choices"][0]["message"]
+        assert message["content"] == ""
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_every_choice_has_thoughts_of_its_own(start, say, served, n):
+    async with start(say(SAID), served=served) as front_end:
+        body = (await front_end.chat(n=n, temperature=1.0, logprobs=True)).json()
+        for choice in body["choices"]:
+            assert choice["message"]["reasoning"] == "the fox 😀"
+            assert len(choice["logprobs"]["content"]) == body["usage"]["completion_tokens"] // n
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}],
+)
+async def test_the_switch(start, say, served, tokenizer, fields):
+    async with start(say("over <think> it"), served=served) as front_end:
+        body = (await front_end.chat(**fields)).json()
+        assert body["choices"][0]["message"]["content"] == "over <think> it"
+        assert "reasoning" not in body["choices"][0]["message"]
+        prompt = "user:hello;assistant:<think></think>"
+        request = front_end.engine.requests.get_nowait()
+        assert request.prompt_token_ids == tokenizer.encode(prompt).ids
+
+
+async def test_the_clients_own_variable_wins(start, say, served, tokenizer):
+    async with start(say("x"), served=served) as front_end:
+        await front_end.chat(
+            reasoning_effort="high", chat_template_kwargs={"enable_thinking": False}
+        )
+        request = front_end.engine.requests.get_nowait()
+        assert tokenizer.decode(request.prompt_token_ids).endswith("<think></think>")
+
+
+async def test_none_reads_nothing(start, say, served):
+    config = FrontEndConfig(reasoning_parser="none")
+    async with start(say(SAID), served=served, config=config) as front_end:
+        body = (await front_end.chat()).json()
+        assert body["choices"][0]["message"]["content"] == SAID
+        assert "completion_tokens_details" not in body["usage"]
+        response = await front_end.chat(thinking_token_budget=3)
+        assert response.json()["error"]["param"] == "thinking_token_budget"
+
+
+async def test_the_engine_is_told_of_a_budget(start, say, served, tokenizer):
+    async with start(say(SAID), served=served) as front_end:
+        await front_end.chat(thinking_token_budget=5)
+        assert front_end.engine.requests.get_nowait().thinking == ThinkingRule(
+            begun=False,
+            start="<think>",
+            end="</think>",
+            end_token_ids=tuple(tokenizer.encode("</think>").ids),
+            budget=5,
+        )
+        await front_end.chat(
+            thinking_token_budget=5, chat_template_kwargs={"enable_thinking": False}
+        )
+        assert front_end.engine.requests.get_nowait().thinking is None
+
+
+async def test_the_engine_is_told_that_a_grammar_is_for_what_follows(start, say, served):
+    async with start(say(SAID), served=served) as front_end:
+        await front_end.chat(response_format={"type": "json_object"})
+        request = front_end.engine.requests.get_nowait()
+        assert isinstance(request.grammar, GrammarSource)
+        assert request.thinking is not None
+        assert request.thinking.budget is None
+
+
+@pytest.mark.parametrize("skips", [True, False])
+async def test_markers_that_are_special_tokens(start, tmp_path, skips):
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens([AddedToken(each, special=True) for each in ("<think>", "</think>")])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    model = prepared(tmp_path, tokenizer.get_vocab_size(), has_chat_template=True)
+    ids = [*tokenizer.encode(SAID).ids, 2]
+    async with start(lambda request, choice: ids, served=model) as front_end:
+        body = (await front_end.chat(skip_special_tokens=skips, thinking_token_budget=99)).json()
+        message = body["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == ("the fox 😀", "over the sea")
+        rule = front_end.engine.requests.get_nowait().thinking
+        assert rule.start_token_id == tokenizer.token_to_id("<think>")
+        assert rule.end_token_ids == (tokenizer.token_to_id("</think>"),)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"thinking_token_budget": -1}, "thinking_token_budget"),
+        ({"thinking_token_budget": "5"}, "thinking_token_budget"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "some"}, "reasoning_effort"),
+        ({"include_reasoning": "yes"}, "include_reasoning"),
+    ],
+)
+async def test_what_a_model_without_thoughts_cannot_do(start, say, fields, param):
+    async with start(say("Hi")) as front_end:
+        response = await front_end.chat(**fields)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param
+        assert (await front_end.chat(reasoning_effort="none")).status_code == 200
+        assert (await front_end.chat(include_reasoning=False)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "fields", [{"allowed_token_ids": [5]}, {"bad_words": ["x"]}, {"use_beam_search": True, "n": 2}]
+)
+async def test_nothing_may_rule_out_the_end_of_thoughts(start, say, served, fields):
+    async with start(say("Hi"), served=served) as front_end:
+        response = await front_end.chat(thinking_token_budget=5, **fields)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == next(iter(fields))
