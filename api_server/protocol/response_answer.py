@@ -4,11 +4,9 @@
                                                                              ├ incomplete
                                                                              └ error ─ failed
 
-Owns the order of events and their numbers. Output is ASCII: no line separator of Unicode can
-split an event.
+Owns the order of events.
 """
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
@@ -26,6 +24,7 @@ from api_server.outputs.parts import (
     Reasoning,
 )
 from api_server.protocol.answers import Shape
+from api_server.protocol.response_events import EventLog
 from api_server.protocol.response_items import Item
 from api_server.protocol.response_output import (
     CallItem,
@@ -76,23 +75,22 @@ class ResponsesAnswer:
         self._tokens: list[TextToken] = []
         self._num_reasoning_tokens = 0
         self._finish_reason = ""
-        self._events: list[str] = []
-        self._number = 0
+        self._log = EventLog()
 
     def begin(self) -> str:
         for name in ("created", "in_progress"):
-            self._tell(name, response=self.so_far())
-        return self._told()
+            self._log.tell(name, response=self.so_far())
+        return self._log.take()
 
     def chunk(self, delta: Delta) -> str:
         self._feed(delta)
-        return self._told()
+        return self._log.take()
 
     def end(self, usage: Usage) -> str:
         response = self._end(usage)
         name = "completed" if response["status"] == "completed" else "incomplete"
-        self._tell(name, response=response)
-        return self._told()
+        self._log.tell(name, response=response)
+        return self._log.take()
 
     def failure(self, error: RequestError) -> str:
         if isinstance(error, InvalidRequestError):
@@ -103,12 +101,9 @@ class ResponsesAnswer:
         self._close("incomplete")
         response = self._response("failed") | {"error": {"code": code, "message": message}}
         self._ended(response)
-        self._number += 1
-        fields = {"type": "error", "sequence_number": self._number - 1}
-        fields |= {"code": code, "message": message, "param": param}
-        self._events.append(f"event: error\ndata: {json.dumps(fields)}\n\n")
-        self._tell("failed", response=response)
-        return self._told()
+        self._log.tell_as("error", code=code, message=message, param=param)
+        self._log.tell("failed", response=response)
+        return self._log.take()
 
     def body(self, deltas: Sequence[Delta], usage: Usage) -> Json:
         for delta in deltas:
@@ -122,7 +117,7 @@ class ResponsesAnswer:
     def _end(self, usage: Usage) -> Json:
         status, reason = _ENDS.get(self._finish_reason, ("completed", None))
         if self._open is None and not self._items:
-            self._enter(MessageItem(self._tell, 0))
+            self._enter(MessageItem(self._log, 0))
         if isinstance(self._open, MessageItem):
             self._open.add_logprobs(self._logprobs())  # of a token that ended it, without text
         self._close("completed" if status == "completed" else "incomplete")
@@ -152,18 +147,18 @@ class ResponsesAnswer:
         match part:
             case Content(text):
                 if not isinstance(self._open, MessageItem):
-                    self._enter(MessageItem(self._tell, len(self._items)))
+                    self._enter(MessageItem(self._log, len(self._items)))
                 assert isinstance(self._open, MessageItem)
                 self._open.add(text, self._logprobs())
             case Reasoning(text):
                 if not isinstance(self._open, ReasoningItem):
                     place, summarised = len(self._items), self._summarised
-                    self._enter(ReasoningItem(self._tell, place, summarised=summarised))
+                    self._enter(ReasoningItem(self._log, place, summarised=summarised))
                 assert isinstance(self._open, ReasoningItem)
                 self._open.add(text)
             case CallBegins(index, call_id, name):
                 tool = self._tools.tool_of(name)
-                self._enter(call_item(self._tell, len(self._items), call_id, tool))
+                self._enter(call_item(self._log, len(self._items), call_id, tool))
                 self._call = index
             case CallArguments(index, text):
                 assert not isinstance(self._open, MessageItem | ReasoningItem | None)
@@ -209,17 +204,6 @@ class ResponsesAnswer:
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
-
-    def _tell(self, name: str, /, **fields: Any) -> None:
-        kind = f"response.{name}"
-        event = {"type": kind, "sequence_number": self._number, **fields}
-        self._number += 1
-        self._events.append(f"event: {kind}\ndata: {json.dumps(event)}\n\n")
-
-    def _told(self) -> str:
-        events = "".join(self._events)
-        self._events.clear()
-        return events
 
 
 def _num_reasoning(parts: Sequence[Part], num_tokens: int) -> int:

@@ -12,17 +12,12 @@ import secrets
 from collections.abc import Callable
 from typing import Any, Final, Literal, Protocol
 
+from api_server.protocol.response_events import EventLog, TextForm
 from api_server.protocol.response_items import CUSTOM_INPUT
 from api_server.protocol.response_tools import Tool
 
 Status = Literal["in_progress", "completed", "incomplete"]
 Json = dict[str, Any]
-
-
-class Tell(Protocol):
-    """Takes one event: its name without `response.`, and its fields."""
-
-    def __call__(self, name: str, /, **fields: Any) -> None: ...
 
 
 class OutputItem(Protocol):
@@ -38,11 +33,11 @@ class OutputItem(Protocol):
 
 
 class _Base:
-    """prefix: of the id. tell: for events; place: output_index."""
+    """prefix: of the id. log: for events; place: output_index."""
 
-    def __init__(self, prefix: str, tell: Tell, place: int) -> None:
+    def __init__(self, prefix: str, log: EventLog, place: int) -> None:
         self._id = f"{prefix}_{secrets.token_hex(16)}"
-        self._tell = tell
+        self._log = log
         self._here: Final[Json] = {"item_id": self._id, "output_index": place}
         self._pieces: list[str] = []
 
@@ -52,24 +47,25 @@ class _Base:
 
     def _added(self, item: Json) -> None:
         place = self._here["output_index"]
-        self._tell("output_item.added", output_index=place, item=item)
+        self._log.tell("output_item.added", output_index=place, item=item)
 
     def _done(self, item: Json) -> None:
         place = self._here["output_index"]
-        self._tell("output_item.done", output_index=place, item=item)
+        self._log.tell("output_item.done", output_index=place, item=item)
 
 
 class MessageItem(_Base):
     """Text for the reader, with its log-probabilities where they were asked for."""
 
-    def __init__(self, tell: Tell, place: int) -> None:
-        super().__init__("msg", tell, place)
+    def __init__(self, log: EventLog, place: int) -> None:
+        super().__init__("msg", log, place)
         self._logprobs: list[Json] = []
+        self._form = TextForm("output_text.delta", **self._here, content_index=0, logprobs=[])
 
     def open(self) -> None:
         self._added(self._json([], "in_progress"))
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        self._tell("content_part.added", **self._here, content_index=0, part=part)
+        self._log.tell("content_part.added", **self._here, content_index=0, part=part)
 
     def add_logprobs(self, logprobs: list[Json]) -> None:
         """Of tokens that have no text."""
@@ -77,21 +73,23 @@ class MessageItem(_Base):
 
     def add(self, text: str, logprobs: list[Json]) -> None:
         self._pieces.append(text)
+        if not logprobs:
+            self._log.tell_text(self._form, text)
+            return
         self._logprobs += logprobs
-        self._tell(
-            "output_text.delta", **self._here, content_index=0, delta=text, logprobs=logprobs
-        )
+        here = self._here
+        self._log.tell("output_text.delta", **here, content_index=0, delta=text, logprobs=logprobs)
 
     def close(self, status: Status) -> None:
         here, part = self._here, self._part()
-        self._tell(
+        self._log.tell(
             "output_text.done",
             **here,
             content_index=0,
             text=part["text"],
             logprobs=part["logprobs"],
         )
-        self._tell("content_part.done", **here, content_index=0, part=part)
+        self._log.tell("content_part.done", **here, content_index=0, part=part)
         self._done(self._json([part], status))
 
     def json(self, status: Status) -> Json:
@@ -118,32 +116,34 @@ class MessageItem(_Base):
 class ReasoningItem(_Base):
     """What the model thinks. summarised: told as a summary as well, word for word."""
 
-    def __init__(self, tell: Tell, place: int, *, summarised: bool) -> None:
-        super().__init__("rs", tell, place)
+    def __init__(self, log: EventLog, place: int, *, summarised: bool) -> None:
+        super().__init__("rs", log, place)
         self._summarised = summarised
 
     def open(self) -> None:
         self._added(self._json([], [], "in_progress"))
         part = {"type": "reasoning_text", "text": ""}
-        self._tell("content_part.added", **self._here, content_index=0, part=part)
+        self._log.tell("content_part.added", **self._here, content_index=0, part=part)
         if self._summarised:
             part = {"type": "summary_text", "text": ""}
-            self._tell("reasoning_summary_part.added", **self._here, summary_index=0, part=part)
+            self._log.tell("reasoning_summary_part.added", **self._here, summary_index=0, part=part)
 
     def add(self, text: str) -> None:
         self._pieces.append(text)
-        self._tell("reasoning_text.delta", **self._here, content_index=0, delta=text)
+        self._log.tell("reasoning_text.delta", **self._here, content_index=0, delta=text)
         if self._summarised:
-            self._tell("reasoning_summary_text.delta", **self._here, summary_index=0, delta=text)
+            self._log.tell(
+                "reasoning_summary_text.delta", **self._here, summary_index=0, delta=text
+            )
 
     def close(self, status: Status) -> None:
         here, text = self._here, self._text
         (part,) = self._content()
-        self._tell("reasoning_text.done", **here, content_index=0, text=text)
-        self._tell("content_part.done", **here, content_index=0, part=part)
+        self._log.tell("reasoning_text.done", **here, content_index=0, text=text)
+        self._log.tell("content_part.done", **here, content_index=0, part=part)
         for part in self._summary():
-            self._tell("reasoning_summary_text.done", **here, summary_index=0, text=text)
-            self._tell("reasoning_summary_part.done", **here, summary_index=0, part=part)
+            self._log.tell("reasoning_summary_text.done", **here, summary_index=0, text=text)
+            self._log.tell("reasoning_summary_part.done", **here, summary_index=0, part=part)
         self._done(self.json(status))
 
     def json(self, status: Status) -> Json:
@@ -169,20 +169,21 @@ class ReasoningItem(_Base):
 class FunctionItem(_Base):
     """A call of a function."""
 
-    def __init__(self, tell: Tell, place: int, call_id: str, tool: Tool) -> None:
-        super().__init__("fc", tell, place)
+    def __init__(self, log: EventLog, place: int, call_id: str, tool: Tool) -> None:
+        super().__init__("fc", log, place)
         self._call = {"call_id": call_id, **_named(tool)}
+        self._form = TextForm("function_call_arguments.delta", **self._here)
 
     def open(self) -> None:
         self._added(self.json("in_progress"))
 
     def add(self, arguments: str) -> None:
         self._pieces.append(arguments)
-        self._tell("function_call_arguments.delta", **self._here, delta=arguments)
+        self._log.tell_text(self._form, arguments)
 
     def close(self, status: Status) -> None:
         name, arguments = self._call["name"], self._text
-        self._tell("function_call_arguments.done", **self._here, name=name, arguments=arguments)
+        self._log.tell("function_call_arguments.done", **self._here, name=name, arguments=arguments)
         self._done(self.json(status))
 
     def json(self, status: Status) -> Json:
@@ -198,8 +199,8 @@ class FunctionItem(_Base):
 class CustomItem(_Base):
     """A call of a custom tool: its input is known when the arguments are complete."""
 
-    def __init__(self, tell: Tell, place: int, call_id: str, tool: Tool) -> None:
-        super().__init__("ctc", tell, place)
+    def __init__(self, log: EventLog, place: int, call_id: str, tool: Tool) -> None:
+        super().__init__("ctc", log, place)
         self._call = {"call_id": call_id, **_named(tool)}
 
     def open(self) -> None:
@@ -210,8 +211,8 @@ class CustomItem(_Base):
 
     def close(self, status: Status) -> None:
         given = _custom_input(self._text)
-        self._tell("custom_tool_call_input.delta", **self._here, delta=given)
-        self._tell("custom_tool_call_input.done", **self._here, input=given)
+        self._log.tell("custom_tool_call_input.delta", **self._here, delta=given)
+        self._log.tell("custom_tool_call_input.done", **self._here, input=given)
         self._done(self.json(status))
 
     def json(self, status: Status) -> Json:
@@ -230,10 +231,10 @@ class CustomItem(_Base):
 CallItem = FunctionItem | CustomItem
 
 
-def call_item(tell: Tell, place: int, call_id: str, tool: Tool) -> CallItem:
+def call_item(log: EventLog, place: int, call_id: str, tool: Tool) -> CallItem:
     """The item for a call of that tool."""
     make: Callable[..., CallItem] = CustomItem if tool.custom else FunctionItem
-    return make(tell, place, call_id, tool)
+    return make(log, place, call_id, tool)
 
 
 def _named(tool: Tool) -> Json:

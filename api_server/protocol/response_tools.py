@@ -17,11 +17,11 @@ from typing import Any, Final
 from api_server.protocol.fields import given_fields
 from api_server.protocol.ignored import IgnoredFields
 from api_server.protocol.response_items import CUSTOM_INPUT
+from api_server.protocol.tools import MAX_TOOLS
 from proto.errors import InvalidRequestError, shown
 
 SEPARATOR: Final = "__"
 """Between a namespace and a name, which the model sees as one."""
-MAX_TOOLS: Final = 1024
 MAX_NAME_CHARACTERS: Final = 64
 """A longer name of a tool in a namespace is cut, and ends with a digest of the whole."""
 _DIGEST_BYTES: Final = 4

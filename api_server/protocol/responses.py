@@ -5,7 +5,7 @@ items and tools have modules of their own. Names in errors are those that the cl
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
@@ -59,6 +59,9 @@ _MENTIONED: Final = re.compile(
     r"\bmessages(?=\.)|^messages\b|\bmax_(?:completion_)?tokens\b|\bresponse_format\b"
     r"|\breasoning_effort\b"
 )
+_EFFORT_NAMES: Final = frozenset({"reasoning_effort", "enable_thinking", "thinking"})
+"""Variables by which templates are told how much to think, or whether. Agents ask every model
+for an effort; one whose template has none of these answers as it does."""
 _FUNCTION: Final = re.compile(r"\btools\[(\d{1,4})\](?:\.function)?")
 """The place of a function in a chat completion."""
 
@@ -233,12 +236,13 @@ def chat_request(
     passed: Mapping[str, Any],
     items: Sequence[Item],
     tools: OfferedTools,
+    template_names: Collection[str],
     ignored: IgnoredFields,
 ) -> ChatCompletionRequest:
     """The same for prepare_turn.
 
-    items: the conversation, from its first item to its last. Raises InvalidRequestError that
-    names what the client wrote.
+    items: the conversation, from its first item to its last. template_names: variables that the
+    chat template reads. Raises InvalidRequestError that names what the client wrote.
     """
     fields: dict[str, Any] = {
         **passed,
@@ -252,8 +256,11 @@ def chat_request(
     for name in ("temperature", "top_p"):
         if name in asked.model_fields_set:
             fields[name] = getattr(asked, name)
-    if asked.reasoning is not None and asked.reasoning.effort is not None:
-        fields["reasoning_effort"] = asked.reasoning.effort
+    effort = None if asked.reasoning is None else asked.reasoning.effort
+    if effort in (None, "none") or not _EFFORT_NAMES.isdisjoint(template_names):
+        fields["reasoning_effort"] = effort
+    else:
+        ignored.add("reasoning.effort")
     if asked.wants_logprobs:
         fields |= {"logprobs": True, "top_logprobs": asked.top_logprobs}
     if asked.truncation == "auto":

@@ -46,7 +46,8 @@ async def create_response(request: Request) -> Response:
     asked, passed = parse_request(await read_fields(request, ignored), ignored)
     items = _conversation(services, owner, asked)
     tools = OfferedTools(asked.tools, asked.tool_choice, ignored)
-    chat = chat_request(asked, passed, items, tools, ignored)
+    template_names = services.chat_template.facts.names
+    chat = chat_request(asked, passed, items, tools, template_names, ignored)
     try:
         turn = await prepare_turn(
             services,

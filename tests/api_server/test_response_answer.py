@@ -293,7 +293,7 @@ def test_a_choice_of_tools():
         [{**WEATHER, "defer_loading": True}],
         [{"type": "namespace", "name": "x"}],
         [{"type": "namespace", "name": "x", "tools": [5]}],
-        [{**WEATHER, "name": f"t{number}"} for number in range(1025)],
+        [{**WEATHER, "name": f"t{number}"} for number in range(129)],
     ],
 )
 def test_tools_that_are_refused(tools):

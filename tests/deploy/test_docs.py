@@ -27,7 +27,7 @@ from api_server.protocol.common import (
 )
 from api_server.protocol.reference import markdown
 from api_server.protocol.response_items import MAX_ITEMS
-from api_server.protocol.response_tools import MAX_TOOLS
+from api_server.protocol.tools import MAX_TOOLS
 from api_server.routes.admin import MAX_ABORTED_IDS, MAX_ID_CHARACTERS
 from api_server.routes.body import MAX_BODY_BYTES, MAX_DEPTH, SECONDS_PER_MIB
 from deploy.flags import all_flags

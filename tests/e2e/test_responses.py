@@ -1,5 +1,7 @@
 """The public OpenAI client holds conversations over /v1/responses with the running daemon."""
 
+import json
+
 import httpx
 import openai
 import pytest
@@ -127,3 +129,53 @@ def test_errors_name_the_field(client: openai.OpenAI) -> None:
     assert caught.value.param == "previous_response_id"
     response = httpx.get(f"{client.base_url}responses/resp_none")
     assert response.status_code == 404
+
+
+WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Current weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
+
+def test_a_streamed_conversation_with_a_tool(client: openai.OpenAI) -> None:
+    """create, function_call, function_call_output, answer."""
+    ask = {
+        "model": MODEL,
+        "tools": [WEATHER],
+        "temperature": 0,
+        "max_output_tokens": 60,
+        "parallel_tool_calls": False,
+    }
+    items: list = [{"role": "user", "content": "What is the weather in Paris?"}]
+    events = list(client.responses.create(**ask, input=items, tool_choice="required", stream=True))
+    for event in events:
+        EVENT.validate_python(event.model_dump(by_alias=True, exclude_unset=True))
+    response = events[-1].response
+    assert response.status == "completed"
+    (call,) = response.output
+    deltas = [
+        event.delta
+        for event in events
+        if event.type == "response.function_call_arguments.delta" and event.item_id == call.id
+    ]
+    assert "".join(deltas) == call.arguments
+    assert set(json.loads(call.arguments)) == {"city"}
+    items += [
+        call.model_dump(),
+        {"type": "function_call_output", "call_id": call.call_id, "output": "21 degrees, sunny"},
+    ]
+    events = list(client.responses.create(**ask, input=items, tool_choice="none", stream=True))
+    last = events[-1].response
+    assert last.output_text
+    assert last.usage.input_tokens_details.cached_tokens >= 0
+    named = {"type": "function", "name": "get_weather"}
+    (call,) = client.responses.create(**ask, input="Hello", tool_choice=named).output
+    assert (call.type, call.name) == ("function_call", "get_weather")
