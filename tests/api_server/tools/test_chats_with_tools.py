@@ -38,7 +38,7 @@ TOOL_TEMPLATE = (
     "{{ call.function.name }} {{ call.function.arguments.city }} {{ call.id }}{% endfor %}"
     "{% if message.tool_call_id %}#{{ message.tool_call_id }}{% endif %};{% endfor %}"
 )
-MARK = 401
+MARK = 393
 """The id of [TOOL_CALLS] in the vocabulary of `marked`."""
 
 
