@@ -243,7 +243,7 @@ async def test_a_call_and_its_result(start, say, tokenizer):
 
 async def test_a_streamed_call(start, say):
     async with start(say(CALL), max_model_len=8192) as front_end:
-        found = await events(front_end, tools=[WEATHER])
+        found = await events(front_end, tools=[WEATHER], max_tokens=200)
         begun = found[1]["content_block"]
         assert (begun["type"], begun["name"], begun["input"]) == ("tool_use", "weather", {})
         pieces = [
