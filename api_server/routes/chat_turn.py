@@ -10,13 +10,10 @@ from dataclasses import dataclass
 from api_server.inputs.chat_prompt import conversation_of, num_characters
 from api_server.inputs.conversation import Conversation
 from api_server.inputs.logit_edits import logit_edits
-<<<<<<< HEAD
 from api_server.inputs.prompts import PromptReader
+from api_server.inputs.thinking import switches, thoughts_of
 from api_server.inputs.tool_calling import Calling
 from api_server.outputs.counted_parser import CountedParser
-=======
-from api_server.inputs.thinking import switches, thoughts_of
->>>>>>> h/reason
 from api_server.outputs.generation import Generation
 from api_server.outputs.parts import PartsParser
 from api_server.protocol.answers import Answer, Shape
