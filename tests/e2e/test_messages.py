@@ -11,6 +11,8 @@ pytestmark = pytest.mark.slow
 
 MODEL = "smollm2-135m-instruct"
 EVENT = TypeAdapter(RawMessageStreamEvent)
+GREEDY = {"temperature": 0}
+"""The client's own models have no temperature any more."""
 WEATHER = {
     "name": "get_weather",
     "description": "The weather in a city",
@@ -30,7 +32,7 @@ def client(daemon: Daemon) -> anthropic.Anthropic:
 
 def test_streamed_equals_whole_and_is_counted(client: anthropic.Anthropic) -> None:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    ask = {"model": MODEL, "max_tokens": 40, "temperature": 0, "messages": messages}
+    ask = {"model": MODEL, "max_tokens": 40, "extra_body": GREEDY, "messages": messages}
     whole = client.messages.create(**ask)
     assert "Paris" in whole.content[0].text
     assert whole.stop_reason == "end_turn"
@@ -47,7 +49,7 @@ def test_streamed_equals_whole_and_is_counted(client: anthropic.Anthropic) -> No
 
 
 def test_a_conversation_with_a_tool_finds_its_prefix(client: anthropic.Anthropic) -> None:
-    ask = {"model": MODEL, "max_tokens": 100, "temperature": 0, "tools": [WEATHER]}
+    ask = {"model": MODEL, "max_tokens": 100, "extra_body": GREEDY, "tools": [WEATHER]}
     messages = [{"role": "user", "content": "What is the weather in Paris?"}]
     choice = {"type": "any", "disable_parallel_tool_use": True}
     with client.messages.stream(**ask, messages=messages, tool_choice=choice) as stream:
@@ -58,10 +60,11 @@ def test_a_conversation_with_a_tool_finds_its_prefix(client: anthropic.Anthropic
     assert set(call.input) == {"city"}
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "21 degrees, sunny"}
     messages += [asked.to_param(), {"role": "user", "content": [result]}]
-    with client.messages.stream(**ask, messages=messages, tool_choice={"type": "none"}) as stream:
+    with client.messages.stream(**ask, messages=messages) as stream:
         said = stream.get_final_message()
     assert said.content[0].type == "text"
     assert said.stop_reason in ("end_turn", "max_tokens")
+    assert said.usage.cache_read_input_tokens > 0
 
 
 def test_leaving_a_stream_ends_it(client: anthropic.Anthropic, daemon: Daemon) -> None:
