@@ -8,6 +8,7 @@ from api_server.routes import (
     admin,
     chat,
     completions,
+    messages,
     models,
     responses,
     stored_responses,
@@ -24,7 +25,7 @@ def create_app(services: Services) -> FastAPI:
     app = FastAPI(title="tokend", version=system.daemon_version(), docs_url=None, redoc_url=None)
     app.state.services = services
     errors.install(app)
-    generating = (completions, chat, responses)
+    generating = (completions, chat, responses, messages)
     for module in (*generating, stored_responses, models, tokenizer, system, admin):
         app.include_router(module.router)
     openapi.install(app, services.config)

@@ -1,4 +1,4 @@
-"""Every error as an OpenAI error body.
+"""Every error as the body that clients of the path expect: OpenAI's, or Anthropic's.
 
 Owns the mapping from exceptions to statuses and bodies. What is not a RequestError
 is logged in full and answered in general words.
@@ -6,6 +6,7 @@ is logged in full and answered in general words.
 
 import logging
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from api_server.message_errors import is_of_messages, message_error_body, new_request_id
 from proto.errors import OverloadedError, RequestError, shown
 
 logger = logging.getLogger("tokend.api")
@@ -64,11 +66,16 @@ class DrainingError(NotAvailableError):
 _HTTP_TYPES = {404: "NotFoundError", 405: "MethodNotAllowedError"}
 
 
+def public_message(error: RequestError) -> str:
+    """What it says, without addresses of the heap or files."""
+    return _PATH.sub("/…", _ADDRESS.sub("0x…", error.message))
+
+
 def error_body(error: RequestError) -> dict[str, Any]:
     """The body that clients of OpenAI's API expect, without addresses of the heap or files."""
     return {
         "error": {
-            "message": _PATH.sub("/…", _ADDRESS.sub("0x…", error.message)),
+            "message": public_message(error),
             "type": error.type,
             "param": error.param,
             "code": error.status,
@@ -76,7 +83,8 @@ def error_body(error: RequestError) -> dict[str, Any]:
     }
 
 
-def error_response(error: RequestError) -> JSONResponse:
+def error_response(error: RequestError, path: str = "") -> JSONResponse:
+    """path: of the request, which says in whose words it is answered; "" where it is not known."""
     headers = {}
     if error.retry_after_seconds:
         headers["retry-after"] = str(error.retry_after_seconds)
@@ -84,6 +92,8 @@ def error_response(error: RequestError) -> JSONResponse:
         headers["www-authenticate"] = "Bearer"
     if error.status in (408, 431) or isinstance(error, DrainingError):
         headers["connection"] = "close"
+    if is_of_messages(path):
+        return _message_error(error.status, public_message(error), headers)
     return JSONResponse(error_body(error), error.status, headers)
 
 
@@ -95,15 +105,23 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_bug)
 
 
-async def _on_request_error(_request: Request, error: Exception) -> Response:
+def _message_error(status: int, message: str, headers: Mapping[str, str]) -> JSONResponse:
+    request_id = new_request_id()
+    body = message_error_body(status, message, request_id)
+    return JSONResponse(body, status, {**headers, "request-id": request_id})
+
+
+async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = _HTTP_TYPES.get(error.status_code, "BadRequestError")
     message = f"{request.method} {shown(request.url.path)}: {error.detail}"
+    if is_of_messages(request.url.path):
+        return _message_error(error.status_code, message, error.headers or {})
     body = {"message": message, "type": kind, "param": None, "code": error.status_code}
     return JSONResponse({"error": body}, error.status_code, error.headers)
 
@@ -113,6 +131,6 @@ async def _on_disconnect(_request: Request, _error: Exception) -> Response:
     return Response(status_code=400)
 
 
-async def _on_bug(_request: Request, error: Exception) -> Response:
+async def _on_bug(request: Request, error: Exception) -> Response:
     logger.error("a route failed", exc_info=error)
-    return error_response(RequestError("internal error"))
+    return error_response(RequestError("internal error"), request.url.path)

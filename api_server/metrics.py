@@ -92,6 +92,7 @@ class Metrics(Collector):
         self._restarts[process_title("api_server")].raise_to(incarnation)
         self._watchdog_kills = news()
         self._watchdog_kills[process_title("api_server")].raise_to(num_hung)
+        self._parsed = counters("tool_call", "no_tool_call")
         self._ended = counters("stop", "length", "repetition", "abort", "error")
         self._first_token = Histogram(sheet, FIRST_TOKEN_SECONDS)
         self._inter_token = Histogram(sheet, INTER_TOKEN_SECONDS)
@@ -190,6 +191,10 @@ class Metrics(Collector):
         self._ended[reason].add()
         self._generation_lengths.observe(num_tokens)
 
+    def choice_parsed(self, has_calls: bool) -> None:
+        """The whole text of a choice that might call tools was read."""
+        self._parsed["tool_call" if has_calls else "no_tool_call"].add()
+
     def request_ended(self, seconds: float) -> None:
         """A request was answered in full, `seconds` after it arrived."""
         self._latency.observe(seconds)
@@ -280,6 +285,13 @@ class Metrics(Collector):
         own = dict(zip(LABELS, self._labels, strict=True))
         for name, text, label, counters, others in (
             ("vllm:request_success", "Choices ended.", "finished_reason", self._ended, own),
+            (
+                "vllm:tool_call_parser_invocations",
+                "Choices that might call tools.",
+                "outcome",
+                self._parsed,
+                own,
+            ),
             ("vllm:admission_rejections", "Refused by limit.", "reason", self._rejections, own),
             ("tokend:requests_cut_short", "Requests ended.", "cause", self._cut_short, {}),
             ("tokend:restarts", "Processes started again.", "role", self._restarts, {}),

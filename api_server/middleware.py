@@ -43,7 +43,9 @@ class KnowKeys:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
             known = self._known(scope)
             if self._clients_need_one and not known:
-                response = error_response(AuthenticationError("missing or wrong API key"))
+                response = error_response(
+                    AuthenticationError("missing or wrong API key"), scope["path"]
+                )
                 await response(scope, receive, send)
                 return
             state = scope.setdefault("state", {})
@@ -73,7 +75,7 @@ class PassTheDoor:
         if scope["type"] != "http" or _first_part(scope["path"]) in OPERATORS:
             await self._app(scope, receive, send)
         elif services.door.closed:
-            await error_response(DrainingError())(scope, receive, send)
+            await error_response(DrainingError(), scope["path"])(scope, receive, send)
         else:
             with services.visitors, services.metrics.in_flight:
                 await self._app(scope, receive, send)

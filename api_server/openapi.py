@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from api_server.middleware import OPEN_PATHS
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.completion import CompletionRequest
+from api_server.protocol.messages import Conversing, MessagesRequest
 from api_server.protocol.responses import ResponsesRequest
 from api_server.protocol.schemas import (
     BOOLEAN,
@@ -24,6 +25,8 @@ from api_server.protocol.schemas import (
     ERROR,
     EVENT,
     INTEGER,
+    MESSAGE,
+    MESSAGE_ERROR,
     MODEL_CARD,
     MODELS,
     READINESS,
@@ -53,14 +56,16 @@ _SCHEMES: Final = {
 class Operation:
     """bodies: models of which the body is one. answers: content type → schema of a success.
 
-    status: of a success. query: parameter → schema. unready: 503 has this body.
+    status: of a success. query: parameter → schema. failure: other answers have this body;
+    unready: 503 has this one where it is another.
     """
 
     bodies: Sequence[type[BaseModel]] = ()
     answers: dict[str, Schema] = field(default_factory=dict)
     status: int = 200
     query: dict[str, Schema] = field(default_factory=dict)
-    unready: Schema = field(default_factory=lambda: ERROR)
+    failure: Schema | None = None
+    unready: Schema | None = None
 
 
 def _answers(schema: Schema) -> dict[str, Schema]:
@@ -82,6 +87,12 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         answers=_answers(an_object({"id": STRING, "object": STRING, "deleted": BOOLEAN}))
     ),
     ("/v1/responses/{response_id}/cancel", "post"): Operation(answers=_answers(RESPONSE)),
+    ("/v1/messages", "post"): Operation(
+        (MessagesRequest,), {_JSON: MESSAGE, _EVENTS: EVENT}, failure=MESSAGE_ERROR
+    ),
+    ("/v1/messages/count_tokens", "post"): Operation(
+        (Conversing,), _answers(an_object({"input_tokens": INTEGER})), failure=MESSAGE_ERROR
+    ),
     ("/v1/models", "get"): Operation(answers=_answers(MODELS)),
     ("/v1/models/{name}", "get"): Operation(answers=_answers(MODEL_CARD)),
     ("/tokenize", "post"): Operation((TokenizeText, TokenizeChat), _answers(TOKENS)),
@@ -151,13 +162,14 @@ def _describe(described: dict[str, Any], operation: Operation, schemas: dict[str
     success: dict[str, Any] = {"description": "Success"}
     if operation.answers:
         success["content"] = {kind: {"schema": each} for kind, each in operation.answers.items()}
-    failure = {_JSON: {"schema": {"$ref": _REFS.format(model="Error")}}}
+    told = operation.failure or {"$ref": _REFS.format(model="Error")}
+    failure = {_JSON: {"schema": told}}
     described["responses"] = {
         str(operation.status): success,
         "4XX": {"description": "The request is at fault", "content": failure},
         "503": {
             "description": "Not now; Retry-After says when to come again",
-            "content": {_JSON: {"schema": operation.unready}},
+            "content": {_JSON: {"schema": operation.unready or operation.failure or ERROR}},
         },
         "5XX": {"description": "The daemon is at fault", "content": failure},
     }

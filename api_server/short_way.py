@@ -66,7 +66,7 @@ class ShortWay:
             response = await endpoint(Request(scope, receive, send))
             await response(scope, receive, send)
         except RequestError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
         except ClientDisconnect:
             return  # it left during its upload: nobody reads an answer
 

@@ -226,7 +226,7 @@ class PinBegin(_Line, frozen=True, kw_only=True, tag="pin"):
 
 
 class PinEnd(_Line, frozen=True, kw_only=True, tag="unpin"):
-    """It gives them up. reason: such as next turn, expired, pressure."""
+    """It gives them up. reason: such as next turn, expired, room."""
 
     job: str
     reason: str = ""

@@ -1,7 +1,7 @@
 """A sign of life for a stream that has nothing to say: proxies end what is silent for long.
 
-Owns when a comment is due. What is a comment of server-sent events and when it can be
-written without cutting an event in two is for whoever writes the events.
+Owns when one is due: a comment, unless the API has an event for it. When it can be written
+without cutting an event in two is for whoever writes the events.
 """
 
 import asyncio
@@ -16,12 +16,13 @@ class KeepAlive:
     """From the first byte of a stream to its end (`close`).
 
     seconds: of silence, after which a comment is due; 0 for never. wake: called at that moment,
-    to have somebody `take` it.
+    to have somebody `take` it. sign: what is written then.
     """
 
-    def __init__(self, seconds: float, wake: Callable[[], None]) -> None:
+    def __init__(self, seconds: float, wake: Callable[[], None], sign: str = COMMENT) -> None:
         self._seconds = seconds
         self._wake = wake
+        self._sign = sign
         self._loop = asyncio.get_running_loop()
         self._due = False
         self._spoke_at = self._loop.time()
@@ -33,8 +34,8 @@ class KeepAlive:
         self._spoke_at = self._loop.time()
 
     def take(self) -> str:
-        """The comment if it is due, nothing otherwise."""
-        return COMMENT if self._due else ""
+        """The sign if it is due, nothing otherwise."""
+        return self._sign if self._due else ""
 
     def close(self) -> None:
         if self._look_again is not None:

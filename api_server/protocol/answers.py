@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 from api_server.errors import error_body
 from api_server.outputs.choice import Delta
 from api_server.outputs.generation import Usage
+from api_server.outputs.keep_alive import COMMENT
 from api_server.outputs.logprobs import (
     TextToken,
     TokenNames,
@@ -33,6 +34,11 @@ class Answer(Protocol):
     A stream is `begin`, a `chunk` for each delta, and `end` or, at any time, `failure`; events
     are whole server-sent events, and "" is none.
     """
+
+    @property
+    def keep_alive(self) -> str:
+        """What a stream that has nothing to say is kept open with."""
+        ...
 
     def begin(self) -> str:
         """The events that come as soon as the status is known, before there is any token."""
@@ -104,6 +110,8 @@ class Echo:
 
 class OpenAIStream:
     """What the streams of OpenAI's older endpoints have in common: they end with [DONE]."""
+
+    keep_alive = COMMENT
 
     def __init__(self, shape: Shape, chunk_kind: str) -> None:
         self._shape = shape

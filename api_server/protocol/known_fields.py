@@ -144,6 +144,22 @@ REASONING_NEUTRAL: Final[Neutral] = {"context": ("auto",), "mode": ("standard",)
 
 STREAM_OPTIONS_NEUTRAL: Final[Neutral] = {"include_obfuscation": (False,)}
 
+MESSAGES_NEUTRAL: Final[Neutral] = {
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "service_tier": ("auto", "standard_only"),
+    "speed": ("standard",),
+}
+"""Of Anthropic's messages."""
+
+MESSAGES_HINTS: Final = frozenset(
+    {
+        *("anthropic_beta", "anthropic_version", "betas", "context_management", "diagnostics"),
+        *("fallbacks", "inference_geo", "user_profile_id"),
+    }
+)
+"""Of Anthropic's messages: what changes no answer, or only how long a conversation may become."""
+
 MESSAGE_NEUTRAL: Final[Neutral] = {
     "annotations": ([],),
     "audio": (),

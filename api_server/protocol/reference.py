@@ -15,6 +15,8 @@ from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.common import GenerationRequest
 from api_server.protocol.completion import CompletionRequest
 from api_server.protocol.known_fields import ANTHROPIC, HARMLESS, NEUTRAL, OPENAI, VLLM
+from api_server.protocol.messages import PASSED as PASSED_BY_MESSAGES
+from api_server.protocol.messages import MessagesRequest
 from api_server.protocol.responses import PASSED, ResponsesRequest
 
 _NO_DEFAULT = "required"
@@ -32,7 +34,10 @@ def markdown() -> str:
         _table(ChatCompletionRequest, shared),
         "## Fields of /v1/responses",
         _table(ResponsesRequest, set()),
-        "As in a chat completion: " + ", ".join(f"`{name}`" for name in sorted(PASSED)) + ".",
+        _as_in_a_chat(PASSED),
+        "## Fields of /v1/messages",
+        _table(MessagesRequest, set()),
+        _as_in_a_chat(PASSED_BY_MESSAGES),
         "## Fields without effect",
         f"Taken and not looked at: {_names(HARMLESS)}.",
         "Refused by name, unless the value asks for nothing (null, or what is in brackets):",
@@ -42,6 +47,10 @@ def markdown() -> str:
         ),
     ]
     return "\n\n".join(parts)
+
+
+def _as_in_a_chat(names: frozenset[str]) -> str:
+    return "As in a chat completion: " + ", ".join(f"`{name}`" for name in sorted(names)) + "."
 
 
 def _table(model: type[BaseModel], without: set[str]) -> str:

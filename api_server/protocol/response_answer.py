@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 from api_server.errors import error_body
 from api_server.outputs.choice import Delta
 from api_server.outputs.generation import Usage
+from api_server.outputs.keep_alive import COMMENT
 from api_server.outputs.logprobs import TextToken, chat_logprobs
 from api_server.outputs.parts import (
     CallArguments,
@@ -53,6 +54,8 @@ class ResponsesAnswer:
     asked: as the client put it. parser: for the text. tools: what the model could call.
     ended: is told the whole response when there is nothing to come.
     """
+
+    keep_alive = COMMENT
 
     def __init__(
         self,

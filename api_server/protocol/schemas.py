@@ -41,7 +41,7 @@ USAGE: Final = an_object(
     {"prompt_tokens_details": an_object({"cached_tokens": INTEGER})},
 )
 _ENDING: Final = {
-    "finish_reason": or_null(one_of("stop", "length", "repetition", "abort")),
+    "finish_reason": or_null(one_of("stop", "length", "tool_calls", "repetition", "abort")),
     "stop_reason": {"anyOf": [INTEGER, STRING, {"type": "null"}]},
 }
 COMPLETION: Final = an_object(
@@ -60,6 +60,13 @@ COMPLETION: Final = an_object(
     },
     {"kv_transfer_params": an_object({})},
 )
+_TOOL_CALL: Final = an_object(
+    {
+        "id": STRING,
+        "type": one_of("function"),
+        "function": an_object({"name": STRING, "arguments": STRING}),
+    }
+)
 CHAT_COMPLETION: Final = an_object(
     {
         "id": STRING,
@@ -70,7 +77,10 @@ CHAT_COMPLETION: Final = an_object(
             an_object(
                 {
                     "index": INTEGER,
-                    "message": an_object({"role": STRING, "content": or_null(STRING)}),
+                    "message": an_object(
+                        {"role": STRING, "content": or_null(STRING)},
+                        {"reasoning": STRING, "tool_calls": a_list(_TOOL_CALL)},
+                    ),
                     **_ENDING,
                 },
                 {"logprobs": or_null(an_object({"content": a_list(an_object({}))}))},
@@ -102,6 +112,32 @@ RESPONSE: Final = an_object(
         ),
         "error": or_null(an_object({"code": STRING, "message": STRING})),
         "incomplete_details": or_null(an_object({"reason": STRING})),
+    }
+)
+MESSAGE: Final = an_object(
+    {
+        "id": STRING,
+        "type": one_of("message"),
+        "role": one_of("assistant"),
+        "model": STRING,
+        "content": a_list(an_object({"type": one_of("text", "thinking", "tool_use")})),
+        "stop_reason": STRING,
+        "stop_sequence": or_null(STRING),
+        "usage": an_object(
+            {
+                "input_tokens": INTEGER,
+                "cache_creation_input_tokens": INTEGER,
+                "cache_read_input_tokens": INTEGER,
+                "output_tokens": INTEGER,
+            }
+        ),
+    }
+)
+MESSAGE_ERROR: Final = an_object(
+    {
+        "type": one_of("error"),
+        "error": an_object({"type": STRING, "message": STRING}),
+        "request_id": STRING,
     }
 )
 MODEL_CARD: Final = an_object(

@@ -6,12 +6,12 @@ from pydantic import BeforeValidator, FailFast, Field
 
 from api_server.protocol.chat import Message, message_fields, not_too_many
 from api_server.protocol.common import Strict, Text
+from api_server.protocol.tools import ToolFields
 
 TOKENIZE_CHAT_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "chat_template": (),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
-    "tools": ([],),
 }
 
 
@@ -26,7 +26,7 @@ class TokenizeText(Strict):
     """Name each token as the vocabulary spells it."""
 
 
-class TokenizeChat(Strict):
+class TokenizeChat(ToolFields, Strict):
     model: Text | None = None
     """Name of a served model; by default the one there is."""
     messages: Annotated[

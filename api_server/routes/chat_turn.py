@@ -8,8 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from api_server.inputs.chat_prompt import conversation_of, num_characters
+from api_server.inputs.conversation import Conversation
 from api_server.inputs.logit_edits import logit_edits
+from api_server.inputs.prompts import PromptReader
 from api_server.inputs.thinking import switches, thoughts_of
+from api_server.inputs.tool_calling import Calling
+from api_server.outputs.counted_parser import CountedParser
 from api_server.outputs.generation import Generation
 from api_server.outputs.parts import PartsParser
 from api_server.protocol.answers import Answer, Shape
@@ -50,24 +54,19 @@ async def prepare_turn(
     tenant: int,
     key_name: str,
     ignored: IgnoredFields,
+    at_most: int | None = None,
 ) -> ChatTurn:
     """The generation that a request asks for; nothing is sent yet.
 
-    id_prefix: of the answer's id. tenant, key_name: whose it is. Raises InvalidRequestError.
+    id_prefix: of the answer's id. tenant, key_name: whose it is. at_most: output tokens where the
+    request says nothing of them; fewer where the context leaves fewer. Raises InvalidRequestError.
     """
     calling = services.tool_caller.calling(asked, asked.grammar_source)
     preparation = Preparation(services, asked, id_prefix, tenant, key_name, ignored, calling)
     reader = services.prompt_reader("messages")
     reader = reader.keeping(preparation.truncation(asked.wanted_max_tokens))
-    template = services.chat_template
     style = services.reasoning_style
-    variables = switches(asked.reasoning_effort, template.facts, style)
-    tools = services.tool_caller.shown(asked)
-    conversation = conversation_of(asked, template.facts, ignored, tools, variables)
-    conversation = services.tool_caller.told(conversation)
-    told = [conversation.messages, conversation.documents, conversation.tools]
-    reader.check_characters(num_characters(told))
-    text = await template.render(conversation)
+    conversation, text = await _rendered(services, asked, reader, ignored)
     prompts = await reader.encode([text], add_special_tokens=False)
     thoughts = await thoughts_of(
         style,
@@ -85,7 +84,7 @@ async def prepare_turn(
 
     wishes = Wishes(
         max_tokens=asked.wanted_max_tokens,
-        default_max_tokens=None,
+        default_max_tokens=at_most,
         logprobs=asked.num_logprobs,
         prompt_logprobs=asked.prompt_logprobs,
         max_tokens_field=asked.max_tokens_field,
@@ -96,4 +95,43 @@ async def prepare_turn(
     requests = preparation.requests(prompts, wishes)
     generation = preparation.generation(requests, [0], make_parser, thoughts)
     shape = preparation.shape(asked.num_logprobs)
-    return ChatTurn(preparation, generation, shape, prompt_text, make_parser)
+    answered = _counting(services, calling, make_parser)
+    return ChatTurn(preparation, generation, shape, prompt_text, answered)
+
+
+def _counting(
+    services: Services, calling: Calling, make_parser: Callable[[], PartsParser]
+) -> Callable[[], PartsParser]:
+    """The parser of an answer, which counts; nothing is counted where nothing may be called."""
+    if calling.format is None:
+        return make_parser
+    return lambda: CountedParser(make_parser(), services.metrics.choice_parsed)
+
+
+async def count_tokens(
+    services: Services, asked: ChatCompletionRequest, ignored: IgnoredFields
+) -> int:
+    """Of the prompt that `prepare_turn` makes of it, which may be longer than any that is answered.
+
+    Raises InvalidRequestError.
+    """
+    services.check_model(asked.model)
+    reader = services.prompt_reader("messages")
+    _, text = await _rendered(services, asked, reader, ignored)
+    reader.check_text(text)
+    (ids,) = await services.tokenizer.encode([text], add_special_tokens=False)
+    return len(ids)
+
+
+async def _rendered(
+    services: Services, asked: ChatCompletionRequest, reader: PromptReader, ignored: IgnoredFields
+) -> tuple[Conversation, str]:
+    """The conversation and the prompt's text. reader: limits what the template is given."""
+    template = services.chat_template
+    variables = switches(asked.reasoning_effort, template.facts, services.reasoning_style)
+    tools = services.tool_caller.shown(asked)
+    conversation = conversation_of(asked, template.facts, ignored, tools, variables)
+    conversation = services.tool_caller.told(conversation)
+    told = [conversation.messages, conversation.documents, conversation.tools]
+    reader.check_characters(num_characters(told))
+    return conversation, await template.render(conversation)

@@ -31,7 +31,7 @@ class GenerationResponse(Response):
     """The response to one generation.
 
     stream: as server-sent events. keep_alive: seconds of silence after which a stream gets a
-    comment, 0 for never. more_headers: beside those of every answer.
+    sign of life, 0 for never. more_headers: beside those of every answer.
     """
 
     def __init__(
@@ -78,7 +78,9 @@ class GenerationResponse(Response):
         """Event by event. A failure is an event, the last one, then the end of the connection."""
         headers = EVENT_STREAM_HEADERS + self._more_headers
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        keep_alive = KeepAlive(self._keep_alive, self._generation.bell.ring)
+        keep_alive = KeepAlive(
+            self._keep_alive, self._generation.bell.ring, self._answer.keep_alive
+        )
         try:
             await self._send_until_over(scope, send, keep_alive)
         finally:

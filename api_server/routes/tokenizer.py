@@ -40,8 +40,11 @@ async def tokenize(request: Request) -> Response:
     if isinstance(body, dict) and body.get("messages") is not None:
         chat = parse(TokenizeChat, body, TOKENIZE_CHAT_NEUTRAL, ignored)
         services.check_model(chat.model)
-        conversation = conversation_of(chat, services.chat_template.facts, ignored)
-        size = num_characters([conversation.messages, conversation.documents])
+        caller = services.tool_caller
+        conversation = caller.told(
+            conversation_of(chat, services.chat_template.facts, ignored, caller.shown(chat))
+        )
+        size = num_characters([conversation.messages, conversation.documents, conversation.tools])
         _check_size(services, "messages", size)
         text = await services.chat_template.render(conversation)
         return await _tokens(

@@ -3,8 +3,9 @@
     preempted │ turns whose prefix is kept, by job │ all others, by job
 
 So a job that has begun gets done before younger ones, and finds its KV. A turn whose prefix is
-kept goes before jobs that came up to LEAD_SECONDS earlier: in practice before all others, but none
-of those waits for ever. What belongs to no job is a job of one turn.
+kept goes before jobs that came up to LEAD_SECONDS earlier: in practice before all others. A job's
+age counts for OLDEST_SECONDS at most, so that a client that puts all it asks for into one job
+does not overtake everybody for ever. What belongs to no job is a job of one turn.
 """
 
 from typing import Final
@@ -13,6 +14,7 @@ from engine_core.queues.ordered import OrderedQueue
 from engine_core.request import Request
 
 LEAD_SECONDS: Final = 600.0
+OLDEST_SECONDS: Final = 3600.0
 
 
 class ContinuumQueue(OrderedQueue):
@@ -26,7 +28,8 @@ class ContinuumQueue(OrderedQueue):
         self._num_restored = 0
 
     def add(self, request: Request) -> None:
-        came = request.job_arrival - (LEAD_SECONDS if request.finds_pin else 0.0)
+        came = max(request.job_arrival, request.arrival_time - OLDEST_SECONDS)
+        came -= LEAD_SECONDS if request.finds_pin else 0.0
         self.put(request, (1, came, request.arrival_time, request.request_id, request.choice))
 
     def restore(self, request: Request) -> None:

@@ -31,9 +31,10 @@ FORGET_SECONDS: Final = 3600.0
 class Job:
     """One agent's work.
 
-    arrival, seen: seconds, of its first turn and of its last. request_id: of its last turn;
-    num_here: choices of any that are not over. ended: when the last turn was over; None while it is
-    not. tool: what it waits for, or None while nobody has said so. was_last: that turn was to be
+    arrival: seconds, of its first turn; seen: when something of it was here last, counted only
+    while nothing is. request_id: of its last turn; num_here: choices of any that are not over;
+    num_waiting: those of them that have not run. ended: when the last turn was over; None while it
+    is not. tool: what it waits for, or None while nobody has said so. was_last: that turn was to be
     the last. waited: what it waited after turn `waited_after`, where the next one came sooner
     than news of the tool; None otherwise.
     """
@@ -43,6 +44,7 @@ class Job:
         "ended",
         "num_here",
         "num_turns",
+        "num_waiting",
         "request_id",
         "seen",
         "tool",
@@ -55,7 +57,7 @@ class Job:
         self.arrival = self.seen = arrival
         self.request_id = self.waited_after = -1
         self.num_turns = 0
-        self.num_here = 0
+        self.num_here = self.num_waiting = 0
         self.ended: float | None = None
         self.tool: str | None = None
         self.waited: float | None = None
@@ -75,6 +77,7 @@ class Jobs:
         self._kv_cache = kv_cache
         self._clock = clock
         self._jobs: dict[str, Job] = {}
+        self._waiting: set[int] = set()  # handles of those that have not run
         self._job_seconds: list[float] = []
         self._tool_seconds: list[float] = []
 
@@ -90,8 +93,10 @@ class Jobs:
         job = self._jobs.pop(name, None) or Job(request.arrival_time)
         self._jobs[name] = job
         job.num_here += 1
+        job.num_waiting += 1
+        self._waiting.add(request.handle)
         if job.request_id != request.request_id:
-            self._begin_turn(job, request, now)
+            self._begin_turn(job, request.request_id, now)
             self._forget_old(now)
         request.job_arrival = job.arrival
         request.continues_job = job.num_turns > 1 and not request.agent.is_last_step
@@ -145,6 +150,7 @@ class Jobs:
     def admitted(self, request: Request, num_new_tokens: int) -> None:
         if not request.agent.job:
             return
+        self._wait_no_more(request)
         pin = self._pins.of(request.agent.job)
         if pin is not None and pin.request_id != request.request_id:
             self._pins.use(pin, found=request.num_cached_tokens > 0)
@@ -156,23 +162,30 @@ class Jobs:
         name = request.agent.job
         if not name:
             return
-        job = self._jobs[name]
+        self._wait_no_more(request)
+        job, now = self._jobs[name], self._clock()
         job.num_here -= 1
-        if job.num_here:
-            return
-        if job.was_last:
-            self._end(name, job)
-            return
+        if not job.num_here:
+            if job.was_last:
+                self._end(name, job)
+                return
+            job.seen = now
+            self._jobs[name] = self._jobs.pop(name)
         pin = self._pins.of(name)
-        if pin is not None and pin.is_awaited:
-            self._pins.wait_no_more(pin, self._clock() + PROVISIONAL_SECONDS)
+        if pin is not None and pin.is_awaited and not job.num_waiting:
+            self._pins.wait_no_more(pin, now + PROVISIONAL_SECONDS)
 
     # Parts of the above
 
-    def _begin_turn(self, job: Job, request: Request, now: float) -> None:
-        before, job.request_id = job.request_id, request.request_id
+    def _wait_no_more(self, request: Request) -> None:
+        """It runs, or is over."""
+        if request.handle in self._waiting:
+            self._waiting.remove(request.handle)
+            self._jobs[request.agent.job].num_waiting -= 1
+
+    def _begin_turn(self, job: Job, request_id: int, now: float) -> None:
+        before, job.request_id = job.request_id, request_id
         job.num_turns += 1
-        job.seen = now
         job.waited = None
         job.was_last = False
         if job.ended is not None:
@@ -188,7 +201,7 @@ class Jobs:
         pin = self._pins.of(name)
         if pin is None or pin.request_id != request_id or pin.is_awaited:
             return
-        worth = self._rule.decide(tool, len(pin.blocks) * self._kv_cache.block_size)
+        worth = self._rule.decide(tool, pin.num_tokens)
         if pin.by_client:
             self._pins.set_value(pin, worth.gain)
         else:

@@ -15,7 +15,7 @@ class Pin:
 
     request_id, handle: of the turn that is over; number: grows from pin to pin.
     blocks: in the order of their tokens; those at the end are given up first, and none is left
-        only in a pin that is over.
+        only in a pin that is over. num_tokens: whose KV is in them, of all groups together.
     ended: seconds, when the turn did. value: what keeping a block is worth, in seconds.
     is_awaited: the next turn is here. by_client: the client has said for how long.
     """
@@ -27,6 +27,7 @@ class Pin:
         "handle",
         "is_awaited",
         "job",
+        "num_tokens",
         "number",
         "request_id",
         "tenant",
@@ -41,6 +42,7 @@ class Pin:
         request_id: int,
         handle: int,
         blocks: list[int],
+        num_tokens: int,
         ended: float,
     ) -> None:
         self.number = number
@@ -49,6 +51,7 @@ class Pin:
         self.request_id = request_id
         self.handle = handle
         self.blocks = blocks
+        self.num_tokens = num_tokens
         self.ended = ended
         self.value = 0.0
         self.is_awaited = self.by_client = False

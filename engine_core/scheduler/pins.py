@@ -56,6 +56,7 @@ class Pins:
     ) -> None:
         self._pool = kv_cache.pool
         self._whole = kv_cache.has_windows
+        self._block_size = kv_cache.block_size
         self._limits = limits
         self._observer = observer
         self._pins: dict[str, Pin] = {}
@@ -111,8 +112,16 @@ class Pins:
         if not blocks:
             return
         self._num_made += 1
+        num_computed = min(request.num_computed_tokens, request.num_tokens)
         pin = Pin(
-            self._num_made, job, request.tenant, request.request_id, request.handle, blocks, now
+            self._num_made,
+            job,
+            request.tenant,
+            request.request_id,
+            request.handle,
+            blocks,
+            num_computed - num_computed % self._block_size,
+            now,
         )
         pin.by_client = by_client
         self._pins[job] = pin
@@ -216,6 +225,7 @@ class Pins:
             return
         cut = blocks[first:][::-1]
         value = pin.value * first / len(blocks)
+        pin.num_tokens = pin.num_tokens * first // len(blocks)
         del blocks[first:]
         self._unpin(pin, cut)
         self.set_value(pin, value)

@@ -22,6 +22,7 @@ from api_server.protocol.agents import AgentHintFields
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.completion import CompletionRequest
 from api_server.protocol.known_fields import HARMLESS, KNOWN
+from api_server.protocol.messages import MessagesRequest
 from api_server.protocol.responses import ResponsesRequest
 from api_server.server import make_services
 from engine_core.validation import RequestLimits, validate_request
@@ -36,15 +37,19 @@ MAX_MODEL_LEN: Final = 256
 CONTROL_EVERY: Final = 50
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+COUNT = f"{MESSAGES}/count_tokens"
 FIELDS: Final = sorted(
     {
         *CompletionRequest.model_fields,
         *ChatCompletionRequest.model_fields,
         *ResponsesRequest.model_fields,
+        *MessagesRequest.model_fields,
         *KNOWN,
         *HARMLESS,
         *("role", "content", "name", "type", "text", "tool_calls", "include_usage"),
         *("call_id", "arguments", "output", "summary", "format", "schema", "namespace"),
+        *("tool_use_id", "input_schema", "budget_tokens", "is_error", "effort", "cache_control"),
         *("continuous_usage_stats", "max_pattern_size", "min_pattern_size", "min_count"),
         *AgentHintFields.model_fields,
     }
@@ -146,6 +151,29 @@ VALID: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
             "tool_choice": "auto",
             "parallel_tool_calls": False,
             "prompt_cache_key": "k",
+        },
+    ),
+    (COUNT, {"model": "toy", "messages": [{"role": "user", "content": "x"}], "system": "y"}),
+    (
+        MESSAGES,
+        {
+            "model": "toy",
+            "max_tokens": 4,
+            "stream": True,
+            "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
+            "messages": [
+                {"role": "user", "content": "x"},
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": "y"}]},
+                {"role": "user", "content": [{"type": "text", "text": "z"}]},
+                {"role": "system", "content": "9 tokens left"},
+            ],
+            "tools": [{"type": "web_search_20250305", "name": "web_search"}],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"},
+            "context_management": {"edits": [{"type": "clear_thinking_20251015"}]},
+            "output_config": {"effort": "high", "format": None},
+            "stop_sequences": ["q"],
+            "metadata": {"user_id": "u"},
         },
     ),
 )
@@ -262,12 +290,19 @@ def _check(status: int, answer: bytes, body: bytes) -> str:
             assert '"error"' not in text, text[-500:]
             return "stream"
         if text.startswith("event: "):
-            assert "event: response.completed" in text or "response.incomplete" in text, text[-500:]
+            ends = ("event: response.completed", "response.incomplete", "event: message_stop")
+            assert any(end in text for end in ends), text[-500:]
             return "stream"
         if text:
             json.loads(text)
         return "whole"
-    error = json.loads(answer)["error"]
+    told = json.loads(answer)
+    error = told["error"]
+    if told.get("type") == "error":
+        assert set(told) == {"type", "error", "request_id"}
+        assert set(error) == {"type", "message"}
+        assert len(error["message"]) < 2000
+        return str(status)
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == status
     assert len(error["message"]) < 2000

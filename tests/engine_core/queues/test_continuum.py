@@ -1,6 +1,6 @@
 """Turns in the order of their jobs, those whose KV is kept first."""
 
-from engine_core.queues.continuum import LEAD_SECONDS, ContinuumQueue
+from engine_core.queues.continuum import LEAD_SECONDS, OLDEST_SECONDS, ContinuumQueue
 from tests.fakes.engine_harness import EngineHarness
 
 
@@ -35,6 +35,12 @@ def test_nobody_waits_for_ever_for_younger_jobs_whose_kv_is_kept():
     late = LEAD_SECONDS + 1
     requests = turns((0, 0, False), (late, late, True))
     assert order(filled(requests), requests) == [0, 1]
+
+
+def test_nobody_waits_for_ever_for_turns_of_a_job_without_an_end():
+    bound = OLDEST_SECONDS + LEAD_SECONDS
+    requests = turns((5, 5, False), (0, bound, True), (0, bound + 10, True))
+    assert order(filled(requests), requests) == [1, 0, 2]
 
 
 def test_the_preempted_stand_at_the_head_in_their_old_order():

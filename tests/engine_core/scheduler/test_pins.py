@@ -1,6 +1,7 @@
 """KV that jobs keep between two turns: seed 000's changes 1 to 12, row 39, and the rule."""
 
 import ast
+import math
 from pathlib import Path
 
 import pytest
@@ -281,6 +282,57 @@ def test_a_pin_whose_turn_has_come_is_kept_until_it_runs_or_ends():
     engine.scheduler.resume()
     engine.send()
     assert engine.pinned() == {}
+
+
+def test_a_pin_whose_turn_has_left_expires_while_an_older_turn_still_runs():
+    engine = Engine()
+    older = engine.add_one(tokens(300, 8), 60, agent=AgentHint("a"))
+    engine.step()
+    engine.run_until_over(engine.add_one(tokens(0, 20), 4, agent=AgentHint("a")))
+    engine.scheduler.pause("finish_running")
+    next_ones = [engine.add_one(tokens(0, 24), 4, agent=AgentHint("a")) for _ in range(2)]
+    for left, each in zip(({"a": 5}, {}), next_ones, strict=True):
+        engine.scheduler.abort(each.request_id)
+        engine.clock.now += 2.1
+        engine.step()
+        assert engine.pinned() == left
+    assert not older.is_finished
+    engine.scheduler.resume()
+    engine.run()
+
+
+def test_a_job_is_not_forgotten_for_a_turn_that_took_long():
+    """It is away from the end of its turn on, not from the arrival."""
+    engine = Engine()
+    seen = []
+    engine.scheduler._jobs._rule = Notes(seen)
+    engine.add_one(tokens(0, 20), 4, agent=AgentHint("a"))
+    engine.step()
+    engine.clock.now += 2 * jobs_module.FORGET_SECONDS
+    engine.run()
+    engine.add_one(tokens(300, 8), 4, agent=AgentHint("b"))
+    assert engine.pinned() == {"a": 5}
+    engine.run()
+    engine.clock.now += jobs_module.FORGET_SECONDS
+    engine.add_one(tokens(600, 8), 4, agent=AgentHint("c"))
+    assert seen == [("", math.inf)]
+    assert "a" not in engine.scheduler._jobs._jobs
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_blocks"), [((None,), 5), ((None, None), 10), ((None, 6), 6)]
+)
+def test_what_a_pin_is_worth_follows_from_its_tokens_not_from_the_groups_of_its_blocks(
+    windows, num_blocks
+):
+    engine = Engine(windows=windows)
+    asked = []
+    engine.scheduler._jobs._rule = rule = Notes([])
+    rule.decide = lambda tool, num_tokens: asked.append(num_tokens) or Worth(1.0, 1.0)
+    turn = engine.turn("a", tokens(0, 20))
+    assert engine.pinned() == {"a": num_blocks}
+    engine.scheduler.end_turn(turn.request_id, "a", "shell")
+    assert asked == [20]  # 23 computed tokens in blocks of 4
 
 
 def test_row_39_sessions_that_never_return_cost_bounded_memory():

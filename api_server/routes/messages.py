@@ -1,0 +1,142 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API of chat, on the same turn as
+/v1/chat/completions.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, TypeVar
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from api_server.message_errors import new_request_id
+from api_server.protocol.chat import ChatCompletionRequest
+from api_server.protocol.ignored import IgnoredFields
+from api_server.protocol.message_answer import MessageAnswer
+from api_server.protocol.message_blocks import system_text
+from api_server.protocol.messages import (
+    ChatWords,
+    Conversing,
+    MessagesRequest,
+    parse_request,
+    shows_thoughts,
+)
+from api_server.routes.access import services_of
+from api_server.routes.body import read_fields
+from api_server.routes.chat_turn import ChatTurn, count_tokens, prepare_turn
+from api_server.services import Services
+from api_server.tenants import key_name_of, tenant_of
+from proto.errors import InvalidRequestError
+
+router = APIRouter()
+ID_PREFIX: Final = "msg_"
+_TEMPLATE: Final = ("chat template:", "the chat template cannot")
+_Made = TypeVar("_Made")
+
+
+@router.post("/v1/messages")
+async def create_message(request: Request) -> Response:
+    services = services_of(request)
+    tenant, key_name = tenant_of(request, services.config.tenant_by), key_name_of(request)
+    ignored = IgnoredFields()
+    asked, passed = parse_request(MessagesRequest, await read_fields(request, ignored), ignored)
+    words = _words(services, asked, passed, ignored)
+
+    async def prepare(chat: ChatCompletionRequest) -> ChatTurn:
+        return await prepare_turn(
+            services,
+            chat,
+            id_prefix=ID_PREFIX,
+            tenant=tenant,
+            key_name=key_name,
+            ignored=ignored,
+            at_most=asked.max_tokens,
+        )
+
+    turn = await _as_the_template_takes_it(words, prepare)
+    answer = MessageAnswer(
+        turn.shape.id,
+        turn.shape.model,
+        turn.make_parser(),
+        num_prompt_tokens=len(turn.generation.streams[0].prompt_token_ids),
+        max_tokens=asked.max_tokens,
+        shows_thoughts=shows_thoughts(asked),
+        reworded=words.reworded,
+    )
+    return _RewordedResponse(words, turn.shape.id, turn.response(answer))
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_message_tokens(request: Request) -> Response:
+    """How many tokens the same request to /v1/messages would read; the engine is not asked."""
+    services = services_of(request)
+    ignored = IgnoredFields()
+    asked, passed = parse_request(Conversing, await read_fields(request, ignored), ignored)
+    words = _words(services, asked, passed, ignored)
+
+    async def count(chat: ChatCompletionRequest) -> int:
+        return await count_tokens(services, chat, ignored)
+
+    number = await _as_the_template_takes_it(words, count)
+    response = JSONResponse({"input_tokens": number})
+    response.headers["request-id"] = new_request_id()
+    response.raw_headers += ignored.headers()
+    return response
+
+
+def _words(
+    services: Services, asked: Conversing, passed: Mapping[str, Any], ignored: IgnoredFields
+) -> ChatWords:
+    return ChatWords(
+        asked,
+        passed,
+        system_text(asked.system, ignored),
+        ignored,
+        template_names=services.chat_template.facts.names,
+        thinks=False,
+    )
+
+
+async def _as_the_template_takes_it(
+    words: ChatWords, make: Callable[[ChatCompletionRequest], Awaitable[_Made]]
+) -> _Made:
+    """What is made of the conversation, folded where the template refuses it as it is."""
+    plain = words.request()
+    try:
+        return await make(plain)
+    except InvalidRequestError as error:
+        if not error.message.startswith(_TEMPLATE):
+            raise words.reworded(error) from None
+        refusal = error
+    folded = words.request(folded=True)
+    if folded == plain:
+        raise words.reworded(refusal)
+    try:
+        return await make(folded)
+    except InvalidRequestError as error:
+        raise words.reworded(error) from None
+
+
+class _RewordedResponse(Response):
+    """A response whose refusals by the engine are in the client's words.
+
+    name: told in the header in which clients of this API look for it.
+    """
+
+    def __init__(self, words: ChatWords, name: str, response: Response) -> None:
+        super().__init__()
+        self._words = words
+        self._name = name.encode()
+        self._response = response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"request-id", self._name)]
+            await send(message)
+
+        try:
+            await self._response(scope, receive, send_named)
+        except InvalidRequestError as error:
+            raise self._words.reworded(error) from None

@@ -1,0 +1,536 @@
+"""/v1/messages: events and answers as Anthropic's own types and client read them, and errors."""
+
+import asyncio
+import json
+
+import anthropic
+import pytest
+from anthropic.types import ErrorResponse, Message, RawMessageStreamEvent
+from anthropic.types.message_count_tokens_params import MessageCountTokensParams
+from anthropic.types.message_create_params import MessageCreateParamsBase
+from pydantic import TypeAdapter
+
+from api_server.protocol.known_fields import HARMLESS
+from api_server.protocol.messages import MessagesRequest
+from proto.config import FrontEndConfig
+from proto.engine_io import FinishReason
+from proto.errors import ErrorInfo
+
+PATH = "/v1/messages"
+TEXT = "Hi 😀 there"
+EVENT = TypeAdapter(RawMessageStreamEvent)
+USER = [{"role": "user", "content": "hello"}]
+BODY = {"model": "toy", "max_tokens": 64, "messages": USER}
+WEATHER = {
+    "name": "weather",
+    "description": "Tells the weather",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    },
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+async def ask(front_end, path=PATH, **fields):
+    body = {name: value for name, value in (BODY | fields).items() if value != "absent"}
+    headers = {"content-type": "application/json"}
+    return await front_end.http.post(path, content=json.dumps(body), headers=headers)
+
+
+async def answer(front_end, **fields) -> dict:
+    """The message, which is one that Anthropic could have given."""
+    response = await ask(front_end, **fields)
+    assert response.status_code == 200, response.text
+    Message.model_validate(response.json())
+    assert response.headers["request-id"] == response.json()["id"]
+    return response.json()
+
+
+def decoded(text: str) -> list[dict]:
+    """Events of a stream, each one that Anthropic has; and blocks are open one at a time."""
+    found = []
+    for event in text.removesuffix("\n\n").split("\n\n"):
+        name, _, data = event.partition("\n")
+        fields = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {fields['type']}"
+        if fields["type"] not in ("error", "ping"):
+            EVENT.validate_python(fields)
+        found.append(fields)
+    return found
+
+
+async def events(front_end, **fields) -> list[dict]:
+    body = BODY | fields | {"stream": True}
+    async with front_end.http.stream("POST", PATH, json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        return decoded((await response.aread()).decode())
+
+
+async def error(front_end, status=400, path=PATH, **fields) -> str:
+    """The message of an error in Anthropic's shape."""
+    response = await ask(front_end, path, **fields)
+    assert response.status_code == status, response.text
+    found = response.json()
+    ErrorResponse.model_validate(found)
+    assert found["request_id"] == response.headers["request-id"]
+    if status == 400:
+        assert found["error"]["type"] == "invalid_request_error"
+    return found["error"]["message"]
+
+
+def client(front_end, key: str = "none") -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(base_url=front_end.url, api_key=key, max_retries=0, timeout=20)
+
+
+def prompt_of(front_end, tokenizer) -> str:
+    """What the engine was asked last."""
+    request = front_end.engine.requests.get_nowait()
+    return tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+
+
+async def test_a_whole_answer(start, say):
+    async with start(say(TEXT)) as front_end:
+        found = await answer(front_end)
+        assert found["id"].startswith("msg_")
+        assert found["content"] == [{"type": "text", "text": TEXT}]
+        assert (found["stop_reason"], found["stop_sequence"]) == ("end_turn", None)
+        assert found["usage"]["input_tokens"] > 0
+        assert found["usage"]["output_tokens"] > 0
+
+
+async def test_the_order_of_events(start, say):
+    async with start(say(TEXT)) as front_end:
+        found = await events(front_end)
+        names = [each["type"] for each in found]
+        texts = [each["delta"]["text"] for each in found if each["type"] == "content_block_delta"]
+        assert "".join(texts) == TEXT
+        assert names == [
+            "message_start",
+            "content_block_start",
+            *["content_block_delta"] * len(texts),
+            "content_block_stop",
+            "message_delta",
+            "message_stop",
+        ]
+        start_usage = found[0]["message"]["usage"]
+        whole = await answer(front_end)
+        assert found[-2]["usage"] == whole["usage"]
+        assert start_usage["input_tokens"] == whole["usage"]["input_tokens"]
+        assert found[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+async def test_cached_tokens_are_not_input_tokens(start, say):
+    async with start(say(TEXT)) as front_end:
+        fresh = (await answer(front_end))["usage"]
+        front_end.engine.num_cached_tokens = 3
+        usage = (await answer(front_end))["usage"]
+        assert usage["cache_read_input_tokens"] == 3
+        assert usage["input_tokens"] == fresh["input_tokens"] - 3
+        assert (await events(front_end))[-2]["usage"] == usage
+
+
+async def test_what_the_model_sees(start, say, tokenizer):
+    async with start(say("!")) as front_end:
+        await answer(
+            front_end,
+            system=[
+                {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1;"},
+                {"type": "text", "text": "You help.", "cache_control": {"type": "ephemeral"}},
+                {"type": "text", "text": "Be brief."},
+            ],
+            messages=[
+                {"role": "user", "content": [{"type": "text", "text": "one"}]},
+                {"role": "user", "content": "more"},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "redacted_thinking", "data": "x"},
+                        {"type": "text", "text": "two"},
+                    ],
+                },
+                {"role": "user", "content": "three"},
+                {"role": "system", "content": "9 tokens left"},
+            ],
+        )
+        assert prompt_of(front_end, tokenizer) == (
+            "<|im_start|>system\nYou help.\n\nBe brief.<|im_end|>\n"
+            "<|im_start|>user\none\nmore<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>\n"
+            "<|im_start|>user\nthree<|im_end|>\n<|im_start|>system\n9 tokens left<|im_end|>\n"
+            "<|im_start|>assistant\n"
+        )
+
+
+async def test_an_answer_goes_on_with_the_assistants_words(start, say, tokenizer):
+    async with start(say("!")) as front_end:
+        await answer(front_end, messages=[*USER, {"role": "assistant", "content": "The answer:"}])
+        assert prompt_of(front_end, tokenizer).endswith("<|im_start|>assistant\nThe answer:")
+
+
+async def test_parameters_reach_the_engine(start, say):
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    form = {"type": "json_schema", "schema": schema}
+    async with start(say(TEXT)) as front_end:
+        await answer(
+            front_end,
+            max_tokens=9,
+            temperature=0.25,
+            top_p=0.5,
+            top_k=7,
+            seed=5,
+            cache_salt="x",
+            output_config={"format": form},
+        )
+        request = front_end.engine.requests.get_nowait()
+        params = request.sampling_params
+        assert (params.max_tokens, params.temperature, params.top_p) == (9, 0.25, 0.5)
+        assert (params.top_k, request.seed) == (7, 5)
+        assert request.cache_salt
+        assert json.loads(request.grammar.source) == schema
+        await answer(front_end, output_format=form)
+        assert json.loads(front_end.engine.requests.get_nowait().grammar.source) == schema
+
+
+async def test_why_an_answer_ends(start, say):
+    async with start(say("one two three")) as front_end:
+        found = await answer(front_end, stop_sequences=[" two"])
+        assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", " two")
+        assert found["content"][0]["text"] == "one"
+        assert (await answer(front_end, max_tokens=2))["stop_reason"] == "max_tokens"
+
+
+async def test_the_context_may_leave_less_than_is_asked_for(start, tokenizer):
+    """Agents ask for more tokens than small models have."""
+    async with start(lambda request, choice: [5] * request.sampling_params.max_tokens) as front_end:
+        found = await answer(front_end, max_tokens=32_000)
+        assert found["stop_reason"] == "model_context_window_exceeded"
+        assert found["usage"]["input_tokens"] + found["usage"]["output_tokens"] == 256
+
+
+async def test_a_prompt_that_is_too_long_is_said_to_be_in_the_words_that_agents_look_for(start):
+    async with start() as front_end:
+        message = await error(front_end, messages=[{"role": "user", "content": "🦊" * 300}])
+        assert message.startswith("prompt is too long: ")
+        assert message.endswith("tokens > 256 maximum")
+        message = await error(front_end, messages=[{"role": "user", "content": "x" * 99_999}])
+        assert message.startswith("prompt is too long: ")
+
+
+async def test_a_call_and_its_result(start, say, tokenizer):
+    """The official client: tool_use, tool_result, answer."""
+    async with start(say(f"Let me look.{CALL}"), max_model_len=8192) as front_end:
+        asked = {"model": "toy", "max_tokens": 200, "tools": [WEATHER]}
+        async with client(front_end).messages.stream(**asked, messages=USER) as stream:
+            async for _ in stream:
+                pass
+            first = await stream.get_final_message()
+        said, call = first.content
+        assert said.text == "Let me look."
+        assert (call.name, call.input, first.stop_reason) == (
+            "weather",
+            {"city": "Paris"},
+            "tool_use",
+        )
+        assert "Tells the weather" in prompt_of(front_end, tokenizer)
+        result = [{"type": "tool_result", "tool_use_id": call.id, "content": "21 °C"}]
+        messages = [*USER, first.to_param(), {"role": "user", "content": result}]
+        second = await client(front_end).messages.create(**asked, messages=messages)
+        assert second.content[0].text == "Let me look."
+        prompt = prompt_of(front_end, tokenizer)
+        assert prompt.index('"arguments": {"city": "Paris"}') < prompt.index("21 °C")
+
+
+async def test_a_streamed_call(start, say):
+    async with start(say(CALL), max_model_len=8192) as front_end:
+        found = await events(front_end, tools=[WEATHER], max_tokens=200)
+        begun = found[1]["content_block"]
+        assert (begun["type"], begun["name"], begun["input"]) == ("tool_use", "weather", {})
+        pieces = [
+            each["delta"]["partial_json"] for each in found if each["type"] == "content_block_delta"
+        ]
+        assert json.loads("".join(pieces)) == {"city": "Paris"}
+        assert found[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+async def test_choices_of_tools(start, say, tokenizer):
+    other = {"name": "clock", "input_schema": {"type": "object"}}
+    async with start(say("!"), max_model_len=8192) as front_end:
+        for choice, has_grammar in (
+            ({"type": "auto"}, False),
+            ({"type": "none"}, False),
+            ({"type": "any"}, True),
+            ({"type": "tool", "name": "clock"}, True),
+            ({"type": "auto", "disable_parallel_tool_use": True}, True),
+        ):
+            await answer(front_end, tools=[WEATHER, other], tool_choice=choice)
+            request = front_end.engine.requests.get_nowait()
+            assert (request.grammar is not None) is has_grammar, choice
+
+
+async def test_failed_tools_and_names_of_found_ones(start, say, tokenizer):
+    call = {"type": "tool_use", "id": "t1", "name": "weather", "input": {}}
+    blocks = [
+        {
+            "type": "tool_result",
+            "tool_use_id": "t1",
+            "is_error": True,
+            "content": [
+                {"type": "text", "text": "no network"},
+                {"type": "tool_reference", "tool_name": "clock"},
+            ],
+        },
+        {"type": "text", "text": "go on"},
+    ]
+    messages = [
+        *USER,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": blocks},
+    ]
+    async with start(say("!"), max_model_len=8192) as front_end:
+        await answer(front_end, messages=messages, tools=[WEATHER])
+        prompt = prompt_of(front_end, tokenizer)
+        assert "Error: no network\nclock" in prompt
+        assert prompt.index("clock") < prompt.index("go on")
+
+
+async def test_what_agents_send(start, say):
+    """Fields that must not stop them."""
+    async with start(say(TEXT), max_model_len=8192) as front_end:
+        response = await ask(
+            front_end,
+            max_tokens=32_000,
+            system=[{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
+            tools=[
+                WEATHER | {"cache_control": {"type": "ephemeral"}, "eager_input_streaming": True},
+                {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+            ],
+            thinking={"type": "enabled", "budget_tokens": 1024},
+            metadata={"user_id": "user_1"},
+            context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            output_config={"effort": "high"},
+            cache_control={"type": "ephemeral"},
+            service_tier="auto",
+            betas=["a-2025", "b-2026"],
+        )
+        assert response.status_code == 200, response.text
+        named = response.headers["x-tokend-ignored"].split(", ")
+        assert sorted(named) == [
+            "betas",
+            "context_management",
+            "context_management.clear_thinking_20251015",
+            "output_config.effort",
+            "thinking",
+            "tools.web_search_20250305",
+        ]
+        found = await client(front_end).beta.messages.create(
+            model="toy", max_tokens=9, messages=USER, betas=["some-2099-01-01"]
+        )
+        assert found.content[0].text
+
+
+async def test_counting_needs_no_engine_and_is_right(start, say):
+    async with start(say("!"), max_model_len=8192) as front_end:
+        fields = {"messages": USER, "system": "be brief", "tools": [WEATHER]}
+        counted = await client(front_end).messages.count_tokens(model="toy", **fields)
+        assert front_end.engine.requests.empty()
+        usage = (await answer(front_end, **fields))["usage"]
+        assert counted.input_tokens == usage["input_tokens"]
+        long = [{"role": "user", "content": "🦊" * 9000}]
+        counted = await client(front_end).messages.count_tokens(model="toy", messages=long)
+        assert counted.input_tokens > 8192
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"model": "absent"}, "model is missing"),
+        ({"max_tokens": "absent"}, "max_tokens is missing"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"messages": []}, "messages must not be empty"),
+        ({"messages": "x"}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [*USER, {"role": "user"}]}, "messages.1.content"),
+        ({"messages": [{"role": "user", "content": [5]}]}, "messages.0.content.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content: holds half"),
+        (
+            {
+                "messages": [
+                    *USER,
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "x", "name": "y", "input": {}}],
+                    },
+                ]
+            },
+            "messages.1: calls a tool",
+        ),
+        ({"messages": [*USER, {"role": "assistant", "content": " "}]}, "messages.1"),
+        ({"system": 5}, "system"),
+        ({"system": [{"type": "image"}]}, "system.0"),
+        ({"stop_sequences": ["a", "b", "c", "d", "e"]}, "stop_sequences"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"n": 2}, "n is not available here"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not available here"),
+        ({"container": "c"}, "container is not available here"),
+        ({"speed": "fast"}, "speed is not available here"),
+        ({"thinking": {"type": "some"}}, "thinking.type"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "adaptive", "display": "loud"}}, "thinking.display"),
+        ({"output_config": {"effort": "some"}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice any needs tools"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "no tool x"),
+        ({"tools": [{"name": "x"}]}, "tools.0.input_schema"),
+        ({"tools": [{"input_schema": {}}]}, "tools.0.name"),
+        ({"tools": [{"type": "web_search"}, WEATHER | {"name": "a b"}]}, "tools.1.name"),
+        (
+            {"tools": [WEATHER | {"input_schema": {"type": "string"}}]},
+            "tools.0.input_schema.type must be object",
+        ),
+    ],
+)
+async def test_what_is_refused(start, fields, words):
+    async with start() as front_end:
+        assert words in await error(front_end, **fields)
+
+
+async def test_every_field_that_anthropic_has_is_taken_or_refused_by_name(start, say):
+    """Whatever is in it: nothing is an error of the daemon's, or of another field."""
+    taken = MessagesRequest.model_fields.keys() | HARMLESS | {"cache_control"}
+    async with start(say("!")) as front_end:
+        for path, params in (
+            (PATH, MessageCreateParamsBase),
+            (f"{PATH}/count_tokens", MessageCountTokensParams),
+        ):
+            for name in params.__annotations__:
+                for value in (5, "x", True, ["x"], [{}], {"type": "x"}):
+                    response = await ask(front_end, path, **{name: value})
+                    if response.status_code == 200:
+                        told = response.headers.get("x-tokend-ignored", "")
+                        assert name in taken or name in told, name
+                    elif response.status_code == 404:
+                        assert name == "model"
+                    else:
+                        assert response.status_code == 400, (name, value, response.text)
+                        assert response.json()["error"]["message"].startswith(name)
+
+
+async def test_errors_have_anthropics_types(start, say):
+    config = FrontEndConfig(api_key="secret")
+    async with start(say("!"), config=config) as front_end:
+        with pytest.raises(anthropic.AuthenticationError) as denied:
+            await client(front_end).messages.create(**BODY)
+        assert denied.value.body["error"]["type"] == "authentication_error"
+        assert denied.value.request_id == denied.value.body["request_id"]
+        known = client(front_end, "secret")
+        assert (await known.messages.create(**BODY)).content
+        with pytest.raises(anthropic.NotFoundError) as missing:
+            await known.messages.create(**BODY | {"model": "gpt"})
+        assert missing.value.body["error"]["type"] == "not_found_error"
+        with pytest.raises(anthropic.AuthenticationError):
+            await client(front_end).messages.count_tokens(model="toy", messages=USER)
+        response = await front_end.http.get(PATH, headers={"x-api-key": "secret"})
+        assert response.status_code == 405
+        assert ErrorResponse.model_validate(response.json())
+        others = await front_end.http.post("/v1/chat/completions", json=BODY)
+        assert others.json()["error"]["code"] == 401
+
+
+async def test_a_body_that_cannot_be_read_is_told_in_this_shape(start):
+    async with start() as front_end:
+        for path in (PATH, f"{PATH}/count_tokens"):
+            headers = {"content-type": "application/json"}
+            response = await front_end.http.post(path, content=b"{", headers=headers)
+            assert response.status_code == 400
+            ErrorResponse.model_validate(response.json())
+            response = await front_end.http.post(path, content=b"[]", headers=headers)
+            assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status", "kind"),
+    [
+        (ErrorInfo("queue_full", "full", "max_num_queued_reqs"), 503, "overloaded_error"),
+        (ErrorInfo("engine_dead", "dead"), 503, "overloaded_error"),
+        (ErrorInfo("internal", "broke"), 500, "api_error"),
+        (ErrorInfo("time_limit", "late"), 504, "timeout_error"),
+        (ErrorInfo("invalid_request", "response_format: no"), 400, "invalid_request_error"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_refusals_of_the_engine(start, refusal, status, kind, stream):
+    async with start() as front_end:
+        asking = asyncio.create_task(ask(front_end, stream=stream))
+        front_end.engine.refuse(await front_end.engine.requests.get(), refusal)
+        response = await asking
+        assert response.status_code == status
+        found = response.json()
+        assert found["error"]["type"] == kind
+        if status == 400:
+            assert found["error"]["message"] == "output_config: no"
+
+
+async def test_draining_is_an_overload(start):
+    async with start() as front_end:
+        front_end.services.door.ask_drain()
+        front_end.services.door.close()
+        response = await ask(front_end)
+        assert response.status_code == 503
+        assert response.json()["error"]["type"] == "overloaded_error"
+
+
+async def test_a_stream_that_fails(start):
+    async with start(accepts=True) as front_end:
+        body = BODY | {"stream": True}
+        async with front_end.http.stream("POST", PATH, json=body) as response:
+            request = await front_end.engine.requests.get()
+            front_end.engine.emit(request, [5])
+            front_end.engine.refuse(request, ErrorInfo("internal", "it broke"))
+            found = decoded((await response.aread()).decode())
+        assert found[0]["type"] == "message_start"
+        ErrorResponse.model_validate(found[-1])
+        assert found[-1]["error"] == {"type": "api_error", "message": "it broke"}
+        assert found[-1]["request_id"] == found[0]["message"]["id"]
+
+
+async def test_leaving_a_stream_ends_it(start):
+    async with start(accepts=True) as front_end:
+        async with front_end.http.stream("POST", PATH, json=BODY | {"stream": True}) as response:
+            request = await front_end.engine.requests.get()
+            front_end.engine.emit(request, [5])
+            await anext(response.aiter_raw())
+        async with asyncio.timeout(10):
+            while not front_end.engine.is_aborted(request.request_id, 0):
+                await asyncio.sleep(0.01)
+
+
+async def test_a_stream_that_is_silent_is_kept_open_with_pings(start):
+    config = FrontEndConfig(sse_keep_alive=1.0)
+    async with start(accepts=True, config=config) as front_end:
+        async with front_end.http.stream("POST", PATH, json=BODY | {"stream": True}) as response:
+            request = await front_end.engine.requests.get()
+            text = ""
+            async for piece in response.aiter_text():
+                text += piece
+                if "event: ping" in text and not text.endswith("message_stop"):
+                    break
+            front_end.engine.emit(request, [], finish=FinishReason.LENGTH)
+        found = decoded(text)
+        assert [each["type"] for each in found[:2]] == ["message_start", "ping"]
+
+
+async def test_the_session_of_a_header_is_the_agents_job(start, say):
+    async with start(say("!")) as front_end:
+        headers = {"x-session-id": "s1"}
+        response = await front_end.http.post(PATH, json=BODY, headers=headers)
+        assert response.status_code == 200
+        assert front_end.engine.requests.get_nowait().agent.job
