@@ -240,12 +240,15 @@ def _arguments(text: str) -> Json:
 
 def _usage(usage: Usage) -> Json:
     """input_tokens are those that were not found in a cache."""
-    return {
+    counts: Json = {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }
+    if usage.reasoning_tokens is not None:
+        counts["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
+    return counts
 
 
 def _event(name: str, /, **fields: Any) -> str:

@@ -94,7 +94,7 @@ def _words(
         system_text(asked.system, ignored),
         ignored,
         template_names=services.chat_template.facts.names,
-        thinks=False,
+        thinks=services.reasoning_style.thinks,
     )
 
 
