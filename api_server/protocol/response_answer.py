@@ -76,7 +76,6 @@ class ResponsesAnswer:
         self._open: MessageItem | ReasoningItem | CallItem | None = None
         self._call = -1
         self._tokens: list[TextToken] = []
-        self._num_reasoning_tokens = 0
         self._finish_reason = ""
         self._log = EventLog()
 
@@ -129,7 +128,7 @@ class ResponsesAnswer:
             response["incomplete_details"] = {"reason": reason}
         if status == "completed":
             response["completed_at"] = int(time.time())
-        response["usage"] = self._usage(usage)
+        response["usage"] = _usage(usage)
         self._ended(response)
         return response
 
@@ -140,7 +139,6 @@ class ResponsesAnswer:
             self._finish_reason = delta.finish_reason
             parts += self._parser.end()
         self._tokens += delta.tokens
-        self._num_reasoning_tokens += _num_reasoning(parts, len(delta.token_ids))
         for part in parts:
             self._take(part)
             if not isinstance(part, Content):
@@ -196,29 +194,18 @@ class ResponsesAnswer:
             output.append(self._open.json("in_progress"))
         return self._frame | {"status": status, "output": output}
 
-    def _usage(self, usage: Usage) -> Json:
-        return {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": usage.cached_tokens,
-                "cache_write_tokens": 0,
-            },
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        }
 
-
-def _num_reasoning(parts: Sequence[Part], num_tokens: int) -> int:
-    """How many of these tokens were thinking: by length, where there is more than that."""
-    lengths = [
-        (len(part.text), isinstance(part, Reasoning))
-        for part in parts
-        if not isinstance(part, CallBegins)
-    ]
-    whole = sum(length for length, _ in lengths)
-    thought = sum(length for length, is_thought in lengths if is_thought)
-    return round(num_tokens * thought / whole) if whole else 0
+def _usage(usage: Usage) -> Json:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
 
 
 def _frame(shape: Shape, asked: ResponsesRequest) -> Json:

@@ -63,7 +63,7 @@ def play(steps: Sequence[Sequence[Part]], finish: str = "stop", **fields):
         shape = Shape("resp_1", 1, "toy", None, None, None, None, False, False, False)
         return ResponsesAnswer(shape, asked, Parts(*steps), tools, ended.append)
 
-    usage, number = Usage(5, len(steps), 2), len(steps)
+    usage, number = Usage(5, len(steps), 2, 2), len(steps)
     streamed = start(*steps)
     text = streamed.begin()
     for step in range(number):

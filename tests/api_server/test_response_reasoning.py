@@ -1,0 +1,53 @@
+"""Thoughts over /v1/responses, with a model that thinks."""
+
+import pytest
+
+from tests.api_server.conftest import prepared
+from tests.api_server.test_reasoning_chat import SAID, TEMPLATE
+from tests.api_server.test_responses import answer, ask, events, prompt_of
+
+
+@pytest.fixture
+def served(tokenizer, tmp_path):
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    return prepared(tmp_path, tokenizer.get_vocab_size(), has_chat_template=True)
+
+
+async def test_thoughts_are_an_item_and_are_counted(start, say, served):
+    async with start(say(SAID), served=served) as front_end:
+        whole = await answer(front_end)
+        found = (await events(front_end))[-1]["response"]
+        for response in (whole, found):
+            thought, message = response["output"]
+            assert thought["content"] == [{"type": "reasoning_text", "text": "the fox 😀"}]
+            assert message["content"][0]["text"] == "over the sea"
+        counts = [each["usage"]["output_tokens_details"] for each in (whole, found)]
+        assert counts[0] == counts[1]
+        assert 0 < counts[0]["reasoning_tokens"] < whole["usage"]["output_tokens"]
+
+
+async def test_an_effort_is_a_switch_where_the_template_has_one(start, say, served, tokenizer):
+    async with start(say("over"), served=served) as front_end:
+        for effort, end in (("none", "assistant:<think></think>"), ("high", "assistant:")):
+            response = await ask(front_end, reasoning={"effort": effort, "summary": "auto"})
+            assert response.status_code == 200, response.text
+            assert "x-tokend-ignored" not in response.headers
+            assert prompt_of(front_end, tokenizer).endswith(end)
+        response = await ask(front_end, reasoning={"effort": "some"})
+        assert response.json()["error"]["param"] == "reasoning"
+
+
+async def test_thoughts_may_be_hidden_and_come_back(start, say, served):
+    async with start(say(SAID), served=served) as front_end:
+        hidden = await answer(front_end, include_reasoning=False)
+        assert [item["type"] for item in hidden["output"]] == ["message"]
+        first = await answer(front_end)
+        items = [
+            {"role": "user", "content": "x"},
+            *first["output"],
+            {"role": "user", "content": "y"},
+        ]
+        response = await ask(front_end, input=items)
+        assert response.status_code == 200, response.text
+        assert "x-tokend-ignored" not in response.headers
