@@ -29,7 +29,10 @@ ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
 
 
 def slim(schema: Any, *, closed: bool = True) -> Any:
-    """Without descriptions; `closed`: without properties that it does not name."""
+    """Without descriptions; `closed`: without properties that it does not name.
+
+    What is no schema stays as it is, for those who compile it to refuse.
+    """
     if not isinstance(schema, dict):
         return schema
     found: dict[str, Any] = {}
@@ -45,11 +48,18 @@ def slim(schema: Any, *, closed: bool = True) -> Any:
             found[name] = [slim(each, closed=False) for each in value]
         else:
             found[name] = slim(value, closed=closed and name == "items")
-    if closed and found.get("properties") and not _JOINED & found.keys():
-        named = found["properties"].keys()
-        if set(found.get("required", [])) <= named:
-            found["additionalProperties"] = False
+    named = found.get("properties")
+    names_all = isinstance(named, dict) and _are_named(found.get("required", []), named)
+    if closed and named and names_all and not _JOINED & found.keys():
+        found["additionalProperties"] = False
     return found
+
+
+def _are_named(required: Any, properties: Mapping[str, Any]) -> bool:
+    """Whether `required`, which may be anything, is a list of these."""
+    return isinstance(required, list) and all(
+        isinstance(name, str) and name in properties for name in required
+    )
 
 
 def json_rule(schema: Mapping[str, Any] | bool) -> str:
@@ -72,8 +82,8 @@ def property_rules(schema: Mapping[str, Any]) -> list[tuple[str, bool, Mapping[s
     properties = schema.get("properties", {})
     if wrong:
         raise InvalidRequestError(f"calls of this model cannot be held to {min(wrong)}")
-    if not set(required) <= properties.keys():
-        raise InvalidRequestError("a property is required and not described")
+    if not _are_named(required, properties):
+        raise InvalidRequestError("required must be a list of properties that are described")
     if extra not in (True, False) and not isinstance(extra, dict):
         raise InvalidRequestError("additionalProperties must be a schema")
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}

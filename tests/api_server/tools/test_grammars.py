@@ -231,3 +231,25 @@ def test_a_schema_that_python_has_no_words_for():
     with pytest.raises(InvalidRequestError) as caught:
         grammar("pythonic", tools=tools, tool_choice="required")
     assert caught.value.param == "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize("name", ["hermes", "pythonic"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {}}, "required": 5},
+        {"properties": {"a": {}}, "required": [["a"]]},
+        {"properties": {"a": {"type": "object", "properties": ["b"]}}},
+        {"properties": {"a": {"type": "object", "properties": {"b": {}}, "required": None}}},
+    ],
+)
+def test_what_is_no_schema_is_the_clients_error(backend, name, schema):
+    tools = [{"name": "find", "parameters": {"type": "object", **schema}, "strict": True}]
+
+    def compile_it():
+        source = grammar(name, tools=tools)
+        assert source is not None
+        backend.compile(source)
+
+    with pytest.raises(InvalidRequestError, match=r"properties|required"):
+        compile_it()
