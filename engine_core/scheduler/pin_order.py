@@ -94,8 +94,5 @@ class PinOrder:
         pin = self.first()
         return pin if pin is not None and self._keys[pin.number] <= key else None
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
     def _is_valid(self, entry: tuple[float, int, Pin]) -> bool:
         return self._keys.get(entry[1]) == entry[0]
