@@ -89,6 +89,11 @@ class PinOrder:
             heappop(heap)
         return None
 
+    def lowest_key(self) -> float | None:
+        """That of the first pin; None where there is none."""
+        pin = self.first()
+        return None if pin is None else self._keys[pin.number]
+
     def first_up_to(self, key: float) -> Pin | None:
         """The first pin, if its key is no higher than this."""
         pin = self.first()
