@@ -143,6 +143,12 @@ class Jobs:
         self._pins.sweep(self._clock())
         return len(self._pins) < num_pins
 
+    def disown(self, request: Request) -> None:
+        """What a turn has computed cannot be found any more: nothing is gained by keeping it."""
+        pin = self._pins.of(request.agent.job) if request.agent.job else None
+        if pin is not None and pin.request_id == request.request_id:
+            self._pins.drop(pin.job, "corrupt")
+
     def take_seconds(self) -> tuple[list[float], list[float]]:
         """Of jobs that are over, and of tools, since the last call."""
         jobs, self._job_seconds = self._job_seconds, []

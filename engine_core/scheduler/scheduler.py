@@ -198,7 +198,7 @@ class Scheduler:
             max_model_len,
             self._finish,
             self.abort,
-            self.external.withdraw,
+            self._withdraw,
             self.external.void_until,
         )
         self._placeholders: Placeholders = (
@@ -518,6 +518,11 @@ class Scheduler:
             self.jobs.finish(request, well=stopped)
             self._release(request)
         self._clear_running()
+
+    def _withdraw(self, request: Request) -> None:
+        """What a request computed is wrong: nobody is to find it, or to keep it."""
+        self.external.withdraw(request)
+        self.jobs.disown(request)
 
     def _release(self, request: Request) -> None:
         self._kv_cache.free(request)

@@ -1,9 +1,10 @@
-"""KV that jobs keep between two turns: seed 000's changes 1 to 12, row 39, and the rule."""
+"""KV that jobs keep between two turns: when it is kept, what it costs others, and the rule."""
 
 import ast
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine_core.kv_cache.integrity import check
@@ -51,7 +52,6 @@ def tokens(start: int, number: int) -> list[int]:
 
 
 def test_a_turn_that_is_over_keeps_its_full_blocks_and_the_next_one_finds_them():
-    """Changes 3, 4 and 12."""
     engine = Engine()
     first = engine.turn("a", tokens(0, 20))
     assert engine.pinned() == {"a": 5}  # 23 computed tokens
@@ -73,7 +73,7 @@ def test_a_turn_that_is_over_keeps_its_full_blocks_and_the_next_one_finds_them()
     ],
 )
 def test_the_gates_that_a_pin_has_to_pass(policy, agent):
-    """Change 12: the policy, a job, and a turn to follow."""
+    """The policy, a job, and a turn to follow."""
     engine = Engine(scheduling_policy=policy)
     engine.add_one(tokens(0, 20), 4, agent=agent)
     engine.run()
@@ -81,7 +81,7 @@ def test_the_gates_that_a_pin_has_to_pass(policy, agent):
 
 
 def test_a_newer_turn_supersedes_the_pin_of_its_job():
-    """Change 4: one pin a job; shared blocks are not lost in between."""
+    """One pin a job; shared blocks are not lost in between."""
     engine = Engine()
     first = engine.turn("a", tokens(0, 20))
     both = engine.add([*tokens(0, 20), *engine.tokens_of(first)], 8, agent=AgentHint("a"))
@@ -93,7 +93,6 @@ def test_a_newer_turn_supersedes_the_pin_of_its_job():
 
 
 def test_pins_are_swept_before_anything_is_allocated():
-    """Change 5."""
     engine = Engine()
     engine.turn("a", tokens(0, 100))
     engine.clock.now += 2.1
@@ -115,8 +114,26 @@ def test_a_turn_does_not_find_a_pin_whose_time_was_over_before_it_came():
     assert (stats.num_pins_hit, stats.num_pins_expired) == (0, 1)
 
 
+@pytest.mark.parametrize("failed_turn", [0, 1])
+def test_a_turn_found_to_be_corrupt_after_its_end_keeps_nothing(failed_turn):
+    engine = Engine()
+    turns = [engine.add_one(tokens(at, 20), 8, agent=AgentHint(str(at))) for at in (0, 100)]
+    engine.step()
+    output = engine.scheduler.schedule()
+    for each in turns:
+        engine.scheduler.abort(each.request_id, stopped=True)
+    assert engine.pinned() == {"0": 5, "100": 5}
+    result = engine.runner.execute(output)
+    sampled = list(result.sampled_token_ids)
+    sampled[failed_turn] = []
+    handles = [turns[failed_turn].handle]
+    result = msgspec.structs.replace(result, failed_handles=handles, sampled_token_ids=sampled)
+    engine.scheduler.update_from_output(output, result)
+    assert engine.pinned() == {"100" if failed_turn == 0 else "0": 5}
+    assert check(engine.kv_cache) == []
+
+
 def test_the_trace_tells_of_pins_and_counts_their_blocks():
-    """Changes 2, 6, 8 and 10."""
     lines = []
     clock = FakeClock()
     recorder = Recorder(lines.append, started=0.0, num_seats=8, clock=clock)
@@ -141,7 +158,7 @@ def test_the_trace_tells_of_pins_and_counts_their_blocks():
 
 
 def test_who_continues_a_job_is_preempted_last():
-    """Change 7: also where it was admitted last."""
+    """Also where it was admitted last."""
     engine = Engine(num_blocks=17, max_num_batched_tokens=64)
     first = engine.turn("a", tokens(0, 8))
     cold = engine.add_one(tokens(300, 16), 30)
@@ -154,7 +171,7 @@ def test_who_continues_a_job_is_preempted_last():
 
 
 def test_no_more_is_scheduled_than_runs():
-    """Change 9: the assertion stays hard; the output builder's rows are those that run."""
+    """The assertion stays hard; the output builder's rows are those that run."""
     engine = Engine(num_blocks=17, max_num_batched_tokens=64)
     for each in range(6):
         engine.add_one(tokens(100 * each, 12), 20, agent=AgentHint(f"{each}"))
@@ -167,7 +184,7 @@ def test_no_more_is_scheduled_than_runs():
 
 
 def test_durations_run_from_the_end_of_a_turn_to_the_next_arrival():
-    """Change 11: also where the turn came before the news of its tool."""
+    """Also where the turn came before the news of its tool."""
     engine = Engine()
     seen = []
     engine.scheduler.jobs._rule = rule = Notes(seen)
