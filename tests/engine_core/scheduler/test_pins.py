@@ -12,7 +12,7 @@ from engine_core.scheduler import jobs as jobs_module
 from engine_core.scheduler.pin_rule import ByOdds, Guarded, Worth, by_client
 from engine_core.trace.recorder import Recorder
 from proto.agents import AgentHint
-from proto.sched_trace import Arrival, PinBegin, PinEnd, Step
+from proto.sched_trace import MAX_PINS, Arrival, PinBegin, PinEnd, Step
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EngineHarness
 
@@ -155,6 +155,19 @@ def test_the_trace_tells_of_pins_and_counts_their_blocks():
     for each in snapshots:
         pool = each.pool
         assert pool.free + pool.cached + pool.requests + pool.held + pool.pinned == 40
+
+
+def test_a_step_of_the_trace_lists_a_bounded_number_of_pins_and_counts_all():
+    lines = []
+    clock = FakeClock()
+    recorder = Recorder(lines.append, started=0.0, num_seats=8, clock=clock)
+    engine = Engine(num_blocks=400, clock=clock, observer=recorder, observers=(recorder.census,))
+    for each in range(MAX_PINS + 6):
+        engine.turn(str(each), tokens(each, 4), 2)
+    last = [each.snapshot for each in lines if isinstance(each, Step)][-1]
+    assert len(last.pins) == MAX_PINS
+    assert last.num_pins == len(engine.pins) == last.pool.pinned == MAX_PINS + 6
+    assert [each.job for each in last.pins[:2]] == [str(MAX_PINS + 5), str(MAX_PINS + 4)]
 
 
 def test_who_continues_a_job_is_preempted_last():
