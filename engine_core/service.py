@@ -68,14 +68,15 @@ class Service:
     def serve(self, timeout_seconds: float | None = None) -> bool:
         """Wait until anything arrives on any link; False when nothing did in that time.
 
-        Returns early where a session has to end for want of input, or a request because its
-        time is over. Handles everything that has arrived from supervisor and front ends, also
-        what came after the wait was over, and ends those sessions and requests.
+        Returns early where a session has to end for want of input, or a request or the KV that
+        a job keeps because its time is over. Handles everything that has arrived from supervisor
+        and front ends, also what came after the wait was over, and ends those.
         """
         limits = (
             timeout_seconds,
             self._scheduler.sessions.seconds_to_next_end,
             self._scheduler.deadlines.seconds_to_next_end,
+            self._scheduler.jobs.seconds_to_next_end,
         )
         ready = self._wait(min((each for each in limits if each is not None), default=None))
         received = self._front_ends.receive()
@@ -83,7 +84,8 @@ class Service:
             self._intake.take(client, message)
         resting = self._scheduler.sessions.end_overdue()
         self._outbox.add_step(resting)
-        overdue = self._intake.end_overdue() or bool(resting)
+        expired = self._scheduler.jobs.end_overdue()
+        overdue = self._intake.end_overdue() or bool(resting) or expired
         if self._grammars.descriptor in ready:
             self._grammars.silence()
             compiled = self._intake.answer_compiled()

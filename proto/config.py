@@ -98,7 +98,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_pinned_share: float = 0.5
     """Most of the KV blocks (0 to 1) that jobs keep between turns."""
     max_pinned_share_per_tenant: float = 0.5
-    """Most of them that the jobs of one tenant keep."""
+    """Most of the KV blocks (0 to 1, a part of all) that the jobs of one tenant keep between turns;
+    a limit of its own only where it is below --max-pinned-share."""
     async_scheduling: bool | None = None
     """Schedule the next step while the current one computes; by default on a GPU only."""
     scheduler_reserve_full_isl: bool = False

@@ -27,6 +27,8 @@ from proto.lifecycle.start import KVGroup
 
 VERSION: Final = 1
 """Of the format; another one where a reader of this one would be misled."""
+MAX_PINS: Final = 64
+"""That a snapshot lists."""
 
 
 class _Line(
@@ -132,7 +134,8 @@ class Snapshot(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc
     """How things stood before a step was decided.
 
     waiting: sequences that may be admitted, of which `preempted` ran before. blocked: those set
-    aside, by what for. token_budget: of the step; seats: sequences that may run at once.
+    aside, by what for. pins: the MAX_PINS that were granted time last, newest first, of `num_pins`.
+    token_budget: of the step; seats: sequences that may run at once.
     """
 
     waiting: int = 0
@@ -142,6 +145,7 @@ class Snapshot(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc
     pool: PoolUse
     tiers: list[TierUse] = []
     pins: list[PinUse] = []
+    num_pins: int = 0
     token_budget: int
     seats: int
 

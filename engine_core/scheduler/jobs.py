@@ -90,6 +90,7 @@ class Jobs:
         if not name:
             return
         now = self._clock()
+        self._pins.sweep(now)
         job = self._jobs.pop(name, None) or Job(request.arrival_time)
         self._jobs[name] = job
         job.num_here += 1
@@ -129,6 +130,24 @@ class Jobs:
             self._pins.drop(name, "last step")
         else:
             self._pin(request, now)
+
+    @property
+    def seconds_to_next_end(self) -> float | None:
+        """Until the time of a pin is over; None for never."""
+        deadline = self._pins.next_deadline
+        return None if deadline is None else max(0.0, deadline - self._clock())
+
+    def end_overdue(self) -> bool:
+        """Give up the pins whose time is over, also while no step does; False if none was."""
+        num_pins = len(self._pins)
+        self._pins.sweep(self._clock())
+        return len(self._pins) < num_pins
+
+    def disown(self, request: Request) -> None:
+        """What a turn has computed cannot be found any more: nothing is gained by keeping it."""
+        pin = self._pins.of(request.agent.job) if request.agent.job else None
+        if pin is not None and pin.request_id == request.request_id:
+            self._pins.drop(pin.job, "corrupt")
 
     def take_seconds(self) -> tuple[list[float], list[float]]:
         """Of jobs that are over, and of tools, since the last call."""

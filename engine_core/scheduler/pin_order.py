@@ -89,13 +89,15 @@ class PinOrder:
             heappop(heap)
         return None
 
+    def lowest_key(self) -> float | None:
+        """That of the first pin; None where there is none."""
+        pin = self.first()
+        return None if pin is None else self._keys[pin.number]
+
     def first_up_to(self, key: float) -> Pin | None:
         """The first pin, if its key is no higher than this."""
         pin = self.first()
         return pin if pin is not None and self._keys[pin.number] <= key else None
-
-    def __len__(self) -> int:
-        return len(self._keys)
 
     def _is_valid(self, entry: tuple[float, int, Pin]) -> bool:
         return self._keys.get(entry[1]) == entry[0]

@@ -178,6 +178,11 @@ class Pins:
         for pin in list(self._pins.values()):
             self._end(pin, reason)
 
+    @property
+    def next_deadline(self) -> float | None:
+        """When the time of some pin is over; None for never."""
+        return self._deadlines.lowest_key()
+
     def sweep(self, now: float) -> None:
         """Give up the pins whose time is over."""
         while (pin := self._deadlines.first_up_to(now)) is not None:

@@ -71,6 +71,7 @@ class Scheduler:
 
     mint_handle: names for new requests, never the same twice. sessions: more input for
     requests that were opened with it. backlog, deadlines: who takes requests in tells them.
+    jobs: keep KV between two turns, until `jobs.end_overdue` or a step finds their time over.
 
     epoch: of the workers, until `start_over` names another.
     max_model_len: usable length, in tokens, of prompt and output together.
@@ -149,7 +150,7 @@ class Scheduler:
         self._pins = Pins(kv_cache, limits_of_pins, observer)
         keeps = config.scheduling_policy == "continuum" and kv_cache.enable_caching
         pin_rule = pin_rule_of(config.pin_policy, self._swap_rule) if keeps else NoPins()
-        self._jobs = Jobs(self._pins, pin_rule, kv_cache, clock)
+        self.jobs = Jobs(self._pins, pin_rule, kv_cache, clock)
         self.external = ExternalKV(
             connect,
             kv_cache,
@@ -165,7 +166,7 @@ class Scheduler:
             self._quarantine,
             self._courtesy,
             self.sessions,
-            self._jobs,
+            self.jobs,
             self.backlog,
             self.deadlines,
             *gates,
@@ -197,7 +198,7 @@ class Scheduler:
             max_model_len,
             self._finish,
             self.abort,
-            self.external.withdraw,
+            self._withdraw,
             self.external.void_until,
         )
         self._placeholders: Placeholders = (
@@ -220,7 +221,7 @@ class Scheduler:
             request.max_tokens, self._max_model_len - request.num_prompt_tokens
         )
         request.queued_at = self._clock()
-        self._jobs.enter(request)
+        self.jobs.enter(request)
         self._beams.add(request)
         self._quarantine.enter(request)
         self.waiting.add(request)
@@ -245,7 +246,7 @@ class Scheduler:
 
         Jobs that are over, or unknown, and turns that are not the last one are passed over.
         """
-        self._jobs.end_turn(request_id, job, tool)
+        self.jobs.end_turn(request_id, job, tool)
 
     def abort_client(self, client_index: int) -> int:
         """End every request of one front end; returns the number of choices that ended."""
@@ -437,7 +438,7 @@ class Scheduler:
         """Gauges of now, and deltas since the last call."""
         queries, hits = self._kv_cache.take_prefix_cache_stats()
         external_queries, external_hits = self.external.take_stats()
-        job_seconds, tool_seconds = self._jobs.take_seconds()
+        job_seconds, tool_seconds = self.jobs.take_seconds()
         num_taken, num_hit, num_expired, num_given_up = self._pins.take_counts()
         stats = SchedulerStats(
             num_running=len(self.running),
@@ -505,7 +506,7 @@ class Scheduler:
         request.status = status
         self.external.depart(request)
         self.sessions.end_turn(request)
-        self._jobs.finish(request, well=status is not RequestStatus.FINISHED_ERROR)
+        self.jobs.finish(request, well=status is not RequestStatus.FINISHED_ERROR)
         self._release(request)
 
     def _abort_all(self, requests: list[Request], *, stopped: bool = False) -> None:
@@ -514,9 +515,14 @@ class Scheduler:
                 self.waiting.remove(request)
             request.status = RequestStatus.FINISHED_ABORTED
             self.external.depart(request)
-            self._jobs.finish(request, well=stopped)
+            self.jobs.finish(request, well=stopped)
             self._release(request)
         self._clear_running()
+
+    def _withdraw(self, request: Request) -> None:
+        """What a request computed is wrong: nobody is to find it, or to keep it."""
+        self.external.withdraw(request)
+        self.jobs.disown(request)
 
     def _release(self, request: Request) -> None:
         self._kv_cache.free(request)

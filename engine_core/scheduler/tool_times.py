@@ -22,8 +22,12 @@ FEWEST: Final = 16
 """Samples, of all tools, that say more than the cold start."""
 WINDOW: Final = 512
 """Samples of a tool, or of all of them, that are remembered."""
-MAX_TOOLS: Final = 128
-"""That are told apart; the one that was not seen for longest is forgotten."""
+MAX_TOOLS: Final = 512
+"""That are told apart, of all tenants."""
+MAX_TOOLS_OF_TENANT: Final = 128
+"""Of one tenant; its tool that was not seen for longest is forgotten."""
+
+_TENANT_DIGITS: Final = 16
 
 
 class Durations:
@@ -64,20 +68,36 @@ class Durations:
 
 
 class ToolTimes:
-    """Durations by tool. A job that waits for no tool waits for "", which is one."""
+    """Durations by tool. A job that waits for no tool waits for "", which is one.
+
+    A tool's name may begin with its tenant: 16 digits and a slash. Nobody's invented names
+    cost another tenant more than the tools that it has beyond an equal share.
+    """
 
     def __init__(self) -> None:
         self._all = Durations()
-        self._tools: dict[str, Durations] = {}
+        self._tenants: dict[str, dict[str, Durations]] = {}  # those seen last at the end
+        self._num_tools = 0
+
+    def __len__(self) -> int:
+        """Tools that are told apart."""
+        return self._num_tools
 
     def observe(self, tool: str, seconds: float) -> None:
         """A call of this tool took so long; infinitely long if nobody came back."""
         self._all.add(seconds)
-        durations = self._tools.pop(tool, None) or Durations()
-        self._tools[tool] = durations
+        tenant = _tenant_of(tool)
+        tools = self._tenants.pop(tenant, {})
+        self._tenants[tenant] = tools
+        known = tools.pop(tool, None)
+        durations = Durations() if known is None else known
+        self._num_tools += known is None
+        tools[tool] = durations
         durations.add(seconds)
-        if len(self._tools) > MAX_TOOLS:
-            del self._tools[next(iter(self._tools))]
+        if len(tools) > MAX_TOOLS_OF_TENANT:
+            self._forget_one(tenant)
+        elif self._num_tools > MAX_TOOLS:
+            self._forget_one(max(self._tenants, key=self._num_tools_of))
 
     def best(self, tool: str, benefit: float) -> tuple[float, float]:
         """(τ, gain), in seconds, for a benefit in seconds."""
@@ -94,7 +114,23 @@ class ToolTimes:
         return None if durations is None else durations.typical()
 
     def _known(self, tool: str) -> Durations | None:
-        own = self._tools.get(tool)
+        tools = self._tenants.get(_tenant_of(tool))
+        own = None if tools is None else tools.get(tool)
         if own is not None and len(own) > FEW:
             return own
         return self._all if len(self._all) >= FEWEST else None
+
+    def _num_tools_of(self, tenant: str) -> int:
+        return len(self._tenants[tenant])
+
+    def _forget_one(self, tenant: str) -> None:
+        """Its tool that was not seen for longest."""
+        tools = self._tenants[tenant]
+        del tools[next(iter(tools))]
+        self._num_tools -= 1
+        if not tools:
+            del self._tenants[tenant]
+
+
+def _tenant_of(tool: str) -> str:
+    return tool[:_TENANT_DIGITS] if tool[_TENANT_DIGITS : _TENANT_DIGITS + 1] == "/" else ""

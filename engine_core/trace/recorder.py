@@ -6,6 +6,7 @@ contents of blocks were seen. Puts the lines somewhere; knows no file.
 
 import time
 from collections.abc import Callable, Collection
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -19,6 +20,7 @@ from engine_core.scheduler.step_plan import StepPlan
 from engine_core.trace.contents import Contents
 from proto.model_runner_output import ModelRunnerOutput
 from proto.sched_trace import (
+    MAX_PINS,
     Arrival,
     Decision,
     Event,
@@ -120,7 +122,11 @@ class Recorder:
                 held=num_held,
                 pinned=num_pinned,
             ),
-            pins=[PinUse(each.job, len(each.blocks)) for each in self._pins.values()],
+            pins=[
+                PinUse(each.job, len(each.blocks))
+                for each in islice(reversed(self._pins.values()), MAX_PINS)
+            ],
+            num_pins=len(self._pins),
             token_budget=plan.budget,
             seats=self._num_seats,
         )
@@ -177,7 +183,8 @@ class Recorder:
         )
 
     def pinned(self, pin: Pin, ttl: float) -> None:
-        self._pins[pin.job] = pin
+        self._pins.pop(pin.job, None)
+        self._pins[pin.job] = pin  # those that were granted last are at the end
         self._put(
             PinBegin(
                 time_us=self._now(),

@@ -4,8 +4,10 @@ from types import SimpleNamespace
 
 from engine_core.outbox import Outbox
 from engine_core.service import Service
+from proto.agents import AgentHint
 from proto.engine_io import AdminCall, AdminReply
 from proto.lifecycle import Paused
+from tests.fakes.clock import FakeClock
 from tests.fakes.intake_desk import Desk
 
 
@@ -45,3 +47,28 @@ def test_the_supervisor_hears_of_a_pause_before_the_operator_has_an_answer():
     paused, reply, _ = log
     assert paused == Paused("freeze")
     assert reply == AdminReply(1, 7, True)
+
+
+def test_an_idle_engine_gives_pins_up_when_their_time_is_over_and_says_so():
+    log, clock = [], FakeClock()
+    desk = Desk(clock=clock, block_size=4, scheduling_policy="continuum", pin_policy="fixed")
+    desk.engine.add_one(list(range(20)), 4, agent=AgentHint("a"))
+    desk.engine.run()
+    scheduler = desk.engine.scheduler
+    assert scheduler.take_stats().num_pinned_blocks == 5
+    front_ends = FrontEnds([], log)
+
+    def wait(timeout):
+        clock.now += timeout
+        return []
+
+    outbox = Outbox(front_ends, scheduler, 1)
+    orders = SimpleNamespace(link=SimpleNamespace(send=log.append))
+    poller = SimpleNamespace(wait=wait)
+    service = Service(orders, front_ends, poller, scheduler, desk.intake, outbox)
+    assert service.serve(1.0) is False
+    assert log == []
+    assert service.serve() is True
+    (told,) = log
+    assert (told.stats.num_pinned_blocks, told.stats.num_pins_expired) == (0, 1)
+    assert service.serve(5.0) is False

@@ -233,7 +233,7 @@ class TestWaitingForRemoteKvs:
 
 class TestAborts:
     def test_blocks_stay_until_the_load_ends(self):
-        """KVC-07, row 24: aborted while it is loaded for."""
+        """KVC-07: aborted while it is loaded for."""
         engine = engine_with(always(32, is_async=True))
         free = num_free(engine)
         request = engine.add_one(prompt(40))

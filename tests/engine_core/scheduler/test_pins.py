@@ -1,9 +1,10 @@
-"""KV that jobs keep between two turns: seed 000's changes 1 to 12, row 39, and the rule."""
+"""KV that jobs keep between two turns: when it is kept, what it costs others, and the rule."""
 
 import ast
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine_core.kv_cache.integrity import check
@@ -11,7 +12,7 @@ from engine_core.scheduler import jobs as jobs_module
 from engine_core.scheduler.pin_rule import ByOdds, Guarded, Worth, by_client
 from engine_core.trace.recorder import Recorder
 from proto.agents import AgentHint
-from proto.sched_trace import Arrival, PinBegin, PinEnd, Step
+from proto.sched_trace import MAX_PINS, Arrival, PinBegin, PinEnd, Step
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EngineHarness
 
@@ -51,7 +52,6 @@ def tokens(start: int, number: int) -> list[int]:
 
 
 def test_a_turn_that_is_over_keeps_its_full_blocks_and_the_next_one_finds_them():
-    """Changes 3, 4 and 12."""
     engine = Engine()
     first = engine.turn("a", tokens(0, 20))
     assert engine.pinned() == {"a": 5}  # 23 computed tokens
@@ -73,7 +73,7 @@ def test_a_turn_that_is_over_keeps_its_full_blocks_and_the_next_one_finds_them()
     ],
 )
 def test_the_gates_that_a_pin_has_to_pass(policy, agent):
-    """Change 12: the policy, a job, and a turn to follow."""
+    """The policy, a job, and a turn to follow."""
     engine = Engine(scheduling_policy=policy)
     engine.add_one(tokens(0, 20), 4, agent=agent)
     engine.run()
@@ -81,7 +81,7 @@ def test_the_gates_that_a_pin_has_to_pass(policy, agent):
 
 
 def test_a_newer_turn_supersedes_the_pin_of_its_job():
-    """Change 4: one pin a job; shared blocks are not lost in between."""
+    """One pin a job; shared blocks are not lost in between."""
     engine = Engine()
     first = engine.turn("a", tokens(0, 20))
     both = engine.add([*tokens(0, 20), *engine.tokens_of(first)], 8, agent=AgentHint("a"))
@@ -93,7 +93,6 @@ def test_a_newer_turn_supersedes_the_pin_of_its_job():
 
 
 def test_pins_are_swept_before_anything_is_allocated():
-    """Change 5."""
     engine = Engine()
     engine.turn("a", tokens(0, 100))
     engine.clock.now += 2.1
@@ -104,8 +103,37 @@ def test_pins_are_swept_before_anything_is_allocated():
     assert (stats.num_pins_expired, stats.num_pins_given_up) == (1, 0)
 
 
+def test_a_turn_does_not_find_a_pin_whose_time_was_over_before_it_came():
+    engine = Engine()
+    engine.turn("a", tokens(0, 20))
+    engine.clock.now += 2.1
+    late = engine.add_one(tokens(0, 24), 4, agent=AgentHint("a"))
+    assert not late.finds_pin
+    engine.run()
+    stats = engine.scheduler.take_stats()
+    assert (stats.num_pins_hit, stats.num_pins_expired) == (0, 1)
+
+
+@pytest.mark.parametrize("failed_turn", [0, 1])
+def test_a_turn_found_to_be_corrupt_after_its_end_keeps_nothing(failed_turn):
+    engine = Engine()
+    turns = [engine.add_one(tokens(at, 20), 8, agent=AgentHint(str(at))) for at in (0, 100)]
+    engine.step()
+    output = engine.scheduler.schedule()
+    for each in turns:
+        engine.scheduler.abort(each.request_id, stopped=True)
+    assert engine.pinned() == {"0": 5, "100": 5}
+    result = engine.runner.execute(output)
+    sampled = list(result.sampled_token_ids)
+    sampled[failed_turn] = []
+    handles = [turns[failed_turn].handle]
+    result = msgspec.structs.replace(result, failed_handles=handles, sampled_token_ids=sampled)
+    engine.scheduler.update_from_output(output, result)
+    assert engine.pinned() == {"100" if failed_turn == 0 else "0": 5}
+    assert check(engine.kv_cache) == []
+
+
 def test_the_trace_tells_of_pins_and_counts_their_blocks():
-    """Changes 2, 6, 8 and 10."""
     lines = []
     clock = FakeClock()
     recorder = Recorder(lines.append, started=0.0, num_seats=8, clock=clock)
@@ -129,8 +157,21 @@ def test_the_trace_tells_of_pins_and_counts_their_blocks():
         assert pool.free + pool.cached + pool.requests + pool.held + pool.pinned == 40
 
 
+def test_a_step_of_the_trace_lists_a_bounded_number_of_pins_and_counts_all():
+    lines = []
+    clock = FakeClock()
+    recorder = Recorder(lines.append, started=0.0, num_seats=8, clock=clock)
+    engine = Engine(num_blocks=400, clock=clock, observer=recorder, observers=(recorder.census,))
+    for each in range(MAX_PINS + 6):
+        engine.turn(str(each), tokens(each, 4), 2)
+    last = [each.snapshot for each in lines if isinstance(each, Step)][-1]
+    assert len(last.pins) == MAX_PINS
+    assert last.num_pins == len(engine.pins) == last.pool.pinned == MAX_PINS + 6
+    assert [each.job for each in last.pins[:2]] == [str(MAX_PINS + 5), str(MAX_PINS + 4)]
+
+
 def test_who_continues_a_job_is_preempted_last():
-    """Change 7: also where it was admitted last."""
+    """Also where it was admitted last."""
     engine = Engine(num_blocks=17, max_num_batched_tokens=64)
     first = engine.turn("a", tokens(0, 8))
     cold = engine.add_one(tokens(300, 16), 30)
@@ -143,7 +184,7 @@ def test_who_continues_a_job_is_preempted_last():
 
 
 def test_no_more_is_scheduled_than_runs():
-    """Change 9: the assertion stays hard; the output builder's rows are those that run."""
+    """The assertion stays hard; the output builder's rows are those that run."""
     engine = Engine(num_blocks=17, max_num_batched_tokens=64)
     for each in range(6):
         engine.add_one(tokens(100 * each, 12), 20, agent=AgentHint(f"{each}"))
@@ -156,10 +197,10 @@ def test_no_more_is_scheduled_than_runs():
 
 
 def test_durations_run_from_the_end_of_a_turn_to_the_next_arrival():
-    """Change 11: also where the turn came before the news of its tool."""
+    """Also where the turn came before the news of its tool."""
     engine = Engine()
     seen = []
-    engine.scheduler._jobs._rule = rule = Notes(seen)
+    engine.scheduler.jobs._rule = rule = Notes(seen)
     first = engine.turn("a", tokens(0, 20))
     engine.scheduler.end_turn(first.request_id, "a", "shell")
     engine.clock.now += 1.5
@@ -173,7 +214,7 @@ def test_durations_run_from_the_end_of_a_turn_to_the_next_arrival():
     engine.scheduler.end_turn(third.request_id, "b", "unknown")
     assert seen == [("shell", 1.5), ("search", 0.25)]
     assert engine.scheduler.take_stats().tool_seconds == [1.5, 0.25]
-    assert rule is engine.scheduler._jobs._rule
+    assert rule is engine.scheduler.jobs._rule
 
 
 class Notes:
@@ -305,7 +346,7 @@ def test_a_job_is_not_forgotten_for_a_turn_that_took_long():
     """It is away from the end of its turn on, not from the arrival."""
     engine = Engine()
     seen = []
-    engine.scheduler._jobs._rule = Notes(seen)
+    engine.scheduler.jobs._rule = Notes(seen)
     engine.add_one(tokens(0, 20), 4, agent=AgentHint("a"))
     engine.step()
     engine.clock.now += 2 * jobs_module.FORGET_SECONDS
@@ -316,7 +357,7 @@ def test_a_job_is_not_forgotten_for_a_turn_that_took_long():
     engine.clock.now += jobs_module.FORGET_SECONDS
     engine.add_one(tokens(600, 8), 4, agent=AgentHint("c"))
     assert seen == [("", math.inf)]
-    assert "a" not in engine.scheduler._jobs._jobs
+    assert "a" not in engine.scheduler.jobs._jobs
 
 
 @pytest.mark.parametrize(
@@ -327,7 +368,7 @@ def test_what_a_pin_is_worth_follows_from_its_tokens_not_from_the_groups_of_its_
 ):
     engine = Engine(windows=windows)
     asked = []
-    engine.scheduler._jobs._rule = rule = Notes([])
+    engine.scheduler.jobs._rule = rule = Notes([])
     rule.decide = lambda tool, num_tokens: asked.append(num_tokens) or Worth(1.0, 1.0)
     turn = engine.turn("a", tokens(0, 20))
     assert engine.pinned() == {"a": num_blocks}
@@ -343,7 +384,7 @@ def test_row_39_sessions_that_never_return_cost_bounded_memory():
         engine.turn(f"job {each}", [each % 900, each // 900, *tokens(0, 6)], 1)
         engine.clock.now += 0.001
     assert engine.pins.num_blocks <= 200
-    assert len(engine.scheduler._jobs) <= jobs_module.MAX_JOBS
+    assert len(engine.scheduler.jobs) <= jobs_module.MAX_JOBS
     assert len(engine.pins._deadlines._heap) <= 2 * len(engine.pins) + 64
     assert len(engine.pins._values._heap) <= 2 * len(engine.pins) + 64
     engine.clock.now += 1e9
@@ -377,7 +418,7 @@ def test_row_39_a_client_that_lies_about_its_tools_loses_its_pins_first():
     engine.step_seconds = lambda output: 5.0
     liar = engine.turn("liar", tokens(0, 60), ttl_ms=1e9)
     honest = engine.turn("honest", tokens(100, 60))
-    rule = engine.scheduler._jobs._rule
+    rule = engine.scheduler.jobs._rule
     for _ in range(101):
         rule.observe("slow", 1000.0)
         rule.observe("quick", 0.1)
@@ -394,7 +435,7 @@ def test_an_estimator_that_fails_costs_pins_and_no_step(caplog):
             raise ZeroDivisionError
 
     engine = Engine()
-    engine.scheduler._jobs._rule = Guarded(Broken([]))
+    engine.scheduler.jobs._rule = Guarded(Broken([]))
     first = engine.turn("a", tokens(0, 20))
     engine.scheduler.end_turn(first.request_id, "a", "shell")
     assert engine.pinned() == {}
@@ -422,7 +463,7 @@ def test_what_is_gained_is_the_delay_and_the_context():
 def test_who_lost_its_kv_says_what_a_place_in_the_queue_costs():
     engine = Engine()
     heard = []
-    engine.scheduler._jobs._rule = rule = Notes([])
+    engine.scheduler.jobs._rule = rule = Notes([])
     rule.learn_delay = heard.append
     rule.provisional = lambda num_tokens: Worth(0.0, 0.0)
     engine.turn("a", tokens(0, 20))
@@ -438,4 +479,4 @@ def test_a_job_is_as_long_as_from_its_first_arrival_to_the_end_of_its_last_step(
     engine.clock.now += 5.0
     engine.turn("a", tokens(0, 24), last=True, arrival_time=engine.clock())
     assert engine.scheduler.take_stats().job_seconds == [5.0]
-    assert len(engine.scheduler._jobs) == 0
+    assert len(engine.scheduler.jobs) == 0

@@ -6,7 +6,15 @@ from statistics import correlation
 
 import pytest
 
-from engine_core.scheduler.tool_times import FEW, FEWEST, MAX_TOOLS, WINDOW, Durations, ToolTimes
+from engine_core.scheduler.tool_times import (
+    FEW,
+    FEWEST,
+    MAX_TOOLS,
+    MAX_TOOLS_OF_TENANT,
+    WINDOW,
+    Durations,
+    ToolTimes,
+)
 from engine_core.scheduler.turn_counts import TurnCounts
 
 
@@ -49,8 +57,22 @@ def test_a_tool_speaks_for_itself_once_there_is_enough_of_it():
 def test_tools_are_forgotten_when_there_are_too_many():
     times = ToolTimes()
     for each in range(10 * MAX_TOOLS):
-        times.observe(f"tool {each}", 1.0)
-    assert len(times._tools) == MAX_TOOLS
+        times.observe(f"{each % 300:016x}/tool {each}", 1.0)
+    assert len(times) == MAX_TOOLS
+
+
+def test_invented_names_of_one_tenant_do_not_make_the_tools_of_another_forgotten():
+    times = ToolTimes()
+    own = f"{1:016x}/shell"
+    for _ in range(FEW + 1):
+        times.observe(own, 0.5)
+    for tenant in range(2, 7):
+        for each in range(2 * MAX_TOOLS_OF_TENANT):
+            times.observe(f"{tenant:016x}/tool {each}", 3.0)
+    for each in range(2 * MAX_TOOLS):
+        times.observe(f"tool/{each}", 3.0)
+    assert times.typical(own) == 0.5
+    assert len(times) <= MAX_TOOLS
 
 
 @pytest.mark.parametrize("seed", range(5))
