@@ -34,10 +34,10 @@ class Ledger:
             with open(path, "ab+") as file:
                 file.seek(0)
                 whole, end, _ = file.read().rpartition(b"\n")
-                file.truncate(len(whole) + len(end))  # what was written as it was cut off
-            for text in whole.splitlines():
-                line = from_json(text, _Line)
-                self._known[to_json_line(line.order)] = line.figures
+                for text in whole.splitlines():
+                    line = from_json(text, _Line)
+                    self._known[to_json_line(line.order)] = line.figures
+                file.truncate(len(whole) + len(end))  # what was being written as it was cut off
         except OSError as error:
             raise ConfigError(f"--ledger: {path}: {error.strerror}", "ledger") from None
         except ProtocolError as error:

@@ -97,7 +97,7 @@ def test_a_grid_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch) -> None:
     ("words", "message"),
     [
         (["--ledger", "."], "--ledger: .: Is a directory"),
-        (["--ledger", "pyproject.toml"], "--ledger: pyproject.toml: not replays"),
+        (["--ledger", "pyproject.toml"], "--ledger: pyproject.toml is no file of replays"),
         (["--policies", "fcfs,best"], "there is no 'best'"),
         (["--pools", "0"], "--pools"),
         (["--steps-of", "none.jsonl"], "none.jsonl: No such file"),
