@@ -6,16 +6,9 @@ figures as long as scheduler and simulation are the same: a file is of one versi
 
 import threading
 
-import msgspec
-
 from proto.codec import from_json, to_json_line
 from proto.errors import ConfigError, ProtocolError
-from proto.replay import ReplayFigures, ReplayOrder
-
-
-class _Line(msgspec.Struct, frozen=True):
-    order: ReplayOrder
-    figures: ReplayFigures
+from proto.replay import ReplayFigures, ReplayOrder, ReplayRecord
 
 
 class Ledger:
@@ -35,7 +28,7 @@ class Ledger:
                 file.seek(0)
                 whole, end, _ = file.read().rpartition(b"\n")
                 for text in whole.splitlines():
-                    line = from_json(text, _Line)
+                    line = from_json(text, ReplayRecord)
                     self._known[to_json_line(line.order)] = line.figures
                 file.truncate(len(whole) + len(end))  # what was being written as it was cut off
         except OSError as error:
@@ -55,4 +48,4 @@ class Ledger:
             self._known[to_json_line(order)] = figures
             if self._path:
                 with open(self._path, "ab") as file:
-                    file.write(to_json_line(_Line(order, figures)))
+                    file.write(to_json_line(ReplayRecord(order, figures)))
