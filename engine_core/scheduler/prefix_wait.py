@@ -61,9 +61,9 @@ class PrefixWait:
                                   found so far ↑ ↑ until here it waits
 
     While the leader gets as many tokens in a step as anybody could that begins, who waits loses
-    nothing, however long it takes. A step is lost where the leader gets less than was left for
-    those behind it: it gives way to others, say. So is one in which the leader loses its
-    blocks or is over before its time. With PATIENCE of them the wait is over.
+    nothing, however long it takes. A step is lost where the leader gets nothing, or less than is
+    left for those behind it: it gives way to others, say. So is one in which the leader loses
+    its blocks or is over before its time. With PATIENCE of them the wait is over.
 
     Nor does anybody wait for a leader that has not got as far as the cache has, or
     for less than a CROWD'th of a chunk: a step later for a block or two.
@@ -137,7 +137,7 @@ class PrefixWait:
 
     def _follow_leaders(self, plan: StepPlan) -> None:
         planned = plan.num_new_tokens(self._leaders)
-        room = min(self._longest_chunk, plan.budget, plan.prompt_budget)
+        least = max(1, min(self._longest_chunk, plan.budget, plan.prompt_budget))
         for handle, leader in list(self._leaders.items()):
             request = leader.request
             if request.status is not RequestStatus.RUNNING:
@@ -145,7 +145,7 @@ class PrefixWait:
                 continue
             num_new = planned.get(handle, 0)
             leader.reached = request.num_computed_tokens + num_new
-            leader.num_lost += num_new < room
+            leader.num_lost += num_new < least
             while leader.waiters and leader.waiters[0][0] <= leader.reached:
                 self._release(heapq.heappop(leader.waiters)[1], leader.num_lost)
             while leader.limits and leader.limits[0][0] <= leader.num_lost:

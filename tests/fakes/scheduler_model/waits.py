@@ -42,7 +42,7 @@ class WaitsModel:
         self.already_running = list(self.running)
         for sequence, (leader, number) in list(self.held.items()):
             planned = step.planned.get(leader, 0)
-            is_lost = planned < min(self.longest_chunk, step.budget)
+            is_lost = not planned or planned < min(self.longest_chunk, step.budget)
             sequence.lost += leader not in self.running or is_lost
             reached = leader.computed + planned
             if leader not in self.running or reached >= number or sequence.lost >= PATIENCE:
