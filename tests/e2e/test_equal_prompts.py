@@ -1,4 +1,4 @@
-"""Sixteen equal prompts at once compute one prefix, whoever sends them and whatever dies meanwhile."""
+"""Sixteen equal prompts at once compute one prefix, whoever sends them, whatever dies meanwhile."""
 
 import asyncio
 import random
