@@ -173,7 +173,7 @@ class Scheduler:
             constraints,
             self._beams,
             SiblingForks(kv_cache, self._choices),
-            PrefixWait(kv_cache.block_size),
+            PrefixWait(kv_cache.block_size, chunks.longest_chunk),
             self.external,
         )
         for gate in self._gates:
