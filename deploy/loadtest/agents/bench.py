@@ -23,6 +23,7 @@ from deploy.loadtest.options import (
     Parser,
     at_least_one,
     from_zero,
+    not_negative,
     positive,
     writable,
     write,
@@ -73,6 +74,7 @@ def _grid(options: argparse.Namespace) -> Grid:
         pools=options.pools,
         rates=options.rates,
         host=options.host,
+        others=options.others,
         trace=options.steps_of or "",
     )
 
@@ -134,6 +136,13 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     add("--pools", type=_whole, default=[25, 50, 100], metavar="P,…", help="%% of the working set")
     add("--rates", type=_whole, default=[70, 90, 110], metavar="P,…", help="%% of the capacity")
     add("--host", type=at_least_one, default=100, metavar="P", help="+host: %% of the working set")
+    add(
+        "--others",
+        type=not_negative,
+        default=0.0,
+        metavar="X",
+        help="requests of others that come for each job, of 1,000 tokens in the mean (0)",
+    )
     add("--machine", choices=list(MACHINES), default="smollm2-cpu", help="step times (smollm2-cpu)")
     add("--steps-of", metavar="TRACE", help="fit the step times to this trace instead")
     add(

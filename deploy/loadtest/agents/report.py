@@ -63,6 +63,9 @@ def table(cells: Sequence[Cell]) -> Table:
     for title in ("mean", "p99", "ratio of means", "of p99", "found", "preempted"):
         made.add_column(title, justify="right")
     made.add_column("pins taken / hit / expired / unpinned", justify="right")
+    has_others = any(each.other_s_mean for each in cells)
+    if has_others:
+        made.add_column("others", justify="right")
     before = (0, 0)
     for (pool, rate, name), group in grouped(cells):
         if before not in ((0, 0), (pool, rate)):
@@ -80,6 +83,10 @@ def table(cells: Sequence[Cell]) -> Table:
             f"{_mean(group, 'found_percent'):.1f} %",
             f"{_mean(group, 'preemptions'):.0f}",
             " / ".join(f"{_mean(group, each):.0f}" for each in pins),
+            *(
+                [f"{_mean(group, 'other_s_mean'):.1f}, {_mean(group, 'other_s_p99'):.0f}"]
+                * has_others
+            ),
         )
     return made
 

@@ -73,6 +73,18 @@ def test_a_grid_is_measured_compared_and_the_same_again(tmp_path: Path, capsys) 
     assert again["measured"] == [measured[4]]
 
 
+def test_others_are_measured_beside_the_jobs(tmp_path: Path, capsys) -> None:
+    place = ["--pools", "500", "--rates", "90", "--seeds", "3", "--policies", "fcfs"]
+    alone = bench(tmp_path / "alone.json", *place)
+    found = bench(tmp_path / "beside.json", *place, "--others", "2")
+    assert found["grid"]["others"] == 2.0
+    assert found["cells"][0]["other_s_mean"] > 0 == alone["cells"][0]["other_s_mean"]
+    measured, before = found["measured"][0], alone["measured"][0]
+    assert measured["num_requests"] == before["num_requests"] + 2 * 2
+    assert measured["capacity_jobs_per_s"] < before["capacity_jobs_per_s"]
+    assert "others" in capsys.readouterr().out
+
+
 def test_a_grid_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch) -> None:
     place = ["--pools", "500", "--rates", "90", "--seeds", "3"]
     ledger = tmp_path / "replays.jsonl"
