@@ -115,6 +115,26 @@ class Cell:
     ratio_p99: float | None = None
 
 
+class Finished:
+    """Replays that are in a ledger; nothing is played."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def play(self, order: ReplayOrder) -> ReplayFigures:
+        """Raises TokendError where it is not there."""
+        known = self._ledger.figures(order)
+        if known is None:
+            raise TokendError("tokend bench agents: the ledger has no capacity of this load yet")
+        return known
+
+    def play_all(
+        self, orders: Sequence[ReplayOrder], done: Callable[[], None]
+    ) -> list[ReplayFigures | None]:
+        """In the order of the orders; None where one is not there."""
+        return [self._ledger.figures(order) for order in orders]
+
+
 class Programs:
     """Replays at low priority, so many at once. ledger: those in it are not played again."""
 
@@ -142,19 +162,19 @@ class Programs:
         return answer.figures
 
     def play_all(
-        self, orders: Sequence[ReplayOrder], done: Callable[[ReplayFigures], None]
-    ) -> list[ReplayFigures]:
-        """In the order of the orders; done: told of each as it comes."""
+        self, orders: Sequence[ReplayOrder], done: Callable[[], None]
+    ) -> list[ReplayFigures | None]:
+        """In the order of the orders, none missing; done: called for each as it comes."""
 
         def one(order: ReplayOrder) -> ReplayFigures:
             figures = self.play(order)
-            done(figures)
+            done()
             return figures
 
         return list(self._threads.map(one, orders))
 
 
-def measure(grid: Grid, seed: int, programs: Programs) -> Measured:
+def measure(grid: Grid, seed: int, programs: Programs | Finished) -> Measured:
     """Capacity, then working set; raises TokendError."""
     load = grid.load(seed)
     order = _order(grid, load)
@@ -177,9 +197,9 @@ def measure(grid: Grid, seed: int, programs: Programs) -> Measured:
 
 
 def cells(
-    grid: Grid, measured: Measured, programs: Programs, done: Callable[[ReplayFigures], None]
+    grid: Grid, measured: Measured, programs: Programs | Finished, done: Callable[[], None]
 ) -> list[Cell]:
-    """All of a seed: pools, in them arrivals, in them policies; raises TokendError."""
+    """Those of a seed: pools, in them arrivals, in them policies; raises TokendError."""
     order = _order(grid, grid.load(measured.seed))
     places = [
         (pool, rate, name) for pool in grid.pools for rate in grid.rates for name in grid.variants
@@ -202,6 +222,7 @@ def cells(
     plain = [
         _cell(measured, place, order, figures)
         for place, order, figures in zip(places, orders, found, strict=True)
+        if figures is not None
     ]
     base = {
         (each.pool_percent, each.rate_percent): each for each in plain if each.variant == BASELINE
