@@ -28,6 +28,7 @@ class Samples:
     encode: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
     wire_bytes: list[float] = field(default_factory=list)
+    view: list[float] = field(default_factory=list)
     num_scheduled: list[int] = field(default_factory=list)
     num_preempted: list[int] = field(default_factory=list)
 
@@ -51,6 +52,7 @@ def time_steps(workload: SchedulerWorkload) -> SchedulerTimings:
         encode=timing(samples.encode),
         decode=timing(samples.decode),
         wire_bytes=timing(samples.wire_bytes),
+        view=timing(samples.view),
     )
 
 
@@ -60,6 +62,7 @@ class StepPlayer:
     def __init__(self, workload: SchedulerWorkload) -> None:
         self._engine = BenchEngine(workload)
         self._worker = FakeWorker()
+        self._views = self._engine.views
         self._only_preempting = workload.measure == "preempting steps"
         self._step_decoder = MessageDecoder[SchedulerOutput](SchedulerOutput)
         self._result_decoder = MessageDecoder[ModelRunnerOutput](ModelRunnerOutput)
@@ -92,6 +95,7 @@ class StepPlayer:
         self._outputs_decoder.decode(outputs_frame)
         outputs_decoded = thread_time_ns()
 
+        self._show(samples)
         if self._only_preempting and not output.preempted_handles:
             return
         samples.schedule.append((scheduled - start) / 1e3)
@@ -101,3 +105,10 @@ class StepPlayer:
         samples.wire_bytes.append(len(step_frame) + len(result_frame) + len(outputs_frame))
         samples.num_scheduled.append(len(answer.handles))
         samples.num_preempted.append(len(output.preempted_handles))
+
+    def _show(self, samples: Samples) -> None:
+        """Make a view for everybody who watches."""
+        for views in self._views:
+            start = thread_time_ns()
+            encode(views.make(0.0))
+            samples.view.append((thread_time_ns() - start) / 1e3)
