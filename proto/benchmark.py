@@ -41,7 +41,7 @@ class SchedulerWorkload(msgspec.Struct, frozen=True, kw_only=True):
     measure: which of the measured steps count; "hashing" runs no steps, and times
         the hashing of the first request's prompt instead.
     num_blocks: of the KV pool, the null block included. traced: as with --sched-trace.
-    watched: somebody watches the live view, of which one is made after each measured step.
+    watched: somebody watches the live view, of which one is made after each 16th step.
     The rest are settings of the scheduler, as in proto/config.py.
     """
 

@@ -106,23 +106,13 @@ def _cost(figures: dict[str, float], which: str) -> float:
 
 def _table(rows: Sequence[SchedulerRow]) -> Table:
     table = Table(title="microseconds a step: median (99th percentile); bytes of its messages")
-    _columns(
-        table,
-        "workload",
-        "requests",
-        "schedule",
-        "update",
-        "encode",
-        "decode",
-        "bytes",
-        "hash",
-        "view",
-    )
+    times = ("schedule", "update", "encode", "decode")
+    _columns(table, "workload", "requests", *times, "bytes", "hash", "view")
     for row in rows:
         table.add_row(
             row.workload,
             _number(row.num_scheduled, 1),
-            *[_pair(row, name) for name in ("schedule", "update", "encode", "decode")],
+            *[_pair(row, name) for name in times],
             _number(row.wire_bytes_median),
             _pair(row, "hash"),
             _pair(row, "view"),

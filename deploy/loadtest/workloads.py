@@ -80,11 +80,12 @@ def _full() -> SchedulerWorkload:
     """64 requests that all decode and hold nearly all blocks of a small pool."""
     return _workload(
         "full64",
-        [RequestRecipe(((seed, 2_700),), _FOREVER) for seed in range(64)],
+        [RequestRecipe(((seed, 2_200),), _FOREVER) for seed in range(64)],
         concurrency=64,
         max_num_batched_tokens=4096,
         num_blocks=11_650,
         warm_up_steps=100,
+        measured_steps=480,
     )
 
 
