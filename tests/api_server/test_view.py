@@ -233,6 +233,19 @@ async def test_what_happens_is_told(start: StartFrontEnd) -> None:
         assert (await stream.next())[1]["kind"] == "watchdog"
 
 
+async def test_a_view_that_makes_no_sense_costs_nothing_else(
+    start: StartFrontEnd, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with start() as front_end, watching(front_end) as stream:
+        await stream.next()
+        assert await watches(front_end)
+        front_end.engine.show(view(blocks=BlockMap(b"\1\0\0\0", b"", b"")))
+        front_end.engine.show(view(requests=(RequestView(1, 0, "cmpl-1", 9, 1, 1, 1, 1, 1),)))
+        front_end.engine.show(view(step=8))
+        assert (await stream.next())[1]["step"] == 8
+        assert len([each for each in caplog.records if "into words" in each.message]) == 2
+
+
 async def test_who_does_not_read_loses_the_stream_and_nobody_else_does(
     start: StartFrontEnd,
 ) -> None:
