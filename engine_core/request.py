@@ -96,7 +96,7 @@ class Request:
         num_output_placeholders: outputs being computed whose ids are not known yet; 0
             where every step waits for the one before.
         num_cached_tokens: prompt tokens that were in the prefix cache, or kept from the
-            turn before, when first scheduled.
+            turn before, when first scheduled. num_external_tokens: of those, a connector's.
     Life cycle:
         status, stop_reason (the stop token that ended it, unless it is an EOS),
         num_preemptions; queued_at, scheduled_at (first time), preempted_at (every
@@ -129,6 +129,7 @@ class Request:
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_external_tokens",
         "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
@@ -200,7 +201,7 @@ class Request:
 
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_external_tokens = 0
         self.num_preemptions = 0
         self.place = 0
 

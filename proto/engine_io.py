@@ -190,11 +190,13 @@ class FirstTokenInfo(msgspec.Struct, array_like=True, frozen=True):
 
     num_cached_tokens: prompt tokens whose KV was found in the prefix cache.
     queued_at, scheduled_at: seconds on the machine's monotonic clock.
+    num_external_tokens: of those that were found, which a connector had.
     """
 
     num_cached_tokens: int
     queued_at: float
     scheduled_at: float
+    num_external_tokens: int = 0
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):

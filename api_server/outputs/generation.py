@@ -158,6 +158,7 @@ class Generation:
                 self.metrics.choice_ended(reason, len(choice.token_ids))
             if stream.error is None and not running:
                 self.metrics.request_ended(now - stream.timeline.arrival)
+                stream.count_end()
 
     def _log(self, now: float) -> None:
         usage = self.usage()

@@ -66,6 +66,7 @@ class RequestStream:
     may_expire_in_queue: it may still be refused after it was accepted, for having waited.
     unsent: of all streams of the HTTP request.
     turn: what there is to know of it as a turn of a job.
+    max_tokens: of a choice, that were asked for.
     thought_counts: one for each choice, where there may be thoughts.
     kv_transfer_params: what the KV connector has the client told at the end of the choice that
         ended last; empty for nothing.
@@ -84,6 +85,7 @@ class RequestStream:
     thought_counts: Sequence[ThoughtCount] = ()
     accepted: bool = False
     num_cached_tokens: int = 0
+    max_tokens: int = 0
     kv_transfer_params: dict[str, Any] = field(default_factory=dict)
     error: RequestError | None = None
     _last_token_times: dict[int, float] = field(default_factory=dict)
@@ -122,6 +124,15 @@ class RequestStream:
     def finished_choices(self) -> tuple[int, ...]:
         """Numbers of the choices that need no more tokens."""
         return tuple(number for number, choice in enumerate(self.choices) if choice.finished)
+
+    def count_end(self) -> None:
+        """All choices have ended by themselves."""
+        timeline, metrics = self.timeline, self.metrics.requests
+        metrics.asked(len(self.choices), self.max_tokens)
+        if timeline.scheduled is not None and timeline.first_token is not None:
+            lengths = [len(choice.token_ids) for choice in self.choices]
+            last = max(self._last_token_times.values())
+            metrics.ended(timeline.scheduled, timeline.first_token, last, lengths)
 
     def accept(self) -> None:
         """The engine took the request in."""
@@ -198,6 +209,9 @@ class RequestStream:
             self.timeline.queued, self.timeline.scheduled = first.queued_at, first.scheduled_at
             self.num_cached_tokens = first.num_cached_tokens
             self.metrics.queue_time(first.scheduled_at - first.queued_at)
+            self.metrics.requests.begun(
+                len(self.prompt_token_ids), first.num_cached_tokens, first.num_external_tokens
+            )
 
     def _note_tokens(self, choice: int, number: int, timestamp: float) -> None:
         last = self._last_token_times.get(choice)

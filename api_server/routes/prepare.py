@@ -331,6 +331,7 @@ class Preparation:
             unsent=self._unsent,
             turn=turn,
             thought_counts=counts,
+            max_tokens=request.sampling_params.max_tokens,
         )
 
     def _detokenizer(
