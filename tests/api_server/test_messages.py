@@ -278,6 +278,7 @@ async def test_failed_tools_and_names_of_found_ones(start, say, tokenizer):
             "content": [
                 {"type": "text", "text": "no network"},
                 {"type": "tool_reference", "tool_name": "clock"},
+                {"type": "image", "source": {"type": "base64", "data": "eA=="}},
             ],
         },
         {"type": "text", "text": "go on"},
@@ -288,9 +289,11 @@ async def test_failed_tools_and_names_of_found_ones(start, say, tokenizer):
         {"role": "user", "content": blocks},
     ]
     async with start(say("!"), max_model_len=8192) as front_end:
-        await answer(front_end, messages=messages, tools=[WEATHER])
+        response = await ask(front_end, messages=messages, tools=[WEATHER])
+        assert response.status_code == 200, response.text
+        assert response.headers["x-tokend-ignored"] == "messages.content.tool_result.image"
         prompt = prompt_of(front_end, tokenizer)
-        assert "Error: no network\nclock" in prompt
+        assert "Error: no network\nclock\n[image: not shown" in prompt
         assert prompt.index("clock") < prompt.index("go on")
 
 
@@ -431,6 +434,7 @@ async def test_errors_have_anthropics_types(start, say):
             await client(front_end).messages.create(**BODY)
         assert denied.value.body["error"]["type"] == "authentication_error"
         assert denied.value.request_id == denied.value.body["request_id"]
+        assert denied.value.response.headers["x-should-retry"] == "false"  # agents ask ten times
         known = client(front_end, "secret")
         assert (await known.messages.create(**BODY)).content
         with pytest.raises(anthropic.NotFoundError) as missing:
@@ -473,6 +477,7 @@ async def test_refusals_of_the_engine(start, refusal, status, kind, stream):
         front_end.engine.refuse(await front_end.engine.requests.get(), refusal)
         response = await asking
         assert response.status_code == status
+        assert response.headers.get("x-should-retry") == ("false" if status == 400 else None)
         found = response.json()
         assert found["error"]["type"] == kind
         if status == 400:

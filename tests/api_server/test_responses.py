@@ -149,6 +149,26 @@ async def test_what_the_model_sees(start, say, tokenizer):
         )
 
 
+async def test_a_tool_may_give_what_the_model_cannot_see(start, say, tokenizer):
+    items = [
+        {"role": "user", "content": "look"},
+        {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+        {
+            "type": "function_call_output",
+            "call_id": "c",
+            "output": [
+                {"type": "input_text", "text": "here"},
+                {"type": "input_image", "image_url": "data:image/png;base64,eA=="},
+            ],
+        },
+    ]
+    async with start(say("!")) as front_end:
+        response = await ask(front_end, input=items)
+        assert response.status_code == 200, response.text
+        assert response.headers["x-tokend-ignored"] == "input.output.input_image"
+        assert "here\n[image: not shown" in prompt_of(front_end, tokenizer)
+
+
 async def test_parameters_reach_the_engine(start, say):
     async with start(say(TEXT)) as front_end:
         await answer(
