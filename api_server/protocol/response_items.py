@@ -132,7 +132,7 @@ def messages_of(
             content = _result(item.get("output"), f"{where}.output", ignored)
             call_id = _string(item, "call_id", where)
             found.add({"role": "tool", "tool_call_id": call_id, "content": content})
-        elif kind in _SKIPPED:
+        elif isinstance(kind, str) and kind in _SKIPPED:
             ignored.add(f"input.{kind}")
         else:
             raise InvalidRequestError(

@@ -399,6 +399,9 @@ async def test_counting_needs_no_engine_and_is_right(start, say):
             {"tools": [WEATHER | {"input_schema": {"type": "string"}}]},
             "tools.0.input_schema.type must be object",
         ),
+        ({"tool_choice": {"type": {}}}, "tool_choice.type"),
+        ({"output_config": {"effort": {}}}, "output_config.effort"),
+        ({"messages": [{"role": "user", "content": [{"type": "\ud800"}]}]}, "type \\ud800"),
     ],
 )
 async def test_what_is_refused(start, fields, words):

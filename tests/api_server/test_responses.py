@@ -273,6 +273,8 @@ async def test_a_refusal_of_the_engine_is_in_the_words_of_this_api(start):
         ({"input": [{"role": "user", "content": "x"}] * 5000}, "input", "4096"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "item_reference"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input", "input[0].role"),
+        ({"input": [{"type": {"a": 1}}]}, "input", "input[0]"),
+        ({"input": [{"type": "\ud800"}]}, "input", "\\ud800"),
         ({"input": [{"role": "user", "content": 5}]}, "input", "input[0].content"),
         ({"input": [{"role": "user", "content": "\ud800"}]}, "input", "surrogate"),
         (
