@@ -52,6 +52,7 @@ async def create_message(request: Request) -> Response:
             key_name=key_name,
             ignored=ignored,
             at_most=asked.max_tokens,
+            leaves_room=True,
         )
 
     turn = await _as_the_template_takes_it(words, prepare)

@@ -56,6 +56,7 @@ async def create_response(request: Request) -> Response:
             tenant=owner[0],
             key_name=owner[1],
             ignored=ignored,
+            leaves_room=True,
         )
     except InvalidRequestError as error:
         raise in_clients_words(error, tools) from None

@@ -208,6 +208,16 @@ async def test_the_context_may_leave_less_than_is_asked_for(start, tokenizer):
         assert found["usage"]["input_tokens"] + found["usage"]["output_tokens"] == 256
 
 
+async def test_a_prompt_that_is_cut_leaves_room_for_the_answer(start, say):
+    long = [{"role": "user", "content": "the quick brown fox " * 200}]
+    async with start(say("!")) as front_end:
+        for most, left in ((6, 6), (5000, 64)):
+            found = await answer(
+                front_end, messages=long, max_tokens=most, truncate_prompt_tokens=-1
+            )
+            assert found["usage"]["input_tokens"] == 256 - left
+
+
 async def test_a_prompt_that_is_too_long_is_said_to_be_in_the_words_that_agents_look_for(start):
     async with start() as front_end:
         message = await error(front_end, messages=[{"role": "user", "content": "🦊" * 300}])

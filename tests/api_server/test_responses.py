@@ -380,6 +380,8 @@ async def test_a_conversation_that_is_too_long_may_lose_its_beginning(start, say
         assert (await error(front_end, input=long))["param"] == "input"
         found = await answer(front_end, input=long, truncation="auto", max_output_tokens=6)
         assert found["usage"]["input_tokens"] == 250
+        found = await answer(front_end, input=long, truncation="auto")
+        assert found["usage"]["input_tokens"] == 256 - 64, "there is room for an answer"
 
 
 async def test_stored_responses_go_on(start, say, tokenizer):
