@@ -23,9 +23,17 @@ from api_server.protocol.ignored import IgnoredFields
 from api_server.routes.prepare import Preparation, Wishes, check_thoughts
 from api_server.routes.respond import GenerationResponse
 from api_server.services import Services
+from proto.errors import InvalidRequestError
 
 ANSWERS_SHARE: Final = 4
 """This part of the context is left to an answer of no given length, where the prompt is cut."""
+
+_TEMPLATE: Final = ("chat template:", "the chat template cannot")
+
+
+def is_of_template(error: InvalidRequestError) -> bool:
+    """Whether the chat template refuses the conversation, and may take it in another form."""
+    return error.message.startswith(_TEMPLATE)
 
 
 @dataclass(frozen=True, slots=True)
