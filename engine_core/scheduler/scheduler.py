@@ -10,7 +10,7 @@ first, within one token budget.
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
@@ -173,7 +173,7 @@ class Scheduler:
             constraints,
             self._beams,
             SiblingForks(kv_cache, self._choices),
-            PrefixWait(kv_cache.block_size),
+            PrefixWait(kv_cache.block_size, chunks.longest_chunk),
             self.external,
         )
         for gate in self._gates:
@@ -246,6 +246,7 @@ class Scheduler:
 
         Jobs that are over, or unknown, and turns that are not the last one are passed over.
         """
+        self._observer.turn_ended(request_id, job, tool)
         self.jobs.end_turn(request_id, job, tool)
 
     def abort_client(self, client_index: int) -> int:
@@ -277,6 +278,11 @@ class Scheduler:
     def num_unfinished(self) -> int:
         """Requests waiting and running."""
         return len(self._requests)
+
+    @property
+    def requests(self) -> Iterable[Request]:
+        """Those, in the order in which they came."""
+        return self._requests.values()
 
     @property
     def has_work(self) -> bool:
