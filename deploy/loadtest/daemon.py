@@ -67,9 +67,7 @@ class MeasuredDaemon(Program):
 
     def metric(self, name: str) -> float:
         """Sum over the samples of a metric; 0 where there is none."""
-        text = httpx.get(f"{self.url}/metrics", timeout=_ANSWER_SECONDS).text
-        found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
-        return sum(map(float, found))
+        return metric_of(self.url, name)
 
     def num_steps(self) -> float:
         """Steps since the start."""
@@ -85,3 +83,10 @@ class MeasuredDaemon(Program):
                 self.url = ready.group(1)
                 self._known.set()
         self._known.set()
+
+
+def metric_of(url: str, name: str) -> float:
+    """Sum over the samples of a metric of any server; 0 where there is none."""
+    text = httpx.get(f"{url}/metrics", timeout=_ANSWER_SECONDS).text
+    found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+    return sum(map(float, found))
