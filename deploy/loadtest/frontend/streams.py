@@ -155,7 +155,7 @@ class Streams:
         self._changed.set()
 
     def _on_ended(self) -> None:
-        self._on_trouble("a stream ended before the measurement did: --tokens are too few")
+        self._on_trouble("a stream ended while it was measured: more --output-tokens are needed")
 
     def _on_trouble(self, text: str) -> None:
         self._trouble = self._trouble or text
