@@ -24,6 +24,9 @@ from proto.process import run
 from proto.scheduler_output import SchedulerOutput
 from proto.sockets import Link, Poller, worker_path
 
+PLAIN_TOKENS = 1_000
+"""From here on tokens have a text of their own, seldom one that needs the next token: in a
+vocabulary of at least twice that size special tokens and single bytes are below."""
 KV_CACHE_BYTES = 1 << 30
 """What it says to have; nothing is allocated."""
 
@@ -55,7 +58,9 @@ class NullWorker:
         path = worker_path(self._boot.run_dir, epoch, self._boot.index)
         self._engine = Link.connect(path, InitializeCache | SchedulerOutput)
         self._poller = Poller([self._supervisor, self._engine])
-        self._worker = FakeWorker(self._boot.model.vocab_size)
+        vocab_size = self._boot.model.vocab_size
+        lowest = PLAIN_TOKENS if vocab_size >= 2 * PLAIN_TOKENS else 0
+        self._worker = FakeWorker(vocab_size, lowest)
         self._engine.send(
             WorkerReady(
                 PROTOCOL_VERSION,

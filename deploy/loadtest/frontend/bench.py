@@ -22,7 +22,7 @@ from typing import Final
 
 from rich.console import Console
 
-from deploy.loadtest.daemon import metric_of
+from deploy.loadtest.daemon import metrics_of
 from deploy.loadtest.frontend.figures import Figures, Reading, figures_of, limits, medians, table
 from deploy.loadtest.frontend.streams import Streams
 from deploy.loadtest.frontend.subjects import VLLM, Limits, Ours, Subject
@@ -92,22 +92,21 @@ async def _measure(subject: Subject, options: argparse.Namespace) -> Figures:
     try:
         await streams.open(_OPEN_SECONDS)
         await asyncio.sleep(_SETTLE_SECONDS)
-        before, client = await _reading(subject), time.process_time()
+        before, client = await _reading(subject, streams), time.process_time()
         window = await streams.watch(options.seconds)
         client = time.process_time() - client
-        after = await _reading(subject)
+        after = await _reading(subject, streams)
     finally:
         streams.close()
     await asyncio.sleep(_LEAVE_SECONDS)
     return figures_of(before, after, window, client)
 
 
-async def _reading(subject: Subject) -> Reading:
+async def _reading(subject: Subject, streams: Streams) -> Reading:
     """The counts are asked for after the CPU time is taken: each window pays for one of them."""
     seconds, used = time.monotonic(), subject.cpu_seconds()
-    tokens = await asyncio.to_thread(metric_of, subject.url, _TOKENS)
-    steps = await asyncio.to_thread(metric_of, subject.url, _STEPS)
-    return Reading(seconds, used, tokens, steps)
+    tokens, steps = await asyncio.to_thread(metrics_of, subject.url, _TOKENS, _STEPS)
+    return Reading(seconds, used, tokens, steps, streams.num_events)
 
 
 def _subjects(options: argparse.Namespace, stack: ExitStack) -> list[Subject]:

@@ -25,12 +25,14 @@ ENGINE_RATIO: Final = 1.0
 
 @dataclass(frozen=True)
 class Reading:
-    """Of a server, at one moment. cpu_seconds: since its start, by process."""
+    """Of a server, at one moment. cpu_seconds: since its start, by process. events: that its
+    streams have had when the tokens and steps were counted."""
 
     seconds: float
     cpu_seconds: Mapping[str, float]
     tokens: float
     steps: float
+    events: int
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def figures_of(
         streams=len(window.events),
         tokens_per_s=tokens / seconds,
         tokens_per_step=tokens / steps,
-        tokens_per_event=tokens / max(1, sum(window.events)),
+        tokens_per_event=tokens / max(1, after.events - before.events),
         gap_ms_p50=1e3 * quantile(gaps, 0.5),
         gap_ms_p99=1e3 * quantile(gaps, 0.99),
         gap_ms_max=1e3 * max(gaps),

@@ -101,6 +101,11 @@ class Streams:
         self._trouble = ""
         self._changed = asyncio.Event()
 
+    @property
+    def num_events(self) -> int:
+        """Of all of them, since they were opened."""
+        return sum(each.num_events for each in self._streams)
+
     async def open(self, seconds: float) -> None:
         """Return when each has had an event; raises TokendError after so many seconds."""
         loop = asyncio.get_running_loop()

@@ -22,13 +22,14 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes
 
 PRIME = 7919
+PLAIN_TOKENS = 1_000
 
 
 class NullExecutor(Executor):
     """No worker, no device. Knows of each sequence its number and how many tokens it has."""
 
     def _init_executor(self) -> None:
-        self._vocab_size = self.model_config.get_vocab_size()
+        self._span = self.model_config.get_vocab_size() - PLAIN_TOKENS
         self._step_seconds = float(os.environ["TOKEND_BENCH_STEP_SECONDS"])
         self._file = os.open(os.environ["TOKEND_BENCH_NULL_CPU"], os.O_WRONLY)
         self._cpu_seconds = 0.0
@@ -90,7 +91,7 @@ class NullExecutor(Executor):
             if begin + num_scheduled[name] < num_tokens:
                 sampled.append([])
             else:
-                sampled.append([(number * PRIME + num_tokens) % self._vocab_size])
+                sampled.append([PLAIN_TOKENS + (number * PRIME + num_tokens) % self._span])
                 sequence[1] += 1
         return ModelRunnerOutput(
             req_ids=ids,

@@ -95,8 +95,8 @@ async def test_a_server_that_says_nothing_is_not_waited_for_without_end() -> Non
 
 def figures(api: float, engine: float, events: list[int]) -> Figures:
     """Of ten seconds with 100 steps and 1,000 tokens; seconds of CPU time."""
-    before = Reading(5.0, {API: 1.0, ENGINE: 2.0}, 500, 50)
-    after = Reading(15.0, {API: 1.0 + api, ENGINE: 2.0 + engine, "new": 9.0}, 1500, 150)
+    before = Reading(5.0, {API: 1.0, ENGINE: 2.0}, 500, 50, 400)
+    after = Reading(15.0, {API: 1.0 + api, ENGINE: 2.0 + engine, "new": 9.0}, 1500, 150, 1300)
     return figures_of(before, after, Window(events, [0.01, 0.02, 0.4]), 0.5)
 
 
@@ -104,7 +104,7 @@ def test_figures_are_of_the_window_alone() -> None:
     found = figures(0.03, 0.2, [400, 300, 300])
     assert found.tokens_per_s == pytest.approx(100)
     assert found.tokens_per_step == pytest.approx(10)
-    assert found.tokens_per_event == pytest.approx(1)
+    assert found.tokens_per_event == pytest.approx(1000 / 900)
     assert found.cpu_ms == {API: pytest.approx(30), ENGINE: pytest.approx(200)}
     assert found.engine_ms_per_step == pytest.approx(2)
     assert (found.gap_ms_p50, found.gap_ms_max) == (pytest.approx(20), pytest.approx(400))
