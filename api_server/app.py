@@ -14,6 +14,7 @@ from api_server.routes import (
     stored_responses,
     system,
     tokenizer,
+    view,
 )
 from api_server.services import Services
 from api_server.short_way import ShortWay, endpoints_of
@@ -28,6 +29,8 @@ def create_app(services: Services) -> FastAPI:
     generating = (completions, chat, responses, messages)
     for module in (*generating, stored_responses, models, tokenizer, system, admin):
         app.include_router(module.router)
+    if services.config.page:
+        app.include_router(view.router)
     openapi.install(app, services.config)
     endpoints = endpoints_of(*(module.router for module in generating))
     app.add_middleware(ShortWay, endpoints=endpoints)

@@ -20,10 +20,12 @@ OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/pin
 OPERATORS: Final = frozenset(
     {
         *("health", "ping", "version", "metrics", "load", "server_info", "admin"),
-        *("pause", "resume", "is_paused", "reset_prefix_cache", "abort_requests"),
+        *("pause", "resume", "is_paused", "reset_prefix_cache", "abort_requests", "view"),
     }
 )
-"""First parts of paths that pass by the door: they answer to the end, which waits for none."""
+"""First parts of paths that pass by the door: they answer to the end, which waits for none.
+
+The live view is among them: a drain would wait for whoever watches it."""
 
 
 class KnowKeys:
