@@ -17,6 +17,7 @@ PATH: Final = "/v1/completions"
 _AT_ONCE: Final = 50
 """Connections that are opened together."""
 _EVENT_END: Final = b"\n\n"
+_LAST_CHUNK: Final = b"\r\n0\r\n\r\n"
 _GOOD: Final = b"HTTP/1.1 200"
 _SHOWN_BYTES: Final = 300
 
@@ -66,6 +67,8 @@ class Stream(asyncio.Protocol):
         self._tail = data[-1:]
         if not number:
             return
+        if data.endswith(_LAST_CHUNK):
+            self._ended()
         now = self._clock()
         if not self.num_events:
             self._begun()

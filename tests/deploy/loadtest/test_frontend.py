@@ -75,13 +75,17 @@ async def test_a_refusal_and_an_early_end_are_errors() -> None:
         with pytest.raises(TokendError, match="503 Busy"):
             await client.open(5)
 
-    async def end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD + EVENT)
         writer.close()
 
-    async with streams(end) as client:
-        with pytest.raises(TokendError, match="more --output-tokens"):
-            await open_and_watch(client)
+    async def finish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + EVENT + b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+    for end in (hang_up, finish):
+        async with streams(end) as client:
+            with pytest.raises(TokendError, match="more --output-tokens"):
+                await open_and_watch(client)
 
 
 async def test_a_server_that_says_nothing_is_not_waited_for_without_end() -> None:
