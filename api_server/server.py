@@ -6,7 +6,6 @@ streams get an error event, connections close and the process ends within 2 s.
 
 import asyncio
 import contextlib
-import gc
 import logging
 import socket
 import ssl
@@ -39,6 +38,7 @@ from api_server.view.events import Surroundings
 from api_server.view.feed import Feed
 from proto.codec import Message
 from proto.config import FrontEndConfig
+from proto.heap import REQUESTS, settle_heap
 from proto.ids import request_ids
 from proto.lifecycle import AbortRequests, DrainWanted, FrontEndReady, ProcessBoot
 from proto.phase_clock import PhaseClock
@@ -168,8 +168,7 @@ async def _serve(boot: ProcessBoot, supervisor: Link, clock: PhaseClock) -> None
     clock.end("tokenizer")
     app = create_app(services)
     server = make_server(app, services.config, services.metrics.connections)
-    gc.collect()
-    gc.freeze()  # what lives as long as the process need not be walked again and again
+    settle_heap(REQUESTS)
     meet = partial(connect, boot)
     orders.obey(Changeover(boot.index, app.state, boot.config.model, meet, orders.tell))
     sockets = [socket.socket(fileno=descriptor) for descriptor in boot.listen_fds]

@@ -5,12 +5,12 @@ client, read by the response; both run on the event loop. A repeated output is
 recognised by its token index and counted once.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from api_server.metrics import Metrics
+from api_server.outputs.bell import Bell
 from api_server.outputs.choice import Choice
 from api_server.outputs.logprobs import LogprobRow, unpack
 from api_server.outputs.thoughts import ThoughtCount
@@ -19,30 +19,6 @@ from api_server.outputs.unsent import Unsent
 from proto.codec import from_json
 from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
 from proto.errors import InternalRequestError, RequestCancelledError, RequestError
-
-
-class Bell:
-    """Wakes the one task that waits for news of an HTTP request."""
-
-    __slots__ = ("_rung", "_waiter")
-
-    def __init__(self) -> None:
-        self._rung = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def ring(self) -> None:
-        self._rung = True
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    async def wait(self) -> None:
-        """Return at once if it rang since the last call, or when it rings."""
-        if not self._rung:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-            self._waiter = None
-        self._rung = False
 
 
 @dataclass(slots=True)
@@ -93,7 +69,11 @@ class RequestStream:
     @property
     def finished(self) -> bool:
         """Nothing more will come."""
-        return self.error is not None or all(choice.finished for choice in self.choices)
+        if self.error is None:
+            for choice in self.choices:
+                if choice.finish_reason is None:
+                    return False
+        return True
 
     @property
     def ended_well(self) -> bool:
