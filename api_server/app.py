@@ -3,6 +3,7 @@
 from fastapi import FastAPI
 
 from api_server import errors, openapi
+from api_server.http_counters import CountRequests
 from api_server.middleware import KnowKeys, PassTheDoor
 from api_server.routes import (
     admin,
@@ -27,10 +28,14 @@ def create_app(services: Services) -> FastAPI:
     app.state.services = services
     errors.install(app)
     generating = (completions, chat, responses, messages)
-    for module in (*generating, stored_responses, models, tokenizer, system, admin):
-        app.include_router(module.router)
+    routers = [
+        module.router
+        for module in (*generating, stored_responses, models, tokenizer, system, admin)
+    ]
     if services.config.page:
-        app.include_router(view.router)
+        routers.append(view.router)
+    for router in routers:
+        app.include_router(router)
     openapi.install(app, services.config)
     endpoints = endpoints_of(*(module.router for module in generating))
     app.add_middleware(ShortWay, endpoints=endpoints)
@@ -38,4 +43,6 @@ def create_app(services: Services) -> FastAPI:
     keys = read_api_keys(services.config)
     if keys:
         app.add_middleware(KnowKeys, keys=keys, metrics_open=services.config.metrics_open)
+    routes = [route for router in routers for route in router.routes]
+    app.add_middleware(CountRequests, counters=services.metrics.count_http(routes))
     return app

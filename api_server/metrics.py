@@ -5,7 +5,7 @@ event loop only and turned into Prometheus' text when someone asks: an observati
 a bisection, no lock. Whichever front end is asked shows those of all.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final, get_args
 
@@ -23,11 +23,14 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.registry import Collector
+from starlette.routing import BaseRoute
 
 from api_server.agent_counters import AgentCounters
 from api_server.engine_gauges import EngineGauges
+from api_server.http_counters import HttpCounters
 from api_server.metric_sheet import Counter, Gauge, Histogram, MetricSheet, News
 from api_server.offload_counters import OffloadCounters
+from api_server.request_histograms import RequestHistograms
 from proto.lifecycle import Role, WeightMemory, process_title
 from proto.stats import SchedulerStats
 
@@ -60,6 +63,7 @@ class Metrics(Collector):
 
     incarnation: how often this front end was started again. num_hung: because it hung.
     in_flight: HTTP requests that are answered, entered and left by whoever lets them in.
+    connections: of clients, entered and left by each. requests: told of each by its stream.
     """
 
     def __init__(
@@ -107,11 +111,23 @@ class Metrics(Collector):
         self._offload = OffloadCounters(sheet)
         self._agents = AgentCounters(sheet)
         self.in_flight = Gauge(sheet)
+        self.connections = Gauge(sheet)
+        self.requests = RequestHistograms(
+            sheet, token_seconds=INTER_TOKEN_SECONDS, seconds=REQUEST_SECONDS, tokens=REQUEST_TOKENS
+        )
+        self._sheet = sheet
+        self._cache: dict[str, str] = {}
         self._registry = CollectorRegistry()
         if sheet.num_rows == 1:  # else they would be of whichever process is asked
             for collector in (ProcessCollector, PlatformCollector, GCCollector):
                 collector(registry=self._registry)
         self._registry.register(self)
+
+    def count_http(self, routes: Iterable[BaseRoute]) -> HttpCounters:
+        """Shown with the rest from now on; to be called once."""
+        counters = HttpCounters(self._sheet, routes)
+        self._registry.register(counters)
+        return counters
 
     def text(self) -> bytes:
         """Prometheus' text format 0.0.4."""
@@ -156,6 +172,10 @@ class Metrics(Collector):
     def queue_limits(self, num_requests: int, num_tokens: int) -> None:
         """What the engine lets wait; 0 for no limit."""
         self._queue_limits = num_requests, num_tokens
+
+    def cache_config(self, **settings: object) -> None:
+        """How the engine's KV pool is laid out."""
+        self._cache = {name: str(value) for name, value in settings.items()}
 
     def weight_memory(self, weights: tuple[WeightMemory, ...]) -> None:
         """What the weights take, by form."""
@@ -246,6 +266,12 @@ class Metrics(Collector):
         for held in self._weights:
             weights.add_metric((held.form,), held.num_bytes)
         yield weights
+        if self._cache:
+            info = GaugeMetricFamily(
+                "vllm:cache_config_info", "The KV pool.", labels=(*LABELS, *self._cache)
+            )
+            info.add_metric((*self._labels, *self._cache.values()), 1)
+            yield info
         deferred = sum(each.num_deferred for each in engines)
         waiting = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
@@ -316,6 +342,7 @@ class Metrics(Collector):
             ("kv_block_reuse_gap_seconds", "Time between uses.", self._block_reuse_gap),
         ):
             yield _family(histogram, f"vllm:{name}", text, self._labels)
+        yield from self.requests.collect(LABELS, self._labels)
 
 
 def _by_label(

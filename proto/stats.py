@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-METRIC_CELLS: Final = 512
+METRIC_CELLS: Final = 2048
 """Numbers that a front end counts in; those of all front ends lie in one shared memory."""
 METRIC_BYTES: Final = 8 * METRIC_CELLS
 

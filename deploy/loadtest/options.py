@@ -39,7 +39,7 @@ def positive(text: str) -> float:
     return number
 
 
-def not_negative(text: str) -> float:
+def from_zero_number(text: str) -> float:
     """For `type=`: a number, 0 included."""
     number = float(text)
     if not 0 <= number < float("inf"):

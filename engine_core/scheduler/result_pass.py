@@ -195,4 +195,9 @@ def _first_token_info(request: Request) -> FirstTokenInfo:
     request.first_info_sent = True
     assert request.queued_at is not None
     assert request.scheduled_at is not None
-    return FirstTokenInfo(request.num_cached_tokens, request.queued_at, request.scheduled_at)
+    return FirstTokenInfo(
+        request.num_cached_tokens,
+        request.queued_at,
+        request.scheduled_at,
+        request.num_external_tokens,
+    )

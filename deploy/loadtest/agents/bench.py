@@ -23,7 +23,7 @@ from deploy.loadtest.options import (
     Parser,
     at_least_one,
     from_zero,
-    not_negative,
+    from_zero_number,
     positive,
     writable,
     write,
@@ -146,7 +146,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     add("--host", type=at_least_one, default=100, metavar="P", help="+host: %% of the working set")
     add(
         "--others",
-        type=not_negative,
+        type=from_zero_number,
         default=0.0,
         metavar="X",
         help="requests of others that come for each job, of 1,000 tokens in the mean (0)",
