@@ -65,7 +65,7 @@ def _run(
     a_seed = len(grid.pools) * len(grid.rates) * len(grid.variants)
     measured: list[Measured] = []
     found: list[Cell] = []
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("replays", total=a_seed * len(grid.seeds))
         for seed in grid.seeds:
             measured.append(measure(grid, seed, programs))
