@@ -3,13 +3,15 @@
 from fastapi import FastAPI
 
 from api_server import errors, openapi
-from api_server.middleware import KnowKeys, PassTheDoor
+from api_server.middleware import OPEN_PATHS, KnowKeys, PassTheDoor
+from api_server.page.files import page_files
 from api_server.routes import (
     admin,
     chat,
     completions,
     messages,
     models,
+    page,
     responses,
     stored_responses,
     system,
@@ -28,11 +30,16 @@ def create_app(services: Services) -> FastAPI:
     generating = (completions, chat, responses, messages)
     for module in (*generating, stored_responses, models, tokenizer, system, admin):
         app.include_router(module.router)
+    files = page_files() if services.config.page else []
+    app.include_router(page.router_of(files))
     openapi.install(app, services.config)
     endpoints = endpoints_of(*(module.router for module in generating))
     app.add_middleware(ShortWay, endpoints=endpoints)
     app.add_middleware(PassTheDoor)
     keys = read_api_keys(services.config)
     if keys:
-        app.add_middleware(KnowKeys, keys=keys, metrics_open=services.config.metrics_open)
+        open_paths = frozenset(each.path for each in files)
+        if services.config.metrics_open:
+            open_paths |= {"/metrics"}
+        app.add_middleware(KnowKeys, keys=keys, open_paths=OPEN_PATHS | open_paths)
     return app

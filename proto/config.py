@@ -217,6 +217,8 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     0 stores none."""
     stored_response_seconds: float = 3600.0
     """How long such a response is kept."""
+    page: bool = True
+    """Serve the page at / and the live view of the engine that it shows."""
 
     @property
     def has_client_keys(self) -> bool:
