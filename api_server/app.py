@@ -16,6 +16,7 @@ from api_server.routes import (
     stored_responses,
     system,
     tokenizer,
+    view,
 )
 from api_server.services import Services
 from api_server.short_way import ShortWay, endpoints_of
@@ -30,8 +31,11 @@ def create_app(services: Services) -> FastAPI:
     generating = (completions, chat, responses, messages)
     for module in (*generating, stored_responses, models, tokenizer, system, admin):
         app.include_router(module.router)
-    files = page_files() if services.config.page else []
-    app.include_router(page.router_of(files))
+    files = []
+    if services.config.page:
+        files = page_files()
+        app.include_router(view.router)
+        app.include_router(page.router_of(files))
     openapi.install(app, services.config)
     endpoints = endpoints_of(*(module.router for module in generating))
     app.add_middleware(ShortWay, endpoints=endpoints)

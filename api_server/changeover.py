@@ -93,6 +93,7 @@ class Changeover:
                 logger.error("there is no engine of epoch %d to switch to", epoch)
             return
         self._state.services = coming
+        coming.feed.notice("reload", "requests go to the engine that a reload has brought")
         if client.epoch == epoch:
             return
         client.switch(epoch)

@@ -19,6 +19,7 @@ from api_server.engine_connection import FLUSH_SECONDS, EngineConnection, FromEn
 from api_server.errors import NotAvailableError
 from api_server.metrics import Metrics
 from api_server.open_requests import NOBODY, OpenRequest, OutputStream
+from api_server.view.audience import NO_AUDIENCE, Audience
 from proto.agents import TurnEnded
 from proto.codec import changed
 from proto.engine_io import (
@@ -35,6 +36,7 @@ from proto.engine_io import (
 from proto.errors import InternalRequestError, OverloadedError, RequestError
 from proto.lifecycle import EngineReady
 from proto.sockets import Link
+from proto.view import EngineView, Watch
 
 __all__ = ["EngineClient", "FromEngine"]
 
@@ -70,6 +72,7 @@ class EngineClient:
         self._engine: EngineReady | None = None
         self._closed = False
         self._on_nonsense: Callable[[int], None] = lambda epoch: None
+        self._audience: Audience = NO_AUDIENCE
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, EngineConnection] = {}
         self._without_heir: set[int] = set()
@@ -87,6 +90,15 @@ class EngineClient:
         wait for the next one.
         """
         self._on_nonsense = tell
+
+    def seat(self, audience: Audience) -> None:
+        """Have the views of the engine of now shown to them, while they watch."""
+        self._audience = audience
+
+    def watch(self) -> None:
+        """Tell the engine of now whether anybody watches."""
+        if self._current.ready and not self._closed:
+            self._current.send(Watch(self.epoch, self._audience.watches))
 
     @property
     def engine(self) -> EngineReady:
@@ -200,6 +212,8 @@ class EngineClient:
 
     def switch(self, epoch: int) -> None:
         """Ask the engine of this epoch from now on, which was ready; what is open stays."""
+        if self._audience.watches and self._current.ready:
+            self._current.send(Watch(self.epoch, False))
         self._current = self._connections[epoch]
         if self.connected:
             self._engaged()
@@ -230,6 +244,7 @@ class EngineClient:
         self._closed = True
         for entry in list(self._open.values()):
             entry.stream.fail(error)
+        self._audience.dismiss()
         for _, reply in self._calls.values():
             reply.cancel()
         self._open.clear()
@@ -303,6 +318,9 @@ class EngineClient:
         elif isinstance(message, EngineReady):
             if epoch == self.epoch:
                 self._engaged()
+        elif isinstance(message, EngineView):
+            if epoch == self.epoch:
+                self._audience.show(message)
         else:
             _, reply = self._calls.pop(message.call_id, (None, None))
             if reply is not None and not reply.done():
@@ -316,6 +334,9 @@ class EngineClient:
         self._metrics.weight_memory(engine.weights)
         for call, _ in self._calls.values():
             self._current.send(changed(call, epoch=self.epoch))
+        self._audience.meet(engine)
+        if self._audience.watches:
+            self.watch()
         self._send_waiting()
 
     def _send_waiting(self) -> None:

@@ -16,10 +16,11 @@ from proto.engine_io import AdminReply, EngineCoreOutputs
 from proto.errors import ProtocolError
 from proto.lifecycle import EngineReady
 from proto.sockets import Link, PeerStalledError
+from proto.view import EngineView
 
 logger = logging.getLogger("tokend.api")
 
-FromEngine = EngineReady | EngineCoreOutputs | AdminReply
+FromEngine = EngineReady | EngineCoreOutputs | AdminReply | EngineView
 FLUSH_SECONDS: Final = 0.01
 """How soon to try again when the engine does not take what is sent."""
 

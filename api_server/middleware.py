@@ -21,12 +21,13 @@ OPERATORS: Final = frozenset(
     {
         *("health", "ping", "version", "metrics", "load", "server_info", "admin"),
         *("pause", "resume", "is_paused", "reset_prefix_cache", "abort_requests"),
-        *("", "page"),
+        *("", "page", "view"),
     }
 )
 """First parts of paths that pass by the door: they answer to the end, which waits for none.
 
-The page ("" is that of /) is there while the daemon drains, to show that it does."""
+The live view is among them, because a drain would wait for whoever watches it, and the page with
+it ("" is that of /), to show that it drains."""
 
 
 class KnowKeys:

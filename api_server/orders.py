@@ -64,6 +64,7 @@ class Orders:
             self.stopped.set()
         elif isinstance(message, Drain):
             changeover.services.door.close()
+            changeover.services.feed.notice("drain", "no more requests are taken: the daemon ends")
             self._begin(self._report_under_way())
         elif isinstance(message, AbortRequests):
             changeover.services.under_way.abort(message.request_ids, message.owner)
@@ -71,6 +72,7 @@ class Orders:
             changeover.replace_engine(message)
         elif isinstance(message, Restarted):
             changeover.services.metrics.restarted(message.role, message.hung)
+            changeover.services.feed.restarted(message.role, hung=message.hung)
         elif isinstance(message, Condition):
             changeover.services.health.hear(message)
         elif isinstance(message, Ping):

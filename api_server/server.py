@@ -31,7 +31,10 @@ from api_server.model_texts import ModelTexts
 from api_server.orders import Orders
 from api_server.outputs.open_generations import OpenGenerations
 from api_server.outputs.stored_responses import StoredResponses
+from api_server.routes.system import daemon_version
 from api_server.services import Services
+from api_server.view.events import Surroundings
+from api_server.view.feed import Feed
 from proto.codec import Message
 from proto.config import FrontEndConfig
 from proto.ids import request_ids
@@ -97,6 +100,8 @@ def make_services(
     ids = request_ids(boot.index, boot.incarnation)
     crashes_until_alone = config.scheduler.crashes_until_alone
     client = EngineClient(link, boot.epoch, ids, metrics, crashes_until_alone)
+    feed = Feed(Surroundings(name, daemon_version(), config.scheduler.max_num_seqs), client)
+    client.seat(feed)
     door = Door(partial(tell, DrainWanted(boot.index)))
     texts = ModelTexts.load(config.model, model)
     return Services(
@@ -115,6 +120,7 @@ def make_services(
         ask_abort=lambda labels, owner: tell(AbortRequests(labels, owner)),
         under_way=OpenGenerations(),
         responses=stored_responses(config.frontend),
+        feed=feed,
         seeds=seeds(config.model.seed, boot.index),
     )
 

@@ -21,6 +21,7 @@ from api_server.metrics import Metrics
 from api_server.outputs.open_generations import OpenGenerations
 from api_server.outputs.reasoning import ReasoningStyle, style_of
 from api_server.outputs.stored_responses import StoredResponses
+from api_server.view.feed import Feed
 from proto.config import FrontEndConfig, ServeConfig
 from proto.errors import UnknownModelError
 from proto.prepared_model import PreparedModel
@@ -38,7 +39,7 @@ class Services:
     long as that one is there. vocabulary: changes with what token ids mean. under_way: of this
     front end, whichever engine has them. ask_abort: has all front ends end requests with these
     ids, of the key of this name or of any (None). responses: those of /v1/responses that are kept
-    or under way. background: tasks whose clients do not wait.
+    or under way. feed: of the live view. background: tasks whose clients do not wait.
     """
 
     model: PreparedModel
@@ -56,6 +57,7 @@ class Services:
     ask_abort: Callable[[list[str], str | None], None]
     under_way: OpenGenerations
     responses: StoredResponses
+    feed: Feed
     visitors: Visitors = field(default_factory=Visitors)
     background: set[asyncio.Task[None]] = field(default_factory=set)
     seeds: Iterator[int] = field(default_factory=lambda: seeds(None, 0))

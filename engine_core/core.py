@@ -38,6 +38,7 @@ from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars, start_
 from engine_core.trace.tracing import NO_TRACING, Tracing, start_tracing
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits
+from engine_core.view.views import NO_VIEWS, EngineViews, Views
 from engine_core.vitals import Vitals, awaits_copies, owes_step
 from proto import PROTOCOL_VERSION
 from proto.config import SchedulerConfig, ServeConfig
@@ -188,6 +189,7 @@ class EngineParts:
     kv_cache: KVCacheManager
     intake: Intake
     outbox: Outbox
+    views: Views
 
 
 def build_parts(
@@ -223,7 +225,10 @@ def build_parts(
         load_failure_policy=transfer.kv_load_failure_policy,
         observer=tracing.scheduler_observer,
     )
-    outbox = Outbox(front_ends, scheduler, epoch, kv_events=kv_events)
+    views = (
+        EngineViews(front_ends, scheduler, kv_cache, epoch) if config.frontend.page else NO_VIEWS
+    )
+    outbox = Outbox(front_ends, scheduler, epoch, kv_events=kv_events, views=views)
     scheduler.tell_begun(outbox)
     limits = RequestLimits(
         worker.vocab_size,
@@ -231,8 +236,8 @@ def build_parts(
         config.scheduler.scheduling_policy == "priority",
         config.scheduler.crashes_until_alone,
     )
-    intake = Intake(scheduler, kv_cache, outbox, limits, lambda: check(kv_cache), grammars)
-    return EngineParts(scheduler, kv_cache, intake, outbox)
+    intake = Intake(scheduler, kv_cache, outbox, limits, lambda: check(kv_cache), grammars, views)
+    return EngineParts(scheduler, kv_cache, intake, outbox, views)
 
 
 def connect_of(
@@ -313,7 +318,14 @@ def _build(
             raise IntegrityError(f"leak: {num_lost} blocks are in use by nobody")
 
     service = Service(
-        orders, front_ends, poller, parts.scheduler, parts.intake, parts.outbox, grammars
+        orders,
+        front_ends,
+        poller,
+        parts.scheduler,
+        parts.intake,
+        parts.outbox,
+        grammars,
+        parts.views,
     )
     overlapped = overlaps(boot.config, crew.workers[0])
     max_in_flight = OVERLAPPED if overlapped else SYNCHRONOUS

@@ -16,6 +16,7 @@ from engine_core.scheduler.quarantine import is_poisonous, poison_error
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars
 from engine_core.validation import RequestLimits, validate_input, validate_request
+from engine_core.view.views import NO_VIEWS, Views
 from proto.agents import TurnEnded
 from proto.engine_io import (
     Abort,
@@ -28,6 +29,7 @@ from proto.engine_io import (
     ToEngine,
 )
 from proto.errors import ErrorInfo, InvalidRequestError, QueueFullError
+from proto.view import Watch
 
 logger = logging.getLogger("tokend.intake")
 
@@ -46,6 +48,7 @@ class Intake:
         limits: RequestLimits,
         check_integrity: Callable[[], list[str]],
         grammars: Grammars = NO_GRAMMARS,
+        views: Views = NO_VIEWS,
     ) -> None:
         self._scheduler = scheduler
         self._kv_cache = kv_cache
@@ -53,6 +56,7 @@ class Intake:
         self._limits = limits
         self._check_integrity = check_integrity
         self._grammars = grammars
+        self._views = views
 
     def take(self, client: int, message: ToEngine) -> None:
         """Do what a message asks; never raises for what is in it."""
@@ -67,6 +71,8 @@ class Intake:
             self._scheduler.end_turn(message.request_id, message.job, message.tool)
         elif isinstance(message, AdminCall):
             self._outbox.reply(client, self._call(message))
+        elif isinstance(message, Watch):
+            self._views.watch(client, wanted=message.wanted)
 
     def end_overdue(self) -> bool:
         """End the requests whose time is over; False when there are none."""

@@ -12,6 +12,7 @@ from engine_core.request import Request
 from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.transport import FrontEndLinks
+from engine_core.view.views import NO_VIEWS, Views
 from proto.engine_io import AdminReply, EngineCoreOutput, EngineCoreOutputs, RequestProgress
 
 
@@ -25,12 +26,14 @@ class Outbox:
         epoch: int,
         clock: Callable[[], float] = time.monotonic,
         kv_events: KVEventSink = NO_KV_EVENTS,
+        views: Views = NO_VIEWS,
     ) -> None:
         self._front_ends = front_ends
         self._scheduler = scheduler
         self._epoch = epoch
         self._clock = clock
         self._kv_events = kv_events
+        self._views = views
         self._accepted: dict[int, list[int]] = {}
         self._outputs: ClientOutputs = {}
         self._progress: dict[int, list[RequestProgress]] = {}
@@ -87,6 +90,8 @@ class Outbox:
         progress, self._progress = self._progress, {}
         told, alive = {*outputs, *accepted, *progress}, self._front_ends.alive
         clients = [each for each in alive if each in told] or alive[:1]
+        stats = self._scheduler.take_stats() if clients else None
+        self._views.count(outputs, stats)
         for index, client in enumerate(clients):
             self._front_ends.send(
                 client,
@@ -96,7 +101,7 @@ class Outbox:
                     timestamp=self._clock(),
                     outputs=outputs.get(client, []),
                     accepted=accepted.get(client, []),
-                    stats=self._scheduler.take_stats() if index == 0 else None,
+                    stats=stats if index == 0 else None,
                     progress=progress.get(client, []),
                 ),
             )

@@ -77,7 +77,7 @@ class Request:
         request_id, choice: name it towards the front end `client_index`.
         prompt_token_ids: [num_prompt_tokens], shared by all choices, never changed (the
             next turn of a session gets another list with its input).
-        tenant: whose it is, for fairness; 0 where nobody said so.
+        tenant: whose it is, for fairness; 0 where nobody said so. label: the id of its answer.
         agent: which job it is a turn of; its name is empty for none. job_arrival: seconds, when
             the job's first turn came; continues_job: it is not the first, nor the last.
             finds_pin: when it arrived, its job had kept the KV of the turn before.
@@ -124,6 +124,7 @@ class Request:
         "handle",
         "job_arrival",
         "kv_transfer_params",
+        "label",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -168,6 +169,7 @@ class Request:
         crash_count: int = 0,
         tenant: int = 0,
         agent: AgentHint = NO_AGENT,
+        label: str = "",
     ) -> None:
         """output_token_ids: generated in an earlier epoch. prompt_hashes: already known hashes."""
         self.handle = handle
@@ -181,6 +183,7 @@ class Request:
         self.cache_salt = cache_salt
         self.tenant = tenant
         self.agent = agent
+        self.label = label
         self.job_arrival = arrival_time
         self.continues_job = self.finds_pin = False
         self.order = (priority, arrival_time, request_id, choice)
@@ -239,6 +242,7 @@ class Request:
             arrival_time=self.arrival_time,
             cache_salt=self.cache_salt,
             tenant=self.tenant,
+            label=self.label,
         )
 
     def take_input(self, token_ids: list[int], sampling_params: SamplingParams) -> None:
@@ -343,6 +347,7 @@ def choices_of(
             crash_count=message.crash_count,
             tenant=message.tenant,
             agent=message.agent or NO_AGENT,
+            label=message.label,
         )
         for choice in range(message.n)
         if choice not in message.finished_choices

@@ -16,6 +16,7 @@ from engine_core.scheduler.client_outputs import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars
 from engine_core.transport import FrontEndLinks
+from engine_core.view.views import NO_VIEWS, Views
 from proto.bell import NO_DESCRIPTOR
 from proto.lifecycle import FrontEndStalled, Notice, Paused
 from proto.sockets import Link, Poller
@@ -38,6 +39,7 @@ class Service:
         intake: Intake,
         outbox: Outbox,
         grammars: Grammars = NO_GRAMMARS,
+        views: Views = NO_VIEWS,
     ) -> None:
         self._orders = orders
         self._supervisor = orders.link
@@ -47,6 +49,7 @@ class Service:
         self._intake = intake
         self._outbox = outbox
         self._pulse = Pulse(orders.link)
+        self._views = views
         self._pause_told = scheduler.pause_mode
         for link in front_ends.links:
             poller.add(link)
@@ -68,12 +71,14 @@ class Service:
     def serve(self, timeout_seconds: float | None = None) -> bool:
         """Wait until anything arrives on any link; False when nothing did in that time.
 
-        Returns early where a session has to end for want of input, or a request or the KV that
-        a job keeps because its time is over. Handles everything that has arrived from supervisor
-        and front ends, also what came after the wait was over, and ends those.
+        Returns early where a view is due, a session has to end for want of input, or a request or
+        the KV that a job keeps because its time is over. Handles everything that has arrived from
+        supervisor and front ends, also what came after the wait was over, and ends those.
         """
+        self._views.show()  # while the workers compute, if they do
         limits = (
             timeout_seconds,
+            self._views.seconds_to_next,
             self._scheduler.sessions.seconds_to_next_end,
             self._scheduler.deadlines.seconds_to_next_end,
             self._scheduler.jobs.seconds_to_next_end,
@@ -97,7 +102,7 @@ class Service:
             self._tell_pause()  # before anybody relies on it
             self._outbox.flush()
         self._bury_stalled()
-        return bool(ready or received or overdue)
+        return bool(ready or received or overdue) or self._views.seconds_to_next is not None
 
     def publish(self, outputs: ClientOutputs) -> None:
         """A step is complete: tell the front ends what it brought."""
@@ -147,6 +152,7 @@ class Service:
                 self._poller.remove(link)
                 link.close()
             self._poller.add(new)
+            self._views.watch(each.index, wanted=False)
             ended = self._scheduler.abort_client(each.index)
             logger.warning("front end %d died: %d requests are aborted", each.index, ended)
             self._outbox.flush()  # the gauges that it was told are gone with it
@@ -161,6 +167,7 @@ class Service:
         for client, link in self._front_ends.take_stalled():
             self._poller.remove(link)
             link.close()
+            self._views.watch(client, wanted=False)
             ended = self._scheduler.abort_client(client)
             self._supervisor.send(
                 Notice(

@@ -13,6 +13,7 @@ import zmq
 
 from proto.engine_io import AdminCall, EngineCoreRequest, ToEngine
 from proto.sockets import Link, PeerStalledError, front_end_path
+from proto.view import Watch
 
 logger = logging.getLogger("tokend.transport")
 
@@ -72,6 +73,11 @@ class FrontEndLinks:
             logger.error("front end %d is declared dead: %s", client, error)
             self._stalled.append((client, self._links.pop(client)))
 
+    def keeps_up(self, client: int) -> bool:
+        """A front end is alive and has been handed all that it was sent."""
+        link = self._links.get(client)
+        return link is not None and link.flush()
+
     def incarnation(self, client: int) -> int:
         """Which life of a front end the links are for."""
         return self._incarnations[client]
@@ -117,6 +123,8 @@ class FrontEndLinks:
 
 
 def _name(message: ToEngine, epoch: int) -> str:
+    if isinstance(message, Watch):
+        return f"Watch of epoch {message.epoch}, this is {epoch}"
     subject = message.call_id if isinstance(message, AdminCall) else message.request_id
     kind = "request" if isinstance(message, EngineCoreRequest) else type(message).__name__
     return f"{kind} {subject} of epoch {message.epoch}, this is {epoch}"

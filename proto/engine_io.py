@@ -1,7 +1,8 @@
 """Messages between the front ends and the engine.
 
-Front end → engine: EngineCoreRequest, SessionInput, Abort, AdminCall, TurnEnded (agents).
-Engine → front end: EngineReady (lifecycle/), EngineCoreOutputs, AdminReply.
+Front end → engine: EngineCoreRequest, SessionInput, Abort, AdminCall, TurnEnded (agents),
+Watch (view).
+Engine → front end: EngineReady (lifecycle/), EngineCoreOutputs, AdminReply, EngineView (view).
 
 Every message carries the epoch; one of another epoch is dropped. Each output
 names the index of its first token, so a repeat after a restart is recognised.
@@ -27,6 +28,7 @@ from proto.grammar import GrammarSource
 from proto.sampling_params import SamplingParams
 from proto.stats import SchedulerStats
 from proto.thinking import ThinkingRule
+from proto.view import Watch
 
 PauseMode = Literal["finish_running", "freeze"]
 """finish_running: no request begins, those that have begun go on. freeze: nothing is computed."""
@@ -70,6 +72,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     agent: the job that this is a turn of; None for none.
     thinking: how it begins with thoughts, where the engine has to know: a grammar holds after
         them, and a budget ends them.
+    label: the id of its answer, which only its tenant is shown.
     """
 
     epoch: int
@@ -92,6 +95,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     grammar: GrammarSource | None = None
     agent: AgentHint | None = None
     thinking: ThinkingRule | None = None
+    label: str = ""
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2, frozen=True):
@@ -255,4 +259,4 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=5, frozen=True):
     progress: list[RequestProgress] = []
 
 
-ToEngine = EngineCoreRequest | SessionInput | Abort | AdminCall | TurnEnded
+ToEngine = EngineCoreRequest | SessionInput | Abort | AdminCall | TurnEnded | Watch

@@ -275,6 +275,7 @@ class Preparation:
             grammar=self._grammar,
             agent=self._agent,
             thinking=wishes.thinking,
+            label=self.id,
         )
 
     def _turn(self, make_parser: Callable[[], PartsParser]) -> Turn:

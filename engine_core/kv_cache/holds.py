@@ -6,7 +6,7 @@ copies holds the block meanwhile, whatever becomes of the request it was filled 
 Owns the count of such references by block. Knows nothing of who took them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from engine_core.kv_cache.block import NULL_BLOCK
 from engine_core.kv_cache.pinned import tables_of
@@ -52,6 +52,11 @@ class PoolHolds:
     def num_blocks(self) -> int:
         """Blocks that are held, whoever else references them."""
         return len(self._counts)
+
+    @property
+    def blocks(self) -> Collection[int]:
+        """Those blocks, each once."""
+        return self._counts.keys()
 
     @property
     def num_alone(self) -> int:

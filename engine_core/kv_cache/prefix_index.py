@@ -5,6 +5,7 @@ reference counts.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 
 class PrefixIndex:
@@ -60,6 +61,10 @@ class PrefixIndex:
         del others[block]
         if not others:
             del self._duplicates[block_hash]
+
+    def blocks(self) -> Iterator[int]:
+        """Every recorded block, in no order."""
+        return chain(self._first.values(), *self._duplicates.values())
 
     def clear(self) -> None:
         """Forget everything."""

@@ -10,7 +10,7 @@ first, within one token budget.
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
@@ -277,6 +277,11 @@ class Scheduler:
     def num_unfinished(self) -> int:
         """Requests waiting and running."""
         return len(self._requests)
+
+    @property
+    def requests(self) -> Iterable[Request]:
+        """Those, in the order in which they came."""
+        return self._requests.values()
 
     @property
     def has_work(self) -> bool:

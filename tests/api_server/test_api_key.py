@@ -63,7 +63,8 @@ OPEN = {"/health", "/health/live", "/health/ready", "/ping", "/version"}
 """What may be open; a path that is not here must not be opened by the way."""
 ADMIN = {route.path for route in admin.router.routes}
 TRICKS = (
-    *("//v1/models", "//metrics", "/v1//models", "/v1/models/", "/./v1/models", "/health/../v1/models"),
+    *("//v1/models", "/v1//models", "/v1/models/", "/./v1/models", "/health/../v1/models"),
+    *("//metrics", "/page;/../metrics", "/page/main.js/../../metrics"),
     *("/v1/%6dodels", "/%76%31/models", "/v1%2fmodels", "/health%2f..%2fmetrics", "/metrics%00"),
     *("/metrics;/health", "/metrics?/health", "/health;/../metrics", "/HEALTH", "/health%20"),
     *("/health/", "//health", "/version/../metrics", "\\health", "/openapi.json", "/docs"),

@@ -33,6 +33,7 @@ from proto.engine_io import (
 from proto.errors import ErrorInfo
 from proto.sockets import Link
 from proto.stats import SchedulerStats
+from proto.view import EngineView, Watch
 from tests.fakes import boots
 
 Script = Callable[[EngineCoreRequest, int], Sequence[int]]
@@ -66,7 +67,7 @@ def made_up_logprobs(token_ids: Sequence[int], number: int, first: int = 0) -> L
 class FakeEngine:
     """One end of a link to a front end.
 
-    requests, inputs, aborts, turns: what came, as queues. calls: what was asked of an
+    requests, inputs, aborts, turns, watches: what came, as queues. calls: what was asked of an
     operator's services. resets: the prefix cache can be reset.
     accepts: take every request in at once, with or without a script.
     """
@@ -91,6 +92,7 @@ class FakeEngine:
         self.inputs: asyncio.Queue[SessionInput] = asyncio.Queue()
         self.aborts: asyncio.Queue[Abort] = asyncio.Queue()
         self.turns: asyncio.Queue[TurnEnded] = asyncio.Queue()
+        self.watches: asyncio.Queue[Watch] = asyncio.Queue()
         self.calls: list[AdminCall] = []
         self.num_cached_tokens = 0
         self.resets = True
@@ -190,6 +192,10 @@ class FakeEngine:
         """Outputs as they are, in one message."""
         self._send(self._outputs(list(outputs), stats=stats))
 
+    def show(self, view: EngineView) -> None:
+        """A view of this engine, whether anybody watches or not."""
+        self._send(view)
+
     def is_aborted(self, request_id: int, choice: int) -> bool:
         return (request_id, None) in self._aborted or (request_id, choice) in self._aborted
 
@@ -227,6 +233,8 @@ class FakeEngine:
                 self.aborts.put_nowait(message)
             elif isinstance(message, TurnEnded):
                 self.turns.put_nowait(message)
+            elif isinstance(message, Watch):
+                self.watches.put_nowait(message)
             elif isinstance(message, AdminCall):
                 self.calls.append(message)
                 self._send(self._reply(message))

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from proto import engine_io, lifecycle
+from proto import engine_io, lifecycle, view
 from proto.agents import AgentHint, TurnEnded
 from proto.codec import MessageDecoder, encode, from_json, to_json
 from proto.config import ServeConfig
@@ -75,6 +75,7 @@ from proto.repetition import RepetitionDetection
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from proto.stats import KVEviction, SchedulerStats
+from proto.view import BlockMap, EngineView, RequestView, Watch
 
 PARAMS = SamplingParams(
     max_tokens=16,
@@ -149,9 +150,20 @@ MESSAGES = [
         queue_deadline=13.5,
         deadline=14.5,
         agent=AgentHint("job", True, 2.5),
+        label="cmpl-1",
     ),
     SessionInput(1, 2, [3, 4], PARAMS, True),
     TurnEnded(1, 2, "job", "weather"),
+    Watch(1, True),
+    EngineView(
+        1,
+        12.5,
+        0.25,
+        *range(2, 10),
+        [RequestView(1, (1 << 64) - 1, "cmpl-1", 3, 20, 5, 24, 16, 2)],
+        4,
+        BlockMap(b"\1\0\0\0", b"\5", b"\0\0\0\0"),
+    ),
     Abort(1, 2, "stop_string", 0),
     AdminCall(1, 2, "pause", "freeze", True),
     AdminReply(1, 2, False, "because", 3),
@@ -279,7 +291,7 @@ def test_round_trip(message):
 
 
 def test_every_tagged_message_is_in_the_list_above():
-    modules = (engine_io, lifecycle)
+    modules = (engine_io, lifecycle, view)
     tagged = {
         each
         for module in modules

@@ -1,0 +1,1 @@
+"""The live view, as a front end shows it: `GET /view/events`."""
