@@ -39,6 +39,11 @@ const SHORT = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
 /** A count, or a rate: fractions only where they say something. */
 export const figure = (value) => (Math.abs(value) < 10 ? SHORT : WHOLE).format(value);
 
+const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+
+/** A number for an axis: 100K. */
+export const compact = (value) => COMPACT.format(value);
+
 /** A time that is at hand in milliseconds. */
 export const duration = (ms) =>
   ms < 1000 ? `${WHOLE.format(ms)} ms` : `${SHORT.format(ms / 1000)} s`;

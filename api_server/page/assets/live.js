@@ -57,6 +57,7 @@ export class LiveView {
   #hello(hello) {
     this.hello = hello;
     this.map.reshape(hello);
+    for (const chart of this.charts) chart.reset();
     byId("live-shape").textContent =
       `${hello.model} · ${figure(hello.num_blocks)} blocks of ${hello.block_size} tokens · ` +
       `at most ${figure(hello.max_num_seqs)} requests at once`;
@@ -81,7 +82,7 @@ export class LiveView {
     };
     tell("running", figure(view.running), `of ${figure(this.hello?.max_num_seqs ?? 0)} at most`);
     tell("waiting", figure(view.waiting), view.waiting ? "for their first step" : "nobody waits");
-    tell("rate", figure(view.generation_tokens_per_s), "generated tokens/s");
+    tell("rate", figure(this.charts[0].points.at(-1).value), "generated tokens/s");
     const part = usable ? (100 * used) / usable : 0;
     tell("used", `${figure(part)} %`, `${figure(used)} of ${figure(usable)} blocks`);
     const hits = queried ? `${figure((100 * found) / queried)} %` : "–";

@@ -1,8 +1,10 @@
-// Owns a chart of tokens per second over the last two minutes: its points, axis and line.
+// Owns a chart of tokens per second over the last two minutes: its points, axis and line. A point
+// is the mean of about a second; single views are a few steps long, and would jump by a token each.
 import { colour, penOf } from "./canvas.js";
-import { byId, figure } from "./dom.js";
+import { byId, compact, figure } from "./dom.js";
 
 const SPAN_MS = 120_000;
+const MEAN_MS = 1100;
 const HEIGHT = 132;
 const RIGHT = 46; // for the numbers of the axis
 const TOP = 10;
@@ -16,11 +18,19 @@ export class RateChart {
     this.colour = byId(id).dataset.colour;
     this.field = field;
     this.points = [];
+    this.recent = null;
+  }
+
+  /** Begins anew: what a first view says of a rate is about a time that nobody knows. */
+  reset() {
+    this.recent = null;
   }
 
   take(view) {
-    const value = view[this.field];
     const at = performance.now();
+    const now = this.recent === null ? 0 : view[this.field];
+    this.recent = [...(this.recent ?? []), { at, now }].filter((each) => each.at > at - MEAN_MS);
+    const value = this.recent.reduce((sum, each) => sum + each.now, 0) / this.recent.length;
     this.points.push({ at, value });
     while (this.points[0].at < at - SPAN_MS - 5000) this.points.shift();
     this.now.textContent = `${figure(value)} tokens/s`;
@@ -55,7 +65,7 @@ export class RateChart {
       pen.moveTo(0, height);
       pen.lineTo(width - RIGHT, height);
       pen.stroke();
-      pen.fillText(figure(value), width - RIGHT + 8, height);
+      pen.fillText(compact(value), width - RIGHT + 8, height);
     }
     pen.textBaseline = "alphabetic";
     pen.fillText("2 min ago", 0, HEIGHT - 4);

@@ -41,7 +41,8 @@ export class TokenText {
     span.tokens = tokens;
     span.tabIndex = this.element.querySelector(".token") ? -1 : 0;
     const likelihood = Math.exp(Math.min(...tokens.map((each) => each.logprob)));
-    span.style.setProperty("--doubt", String(Math.round((1 - likelihood) * 100) / 100));
+    const doubt = (1 - likelihood) ** 2; // what is likely stays plain
+    span.style.setProperty("--doubt", doubt.toFixed(2));
     return span;
   }
 
