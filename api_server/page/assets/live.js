@@ -71,6 +71,7 @@ export class LiveView {
     this.table.take(view);
     for (const chart of this.charts) chart.take(view);
     this.#tiles(view);
+    this.#paintCharts();
   }
 
   #tiles(view) {
@@ -82,7 +83,6 @@ export class LiveView {
     };
     tell("running", figure(view.running), `of ${figure(this.hello?.max_num_seqs ?? 0)} at most`);
     tell("waiting", figure(view.waiting), view.waiting ? "for their first step" : "nobody waits");
-    tell("rate", figure(this.charts[0].points.at(-1).value), "generated tokens/s");
     const part = usable ? (100 * used) / usable : 0;
     tell("used", `${figure(part)} %`, `${figure(used)} of ${figure(usable)} blocks`);
     const hits = queried ? `${figure((100 * found) / queried)} %` : "–";
@@ -126,5 +126,6 @@ export class LiveView {
 
   #paintCharts() {
     for (const chart of this.charts) chart.paint();
+    byId("tile-rate").textContent = figure(this.charts[0].value);
   }
 }

@@ -30,11 +30,25 @@ export class RateChart {
     const at = performance.now();
     const now = this.recent === null ? 0 : view[this.field];
     this.recent = [...(this.recent ?? []), { at, now }].filter((each) => each.at > at - MEAN_MS);
-    const value = this.recent.reduce((sum, each) => sum + each.now, 0) / this.recent.length;
+    this.rest = view.running ? now : 0;
+    this.#add(at, this.recent.reduce((sum, each) => sum + each.now, 0) / this.recent.length);
+  }
+
+  /** What is shown as the rate of this moment. */
+  get value() {
+    return this.points.at(-1)?.value ?? 0;
+  }
+
+  #add(at, value) {
     this.points.push({ at, value });
     while (this.points[0].at < at - SPAN_MS - 5000) this.points.shift();
     this.now.textContent = `${figure(value)} tokens/s`;
-    this.paint();
+  }
+
+  /** Where no view came for a while nothing changed: the mean is what the last one said. */
+  #settle(at) {
+    const last = this.points.at(-1);
+    if (last && last.at < at - MEAN_MS && last.value !== this.rest) this.#add(at, this.rest);
   }
 
   paint() {
@@ -42,6 +56,7 @@ export class RateChart {
     if (!width) return; // nobody sees it
     const pen = penOf(this.canvas, width, HEIGHT);
     const end = performance.now();
+    this.#settle(end);
     const top = ceiling(Math.max(10, ...this.points.map((each) => each.value)));
     const x = (at) => (width - RIGHT) * (1 - (end - at) / SPAN_MS);
     const y = (value) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / top);
