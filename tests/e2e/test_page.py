@@ -286,6 +286,9 @@ def test_every_kind_of_block_and_request_is_shown(visit):
     assert visitor.colours() >= 6
     page.hover("#requests tr >> nth=0")
     assert page.get_attribute("#requests tr >> nth=0", "class") == "pointed"
+    page.focus("#requests tr >> nth=0")
+    page.keyboard.press("ArrowDown")
+    assert page.get_attribute("#requests tr >> nth=1", "class") == "pointed"
     page.wait_for_selector("#live-state[data-state=lost]")
 
 

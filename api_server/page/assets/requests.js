@@ -24,6 +24,7 @@ export class RequestTable {
     this.body = byId("requests");
     this.rows = new Map();
     this.point = point;
+    this.body.addEventListener("keydown", (event) => this.#move(event));
   }
 
   take(view) {
@@ -41,6 +42,8 @@ export class RequestTable {
         this.body.insertBefore(row.element, this.body.children[at] ?? null);
       }
     }
+    const first = this.body.children[0];
+    if (first && !this.body.querySelector("[tabindex='0']")) first.tabIndex = 0;
     byId("requests-empty").hidden = view.requests.length > 0;
     byId("requests-table").hidden = view.requests.length === 0;
     const more = view.more_requests;
@@ -50,6 +53,17 @@ export class RequestTable {
   /** Shows which row is meant. */
   highlight(owner) {
     for (const [each, row] of this.rows) row.element.classList.toggle("pointed", each === owner);
+  }
+
+  /** Arrow keys go from row to row: one of them is a stop of the tab key. */
+  #move(event) {
+    const row = event.target.closest("tr");
+    const next = { ArrowDown: row?.nextSibling, ArrowUp: row?.previousSibling }[event.key];
+    if (!next) return;
+    event.preventDefault();
+    row.tabIndex = -1;
+    next.tabIndex = 0;
+    next.focus();
   }
 
   #add(request) {
@@ -75,7 +89,7 @@ function makeRow(request) {
   const blocks = make("td", { class: "number" });
   const element = make(
     "tr",
-    { tabIndex: 0 },
+    { tabIndex: -1 },
     make("td", {}, swatch, name),
     make("td", {}, state),
     ...cells,
