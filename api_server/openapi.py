@@ -105,7 +105,6 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("/health/ready", "get"): Operation(answers=_answers(READINESS), unready=READINESS),
     ("/version", "get"): Operation(answers=_answers(an_object({"version": STRING}))),
     ("/load", "get"): Operation(answers=_answers(an_object({"server_load": INTEGER}))),
-    ("/view/events", "get"): Operation(answers={_EVENTS: STRING}),
     ("/metrics", "get"): Operation(answers={"text/plain": STRING}),
     ("/admin/drain", "post"): Operation(answers=_answers(_STATUS), status=202),
     ("/pause", "post"): Operation(

@@ -41,6 +41,7 @@ class SchedulerWorkload(msgspec.Struct, frozen=True, kw_only=True):
     measure: which of the measured steps count; "hashing" runs no steps, and times
         the hashing of the first request's prompt instead.
     num_blocks: of the KV pool, the null block included. traced: as with --sched-trace.
+    watched: somebody watches the live view, of which one is made after each 16th step.
     The rest are settings of the scheduler, as in proto/config.py.
     """
 
@@ -57,6 +58,7 @@ class SchedulerWorkload(msgspec.Struct, frozen=True, kw_only=True):
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     measure: Literal["every step", "preempting steps", "hashing"] = "every step"
     traced: bool = False
+    watched: bool = False
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -73,7 +75,7 @@ class SchedulerTimings(msgspec.Struct, frozen=True, kw_only=True):
     schedule, update: the two halves of a step, up to the finished message.
     encode, decode: of the step's three messages, on whichever side that happens.
     wire_bytes: of the three together.
-    hash: of the first request's prompt.
+    hash: of the first request's prompt. view: to make a view and its message; no part of a step.
     """
 
     workload: str
@@ -86,6 +88,7 @@ class SchedulerTimings(msgspec.Struct, frozen=True, kw_only=True):
     decode: Timing | None = None
     wire_bytes: Timing | None = None
     hash: Timing | None = None
+    view: Timing | None = None
 
 
 class SchedulerFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +113,8 @@ class SchedulerFigures(msgspec.Struct, frozen=True, kw_only=True):
     hash_us_median: float | None = None
     hash_us_min: float | None = None
     hash_us_p99: float | None = None
+    view_us_median: float | None = None
+    view_us_p99: float | None = None
 
 
 class SchedulerRow(SchedulerFigures, frozen=True, kw_only=True):

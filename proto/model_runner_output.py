@@ -21,7 +21,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
     logprobs: for the sequences that ask, rows of the sampled tokens.
     prompt_logprobs: for the sequences that ask, positions computed in this step;
         position p (from 1) is the log-probability of prompt token p.
-    compute_seconds: time from the message to the sampled tokens.
+    compute_seconds: time from the message to the sampled tokens; of steps that are queued behind
+        each other on a device, from the end of the one before.
     error: the step failed; the worker is about to die.
     failed_handles: sequences whose hidden states or logits are not finite. They have no
         sampled tokens, whether or not their prompts are complete.

@@ -199,6 +199,13 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     difference: str = ""
 
 
+class ReplayRecord(msgspec.Struct, frozen=True):
+    """A replay that is over, for a file of them."""
+
+    order: ReplayOrder
+    figures: ReplayFigures
+
+
 class ReplayAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One of them; error: why there is none."""
 

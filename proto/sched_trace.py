@@ -81,7 +81,8 @@ class Arrival(_Line, frozen=True, kw_only=True, tag="arrival"):
 
     request_id, choice: name it towards the front end; choices arrive one after the other.
     arrived_us: at the front end, which is before the start of the trace where the request was
-    taken over from an earlier engine. tenant: 64 bits, 0 for nobody. job: of the client, if known.
+    taken over from an earlier engine. tenant: 64 bits, 0 for nobody. job: of the client, if known,
+    which also says whether this is its last turn, and how long KV is worth keeping behind it.
     num_output_tokens: that an earlier engine generated. blocks: of prompt and those.
     reads_cache: the prompt may be found in the prefix cache.
     """
@@ -93,6 +94,8 @@ class Arrival(_Line, frozen=True, kw_only=True, tag="arrival"):
     tenant: int = 0
     priority: int = 0
     job: str = ""
+    is_last_step: bool = False
+    ttl_ms: float | None = None
     num_prompt_tokens: int
     num_output_tokens: int = 0
     max_tokens: int
@@ -220,6 +223,14 @@ class Finish(_Line, frozen=True, kw_only=True, tag="finish"):
     blocks: Content = Content()
 
 
+class TurnEnd(_Line, frozen=True, kw_only=True, tag="turn"):
+    """The front end has read the answer of a job's turn. tool: that the job waits for, or none."""
+
+    request_id: int
+    job: str
+    tool: str = ""
+
+
 class PinBegin(_Line, frozen=True, kw_only=True, tag="pin"):
     """A job keeps blocks when a turn of it ends. ttl_us: for so long at most."""
 
@@ -256,7 +267,17 @@ class TraceEnd(_Line, frozen=True, kw_only=True, tag="end"):
 
 
 TraceLine = (
-    TraceHeader | Arrival | Step | Result | Finish | PinBegin | PinEnd | Event | Dropped | TraceEnd
+    TraceHeader
+    | Arrival
+    | Step
+    | Result
+    | Finish
+    | TurnEnd
+    | PinBegin
+    | PinEnd
+    | Event
+    | Dropped
+    | TraceEnd
 )
 _LINE: Final[Any] = TraceLine
 

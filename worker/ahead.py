@@ -11,6 +11,9 @@ with candidates of a beam or log-probabilities of a prompt is sampled on the hos
 before it has arrived.
 """
 
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -98,6 +101,27 @@ class DeviceTokens:
         self.last.index_copy_(0, rows, token_ids)
 
 
+class DeviceTime:
+    """Times steps that are queued behind each other.
+
+    The device begins with a step when it was launched or when the one before has ended, whichever
+    is later; so the time of the one before is not counted twice.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ended = 0.0
+
+    def began(self, launched: float) -> float:
+        """When the device came to a step, all before it having ended."""
+        return max(launched, self._ended)
+
+    def end(self, launched: float) -> float:
+        """A step's tokens are here: seconds that it took. In the order of the steps."""
+        began, self._ended = self.began(launched), self._clock()
+        return self._ended - began
+
+
 class InFlight:
     """Launched, with its tokens on their way.
 
@@ -113,8 +137,11 @@ class InFlight:
         positions: npt.NDArray[np.int64],
         logprobs: LogprobWishes,
         download: Download,
+        device_time: DeviceTime,
     ) -> None:
         self.ready = download.ready
+        self._device_time = device_time
+        self._seconds = 0.0
         self._begun = begun
         self._rows = rows
         self._sequences = sequences
@@ -128,6 +155,7 @@ class InFlight:
         if self._arrived:
             return
         self._arrived = list(self._download.arrays())
+        self._seconds = self._device_time.end(self._begun.started)
         inputs, handles = self._begun.inputs, self._begun.handles
         self._rows.fill_in(
             [handles[at] for at in self._sequences.tolist()],
@@ -146,7 +174,8 @@ class InFlight:
         for sequence, token_id in zip(self._sequences.tolist(), token_ids.tolist(), strict=True):
             if not broken[sequence]:
                 sampled[sequence].append(token_id)
-        return self._begun.output(sampled, broken, self._packed_logprobs(broken), [], [])
+        logprobs = self._packed_logprobs(broken)
+        return self._begun.output(sampled, broken, logprobs, [], [], self._seconds)
 
     def _packed_logprobs(self, broken: npt.NDArray[np.bool_]) -> list[RowLogprobs]:
         wanted = self._logprobs
@@ -180,6 +209,7 @@ class AheadRunner:
         self._results = Results(accelerator)
         self._sampler = sampler
         self._in_flight: list[InFlight] = []
+        self._device_time = DeviceTime()
 
     def launch(self, step: SchedulerOutput, masks: MaskSource = NO_MASKS) -> Launched:
         """As the Protocol says; waits for the device only where a row wants what the host makes."""
@@ -190,7 +220,10 @@ class AheadRunner:
         if self._rows.need_host(inputs.rows, inputs.num_computed).any():
             self._settle(self._in_flight)
             self._in_flight.clear()
-            return Done(self._runner.complete(begun, masks))
+            begun = replace(begun, started=self._device_time.began(begun.started))
+            output = self._runner.complete(begun, masks)
+            self._device_time.end(begun.started)
+            return Done(output)
         grammars = masks.masks_of(step) if step.constrained_handles else NO_GRAMMARS
         # Edits of scores allow for one token that is not known, that of the step before.
         self._settle(self._in_flight[:-1])
@@ -219,4 +252,5 @@ class AheadRunner:
         else:
             best, token_ids = odd.new_empty(0, dtype=torch.float32), odd.new_empty(0).long()
         download = self._results.send([token_ids, best, odd, *logprobs])
-        return InFlight(begun, rows, sequences, rows.append_pending(at), wanted, download)
+        positions = rows.append_pending(at)
+        return InFlight(begun, rows, sequences, positions, wanted, download, self._device_time)

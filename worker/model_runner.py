@@ -58,8 +58,12 @@ class Begun:
         logprobs: list[RowLogprobs],
         prompt_logprobs: list[RowLogprobs],
         candidates: list[RowLogprobs],
+        seconds: float,
     ) -> ModelRunnerOutput:
-        """The answer, in the step's own order; sampled and broken are in that of the inputs."""
+        """The answer, in the step's own order; sampled and broken are in that of the inputs.
+
+        seconds: that the step took, waiting for another not counted.
+        """
         return ModelRunnerOutput(
             self.step.epoch,
             self.step.step,
@@ -67,7 +71,7 @@ class Begun:
             [sampled[at] for at in self.back],
             logprobs,
             prompt_logprobs,
-            time.monotonic() - self.started,
+            seconds,
             failed_handles=[self.handles[at] for at in broken.nonzero()[0].tolist()],
             candidates=candidates,
         )
@@ -173,7 +177,10 @@ class ModelRunner:
         broken = self._broken_before_scores(inputs, begun.hidden)
         chosen = self._sample(begun, broken, masks)
         prompts = self._prompt_logprobs(inputs, begun.hidden, handles, broken)
-        return begun.output(chosen.tokens, broken, chosen.logprobs, prompts, chosen.candidates)
+        seconds = time.monotonic() - begun.started
+        return begun.output(
+            chosen.tokens, broken, chosen.logprobs, prompts, chosen.candidates, seconds
+        )
 
     @torch.inference_mode()
     def warm_up(self) -> None:

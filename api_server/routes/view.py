@@ -23,7 +23,8 @@ _FOREIGN: Final = frozenset({"cross-site", "same-site"})
 """Values of Sec-Fetch-Site: a page of somebody else asks, which could not read the answer."""
 
 
-@router.get("/view/events")
+# Not in the schema: a program that tries all operations would wait for its end.
+@router.get("/view/events", include_in_schema=False)
 async def view_events(request: Request) -> Response:
     """What the engine does: events hello, view (at most 4 a second) and notice.
 

@@ -23,7 +23,7 @@ from proto.benchmark import SchedulerFigures, SchedulerRow, SchedulerTimings, Sc
 from proto.codec import to_json_line
 from proto.errors import ConfigError
 
-_TIMES: Final = ("schedule", "update", "encode", "decode", "hash")
+_TIMES: Final = ("schedule", "update", "encode", "decode", "hash", "view")
 _BEST_ROUNDS: Final = ("schedule", "update", "hash")
 
 
@@ -106,16 +106,16 @@ def _cost(figures: dict[str, float], which: str) -> float:
 
 def _table(rows: Sequence[SchedulerRow]) -> Table:
     table = Table(title="microseconds a step: median (99th percentile); bytes of its messages")
-    _columns(
-        table, "workload", "requests", "schedule", "update", "encode", "decode", "bytes", "hash"
-    )
+    times = ("schedule", "update", "encode", "decode")
+    _columns(table, "workload", "requests", *times, "bytes", "hash", "view")
     for row in rows:
         table.add_row(
             row.workload,
             _number(row.num_scheduled, 1),
-            *[_pair(row, name) for name in ("schedule", "update", "encode", "decode")],
+            *[_pair(row, name) for name in times],
             _number(row.wire_bytes_median),
             _pair(row, "hash"),
+            _pair(row, "view"),
         )
     return table
 

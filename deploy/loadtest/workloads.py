@@ -27,6 +27,7 @@ def all_workloads() -> list[SchedulerWorkload]:
     rows += [_priority(), _long_prefix(), _hashing()]
     rows += [_decode(number) for number in (16, 64)]
     rows += [_traced(_decode(64)), _traced(_decode(256)), _traced(_mixed())]
+    rows += [_full(), _watched(_full())]
     rows += [_waiting(number) for number in (0, 100, 1_000, 10_000)]
     rows += [_blocks(number) for number in (10_000, 100_000, 1_000_000)]
     return rows
@@ -68,6 +69,24 @@ def _decode(number: int) -> SchedulerWorkload:
 def _traced(workload: SchedulerWorkload) -> SchedulerWorkload:
     """The same, with a trace of it written."""
     return changed(workload, name=f"{workload.name}-traced", traced=True)
+
+
+def _watched(workload: SchedulerWorkload) -> SchedulerWorkload:
+    """The same, with somebody who watches the live view."""
+    return changed(workload, name=f"{workload.name}-watched", watched=True)
+
+
+def _full() -> SchedulerWorkload:
+    """64 requests that all decode and hold nearly all blocks of a small pool."""
+    return _workload(
+        "full64",
+        [RequestRecipe(((seed, 2_200),), _FOREVER) for seed in range(64)],
+        concurrency=64,
+        max_num_batched_tokens=4096,
+        num_blocks=11_650,
+        warm_up_steps=100,
+        measured_steps=480,
+    )
 
 
 def _mixed() -> SchedulerWorkload:

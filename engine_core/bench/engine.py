@@ -12,6 +12,7 @@ from engine_core.kv_events import NoKVEvents
 from engine_core.pool_plan import PoolPlan, plan_pool
 from engine_core.trace.tracing import NO_TRACING, Tracing, start_tracing
 from engine_core.transport import FrontEndLinks
+from engine_core.view.views import EngineViews
 from proto import PROTOCOL_VERSION
 from proto.benchmark import SchedulerWorkload
 from proto.config import CacheConfig, SchedulerConfig, ServeConfig, TraceConfig
@@ -44,6 +45,7 @@ class BenchEngine:
     """The parts of an engine and the requests of a workload.
 
     Every setting that the workload does not name has its default, but any number may wait.
+    views: of the live view, if anybody watches.
     """
 
     def __init__(self, workload: SchedulerWorkload) -> None:
@@ -70,6 +72,11 @@ class BenchEngine:
         self.parts = build_parts(
             config, plan, worker, self.sent, EPOCH, NoKVEvents(), tracing=tracing
         )
+        self.views: list[EngineViews] = []
+        if workload.watched:
+            assert isinstance(self.parts.views, EngineViews), "the page is on by default"
+            self.parts.views.watch(_CLIENT, wanted=True)
+            self.views.append(self.parts.views)
         settle_heap()
         self._requests = requests_of(workload)
         self._concurrency = workload.concurrency

@@ -8,6 +8,7 @@ CPU time of the thread: whoever else wants the core does not count.
 
 from dataclasses import dataclass, field
 from time import thread_time_ns
+from typing import Final
 
 from engine_core.bench.engine import BenchEngine
 from engine_core.bench.fake_worker import FakeWorker
@@ -17,6 +18,8 @@ from proto.codec import MessageDecoder, encode
 from proto.engine_io import EngineCoreOutputs
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput
+
+STEPS_A_VIEW: Final = 16
 
 
 @dataclass
@@ -28,6 +31,7 @@ class Samples:
     encode: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
     wire_bytes: list[float] = field(default_factory=list)
+    view: list[float] = field(default_factory=list)
     num_scheduled: list[int] = field(default_factory=list)
     num_preempted: list[int] = field(default_factory=list)
 
@@ -51,6 +55,7 @@ def time_steps(workload: SchedulerWorkload) -> SchedulerTimings:
         encode=timing(samples.encode),
         decode=timing(samples.decode),
         wire_bytes=timing(samples.wire_bytes),
+        view=timing(samples.view),
     )
 
 
@@ -60,6 +65,8 @@ class StepPlayer:
     def __init__(self, workload: SchedulerWorkload) -> None:
         self._engine = BenchEngine(workload)
         self._worker = FakeWorker()
+        self._views = self._engine.views
+        self._num_steps = 0
         self._only_preempting = workload.measure == "preempting steps"
         self._step_decoder = MessageDecoder[SchedulerOutput](SchedulerOutput)
         self._result_decoder = MessageDecoder[ModelRunnerOutput](ModelRunnerOutput)
@@ -92,6 +99,7 @@ class StepPlayer:
         self._outputs_decoder.decode(outputs_frame)
         outputs_decoded = thread_time_ns()
 
+        self._show(samples)
         if self._only_preempting and not output.preempted_handles:
             return
         samples.schedule.append((scheduled - start) / 1e3)
@@ -101,3 +109,11 @@ class StepPlayer:
         samples.wire_bytes.append(len(step_frame) + len(result_frame) + len(outputs_frame))
         samples.num_scheduled.append(len(answer.handles))
         samples.num_preempted.append(len(output.preempted_handles))
+
+    def _show(self, samples: Samples) -> None:
+        """Make a view if somebody watches, about as often as steps of a CPU have one."""
+        self._num_steps += 1
+        for views in self._views if self._num_steps % STEPS_A_VIEW == 0 else ():
+            start = thread_time_ns()
+            encode(views.make(0.0))
+            samples.view.append((thread_time_ns() - start) / 1e3)

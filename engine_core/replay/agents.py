@@ -16,7 +16,7 @@ from typing import Final
 from engine_core.replay.recording import Recording
 from proto.config import SchedulerConfig
 from proto.replay import AgentJob, AgentLoad, AgentTurn
-from proto.sched_trace import Arrival, Content, Finish, TraceHeader
+from proto.sched_trace import Arrival, Content, Finish, TraceHeader, TurnEnd
 
 _BLOCK_SIZE: Final = 16
 _SECOND: Final = 1_000_000
@@ -74,8 +74,8 @@ class _Writing:
     def __init__(self, load: AgentLoad) -> None:
         self._load = load
         self._num_contents = 0
-        self._lines: list[Arrival | Finish] = []
-        self._tools: list[str] = []
+        self._lines: list[Arrival | Finish | TurnEnd] = []
+        self._num_turns = 0
         shared = load.system_tokens // _BLOCK_SIZE
         self._systems = [self._new(0, 0, shared) for _ in range(load.num_systems)]
         for number, job in enumerate(draw_jobs(load)):
@@ -100,9 +100,6 @@ class _Writing:
             recording.chains.learn(system)
         for line in self._lines:
             recording.take(line)
-        for handle, tool in enumerate(self._tools):
-            recording.sequences[handle].tool = tool
-            recording.sequences[handle].is_last = not tool
         return recording
 
     def _write_job(self, name: str, job: AgentJob) -> None:
@@ -120,8 +117,8 @@ class _Writing:
         """Returns its last content."""
         asked = self._extended(content, num_prompt)
         said = self._extended(asked, num_prompt + turn.output_tokens)
-        handle = len(self._tools)
-        self._tools.append(turn.tool)
+        handle = self._num_turns
+        self._num_turns += 1
         self._lines.append(
             Arrival(
                 time_us=now,
@@ -129,6 +126,7 @@ class _Writing:
                 handle=handle,
                 request_id=handle,
                 job=job,
+                is_last_step=not turn.tool,
                 num_prompt_tokens=num_prompt,
                 max_tokens=turn.output_tokens,
                 blocks=asked,
@@ -142,6 +140,9 @@ class _Writing:
                 num_output_tokens=turn.output_tokens,
                 blocks=said,
             )
+        )
+        self._lines.append(
+            TurnEnd(time_us=now + _SECOND, request_id=handle, job=job, tool=turn.tool)
         )
         return said
 

@@ -11,6 +11,7 @@ import msgspec
 
 from engine_core.replay.recording import Recording
 from engine_core.replay.rig import CUT_SHORT, EPOCH, Rig
+from engine_core.scheduler.pins import EXPIRED
 from engine_core.trace.recorder import Recorder
 from proto.model_runner_output import ModelRunnerOutput
 from proto.replay import Verdict
@@ -20,9 +21,11 @@ from proto.sched_trace import (
     Dropped,
     Event,
     Finish,
+    PinEnd,
     Result,
     Step,
     TraceLine,
+    TurnEnd,
 )
 from proto.scheduler_output import SchedulerOutput
 
@@ -76,6 +79,10 @@ class Follower:
             case Finish() if line.reason in CUT_SHORT:
                 arrival = self._recording.sequences[line.handle].arrival
                 scheduler.abort(arrival.request_id, arrival.choice)
+            case TurnEnd():
+                scheduler.end_turn(line.request_id, line.job, line.tool)
+            case PinEnd() if line.reason == EXPIRED:
+                scheduler.jobs.end_overdue()  # while no step did it, perhaps
             case Event():
                 self._event(line)
             case Dropped():

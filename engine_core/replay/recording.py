@@ -15,6 +15,7 @@ from proto.sched_trace import (
     Finish,
     TraceHeader,
     TraceLine,
+    TurnEnd,
     read_line,
 )
 
@@ -27,13 +28,12 @@ class UnreadableTraceError(TokendError):
 class Sequence:
     """What happened to one choice of a request; finish is None where the trace ends before it.
 
-    tool: that a turn of a job calls; "" where it is not known. is_last: of its job, as was told.
+    tool: that a turn of a job calls; "" where it is not known.
     """
 
     arrival: Arrival
     finish: Finish | None = None
     tool: str = ""
-    is_last: bool = False
 
     @property
     def num_outputs(self) -> int:
@@ -54,6 +54,7 @@ class Recording:
     lines: list[TraceLine] = field(default_factory=list)
     sequences: dict[int, Sequence] = field(default_factory=dict)
     chains: Chains = field(default_factory=Chains)
+    _turns: dict[int, int] = field(default_factory=dict)  # request → first handle
 
     def tokens(self, sequence: Sequence) -> Tokens:
         """Of prompt and outputs."""
@@ -67,11 +68,15 @@ class Recording:
         self.lines.append(line)
         if isinstance(line, Arrival):
             self.sequences[line.handle] = Sequence(line)
+            if line.job:
+                self._turns.setdefault(line.request_id, line.handle)
             self.chains.learn(line.blocks)
         elif isinstance(line, Finish):
             self.chains.learn(line.blocks)
             if line.handle in self.sequences:
                 self.sequences[line.handle].finish = line
+        elif isinstance(line, TurnEnd) and line.request_id in self._turns:
+            self.sequences[self._turns[line.request_id]].tool = line.tool
 
 
 def read(path: str) -> Recording:

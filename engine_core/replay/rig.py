@@ -19,7 +19,7 @@ from proto.agents import NO_AGENT, AgentHint
 from proto.model_runner_output import ModelRunnerOutput
 from proto.replay import ReplayOrder
 from proto.sampling_params import SamplingParams
-from proto.sched_trace import TraceHeader
+from proto.sched_trace import Arrival, TraceHeader
 from proto.scheduler_output import SchedulerOutput
 
 EPOCH = 1
@@ -108,7 +108,7 @@ class Rig:
                 priority=arrival.priority,
                 arrival_time=arrival_time,
                 tenant=0 if self._one_tenant else arrival.tenant,
-                agent=AgentHint(arrival.job, sequence.is_last) if arrival.job else NO_AGENT,
+                agent=_agent_of(arrival),
             )
         )
 
@@ -126,6 +126,12 @@ def _end(sequence: Sequence, aborts: bool) -> int:
     if aborts and finish.reason in CUT_SHORT:
         return 0
     return sequence.arrival.num_prompt_tokens + finish.num_output_tokens
+
+
+def _agent_of(arrival: Arrival) -> AgentHint:
+    if not arrival.job:
+        return NO_AGENT
+    return AgentHint(arrival.job, arrival.is_last_step, arrival.ttl_ms)
 
 
 class ReplayWorker:

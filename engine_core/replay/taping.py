@@ -94,6 +94,10 @@ class Both:
         for each in self._observers:
             each.finished(request)
 
+    def turn_ended(self, request_id: int, job: str, tool: str) -> None:
+        for each in self._observers:
+            each.turn_ended(request_id, job, tool)
+
     def pinned(self, pin: Pin, ttl: float) -> None:
         for each in self._observers:
             each.pinned(pin, ttl)

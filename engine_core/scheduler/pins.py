@@ -15,11 +15,15 @@ Owns the pins and their order, one a job. What a pin is worth, and for how long,
 
 import math
 from collections.abc import Iterator
+from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request
 from engine_core.scheduler.observer import SchedulerObserver
 from engine_core.scheduler.pin_order import Pin, PinOrder
+
+EXPIRED: Final = "expired"
+"""Why a pin is given up whose time is over."""
 
 
 class PinLimits:
@@ -187,7 +191,7 @@ class Pins:
         """Give up the pins whose time is over."""
         while (pin := self._deadlines.first_up_to(now)) is not None:
             self.num_expired += 1
-            self._end(pin, "expired")
+            self._end(pin, EXPIRED)
 
     def give_back(self, num_blocks: int) -> None:
         """Free so many blocks more; there must be as many that only pins reference."""

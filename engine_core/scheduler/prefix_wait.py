@@ -5,11 +5,11 @@ steps therefore fills them one chunk at a time, and an equal prompt that starts
 meanwhile would compute the rest of it a second time.
 
 Owns the leaders (running requests whose tokens are not all scheduled yet) and who waits
-for them. A step looks at each leader once, and at no request that goes on waiting.
+for them. A step looks at each leader once, and at no request that goes on waiting; a request
+at the head of the line looks at those leaders only that begin with the same block.
 """
 
 import heapq
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
@@ -18,31 +18,39 @@ from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.gates import Candidate, Wake
 from engine_core.scheduler.step_plan import StepPlan
 
-LONGEST_WAIT: Final = 64
-"""Steps that a request waits in all; then it computes for itself."""
+PATIENCE: Final = 8
+"""Steps that a request loses by waiting, in all; then it computes for itself."""
+CROWD: Final = 16
+"""A wait has to spare a part of a chunk, which so many who do not wait would make a whole one."""
 
 _Ticket = tuple[int, int]
-"""(step in which a wait began, handle of who waits); one that is over is void, not taken out."""
-
-
-@dataclass(slots=True)
-class _Waiter:
-    """`request` waits since the step `since`."""
-
-    request: Request
-    since: int
+"""(number of the wait, handle of who waits); one that is over is void, not taken out."""
 
 
 @dataclass(slots=True)
 class _Leader:
     """`request` has been given its first `reached` tokens, those of this step included.
 
+    first_block: hash of it. num_lost: steps in which it got less than others could have.
     waiters: heap of (number of tokens to be reached, ticket), some of them void.
+    limits: heap of (number of lost steps that is too much, ticket), likewise.
     """
 
     request: Request
     reached: int
+    first_block: bytes
+    num_lost: int = 0
     waiters: list[tuple[int, _Ticket]] = field(default_factory=list)
+    limits: list[tuple[int, _Ticket]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Waiter:
+    """`request` has lost as many steps as its leader has by now, less `origin`."""
+
+    request: Request
+    number: int
+    origin: int
 
 
 class PrefixWait:
@@ -52,61 +60,76 @@ class PrefixWait:
         request   |----------- shared -----------|-- own --|
                                   found so far ↑ ↑ until here it waits
 
-    The wait ends early when the leader stops running, and after LONGEST_WAIT steps.
+    While the leader gets as many tokens in a step as anybody could that begins, who waits loses
+    nothing, however long it takes. A step is lost where the leader gets nothing, or less than is
+    left for those behind it: it gives way to others, say. So is one in which the leader loses
+    its blocks or is over before its time. With PATIENCE of them the wait is over.
 
+    Nor does anybody wait for a leader that has not got as far as the cache has, or
+    for less than a CROWD'th of a chunk: a step later for a block or two.
+
+        _leaders         by handle, in the order of admission
+        _by_first_block  the same, by the hash of the block they begin with
         leader.waiters   those who wait for it, the one that needs the fewest tokens first
-        _time_is_up      those whose time is up, by the step in which it is
+        leader.limits    the same, the one whose patience is over first
     """
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_PREFIX
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, longest_chunk: int) -> None:
+        """longest_chunk: most tokens of a request in a step."""
         self._block_size = block_size
-        self._step = 0  # admission passes so far
+        self._longest_chunk = longest_chunk
+        self._least_spared = longest_chunk // CROWD
+        self._num_waits = 0
         self._leaders: dict[int, _Leader] = {}
+        self._by_first_block: dict[bytes, dict[int, _Leader]] = {}
         self._waiters: dict[int, _Waiter] = {}
-        self._time_is_up: defaultdict[int, list[_Ticket]] = defaultdict(list)
-        self._num_waited: dict[int, int] = {}
+        self._num_lost: dict[int, int] = {}
 
     def attach(self, wake: Wake) -> None:
         self._wake = wake
 
     def begin(self, plan: StepPlan) -> None:
-        self._step += 1
         if self._leaders:
             self._follow_leaders(plan)
-        for ticket in self._time_is_up.pop(self._step, ()):
-            self._release(ticket)
 
     def holds(self, candidate: Candidate) -> bool:
         request = candidate.request
         if not self._leaders or request.skip_reading_prefix_cache or request.num_computed_tokens:
             return False  # who holds blocks already looks for none
-        found = candidate.computed.num_tokens // self._block_size
-        most = (request.num_tokens - 1) // self._block_size
-        if found >= most or self._num_waited.get(request.handle, 0) >= LONGEST_WAIT:
-            return False
         hashes = request.block_hashes
-        for leader in self._leaders.values():
+        leaders = self._by_first_block.get(hashes[0]) if hashes else None
+        if leaders is None or self._num_lost.get(request.handle, 0) >= PATIENCE:
+            return False
+        num_found = candidate.computed.num_tokens
+        found = num_found // self._block_size
+        most = (request.num_tokens - 1) // self._block_size
+        for leader in leaders.values():
             if leader.request.status is not RequestStatus.RUNNING:
                 continue  # it has given way in this very pass, perhaps to this request
+            if leader.reached < num_found:
+                continue  # it has yet to compute what is in the cache
             theirs = leader.request.block_hashes
-            if found < len(theirs) and theirs[found] == hashes[found]:
+            if found < min(most, len(theirs)) and theirs[found] == hashes[found]:
                 shared = _num_shared(hashes, theirs, found + 1, min(most, len(theirs)))
                 num_tokens = shared * self._block_size
-                if num_tokens > leader.reached:  # else it is lost already, and nothing comes
+                if num_tokens <= leader.reached:
+                    continue  # they are lost already, and nothing comes
+                if num_tokens - num_found >= self._least_spared:
                     self._hold(request, leader, num_tokens)
                     return True
         return False
 
     def admitted(self, request: Request, num_new_tokens: int) -> None:
-        self._num_waited.pop(request.handle, None)
+        self._num_lost.pop(request.handle, None)
         reached = request.num_computed_tokens + num_new_tokens
-        if reached < request.num_tokens:
-            self._leaders[request.handle] = _Leader(request, reached)
+        if reached < request.num_tokens and (hashes := request.block_hashes):
+            leader = self._leaders[request.handle] = _Leader(request, reached, hashes[0])
+            self._by_first_block.setdefault(hashes[0], {})[request.handle] = leader
 
     def forget(self, request: Request) -> None:
-        self._num_waited.pop(request.handle, None)
+        self._num_lost.pop(request.handle, None)
         self._waiters.pop(request.handle, None)
         leader = self._leaders.get(request.handle)
         if leader is not None:
@@ -114,38 +137,48 @@ class PrefixWait:
 
     def _follow_leaders(self, plan: StepPlan) -> None:
         planned = plan.num_new_tokens(self._leaders)
+        least = max(1, min(self._longest_chunk, plan.budget, plan.prompt_budget))
         for handle, leader in list(self._leaders.items()):
             request = leader.request
             if request.status is not RequestStatus.RUNNING:
                 self._dismiss(leader)
                 continue
-            leader.reached = request.num_computed_tokens + planned.get(handle, 0)
+            num_new = planned.get(handle, 0)
+            leader.reached = request.num_computed_tokens + num_new
+            leader.num_lost += num_new < least
             while leader.waiters and leader.waiters[0][0] <= leader.reached:
-                self._release(heapq.heappop(leader.waiters)[1])
+                self._release(heapq.heappop(leader.waiters)[1], leader.num_lost)
+            while leader.limits and leader.limits[0][0] <= leader.num_lost:
+                self._release(heapq.heappop(leader.limits)[1], leader.num_lost)
             if leader.reached >= request.num_tokens:
                 self._dismiss(leader)
 
     def _hold(self, request: Request, leader: _Leader, num_tokens: int) -> None:
-        ticket = (self._step, request.handle)
-        self._waiters[request.handle] = _Waiter(request, self._step)
+        self._num_waits += 1
+        ticket = (self._num_waits, request.handle)
+        origin = leader.num_lost - self._num_lost.get(request.handle, 0)
+        self._waiters[request.handle] = _Waiter(request, self._num_waits, origin)
         heapq.heappush(leader.waiters, (num_tokens, ticket))
-        left = LONGEST_WAIT - self._num_waited.get(request.handle, 0)
-        self._time_is_up[self._step + left].append(ticket)
+        heapq.heappush(leader.limits, (origin + PATIENCE, ticket))
 
     def _dismiss(self, leader: _Leader) -> None:
-        """Nobody waits for it any more."""
-        del self._leaders[leader.request.handle]
+        """It leads nobody any more; who waits for it has lost another step."""
+        handle, first_block = leader.request.handle, leader.first_block
+        del self._leaders[handle]
+        del self._by_first_block[first_block][handle]
+        if not self._by_first_block[first_block]:
+            del self._by_first_block[first_block]
         for _, ticket in leader.waiters:
-            self._release(ticket)
+            self._release(ticket, leader.num_lost + 1)
 
-    def _release(self, ticket: _Ticket) -> None:
-        """Let the holder of a ticket go, unless it is void."""
-        since, handle = ticket
+    def _release(self, ticket: _Ticket, num_lost: int) -> None:
+        """Let the holder of a ticket go, unless it is void. num_lost: by its leader."""
+        number, handle = ticket
         waiter = self._waiters.get(handle)
-        if waiter is None or waiter.since != since:
+        if waiter is None or waiter.number != number:
             return
         del self._waiters[handle]
-        self._num_waited[handle] = self._num_waited.get(handle, 0) + self._step - since
+        self._num_lost[handle] = num_lost - waiter.origin
         self._wake(waiter.request)
 
 

@@ -173,7 +173,7 @@ class Scheduler:
             constraints,
             self._beams,
             SiblingForks(kv_cache, self._choices),
-            PrefixWait(kv_cache.block_size),
+            PrefixWait(kv_cache.block_size, chunks.longest_chunk),
             self.external,
         )
         for gate in self._gates:
@@ -246,6 +246,7 @@ class Scheduler:
 
         Jobs that are over, or unknown, and turns that are not the last one are passed over.
         """
+        self._observer.turn_ended(request_id, job, tool)
         self.jobs.end_turn(request_id, job, tool)
 
     def abort_client(self, client_index: int) -> int:

@@ -33,6 +33,7 @@ from proto.sched_trace import (
     Result,
     Snapshot,
     Step,
+    TurnEnd,
 )
 
 _BLOCKED: Final = {
@@ -89,6 +90,8 @@ class Recorder:
                 tenant=request.tenant,
                 priority=request.priority,
                 job=request.agent.job,
+                is_last_step=request.agent.is_last_step,
+                ttl_ms=request.agent.ttl_ms,
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_output_tokens=request.num_output_tokens,
                 max_tokens=request.max_tokens,
@@ -181,6 +184,9 @@ class Recorder:
                 blocks=self._contents.take(request.block_hashes),
             )
         )
+
+    def turn_ended(self, request_id: int, job: str, tool: str) -> None:
+        self._put(TurnEnd(time_us=self._now(), request_id=request_id, job=job, tool=tool))
 
     def pinned(self, pin: Pin, ttl: float) -> None:
         self._pins.pop(pin.job, None)

@@ -23,7 +23,7 @@ Ints = NDArray[np.int32]
 
 
 def block_map(kv_cache: KVCacheManager, numbers: Mapping[int, int]) -> BlockMap:
-    """numbers: of the owners, by handle; a block that several share is the first one's."""
+    """numbers: of the owners, by handle; of several who share a block the lowest is its owner."""
     states, owners = block_states(kv_cache, numbers)
     per_cell = blocks_per_cell(len(states))
     if per_cell > 1:
@@ -34,7 +34,7 @@ def block_map(kv_cache: KVCacheManager, numbers: Mapping[int, int]) -> BlockMap:
 def block_states(kv_cache: KVCacheManager, numbers: Mapping[int, int]) -> tuple[Ints, Ints]:
     """State and owner, 0 for none, of every block: [num_blocks] each."""
     pool = kv_cache.pool
-    # The first to have a number is written last, so that a shared block is its own.
+    # The lowest number is written last, so that a shared block is its own.
     tables = [
         (numbers[handle], table)
         for group in kv_cache.groups

@@ -111,8 +111,9 @@ async def test_the_key_guards_every_other_route(start):
                 response = await front_end.http.request(method, written, headers=headers)
                 assert (response.status_code != 401) == is_open, (method, path)
             right = {"authorization": "Bearer k"}
-            response = await front_end.http.request(method, written, headers=right)
-            assert response.status_code != 401, (method, path)
+            # Without its body: the live view has no end.
+            async with front_end.http.stream(method, written, headers=right) as response:
+                assert response.status_code != 401, (method, path)
             if path in ADMIN and response.status_code != 405:
                 assert response.status_code == 403, (method, path)
 

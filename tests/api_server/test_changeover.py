@@ -17,6 +17,8 @@ from proto.engine_io import FinishReason
 from proto.lifecycle import EngineLeft, NewEngine, NextEngine, NextReady, Switched
 from proto.sockets import Link, front_end_path
 from proto.stats import SchedulerStats
+from proto.view import Watch
+from tests.api_server.test_view import view, watching
 from tests.fakes.fake_engine import FakeEngine
 
 LIMIT_SECONDS = 20
@@ -130,6 +132,27 @@ async def test_an_operators_call_that_is_under_way_at_the_switch_reaches_both_en
     for epoch in (1, 2):
         (made,) = case.engines[epoch].calls
         assert (made.epoch, made.name, made.pause_mode) == (epoch, "pause", "finish_running")
+
+
+async def test_who_watches_sees_the_engine_that_is_asked_now(case, model):
+    """Before the switch the old one, after it the new one, and that there was a reload."""
+    async with asyncio.timeout(LIMIT_SECONDS), watching(case.front_end) as stream:
+        old = case.engines[1]
+        assert (await stream.next())[0] == "hello"
+        assert await old.watches.get() == Watch(1, True)
+        new = await case.side_by_side(2, model)
+        new.show(view(epoch=2, step=20))
+        old.show(view(epoch=1, step=10))
+        assert (await stream.next())[1]["step"] == 10
+        assert new.watches.empty()
+        await case.switch(2)
+        assert await old.watches.get() == Watch(1, False)
+        assert await new.watches.get() == Watch(2, True)
+        old.show(view(epoch=1, step=11))
+        new.show(view(epoch=2, step=21))
+        kind, notice = await stream.next()
+        assert (kind, notice["kind"]) == ("notice", "reload")
+        assert (await stream.next())[1]["step"] == 21
 
 
 async def test_an_abort_goes_to_the_engine_that_has_the_request(case, model):

@@ -45,6 +45,15 @@ def test_the_rows_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "decode16" in capsys.readouterr().out
 
 
+def test_a_view_is_no_part_of_a_step(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    assert bench("full64", "full64-watched", "--rounds", "1", "--json", str(file)) == 0
+    alone, watched = json.loads(file.read_text())
+    assert alone["view_us_median"] is None
+    assert watched["view_us_median"] > 0
+    assert alone["num_scheduled"] == watched["num_scheduled"] == 64
+
+
 def test_a_peer_plays_the_same_beside_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

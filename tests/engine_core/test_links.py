@@ -15,6 +15,7 @@ from engine_core.outbox import Outbox
 from engine_core.service import Service
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits
+from engine_core.view.views import EngineViews
 from proto import PROTOCOL_VERSION, sockets
 from proto.engine_io import Abort, AdminReply, EngineCoreOutput, EngineCoreOutputs
 from proto.lifecycle import (
@@ -31,6 +32,7 @@ from proto.lifecycle import (
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import CachedRequestData, SchedulerOutput
 from proto.sockets import Link, Poller, front_end_path, worker_path
+from proto.view import EngineView, Watch
 from tests.fakes import boots
 from tests.fakes.engine_harness import EngineHarness
 
@@ -176,6 +178,42 @@ def test_what_a_dead_front_end_knew_of_the_engine_is_told_to_another(run_dir, cl
     assert service.serve(WAIT_SECONDS)
     (message,) = hear(other, front_ends)
     assert (message.stats.num_waiting, message.stats.num_running) == (0, 0)
+
+
+def test_who_watches_is_shown_a_view_until_the_front_end_dies(run_dir, closing):
+    """The engine waits no longer than until one is due, and is not idle before."""
+    engine = EngineHarness()
+    front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0, 0)))
+    link = closing(Link.bind(f"{run_dir}/s", NewFrontEnd | Shutdown))
+    supervisor = closing(Link.connect(f"{run_dir}/s", EngineAlive))
+    views = EngineViews(front_ends, engine.scheduler, engine.kv_cache, EPOCH)
+    outbox = Outbox(front_ends, engine.scheduler, EPOCH, views=views)
+    limits = RequestLimits(1000, 100)
+    intake = Intake(engine.scheduler, engine.kv_cache, outbox, limits, lambda: [], views=views)
+    orders = Orders(link, lambda: EngineAlive(EPOCH, 7))
+    parts = (front_ends, Poller([link]), engine.scheduler, intake, outbox)
+    service = Service(orders, *parts, views=views)
+    peer = closing(Link.connect(front_end_path(run_dir, EPOCH, 1), EngineCoreOutputs | EngineView))
+
+    peer.send(Watch(EPOCH, True))
+    assert service.serve(WAIT_SECONDS)
+    service.serve(0)
+    (view,) = receive(peer)
+    assert view.requests == []
+    engine.add_one([1] * 20, client=1, label="cmpl-1")
+    outbox.flush()
+    assert service.serve(WAIT_SECONDS), "a view is due before that"
+    while views.seconds_to_next is not None:
+        service.serve(0)
+    (view,) = receive(peer)
+    assert [each.label for each in view.requests] == ["cmpl-1"]
+    outbox.flush()
+    assert views.seconds_to_next is not None
+    supervisor.send(NewFrontEnd(1, 1))
+    while views.seconds_to_next is not None:
+        assert service.serve(WAIT_SECONDS)
+    outbox.flush()
+    assert views.seconds_to_next is None, "nobody watches"
 
 
 def test_a_front_end_that_does_not_read_is_given_up_with_its_requests(

@@ -6,7 +6,9 @@ from typing import Any
 import msgspec
 
 from engine_core.replay.recording import Recording
+from engine_core.request import Request
 from engine_core.trace.recorder import Recorder
+from proto.agents import AgentHint
 from proto.config import SchedulerConfig
 from proto.sched_trace import Arrival, Finish, TraceHeader, TraceLine, read_line
 from tests.fakes.clock import FakeClock
@@ -104,6 +106,48 @@ def random_load(seed: int, engine: TracedEngine, num_requests: int = 30) -> None
             engine.harness.scheduler.abort(rng.choice(requests).request_id)
         for _ in range(rng.randrange(6)):
             engine.step()
+    engine.finish()
+
+
+def agents_load(seed: int, engine: TracedEngine, num_jobs: int = 8) -> None:
+    """Jobs of a few turns over prefixes that grow, told of as a front end does; until all are over.
+
+    While they wait for their tools the engine gives up pins whose time is over.
+    """
+    rng = random.Random(seed)
+    harness, clock = engine.harness, engine.clock
+    jobs = {
+        f"job-{number}": [rng.randrange(900) for _ in range(rng.randrange(40, 120))]
+        for number in range(num_jobs)
+    }
+    num_left = {name: rng.randrange(2, 5) for name in jobs}
+    due = {name: rng.random() for name in jobs}
+    under_way: dict[str, Request] = {}
+    while num_left or under_way:
+        clock.now += 0.01
+        harness.scheduler.jobs.end_overdue()
+        for name in [each for each in num_left if each not in under_way and due[each] <= clock.now]:
+            num_left[name] -= 1
+            is_last = not num_left[name]
+            ttl_ms = rng.choice([None, None, None, 300.0])
+            (under_way[name],) = harness.add(
+                list(jobs[name]),
+                rng.randrange(4, 20),
+                agent=AgentHint(name, is_last, ttl_ms),
+                arrival_time=clock.now,
+            )
+            if is_last:
+                del num_left[name]
+        for _ in range(rng.randrange(6)):
+            engine.step()
+        for name, request in list(under_way.items()):
+            if request.status.is_finished:
+                del under_way[name]
+                jobs[name] = [*request.all_token_ids, *(rng.randrange(900) for _ in range(9))]
+                harness.scheduler.end_turn(
+                    request.request_id, name, rng.choice(["read", "shell", ""])
+                )
+                due[name] = clock.now + rng.choice([0.02, 0.1, 2.0])
     engine.finish()
 
 

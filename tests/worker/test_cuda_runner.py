@@ -4,6 +4,7 @@ Weights, cache, attention by the strict FlashInfer, graphs, sampling and the tok
 on the device: everything is on a fake device, which refuses whatever would wait or race.
 """
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,7 @@ class AheadOfTokens:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._launched: dict[int, Launched] = {}
+        self.compute_seconds: list[float] = []
         self._outputs: dict[int, list[int]] = {}
         self._last_seen = 0
         self.rows: dict[int, object] = {}
@@ -184,7 +186,9 @@ class AheadOfTokens:
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         self._see()
-        return self._launched.pop(step.step).result()
+        result = self._launched.pop(step.step).result()
+        self.compute_seconds.append(result.compute_seconds)
+        return result
 
     def masks_of(self, step: SchedulerOutput) -> GrammarOutput:
         """Three of four tokens, by the one before: that of the step before is waited for."""
@@ -309,6 +313,17 @@ def test_tokens_that_stay_on_the_device_are_those_of_the_host(
     assert (ahead.worker.num_preempted > 0) == (num_blocks < 81)
     assert (cuda.device.num_replays > 0) == (not eager)
     assert found == serve(Harness(AtOnce(host_runner(model, NUM_ROWS)), num_blocks))
+
+
+def test_steps_in_flight_report_no_time_twice(cuda: FakeCuda, tmp_path: Path) -> None:
+    """Two are under way at a time; some are sampled on the host (a prompt's log-probabilities)."""
+    worker = OnFakeCuda(Model("llama", tmp_path), cuda, NUM_ROWS)
+    harness = Harness(worker.runner, 81, async_scheduling=True)
+    started = time.monotonic()
+    serve(harness, [*WISHES, {"temperature": 0.0, "prompt_logprobs": 1}])
+    passed = time.monotonic() - started
+    assert harness.worker.most_at_once == OVERLAPPED
+    assert 0 < sum(harness.worker.compute_seconds) <= passed
 
 
 @pytest.mark.parametrize("num_blocks", [81, 24])

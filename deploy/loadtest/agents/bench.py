@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from deploy.loadtest.agents import real
 from deploy.loadtest.agents.grid import Cell, Grid, Measured, Programs, cells, measure
+from deploy.loadtest.agents.ledger import Ledger
 from deploy.loadtest.agents.machines import MACHINES, VARIANTS
 from deploy.loadtest.agents.report import document, measured_table, table, verdicts
 from deploy.loadtest.options import (
@@ -41,7 +42,7 @@ def main(words: Sequence[str]) -> None:
             return
         grid = _grid(options)
         with ExitStack() as stack:
-            programs = Programs(stack, options.processes)
+            programs = Programs(stack, options.processes, Ledger(options.ledger))
             measured, found_cells = _run(grid, programs, console)
         write(files, document(grid, measured, found_cells))
     console.print(measured_table(grid, measured))
@@ -135,6 +136,12 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     add("--host", type=at_least_one, default=100, metavar="P", help="+host: %% of the working set")
     add("--machine", choices=list(MACHINES), default="smollm2-cpu", help="step times (smollm2-cpu)")
     add("--steps-of", metavar="TRACE", help="fit the step times to this trace instead")
+    add(
+        "--ledger",
+        default="",
+        metavar="FILE",
+        help="write each replay there when it is over, and take those that are there already",
+    )
     processes = os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count()
     add(
         "--processes",

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from shutil import which
 from typing import Final
 
+from deploy.loadtest.agents.ledger import Ledger
 from deploy.loadtest.agents.machines import BASELINE, VARIANTS, Machine, agent_load
 from deploy.loadtest.line_program import LineProgram
 from proto.codec import changed
@@ -98,9 +99,10 @@ class Cell:
 
 
 class Programs:
-    """Replays at low priority, so many at once."""
+    """Replays at low priority, so many at once. ledger: those in it are not played again."""
 
-    def __init__(self, stack: ExitStack, number: int) -> None:
+    def __init__(self, stack: ExitStack, number: int, ledger: Ledger) -> None:
+        self._ledger = ledger
         words = _LOW_PRIORITY if which(_LOW_PRIORITY[0]) else ()
         self._idle: queue.SimpleQueue[LineProgram] = queue.SimpleQueue()
         for _ in range(number):
@@ -109,6 +111,9 @@ class Programs:
 
     def play(self, order: ReplayOrder) -> ReplayFigures:
         """Raises TokendError where the replay cannot be made."""
+        known = self._ledger.figures(order)
+        if known is not None:
+            return known
         program = self._idle.get()
         try:
             answer = program.play(order, ReplayAnswer, "a replay of agents")
@@ -116,6 +121,7 @@ class Programs:
             self._idle.put(program)
         if answer.figures is None:
             raise TokendError(f"tokend bench agents: {answer.error}")
+        self._ledger.keep(order, answer.figures)
         return answer.figures
 
     def play_all(

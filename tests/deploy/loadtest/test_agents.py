@@ -11,6 +11,7 @@ from deploy.loadtest.agents import real
 from deploy.loadtest.agents.grid import Cell
 from deploy.loadtest.agents.report import table, verdicts
 from deploy.loadtest.daemon import MeasuredDaemon
+from deploy.loadtest.line_program import LineProgram
 from proto.replay import AgentJob, AgentLoad, AgentTurn
 
 WORDS = ["--jobs", "2", "--seeds", "3,4", "--policies", "fcfs,rule+host", "--processes", "2"]
@@ -72,9 +73,31 @@ def test_a_grid_is_measured_compared_and_the_same_again(tmp_path: Path, capsys) 
     assert again["measured"] == [measured[4]]
 
 
+def test_a_grid_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch) -> None:
+    place = ["--pools", "500", "--rates", "90", "--seeds", "3"]
+    ledger = tmp_path / "replays.jsonl"
+    first = bench(tmp_path / "first.json", *place, "--ledger", str(ledger))
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 4  # capacity, working set, two policies
+    ledger.write_bytes(b"".join(lines[:3]) + lines[3][:20])
+    played = []
+    play = LineProgram.play
+
+    def count(self, order, *rest):
+        played.append(order)
+        return play(self, order, *rest)
+
+    monkeypatch.setattr(LineProgram, "play", count)
+    assert bench(tmp_path / "again.json", *place, "--ledger", str(ledger)) == first
+    assert len(played) == 1
+    assert sorted(ledger.read_bytes().splitlines(keepends=True)) == sorted(lines)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--ledger", "."], "--ledger: .: Is a directory"),
+        (["--ledger", "pyproject.toml"], "--ledger: pyproject.toml is no file of replays"),
         (["--policies", "fcfs,best"], "there is no 'best'"),
         (["--pools", "0"], "--pools"),
         (["--steps-of", "none.jsonl"], "none.jsonl: No such file"),

@@ -38,7 +38,9 @@ def test_a_recording_is_what_was_drawn() -> None:
     assert len(turns) == len(jobs) == LOAD.num_jobs
     for job, sequences in zip(jobs, turns.values(), strict=True):
         assert [each.tool for each in sequences] == [each.tool for each in job.turns]
-        assert [each.is_last for each in sequences] == [False] * (len(sequences) - 1) + [True]
+        assert [each.arrival.is_last_step for each in sequences] == [False] * (
+            len(sequences) - 1
+        ) + [True]
         num_tokens = LOAD.system_tokens
         for turn, sequence in zip(job.turns, sequences, strict=True):
             assert sequence.arrival.num_prompt_tokens == num_tokens + turn.new_tokens

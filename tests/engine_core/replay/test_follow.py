@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from engine_core.replay.follow import Follower
-from proto.sched_trace import Dropped, Step
-from tests.fakes.traced_engine import TracedEngine, random_load, recording_of
+from proto.sched_trace import Dropped, PinEnd, Step, TurnEnd
+from tests.fakes.traced_engine import TracedEngine, agents_load, random_load, recording_of
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,33 @@ def test_pauses_restarts_and_resets_are_followed() -> None:
     verdict = Follower(engine.recording).run()
     assert verdict.difference == ""
     assert verdict.num_steps == len(engine.of(Step))
+
+
+@pytest.mark.parametrize("settings", [{}, {"pin_policy": "fixed"}, {"async_scheduling": True}])
+def test_jobs_and_their_pins_are_followed(settings: dict) -> None:
+    """Pins that are granted when an answer was read, and those whose time is over between steps."""
+    num_hits, reasons = 0, set()
+    for seed in range(4):
+        engine = TracedEngine(24, scheduling_policy="continuum", **settings)
+        agents_load(seed, engine)
+        verdict = Follower(engine.recording).run()
+        assert verdict.difference == ""
+        assert verdict.num_steps == len(engine.of(Step))
+        reasons |= {each.reason for each in engine.of(PinEnd)}
+        num_hits += engine.harness.scheduler.take_stats().num_pins_hit
+    assert num_hits > 5
+    assert {"expired", "room"} <= reasons
+
+
+def test_what_a_job_waits_for_decides() -> None:
+    """Without those lines the same trace is decided otherwise."""
+    differences = []
+    for seed in range(4):
+        engine = TracedEngine(24, scheduling_policy="continuum")
+        agents_load(seed, engine)
+        lines = [each for each in engine.lines if not isinstance(each, TurnEnd)]
+        differences.append(Follower(recording_of(engine.header, lines)).run().difference)
+    assert any(differences)
 
 
 def test_a_decision_that_is_not_the_schedulers_is_found() -> None:

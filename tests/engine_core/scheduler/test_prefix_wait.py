@@ -124,49 +124,53 @@ def test_a_waiting_request_can_be_aborted():
     engine.assert_at_rest()
 
 
-@pytest.mark.interpreted
-def test_the_wait_is_bounded(monkeypatch):
-    monkeypatch.setattr(prefix_wait, "LONGEST_WAIT", 3)
+def test_the_wait_is_as_long_as_the_leader_takes_that_gets_what_others_would():
     engine = chunked()
-    first, second = (engine.add_one(list(range(80)), max_tokens=1) for _ in range(2))
-    for _ in range(3):
-        assert scheduled(engine.step()) == {first.handle: 8}
-    assert scheduled(engine.step()) == {first.handle: 8, second.handle: 8}
-    assert second.num_cached_tokens == 32
-    engine.run()
-    engine.assert_at_rest()
-
-
-def test_the_wait_is_64_steps_long_and_no_more():
-    engine = chunked()
-    first, second = (engine.add_one(list(range(560)), max_tokens=1) for _ in range(2))
-    for _ in range(64):
+    first, second = (engine.add_one(list(range(800)), max_tokens=1) for _ in range(2))
+    for _ in range(99):
         assert scheduled(engine.step()) == {first.handle: 8}
         assert second.status is WAITS
-    assert scheduled(engine.step()) == {first.handle: 8, second.handle: 8}
-    assert second.num_cached_tokens == 65 * 8
-
-
-@pytest.mark.interpreted
-def test_time_spent_waiting_for_one_leader_counts_when_it_waits_for_the_next(monkeypatch):
-    monkeypatch.setattr(prefix_wait, "LONGEST_WAIT", 3)
-    engine = chunked()
-    prompt = list(range(80))
-    first, second, third = (engine.add_one(prompt, max_tokens=1) for _ in range(3))
-    engine.step()
-    engine.step()
-    engine.scheduler.abort(first.request_id)
-    for num_left in (2, 1):
-        assert scheduled(engine.step()) == {second.handle: 8}
-        assert third.status is WAITS, num_left
-    assert scheduled(engine.step()) == {second.handle: 8, third.handle: 8}
+    assert scheduled(engine.step()) == {first.handle: 8, second.handle: 4}
     engine.run()
     engine.assert_at_rest()
 
 
-@pytest.mark.interpreted
-def test_with_all_that_one_leader_shares_it_waits_for_another_that_shares_more(monkeypatch):
-    monkeypatch.setattr(prefix_wait, "LONGEST_WAIT", 5)
+def test_a_wait_for_one_that_gives_way_to_others_ends_with_its_patience():
+    engine = EngineHarness(block_size=4, max_num_batched_tokens=32)
+    prompt = list(range(800))
+    leader = engine.add_one(prompt, max_tokens=1, tenant=1)
+    assert scheduled(engine.step()) == {leader.handle: 32}
+    others = [engine.add_one([600 + number] * 320, max_tokens=1, tenant=2) for number in range(2)]
+    assert scheduled(engine.step()) == {others[0].handle: 32}
+    waiter = engine.add_one(prompt, max_tokens=1, tenant=3)
+    num_lost = 0
+    while waiter.scheduled_at is None:
+        step = scheduled(engine.step())
+        num_lost += waiter.status is WAITS and leader.handle not in step
+    assert 1 < num_lost <= prefix_wait.PATIENCE
+    assert leader.num_computed_tokens < 800
+    engine.run()
+    engine.assert_at_rest()
+    for each in (leader, waiter, *others):
+        assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 1)
+
+
+def test_steps_lost_to_one_leader_count_when_it_waits_for_the_next():
+    """Each that leads is aborted in the middle of its prompt, until somebody has had enough."""
+    engine = chunked()
+    prompt = list(range(400))
+    requests = [engine.add_one(prompt, max_tokens=1) for _ in range(12)]
+    for number in range(prefix_wait.PATIENCE):
+        assert scheduled(engine.step()) == {requests[number].handle: 8}
+        assert all(each.status is WAITS for each in requests[number + 1 :])
+        engine.scheduler.abort(requests[number].request_id)
+    rest = requests[prefix_wait.PATIENCE :]
+    assert scheduled(engine.step()) == {each.handle: 8 for each in rest}
+    engine.run()
+    engine.assert_at_rest()
+
+
+def test_with_all_that_one_leader_shares_it_waits_for_another_that_shares_more():
     engine = chunked()
     shared = list(range(80))
     first = engine.add_one(shared[:16] + [500] * 60, max_tokens=1)
@@ -174,11 +178,42 @@ def test_with_all_that_one_leader_shares_it_waits_for_another_that_shares_more(m
     third = engine.add_one(shared, max_tokens=1)
     assert scheduled(engine.step()) == {first.handle: 8}
     assert scheduled(engine.step()) == {first.handle: 8, second.handle: 8}
-    for _ in range(3):
-        assert scheduled(engine.step()) == {first.handle: 8, second.handle: 8}
+    for _ in range(7):
         assert third.status is WAITS
-    assert scheduled(engine.step()) == {first.handle: 8, second.handle: 8, third.handle: 8}
+        assert scheduled(engine.step())[second.handle] == 8
+    assert second.num_computed_tokens == 80
+    assert (third.num_cached_tokens, third.num_computed_tokens) == (76, 80)
     engine.run()
+    engine.assert_at_rest()
+
+
+def test_nobody_waits_for_a_leader_that_has_not_got_as_far_as_the_cache():
+    engine = chunked()
+    prompt = list(range(64))
+    engine.add_one(prompt[:48], max_tokens=1)
+    engine.run()
+    slow = engine.add_one(prompt, max_tokens=1, prompt_logprobs=0)  # computes all of it
+    late = engine.add_one(prompt, max_tokens=1)
+    assert scheduled(engine.step()) == {slow.handle: 8, late.handle: 8}
+    assert late.num_cached_tokens == 48
+    engine.run()
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize(("num_shared", "waits"), [(68, True), (66, False)])
+def test_nobody_waits_for_less_than_a_sixteenth_of_a_chunk(num_shared, waits):
+    """Chunks of 64 tokens: four of them are worth a step, two are not."""
+    engine = EngineHarness(
+        block_size=2, max_num_batched_tokens=256, long_prefill_token_threshold=64
+    )
+    prompt = list(range(200))
+    leader = engine.add_one(prompt, max_tokens=1)
+    other = engine.add_one(prompt[:num_shared] + [900] * 40, max_tokens=1)
+    step = scheduled(engine.step())
+    assert step[leader.handle] == 64
+    assert (other.status is WAITS) == waits
+    engine.run()
+    assert other.num_cached_tokens == (num_shared if waits else 64)
     engine.assert_at_rest()
 
 

@@ -29,7 +29,7 @@ class SchedulerModel:
         self.running: list[Sequence] = []
         self.in_flight: deque[list[Row]] = deque()
         self.tenants = TenantsModel(settings, self.waiting, self.running)
-        self.waits = WaitsModel(self.pool, self.running)
+        self.waits = WaitsModel(self.pool, self.running, settings.longest_chunk)
         self.room = RoomModel(settings, self.pool, self.running)
 
     def add(self, sequence: Sequence) -> None:
@@ -163,7 +163,7 @@ class SchedulerModel:
         self.waiting.remove(sequence)
         self.running.append(sequence)
         self.tenants.admit(sequence, len(sequence.tokens) - start.num_tokens, number)
-        sequence.waited = 0
+        sequence.lost = 0
         step.planned[sequence] = number
         step.hits[sequence.handle] = start.num_tokens
         step.budget -= number

@@ -36,10 +36,10 @@ class Settings:
 class Sequence:
     """One choice of a family; `order` decides under PRIORITY.
 
-    tokens: those that are known. computed: those with KV, or being computed. waited: steps
-    held for the prefix of another one. described: the worker knows it. decoding: it was
-    seen with no more than a token to compute. came: when it was last admitted. charged: its
-    tenant was, for its prompt.
+    tokens: those that are known. computed: those with KV, or being computed. lost: steps
+    held for the prefix of another one in which that got less than others could have. described:
+    the worker knows it. decoding: it was seen with no more than a token to compute. came: when
+    it was last admitted. charged: its tenant was, for its prompt.
     """
 
     handle: int
@@ -52,7 +52,7 @@ class Sequence:
     salt: str | None = None
     stops: frozenset[int] = frozenset()
     computed: int = 0
-    waited: int = 0
+    lost: int = 0
     described: bool = False
     decoding: bool = False
     came: int = 0

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from tests.fakes.pool_model import PoolModel, Tables
 from tests.fakes.scheduler_model.sequence import Sequence, Step
 
-LONGEST_WAIT = 64
+PATIENCE = 8
+CROWD = 16
 
 
 @dataclass
@@ -24,9 +25,10 @@ class Start:
 class WaitsModel:
     """Owns who is held. over: families of which one has come to its end."""
 
-    def __init__(self, pool: PoolModel, running: list[Sequence]) -> None:
+    def __init__(self, pool: PoolModel, running: list[Sequence], longest_chunk: int) -> None:
         self.pool = pool
         self.running = running
+        self.longest_chunk = longest_chunk
         self.over: set[int] = set()
         self.already_running: list[Sequence] = []
         self.aside: dict[int, list[Sequence]] = {}  # by family, while its prompt is computed
@@ -39,9 +41,11 @@ class WaitsModel:
         """An admission pass begins: let go of those who have waited long enough."""
         self.already_running = list(self.running)
         for sequence, (leader, number) in list(self.held.items()):
-            sequence.waited += 1
-            reached = leader.computed + step.planned.get(leader, 0)
-            if leader not in self.running or reached >= number or sequence.waited >= LONGEST_WAIT:
+            planned = step.planned.get(leader, 0)
+            is_lost = not planned or planned < min(self.longest_chunk, step.budget)
+            sequence.lost += leader not in self.running or is_lost
+            reached = leader.computed + planned
+            if leader not in self.running or reached >= number or sequence.lost >= PATIENCE:
                 del self.held[sequence]
         for family, (first, *_) in list(self.aside.items()):
             if self._longest_fork(first).num_tokens or not self._prompt_is_coming(first):
@@ -57,7 +61,7 @@ class WaitsModel:
         start = Start(len(tables[0]) * self.pool.size, tables) if tables else Start()
         if fork.num_tokens and fork.num_tokens >= start.num_tokens:
             start = fork
-        return None if self._waits(sequence, start.num_tokens // self.pool.size, step) else start
+        return None if self._waits(sequence, start.num_tokens, step) else start
 
     def forget(self, sequence: Sequence) -> None:
         """It is over, and nobody waits for it any more."""
@@ -66,6 +70,7 @@ class WaitsModel:
         for who, (leader, _) in list(self.held.items()):
             if leader is sequence:
                 del self.held[who]
+                who.lost += 1
 
     def _siblings(self, sequence: Sequence) -> list[Sequence]:
         """Running choices of the same request, the first choice first."""
@@ -96,17 +101,18 @@ class WaitsModel:
     def _waits(self, sequence: Sequence, found: int, step: Step) -> bool:
         """Hold it for the first one admitted that computes its next block, and maybe more."""
         most = (len(sequence.tokens) - 1) // self.pool.size
-        if not self.pool.caching or found >= most or sequence.waited >= LONGEST_WAIT:
+        if not self.pool.caching or sequence.lost >= PATIENCE:
             return False
         for leader in sorted(self.running, key=lambda each: each.came):
             reached = leader.computed + step.planned.get(leader, 0)
-            if reached >= len(leader.tokens):
+            if reached >= len(leader.tokens) or reached < found:
                 continue
             shared = 0
             while shared < most and self._same_block(sequence, leader, shared):
                 shared += 1
-            if shared > found and shared * self.pool.size > reached:
-                self.held[sequence] = (leader, shared * self.pool.size)
+            number = shared * self.pool.size
+            if number > reached and number - found >= max(1, self.longest_chunk // CROWD):
+                self.held[sequence] = (leader, number)
                 return True
         return False
 

@@ -1,0 +1,102 @@
+"""The live view of a real daemon: two front ends, an engine that dies, requests of everybody."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.daemon import Daemon
+
+pytestmark = pytest.mark.slow
+
+LIMIT_SECONDS = 60.0
+SMALL = ("--api-server-count", "2", "--kv-cache-memory", "64M", "--max-num-seqs", "8")
+
+
+class Watcher:
+    """Events of one stream; what was seen of each kind."""
+
+    def __init__(self, lines: AsyncIterator[str]) -> None:
+        self._lines = lines
+        self.hellos: list[dict[str, Any]] = []
+        self.views: list[dict[str, Any]] = []
+        self.notices: list[dict[str, Any]] = []
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Read on until that is so."""
+        seen = {"hello": self.hellos, "view": self.views, "notice": self.notices}
+        async with asyncio.timeout(LIMIT_SECONDS):
+            while not holds():
+                line = await anext(self._lines)
+                if line.startswith("event: "):
+                    data = await anext(self._lines)
+                    seen[line[7:]].append(json.loads(data.removeprefix("data: ")))
+
+    @property
+    def ids(self) -> set[str]:
+        return {each["id"] for view in self.views for each in view["requests"]}
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.views[-1] if self.views else {}
+
+    def num_blocks(self, *states: int) -> int:
+        """In the last view."""
+        return sum(length for length, state, _ in self.last["cells"] if state in states)
+
+
+@contextlib.asynccontextmanager
+async def watching(client: httpx.AsyncClient) -> AsyncIterator[Watcher]:
+    async with client.stream("GET", "/view/events") as response:
+        assert response.status_code == 200
+        yield Watcher(response.aiter_lines())
+
+
+async def complete(url: str, seed: int) -> str:
+    """Over a connection of its own, which either front end may get; returns the id."""
+    body = {"prompt": [seed] * 40, "max_tokens": 60, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_SECONDS) as client:
+        response = await client.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        return str(response.json()["id"])
+
+
+def test_everybodys_requests_and_an_engine_that_dies() -> None:
+    async def run(daemon: Daemon) -> None:
+        async with (
+            httpx.AsyncClient(base_url=daemon.url, timeout=LIMIT_SECONDS) as client,
+            watching(client) as watcher,
+        ):
+            await watcher.until(lambda: bool(watcher.views))
+            (hello,) = watcher.hellos
+            assert watcher.num_blocks(0, 1, 2, 3, 4, 5) == hello["num_blocks"]
+            assert watcher.num_blocks(0) == hello["num_blocks"] - 1
+
+            asked = [asyncio.create_task(complete(daemon.url, seed)) for seed in range(5, 13)]
+            await watcher.until(lambda: watcher.last["running"] > 4)
+            assert watcher.num_blocks(2, 3) >= 4 * 3
+            owners = {each["owner"] for each in watcher.last["requests"] if each["num_blocks"]}
+            assert owners == {owner for _, _, owner in watcher.last["cells"]} - {0}
+            ids = set(await asyncio.gather(*asked))
+            await watcher.until(lambda: not watcher.last["running"])
+            await watcher.until(lambda: not watcher.last["generation_tokens_per_s"])
+            assert watcher.ids == ids, "of both front ends"
+            assert watcher.num_blocks(1) >= 8 * 6
+            assert watcher.num_blocks(2, 3) == 0
+
+            daemon.processes()["engine_core"].kill()
+            await watcher.until(lambda: bool(watcher.notices))
+            assert watcher.notices[0]["kind"] == "restart"
+            num_views = len(watcher.views)
+            late = asyncio.create_task(complete(daemon.url, 20))
+            await watcher.until(lambda: any(each["running"] for each in watcher.views[num_views:]))
+            assert await late in watcher.ids
+            assert watcher.num_blocks(0) > hello["num_blocks"] // 2
+            assert len(watcher.hellos) == 1, "the shape is the same"
+
+    with Daemon(*SMALL) as daemon:
+        asyncio.run(run(daemon))

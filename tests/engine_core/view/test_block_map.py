@@ -1,0 +1,143 @@
+"""The map of the blocks against the pool itself, one block at a time, in random lives."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_core.view import block_map as maps
+from engine_core.view.block_map import block_map, block_states
+from engine_core.view.owners import Owners
+from engine_core.view.shown_requests import blocks_held
+from proto.view import CACHED, FREE, HELD, MAX_CELLS, PINNED, RESERVED, SHARED, blocks_per_cell
+from tests.engine_core.scheduler.test_pin_lives import JobLife, engines, operations
+from tests.fakes.kv_requests import Requests, make_manager
+
+
+def truth(kv_cache, numbers):
+    """[(state, owner)] of every block, by the reference counts and hashes of the pool."""
+    pool = kv_cache.pool
+    users = {block: set() for block in range(pool.num_blocks)}
+    for group in kv_cache.groups:
+        for handle, table in group.tables().items():
+            for block in table:
+                users[block].add(numbers[handle])
+    found = [(RESERVED, 0)]
+    for block in range(1, pool.num_blocks):
+        state = FREE if pool.hashes[block] is None else CACHED
+        if pool.ref_counts[block]:
+            state = SHARED if len(users[block]) > 1 else HELD
+        if pool.pinned.counts.get(block):
+            state = PINNED
+        found.append((state, min(users[block], default=0)))
+    return found
+
+
+def decoded(blocks):
+    """[(length, state, owner)] of a map."""
+    lengths = np.frombuffer(blocks.lengths, "<i4").tolist()
+    owners = np.frombuffer(blocks.owners, "<i4").tolist()
+    return list(zip(lengths, blocks.states, owners, strict=True))
+
+
+def spread(runs):
+    return [(state, owner) for length, state, owner in runs for _ in range(length)]
+
+
+class ShownLife(JobLife):
+    """After every operation the map is that of the pool."""
+
+    def __init__(self, seed, **config) -> None:
+        self.owners = Owners()
+        self.states = set()
+        super().__init__(seed, **config)
+
+    def count(self) -> None:
+        super().count()
+        kv_cache = self.engine.kv_cache
+        before = self.owners.numbers
+        held = blocks_held(kv_cache)
+        self.owners.keep(held)
+        numbers = self.owners.numbers
+        assert len(set(numbers.values())) == len(numbers)
+        assert all(numbers[handle] == before[handle] for handle in numbers.keys() & before.keys())
+        runs = decoded(block_map(kv_cache, numbers))
+        assert all(a[1:] != b[1:] for a, b in pairwise(runs))
+        cells = spread(runs)
+        assert cells == truth(kv_cache, numbers)
+        for handle, number in numbers.items():
+            tables = [table for group in kv_cache.groups for table in [group.table(handle)]]
+            assert held[handle] == sum(block != 0 for table in tables for block in table)
+            assert held[handle] >= sum(owner == number for _, owner in cells)
+        self.states |= {state for state, _ in cells}
+
+
+@settings(max_examples=60, deadline=None)
+@given(config=engines, elsewhere=st.booleans(), seed=st.integers(0, 10**6), script=operations)
+def test_the_map_is_the_pools_own_after_anything(config, elsewhere, seed, script):
+    life = ShownLife(seed, elsewhere=elsewhere, **config)
+    for operation in script:
+        life.do(operation)
+    life.end()
+
+
+def test_every_state_comes_up():
+    life = ShownLife(
+        0,
+        elsewhere=False,
+        num_blocks=32,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_pinned_share=0.5,
+        pin_policy="fixed",
+    )
+    for each in range(20):
+        life.do(("turn", each % 2, 30, 6, 2, 10**9, False))
+        for _ in range(4):
+            life.do(("step",))
+        life.do(("add", 0, 20, 2))
+    life.end()
+    assert life.states == {FREE, CACHED, HELD, SHARED, PINNED, RESERVED}
+
+
+def test_owners_have_the_lowest_numbers_that_are_nobodys():
+    owners = Owners()
+    owners.keep([10, 11, 12])
+    assert owners.numbers == {10: 1, 11: 2, 12: 3}
+    owners.keep([12, 13])
+    assert owners.numbers == {12: 3, 13: 1}
+    owners.keep([12, 14, 15, 13, 16])
+    assert owners.numbers == {12: 3, 13: 1, 14: 2, 15: 4, 16: 5}
+
+
+@pytest.mark.parametrize("num_blocks", [2, MAX_CELLS, MAX_CELLS + 1, 3 * MAX_CELLS, 10**6])
+def test_a_pool_of_any_size_has_few_cells(num_blocks):
+    per_cell = blocks_per_cell(num_blocks)
+    assert per_cell & (per_cell - 1) == 0
+    assert -(-num_blocks // per_cell) <= MAX_CELLS
+    assert per_cell == 1 or -(-num_blocks // (per_cell // 2)) > MAX_CELLS
+
+
+def test_a_cell_of_several_blocks_shows_the_highest_state_and_its_owner(monkeypatch):
+    monkeypatch.setattr(maps, "blocks_per_cell", lambda num_blocks: 4)
+    manager = make_manager(23, 16)
+    requests = Requests(manager)
+    numbers = {}
+    for number, length in enumerate((40, 90, 40), 1):
+        request = requests.make([number] * length)
+        assert requests.schedule(request) is not None
+        numbers[request.handle] = number
+        last = request
+    manager.free(last)
+    del numbers[last.handle]
+    states, owners = block_states(manager, numbers)
+    cells = spread(decoded(block_map(manager, numbers)))
+    assert len(cells) == 6
+    for index, cell in enumerate(cells):
+        part = slice(4 * index, 4 * index + 4)
+        blocks = list(zip(states[part].tolist(), owners[part].tolist(), strict=True))
+        highest = max(state for state, _ in blocks)
+        assert cell == next(each for each in blocks if each[0] == highest)
+    assert len({state for state, _ in cells}) > 2
