@@ -11,6 +11,7 @@ that it is the last one of its connection. Knows nothing of routes.
 import asyncio
 import select
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
@@ -97,6 +98,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     what came while one endless header keeps the parser silent.
     """
 
+    presence: AbstractContextManager[None] = nullcontext()
+    """Entered while there is a connection."""
+
     _refused = False
     _in_headers = False
     _in_body = False
@@ -108,12 +112,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.presence.__enter__()
         self._arrival, self._reading = Alarm(self.loop), Alarm(self.loop)
         self._arrival.set(HEADER_SECONDS, self._headers_overdue)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._arrival.cancel()
         self._reading.cancel()
+        self.presence.__exit__(None, None, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

@@ -60,6 +60,7 @@ class Metrics(Collector):
 
     incarnation: how often this front end was started again. num_hung: because it hung.
     in_flight: HTTP requests that are answered, entered and left by whoever lets them in.
+    connections: of clients, entered and left by each.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Metrics(Collector):
         self._offload = OffloadCounters(sheet)
         self._agents = AgentCounters(sheet)
         self.in_flight = Gauge(sheet)
+        self.connections = Gauge(sheet)
         self._registry = CollectorRegistry()
         if sheet.num_rows == 1:  # else they would be of whichever process is asked
             for collector in (ProcessCollector, PlatformCollector, GCCollector):

@@ -13,6 +13,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -22,10 +23,11 @@ from api_server.app import create_app
 from api_server.changeover import Changeover
 from api_server.door import Door
 from api_server.engine_client import EngineClient, FromEngine
+from api_server.fair_listener import FairListener
 from api_server.health import Health
 from api_server.http_protocol import LimitedHttpProtocol
 from api_server.inputs.sampling import seeds
-from api_server.metric_sheet import MetricSheet
+from api_server.metric_sheet import Gauge, MetricSheet
 from api_server.metrics import Metrics
 from api_server.model_texts import ModelTexts
 from api_server.orders import Orders
@@ -59,6 +61,27 @@ class Server(uvicorn.Server):
         yield
 
 
+class OneOfSeveral(Server):
+    """Shares its sockets with other processes. connections: of each of them."""
+
+    def __init__(self, config: uvicorn.Config, connections: Gauge) -> None:
+        super().__init__(config)
+        self._connections = connections
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        tls = self.config.ssl
+        listeners: Any = [
+            FairListener(each, self._protocol, tls, self._connections) for each in sockets or []
+        ]
+        self.servers = listeners
+        self.started = True
+
+    def _protocol(self) -> LimitedHttpProtocol:
+        protocol = LimitedHttpProtocol(self.config, self.server_state, self.lifespan.state)
+        protocol.presence = self._connections
+        return protocol
+
+
 def main(boot: ProcessBoot, supervisor: Link) -> None:
     """Serve until told to stop."""
     clock = PhaseClock(boot.born_at)
@@ -66,8 +89,8 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
     uvloop.run(_serve(boot, supervisor, clock))
 
 
-def make_server(app: FastAPI, frontend: FrontEndConfig) -> Server:
-    """uvicorn over the application; `serve(sockets=…)` runs it."""
+def make_server(app: FastAPI, frontend: FrontEndConfig, connections: Gauge) -> Server:
+    """uvicorn over the application; `serve(sockets=…)` runs it. connections: of all front ends."""
     config = uvicorn.Config(
         app,
         http=LimitedHttpProtocol,
@@ -82,7 +105,7 @@ def make_server(app: FastAPI, frontend: FrontEndConfig) -> Server:
     )
     config.load()
     config.ssl = _tls(frontend)
-    return Server(config)
+    return OneOfSeveral(config, connections) if frontend.api_server_count > 1 else Server(config)
 
 
 def _tls(config: FrontEndConfig) -> ssl.SSLContext | None:
@@ -144,7 +167,7 @@ async def _serve(boot: ProcessBoot, supervisor: Link, clock: PhaseClock) -> None
     services = make_services(boot, connect(boot, boot.epoch), orders.tell)
     clock.end("tokenizer")
     app = create_app(services)
-    server = make_server(app, services.config)
+    server = make_server(app, services.config, services.metrics.connections)
     gc.collect()
     gc.freeze()  # what lives as long as the process need not be walked again and again
     meet = partial(connect, boot)

@@ -77,7 +77,8 @@ class Request:
         request_id, choice: name it towards the front end `client_index`.
         prompt_token_ids: [num_prompt_tokens], shared by all choices, never changed (the
             next turn of a session gets another list with its input).
-        tenant: whose it is, for fairness; 0 where nobody said so. label: the id of its answer.
+        tenant: whose it is, for fairness; 0 where nobody said so. label: the id of its answer, of
+            which in the live view only `reader` is told.
         agent: which job it is a turn of; its name is empty for none. job_arrival: seconds, when
             the job's first turn came; continues_job: it is not the first, nor the last.
             finds_pin: when it arrived, its job had kept the KV of the turn before.
@@ -137,6 +138,7 @@ class Request:
         "priority",
         "prompt_token_ids",
         "queued_at",
+        "reader",
         "repetition",
         "request_id",
         "sampling_params",
@@ -170,6 +172,7 @@ class Request:
         tenant: int = 0,
         agent: AgentHint = NO_AGENT,
         label: str = "",
+        reader: int = 0,
     ) -> None:
         """output_token_ids: generated in an earlier epoch. prompt_hashes: already known hashes."""
         self.handle = handle
@@ -184,6 +187,7 @@ class Request:
         self.tenant = tenant
         self.agent = agent
         self.label = label
+        self.reader = reader
         self.job_arrival = arrival_time
         self.continues_job = self.finds_pin = False
         self.order = (priority, arrival_time, request_id, choice)
@@ -243,6 +247,7 @@ class Request:
             cache_salt=self.cache_salt,
             tenant=self.tenant,
             label=self.label,
+            reader=self.reader,
         )
 
     def take_input(self, token_ids: list[int], sampling_params: SamplingParams) -> None:
@@ -348,6 +353,7 @@ def choices_of(
             tenant=message.tenant,
             agent=message.agent or NO_AGENT,
             label=message.label,
+            reader=message.reader,
         )
         for choice in range(message.n)
         if choice not in message.finished_choices

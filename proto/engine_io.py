@@ -72,7 +72,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     agent: the job that this is a turn of; None for none.
     thinking: how it begins with thoughts, where the engine has to know: a grammar holds after
         them, and a budget ends them.
-    label: the id of its answer, which only its tenant is shown.
+    label: the id of its answer. reader: 64 bits, who is shown it in the live view.
     """
 
     epoch: int
@@ -96,6 +96,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     agent: AgentHint | None = None
     thinking: ThinkingRule | None = None
     label: str = ""
+    reader: int = 0
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2, frozen=True):

@@ -38,6 +38,7 @@ from api_server.protocol.common import (
 from api_server.protocol.ignored import IgnoredFields
 from api_server.routes.respond import GenerationResponse
 from api_server.services import Services
+from api_server.tenants import reader_of
 from proto.engine_io import EngineCoreRequest
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource
@@ -276,6 +277,7 @@ class Preparation:
             agent=self._agent,
             thinking=wishes.thinking,
             label=self.id,
+            reader=reader_of(self._tenant, self._key_name),
         )
 
     def _turn(self, make_parser: Callable[[], PartsParser]) -> Turn:

@@ -19,9 +19,9 @@ NoticeKind = Literal["preemption", "restart", "watchdog", "reload", "drain"]
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """As whom somebody watches. sees_all: an operator, from whom no request is hidden."""
+    """As whom somebody watches. reader: see `reader_of`. sees_all: an operator, who may."""
 
-    tenant: int
+    reader: int
     sees_all: bool = False
 
 
@@ -85,7 +85,7 @@ class ShownView:
             "found_tokens": view.found_tokens,
             "preemptions": view.preemptions,
             "requests": [
-                request_of(each, own=watching.sees_all or each.tenant == watching.tenant)
+                request_of(each, own=watching.sees_all or each.reader == watching.reader)
                 for each in view.requests
             ],
             "more_requests": view.more_requests,
