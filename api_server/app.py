@@ -4,13 +4,15 @@ from fastapi import FastAPI
 
 from api_server import errors, openapi
 from api_server.http_counters import CountRequests
-from api_server.middleware import KnowKeys, PassTheDoor
+from api_server.middleware import OPEN_PATHS, KnowKeys, PassTheDoor
+from api_server.page.files import page_files
 from api_server.routes import (
     admin,
     chat,
     completions,
     messages,
     models,
+    page,
     responses,
     stored_responses,
     system,
@@ -32,8 +34,9 @@ def create_app(services: Services) -> FastAPI:
         module.router
         for module in (*generating, stored_responses, models, tokenizer, system, admin)
     ]
+    files = page_files() if services.config.page else []
     if services.config.page:
-        routers.append(view.router)
+        routers += [view.router, page.router_of(files)]
     for router in routers:
         app.include_router(router)
     openapi.install(app, services.config)
@@ -42,7 +45,10 @@ def create_app(services: Services) -> FastAPI:
     app.add_middleware(PassTheDoor)
     keys = read_api_keys(services.config)
     if keys:
-        app.add_middleware(KnowKeys, keys=keys, metrics_open=services.config.metrics_open)
+        open_paths = frozenset(each.path for each in files)
+        if services.config.metrics_open:
+            open_paths |= {"/metrics"}
+        app.add_middleware(KnowKeys, keys=keys, open_paths=OPEN_PATHS | open_paths)
     routes = [route for router in routers for route in router.routes]
     app.add_middleware(CountRequests, counters=services.metrics.count_http(routes))
     return app

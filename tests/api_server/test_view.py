@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from api_server.view import feed as feeds
+from api_server.view.events import rate
 from api_server.view.watcher import MAX_UNREAD
 from proto.config import FrontEndConfig
 from proto.view import (
@@ -314,3 +315,8 @@ async def test_it_is_for_pages_of_this_server_and_can_be_switched_off(
         assert not front_end.services.feed.watches
     async with start(config=FrontEndConfig(page=False)) as front_end:
         assert (await front_end.http.get("/view/events")).status_code == 404
+
+
+def test_a_view_that_comes_at_once_has_no_rate():
+    assert rate(256, 0.004) == 0.0
+    assert rate(256, 0.25) == 1024.0
