@@ -3,6 +3,7 @@
 from fastapi import FastAPI
 
 from api_server import errors, openapi
+from api_server.http_counters import CountAnswers
 from api_server.middleware import KnowKeys, PassTheDoor
 from api_server.routes import (
     admin,
@@ -27,8 +28,10 @@ def create_app(services: Services) -> FastAPI:
     app.state.services = services
     errors.install(app)
     generating = (completions, chat, responses, messages)
-    for module in (*generating, stored_responses, models, tokenizer, system, admin):
+    modules = (*generating, stored_responses, models, tokenizer, system, admin)
+    for module in modules:
         app.include_router(module.router)
+    services.metrics.http.know(module.router for module in modules)
     if services.config.page:
         app.include_router(view.router)
     openapi.install(app, services.config)
@@ -38,4 +41,5 @@ def create_app(services: Services) -> FastAPI:
     keys = read_api_keys(services.config)
     if keys:
         app.add_middleware(KnowKeys, keys=keys, metrics_open=services.config.metrics_open)
+    app.add_middleware(CountAnswers, counters=services.metrics.http)
     return app

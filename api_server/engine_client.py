@@ -330,8 +330,7 @@ class EngineClient:
         """The engine of now is ready."""
         engine = self._engine = self._current.engine
         assert engine is not None, "it is ready"
-        self._metrics.queue_limits(engine.max_num_queued_reqs, engine.max_num_queued_tokens)
-        self._metrics.weight_memory(engine.weights)
+        self._metrics.engine_ready(engine)
         for call, _ in self._calls.values():
             self._current.send(changed(call, epoch=self.epoch))
         self._audience.meet(engine)

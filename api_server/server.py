@@ -96,7 +96,7 @@ def make_services(
     """Everything the routes need, over a link to the engine. tell: sends to the supervisor."""
     model, config = boot.model, boot.config
     name = config.model.served_model_name or model.name
-    metrics = Metrics(name, metric_sheet(boot), boot.incarnation, boot.num_hung)
+    metrics = Metrics(name, metric_sheet(boot), boot.incarnation, boot.num_hung, config.cache)
     ids = request_ids(boot.index, boot.incarnation)
     crashes_until_alone = config.scheduler.crashes_until_alone
     client = EngineClient(link, boot.epoch, ids, metrics, crashes_until_alone)

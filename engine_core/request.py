@@ -96,6 +96,7 @@ class Request:
             where every step waits for the one before.
         num_cached_tokens: prompt tokens that were in the prefix cache, or kept from the
             turn before, when first scheduled.
+        num_external_tokens: those of them that a KV connector had.
     Life cycle:
         status, stop_reason (the stop token that ended it, unless it is an EOS),
         num_preemptions; queued_at, scheduled_at (first time), preempted_at (every
@@ -128,6 +129,7 @@ class Request:
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_external_tokens",
         "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
@@ -197,6 +199,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0
         self.num_cached_tokens = 0
+        self.num_external_tokens = 0
         self.num_preemptions = 0
         self.place = 0
 
@@ -303,6 +306,7 @@ class Request:
         if self.scheduled_at is None:
             self.scheduled_at = sibling.scheduled_at
             self.num_cached_tokens = sibling.num_cached_tokens
+            self.num_external_tokens = sibling.num_external_tokens
 
     def __lt__(self, other: "Request") -> bool:
         """Whether it goes first: by priority (lower), arrival, request id, choice."""

@@ -187,13 +187,15 @@ class LogprobsArrays(msgspec.Struct, array_like=True, frozen=True):
 class FirstTokenInfo(msgspec.Struct, array_like=True, frozen=True):
     """Comes once per choice, with its first output of an engine's life.
 
-    num_cached_tokens: prompt tokens whose KV was found in the prefix cache.
+    num_cached_tokens: prompt tokens whose KV was found, in the prefix cache or elsewhere.
+    num_external_tokens: those of them that a KV connector had.
     queued_at, scheduled_at: seconds on the machine's monotonic clock.
     """
 
     num_cached_tokens: int
     queued_at: float
     scheduled_at: float
+    num_external_tokens: int = 0
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -123,6 +123,16 @@ class RequestStream:
         """Numbers of the choices that need no more tokens."""
         return tuple(number for number, choice in enumerate(self.choices) if choice.finished)
 
+    def count_answer(self, max_tokens: int, now: float) -> None:
+        """All choices ended well, at `now`; max_tokens: asked for at most."""
+        lengths = [len(choice.token_ids) for choice in self.choices]
+        times, begun = self.timeline, self.timeline.scheduled
+        self.metrics.request_ended(now - times.arrival)
+        self.metrics.requests.answered(lengths, max_tokens)
+        if begun is not None and times.first_token is not None:
+            last = max(self._last_token_times.values())
+            self.metrics.requests.phases(begun, times.first_token, last, lengths)
+
     def accept(self) -> None:
         """The engine took the request in."""
         if not self.accepted:
@@ -166,6 +176,7 @@ class RequestStream:
             return False
         choice = self.choices[output.choice]
         if choice.finished:
+            self.metrics.discarded("after_stop", len(output.new_token_ids))
             return False
         if output.first is not None:
             self._note_first(output.first)
@@ -176,6 +187,8 @@ class RequestStream:
         num_known = self._num_known(choice, output)
         rows = unpack(output.logprobs)[num_known:] if output.logprobs is not None else []
         new = output.new_token_ids[num_known:] if num_known else output.new_token_ids
+        if num_known:
+            self.metrics.discarded("repeated", num_known)
         num_counted = choice.extend(new, rows, output.finish_reason, output.stop_reason)
         if num_counted:
             self._note_tokens(output.choice, num_counted, timestamp)
@@ -198,6 +211,9 @@ class RequestStream:
             self.timeline.queued, self.timeline.scheduled = first.queued_at, first.scheduled_at
             self.num_cached_tokens = first.num_cached_tokens
             self.metrics.queue_time(first.scheduled_at - first.queued_at)
+            self.metrics.requests.prompt_found(
+                len(self.prompt_token_ids), first.num_cached_tokens, first.num_external_tokens
+            )
 
     def _note_tokens(self, choice: int, number: int, timestamp: float) -> None:
         last = self._last_token_times.get(choice)

@@ -417,6 +417,7 @@ class ExternalKV:
         if request.num_preemptions == 0:
             self._num_queried += request.num_tokens
             self._num_hit += num_external
+            request.num_external_tokens = num_external
 
     def _wake_asked(self, request: Request) -> None:
         """The connector has an answer for who was told to ask again."""
