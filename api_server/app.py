@@ -3,14 +3,16 @@
 from fastapi import FastAPI
 
 from api_server import errors, openapi
-from api_server.http_counters import CountAnswers
-from api_server.middleware import KnowKeys, PassTheDoor
+from api_server.http_counters import CountRequests
+from api_server.middleware import OPEN_PATHS, KnowKeys, PassTheDoor
+from api_server.page.files import page_files
 from api_server.routes import (
     admin,
     chat,
     completions,
     messages,
     models,
+    page,
     responses,
     stored_responses,
     system,
@@ -28,18 +30,25 @@ def create_app(services: Services) -> FastAPI:
     app.state.services = services
     errors.install(app)
     generating = (completions, chat, responses, messages)
-    modules = (*generating, stored_responses, models, tokenizer, system, admin)
-    for module in modules:
-        app.include_router(module.router)
-    services.metrics.http.know(module.router for module in modules)
+    routers = [
+        module.router
+        for module in (*generating, stored_responses, models, tokenizer, system, admin)
+    ]
+    files = page_files() if services.config.page else []
     if services.config.page:
-        app.include_router(view.router)
+        routers += [view.router, page.router_of(files)]
+    for router in routers:
+        app.include_router(router)
     openapi.install(app, services.config)
     endpoints = endpoints_of(*(module.router for module in generating))
     app.add_middleware(ShortWay, endpoints=endpoints)
     app.add_middleware(PassTheDoor)
     keys = read_api_keys(services.config)
     if keys:
-        app.add_middleware(KnowKeys, keys=keys, metrics_open=services.config.metrics_open)
-    app.add_middleware(CountAnswers, counters=services.metrics.http)
+        open_paths = frozenset(each.path for each in files)
+        if services.config.metrics_open:
+            open_paths |= {"/metrics"}
+        app.add_middleware(KnowKeys, keys=keys, open_paths=OPEN_PATHS | open_paths)
+    routes = [route for router in routers for route in router.routes]
+    app.add_middleware(CountRequests, counters=services.metrics.count_http(routes))
     return app

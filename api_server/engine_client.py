@@ -330,7 +330,9 @@ class EngineClient:
         """The engine of now is ready."""
         engine = self._engine = self._current.engine
         assert engine is not None, "it is ready"
-        self._metrics.engine_ready(engine)
+        self._metrics.queue_limits(engine.max_num_queued_reqs, engine.max_num_queued_tokens)
+        self._metrics.weight_memory(engine.weights)
+        self._metrics.cache_config(block_size=engine.block_size, num_gpu_blocks=engine.num_blocks)
         for call, _ in self._calls.values():
             self._current.send(changed(call, epoch=self.epoch))
         self._audience.meet(engine)

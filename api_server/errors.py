@@ -63,6 +63,9 @@ class DrainingError(NotAvailableError):
         super().__init__("draining: the server is shutting down and takes no more requests")
 
 
+_PASSING = frozenset({408, 409, 429})
+"""Errors of a client that may be none when it asks again. Of others Anthropic's clients are told
+that they are not to: an agent may ask ten times with a wrong key before it says so."""
 _HTTP_TYPES = {404: "NotFoundError", 405: "MethodNotAllowedError"}
 
 
@@ -108,7 +111,10 @@ def install(app: FastAPI) -> None:
 def _message_error(status: int, message: str, headers: Mapping[str, str]) -> JSONResponse:
     request_id = new_request_id()
     body = message_error_body(status, message, request_id)
-    return JSONResponse(body, status, {**headers, "request-id": request_id})
+    named = {**headers, "request-id": request_id}
+    if status < 500 and status not in _PASSING:
+        named["x-should-retry"] = "false"
+    return JSONResponse(body, status, named)
 
 
 async def _on_request_error(request: Request, error: Exception) -> Response:

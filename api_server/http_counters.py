@@ -1,117 +1,112 @@
-"""How many HTTP requests were answered, by route and class of status, and how long it took.
+"""HTTP requests by route, under the names of FastAPI's usual instrumentation.
 
-Owns its cells of the sheet; the names are those of the instrumentation that vLLM uses. What
-operators and load balancers ask for (`OUTSIDE`) is not counted; what no route takes is "none".
-A stream counts when it ends.
+Owns its cells of the sheet, one lot for each route, so every front end has to have the same routes.
+What operators and probes ask for all the time is left out, as there.
 """
 
 import time
-from collections.abc import Awaitable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import Final
 
-from fastapi import APIRouter
-from fastapi.routing import APIRoute
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_server.metric_sheet import Counter, Histogram, MetricSheet
-from api_server.request_figures import histogram_family
 
-SECONDS: Final = (0.1, 0.5, 1.0)
-STATUSES: Final = ("2xx", "3xx", "4xx", "5xx")
-OUTSIDE: Final = frozenset({"metrics", "health", "load", "ping", "version", "view"})
-"""First parts of paths that are not counted."""
-_NONE: Final = ("none", "any")
+DURATION_SECONDS: Final = (0.1, 0.5, 1.0)
+LEFT_OUT: Final = frozenset({"/metrics", "/health", "/load", "/ping", "/version"})
+"""And what is below these."""
+NO_ROUTE: Final = "none"
+_STATUSES: Final = ("2xx", "3xx", "4xx", "5xx")
+_NO_METHOD: Final = "none"
+
+_Place = tuple[str, str]
+"""Handler, which is a route's template, and method."""
 
 
 class HttpCounters:
-    """Of all front ends. Handlers are pairs of a path and a method."""
+    """routes: those that there are; whatever is none of them counts as no route."""
 
-    def __init__(self, sheet: MetricSheet) -> None:
-        self._sheet = sheet
-        self._of: dict[tuple[str, str], tuple[dict[str, Counter], Histogram]] = {}
-
-    def know(self, routers: Iterable[APIRouter]) -> None:
-        """Count requests to these routes, the same in all front ends; once, before any comes."""
-        found = {
+    def __init__(self, sheet: MetricSheet, routes: Iterable[BaseRoute]) -> None:
+        places = sorted(
             (route.path, method)
-            for router in routers
-            for route in router.routes
-            if isinstance(route, APIRoute) and _first_part(route.path) not in OUTSIDE
-            for method in route.methods or ()
-        }
-        for handler in (*sorted(found), _NONE):
-            counters = {status: Counter(self._sheet) for status in STATUSES}
-            self._of[handler] = counters, Histogram(self._sheet, SECONDS)
+            for route in routes
+            if isinstance(route, Route) and not _is_left_out(route.path)
+            for method in (route.methods or set()) - {"HEAD"}
+        )
+        self._requests: dict[_Place, dict[str, Counter]] = {}
+        self._seconds: dict[_Place, Histogram] = {}
+        for place in (*places, (NO_ROUTE, _NO_METHOD)):
+            self._requests[place] = {status: Counter(sheet) for status in _STATUSES}
+            self._seconds[place] = Histogram(sheet, DURATION_SECONDS)
 
-    def answered(self, path: str, method: str, status: int, seconds: float) -> None:
-        """path: of the route, as it is written there."""
-        counters, histogram = self._of.get((path, method)) or self._of[_NONE]
-        counters[f"{status // 100}xx"].add()
-        histogram.observe(seconds)
-
-    def knows(self, path: str, method: str) -> bool:
-        """Whether a path is that of a route, with no part that varies."""
-        return (path, method) in self._of
+    def answered(self, scope: Scope, status: int, seconds: float) -> None:
+        """status: that was sent. seconds: from the headers to the last byte."""
+        path = str(getattr(scope.get("route"), "path", scope["path"]))
+        if _is_left_out(path):
+            return
+        place = (path, scope["method"])
+        if place not in self._requests:
+            place = (NO_ROUTE, _NO_METHOD)
+        self._requests[place][f"{min(max(status // 100, 2), 5)}xx"].add()
+        self._seconds[place].observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
+        """Routes that were asked for."""
         requests = CounterMetricFamily(
-            "http_requests", "HTTP requests.", labels=("handler", "method", "status")
+            "http_requests", "HTTP requests answered.", labels=("handler", "method", "status")
         )
-        durations = HistogramMetricFamily(
-            "http_request_duration_seconds", "Time of one.", labels=("handler", "method")
+        seconds = HistogramMetricFamily(
+            "http_request_duration_seconds",
+            "Headers to last byte.",
+            labels=("handler", "method"),
         )
-        for handler, (counters, histogram) in self._of.items():
-            values: Mapping[str, float] = {each: counters[each].value for each in STATUSES}
-            if any(values.values()):
-                for status, value in values.items():
-                    requests.add_metric((*handler, status), value)
-                family = histogram_family(
-                    histogram, durations.name, "", ("handler", "method"), handler
-                )
-                durations.samples += family.samples
+        bounds = [*map(repr, DURATION_SECONDS), "+Inf"]
+        for place, by_status in self._requests.items():
+            counts = {status: counter.value for status, counter in by_status.items()}
+            if not any(counts.values()):
+                continue
+            for status, number in counts.items():
+                if number:
+                    requests.add_metric((*place, status), number)
+            in_buckets, total = self._seconds[place].totals()
+            buckets = list(zip(bounds, accumulate(in_buckets), strict=True))
+            seconds.add_metric(place, buckets, total)
         yield requests
-        yield durations
+        yield seconds
 
 
-class CountAnswers:
-    """Tells `counters` of each request, by the status that was sent; without one of none."""
+class CountRequests:
+    """Middleware that counts what goes through it."""
 
     def __init__(self, app: ASGIApp, counters: HttpCounters) -> None:
         self._app = app
         self._counters = counters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _first_part(scope["path"]) in OUTSIDE:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 0
-        start = time.monotonic()
+        status, begun = 0, time.perf_counter()
 
-        def watched(message: Message) -> Awaitable[None]:
+        async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-            return send(message)
+            await send(message)
 
         try:
             await self._app(scope, receive, watched)
         except Exception:
-            status = status or 500  # the server will answer so
+            status = status or 500  # which the server will say
             raise
         finally:
-            if status:
-                path = self._path(scope)
-                seconds = time.monotonic() - start
-                self._counters.answered(path, scope["method"], status, seconds)
-
-    def _path(self, scope: Scope) -> str:
-        if self._counters.knows(scope["path"], scope["method"]):
-            return str(scope["path"])
-        return getattr(scope.get("route"), "path", "")
+            if status:  # else its client left before there was one
+                self._counters.answered(scope, status, time.perf_counter() - begun)
 
 
-def _first_part(path: str) -> str:
-    """What stands between the first two slashes."""
-    return path.removeprefix("/").partition("/")[0]
+def _is_left_out(path: str) -> bool:
+    return "/" + path.removeprefix("/").partition("/")[0] in LEFT_OUT

@@ -11,12 +11,13 @@ that it is the last one of its connection. Knows nothing of routes.
 import asyncio
 import select
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from api_server.errors import HeadersTooLargeError, SlowUploadError, error_response
 from proto.errors import RequestError
@@ -39,6 +40,9 @@ _LAST: Final = "tokend.last_response"
 _LEFT: Final = "tokend.client_left"
 """Names of ASGI extensions: functions without arguments."""
 
+_WRITER: Final = "tokend.body_writer"
+"""Name of an ASGI extension: a BodyWriter."""
+
 LINGER_SECONDS: Final = 1.0
 """A refused client may still be sending; closing at once would reset what it should read."""
 
@@ -52,6 +56,59 @@ def has_left(scope: Scope) -> bool:
     comes a moment later.
     """
     return bool(scope.get("extensions", {}).get(_LEFT, _nothing)())
+
+
+class BodyWriter(Protocol):
+    """Writes to a response that has begun, past the coroutines of its server."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the connection takes more of the body now, without any wait."""
+        ...
+
+    def write(self, body: bytes) -> None:
+        """More of the body, but not the last of it; only while `ready`."""
+        ...
+
+
+class NoWriter:
+    """Of a server that has no such extension."""
+
+    ready = False
+
+    def write(self, body: bytes) -> None:
+        raise AssertionError("it is never ready")
+
+
+class ChunkWriter:
+    """cycle: of a request, whose answer has no length beforehand (RFC 9112, 7.1)."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def ready(self) -> bool:
+        cycle = self._cycle
+        return (
+            cycle.chunked_encoding is True
+            and not cycle.flow.write_paused
+            and not cycle.disconnected
+            and not cycle.response_complete
+        )
+
+    def write(self, body: bytes) -> None:
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+
+def body_writer(scope: Scope) -> BodyWriter:
+    """Of the response to this request."""
+    writer: BodyWriter = scope.get("extensions", {}).get(_WRITER, NO_WRITER)
+    return writer
+
+
+NO_WRITER: Final = NoWriter()
 
 
 def is_stalled(scope: Scope) -> bool:
@@ -97,6 +154,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     what came while one endless header keeps the parser silent.
     """
 
+    presence: AbstractContextManager[None] = nullcontext()
+    """Entered while there is a connection."""
+
     _refused = False
     _in_headers = False
     _in_body = False
@@ -108,12 +168,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.presence.__enter__()
         self._arrival, self._reading = Alarm(self.loop), Alarm(self.loop)
         self._arrival.set(HEADER_SECONDS, self._headers_overdue)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._arrival.cancel()
         self._reading.cancel()
+        self.presence.__exit__(None, None, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -150,6 +212,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         scope["extensions"] = {
             _LAST: partial(setattr, self.cycle, "keep_alive", False),
             _LEFT: partial(_is_closed, self.transport),
+            _WRITER: ChunkWriter(self.cycle),
         }
 
     def on_message_complete(self) -> None:

@@ -113,6 +113,16 @@ class Gauge:
         """In all front ends."""
         return self._sheet.totals(self._cell, 1)[0]
 
+    @property
+    def own(self) -> float:
+        """In this front end."""
+        return self._sheet.own(self._cell, 1)[0]
+
+    @property
+    def each(self) -> list[float]:
+        """In every front end."""
+        return [row[0] for row in self._sheet.of_each(self._cell, 1)]
+
 
 class Histogram:
     """Counts per bucket. `bounds`: upper ends, ascending, without infinity."""

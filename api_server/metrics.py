@@ -5,7 +5,8 @@ event loop only and turned into Prometheus' text when someone asks: an observati
 a bisection, no lock. Whichever front end is asked shows those of all.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Final, get_args
 
 from prometheus_client import (
@@ -18,39 +19,42 @@ from prometheus_client import (
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
+from starlette.routing import BaseRoute
 
 from api_server.agent_counters import AgentCounters
 from api_server.engine_gauges import EngineGauges
 from api_server.http_counters import HttpCounters
 from api_server.metric_sheet import Counter, Gauge, Histogram, MetricSheet, News
 from api_server.offload_counters import OffloadCounters
-from api_server.request_figures import (
-    INTER_TOKEN_SECONDS,
-    REQUEST_SECONDS,
-    REQUEST_TOKENS,
-    RequestFigures,
-    histogram_family,
-)
-from proto.config import CacheConfig
-from proto.lifecycle import EngineReady, Role, WeightMemory, process_title
+from api_server.request_histograms import RequestHistograms
+from proto.lifecycle import Role, WeightMemory, process_title
 from proto.stats import SchedulerStats
 
 LABELS: Final = ("model_name", "engine")
 ENGINE: Final = "0"
-_ANY_CACHE: Final = CacheConfig()
 
 # Bounds as vLLM has them, so that its dashboards show the same quantiles.
 FIRST_TOKEN_SECONDS: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
     *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
+INTER_TOKEN_SECONDS: Final = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_SECONDS: Final = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
+    *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
 BLOCK_SECONDS: Final = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
     *(10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0),
 )
+REQUEST_TOKENS: Final = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -59,20 +63,13 @@ class Metrics(Collector):
 
     incarnation: how often this front end was started again. num_hung: because it hung.
     in_flight: HTTP requests that are answered, entered and left by whoever lets them in.
-    requests, http: told of each request by whoever ends it. cache: settings that are shown.
+    connections: of clients, entered and left by each. requests: told of each by its stream.
     """
 
     def __init__(
-        self,
-        model_name: str,
-        sheet: MetricSheet,
-        incarnation: int = 0,
-        num_hung: int = 0,
-        cache: CacheConfig = _ANY_CACHE,
+        self, model_name: str, sheet: MetricSheet, incarnation: int = 0, num_hung: int = 0
     ) -> None:
         self._labels = (model_name, ENGINE)
-        self._cache = cache
-        self._pool: EngineReady | None = None
 
         def counters(*names: str) -> dict[str, Counter]:
             return {name: Counter(sheet) for name in names}
@@ -114,14 +111,24 @@ class Metrics(Collector):
         self._offload = OffloadCounters(sheet)
         self._agents = AgentCounters(sheet)
         self._discarded = counters("late", "after_stop", "repeated")
-        self.requests = RequestFigures(sheet)
-        self.http = HttpCounters(sheet)
         self.in_flight = Gauge(sheet)
+        self.connections = Gauge(sheet)
+        self.requests = RequestHistograms(
+            sheet, token_seconds=INTER_TOKEN_SECONDS, seconds=REQUEST_SECONDS, tokens=REQUEST_TOKENS
+        )
+        self._sheet = sheet
+        self._cache: dict[str, str] = {}
         self._registry = CollectorRegistry()
         if sheet.num_rows == 1:  # else they would be of whichever process is asked
             for collector in (ProcessCollector, PlatformCollector, GCCollector):
                 collector(registry=self._registry)
         self._registry.register(self)
+
+    def count_http(self, routes: Iterable[BaseRoute]) -> HttpCounters:
+        """Shown with the rest from now on; to be called once."""
+        counters = HttpCounters(self._sheet, routes)
+        self._registry.register(counters)
+        return counters
 
     def text(self) -> bytes:
         """Prometheus' text format 0.0.4."""
@@ -156,7 +163,8 @@ class Metrics(Collector):
         self._offload.add(stats.kv_media)
         self._agents.add(stats)
         self._discarded["late"].add(stats.num_discarded_tokens)
-        self.requests.preempted(stats)
+        for number in stats.request_preemptions:
+            self.requests.preempted(number)
         if stats.num_scheduled_tokens:
             self._step_tokens.observe(stats.num_scheduled_tokens)
         for eviction in stats.kv_evictions:
@@ -165,15 +173,21 @@ class Metrics(Collector):
             for gap in eviction.reuse_gaps:
                 self._block_reuse_gap.observe(gap)
 
-    def engine_ready(self, engine: EngineReady) -> None:
-        """The engine of now, and what it says of its limits, its weights and its pool."""
-        self._queue_limits = engine.max_num_queued_reqs, engine.max_num_queued_tokens
-        self._weights = engine.weights
-        self._pool = engine
+    def queue_limits(self, num_requests: int, num_tokens: int) -> None:
+        """What the engine lets wait; 0 for no limit."""
+        self._queue_limits = num_requests, num_tokens
 
-    def discarded(self, why: str, num_tokens: int) -> None:
+    def discarded(self, cause: str, num_tokens: int) -> None:
         """Tokens came that are shown to nobody: "after_stop" (a stop string) or "repeated"."""
-        self._discarded[why].add(num_tokens)
+        self._discarded[cause].add(num_tokens)
+
+    def cache_config(self, **settings: object) -> None:
+        """How the engine's KV pool is laid out."""
+        self._cache = {name: str(value) for name, value in settings.items()}
+
+    def weight_memory(self, weights: tuple[WeightMemory, ...]) -> None:
+        """What the weights take, by form."""
+        self._weights = weights
 
     def admission_rejected(self, reason: str) -> None:
         """A request was refused because too many wait; `reason`: the limit."""
@@ -215,7 +229,6 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._gauges()
-        yield from self._cache_config()
         yield from self._counters()
         yield from self._histograms()
 
@@ -261,6 +274,12 @@ class Metrics(Collector):
         for held in self._weights:
             weights.add_metric((held.form,), held.num_bytes)
         yield weights
+        if self._cache:
+            info = GaugeMetricFamily(
+                "vllm:cache_config_info", "The KV pool.", labels=(*LABELS, *self._cache)
+            )
+            info.add_metric((*self._labels, *self._cache.values()), 1)
+            yield info
         deferred = sum(each.num_deferred for each in engines)
         waiting = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
@@ -317,7 +336,6 @@ class Metrics(Collector):
 
         yield from self._offload.collect(LABELS, self._labels)
         yield from self._agents.collect()
-        yield from self.http.collect()
 
     def _histograms(self) -> Iterator[Metric]:
         for name, text, histogram in (
@@ -332,24 +350,8 @@ class Metrics(Collector):
             ("kv_block_idle_before_evict_seconds", "Last use to overwritten.", self._block_idle),
             ("kv_block_reuse_gap_seconds", "Time between uses.", self._block_reuse_gap),
         ):
-            yield histogram_family(histogram, f"vllm:{name}", text, LABELS, self._labels)
+            yield _family(histogram, f"vllm:{name}", text, self._labels)
         yield from self.requests.collect(LABELS, self._labels)
-
-    def _cache_config(self) -> Iterator[Metric]:
-        """The pool of KV blocks in labels, as soon as there is one."""
-        if self._pool is None:
-            return
-        labels = {
-            **dict(zip(LABELS, self._labels, strict=True)),
-            "block_size": str(self._pool.block_size),
-            "num_gpu_blocks": str(self._pool.num_blocks),
-            "cache_dtype": self._cache.kv_cache_dtype,
-            "enable_prefix_caching": str(self._cache.enable_prefix_caching),
-            "gpu_memory_utilization": str(self._cache.gpu_memory_utilization),
-        }
-        family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=tuple(labels))
-        family.add_metric(tuple(labels.values()), 1)
-        yield family
 
 
 def _by_label(
@@ -363,4 +365,15 @@ def _by_label(
     family = CounterMetricFamily(name, text, labels=(*others, label))
     for value, counter in counters.items():
         family.add_metric((*others.values(), value), counter.value)
+    return family
+
+
+def _family(
+    histogram: Histogram, name: str, text: str, labels: Sequence[str]
+) -> HistogramMetricFamily:
+    """Prometheus' form: cumulative counts."""
+    counts, total = histogram.totals()
+    names = [*(repr(float(bound)) for bound in histogram.bounds), "+Inf"]
+    family = HistogramMetricFamily(name, text, labels=LABELS)
+    family.add_metric(labels, list(zip(names, accumulate(counts), strict=True)), total)
     return family

@@ -1,8 +1,8 @@
 """What happens to a request before its route: the key, and the door.
 
-Denies by default: a path is open only when it is listed here, exactly as routing
-sees it. What only operators may do is not told by paths: its routes look themselves
-(`routes/access.py`) whether the key was an operator's.
+Denies by default: a path is open only when it is listed, exactly as routing sees it. What
+only operators may do is not told by paths: its routes look themselves (`routes/access.py`)
+whether the key was an operator's.
 """
 
 import hmac
@@ -20,12 +20,14 @@ OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/pin
 OPERATORS: Final = frozenset(
     {
         *("health", "ping", "version", "metrics", "load", "server_info", "admin"),
-        *("pause", "resume", "is_paused", "reset_prefix_cache", "abort_requests", "view"),
+        *("pause", "resume", "is_paused", "reset_prefix_cache", "abort_requests"),
+        *("", "page", "view"),
     }
 )
 """First parts of paths that pass by the door: they answer to the end, which waits for none.
 
-The live view is among them: a drain would wait for whoever watches it."""
+The live view is among them, because a drain would wait for whoever watches it, and the page with
+it ("" is that of /), to show that it drains."""
 
 
 class KnowKeys:
@@ -35,11 +37,11 @@ class KnowKeys:
     an operator's. Where only operators have keys, everybody else may come without one.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], metrics_open: bool) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], open_paths: frozenset[str]) -> None:
         self._app = app
         self._keys = keys
         self._clients_need_one = not all(each.operator for each in keys)
-        self._open_paths = OPEN_PATHS | ({"/metrics"} if metrics_open else frozenset())
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:

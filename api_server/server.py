@@ -6,13 +6,13 @@ streams get an error event, connections close and the process ends within 2 s.
 
 import asyncio
 import contextlib
-import gc
 import logging
 import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -22,10 +22,11 @@ from api_server.app import create_app
 from api_server.changeover import Changeover
 from api_server.door import Door
 from api_server.engine_client import EngineClient, FromEngine
+from api_server.fair_listener import FairListener
 from api_server.health import Health
 from api_server.http_protocol import LimitedHttpProtocol
 from api_server.inputs.sampling import seeds
-from api_server.metric_sheet import MetricSheet
+from api_server.metric_sheet import Gauge, MetricSheet
 from api_server.metrics import Metrics
 from api_server.model_texts import ModelTexts
 from api_server.orders import Orders
@@ -37,6 +38,7 @@ from api_server.view.events import Surroundings
 from api_server.view.feed import Feed
 from proto.codec import Message
 from proto.config import FrontEndConfig
+from proto.heap import REQUESTS, settle_heap
 from proto.ids import request_ids
 from proto.lifecycle import AbortRequests, DrainWanted, FrontEndReady, ProcessBoot
 from proto.phase_clock import PhaseClock
@@ -59,6 +61,27 @@ class Server(uvicorn.Server):
         yield
 
 
+class OneOfSeveral(Server):
+    """Shares its sockets with other processes. connections: of each of them."""
+
+    def __init__(self, config: uvicorn.Config, connections: Gauge) -> None:
+        super().__init__(config)
+        self._connections = connections
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        tls = self.config.ssl
+        listeners: Any = [
+            FairListener(each, self._protocol, tls, self._connections) for each in sockets or []
+        ]
+        self.servers = listeners
+        self.started = True
+
+    def _protocol(self) -> LimitedHttpProtocol:
+        protocol = LimitedHttpProtocol(self.config, self.server_state, self.lifespan.state)
+        protocol.presence = self._connections
+        return protocol
+
+
 def main(boot: ProcessBoot, supervisor: Link) -> None:
     """Serve until told to stop."""
     clock = PhaseClock(boot.born_at)
@@ -66,8 +89,8 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
     uvloop.run(_serve(boot, supervisor, clock))
 
 
-def make_server(app: FastAPI, frontend: FrontEndConfig) -> Server:
-    """uvicorn over the application; `serve(sockets=…)` runs it."""
+def make_server(app: FastAPI, frontend: FrontEndConfig, connections: Gauge) -> Server:
+    """uvicorn over the application; `serve(sockets=…)` runs it. connections: of all front ends."""
     config = uvicorn.Config(
         app,
         http=LimitedHttpProtocol,
@@ -82,7 +105,7 @@ def make_server(app: FastAPI, frontend: FrontEndConfig) -> Server:
     )
     config.load()
     config.ssl = _tls(frontend)
-    return Server(config)
+    return OneOfSeveral(config, connections) if frontend.api_server_count > 1 else Server(config)
 
 
 def _tls(config: FrontEndConfig) -> ssl.SSLContext | None:
@@ -96,7 +119,7 @@ def make_services(
     """Everything the routes need, over a link to the engine. tell: sends to the supervisor."""
     model, config = boot.model, boot.config
     name = config.model.served_model_name or model.name
-    metrics = Metrics(name, metric_sheet(boot), boot.incarnation, boot.num_hung, config.cache)
+    metrics = Metrics(name, metric_sheet(boot), boot.incarnation, boot.num_hung)
     ids = request_ids(boot.index, boot.incarnation)
     crashes_until_alone = config.scheduler.crashes_until_alone
     client = EngineClient(link, boot.epoch, ids, metrics, crashes_until_alone)
@@ -144,9 +167,8 @@ async def _serve(boot: ProcessBoot, supervisor: Link, clock: PhaseClock) -> None
     services = make_services(boot, connect(boot, boot.epoch), orders.tell)
     clock.end("tokenizer")
     app = create_app(services)
-    server = make_server(app, services.config)
-    gc.collect()
-    gc.freeze()  # what lives as long as the process need not be walked again and again
+    server = make_server(app, services.config, services.metrics.connections)
+    settle_heap(REQUESTS)
     meet = partial(connect, boot)
     orders.obey(Changeover(boot.index, app.state, boot.config.model, meet, orders.tell))
     sockets = [socket.socket(fileno=descriptor) for descriptor in boot.listen_fds]

@@ -32,15 +32,27 @@ def tenant_of(request: Request, by: TenantBy) -> int:
         return NOBODY
     key_name = key_name_of(request)
     name = _header(request) if by == "header" else ""
-    if not key_name and not name:
-        return NOBODY
-    digest = blake2b(f"{key_name}\n{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+    return _number(key_name, name)
+
+
+def reader_of(tenant: int, key_name: str) -> int:
+    """Who may read of a request in the live view: its tenant.
+
+    Where nothing tells tenants apart, it is who has the same key.
+    """
+    return tenant or _number(key_name, "")
 
 
 def key_name_of(request: Request) -> str:
     """Of the key in --api-key-file that it came with; empty for any other key, and for none."""
     return str(getattr(request.state, "key_name", ""))
+
+
+def _number(key_name: str, name: str) -> int:
+    if not key_name and not name:
+        return NOBODY
+    digest = blake2b(f"{key_name}\n{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _header(request: Request) -> str:

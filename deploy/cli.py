@@ -39,6 +39,7 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
   compare     several servers, or settings of the daemon, in turns
   startup     from the command to the first token
   processes   what each process of a daemon takes of a step
+  frontend    what streaming costs front end and engine by the token, beside vLLM's
   scheduler   a step of the scheduler, without a model
   step        a step of the worker by itself: products, attention, the rest
   products    a step's matrix products, beside reading the weights
@@ -52,12 +53,13 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
   chaos       processes die under load; exit status 1 when a client notices
   quality     perplexity with each form of weights and KV, beside float32; exit status 1 when off
   soak        a million short requests or hours of load; what grows
-  null        as tokend serve, but the worker computes nothing and answers at once
+  null        as tokend serve, but the worker computes nothing; [--step-ms N] later
 """
 _BENCHES: Final = {
     "serve": "deploy.loadtest.serving.bench",
     "startup": "deploy.loadtest.startup",
     "processes": "deploy.loadtest.processes_bench",
+    "frontend": "deploy.loadtest.frontend.bench",
     "scheduler": "deploy.loadtest.scheduler_bench",
     "step": "deploy.loadtest.step_bench",
     "products": "deploy.loadtest.products_bench",
@@ -203,7 +205,8 @@ def _bench(words: list[str]) -> int:
     if name == "null":
         from deploy.loadtest.soak.null_worker import commands
 
-        return _serve(rest, commands())
+        processes, flags = commands(rest)
+        return _serve(flags, processes)
     if name not in _BENCHES:
         raise ConfigError(BENCH_USAGE.rstrip())
     import_module(_BENCHES[name]).main(rest)

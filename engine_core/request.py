@@ -77,7 +77,8 @@ class Request:
         request_id, choice: name it towards the front end `client_index`.
         prompt_token_ids: [num_prompt_tokens], shared by all choices, never changed (the
             next turn of a session gets another list with its input).
-        tenant: whose it is, for fairness; 0 where nobody said so. label: the id of its answer.
+        tenant: whose it is, for fairness; 0 where nobody said so. label: the id of its answer, of
+            which in the live view only `reader` is told.
         agent: which job it is a turn of; its name is empty for none. job_arrival: seconds, when
             the job's first turn came; continues_job: it is not the first, nor the last.
             finds_pin: when it arrived, its job had kept the KV of the turn before.
@@ -95,8 +96,7 @@ class Request:
         num_output_placeholders: outputs being computed whose ids are not known yet; 0
             where every step waits for the one before.
         num_cached_tokens: prompt tokens that were in the prefix cache, or kept from the
-            turn before, when first scheduled.
-        num_external_tokens: those of them that a KV connector had.
+            turn before, when first scheduled. num_external_tokens: of those, a connector's.
     Life cycle:
         status, stop_reason (the stop token that ended it, unless it is an EOS),
         num_preemptions; queued_at, scheduled_at (first time), preempted_at (every
@@ -139,6 +139,7 @@ class Request:
         "priority",
         "prompt_token_ids",
         "queued_at",
+        "reader",
         "repetition",
         "request_id",
         "sampling_params",
@@ -172,6 +173,7 @@ class Request:
         tenant: int = 0,
         agent: AgentHint = NO_AGENT,
         label: str = "",
+        reader: int = 0,
     ) -> None:
         """output_token_ids: generated in an earlier epoch. prompt_hashes: already known hashes."""
         self.handle = handle
@@ -186,6 +188,7 @@ class Request:
         self.tenant = tenant
         self.agent = agent
         self.label = label
+        self.reader = reader
         self.job_arrival = arrival_time
         self.continues_job = self.finds_pin = False
         self.order = (priority, arrival_time, request_id, choice)
@@ -198,8 +201,7 @@ class Request:
 
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0
-        self.num_cached_tokens = 0
-        self.num_external_tokens = 0
+        self.num_cached_tokens = self.num_external_tokens = 0
         self.num_preemptions = 0
         self.place = 0
 
@@ -246,6 +248,7 @@ class Request:
             cache_salt=self.cache_salt,
             tenant=self.tenant,
             label=self.label,
+            reader=self.reader,
         )
 
     def take_input(self, token_ids: list[int], sampling_params: SamplingParams) -> None:
@@ -306,7 +309,6 @@ class Request:
         if self.scheduled_at is None:
             self.scheduled_at = sibling.scheduled_at
             self.num_cached_tokens = sibling.num_cached_tokens
-            self.num_external_tokens = sibling.num_external_tokens
 
     def __lt__(self, other: "Request") -> bool:
         """Whether it goes first: by priority (lower), arrival, request id, choice."""
@@ -352,6 +354,7 @@ def choices_of(
             tenant=message.tenant,
             agent=message.agent or NO_AGENT,
             label=message.label,
+            reader=message.reader,
         )
         for choice in range(message.n)
         if choice not in message.finished_choices

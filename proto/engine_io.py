@@ -72,7 +72,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     agent: the job that this is a turn of; None for none.
     thinking: how it begins with thoughts, where the engine has to know: a grammar holds after
         them, and a budget ends them.
-    label: the id of its answer, which only its tenant is shown.
+    label: the id of its answer. reader: 64 bits, who is shown it in the live view.
     """
 
     epoch: int
@@ -96,6 +96,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
     agent: AgentHint | None = None
     thinking: ThinkingRule | None = None
     label: str = ""
+    reader: int = 0
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2, frozen=True):
@@ -187,9 +188,9 @@ class LogprobsArrays(msgspec.Struct, array_like=True, frozen=True):
 class FirstTokenInfo(msgspec.Struct, array_like=True, frozen=True):
     """Comes once per choice, with its first output of an engine's life.
 
-    num_cached_tokens: prompt tokens whose KV was found, in the prefix cache or elsewhere.
-    num_external_tokens: those of them that a KV connector had.
+    num_cached_tokens: prompt tokens whose KV was found in the prefix cache.
     queued_at, scheduled_at: seconds on the machine's monotonic clock.
+    num_external_tokens: of those that were found, which a connector had.
     """
 
     num_cached_tokens: int

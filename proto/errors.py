@@ -42,9 +42,11 @@ MAX_SHOWN: Final = 100
 
 
 def shown(value: object) -> str:
-    """A client's value as a message shows it: at most `MAX_SHOWN` characters."""
+    """A client's value as a message shows it: about `MAX_SHOWN` characters, of which none is half
+    of a surrogate pair, as no message with one could be sent."""
     text = str(value)
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
+    text = text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
+    return text.encode(errors="backslashreplace").decode()
 
 
 class TokendError(Exception):

@@ -9,13 +9,17 @@ of which is there for good: modules, weights, and the books of the block pool.
 import gc
 from typing import Final
 
-_THRESHOLDS: Final = (50_000, 20, 100)
-"""Objects in the youngest generation, then collections of one before one of the next:
-more than a step leaves alive, and still a bound for the cycles that errors leave behind."""
+Thresholds = tuple[int, int, int]
+"""Objects in the youngest generation, then collections of one before one of the next."""
+STEPS: Final = (50_000, 20, 100)
+"""More than a step leaves alive, and still a bound for the cycles that errors leave behind."""
+REQUESTS: Final = (3_000, 5, 5)
+"""For who leaves cycles behind with every request, and has an object or two a token besides: the
+old generations are looked at about as often as with Python's thresholds, the youngest seldom."""
 
 
-def settle_heap() -> None:
+def settle_heap(thresholds: Thresholds = STEPS) -> None:
     """What is alive now stays alive: no collection looks at it again. Call it before serving."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*_THRESHOLDS)
+    gc.set_threshold(*thresholds)

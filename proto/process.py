@@ -80,7 +80,7 @@ def describe(error: BaseException, rank: int | None = None) -> ErrorInfo:
 def _read_boot() -> ProcessBoot:
     parser = argparse.ArgumentParser(description="started by tokend serve, not by hand")
     parser.add_argument("--boot-fd", type=int, required=True)
-    descriptor = parser.parse_args().boot_fd
+    descriptor = parser.parse_known_args()[0].boot_fd  # other words are for `main`
     with os.fdopen(descriptor, "rb") as stream:
         stream.seek(0)
         boot: ProcessBoot = MessageDecoder[ProcessBoot](ProcessBoot).decode(stream.read())

@@ -60,6 +60,8 @@ class AgentLoad(msgspec.Struct, frozen=True, kw_only=True):
     one of `num_systems` prompts so long. turn_tokens: that a turn adds to the prompt, mean;
     output_tokens: that it generates, mean. longest: of a job's context; it ends there.
     tools: of which each turn but the last calls one; none takes longer than `longest_tool_s`.
+    others_per_job: requests of others that come for each job, one by one, in random moments; no two
+    of them have anything in common. other_tokens, other_output_tokens: of each, mean.
     """
 
     num_jobs: int
@@ -73,6 +75,9 @@ class AgentLoad(msgspec.Struct, frozen=True, kw_only=True):
     longest: int = 8192
     tools: tuple[ToolLoad, ...] = TOOLS
     longest_tool_s: float = 1000.0
+    others_per_job: float = 0.0
+    other_tokens: int = 1000
+    other_output_tokens: int = 100
 
 
 class AgentTurn(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -153,10 +158,11 @@ class ReplayFigures(msgspec.Struct, frozen=True, kw_only=True):
     """A trace under one policy, in the time of its virtual clock.
 
     num_left_out: requests whose end the trace does not tell. completion: of requests, from arrival
-    to the last token; jobs: from the first arrival to the last token of all turns.
+    to the last token; jobs: from the first arrival to the last token of all turns; a request
+    without a job is one of one turn. agents, others: the same of jobs, and of those without.
     hit_rate: of the tokens that were looked up in the prefix cache. seconds: in all.
     num_prompt_tokens: of all requests; num_found_tokens: of those, what was found in the pool or
-    behind it when a request was first admitted.
+    behind it when a request was first admitted. other_prompt_tokens: of requests without a job.
     pins_*: taken; found by the job's next turn; over in time; given up for want of blocks.
     live_blocks_mean, live_blocks_peak: of the KV of jobs between their first arrival and their last
     token, what they share counted once; between the arrivals of the first tenth of the jobs and the
@@ -184,6 +190,9 @@ class ReplayFigures(msgspec.Struct, frozen=True, kw_only=True):
     pins_unpinned: int = 0
     live_blocks_mean: float = 0.0
     live_blocks_peak: int = 0
+    agents: Spread = Spread()
+    others: Spread = Spread()
+    other_prompt_tokens: int = 0
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

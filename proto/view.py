@@ -56,12 +56,12 @@ class RequestView(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One choice of a request.
 
     owner: the view's own number for it, from 1 on; that of a request which is over is given again.
-    tenant, label: as in EngineCoreRequest. state: an index into REQUEST_STATES.
+    reader, label: as in EngineCoreRequest. state: an index into REQUEST_STATES.
     cached_tokens: prompt tokens whose KV was found. num_blocks: of all KV groups.
     """
 
     owner: int
-    tenant: int
+    reader: int
     label: str
     state: int
     prompt_tokens: int

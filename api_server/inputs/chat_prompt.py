@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
+from api_server.inputs.call_ids import with_ids_of_length
 from api_server.inputs.conversation import Conversation
 from api_server.inputs.template_facts import TemplateFacts
 from api_server.protocol.ignored import IgnoredFields
@@ -82,8 +83,9 @@ def conversation_of(
         )
     if asked.documents and "documents" not in facts.names:
         raise InvalidRequestError("the model's chat template knows no documents", "documents")
+    messages = [each.for_template(takes_parts=facts.takes_parts) for each in asked.messages]
     return Conversation(
-        messages=[each.for_template(takes_parts=facts.takes_parts) for each in asked.messages],
+        messages=with_ids_of_length(messages, facts.call_id_length),
         tools=tools,
         documents=asked.documents or None,
         add_generation_prompt=asked.add_generation_prompt and not continues,

@@ -13,9 +13,10 @@ from typing import Literal
 
 from api_server.engine_client import EngineClient
 from api_server.metrics import Metrics
+from api_server.outputs.bell import Bell, Tell, tell_nothing
 from api_server.outputs.choice import Delta
 from api_server.outputs.open_generations import OpenGenerations
-from api_server.outputs.request_stream import Bell, RequestStream
+from api_server.outputs.request_stream import RequestStream
 from api_server.outputs.unsent import Unsent
 from proto.engine_io import EngineCoreRequest
 from proto.errors import QueueFullError, RequestAbortedError, RequestError
@@ -78,9 +79,9 @@ class Generation:
             await self.bell.wait()
         self._raise_error()
 
-    async def wait(self) -> None:
-        """Return when there is something to take, or the end."""
-        await self.bell.wait()
+    async def wait(self, tell: Tell = tell_nothing) -> None:
+        """Return when there is something to take that `tell` leaves, or the end."""
+        await self.bell.wait(tell)
 
     def take(self) -> list[Delta]:
         """What each choice gained since the last call; nothing for those without news."""
@@ -100,6 +101,18 @@ class Generation:
     @property
     def finished(self) -> bool:
         return all(stream.finished for stream in self.streams)
+
+    @property
+    def goes_on(self) -> bool:
+        """Neither is it over nor has any of it failed, and somebody listens."""
+        if self.disconnected:
+            return False
+        over = True
+        for stream in self.streams:
+            if stream.error is not None:
+                return False
+            over = over and stream.finished
+        return not over
 
     def usage(self) -> Usage:
         return Usage(
@@ -121,8 +134,12 @@ class Generation:
 
     def abort(self) -> None:
         """An operator ends it: an error, not a finish reason, tells the client."""
+        self.fail(RequestAbortedError())
+
+    def fail(self, error: RequestError) -> None:
+        """End all that has not ended."""
         for stream in self.streams:
-            stream.fail(RequestAbortedError())
+            stream.fail(error)
 
     def cancel(self) -> None:
         """Whoever asked wants no more of it: what there is stands, as an answer cut short."""
@@ -139,12 +156,12 @@ class Generation:
         self._closed = True
         self.under_way.leave(self)
         now = time.monotonic()
-        for request, stream in zip(self.requests, self.streams, strict=True):
-            self._close_stream(request, stream, now)
+        for stream in self.streams:
+            self._close_stream(stream, now)
         if self.log:
             self._log(now)
 
-    def _close_stream(self, request: EngineCoreRequest, stream: RequestStream, now: float) -> None:
+    def _close_stream(self, stream: RequestStream, now: float) -> None:
         reason, cause = "abort", self._cause
         if stream.error is not None:
             reason, cause = "error", stream.error.cause
@@ -158,7 +175,8 @@ class Generation:
             for choice in running:
                 self.metrics.choice_ended(reason, len(choice.token_ids))
             if stream.error is None and not running:
-                stream.count_answer(request.sampling_params.max_tokens, now)
+                self.metrics.request_ended(now - stream.timeline.arrival)
+                stream.count_end()
 
     def _log(self, now: float) -> None:
         usage = self.usage()

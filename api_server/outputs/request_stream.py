@@ -5,12 +5,12 @@ client, read by the response; both run on the event loop. A repeated output is
 recognised by its token index and counted once.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from api_server.metrics import Metrics
+from api_server.outputs.bell import Bell
 from api_server.outputs.choice import Choice
 from api_server.outputs.logprobs import LogprobRow, unpack
 from api_server.outputs.thoughts import ThoughtCount
@@ -19,30 +19,6 @@ from api_server.outputs.unsent import Unsent
 from proto.codec import from_json
 from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
 from proto.errors import InternalRequestError, RequestCancelledError, RequestError
-
-
-class Bell:
-    """Wakes the one task that waits for news of an HTTP request."""
-
-    __slots__ = ("_rung", "_waiter")
-
-    def __init__(self) -> None:
-        self._rung = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def ring(self) -> None:
-        self._rung = True
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    async def wait(self) -> None:
-        """Return at once if it rang since the last call, or when it rings."""
-        if not self._rung:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-            self._waiter = None
-        self._rung = False
 
 
 @dataclass(slots=True)
@@ -66,6 +42,7 @@ class RequestStream:
     may_expire_in_queue: it may still be refused after it was accepted, for having waited.
     unsent: of all streams of the HTTP request.
     turn: what there is to know of it as a turn of a job.
+    max_tokens: of a choice, that were asked for.
     thought_counts: one for each choice, where there may be thoughts.
     kv_transfer_params: what the KV connector has the client told at the end of the choice that
         ended last; empty for nothing.
@@ -84,6 +61,7 @@ class RequestStream:
     thought_counts: Sequence[ThoughtCount] = ()
     accepted: bool = False
     num_cached_tokens: int = 0
+    max_tokens: int = 0
     kv_transfer_params: dict[str, Any] = field(default_factory=dict)
     error: RequestError | None = None
     _last_token_times: dict[int, float] = field(default_factory=dict)
@@ -91,7 +69,11 @@ class RequestStream:
     @property
     def finished(self) -> bool:
         """Nothing more will come."""
-        return self.error is not None or all(choice.finished for choice in self.choices)
+        if self.error is None:
+            for choice in self.choices:
+                if choice.finish_reason is None:
+                    return False
+        return True
 
     @property
     def ended_well(self) -> bool:
@@ -123,15 +105,14 @@ class RequestStream:
         """Numbers of the choices that need no more tokens."""
         return tuple(number for number, choice in enumerate(self.choices) if choice.finished)
 
-    def count_answer(self, max_tokens: int, now: float) -> None:
-        """All choices ended well, at `now`; max_tokens: asked for at most."""
-        lengths = [len(choice.token_ids) for choice in self.choices]
-        times, begun = self.timeline, self.timeline.scheduled
-        self.metrics.request_ended(now - times.arrival)
-        self.metrics.requests.answered(lengths, max_tokens)
-        if begun is not None and times.first_token is not None:
+    def count_end(self) -> None:
+        """All choices have ended by themselves."""
+        timeline, metrics = self.timeline, self.metrics.requests
+        metrics.asked(len(self.choices), self.max_tokens)
+        if timeline.scheduled is not None and timeline.first_token is not None:
+            lengths = [len(choice.token_ids) for choice in self.choices]
             last = max(self._last_token_times.values())
-            self.metrics.requests.phases(begun, times.first_token, last, lengths)
+            metrics.ended(timeline.scheduled, timeline.first_token, last, lengths)
 
     def accept(self) -> None:
         """The engine took the request in."""
@@ -211,7 +192,7 @@ class RequestStream:
             self.timeline.queued, self.timeline.scheduled = first.queued_at, first.scheduled_at
             self.num_cached_tokens = first.num_cached_tokens
             self.metrics.queue_time(first.scheduled_at - first.queued_at)
-            self.metrics.requests.prompt_found(
+            self.metrics.requests.begun(
                 len(self.prompt_token_ids), first.num_cached_tokens, first.num_external_tokens
             )
 

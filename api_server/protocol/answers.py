@@ -25,7 +25,7 @@ from api_server.outputs.request_stream import RequestStream
 from proto.errors import RequestError
 
 DONE: Final = "data: [DONE]\n\n"
-encode_string: Final = json.JSONEncoder().encode
+encode_string: Final = json.encoder.encode_basestring_ascii
 
 
 class Answer(Protocol):

@@ -13,6 +13,11 @@ HEADER: Final = b"x-tokend-ignored"
 _ODD: Final = re.compile(r"[^A-Za-z0-9_.-]")
 
 
+def not_shown(kind: str) -> str:
+    """What the model reads where a tool gave something that it cannot."""
+    return f"[{kind}: not shown, only text can be read here]"
+
+
 class IgnoredFields:
     """Names in the order in which they came, each once, and how many are not kept."""
 

@@ -32,7 +32,7 @@ Json = dict[str, Any]
 PING: Final = 'event: ping\ndata: {"type": "ping"}\n\n'
 SIGNATURE: Final = "unsigned"
 """Of thoughts: clients send only those back that have one. Nothing is signed, nothing checked."""
-_encode_string = json.JSONEncoder().encode
+_encode_string = json.encoder.encode_basestring_ascii
 _DELTAS: Final = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),

@@ -22,13 +22,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from api_server.protocol.ignored import IgnoredFields
+from api_server.protocol.ignored import IgnoredFields, not_shown
 from proto.errors import InvalidRequestError, shown
 
 Json = dict[str, Any]
 
 ERROR_MARK: Final = "Error: "
 """What the result of a tool that failed begins with: templates have no other word for it."""
+_PICTURES: Final = frozenset({"image", "document"})
 _ROLES: Final = ("user", "assistant", "system")
 _UNSEEN: Final = frozenset(
     {
@@ -152,7 +153,11 @@ class ChatMessages:
             self._add({"role": role, "content": text})
 
     def _result(self, content: Any, where: str) -> str:
-        """A text, or the texts of blocks; names of tools that were found are their own text."""
+        """A text, or the texts of blocks; names of tools that were found are their own text.
+
+        Where the result is an image, the model is told that it cannot see it: a refusal would end
+        the agent, which sends all it has again each time.
+        """
         if content is None or isinstance(content, str):
             return _text(content or "", where)
         texts = []
@@ -160,6 +165,9 @@ class ChatMessages:
             place = f"{where}.{number}"
             if block["type"] == "tool_reference":
                 texts.append(_string(block, "tool_name", place))
+            elif block["type"] in _PICTURES:
+                self._ignored.add(f"messages.content.tool_result.{block['type']}")
+                texts.append(not_shown(block["type"]))
             else:
                 texts.append(_text_of(block, place))
         return "\n".join(texts)

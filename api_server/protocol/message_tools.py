@@ -72,7 +72,7 @@ class MessageTools:
                     f"tool_choice: there is no tool {shown(name)} in tools", "tool_choice"
                 )
             return {"type": "function", "function": {"name": name}}, not once
-        if kind not in _MODES:
+        if not isinstance(kind, str) or kind not in _MODES:
             raise InvalidRequestError(
                 "tool_choice.type must be 'auto', 'any', 'tool' or 'none'", "tool_choice"
             )

@@ -257,7 +257,7 @@ def _variables(asked: Conversing, names: frozenset[str], ignored: IgnoredFields)
             ignored.add("thinking")
     effort = (asked.output_config or {}).get("effort")
     if effort is not None:
-        if effort not in _EFFORTS:
+        if not isinstance(effort, str) or effort not in _EFFORTS:
             raise InvalidRequestError(
                 f"output_config.effort must be one of {', '.join(_EFFORTS)}", "output_config"
             )

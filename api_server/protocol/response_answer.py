@@ -27,6 +27,7 @@ from api_server.outputs.parts import (
 from api_server.protocol.answers import Shape
 from api_server.protocol.response_events import EventLog
 from api_server.protocol.response_items import Item
+from api_server.protocol.response_logprobs import TokensOfText
 from api_server.protocol.response_output import (
     CallItem,
     MessageItem,
@@ -75,7 +76,7 @@ class ResponsesAnswer:
         self._over: list[Json] = []
         self._open: MessageItem | ReasoningItem | CallItem | None = None
         self._call = -1
-        self._tokens: list[TextToken] = []
+        self._tokens = TokensOfText()
         self._finish_reason = ""
         self._log = EventLog()
 
@@ -121,7 +122,8 @@ class ResponsesAnswer:
         if self._open is None and not self._items:
             self._enter(MessageItem(self._log, 0))
         if isinstance(self._open, MessageItem):
-            self._open.add_logprobs(self._logprobs())  # of a token that ended it, without text
+            # of a token that ended it, without text
+            self._open.add_logprobs(self._logprobs(self._tokens.rest()))
         self._close("completed" if status == "completed" else "incomplete")
         response = self._response(status)
         if reason is not None:
@@ -134,15 +136,13 @@ class ResponsesAnswer:
 
     def _feed(self, delta: Delta) -> None:
         """Take in what the choice gained."""
-        parts = list(self._parser.feed(delta.text))
+        for piece in self._tokens.pieces(delta):
+            for part in self._parser.feed(piece):
+                self._take(part)
         if delta.finish_reason is not None:
             self._finish_reason = delta.finish_reason
-            parts += self._parser.end()
-        self._tokens += delta.tokens
-        for part in parts:
-            self._take(part)
-            if not isinstance(part, Content):
-                self._tokens.clear()
+            for part in self._parser.end():
+                self._take(part)
 
     def _take(self, part: Part) -> None:
         match part:
@@ -150,7 +150,7 @@ class ResponsesAnswer:
                 if not isinstance(self._open, MessageItem):
                     self._enter(MessageItem(self._log, len(self._items)))
                 assert isinstance(self._open, MessageItem)
-                self._open.add(text, self._logprobs())
+                self._open.add(text, self._logprobs(self._tokens.of_content(text)))
             case Reasoning(text):
                 if not isinstance(self._open, ReasoningItem):
                     place, summarised = len(self._items), self._summarised
@@ -179,9 +179,8 @@ class ResponsesAnswer:
             self._over.append(self._open.json(status))
             self._open = None
 
-    def _logprobs(self) -> list[Json]:
-        """Of the tokens since the last text; none where nobody asked for them."""
-        tokens, self._tokens = self._tokens, []
+    def _logprobs(self, tokens: list[TextToken]) -> list[Json]:
+        """None where nobody asked for them."""
         shape = self._shape
         if shape.top is None:
             return []

@@ -9,7 +9,7 @@ Owns both. Output is ASCII: no line separator of Unicode can split an event.
 import json
 from typing import Any, Final
 
-_encode_string: Final = json.JSONEncoder().encode
+_encode_string: Final = json.encoder.encode_basestring_ascii
 _MARK: Final = "\ue000"
 
 

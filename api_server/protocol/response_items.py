@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from api_server.protocol.chat import Message
-from api_server.protocol.ignored import IgnoredFields
+from api_server.protocol.ignored import IgnoredFields, not_shown
 from proto.errors import InvalidRequestError, shown
 
 Item = dict[str, Any]
@@ -38,6 +38,8 @@ _TEXT_PARTS: Final = {
     "summary_text": "text",
 }
 """Type of a part → the field with its text."""
+_PICTURES: Final = {"input_image": "image", "input_file": "document"}
+"""What a tool may give beside text → what the model is told that it was."""
 _SKIPPED: Final = frozenset(
     {
         *("web_search_call", "file_search_call", "image_generation_call", "computer_call"),
@@ -127,10 +129,10 @@ def messages_of(
         elif kind in ("function_call", "custom_tool_call"):
             _add_call(found, item, kind, where, tools)
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            content = _content(item.get("output"), f"{where}.output")
+            content = _result(item.get("output"), f"{where}.output", ignored)
             call_id = _string(item, "call_id", where)
             found.add({"role": "tool", "tool_call_id": call_id, "content": content})
-        elif kind in _SKIPPED:
+        elif isinstance(kind, str) and kind in _SKIPPED:
             ignored.add(f"input.{kind}")
         else:
             raise InvalidRequestError(
@@ -187,6 +189,22 @@ def _arguments(text: str) -> str:
     except (ValueError, RecursionError):
         is_object = False
     return text if is_object else json.dumps({"arguments": text})
+
+
+def _result(value: Any, where: str, ignored: IgnoredFields) -> str:
+    """Of a tool. Where it is an image, the model is told that it cannot see it: a refusal would
+    end the agent, which sends all it has again each time.
+    """
+    if not isinstance(value, list):
+        return _content(value, where)
+    parts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in _PICTURES:
+            ignored.add(f"input.output.{kind}")
+            part = {"type": "input_text", "text": not_shown(_PICTURES[kind])}
+        parts.append(part)
+    return _content(parts, where)
 
 
 def _content(value: Any, where: str) -> str:

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.common import Strict, Text
 from api_server.protocol.fields import given_fields, ignored_of, parse
+from api_server.protocol.folding import folded
 from api_server.protocol.ignored import IgnoredFields
 from api_server.protocol.known_fields import (
     CHAT_NEUTRAL,
@@ -238,17 +239,21 @@ def chat_request(
     tools: OfferedTools,
     template_names: Collection[str],
     ignored: IgnoredFields,
+    *,
+    is_folded: bool = False,
 ) -> ChatCompletionRequest:
     """The same for prepare_turn.
 
     items: the conversation, from its first item to its last. template_names: variables that the
-    chat template reads. Raises InvalidRequestError that names what the client wrote.
+    chat template reads. is_folded: see folding.py. Raises InvalidRequestError that names what the
+    client wrote.
     """
+    messages = messages_of(items, asked.instructions, tools, ignored)
     fields: dict[str, Any] = {
         **passed,
         "model": asked.model,
         "stream": asked.stream,
-        "messages": messages_of(items, asked.instructions, tools, ignored),
+        "messages": folded(messages) if is_folded else messages,
         "max_completion_tokens": asked.max_output_tokens,
         "response_format": _response_format(asked, ignored),
         **tools.chat_fields(asked.parallel_tool_calls),

@@ -6,6 +6,7 @@ its own; what is between them is done here, once.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from api_server.inputs.chat_prompt import conversation_of, num_characters
 from api_server.inputs.conversation import Conversation
@@ -22,6 +23,17 @@ from api_server.protocol.ignored import IgnoredFields
 from api_server.routes.prepare import Preparation, Wishes, check_thoughts
 from api_server.routes.respond import GenerationResponse
 from api_server.services import Services
+from proto.errors import InvalidRequestError
+
+ANSWERS_SHARE: Final = 4
+"""This part of the context is left to an answer of no given length, where the prompt is cut."""
+
+_TEMPLATE: Final = ("chat template:", "the chat template cannot")
+
+
+def is_of_template(error: InvalidRequestError) -> bool:
+    """Whether the chat template refuses the conversation, and may take it in another form."""
+    return error.message.startswith(_TEMPLATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +67,22 @@ async def prepare_turn(
     key_name: str,
     ignored: IgnoredFields,
     at_most: int | None = None,
+    leaves_room: bool = False,
 ) -> ChatTurn:
     """The generation that a request asks for; nothing is sent yet.
 
     id_prefix: of the answer's id. tenant, key_name: whose it is. at_most: output tokens where the
-    request says nothing of them; fewer where the context leaves fewer. Raises InvalidRequestError.
+    request says nothing of them; fewer where the context leaves fewer. leaves_room: a prompt that
+    is cut to fit leaves more than a token to such an answer. Raises InvalidRequestError.
     """
     calling = services.tool_caller.calling(asked, asked.grammar_source)
     preparation = Preparation(services, asked, id_prefix, tenant, key_name, ignored, calling)
     reader = services.prompt_reader("messages")
-    reader = reader.keeping(preparation.truncation(asked.wanted_max_tokens))
+    wanted = asked.wanted_max_tokens
+    if wanted is None and leaves_room:
+        share = services.client.engine.max_model_len // ANSWERS_SHARE
+        wanted = share if at_most is None else min(at_most, share)
+    reader = reader.keeping(preparation.truncation(wanted))
     style = services.reasoning_style
     conversation, text = await _rendered(services, asked, reader, ignored)
     prompts = await reader.encode([text], add_special_tokens=False)

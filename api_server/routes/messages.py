@@ -24,14 +24,13 @@ from api_server.protocol.messages import (
 )
 from api_server.routes.access import services_of
 from api_server.routes.body import read_fields
-from api_server.routes.chat_turn import ChatTurn, count_tokens, prepare_turn
+from api_server.routes.chat_turn import ChatTurn, count_tokens, is_of_template, prepare_turn
 from api_server.services import Services
 from api_server.tenants import key_name_of, tenant_of
 from proto.errors import InvalidRequestError
 
 router = APIRouter()
 ID_PREFIX: Final = "msg_"
-_TEMPLATE: Final = ("chat template:", "the chat template cannot")
 _Made = TypeVar("_Made")
 
 
@@ -52,6 +51,7 @@ async def create_message(request: Request) -> Response:
             key_name=key_name,
             ignored=ignored,
             at_most=asked.max_tokens,
+            leaves_room=True,
         )
 
     turn = await _as_the_template_takes_it(words, prepare)
@@ -106,7 +106,7 @@ async def _as_the_template_takes_it(
     try:
         return await make(plain)
     except InvalidRequestError as error:
-        if not error.message.startswith(_TEMPLATE):
+        if not is_of_template(error):
             raise words.reworded(error) from None
         refusal = error
     folded = words.request(folded=True)

@@ -19,13 +19,14 @@ from api_server.inputs.thinking import NO_THOUGHTS, Thoughts
 from api_server.inputs.tokenizer import ModelTokenizer
 from api_server.inputs.tool_calling import Calling, no_calling
 from api_server.inputs.truncation import Truncation, truncation
+from api_server.outputs.bell import Bell
 from api_server.outputs.choice import Choice
 from api_server.outputs.detokenizer import Detokenizer, NoText
 from api_server.outputs.generation import Generation
 from api_server.outputs.logprobs import TokenIdNames
 from api_server.outputs.marked_detokenizer import MarkedDetokenizer
 from api_server.outputs.parts import PLAIN_TEXT, PartsParser
-from api_server.outputs.request_stream import Bell, RequestStream, Timeline
+from api_server.outputs.request_stream import RequestStream, Timeline
 from api_server.outputs.stop_strings import stop_matcher
 from api_server.outputs.turn import NO_TURN, HeardTurn, KnownTurn, Turn
 from api_server.outputs.unsent import MAX_UNSENT_BYTES, Unsent
@@ -38,6 +39,7 @@ from api_server.protocol.common import (
 from api_server.protocol.ignored import IgnoredFields
 from api_server.routes.respond import GenerationResponse
 from api_server.services import Services
+from api_server.tenants import reader_of
 from proto.engine_io import EngineCoreRequest
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource
@@ -276,6 +278,7 @@ class Preparation:
             agent=self._agent,
             thinking=wishes.thinking,
             label=self.id,
+            reader=reader_of(self._tenant, self._key_name),
         )
 
     def _turn(self, make_parser: Callable[[], PartsParser]) -> Turn:
@@ -329,6 +332,7 @@ class Preparation:
             unsent=self._unsent,
             turn=turn,
             thought_counts=counts,
+            max_tokens=request.sampling_params.max_tokens,
         )
 
     def _detokenizer(

@@ -2,7 +2,8 @@
 
 Owns the order of things: no status before the engine accepted the request, then
 the events, and an abort as soon as the client goes away. Speaks ASGI itself: one
-wake-up and one send for each new piece of text.
+wake-up and one send for each new piece of text, or, where the connection takes it at
+once, just one write.
 """
 
 import asyncio
@@ -12,7 +13,13 @@ import logging
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api_server.http_protocol import close_after_response, has_left, is_stalled
+from api_server.http_protocol import (
+    BodyWriter,
+    body_writer,
+    close_after_response,
+    has_left,
+    is_stalled,
+)
 from api_server.outputs.generation import Generation
 from api_server.outputs.keep_alive import KeepAlive
 from api_server.protocol.answers import Answer
@@ -88,6 +95,7 @@ class GenerationResponse(Response):
 
     async def _send_until_over(self, scope: Scope, send: Send, keep_alive: KeepAlive) -> None:
         generation, begin = self._generation, self._answer.begin()
+        writer = body_writer(scope)
         while True:  # look, then wait: what came with the acceptance has rung already
             if generation.disconnected:
                 return
@@ -105,7 +113,24 @@ class GenerationResponse(Response):
                 keep_alive.spoke()
             if over:
                 return
-            await generation.wait()
+            await generation.wait(lambda: self._tell(writer, keep_alive))
+
+    def _tell(self, writer: BodyWriter, keep_alive: KeepAlive) -> bool:
+        """Write what there is if the answer just goes on; False where there is more to it."""
+        generation = self._generation
+        if not (writer.ready and generation.goes_on):
+            return False
+        try:
+            events = "".join([self._answer.chunk(delta) for delta in generation.take()])
+        except Exception:
+            logger.exception("%s: an answer could not be put into words", generation.label)
+            generation.fail(InternalRequestError("internal error"))
+            return False
+        events = events or keep_alive.take()
+        if events:
+            writer.write(events.encode())
+            keep_alive.spoke()
+        return True
 
     def _next_events(self) -> tuple[str, bool, RequestError | None]:
         """What there is to send, whether it is the last, and the failure that makes it so."""

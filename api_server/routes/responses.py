@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from api_server.outputs.generation import Generation
 from api_server.outputs.stored_responses import Owner, num_bytes
+from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.ignored import IgnoredFields
 from api_server.protocol.response_answer import ResponsesAnswer, conversation_after
 from api_server.protocol.response_items import MAX_ITEMS, Item
@@ -28,7 +29,7 @@ from api_server.protocol.responses import (
 )
 from api_server.routes.access import services_of
 from api_server.routes.body import read_fields
-from api_server.routes.chat_turn import ChatTurn, prepare_turn
+from api_server.routes.chat_turn import ChatTurn, is_of_template, prepare_turn
 from api_server.services import Services
 from api_server.tenants import key_name_of, tenant_of
 from proto.errors import InternalRequestError, InvalidRequestError
@@ -46,17 +47,31 @@ async def create_response(request: Request) -> Response:
     asked, passed = parse_request(await read_fields(request, ignored), ignored)
     items = _conversation(services, owner, asked)
     tools = OfferedTools(asked.tools, asked.tool_choice, ignored)
-    template_names = services.chat_template.facts.names
-    chat = chat_request(asked, passed, items, tools, template_names, ignored)
-    try:
-        turn = await prepare_turn(
+
+    def chat(*, is_folded: bool) -> ChatCompletionRequest:
+        names = services.chat_template.facts.names
+        return chat_request(asked, passed, items, tools, names, ignored, is_folded=is_folded)
+
+    async def prepare(chat: ChatCompletionRequest) -> ChatTurn:
+        return await prepare_turn(
             services,
             chat,
             id_prefix=ID_PREFIX,
             tenant=owner[0],
             key_name=owner[1],
             ignored=ignored,
+            leaves_room=True,
         )
+
+    plain = chat(is_folded=False)
+    try:
+        try:
+            turn = await prepare(plain)
+        except InvalidRequestError as error:
+            another = chat(is_folded=True) if is_of_template(error) else plain
+            if another == plain:
+                raise
+            turn = await prepare(another)
     except InvalidRequestError as error:
         raise in_clients_words(error, tools) from None
     running = RunningResponse(services, owner, asked, turn, tools, items)

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from api_server.http_protocol import close_after_response
 from api_server.routes.access import has_operators_key, services_of
 from api_server.routes.respond import EVENT_STREAM_HEADERS
-from api_server.tenants import tenant_of
+from api_server.tenants import key_name_of, reader_of, tenant_of
 from api_server.view.events import COMMENT, Watching
 from api_server.view.feed import Feed
 from api_server.view.watcher import Watcher
@@ -34,8 +34,9 @@ async def view_events(request: Request) -> Response:
     if request.headers.get("sec-fetch-site") in _FOREIGN:
         raise ForbiddenError("the live view is for pages of this server")
     tenant = tenant_of(request, services.config.tenant_by)
+    reader = reader_of(tenant, key_name_of(request))
     feed = services.feed
-    watcher = feed.join(Watching(tenant, sees_all=has_operators_key(request)))
+    watcher = feed.join(Watching(reader, sees_all=has_operators_key(request)))
     return ViewResponse(feed, watcher, services.config.sse_keep_alive)
 
 

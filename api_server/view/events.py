@@ -17,11 +17,15 @@ from proto.view import REQUEST_STATES, BlockMap, EngineView, RequestView, blocks
 NoticeKind = Literal["preemption", "restart", "watchdog", "reload", "drain"]
 
 
+LEAST_SECONDS: Final = 0.1
+"""Between two views whose counts make a rate: the first one may come at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """As whom somebody watches. sees_all: an operator, from whom no request is hidden."""
+    """As whom somebody watches. reader: see `reader_of`. sees_all: an operator, who may."""
 
-    tenant: int
+    reader: int
     sees_all: bool = False
 
 
@@ -79,13 +83,13 @@ class ShownView:
             "step": view.step,
             "running": view.num_running,
             "waiting": view.num_waiting,
-            "prompt_tokens_per_s": _rate(view.prompt_tokens, view.seconds),
-            "generation_tokens_per_s": _rate(view.generation_tokens, view.seconds),
+            "prompt_tokens_per_s": rate(view.prompt_tokens, view.seconds),
+            "generation_tokens_per_s": rate(view.generation_tokens, view.seconds),
             "queried_tokens": view.queried_tokens,
             "found_tokens": view.found_tokens,
             "preemptions": view.preemptions,
             "requests": [
-                request_of(each, own=watching.sees_all or each.tenant == watching.tenant)
+                request_of(each, own=watching.sees_all or each.reader == watching.reader)
                 for each in view.requests
             ],
             "more_requests": view.more_requests,
@@ -118,8 +122,9 @@ def cells_of(blocks: BlockMap) -> list[list[int]]:
     return cells
 
 
-def _rate(number: int, seconds: float) -> float:
-    return round(number / seconds, 1) if seconds > 0.0 else 0.0
+def rate(number: int, seconds: float) -> float:
+    """A second; 0 after so short a time that one step would be a rate of thousands."""
+    return round(number / seconds, 1) if seconds >= LEAST_SECONDS else 0.0
 
 
 def _event(name: bytes, data: bytes) -> bytes:

@@ -7,6 +7,7 @@ Owns who watches and what they were shown last. An engine that takes over is ask
 is told again if it is another one. Who does not read loses the stream, and nobody waits for it.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -23,6 +24,8 @@ from api_server.view.watcher import Watcher
 from proto.errors import OverloadedError
 from proto.lifecycle import EngineReady, Role, process_title
 from proto.view import EngineView
+
+logger = logging.getLogger("tokend.api")
 
 MAX_WATCHERS: Final = 16
 """Of one front end."""
@@ -91,8 +94,14 @@ class Feed:
     def show(self, view: EngineView) -> None:
         if not self._watchers:
             return
-        shown = self._shown = ShownView(view, view.timestamp - self._began)
-        self._put_each(lambda watcher: shown.event(watcher.watching))
+        try:
+            shown = ShownView(view, view.timestamp - self._began)
+            events = {each.watching: shown.event(each.watching) for each in self._watchers}
+        except Exception:  # what an engine says of itself must not cost what else it says
+            logger.exception("a view could not be put into words")
+            return
+        self._shown = shown
+        self._put_each(lambda watcher: events[watcher.watching])
         if view.preemptions:
             requests = "request" if view.preemptions == 1 else "requests"
             self.notice("preemption", f"{view.preemptions} {requests} gave way to others")

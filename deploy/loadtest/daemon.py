@@ -67,9 +67,7 @@ class MeasuredDaemon(Program):
 
     def metric(self, name: str) -> float:
         """Sum over the samples of a metric; 0 where there is none."""
-        text = httpx.get(f"{self.url}/metrics", timeout=_ANSWER_SECONDS).text
-        found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
-        return sum(map(float, found))
+        return metrics_of(self.url, name)[0]
 
     def num_steps(self) -> float:
         """Steps since the start."""
@@ -85,3 +83,12 @@ class MeasuredDaemon(Program):
                 self.url = ready.group(1)
                 self._known.set()
         self._known.set()
+
+
+def metrics_of(url: str, *names: str) -> list[float]:
+    """Of any server, at one moment: sums over the samples of metrics; 0 where there is none."""
+    text = httpx.get(f"{url}/metrics", timeout=_ANSWER_SECONDS).text
+    found = (
+        re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE) for name in names
+    )
+    return [sum(map(float, each)) for each in found]

@@ -39,6 +39,14 @@ def positive(text: str) -> float:
     return number
 
 
+def from_zero_number(text: str) -> float:
+    """For `type=`: a number, 0 included."""
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise ValueError
+    return number
+
+
 def share(text: str) -> float:
     """For `type=`: a number from 0 to 1."""
     number = float(text)

@@ -32,10 +32,13 @@ class Usage:
     sockets: int
 
 
-def usage_by_title(pid: int) -> dict[str, Usage]:
-    """Each process of the daemon whose supervisor is `pid`, by what it calls itself."""
+def usage_by_title(pid: int, prefix: str = _PREFIX) -> dict[str, Usage]:
+    """Each process of the daemon whose supervisor is `pid`, by what it calls itself.
+
+    prefix: of the titles of processes that count. Whatever `pid` is, it is called SUPERVISOR.
+    """
     found = {}
-    for title, each in _processes(pid):
+    for title, each in _processes(pid, prefix):
         with contextlib.suppress(OSError):
             found[title] = _usage(each)
     return found
@@ -54,13 +57,13 @@ def run_directory(pid: int) -> Path | None:
     return None
 
 
-def _processes(pid: int) -> Iterator[tuple[str, int]]:
+def _processes(pid: int, prefix: str = _PREFIX) -> Iterator[tuple[str, int]]:
     yield SUPERVISOR, pid
     for each in _descendants(pid):
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0")
             title = b" ".join(words).decode(errors="replace").strip()
-            if title.startswith(_PREFIX):
+            if title.startswith(prefix):
                 yield title, each
 
 

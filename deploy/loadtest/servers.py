@@ -98,6 +98,11 @@ class StartedServer(Program):
             raise
         self.seconds_to_ready = time.perf_counter() - self.begun
 
+    @property
+    def pid(self) -> int:
+        """Of the command's process."""
+        return self._process.pid
+
     def __exit__(self, *how: object) -> None:
         super().__exit__(*how)
         with suppress(ProcessLookupError):

@@ -17,11 +17,12 @@ _PRIME = 7919
 class FakeWorker:
     """Knows of each sequence how many tokens it has, which tells who samples in a step.
 
-    vocab_size: its tokens are smaller.
+    vocab_size: its tokens are smaller, and not below `lowest`.
     """
 
-    def __init__(self, vocab_size: int = NUM_TOKEN_IDS) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, vocab_size: int = NUM_TOKEN_IDS, lowest: int = 0) -> None:
+        self._lowest = lowest
+        self._span = vocab_size - lowest
         self._num_tokens: dict[int, int] = {}
 
     def answer(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -37,6 +38,7 @@ class FakeWorker:
             if end < num_tokens[handle]:
                 sampled.append([])
             else:
-                sampled.append([(handle * _PRIME + num_tokens[handle]) % self._vocab_size])
+                mixed = handle * _PRIME + num_tokens[handle]
+                sampled.append([self._lowest + mixed % self._span])
                 num_tokens[handle] += 1
         return ModelRunnerOutput(output.epoch, output.step, handles, sampled)

@@ -7,6 +7,9 @@ supervisor ── boot ──▶ WorkerReady ──▶ engine ── InitializeC
 engine ── SchedulerOutput ──▶ FakeWorker ── ModelRunnerOutput ──▶ engine
 """
 
+import argparse
+import time
+
 from engine_core.bench.fake_worker import GEOMETRY, FakeWorker
 from proto import PROTOCOL_VERSION
 from proto.lifecycle import (
@@ -21,15 +24,19 @@ from proto.process import run
 from proto.scheduler_output import SchedulerOutput
 from proto.sockets import Link, Poller, worker_path
 
+PLAIN_TOKENS = 1_000
+"""From here on tokens have a text of their own, seldom one that needs the next token: in a
+vocabulary of at least twice that size special tokens and single bytes are below."""
 KV_CACHE_BYTES = 1 << 30
 """What it says to have; nothing is allocated."""
 
 
 class NullWorker:
-    """Serves one engine after the other."""
+    """Serves one engine after the other. step_seconds: how long it sleeps over each step."""
 
-    def __init__(self, boot: ProcessBoot, supervisor: Link) -> None:
+    def __init__(self, boot: ProcessBoot, supervisor: Link, step_seconds: float) -> None:
         self._boot = boot
+        self._step_seconds = step_seconds
         self._supervisor = supervisor
         self._meet(boot.worker_epoch)
 
@@ -51,7 +58,9 @@ class NullWorker:
         path = worker_path(self._boot.run_dir, epoch, self._boot.index)
         self._engine = Link.connect(path, InitializeCache | SchedulerOutput)
         self._poller = Poller([self._supervisor, self._engine])
-        self._worker = FakeWorker(self._boot.model.vocab_size)
+        vocab_size = self._boot.model.vocab_size
+        lowest = PLAIN_TOKENS if vocab_size >= 2 * PLAIN_TOKENS else 0
+        self._worker = FakeWorker(vocab_size, lowest)
         self._engine.send(
             WorkerReady(
                 PROTOCOL_VERSION,
@@ -69,12 +78,18 @@ class NullWorker:
         if isinstance(message, InitializeCache):
             self._engine.send(CacheReady(message.epoch, self._boot.index))
         else:
-            self._engine.send(self._worker.answer(message))
+            answer = self._worker.answer(message)
+            if self._step_seconds:
+                time.sleep(self._step_seconds)
+            self._engine.send(answer)
 
 
 def main(boot: ProcessBoot, supervisor: Link) -> None:
     """Answer until told to stop."""
-    NullWorker(boot, supervisor).run()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--step-ms", type=float, default=0.0)
+    own, _ = parser.parse_known_args()
+    NullWorker(boot, supervisor, own.step_ms / 1e3).run()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
 A turn's prompt is all that came before it and what is new. Tools have names and durations of their
 own, so that there is something to learn from a name. Nominal times of the recording: a turn takes a
 second, and between turns is the tool's duration, which is all that a replay takes from them.
+Requests of others may come beside them, which belong to no job and are like nothing else.
 """
 
 import math
@@ -34,6 +35,18 @@ def draw_jobs(load: AgentLoad) -> list[AgentJob]:
             AgentJob(started / load.jobs_per_second, system, _draw_turns(load, shares, rng))
         )
     return jobs
+
+
+def draw_others(load: AgentLoad) -> list[tuple[float, AgentTurn]]:
+    """When they come, in seconds, and their one turn; jobs are drawn the same without them."""
+    rng = random.Random(f"{load.seed}: others")
+    started, found = 0.0, []
+    for _ in range(round(load.num_jobs * load.others_per_job)):
+        started += rng.expovariate(load.others_per_job)
+        num_output = min(1 + _count(rng, load.other_output_tokens - 1), load.longest - 1)
+        num_new = min(1 + _count(rng, load.other_tokens - 1), load.longest - num_output)
+        found.append((started / load.jobs_per_second, AgentTurn(num_new, num_output)))
+    return found
 
 
 def recording_of(load: AgentLoad) -> Recording:
@@ -80,6 +93,8 @@ class _Writing:
         self._systems = [self._new(0, 0, shared) for _ in range(load.num_systems)]
         for number, job in enumerate(draw_jobs(load)):
             self._write_job(f"agent-{number}", job)
+        for starts_s, turn in draw_others(load):
+            self._write_turn("", round(starts_s * _SECOND), Content(0, 0), turn.new_tokens, turn)
         self.recording = self._record()
 
     def _record(self) -> Recording:
@@ -141,9 +156,10 @@ class _Writing:
                 blocks=said,
             )
         )
-        self._lines.append(
-            TurnEnd(time_us=now + _SECOND, request_id=handle, job=job, tool=turn.tool)
-        )
+        if job:
+            self._lines.append(
+                TurnEnd(time_us=now + _SECOND, request_id=handle, job=job, tool=turn.tool)
+            )
         return said
 
     def _extended(self, content: Content, num_tokens: int) -> Content:

@@ -15,21 +15,26 @@ def figures_of(
     pins_taken, pins_hit, pins_expired, pins_unpinned = outcome.pins
     courses = list(outcome.courses.values())
     jobs: dict[str, list[Course]] = defaultdict(list)
+    others: dict[int, list[Course]] = defaultdict(list)
     for course in courses:
         arrival = course.sequence.arrival
-        jobs[arrival.job or f"request {arrival.request_id}"].append(course)
+        if arrival.job:
+            jobs[arrival.job].append(course)
+        else:
+            others[arrival.request_id].append(course)
+    agents, alone = _seconds(jobs.values()), _seconds(others.values())
     return ReplayFigures(
         policy=policy,
         num_requests=len(courses),
         num_left_out=num_left_out,
-        num_jobs=len(jobs),
+        num_jobs=len(jobs) + len(others),
         num_steps=outcome.num_steps,
         seconds=outcome.seconds,
         output_tokens=sum(each.sequence.num_outputs for each in courses),
         completion=spread(_end(each) - each.arrived for each in courses),
-        jobs=spread(
-            max(map(_end, turns)) - min(each.arrived for each in turns) for turns in jobs.values()
-        ),
+        jobs=spread(agents + alone),
+        agents=spread(agents),
+        others=spread(alone),
         ttft=spread(each.first - each.arrived for each in courses if each.first is not None),
         preemptions=outcome.num_preemptions,
         hit_rate=outcome.num_hit / outcome.num_queried if outcome.num_queried else 0.0,
@@ -40,6 +45,9 @@ def figures_of(
         pins_unpinned=pins_unpinned,
         num_prompt_tokens=sum(each.sequence.arrival.num_prompt_tokens for each in courses),
         num_found_tokens=sum(each.num_found for each in courses),
+        other_prompt_tokens=sum(
+            each.sequence.arrival.num_prompt_tokens for found in others.values() for each in found
+        ),
     )
 
 
@@ -51,6 +59,11 @@ def spread(values: Iterable[float]) -> Spread:
     return Spread(
         math.fsum(ordered) / len(ordered), _percentile(ordered, 50), _percentile(ordered, 99)
     )
+
+
+def _seconds(jobs: Iterable[list[Course]]) -> list[float]:
+    """From the first arrival to the last end of each."""
+    return [max(map(_end, turns)) - min(each.arrived for each in turns) for turns in jobs]
 
 
 def _percentile(ordered: list[float], percent: int) -> float:

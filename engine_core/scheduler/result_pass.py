@@ -207,5 +207,5 @@ def _first_token_info(request: Request) -> FirstTokenInfo:
         request.num_cached_tokens,
         request.queued_at,
         request.scheduled_at,
-        min(request.num_external_tokens, request.num_cached_tokens),
+        request.num_external_tokens,
     )

@@ -43,7 +43,7 @@ def request_view(request: Request, owner: int, num_blocks: int) -> RequestView:
     """owner: its number. num_blocks: that it holds."""
     return RequestView(
         owner,
-        request.tenant,
+        request.reader,
         request.label,
         _STATES.get(request.status, WAITING),
         request.num_prompt_tokens,

@@ -205,7 +205,7 @@ async def serving(
         engine.announce()
         await services.client.wait_ready()
     app = create_app(services)
-    server = make_server(app, services.config)
+    server = make_server(app, services.config, services.metrics.connections)
     listener = socket.create_server(("127.0.0.1", port))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     task = asyncio.create_task(server.serve(sockets=[listener]))

@@ -11,6 +11,7 @@ from fastapi import APIRouter
 
 from api_server import middleware, routes
 from api_server.app import create_app
+from api_server.page.files import page_files
 from api_server.routes import admin
 from proto.config import FrontEndConfig
 
@@ -21,7 +22,7 @@ async def test_api_key(start, say):
     async with start(say("!"), config=config) as front_end:
         for path in ("/health", "/health/live", "/health/ready", "/ping", "/version"):
             assert (await front_end.http.get(path)).status_code == 200
-        guarded = ("/v1/models", "/metrics", "/openapi.json", "/nowhere", "//health", "/health/")
+        guarded = ("/v1/models", "/metrics", "/openapi.json", "/nowhere", "/health/")
         for path in guarded:
             assert (await front_end.http.get(path)).status_code == 401, path
         for headers in (
@@ -63,9 +64,11 @@ OPEN = {"/health", "/health/live", "/health/ready", "/ping", "/version"}
 ADMIN = {route.path for route in admin.router.routes}
 TRICKS = (
     *("//v1/models", "/v1//models", "/v1/models/", "/./v1/models", "/health/../v1/models"),
+    *("//metrics", "/page;/../metrics", "/page/main.js/../../metrics"),
     *("/v1/%6dodels", "/%76%31/models", "/v1%2fmodels", "/health%2f..%2fmetrics", "/metrics%00"),
     *("/metrics;/health", "/metrics?/health", "/health;/../metrics", "/HEALTH", "/health%20"),
     *("/health/", "//health", "/version/../metrics", "\\health", "/openapi.json", "/docs"),
+    *("/page", "/page/", "/page//main.js", "/page/../metrics", "/page/%2e%2e/metrics", "//"),
     *("http://x/metrics", "http://health/v1/models", "/nowhere", "*"),
 )
 """Ways to name a path that is guarded, or one that is not there."""
@@ -86,7 +89,7 @@ async def test_metrics_without_a_key_where_that_is_wanted(start):
     for keys in ({"api_key": "k"}, {"api_key": "k", "admin_api_key": "op"}):
         async with start(config=FrontEndConfig(metrics_open=True, **keys)) as front_end:
             assert (await front_end.http.get("/metrics")).status_code == 200
-            for path in ("/metrics/", "//metrics", "/v1/models", "/load", "/server_info"):
+            for path in ("/metrics/", "/v1/models", "/load", "/server_info"):
                 assert (await front_end.http.get(path)).status_code == 401, path
 
 
@@ -96,11 +99,14 @@ async def test_the_key_guards_every_other_route(start):
         paths = all_paths(create_app(front_end.services))
         assert {"/v1/completions", "/v1/chat/completions", "/metrics", "/tokenize"} <= paths
         assert OPEN & paths >= middleware.OPEN_PATHS
+        page = {each.path for each in page_files()}
+        assert {"/", "/page/main.js"} <= page
+        paths |= page
         methods = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PURGE")
 
         async def try_keys(method: str, path: str) -> None:
             written = path.replace("{name:path}", "x")
-            is_open = path in middleware.OPEN_PATHS
+            is_open = path in middleware.OPEN_PATHS | page
             for headers in ({}, {"x-api-key": "kk"}, {"authorization": "Bearer op2"}):
                 response = await front_end.http.request(method, written, headers=headers)
                 assert (response.status_code != 401) == is_open, (method, path)

@@ -208,6 +208,16 @@ async def test_the_context_may_leave_less_than_is_asked_for(start, tokenizer):
         assert found["usage"]["input_tokens"] + found["usage"]["output_tokens"] == 256
 
 
+async def test_a_prompt_that_is_cut_leaves_room_for_the_answer(start, say):
+    long = [{"role": "user", "content": "the quick brown fox " * 200}]
+    async with start(say("!")) as front_end:
+        for most, left in ((6, 6), (5000, 64)):
+            found = await answer(
+                front_end, messages=long, max_tokens=most, truncate_prompt_tokens=-1
+            )
+            assert found["usage"]["input_tokens"] == 256 - left
+
+
 async def test_a_prompt_that_is_too_long_is_said_to_be_in_the_words_that_agents_look_for(start):
     async with start() as front_end:
         message = await error(front_end, messages=[{"role": "user", "content": "🦊" * 300}])
@@ -278,6 +288,7 @@ async def test_failed_tools_and_names_of_found_ones(start, say, tokenizer):
             "content": [
                 {"type": "text", "text": "no network"},
                 {"type": "tool_reference", "tool_name": "clock"},
+                {"type": "image", "source": {"type": "base64", "data": "eA=="}},
             ],
         },
         {"type": "text", "text": "go on"},
@@ -288,9 +299,11 @@ async def test_failed_tools_and_names_of_found_ones(start, say, tokenizer):
         {"role": "user", "content": blocks},
     ]
     async with start(say("!"), max_model_len=8192) as front_end:
-        await answer(front_end, messages=messages, tools=[WEATHER])
+        response = await ask(front_end, messages=messages, tools=[WEATHER])
+        assert response.status_code == 200, response.text
+        assert response.headers["x-tokend-ignored"] == "messages.content.tool_result.image"
         prompt = prompt_of(front_end, tokenizer)
-        assert "Error: no network\nclock" in prompt
+        assert "Error: no network\nclock\n[image: not shown" in prompt
         assert prompt.index("clock") < prompt.index("go on")
 
 
@@ -396,6 +409,9 @@ async def test_counting_needs_no_engine_and_is_right(start, say):
             {"tools": [WEATHER | {"input_schema": {"type": "string"}}]},
             "tools.0.input_schema.type must be object",
         ),
+        ({"tool_choice": {"type": {}}}, "tool_choice.type"),
+        ({"output_config": {"effort": {}}}, "output_config.effort"),
+        ({"messages": [{"role": "user", "content": [{"type": "\ud800"}]}]}, "type \\ud800"),
     ],
 )
 async def test_what_is_refused(start, fields, words):
@@ -431,6 +447,7 @@ async def test_errors_have_anthropics_types(start, say):
             await client(front_end).messages.create(**BODY)
         assert denied.value.body["error"]["type"] == "authentication_error"
         assert denied.value.request_id == denied.value.body["request_id"]
+        assert denied.value.response.headers["x-should-retry"] == "false"  # agents ask ten times
         known = client(front_end, "secret")
         assert (await known.messages.create(**BODY)).content
         with pytest.raises(anthropic.NotFoundError) as missing:
@@ -473,6 +490,7 @@ async def test_refusals_of_the_engine(start, refusal, status, kind, stream):
         front_end.engine.refuse(await front_end.engine.requests.get(), refusal)
         response = await asking
         assert response.status_code == status
+        assert response.headers.get("x-should-retry") == ("false" if status == 400 else None)
         found = response.json()
         assert found["error"]["type"] == kind
         if status == 400:

@@ -11,7 +11,6 @@ from api_server.metric_sheet import MetricSheet
 from api_server.metrics import Metrics
 from api_server.routes import completions
 from proto.stats import KVMediumStats, SchedulerStats
-from tests.fakes import boots
 
 MODEL = ("model_name", "engine")
 FIRST_TOKEN = (
@@ -39,10 +38,7 @@ GAUGES = {
     "num_requests_waiting_by_reason": ("reason",),
     "kv_cache_usage_perc": (),
     "kv_offload_cpu_cache_usage_perc": (),
-    "cache_config_info": (
-        *("block_size", "num_gpu_blocks", "cache_dtype"),
-        *("enable_prefix_caching", "gpu_memory_utilization"),
-    ),
+    "cache_config_info": ("block_size", "num_gpu_blocks"),
 }
 COUNTERS = {
     "prefix_cache_queries": (),
@@ -103,12 +99,12 @@ DOCUMENT = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 def families() -> dict[str, Metric]:
     """All that can be shown is."""
     metrics = Metrics("toy", MetricSheet.of_one())
-    metrics.http.know([completions.router])
-    metrics.engine_ready(boots.engine_ready())
+    http = metrics.count_http(completions.router.routes)
+    metrics.cache_config(block_size=16, num_gpu_blocks=64)
     metrics.scheduler_stats(
         SchedulerStats(0, 0, 0.0, kv_media=[KVMediumStats("CPU", num_loads=1)]), 1, 1.0
     )
-    metrics.http.answered("/v1/completions", "POST", 200, 0.2)
+    http.answered({"path": "/v1/completions", "method": "POST"}, 200, 0.2)
     return {each.name: each for each in text_string_to_metric_families(metrics.text().decode())}
 
 

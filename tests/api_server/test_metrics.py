@@ -1,6 +1,9 @@
 """What /metrics shows."""
 
 import asyncio
+import re
+
+import pytest
 
 from proto.errors import ErrorInfo
 from proto.lifecycle import WeightMemory
@@ -125,3 +128,71 @@ async def test_memory_of_the_weights_by_form(start):
         found = await samples(front_end)
         assert found["tokend:weights_bytes,packed"] == 90
         assert found["tokend:weights_bytes,bf16"] == 250
+
+
+BEGUN = (
+    "time_to_first_token_seconds",
+    "request_prompt_tokens",
+    "request_queue_time_seconds",
+    "request_prefill_kv_computed_tokens",
+)
+ENDED = (
+    *("e2e_request_latency_seconds", "request_prefill_time_seconds"),
+    *("request_decode_time_seconds", "request_inference_time_seconds"),
+    *("request_params_n", "request_params_max_tokens", "request_max_num_generation_tokens"),
+    *("request_time_per_output_token_seconds", "request_generation_tokens"),
+)
+
+
+async def test_parts_of_a_request(start, say, tokenizer):
+    async with start(say(" world")) as front_end:
+        prompt = len(tokenizer.encode("hello").ids)
+        output = len(tokenizer.encode(" world").ids) + 1
+        await front_end.complete(max_tokens=40)
+        found = await samples(front_end)
+        for name in (*BEGUN, *ENDED):
+            assert found[f"vllm:{name}_count"] == 1, name
+        parts = ("request_prefill_time_seconds", "request_decode_time_seconds")
+        assert found["vllm:request_inference_time_seconds_sum"] == pytest.approx(
+            sum(found[f"vllm:{name}_sum"] for name in parts)
+        )
+        assert found["vllm:request_time_per_output_token_seconds_sum"] == pytest.approx(
+            found["vllm:request_decode_time_seconds_sum"] / (output - 1)
+        )
+        assert found["vllm:request_params_max_tokens_sum"] == 40
+        assert found["vllm:request_max_num_generation_tokens_sum"] == output
+        assert found["vllm:request_params_n_bucket,1.0"] == 1
+        cached = found["vllm:prompt_tokens_cached_total"]
+        sources = {
+            name.rpartition(",")[2]: value
+            for name, value in found.items()
+            if name.startswith("vllm:prompt_tokens_by_source_total")
+        }
+        assert sources.keys() == {"local_compute", "local_cache_hit", "external_kv_transfer"}
+        assert sum(sources.values()) == prompt
+        assert sources["local_cache_hit"] + sources["external_kv_transfer"] == cached
+        assert found["vllm:request_prefill_kv_computed_tokens_sum"] == prompt - cached
+        info = next(name for name in found if name.startswith("vllm:cache_config_info"))
+        assert found[info] == 1
+
+
+async def test_http_requests_by_route(start, say):
+    async with start(say(" world")) as front_end:
+        await front_end.complete()
+        await front_end.complete(stream=True)
+        await front_end.http.post("/v1/completions", json={"prompt": 3.5})
+        await front_end.http.get("/v1/models")
+        await front_end.http.get("/nowhere/secret")
+        for path in ("/health", "/version", "/load", "/metrics"):
+            await front_end.http.get(path)
+        text = (await front_end.http.get("/metrics")).text
+        shown = set(re.findall(r"^http_requests_total\{(.*)\} (.*)$", text, re.MULTILINE))
+        assert shown == {
+            ('handler="/v1/completions",method="POST",status="2xx"', "2.0"),
+            ('handler="/v1/completions",method="POST",status="4xx"', "1.0"),
+            ('handler="/v1/models",method="GET",status="2xx"', "1.0"),
+            ('handler="none",method="none",status="4xx"', "1.0"),
+        }
+        durations = re.findall(r"^http_request_duration_seconds_count\{(.*)\} (.*)$", text, re.M)
+        assert ('handler="/v1/completions",method="POST"', "3.0") in durations
+        assert "secret" not in text

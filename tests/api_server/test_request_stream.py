@@ -6,8 +6,9 @@ from tokenizers import Tokenizer
 from api_server.inputs.tokenizer import ModelTokenizer
 from api_server.metric_sheet import MetricSheet
 from api_server.metrics import Metrics
+from api_server.outputs.bell import Bell
 from api_server.outputs.choice import Choice
-from api_server.outputs.request_stream import Bell, RequestStream, Timeline
+from api_server.outputs.request_stream import RequestStream, Timeline
 from api_server.outputs.stop_strings import stop_matcher
 from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
 from proto.errors import ErrorInfo, InternalRequestError, InvalidRequestError

@@ -51,3 +51,34 @@ async def test_thoughts_may_be_hidden_and_come_back(start, say, served):
         response = await ask(front_end, input=items)
         assert response.status_code == 200, response.text
         assert "x-tokend-ignored" not in response.headers
+
+
+async def test_log_probabilities_are_those_of_the_text(start, say, served, tokenizer):
+    """Thoughts, markers and calls have tokens too, which are no part of it."""
+    call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    fields = {
+        "include": ["message.output_text.logprobs"],
+        "tools": [{"type": "function", "name": "look", "parameters": {"type": "object"}}],
+    }
+    cases = ((SAID, True), (f"{SAID}<to be>", True), (f"{SAID}\n{call}", False))
+    for said, ends_so in cases:
+        for shown in ({}, {"include_reasoning": False}):
+            async with start(say(said), served=served, max_model_len=999) as front_end:
+                whole = await answer(front_end, **fields, **shown)
+                told = await events(front_end, **fields, **shown)
+                (part,) = (
+                    item["content"][0] for item in whole["output"] if item["type"] == "message"
+                )
+                text = "".join(entry["token"] for entry in part["logprobs"])
+                expected = tokenizer.decode(tokenizer.encode(part["text"]).ids)
+                assert text.strip() == expected.strip() + ("<|im_end|>" if ends_so else "")
+                (done,) = (each for each in told if each["type"] == "response.output_text.done")
+                assert done["logprobs"] == part["logprobs"]
+                deltas = [
+                    entry
+                    for each in told
+                    if each["type"] == "response.output_text.delta"
+                    for entry in each["logprobs"]
+                ]
+                assert deltas == part["logprobs"][: len(deltas)]
+                assert len(part["logprobs"]) - len(deltas) <= 1

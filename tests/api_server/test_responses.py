@@ -149,6 +149,26 @@ async def test_what_the_model_sees(start, say, tokenizer):
         )
 
 
+async def test_a_tool_may_give_what_the_model_cannot_see(start, say, tokenizer):
+    items = [
+        {"role": "user", "content": "look"},
+        {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+        {
+            "type": "function_call_output",
+            "call_id": "c",
+            "output": [
+                {"type": "input_text", "text": "here"},
+                {"type": "input_image", "image_url": "data:image/png;base64,eA=="},
+            ],
+        },
+    ]
+    async with start(say("!")) as front_end:
+        response = await ask(front_end, input=items)
+        assert response.status_code == 200, response.text
+        assert response.headers["x-tokend-ignored"] == "input.output.input_image"
+        assert "here\n[image: not shown" in prompt_of(front_end, tokenizer)
+
+
 async def test_parameters_reach_the_engine(start, say):
     async with start(say(TEXT)) as front_end:
         await answer(
@@ -253,6 +273,8 @@ async def test_a_refusal_of_the_engine_is_in_the_words_of_this_api(start):
         ({"input": [{"role": "user", "content": "x"}] * 5000}, "input", "4096"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "item_reference"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input", "input[0].role"),
+        ({"input": [{"type": {"a": 1}}]}, "input", "input[0]"),
+        ({"input": [{"type": "\ud800"}]}, "input", "\\ud800"),
         ({"input": [{"role": "user", "content": 5}]}, "input", "input[0].content"),
         ({"input": [{"role": "user", "content": "\ud800"}]}, "input", "surrogate"),
         (
@@ -358,6 +380,8 @@ async def test_a_conversation_that_is_too_long_may_lose_its_beginning(start, say
         assert (await error(front_end, input=long))["param"] == "input"
         found = await answer(front_end, input=long, truncation="auto", max_output_tokens=6)
         assert found["usage"]["input_tokens"] == 250
+        found = await answer(front_end, input=long, truncation="auto")
+        assert found["usage"]["input_tokens"] == 256 - 64, "there is room for an answer"
 
 
 async def test_stored_responses_go_on(start, say, tokenizer):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+from api_server.http_protocol import ChunkWriter
 from api_server.protocol.answers import CompletionAnswer
 from proto.engine_io import FinishReason
 from proto.errors import ErrorInfo
@@ -100,4 +101,39 @@ async def test_after_a_stream_that_succeeds_the_connection_stays(start):
         await connection.read_stream()
         assert connection.events[-1] == "data: [DONE]"
         assert not await connection.is_closed()
+        connection.writer.close()
+
+
+async def test_tokens_are_told_past_the_task_and_words_that_fail_end_the_stream(start, monkeypatch):
+    """The usual chunk is written by who hears of the token; one that cannot be put into words is
+    the end of its stream alone."""
+    written, chunk = [], CompletionAnswer.chunk
+
+    def write(self, body):
+        written.append(body)
+        real_write(self, body)
+
+    def fail_at_the_fourth(self, delta):
+        if delta.num_tokens == 4:
+            raise ValueError("no words")
+        return chunk(self, delta)
+
+    real_write = ChunkWriter.write
+    monkeypatch.setattr(ChunkWriter, "write", write)
+    monkeypatch.setattr(CompletionAnswer, "chunk", fail_at_the_fourth)
+    async with start(accepts=True) as front_end:
+        connection, request = await ask(front_end)
+        for number in range(1, 4):
+            front_end.engine.emit(request, [40])
+            async with asyncio.timeout(LIMIT_SECONDS):
+                await connection.reader.readuntil(b"data: {")
+                await connection.reader.readuntil(b"}\n\n\r\n")
+            assert len(written) == number
+        front_end.engine.emit(request, [40])
+        await connection.read_stream()
+        assert len(written) == 3
+        assert '"message": "internal error"' in connection.events[0]
+        assert connection.events[1:] == ["data: [DONE]"]
+        assert await connection.is_closed()
+        assert front_end.services.client.num_open == 0
         connection.writer.close()

@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from api_server.view import feed as feeds
+from api_server.view.events import rate
 from api_server.view.watcher import MAX_UNREAD
 from proto.config import FrontEndConfig
 from proto.view import (
@@ -156,25 +158,27 @@ async def test_the_engine_hears_the_id_of_an_answer(start: StartFrontEnd) -> Non
         assert (await front_end.engine.requests.get()).label == answer["id"]
 
 
+@pytest.mark.parametrize("tenant_by", ["api-key", "header", "none"])
 async def test_requests_of_other_tenants_are_anonymous(
-    start: StartFrontEnd, tmp_path: Path
+    start: StartFrontEnd, tmp_path: Path, tenant_by: Any
 ) -> None:
+    """Also where nothing tells tenants apart: then whose key is another one is another."""
     keys = tmp_path / "keys"
     keys.write_text("alice key-of-alice\nbob key-of-bob\n")
     keys.chmod(0o600)
-    config = FrontEndConfig(api_key_file=str(keys), admin_api_key="boss")
+    config = FrontEndConfig(api_key_file=str(keys), admin_api_key="boss", tenant_by=tenant_by)
     hidden = ("id", "prompt_tokens", "output_tokens", "computed_tokens", "cached_tokens")
     async with start(lambda request, choice: [2], config=config) as front_end:
-        tenants = {}
+        readers = {}
         for name in ("alice", "bob"):
             bearer = {"authorization": f"Bearer key-of-{name}"}
             body = {"prompt": "x"}
             await front_end.http.post("/v1/completions", json=body, headers=bearer)
-            tenants[name] = (await front_end.engine.requests.get()).tenant
+            readers[name] = (await front_end.engine.requests.get()).reader
         shown = view(
             requests=(
-                RequestView(1, tenants["alice"], "cmpl-a", RUNNING, 20, 5, 24, 16, 2),
-                RequestView(2, tenants["bob"], "cmpl-b", WAITING, 21, 0, 0, 0, 0),
+                RequestView(1, readers["alice"], "cmpl-a", RUNNING, 20, 5, 24, 16, 2),
+                RequestView(2, readers["bob"], "cmpl-b", WAITING, 21, 0, 0, 0, 0),
             )
         )
         seen = {}
@@ -228,6 +232,19 @@ async def test_what_happens_is_told(start: StartFrontEnd) -> None:
         assert notice["text"].startswith("2 requests")
         front_end.services.feed.restarted("worker", hung=True)
         assert (await stream.next())[1]["kind"] == "watchdog"
+
+
+async def test_a_view_that_makes_no_sense_costs_nothing_else(
+    start: StartFrontEnd, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with start() as front_end, watching(front_end) as stream:
+        await stream.next()
+        assert await watches(front_end)
+        front_end.engine.show(view(blocks=BlockMap(b"\1\0\0\0", b"", b"")))
+        front_end.engine.show(view(requests=(RequestView(1, 0, "cmpl-1", 9, 1, 1, 1, 1, 1),)))
+        front_end.engine.show(view(step=8))
+        assert (await stream.next())[1]["step"] == 8
+        assert len([each for each in caplog.records if "into words" in each.message]) == 2
 
 
 async def test_who_does_not_read_loses_the_stream_and_nobody_else_does(
@@ -298,3 +315,8 @@ async def test_it_is_for_pages_of_this_server_and_can_be_switched_off(
         assert not front_end.services.feed.watches
     async with start(config=FrontEndConfig(page=False)) as front_end:
         assert (await front_end.http.get("/view/events")).status_code == 404
+
+
+def test_a_view_that_comes_at_once_has_no_rate():
+    assert rate(256, 0.004) == 0.0
+    assert rate(256, 0.25) == 1024.0

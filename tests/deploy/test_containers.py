@@ -54,8 +54,8 @@ def test_the_build_gets_what_the_package_is_made_of_and_nothing_else() -> None:
 def shown() -> str:
     """What a daemon shows under /metrics."""
     metrics = Metrics("model", MetricSheet.of_one())
-    metrics.http.know([completions.router])
-    metrics.http.answered("/v1/completions", "POST", 200, 0.1)
+    http = metrics.count_http(completions.router.routes)
+    http.answered({"path": "/v1/completions", "method": "POST"}, 200, 0.1)
     return metrics.text().decode()
 
 

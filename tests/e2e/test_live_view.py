@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import signal
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -97,6 +98,11 @@ def test_everybodys_requests_and_an_engine_that_dies() -> None:
             assert await late in watcher.ids
             assert watcher.num_blocks(0) > hello["num_blocks"] // 2
             assert len(watcher.hellos) == 1, "the shape is the same"
+
+            daemon.process.send_signal(signal.SIGTERM)
+            await watcher.until(lambda: watcher.notices[-1]["kind"] == "drain")
+            with pytest.raises(StopAsyncIteration):
+                await watcher.until(lambda: False)
 
     with Daemon(*SMALL) as daemon:
         asyncio.run(run(daemon))

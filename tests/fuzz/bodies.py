@@ -55,6 +55,28 @@ FIELDS: Final = sorted(
     }
 )
 CONTROL: Final = (COMPLETIONS, b'{"prompt": "the sea", "seed": 1, "max_tokens": 3, "logprobs": 1}')
+CITY: Final = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOLD: Final = [
+    {"role": "user", "content": "x"},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "text", "text": "y"},
+            {"type": "tool_use", "id": "t", "name": "a", "input": {"city": "P"}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "tool_result",
+                "tool_use_id": "t",
+                "content": [{"type": "text", "text": "z"}, {"type": "image"}],
+                "is_error": True,
+            }
+        ],
+    },
+]
 VALID: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     (COMPLETIONS, {"prompt": "hello", "max_tokens": 4, "temperature": 0}),
     (COMPLETIONS, {"prompt": ["a", "b"], "n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5}),
@@ -153,6 +175,50 @@ VALID: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
             "prompt_cache_key": "k",
         },
     ),
+    (
+        RESPONSES,
+        {
+            "input": [
+                {"role": "user", "content": "x"},
+                {"type": "function_call", "call_id": "c", "name": "a", "arguments": "{}"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "c",
+                    "output": [{"type": "input_text", "text": "y"}, {"type": "input_image"}],
+                },
+                {"type": "custom_tool_call", "call_id": "d", "name": "b", "input": "z"},
+                {"type": "custom_tool_call_output", "call_id": "d", "output": "z"},
+            ],
+            "tools": [
+                {"type": "function", "name": "a", "parameters": CITY, "strict": True},
+                {"type": "custom", "name": "b", "format": {"type": "text"}},
+                {
+                    "type": "namespace",
+                    "name": "n",
+                    "tools": [{"type": "function", "name": "a", "parameters": CITY}],
+                },
+            ],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": "a"}],
+            },
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "text": {"format": {"type": "json_schema", "name": "x", "schema": CITY}},
+        },
+    ),
+    (
+        MESSAGES,
+        {
+            "model": "toy",
+            "max_tokens": 4,
+            "messages": TOLD,
+            "tools": [{"name": "a", "input_schema": CITY, "strict": True}],
+            "tool_choice": {"type": "tool", "name": "a"},
+            "output_format": {"type": "json_schema", "schema": CITY},
+        },
+    ),
+    (COUNT, {"model": "toy", "messages": TOLD, "tools": [{"name": "a", "input_schema": CITY}]}),
     (COUNT, {"model": "toy", "messages": [{"role": "user", "content": "x"}], "system": "y"}),
     (
         MESSAGES,

@@ -40,6 +40,7 @@ ODD_VALUES: Final[tuple[Any, ...]] = (
         "\x1b[2J",
         "a" * 5000,
         "😀",
+        "\ud800",
         "0",
         "null",
         "../../etc/passwd",

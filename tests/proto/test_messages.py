@@ -151,6 +151,7 @@ MESSAGES = [
         deadline=14.5,
         agent=AgentHint("job", True, 2.5),
         label="cmpl-1",
+        reader=(1 << 64) - 1,
     ),
     SessionInput(1, 2, [3, 4], PARAMS, True),
     TurnEnded(1, 2, "job", "weather"),

@@ -15,14 +15,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 from deploy.loadtest.agents import real
-from deploy.loadtest.agents.grid import Cell, Grid, Measured, Programs, cells, measure
+from deploy.loadtest.agents.grid import Cell, Finished, Grid, Measured, Programs, cells, measure
 from deploy.loadtest.agents.ledger import Ledger
 from deploy.loadtest.agents.machines import MACHINES, VARIANTS
-from deploy.loadtest.agents.report import document, measured_table, table, verdicts
+from deploy.loadtest.agents.report import document, markdown, measured_table, table, verdicts
 from deploy.loadtest.options import (
     Parser,
     at_least_one,
     from_zero,
+    from_zero_number,
     positive,
     writable,
     write,
@@ -42,25 +43,33 @@ def main(words: Sequence[str]) -> None:
             return
         grid = _grid(options)
         with ExitStack() as stack:
-            programs = Programs(stack, options.processes, Ledger(options.ledger))
+            ledger = Ledger(options.ledger)
+            programs = (
+                Finished(ledger) if options.finished else Programs(stack, options.processes, ledger)
+            )
             measured, found_cells = _run(grid, programs, console)
         write(files, document(grid, measured, found_cells))
+    if options.markdown:
+        print("\n".join(markdown(found_cells)))
+        return
     console.print(measured_table(grid, measured))
     console.print(table(found_cells))
     for line in verdicts(found_cells):
         console.print(line, highlight=False)
 
 
-def _run(grid: Grid, programs: Programs, console: Console) -> tuple[list[Measured], list[Cell]]:
+def _run(
+    grid: Grid, programs: Programs | Finished, console: Console
+) -> tuple[list[Measured], list[Cell]]:
     """Seed by seed."""
     a_seed = len(grid.pools) * len(grid.rates) * len(grid.variants)
     measured: list[Measured] = []
     found: list[Cell] = []
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("replays", total=a_seed * len(grid.seeds))
         for seed in grid.seeds:
             measured.append(measure(grid, seed, programs))
-            found += cells(grid, measured[-1], programs, lambda _: progress.advance(task))
+            found += cells(grid, measured[-1], programs, lambda: progress.advance(task))
     return measured, found
 
 
@@ -73,6 +82,7 @@ def _grid(options: argparse.Namespace) -> Grid:
         pools=options.pools,
         rates=options.rates,
         host=options.host,
+        others=options.others,
         trace=options.steps_of or "",
     )
 
@@ -134,6 +144,13 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     add("--pools", type=_whole, default=[25, 50, 100], metavar="P,…", help="%% of the working set")
     add("--rates", type=_whole, default=[70, 90, 110], metavar="P,…", help="%% of the capacity")
     add("--host", type=at_least_one, default=100, metavar="P", help="+host: %% of the working set")
+    add(
+        "--others",
+        type=from_zero_number,
+        default=0.0,
+        metavar="X",
+        help="requests of others that come for each job, of 1,000 tokens in the mean (0)",
+    )
     add("--machine", choices=list(MACHINES), default="smollm2-cpu", help="step times (smollm2-cpu)")
     add("--steps-of", metavar="TRACE", help="fit the step times to this trace instead")
     add(
@@ -142,6 +159,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="FILE",
         help="write each replay there when it is over, and take those that are there already",
     )
+    add("--finished", action="store_true", help="show what the ledger has, and play nothing")
+    add("--markdown", action="store_true", help="print the cells as the table of a document")
     processes = os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count()
     add(
         "--processes",

@@ -1,8 +1,9 @@
 """The simulated grid: pools by arrivals by policies, each cell a replay in a process of its own.
 
     capacity      jobs/s that the server finishes when there is always somebody to compute for:
-                  fcfs, `TOGETHER` jobs at any time, tools that take no time, a pool that holds
-                  everything. It is the rate at which fcfs with the full pool saturates.
+                  fcfs, `TOGETHER` jobs or requests of others at any time, tools that take no
+                  time, a pool that holds everything. It is the rate at which fcfs with the full
+                  pool saturates.
     working set   the most KV that jobs under way have at once, from a job's first arrival to its
                   last token, their time with tools included, what they share counted once: fcfs,
                   arrivals at 90 % of the capacity, a pool that holds everything.
@@ -27,7 +28,15 @@ from deploy.loadtest.agents.machines import BASELINE, VARIANTS, Machine, agent_l
 from deploy.loadtest.line_program import LineProgram
 from proto.codec import changed
 from proto.errors import TokendError
-from proto.replay import AgentLoad, HostTier, ReplayAnswer, ReplayFigures, ReplayOrder, StepModel
+from proto.replay import (
+    AgentLoad,
+    HostTier,
+    ReplayAnswer,
+    ReplayFigures,
+    ReplayOrder,
+    Spread,
+    StepModel,
+)
 
 COMMAND: Final = (sys.executable, "-P", "-m", "engine_core.replay")
 TOGETHER: Final = 64
@@ -40,7 +49,8 @@ _BLOCK_SIZE: Final = 16
 class Grid:
     """pools: percent of the working set. rates: of the capacity. host: percent, likewise.
 
-    trace: whose steps tell how long steps take; "" takes the machine's.
+    others: requests of others for each job. trace: whose steps tell how long steps take; "" takes
+    the machine's.
     """
 
     machine: Machine
@@ -50,7 +60,11 @@ class Grid:
     pools: list[int]
     rates: list[int]
     host: int
+    others: float = 0.0
     trace: str = ""
+
+    def load(self, seed: int) -> AgentLoad:
+        return agent_load(self.num_jobs, seed, self.others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +87,8 @@ class Cell:
     """One replay. ratio_*: fcfs's time by this one's, of the same seed, pool and arrivals; more
     than 1 is better than fcfs. None where fcfs was not asked for.
 
-    found_percent: of prompt tokens, in the pool or behind it, at a request's first admission.
+    found_percent: of jobs' prompt tokens, in the pool or behind it, at a turn's first admission.
+    other_s_*: completion of requests of others; 0 where there are none.
     pins_*: taken; found by the job's next turn; given back when their time was over; given back for
     want of blocks.
     """
@@ -94,8 +109,30 @@ class Cell:
     pins_hit: int
     pins_expired: int
     pins_unpinned: int
+    other_s_mean: float = 0.0
+    other_s_p99: float = 0.0
     ratio_mean: float | None = None
     ratio_p99: float | None = None
+
+
+class Finished:
+    """Replays that are in a ledger; nothing is played."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def play(self, order: ReplayOrder) -> ReplayFigures:
+        """Raises TokendError where it is not there."""
+        known = self._ledger.figures(order)
+        if known is None:
+            raise TokendError("tokend bench agents: the ledger has no capacity of this load yet")
+        return known
+
+    def play_all(
+        self, orders: Sequence[ReplayOrder], done: Callable[[], None]
+    ) -> list[ReplayFigures | None]:
+        """In the order of the orders; None where one is not there."""
+        return [self._ledger.figures(order) for order in orders]
 
 
 class Programs:
@@ -125,25 +162,25 @@ class Programs:
         return answer.figures
 
     def play_all(
-        self, orders: Sequence[ReplayOrder], done: Callable[[ReplayFigures], None]
-    ) -> list[ReplayFigures]:
-        """In the order of the orders; done: told of each as it comes."""
+        self, orders: Sequence[ReplayOrder], done: Callable[[], None]
+    ) -> list[ReplayFigures | None]:
+        """In the order of the orders, none missing; done: called for each as it comes."""
 
         def one(order: ReplayOrder) -> ReplayFigures:
             figures = self.play(order)
-            done(figures)
+            done()
             return figures
 
         return list(self._threads.map(one, orders))
 
 
-def measure(grid: Grid, seed: int, programs: Programs) -> Measured:
+def measure(grid: Grid, seed: int, programs: Programs | Finished) -> Measured:
     """Capacity, then working set; raises TokendError."""
-    load = agent_load(grid.num_jobs, seed)
+    load = grid.load(seed)
     order = _order(grid, load)
     most = TOGETHER * (load.longest // _BLOCK_SIZE + 1) + load.num_systems * load.system_tokens
     full = programs.play(changed(order, together=TOGETHER, num_blocks=most))
-    capacity = full.num_jobs / full.seconds
+    capacity = load.num_jobs / full.seconds
     order = changed(order, step_model=full.step_model)
     calm = programs.play(changed(order, rate=LOAD_OF_WORKING_SET * capacity, policy=BASELINE))
     return Measured(
@@ -151,7 +188,7 @@ def measure(grid: Grid, seed: int, programs: Programs) -> Measured:
         capacity_jobs_per_s=capacity,
         working_set_blocks=calm.live_blocks_peak,
         working_set_mean_blocks=calm.live_blocks_mean,
-        unpressed_job_s_mean=calm.jobs.mean,
+        unpressed_job_s_mean=_jobs(grid.others, calm).mean,
         num_requests=calm.num_requests,
         prompt_tokens=calm.num_prompt_tokens,
         output_tokens=calm.output_tokens,
@@ -160,10 +197,10 @@ def measure(grid: Grid, seed: int, programs: Programs) -> Measured:
 
 
 def cells(
-    grid: Grid, measured: Measured, programs: Programs, done: Callable[[ReplayFigures], None]
+    grid: Grid, measured: Measured, programs: Programs | Finished, done: Callable[[], None]
 ) -> list[Cell]:
-    """All of a seed: pools, in them arrivals, in them policies; raises TokendError."""
-    order = _order(grid, agent_load(grid.num_jobs, measured.seed))
+    """Those of a seed: pools, in them arrivals, in them policies; raises TokendError."""
+    order = _order(grid, grid.load(measured.seed))
     places = [
         (pool, rate, name) for pool in grid.pools for rate in grid.rates for name in grid.variants
     ]
@@ -185,6 +222,7 @@ def cells(
     plain = [
         _cell(measured, place, order, figures)
         for place, order, figures in zip(places, orders, found, strict=True)
+        if figures is not None
     ]
     base = {
         (each.pool_percent, each.rate_percent): each for each in plain if each.variant == BASELINE
@@ -206,6 +244,8 @@ def _cell(
 ) -> Cell:
     pool, rate, name = place
     assert order.num_blocks is not None
+    assert order.load is not None
+    jobs = _jobs(order.load.others_per_job, figures)
     return Cell(
         seed=measured.seed,
         variant=name,
@@ -213,17 +253,26 @@ def _cell(
         rate_percent=rate,
         num_blocks=order.num_blocks,
         jobs_per_s=order.rate,
-        job_s_mean=figures.jobs.mean,
-        job_s_p50=figures.jobs.p50,
-        job_s_p99=figures.jobs.p99,
+        job_s_mean=jobs.mean,
+        job_s_p50=jobs.p50,
+        job_s_p99=jobs.p99,
         ttft_s_mean=figures.ttft.mean,
-        found_percent=100 * figures.num_found_tokens / figures.num_prompt_tokens,
+        found_percent=100
+        * figures.num_found_tokens
+        / (figures.num_prompt_tokens - figures.other_prompt_tokens),
         preemptions=figures.preemptions,
         pins_taken=figures.pins_taken,
         pins_hit=figures.pins_hit,
         pins_expired=figures.pins_expired,
         pins_unpinned=figures.pins_unpinned,
+        other_s_mean=figures.others.mean,
+        other_s_p99=figures.others.p99,
     )
+
+
+def _jobs(others: float, figures: ReplayFigures) -> Spread:
+    """Those of agents: all, where nobody else asks for anything."""
+    return figures.agents if others else figures.jobs
 
 
 def _compared(cell: Cell, base: Cell | None) -> Cell:

@@ -76,10 +76,17 @@ VARIANTS: Final = {
 """none, fixed and rule are of policy continuum; +host: with host memory behind the pool."""
 
 
-def agent_load(num_jobs: int, seed: int) -> AgentLoad:
+def agent_load(num_jobs: int, seed: int, others_per_job: float = 0.0) -> AgentLoad:
     """A job a second; the shape of the Codex traces, with contexts a tenth of theirs.
 
     There: a median of 33 turns, 12K tokens that become 80K by 2,242 a turn, 131 tokens in for one
     out. Here: 33 turns, or fewer where 8,192 tokens are full; 1,024 tokens and then 225 a turn.
     """
-    return AgentLoad(num_jobs=num_jobs, seed=seed, turns=33.0, turn_tokens=190, output_tokens=35)
+    return AgentLoad(
+        num_jobs=num_jobs,
+        seed=seed,
+        turns=33.0,
+        turn_tokens=190,
+        output_tokens=35,
+        others_per_job=others_per_job,
+    )

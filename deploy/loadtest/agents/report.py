@@ -58,18 +58,40 @@ def measured_table(grid: Grid, measured: Sequence[Measured]) -> Table:
 def table(cells: Sequence[Cell]) -> Table:
     """A row a cell and policy: means over seeds, and the range of what is compared."""
     made = Table(title="job completion, s; ratios: fcfs by this one (range over seeds)")
-    for title in ("pool", "arrivals", "policy"):
-        made.add_column(title)
-    for title in ("mean", "p99", "ratio of means", "of p99", "found", "preempted"):
-        made.add_column(title, justify="right")
-    made.add_column("pins taken / hit / expired / unpinned", justify="right")
-    before = (0, 0)
-    for (pool, rate, name), group in grouped(cells):
-        if before not in ((0, 0), (pool, rate)):
+    for number, title in enumerate(_titles(cells)):
+        made.add_column(title, justify="left" if number < _NUM_NAMES else "right")
+    before: list[str] = []
+    for row in _rows(cells):
+        if before and before[:2] != row[:2]:
             made.add_section()
-        before = (pool, rate)
+        before = row
+        made.add_row(*row)
+    return made
+
+
+def markdown(cells: Sequence[Cell]) -> Iterator[str]:
+    """The lines of the same table in a document."""
+    titles = _titles(cells)
+    yield f"| {' | '.join(titles)} |"
+    yield "|---" * len(titles) + "|"
+    for row in _rows(cells):
+        yield f"| {' | '.join(row)} |"
+
+
+_NUM_NAMES: Final = 3
+"""Columns that say which cell it is; the others are figures."""
+
+
+def _titles(cells: Sequence[Cell]) -> list[str]:
+    titles = ["pool", "arrivals", "policy", "mean", "p99", "ratio of means", "of p99", "found"]
+    titles += ["preempted", "pins taken / hit / expired / unpinned"]
+    return [*titles, "others: mean, p99"] if _has_others(cells) else titles
+
+
+def _rows(cells: Sequence[Cell]) -> Iterator[list[str]]:
+    for (pool, rate, name), group in grouped(cells):
         pins = ("pins_taken", "pins_hit", "pins_expired", "pins_unpinned")
-        made.add_row(
+        row = [
             f"{pool} %",
             f"{rate} %",
             name,
@@ -80,8 +102,14 @@ def table(cells: Sequence[Cell]) -> Table:
             f"{_mean(group, 'found_percent'):.1f} %",
             f"{_mean(group, 'preemptions'):.0f}",
             " / ".join(f"{_mean(group, each):.0f}" for each in pins),
-        )
-    return made
+        ]
+        if _has_others(cells):
+            row.append(f"{_mean(group, 'other_s_mean'):.1f}, {_mean(group, 'other_s_p99'):.0f}")
+        yield row
+
+
+def _has_others(cells: Sequence[Cell]) -> bool:
+    return any(each.other_s_mean for each in cells)
 
 
 def verdicts(cells: Sequence[Cell]) -> Iterator[str]:

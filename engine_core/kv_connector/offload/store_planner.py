@@ -19,8 +19,8 @@ from engine_core.kv_connector.offload.statistics import CopyStatistics
 from engine_core.request import Request
 from proto.kv_offload import DeviceBlocks, TransferJob
 
-_TOUCHED_PART: Final = 8
-"""A sequence of n blocks is touched after n / 8 more: eight keys for every block, however long."""
+_TOUCHED_PART: Final = 4
+"""A sequence of n blocks is touched after n / 4 more: four keys for every block, however long."""
 
 
 class StorePlanner:

@@ -73,7 +73,19 @@ def test_a_grid_is_measured_compared_and_the_same_again(tmp_path: Path, capsys) 
     assert again["measured"] == [measured[4]]
 
 
-def test_a_grid_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch) -> None:
+def test_others_are_measured_beside_the_jobs(tmp_path: Path, capsys) -> None:
+    place = ["--pools", "500", "--rates", "90", "--seeds", "3", "--policies", "fcfs"]
+    alone = bench(tmp_path / "alone.json", *place)
+    found = bench(tmp_path / "beside.json", *place, "--others", "2")
+    assert found["grid"]["others"] == 2.0
+    assert found["cells"][0]["other_s_mean"] > 0 == alone["cells"][0]["other_s_mean"]
+    measured, before = found["measured"][0], alone["measured"][0]
+    assert measured["num_requests"] == before["num_requests"] + 2 * 2
+    assert measured["capacity_jobs_per_s"] < before["capacity_jobs_per_s"]
+    assert "others" in capsys.readouterr().out
+
+
+def test_a_grid_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch, capsys) -> None:
     place = ["--pools", "500", "--rates", "90", "--seeds", "3"]
     ledger = tmp_path / "replays.jsonl"
     first = bench(tmp_path / "first.json", *place, "--ledger", str(ledger))
@@ -90,6 +102,15 @@ def test_a_grid_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(LineProgram, "play", count)
     assert bench(tmp_path / "again.json", *place, "--ledger", str(ledger)) == first
     assert len(played) == 1
+    finished = ["--ledger", str(ledger), "--finished"]
+    more = ["--pools", "500,1000", *place[2:]]
+    assert bench(tmp_path / "known.json", *more, *finished)["cells"] == first["cells"]
+    capsys.readouterr()
+    bench(tmp_path / "known.json", *more, *finished, "--markdown")
+    heading, _, *rows = capsys.readouterr().out.split("\n")[-5:-1]
+    assert heading.startswith("| pool | arrivals | policy | mean |")
+    assert [each.split(" | ")[2] for each in rows] == ["fcfs", "rule+host"]
+    assert len(played) == 1
     assert sorted(ledger.read_bytes().splitlines(keepends=True)) == sorted(lines)
 
 
@@ -98,6 +119,7 @@ def test_a_grid_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch) -> None:
     [
         (["--ledger", "."], "--ledger: .: Is a directory"),
         (["--ledger", "pyproject.toml"], "--ledger: pyproject.toml is no file of replays"),
+        (["--finished"], "the ledger has no capacity of this load"),
         (["--policies", "fcfs,best"], "there is no 'best'"),
         (["--pools", "0"], "--pools"),
         (["--steps-of", "none.jsonl"], "none.jsonl: No such file"),

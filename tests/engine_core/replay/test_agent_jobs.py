@@ -218,3 +218,26 @@ def test_step_times_of_a_drawn_load_are_those_of_the_trace_beside_it(tmp_path) -
     figures = play(ReplayOrder(load=replace(LOAD, seed=9), path=path))
     assert figures.step_model.base_ms == pytest.approx(7.0, rel=1e-3)
     assert figures.num_jobs == LOAD.num_jobs
+
+
+def test_requests_of_others_come_beside_the_same_jobs() -> None:
+    load = replace(LOAD, others_per_job=3.0, other_tokens=50, other_output_tokens=5)
+    assert draw_jobs(load) == draw_jobs(LOAD)
+    found = list(recording_of(load).sequences.values())
+    jobs, others = found[:-36], found[-36:]
+    alone = list(recording_of(LOAD).sequences.values())
+    assert [each.arrival.num_prompt_tokens for each in jobs] == [
+        each.arrival.num_prompt_tokens for each in alone
+    ]
+    assert {each.arrival.job for each in others} == {""}
+    assert all(each.arrival.blocks.num_known == 0 for each in others)
+    starts = [each.arrival.time_us / 1e6 for each in others]
+    assert starts == sorted(starts)
+    assert starts[-1] == pytest.approx(LOAD.num_jobs / LOAD.jobs_per_second, rel=0.7)
+    figures = play(ReplayOrder(load=load, step_model=EVEN, policy="continuum"))
+    assert figures.num_jobs == LOAD.num_jobs + 36
+    assert figures.agents.mean > figures.others.mean > 0
+    assert figures.jobs.mean * 48 == pytest.approx(
+        figures.agents.mean * 12 + figures.others.mean * 36
+    )
+    assert figures.other_prompt_tokens == sum(each.arrival.num_prompt_tokens for each in others)

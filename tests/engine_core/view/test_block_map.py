@@ -141,3 +141,31 @@ def test_a_cell_of_several_blocks_shows_the_highest_state_and_its_owner(monkeypa
         highest = max(state for state, _ in blocks)
         assert cell == next(each for each in blocks if each[0] == highest)
     assert len({state for state, _ in cells}) > 2
+
+
+def test_the_null_block_is_nobodys_though_windows_have_it_in_their_tables():
+    manager = make_manager(40, 16, windows=(None, 32))
+    requests = Requests(manager)
+    request = requests.make([1] * 300)
+    assert requests.schedule(request) is not None
+    manager.free(request)
+    again = requests.make([1] * 300)
+    assert requests.schedule(again) is not None
+    assert 0 in manager.block_ids(again.handle)[1]
+    numbers = {again.handle: 1}
+    cells = spread(decoded(block_map(manager, numbers)))
+    assert cells == truth(manager, numbers)
+    assert blocks_held(manager)[again.handle] == sum(owner == 1 for _, owner in cells)
+
+
+def test_a_block_that_is_only_held_for_a_copy_is_nobodys():
+    manager = make_manager(10, 16)
+    requests = Requests(manager)
+    request = requests.make([1] * 40)
+    assert requests.schedule(request) is not None
+    table = manager.block_ids(request.handle)[0]
+    manager.holds.hold(table)
+    manager.free(request)
+    cells = spread(decoded(block_map(manager, {})))
+    assert cells == truth(manager, {})
+    assert [cells[block] for block in table] == [(HELD, 0)] * 3

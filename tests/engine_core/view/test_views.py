@@ -187,7 +187,7 @@ def test_running_ones_are_shown_first_and_the_rest_is_counted() -> None:
     rig = Rig(max_num_seqs=3, max_num_queued_reqs=0)
     number = MAX_SHOWN_REQUESTS + 10
     for each in range(number):
-        rig.engine.add([each + 1] * 20, 50, ignore_eos=True, label=f"cmpl-{each}", tenant=each % 2)
+        rig.engine.add([each + 1] * 20, 50, ignore_eos=True, label=f"cmpl-{each}", reader=each % 2)
     rig.step()
     rig.views.watch(0, wanted=True)
     rig.views.show()
@@ -197,6 +197,6 @@ def test_running_ones_are_shown_first_and_the_rest_is_counted() -> None:
     assert [each.state for each in view.requests[:4]] == [RUNNING] * 3 + [WAITING]
     assert len({each.owner for each in view.requests}) == MAX_SHOWN_REQUESTS
     first = view.requests[0]
-    assert (first.label, first.tenant) == ("cmpl-0", 0)
+    assert (first.label, first.reader) == ("cmpl-0", 0)
     assert (first.prompt_tokens, first.output_tokens, first.computed_tokens) == (20, 1, 20)
     assert first.num_blocks == 2

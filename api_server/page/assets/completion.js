@@ -1,0 +1,32 @@
+// Owns the tab of completions: a prompt, and the text that goes on from it.
+import { byId, make } from "./dom.js";
+import { parameters, wantsProbabilities } from "./parameters.js";
+import { Run } from "./run.js";
+import { completionTokens, TokenText } from "./tokens.js";
+
+const PATH = "v1/completions";
+
+function body() {
+  const fields = { prompt: byId("prompt").value, ...parameters(), stream: true };
+  fields.stream_options = { include_usage: true };
+  if (wantsProbabilities()) fields.logprobs = 5;
+  return fields;
+}
+
+/** The address and body of what would be sent now. */
+export const completionRequest = () => ({ path: PATH, body: body() });
+
+/** A run that shows its text below the prompt, in place of the last one's. */
+export function completionRun() {
+  const text = new TokenText("Tokens of the answer; arrow keys go from one to the next");
+  const sent = body();
+  const run = new Run(PATH, sent, (choice) => {
+    const tokens = completionTokens(choice.logprobs);
+    text.add(choice.text, tokens);
+    return tokens.length || Number(choice.text !== "");
+  });
+  const prompt = make("span", { class: "echo" }, sent.prompt);
+  text.element.prepend(prompt);
+  byId("completion-output").replaceChildren(text.element, run.summary);
+  return run;
+}

@@ -1,0 +1,40 @@
+// Owns the dialog with the command that sends the same request. The key is not in it: it names a
+// variable of the environment instead.
+import { addressOf } from "./api.js";
+import { announce, byId } from "./dom.js";
+import { key } from "./key.js";
+
+/** A shell command that sends this body. */
+export function commandFor(path, body) {
+  const lines = [`curl -N ${quoted(addressOf(path))}`, "-H 'Content-Type: application/json'"];
+  if (key()) lines.push('-H "Authorization: Bearer $TOKEND_API_KEY"');
+  lines.push(`-d ${quoted(JSON.stringify(body, null, 1))}`);
+  return lines.join(" \\\n  ");
+}
+
+const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
+
+/** Shows the command, ready to be copied. */
+export function showCurl(path, body) {
+  const text = byId("curl-text");
+  text.value = commandFor(path, body);
+  byId("curl-copied").textContent = "";
+  byId("curl-dialog").showModal();
+  text.focus();
+  text.select();
+}
+
+/** Wires up the dialog. */
+export function startCurl() {
+  byId("curl-close").addEventListener("click", () => byId("curl-dialog").close());
+  byId("curl-copy").addEventListener("click", async () => {
+    byId("curl-text").select();
+    try {
+      await navigator.clipboard.writeText(byId("curl-text").value);
+    } catch {
+      document.execCommand("copy"); // pages over plain HTTP have no clipboard
+    }
+    byId("curl-copied").textContent = "Copied.";
+    announce("Copied.");
+  });
+}

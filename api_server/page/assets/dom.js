@@ -1,0 +1,49 @@
+// Owns how elements are made: whatever comes from a server becomes a text node, never markup.
+
+/** The element with an id. */
+export const byId = (id) => document.getElementById(id);
+
+/** A new element; children are elements, or anything that is shown as text. */
+export function make(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name === "class") element.className = value;
+    else if (name === "data") Object.assign(element.dataset, value);
+    else if (name.startsWith("aria-") || name === "role") element.setAttribute(name, value);
+    else element[name] = value;
+  }
+  element.append(...children.map((each) => (each instanceof Node ? each : String(each))));
+  return element;
+}
+
+/** Says something in the line that screen readers hear. */
+export function announce(text) {
+  byId("announcer").textContent = text;
+}
+
+/** Places a hint near a box of the window, wholly inside the window. */
+export function placeNear(hint, box) {
+  hint.hidden = false;
+  const { width, height } = hint.getBoundingClientRect();
+  const room = 8;
+  const below = box.bottom + 6 + height < innerHeight - room;
+  const top = below ? box.bottom + 6 : Math.max(room, box.top - 6 - height);
+  const left = Math.min(Math.max(room, box.left), innerWidth - width - room);
+  hint.style.top = `${Math.round(top)}px`;
+  hint.style.left = `${Math.round(Math.max(room, left))}px`;
+}
+
+const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const SHORT = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
+
+/** A count, or a rate: fractions only where they say something. */
+export const figure = (value) => (Math.abs(value) < 10 ? SHORT : WHOLE).format(value);
+
+const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+
+/** A number for an axis: 100K. */
+export const compact = (value) => COMPACT.format(value);
+
+/** A time that is at hand in milliseconds. */
+export const duration = (ms) =>
+  ms < 1000 ? `${WHOLE.format(ms)} ms` : `${SHORT.format(ms / 1000)} s`;

@@ -1,0 +1,34 @@
+// Owns the reading of server-sent events from a body that was fetched. (An EventSource could
+// neither send a key nor a POST.) Knows nothing of what the events mean.
+
+/** The events of a response as { event, data }; comments as { event: "comment" }. */
+export async function* eventsOf(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  let event = "message";
+  let data = [];
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      for (const whole of lines) {
+        const line = whole.endsWith("\r") ? whole.slice(0, -1) : whole;
+        if (line === "") {
+          if (data.length) yield { event, data: data.join("\n") };
+          event = "message";
+          data = [];
+        } else if (line.startsWith(":")) {
+          yield { event: "comment", data: "" };
+        } else if (line.startsWith("data:")) {
+          data.push(line.slice(line[5] === " " ? 6 : 5));
+        } else if (line.startsWith("event:")) {
+          event = line.slice(6).trim();
+        }
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {}); // whoever stops reading closes the connection
+  }
+}

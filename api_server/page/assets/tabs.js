@@ -1,0 +1,33 @@
+// Owns which tab is shown, in the address too, so that it can be kept and linked.
+import { byId } from "./dom.js";
+
+const NAMES = ["chat", "completion", "live"];
+
+/** Wires up the tabs; changed(name) is told of the first one as well. */
+export function startTabs(changed) {
+  const show = (name, focus) => {
+    for (const each of NAMES) {
+      const tab = byId(`tab-${each}`);
+      tab.setAttribute("aria-selected", String(each === name));
+      tab.tabIndex = each === name ? 0 : -1;
+      byId(`panel-${each}`).hidden = each !== name;
+      if (focus && each === name) tab.focus();
+    }
+    byId("parameters").hidden = name === "live";
+    byId("field-system").hidden = name !== "chat";
+    document.body.dataset.tab = name;
+    if (location.hash !== `#${name}`) history.replaceState(null, "", `#${name}`);
+    changed(name);
+  };
+  for (const [at, name] of NAMES.entries()) {
+    const tab = byId(`tab-${name}`);
+    tab.addEventListener("click", () => show(name, false));
+    tab.addEventListener("keydown", (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (step) show(NAMES[(at + step + NAMES.length) % NAMES.length], true);
+    });
+  }
+  const fromAddress = () => NAMES.find((each) => `#${each}` === location.hash) ?? "chat";
+  addEventListener("hashchange", () => show(fromAddress(), false));
+  show(fromAddress(), false);
+}

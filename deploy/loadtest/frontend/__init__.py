@@ -1,0 +1,1 @@
+"""What streaming costs front end and engine when the model costs nothing."""

@@ -1,0 +1,152 @@
+"""Connections are dealt evenly to those who accept from one socket."""
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from api_server import fair_listener
+from api_server.fair_listener import FairListener
+from api_server.metric_sheet import Gauge, MetricSheet
+from proto.stats import METRIC_BYTES
+
+
+class Guests(asyncio.Protocol):
+    """A front end's protocol, as far as it counts."""
+
+    def __init__(self, presence: Gauge) -> None:
+        self.presence = presence
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.presence.__enter__()
+        transport.write(b"x")  # type: ignore[attr-defined]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.presence.__exit__(None, None, None)
+
+
+class FrontEnds:
+    """Each with a copy of the socket, as if it were a process."""
+
+    def __init__(self, number: int) -> None:
+        memory = bytearray(number * METRIC_BYTES)
+        self.gauges = [Gauge(MetricSheet(memory, row)) for row in range(number)]
+        self.socket = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.socket.setblocking(False)
+        self.port = self.socket.getsockname()[1]
+        self.copies = [self.socket.dup() for _ in range(number)]
+        self.listeners = [self.listen(row) for row in range(number)]
+
+    def listen(self, row: int) -> FairListener:
+        gauge = self.gauges[row]
+        return FairListener(self.copies[row], lambda: Guests(gauge), None, gauge)
+
+    async def connect(self, number: int) -> list[asyncio.StreamWriter]:
+        """At once; returns when all are accepted."""
+        opened = [asyncio.open_connection("127.0.0.1", self.port) for _ in range(number)]
+        pairs = await asyncio.gather(*opened)
+        await asyncio.gather(*(reader.readexactly(1) for reader, _ in pairs))
+        return [writer for _, writer in pairs]
+
+    async def close(self) -> None:
+        for each in self.listeners:
+            each.close()
+            await each.wait_closed()
+        for copy in (*self.copies, self.socket):
+            copy.close()
+
+
+def run(number: int, body: Callable[[FrontEnds], object]) -> None:
+    async def main() -> None:
+        front_ends = FrontEnds(number)
+        try:
+            await asyncio.wait_for(body(front_ends), 30)  # type: ignore[arg-type]
+        finally:
+            await front_ends.close()
+
+    asyncio.run(main())
+
+
+def test_a_burst_is_dealt_evenly() -> None:
+    async def body(front_ends: FrontEnds) -> None:
+        writers = await front_ends.connect(40)
+        counts = front_ends.gauges[0].each
+        assert sum(counts) == 40
+        assert max(counts) - min(counts) <= 4
+        for each in writers:
+            each.close()
+
+    run(4, body)
+
+
+def test_who_has_more_leaves_the_next_ones_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_listener, "HEAD_START_SECONDS", 20.0)
+
+    async def body(front_ends: FrontEnds) -> None:
+        crowded, empty = front_ends.gauges
+        for _ in range(10):
+            crowded.__enter__()
+        await front_ends.connect(8)
+        assert (crowded.own, empty.own) == (10, 8)
+
+    run(2, body)
+
+
+def test_nobody_waits_for_one_that_does_not_accept() -> None:
+    """It is dead or hangs: its count stays low, and the others take what comes."""
+
+    async def body(front_ends: FrontEnds) -> None:
+        front_ends.listeners[1].close()
+        await front_ends.connect(20)
+        assert front_ends.gauges[0].each == [20, 0]
+
+    run(2, body)
+
+
+def test_who_leaves_is_not_counted() -> None:
+    async def body(front_ends: FrontEnds) -> None:
+        for each in await front_ends.connect(6):
+            each.close()
+        while sum(front_ends.gauges[0].each):
+            await asyncio.sleep(0.001)
+
+    run(2, body)
+
+
+def test_without_descriptors_it_rests_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fair_listener, "_EXHAUSTED_SECONDS", 0.01)
+
+    class Exhausted(socket.socket):
+        num_left = 3
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if Exhausted.num_left:
+                Exhausted.num_left -= 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    async def body(front_ends: FrontEnds) -> None:
+        front_ends.listeners[0].close()
+        front_ends.copies[0] = Exhausted(fileno=front_ends.copies[0].detach())
+        front_ends.listeners[0] = front_ends.listen(0)
+        await front_ends.connect(2)
+        assert front_ends.gauges[0].own == 2
+
+    run(1, body)
+    assert "Too many open files" in caplog.text
+    assert not Exhausted.num_left
+
+
+def test_a_closed_one_accepts_nobody() -> None:
+    async def body(front_ends: FrontEnds) -> None:
+        front_ends.listeners[0].close()
+        _, writer = await asyncio.open_connection("127.0.0.1", front_ends.port)
+        await asyncio.sleep(0.02)
+        assert front_ends.gauges[0].own == 0
+        writer.close()
+
+    run(1, body)

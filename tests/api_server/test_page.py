@@ -1,0 +1,91 @@
+"""The files of the page: what they are, whom they are for, and what a browser may do with them."""
+
+import re
+
+import pytest
+
+from api_server.page.files import ASSETS, INDEX, page_files
+from proto.config import FrontEndConfig
+
+FILES = page_files()
+
+
+async def test_every_file_is_served_with_its_type_and_the_policy(start):
+    types = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8"}
+    types |= {"css": "text/css; charset=utf-8", "svg": "image/svg+xml"}
+    async with start() as front_end:
+        for each in FILES:
+            response = await front_end.http.get(each.path)
+            assert response.status_code == 200
+            assert response.content == each.content
+            suffix = "html" if each.path == "/" else each.path.rpartition(".")[2]
+            assert response.headers["content-type"] == types[suffix]
+            policy = response.headers["content-security-policy"].split("; ")
+            assert {"default-src 'none'", "script-src 'self'", "style-src 'self'"} <= set(policy)
+            assert {"connect-src 'self'", "img-src 'self' data:"} <= set(policy)
+            assert "frame-ancestors 'none'" in policy
+            assert response.headers["x-content-type-options"] == "nosniff"
+            head = await front_end.http.head(each.path)
+            assert (head.status_code, head.content) == (200, b"")
+        assert {path.name for path in ASSETS.iterdir()} == {
+            INDEX if each.path == "/" else each.path.removeprefix("/page/") for each in FILES
+        }
+
+
+async def test_a_file_that_a_browser_has_is_not_sent_again(start):
+    async with start() as front_end:
+        first = await front_end.http.get("/")
+        assert first.headers["cache-control"] == "no-cache"
+        tag = {"if-none-match": first.headers["etag"]}
+        again = await front_end.http.get("/", headers=tag)
+        assert (again.status_code, again.content) == (304, b"")
+        other = await front_end.http.get("/page/main.js", headers=tag)
+        assert other.status_code == 200
+
+
+async def test_the_page_needs_no_key_and_nothing_else_is_opened(start):
+    async with start(config=FrontEndConfig(api_key="k")) as front_end:
+        assert (await front_end.http.get("/")).status_code == 200
+        assert (await front_end.http.get("/page/main.js")).status_code == 200
+        for path in ("/page", "/page/", "/page/nowhere.js", "/page/../metrics", "/view/events"):
+            assert (await front_end.http.get(path)).status_code == 401, path
+        key = {"authorization": "Bearer k"}
+        for path in ("/page/nowhere.js", "/page/__init__.py", "/page/%2e%2e/files.py"):
+            assert (await front_end.http.get(path, headers=key)).status_code == 404, path
+
+
+async def test_the_page_is_there_while_the_daemon_drains(start):
+    async with start() as front_end:
+        front_end.services.door.closed = True
+        assert (await front_end.http.get("/v1/models")).status_code == 503
+        assert (await front_end.http.get("/")).status_code == 200
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+async def test_without_a_page_there_is_none(start, key):
+    async with start(config=FrontEndConfig(page=False, api_key=key)) as front_end:
+        for path in ("/", "/page/main.js"):
+            status = (await front_end.http.get(path)).status_code
+            assert status == (404 if key is None else 401), path
+
+
+def test_nothing_comes_from_elsewhere_and_text_never_becomes_markup():
+    """What the policy would stop as well, and what it would not."""
+    served = {each.path.removeprefix("/") for each in FILES}
+    for each in FILES:
+        text = each.content.decode()
+        addresses = set(re.findall(r"https?://[^\s\"']+", text))
+        assert addresses <= {"http://www.w3.org/2000/svg"}, each.path
+        for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+            assert way not in text, (each.path, way)
+        for name in re.findall(r'from "\./([\w.]+)"', text):
+            assert f"page/{name}" in served, (each.path, name)
+        for name in re.findall(r'(?:src|href)="(page/[\w.]+)"', text):
+            assert name in served, (each.path, name)
+        assert not re.search(r"\son\w+=|\sstyle=|<style|<script>", text), each.path
+
+
+def test_every_script_says_what_it_owns():
+    for each in FILES:
+        if each.path.endswith((".js", ".css")):
+            assert re.match(r"(// Owns|/\* )", each.content.decode()), each.path

@@ -1,0 +1,96 @@
+"""Makes the pictures of the page in docs/: `page_pictures.py FOLDER`, with a daemon of its own.
+
+Light and dark; a chat, a completion, and the live view of a small pool under more load than fits.
+"""
+
+import random
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+from playwright.sync_api import sync_playwright
+
+from tests.e2e.daemon import Daemon
+from tests.e2e.test_page import CHROMIUM
+
+FLAGS = ("--num-gpu-blocks-override", "1300", "--max-num-seqs", "16")
+NUM_CLIENTS = 20
+WATCHED_MS = 45_000
+SIZE = {"width": 1280, "height": 860}
+
+
+def load(url: str, ended: threading.Event, seed: int) -> None:
+    """One client after another: half of the prompts begin alike."""
+    draw = random.Random(seed)
+    shared = " ".join(f"word{number}" for number in range(120))
+    while not ended.is_set():
+        words = " ".join(draw.choice(("sea", "ship", "wave", "wind")) for _ in range(400))
+        prompt = (shared if seed % 2 else "") + words[: draw.choice((60, 600, 1800))]
+        body = {"prompt": prompt, "max_tokens": draw.choice((100, 300, 600)), "ignore_eos": True}
+        lines = httpx.stream(
+            "POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=None
+        )
+        with lines as response:
+            for _ in response.iter_lines():
+                if ended.is_set():
+                    return
+
+
+def chat(page: Any) -> None:
+    page.fill("#p-temperature", "0.2")
+    page.fill("#p-seed", "7")
+    for message in ("What is the capital of France?", "Why is the sky blue? Say it in a sentence."):
+        page.fill("#message", message)
+        page.press("#message", "Enter")
+        page.wait_for_selector(".turn:last-child .ending")
+    page.hover(".turn:last-child .token >> nth=6")
+
+
+def completion(page: Any) -> None:
+    page.fill("#p-max_tokens", "110")
+    page.fill("#p-temperature", "0.5")
+    page.fill("#p-seed", "3")
+    page.fill("#prompt", "The lighthouse keeper had not spoken to anyone for")
+    page.press("#prompt", "Control+Enter")
+    page.wait_for_selector("#completion-output .ending")
+    page.hover("#completion-output .token >> nth=3")
+
+
+def live(page: Any) -> None:
+    page.wait_for_timeout(WATCHED_MS)
+
+
+def main(folder: Path) -> None:
+    scenes: dict[str, Callable[[Any], None]] = {"chat": chat, "completion": completion}
+    with Daemon(*FLAGS) as daemon, sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+
+        def take(name: str, scene: Callable[[Any], None]) -> None:
+            for scheme in ("light", "dark"):
+                page = browser.new_page(viewport=SIZE, color_scheme=scheme)
+                page.goto(f"{daemon.url}/#{name}")
+                scene(page)
+                page.screenshot(path=folder / f"page-{name}-{scheme}.png", full_page=name == "live")
+                page.close()
+
+        for name, scene in scenes.items():
+            take(name, scene)
+        ended = threading.Event()
+        clients = [
+            threading.Thread(target=load, args=(daemon.url, ended, seed))
+            for seed in range(NUM_CLIENTS)
+        ]
+        for each in clients:
+            each.start()
+        take("live", live)
+        ended.set()
+        for each in clients:
+            each.join()
+        browser.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

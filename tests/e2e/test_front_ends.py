@@ -1,0 +1,117 @@
+"""Several front ends of one daemon: who gets the connections, and what all of them say."""
+
+import asyncio
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from deploy.loadtest.processes import pids_by_title
+from tests.e2e.daemon import Daemon, eventually
+
+pytestmark = pytest.mark.slow
+
+NUMBER = 3
+STREAMS = 12
+BODY = {
+    "prompt": "The sea is",
+    "max_tokens": 120,
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+}
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon("--dtype", "float32", "--api-server-count", str(NUMBER)) as running:
+        yield running
+
+
+def front_ends(daemon: Daemon) -> list[psutil.Process]:
+    pids = pids_by_title(daemon.pid)
+    return [psutil.Process(pids[f"tokend: api {index}"]) for index in range(NUMBER)]
+
+
+def num_connections(front_end: psutil.Process) -> int:
+    found = front_end.net_connections("tcp")
+    return sum(each.status == psutil.CONN_ESTABLISHED for each in found)
+
+
+def counters(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        if family.type in ("counter", "histogram")
+        for sample in family.samples
+    }
+
+
+async def ask(url: str, path: str) -> httpx.Response:
+    """Over a connection of its own, which any front end may get."""
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        return await client.get(path)
+
+
+async def stream(url: str, begun: asyncio.Queue[None], go_on: asyncio.Event) -> str:
+    """The whole text; stops after the first event until it may go on."""
+    text = ""
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=120) as client,
+        client.stream("POST", "/v1/completions", json=BODY) as answer,
+    ):
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if not line:
+                continue
+            text += line
+            if text == line:
+                begun.put_nowait(None)
+                await go_on.wait()
+    return text
+
+
+async def all_streams(daemon: Daemon) -> tuple[list[int], list[dict[str, int]], list[str]]:
+    """Connections of each front end while all stream, what /load says then, and the texts."""
+    begun: asyncio.Queue[None] = asyncio.Queue()
+    go_on = asyncio.Event()
+    running = [asyncio.create_task(stream(daemon.url, begun, go_on)) for _ in range(STREAMS)]
+    for _ in running:
+        await begun.get()
+    counts = [num_connections(each) for each in front_ends(daemon)]
+    loads = [(await ask(daemon.url, "/load")).json() for _ in range(2 * NUMBER)]
+    go_on.set()
+    return counts, loads, await asyncio.gather(*running)
+
+
+def test_connections_are_shared_and_figures_are_of_all(daemon: Daemon) -> None:
+    before = counters(asyncio.run(ask(daemon.url, "/metrics")).text)
+    counts, loads, texts = asyncio.run(all_streams(daemon))
+    assert sum(counts) == STREAMS
+    assert max(counts) - min(counts) <= 3
+    # Streams end on the server's side whether or not they are read.
+    assert all(each["server_load"] <= STREAMS for each in loads)
+    assert any(each["server_load"] > max(counts) for each in loads)
+    assert all(text.endswith("data: [DONE]") for text in texts)
+    generated = [name for name in before if name[0] == "vllm:generation_tokens_total"]
+    for _ in range(2 * NUMBER):
+        now = counters(asyncio.run(ask(daemon.url, "/metrics")).text)
+        assert [now[each] - before[each] for each in generated] == [STREAMS * 120]
+
+
+def test_no_figure_goes_back_when_one_dies(daemon: Daemon) -> None:
+    before = counters(asyncio.run(ask(daemon.url, "/metrics")).text)
+    victim = front_ends(daemon)[1]
+    victim.kill()
+    psutil.wait_procs([victim], timeout=30)
+    for _ in range(3 * NUMBER):  # while it is away, and when another has its place
+        now = counters(asyncio.run(ask(daemon.url, "/metrics")).text)
+        assert {name for name, value in before.items() if now[name] < value} == set()
+    assert eventually(
+        lambda: pids_by_title(daemon.pid).get("tokend: api 1", victim.pid) != victim.pid
+    )
+    assert eventually(lambda: httpx.get(f"{daemon.url}/health").status_code == 200)
+    now = counters(asyncio.run(ask(daemon.url, "/metrics")).text)
+    assert {name for name, value in before.items() if now[name] < value} == set()

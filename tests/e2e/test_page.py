@@ -1,0 +1,475 @@
+"""The page in a real browser, before a real daemon: what its visitors see and do."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.daemon import Daemon
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium"),
+]
+KEY = "open-sesame"
+AUTHORIZED = {"authorization": f"Bearer {KEY}"}
+LIMIT_MS = 60_000
+ENDLESS = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,"
+"""The model counts on until it is stopped, at a temperature of 0."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="there is no playwright")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Daemon]:
+    """A daemon that wants a key, and has few blocks, so that some of them are seen."""
+    flags = ("--api-key", KEY, "--metrics-open", "--num-gpu-blocks-override", "300")
+    with Daemon(*flags) as running:
+        yield running
+
+
+class Visitor:
+    """An open page. wrong: what its scripts and console complained of, and what left the origin.
+
+    views: of each request for the engine's events, whether it is open.
+    """
+
+    def __init__(self, browser: Any, url: str, tab: str, key: str, **options: Any) -> None:
+        options.setdefault("viewport", {"width": 1200, "height": 900})
+        self.context = browser.new_context(**options)
+        self.wrong: list[str] = []
+        self.views: dict[Any, bool] = {}
+        if key:
+            line = f"sessionStorage.setItem('tokend.key', {json.dumps(key)})"
+            self.context.add_init_script(line)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(LIMIT_MS)
+        self._url = url
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("console", self._said)
+        self.page.on("request", self._requested)
+        for event in ("requestfinished", "requestfailed"):
+            self.page.on(event, self._ended)
+        self.page.goto(f"{url}/#{tab}")
+
+    def _said(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.wrong.append(message.text)
+
+    def _requested(self, request: Any) -> None:
+        if not request.url.startswith((self._url + "/", "data:")):
+            self.wrong.append(request.url)
+        if request.url.endswith("/view/events"):
+            self.views[request] = True
+
+    def _ended(self, request: Any) -> None:
+        if request in self.views:
+            self.views[request] = False
+
+    def complete(self, prompt: str, max_tokens: int) -> None:
+        """Ask for a completion of the likeliest tokens, and wait for the first."""
+        page = self.page
+        page.click("#tab-completion")
+        page.fill("#p-temperature", "0")
+        page.fill("#p-max_tokens", str(max_tokens))
+        page.fill("#prompt", prompt)
+        page.click("#completion-form [data-action=run]")
+        page.wait_for_selector("#completion-output .token")
+
+    def wait_done(self) -> None:
+        self.page.wait_for_selector("#busy", state="hidden")
+
+    def wait_until(self, condition: str) -> None:
+        """JavaScript that becomes true."""
+        self.page.wait_for_function(f"() => {condition}", timeout=LIMIT_MS)
+
+    def count(self, state: str) -> int:
+        """Blocks in a state, as the legend says."""
+        return int(self.page.inner_text(f"[data-count={state}]").replace(",", ""))
+
+    def colours(self) -> int:
+        """How many different colours the map has."""
+        return self.page.evaluate(
+            """() => {
+                const map = document.getElementById("map");
+                const dots = map.getContext("2d").getImageData(0, 0, map.width, map.height).data;
+                return new Set(new Uint32Array(dots.buffer)).size;
+            }"""
+        )
+
+    def close(self) -> None:
+        self.context.close()
+
+
+@pytest.fixture
+def visit(browser: Any, guarded: Daemon) -> Iterator[Callable[..., Visitor]]:
+    """visit(tab) opens the page with the key; at the end nothing may have gone wrong."""
+    visitors: list[Visitor] = []
+
+    def opened(tab: str = "chat", key: str = KEY, **options: Any) -> Visitor:
+        visitors.append(Visitor(browser, guarded.url, tab, key, **options))
+        return visitors[-1]
+
+    yield opened
+    for each in visitors:
+        wrong = each.wrong
+        each.close()
+        assert wrong == []
+
+
+def wait_idle(daemon: Daemon) -> None:
+    """The engine runs nothing any more."""
+    deadline = time.monotonic() + 10
+    while daemon.metric("vllm:num_requests_running"):
+        assert time.monotonic() < deadline, "the engine still runs something"
+        time.sleep(0.05)
+
+
+def test_a_completion_streams_in(visit, guarded):
+    visitor = visit("completion")
+    visitor.complete("The capital of France is", 20)
+    visitor.wait_done()
+    page = visitor.page
+    body = {"prompt": "The capital of France is", "max_tokens": 20, "temperature": 0}
+    answer = httpx.post(f"{guarded.url}/v1/completions", json=body, headers=AUTHORIZED).json()
+    shown = page.evaluate("document.querySelector('#completion-output .tokens').textContent")
+    assert shown == body["prompt"] + answer["choices"][0]["text"]
+    summary = page.inner_text("#completion-output .summary")
+    assert re.search(
+        r"output 20 tokens\s+first token [\d.,]+ m?s\s+speed [\d.,]+ tokens/s", summary
+    )
+    assert "reached max_tokens" in summary
+
+
+def test_it_is_seen_while_it_grows_and_stop_ends_it_in_the_engine(visit, guarded):
+    visitor = visit("completion")
+    visitor.complete(ENDLESS, 2000)
+    visitor.wait_until("document.querySelectorAll('#completion-output .token').length > 5")
+    assert visitor.page.is_visible("#busy")
+    assert guarded.metric("vllm:num_requests_running") == 1
+    visitor.page.click("#completion-form [data-action=stop]")
+    visitor.wait_done()
+    assert "stopped" in visitor.page.inner_text("#completion-output .summary")
+    wait_idle(guarded)
+    before = guarded.metric("vllm:generation_tokens_total")
+    visitor.complete("One", 3)
+    visitor.wait_done()
+    assert guarded.metric("vllm:generation_tokens_total") == before + 3
+
+
+def test_a_chat_keeps_its_turns_and_escape_stops(visit):
+    visitor = visit("chat")
+    page = visitor.page
+    sent = []
+    page.on("request", lambda request: sent.append(request.post_data))
+    page.fill("#p-temperature", "0")
+    page.fill("#p-max_tokens", "30")
+    page.fill("#p-system", "Answer briefly.")
+    for message in ("What is the capital of France?", "And of Italy?"):
+        page.fill("#message", message)
+        page.press("#message", "Enter")
+        page.wait_for_selector(".turn:last-child .token")
+        visitor.wait_done()
+    messages = json.loads([each for each in sent if each][-1])["messages"]
+    assert [each["role"] for each in messages] == ["system", "user", "assistant", "user"]
+    first = page.evaluate("document.querySelector('.turn.assistant .tokens').textContent")
+    assert messages[2]["content"] == first
+    assert "Paris" in first
+    page.fill("#p-max_tokens", "2000")
+    page.fill("#message", "Write a very long story about a lighthouse.")
+    page.press("#message", "Enter")
+    page.wait_for_selector(".turn:nth-child(6) .token")
+    page.keyboard.press("Escape")
+    visitor.wait_done()
+    assert "stopped" in page.inner_text(".turn:nth-child(6) .summary")
+    page.click("#chat-new")
+    assert page.locator(".turn").count() == 0
+
+
+def test_tokens_tell_what_else_they_could_have_been(visit):
+    visitor = visit("completion")
+    visitor.complete("The capital of France is", 8)
+    visitor.wait_done()
+    page = visitor.page
+    page.hover("#completion-output .token >> nth=0")
+    shares = page.locator("#token-hint b").all_inner_texts()
+    chances = [float(each.removesuffix(" %")) for each in shares]
+    assert len(chances) == 5
+    assert chances == sorted(chances, reverse=True)
+    assert page.inner_text("#token-hint .chosen code") == "·Paris"
+    page.uncheck("#p-logprobs")
+    page.click("#completion-form [data-action=run]")
+    visitor.wait_until("document.querySelector('#completion-output .ending')")
+    assert page.locator("#completion-output .token").count() == 0
+    assert "Paris" in page.inner_text("#completion-output .tokens")
+
+
+def test_the_block_map_fills_and_empties(visit, guarded):
+    visitor = visit("completion")
+    visitor.complete(ENDLESS, 2000)
+    page = visitor.page
+    page.click("#tab-live")
+    visitor.wait_until("Number(document.querySelector('[data-count=held]').textContent) > 3")
+    assert page.get_attribute("#live-state", "data-state") == "live"
+    assert page.inner_text("#tile-running") == "1"
+    assert page.locator("#requests tr").count() == 1
+    assert page.inner_text("#requests code").startswith("cmpl-")
+    assert visitor.colours() >= 3
+    visitor.wait_until("parseFloat(document.getElementById('tile-rate').textContent) > 1")
+    page.focus("#map")
+    page.keyboard.press("Home")
+    for _ in range(20):
+        page.keyboard.press("PageDown")
+        if "held by cmpl-" in page.inner_text("#map-said"):
+            break
+    assert "held by cmpl-" in page.inner_text("#map-said")
+    page.click("#tab-completion")
+    page.keyboard.press("Escape")
+    visitor.wait_done()
+    page.click("#tab-live")
+    visitor.wait_until("document.querySelector('[data-count=held]').textContent === '0'")
+    assert page.locator("#requests tr").count() == 0
+    assert page.is_visible("#requests-empty")
+    assert visitor.count("cached") > 3
+    visitor.wait_until("document.getElementById('tile-rate').textContent === '0'")
+    wait_idle(guarded)
+
+
+def test_every_kind_of_block_and_request_is_shown(visit):
+    """What one small daemon does not do by itself; the events are made up."""
+    requests = [
+        {"owner": 3, "id": "cmpl-<b>mine</b>", "state": "running", "num_blocks": 2}
+        | {"prompt_tokens": 40, "output_tokens": 5, "computed_tokens": 44, "cached_tokens": 16},
+        {"owner": 4, "id": None, "state": "waiting_for_kv", "num_blocks": 1}
+        | dict.fromkeys(("prompt_tokens", "output_tokens", "computed_tokens", "cached_tokens")),
+    ]
+    hello = {"model": "toy", "version": "1", "num_blocks": 40, "block_size": 16}
+    hello |= {"blocks_per_cell": 2, "max_num_seqs": 8, "max_model_len": 64}
+    cells = [[1, 5, 0], [2, 1, 0], [2, 2, 3], [1, 3, 4], [1, 4, 0], [13, 0, 0]]
+    view = {"time_s": 1.0, "step": 9, "running": 1, "waiting": 300, "preemptions": 2}
+    view |= {"prompt_tokens_per_s": 10.0, "generation_tokens_per_s": 20.0}
+    view |= {"queried_tokens": 40, "found_tokens": 10, "more_requests": 298}
+    view |= {"requests": requests, "cells": cells}
+    notice = {"time_s": 1.0, "kind": "restart", "text": "engine_core 0 <i>was</i> started again"}
+    events = (("hello", hello), ("view", view), ("notice", notice))
+    body = "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events)
+    visitor = visit("chat")
+    page = visitor.page
+    page.route("**/view/events", lambda route: route.fulfill(body=body))
+    page.click("#tab-live")
+    page.wait_for_selector("#log .restart")
+    counts = [visitor.count(each) for each in ("free", "cached", "held", "shared", "pinned")]
+    assert counts == [26, 4, 4, 2, 2]
+    assert "About, of 40 blocks: 26 free, 4 cached" in page.get_attribute("#map", "aria-label")
+    assert page.inner_text("#tile-hits") == "25 %"
+    assert page.inner_text("#tile-preemptions") == "2"
+    rows = page.locator("#requests tr").all_inner_texts()
+    assert rows[0].split() == ["cmpl-<b>mine</b>", "running", "40", "5", "2"]
+    assert rows[1].split("\t")[:4] == ["another tenant's request (4)", "waiting for KV", "–", "–"]
+    assert page.inner_text("#requests-more") == "and 298 more"
+    assert "<i>was</i>" in page.inner_text("#log .restart")
+    assert visitor.colours() >= 6
+    page.hover("#requests tr >> nth=0")
+    assert page.get_attribute("#requests tr >> nth=0", "class") == "pointed"
+    page.focus("#requests tr >> nth=0")
+    page.keyboard.press("ArrowDown")
+    assert page.get_attribute("#requests tr >> nth=1", "class") == "pointed"
+    page.wait_for_selector("#live-state[data-state=lost]")
+
+
+def test_the_engine_is_watched_only_while_the_live_view_is_seen(visit):
+    visitor = visit("chat")
+    visitor.wait_until("document.getElementById('model').textContent.length > 3")
+    assert visitor.views == {}
+    visitor.page.click("#tab-live")
+    visitor.wait_until("document.getElementById('live-state').dataset.state === 'live'")
+    assert list(visitor.views.values()) == [True]
+    visitor.page.click("#tab-chat")
+    visitor.wait_until("document.getElementById('live-state').dataset.state === 'off'")
+    deadline = time.monotonic() + 10
+    while any(visitor.views.values()) and time.monotonic() < deadline:
+        visitor.page.wait_for_timeout(20)  # lets events of the browser in
+    assert list(visitor.views.values()) == [False]
+
+
+def test_the_key_is_asked_for_and_a_wrong_one_is_said(visit):
+    visitor = visit("chat", key="")
+    page = visitor.page
+    page.wait_for_selector("#key-dialog[open]")
+    assert "wants an API key" in page.inner_text("#key-reason")
+    page.fill("#key-input", "wrong")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=The server refused this key")
+    page.fill("#key-input", KEY)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=smollm2")
+    kept = "[sessionStorage.getItem('tokend.key'), JSON.stringify(localStorage), document.cookie]"
+    assert page.evaluate(kept) == [KEY, "{}", ""]
+    page.click("#key-button")
+    page.click("#key-forget")
+    assert page.evaluate("sessionStorage.length") == 0
+    refusals = [each for each in visitor.wrong if "401" in each]
+    assert len(refusals) == 2
+    visitor.wrong = [each for each in visitor.wrong if each not in refusals]
+
+
+def test_it_can_be_used_with_keys_alone(visit):
+    visitor = visit("chat")
+    page = visitor.page
+    focused = "document.activeElement.id"
+
+    def tab_to(condition: str) -> None:
+        for _ in range(40):
+            page.keyboard.press("Tab")
+            if page.evaluate(condition):
+                ring = "getComputedStyle(document.activeElement).outlineStyle"
+                assert page.evaluate(ring) != "none", condition
+                return
+        raise AssertionError(f"no way there: {condition}")
+
+    tab_to(f"{focused} === 'tab-chat'")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate(focused) == "tab-completion"
+    tab_to(f"{focused} === 'prompt'")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("The capital of France is")
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector("#completion-output .ending")
+    tab_to("document.activeElement.classList.contains('token')")
+    assert page.is_visible("#token-hint")
+    page.keyboard.press("ArrowRight")
+    second = page.evaluate("document.activeElement === document.querySelectorAll('.token')[1]")
+    assert second
+    assert page.evaluate("document.activeElement.getAttribute('aria-describedby')") == "token-hint"
+    page.keyboard.press("Shift+Tab")
+    for _ in range(20):
+        if page.evaluate(focused) == "tab-completion":
+            break
+        page.keyboard.press("Shift+Tab")
+    page.keyboard.press("ArrowRight")
+    tab_to(f"{focused} === 'map'")
+    assert page.evaluate("document.getElementById('announcer').textContent") != ""
+
+
+def test_every_control_has_a_name(visit):
+    visitor = visit("completion")
+    nameless = visitor.page.evaluate(
+        """() => [...document.querySelectorAll("button, input, textarea, canvas, dialog")]
+            .filter((each) => !(each.labels?.length || each.ariaLabel || each.textContent.trim()
+                || each.getAttribute("aria-labelledby")))
+            .map((each) => each.outerHTML)"""
+    )
+    assert nameless == []
+
+
+def test_light_and_dark(visit):
+    background = "getComputedStyle(document.body).backgroundColor"
+    light, dark = visit("chat", color_scheme="light"), visit("chat", color_scheme="dark")
+    colours = [each.page.evaluate(background) for each in (light, dark)]
+    assert colours[0] != colours[1]
+    light.page.click("#theme")
+    assert light.page.evaluate(background) == colours[1]
+    light.page.reload()
+    assert light.page.evaluate(background) == colours[1]
+    light.page.click("#theme")
+    assert light.page.evaluate("localStorage.length") == 0
+
+
+def test_errors_are_told_in_the_words_of_the_server(visit, guarded):
+    visitor = visit("completion")
+    page = visitor.page
+    page.fill("#p-top_p", "7")
+    page.click("#completion-form [data-action=run]")
+    page.wait_for_selector("#completion-output .error")
+    body = {"prompt": "x", "top_p": 7}
+    answer = httpx.post(f"{guarded.url}/v1/completions", json=body, headers=AUTHORIZED)
+    told = f"{answer.status_code}: {answer.json()['error']['message']}"
+    assert page.inner_text("#completion-output .error") == told
+    assert len(visitor.wrong) == 1
+    assert "400" in visitor.wrong.pop()
+
+
+def test_what_looks_like_markup_stays_text(visit):
+    visitor = visit("completion")
+    prompt = "<img src=x onerror=alert(1)><script>alert(2)</script> <b>"
+    visitor.complete(prompt, 8)
+    visitor.wait_done()
+    page = visitor.page
+    assert page.locator("#completion-output img, #completion-output b").count() == 0
+    assert prompt in page.evaluate("document.querySelector('#completion-output').textContent")
+
+
+def test_the_policy_holds(visit):
+    """Scripts in the document, styles and other origins are refused, should they ever get there."""
+    visitor = visit("chat")
+    refused = visitor.page.evaluate(
+        """async () => {
+            const seen = new Set();
+            document.addEventListener("securitypolicyviolation",
+                (event) => seen.add(event.effectiveDirective));
+            const script = document.createElement("script");
+            script.textContent = "window.ran = true";
+            const style = document.createElement("style");
+            style.textContent = "body { display: none }";
+            document.head.append(script, style);
+            const image = new Image();
+            image.src = "https://elsewhere.invalid/x.png";
+            await fetch("https://elsewhere.invalid/").catch(() => {});
+            await new Promise((done) => setTimeout(done, 50));
+            return [window.ran ?? false, ...[...seen].sort()];
+        }"""
+    )
+    directives = ["connect-src", "img-src", "script-src-elem", "style-src-elem"]
+    assert refused == [False, *directives]
+    expected = ("Content Security Policy", "https://elsewhere.invalid/")
+    visitor.wrong = [each for each in visitor.wrong if not any(part in each for part in expected)]
+
+
+def test_the_command_sends_the_same_request(visit):
+    visitor = visit("completion")
+    page = visitor.page
+    page.fill("#p-temperature", "0")
+    page.fill("#p-max_tokens", "6")
+    page.fill("#prompt", "It's \"Paris\", isn't it?\nThe capital of France is")
+    page.click("#completion-form [data-action=curl]")
+    command = page.input_value("#curl-text")
+    assert KEY not in command
+    page.keyboard.press("Escape")
+    page.click("#completion-form [data-action=run]")
+    page.wait_for_selector("#completion-output .ending")
+    shown = page.evaluate("document.querySelector('#completion-output .tokens').textContent")
+    environment = {**os.environ, "TOKEND_API_KEY": KEY}
+    output = subprocess.check_output(["bash", "-c", command + " 2>/dev/null"], env=environment)
+    chunks = re.findall(r"^data: (\{.*)$", output.decode(), re.MULTILINE)
+    texts = [choice["text"] for each in chunks for choice in json.loads(each)["choices"]]
+    assert page.input_value("#prompt") + "".join(texts) == shown
+
+
+def test_a_death_is_told_and_the_view_comes_back(browser, guarded):
+    """Last here: it ends processes of the daemon that all tests share."""
+    visitor = Visitor(browser, guarded.url, "live", KEY)
+    page = visitor.page
+    is_live = "document.getElementById('live-state').dataset.state === 'live'"
+    visitor.wait_until(is_live)
+    guarded.processes()["engine_core"].kill()
+    page.wait_for_selector("#log .restart")
+    guarded.processes()["api_server"].kill()
+    visitor.wait_until("document.getElementById('live-state').dataset.state === 'lost'")
+    assert "disconnected" in page.inner_text("#live-state")
+    visitor.wait_until(is_live)
+    visitor.close()
