@@ -5,6 +5,7 @@ nothing may get through that could harm the engine, a worker or another request.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from proto.engine_io import MAX_CHOICES, EngineCoreRequest, SessionInput
@@ -153,17 +154,8 @@ def _check_grammar(message: EngineCoreRequest, grammar: GrammarSource) -> None:
     The rest is checked where it is compiled.
     """
     params = message.sampling_params
-    edits = params.edits or LogitEdits()
-    for wrong, name in (
-        (edits.allowed_token_ids is not None, "allowed_token_ids"),
-        (bool(edits.bad_words), "bad_words"),
-        (params.beam_width > 0, "use_beam_search"),
-        (params.ignore_eos, "ignore_eos"),
-        (params.min_tokens > 0, "min_tokens"),
-        (message.resumable, "a session"),
-    ):
-        if wrong:
-            raise InvalidRequestError(f"{name} does not go with a grammar", grammar.field)
+    ends = (params.ignore_eos, "ignore_eos"), (params.min_tokens > 0, "min_tokens")
+    _check_free_to_force(message, ends, "a grammar", grammar.field)
     if grammar.num_bytes > MAX_GRAMMAR_BYTES:
         raise InvalidRequestError(
             f"the grammar has {grammar.num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are taken",
@@ -173,18 +165,24 @@ def _check_grammar(message: EngineCoreRequest, grammar: GrammarSource) -> None:
 
 def _check_thinking(message: EngineCoreRequest) -> None:
     """Nothing else may rule out the end of the thoughts."""
+    _check_free_to_force(message, (), "a rule for thoughts", "thinking_token_budget")
+
+
+def _check_free_to_force(
+    message: EngineCoreRequest, further: Sequence[tuple[bool, str]], what: str, field: str
+) -> None:
+    """Tokens may be forced on it. further: (whether it is so, what does not go with that)."""
     params = message.sampling_params
     edits = params.edits or LogitEdits()
     for wrong, name in (
         (edits.allowed_token_ids is not None, "allowed_token_ids"),
         (bool(edits.bad_words), "bad_words"),
         (params.beam_width > 0, "use_beam_search"),
+        *further,
         (message.resumable, "a session"),
     ):
         if wrong:
-            raise InvalidRequestError(
-                f"{name} does not go with a rule for thoughts", "thinking_token_budget"
-            )
+            raise InvalidRequestError(f"{name} does not go with {what}", field)
 
 
 def _is_utf8(text: str) -> bool:

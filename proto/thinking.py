@@ -1,7 +1,7 @@
 """How the thoughts of an answer are told from the rest of it, for the engine.
 
-Owns the limits that front end and engine both check. Which model has which markers is the
-front end's to know.
+Owns the limits that front end and engine both check, and what may stand before thoughts. Which
+model has which markers is the front end's to know.
 """
 
 from typing import Final
@@ -13,6 +13,10 @@ from proto.errors import InvalidRequestError
 MAX_MARKER_BYTES: Final = 64
 MAX_MARKER_TOKENS: Final = 64
 MAX_BUDGET: Final = 1 << 31
+BLANKS: Final = " \t\n\r\v\f"
+"""What may stand before a start, each one byte and one character long."""
+MAX_BLANKS: Final = 64
+"""Of them at the most: what follows more is an answer."""
 
 
 class ThinkingRule(msgspec.Struct, array_like=True, frozen=True, kw_only=True):

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from api_server.outputs.parts import Part, PartsParser, Reasoning
-
-MAX_BLANKS: Final = 64
-"""Characters of white space that count as part of a marker."""
+from proto.thinking import BLANKS, MAX_BLANKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +149,18 @@ class ReasoningParser:
         if self._phase is Phase.OPENING and self._opening is Opening.UNKNOWN:
             parts += self._rest.feed(self._held) if self._held else ()
         else:
-            held = self._held.lstrip() if self._phase is Phase.OPENING else self._held
+            held = self._held.lstrip(BLANKS) if self._phase is Phase.OPENING else self._held
             self._say(_trimmed(held), parts)
         self._held = ""
         return [*parts, *self._rest.end()]
 
     def _open(self, text: str) -> str:
-        """What follows the start, or all of it; nothing as long as that is not known."""
+        """What follows the start, or all of it; nothing as long as that is not known.
+
+        The engine decides alike (engine_core/structured_output/thinking.py).
+        """
         self._held += text
-        said = self._held.lstrip()
+        said = self._held.lstrip(BLANKS)
         if len(self._held) - len(said) <= MAX_BLANKS:
             if said.startswith(self._style.start):
                 self._phase, self._held = Phase.BLANKS, ""

@@ -8,7 +8,8 @@ from collections import deque
 from typing import Final, Protocol
 
 from api_server.outputs.detokenizer import Detokenizer
-from api_server.outputs.reasoning import MAX_BLANKS, Opening, ReasoningStyle
+from api_server.outputs.reasoning import Opening, ReasoningStyle
+from proto.thinking import MAX_BLANKS
 
 _MOST_STARTS: Final = 256
 """More tokens than a marker has characters, with some that have no text."""

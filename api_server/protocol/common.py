@@ -19,11 +19,10 @@ from pydantic import (
 )
 
 from api_server.protocol.agents import AgentFields
-from api_server.protocol.fields import given_fields, ignored_of
+from api_server.protocol.fields import nested_fields
 from api_server.protocol.known_fields import STREAM_OPTIONS_NEUTRAL
 from api_server.protocol.structured import StructuredFields
 from proto.engine_io import MAX_CHOICES
-from proto.errors import InvalidRequestError
 from proto.logit_edits import MAX_BAD_WORDS, MAX_BIASED_TOKENS
 from proto.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_STOP_TOKEN_IDS, EarlyStopping
 
@@ -102,7 +101,7 @@ class StreamOptions(Strict):
 
 
 def _stream_options(value: Any, info: ValidationInfo) -> Any:
-    return _nested(value, StreamOptions, STREAM_OPTIONS_NEUTRAL, info, "stream_options.")
+    return nested_fields(value, StreamOptions, STREAM_OPTIONS_NEUTRAL, info, "stream_options.")
 
 
 class RepetitionPattern(Strict):
@@ -114,23 +113,7 @@ class RepetitionPattern(Strict):
 
 
 def _repetition_detection(value: Any, info: ValidationInfo) -> Any:
-    return _nested(value, RepetitionPattern, {}, info, "repetition_detection.")
-
-
-def _nested(
-    value: Any,
-    model: type[BaseModel],
-    neutral: dict[str, tuple[Any, ...]],
-    info: ValidationInfo,
-    where: str,
-) -> Any:
-    """The fields that an object in the request may have; `where`: prefix for other names."""
-    if not isinstance(value, dict):
-        return value
-    try:
-        return given_fields(value, model.model_fields, neutral, ignored_of(info), where)
-    except InvalidRequestError as error:
-        raise ValueError(error.message) from None
+    return nested_fields(value, RepetitionPattern, {}, info, "repetition_detection.")
 
 
 class GenerationRequest(AgentFields, StructuredFields, Strict):

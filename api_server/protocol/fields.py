@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError, ValidationInfo
 
 from api_server.protocol.ignored import IgnoredFields
-from api_server.protocol.known_fields import HARMLESS, KNOWN
+from api_server.protocol.known_fields import HARMLESS, KNOWN, Neutral
 from api_server.protocol.wording import in_plain_words
 from proto.errors import InvalidRequestError
 
@@ -54,6 +54,22 @@ def given_fields(
         elif name not in HARMLESS:
             ignored.add(where + name)
     return fields
+
+
+def nested_fields(
+    value: Any, model: type[BaseModel], neutral: Neutral, info: ValidationInfo, where: str
+) -> Any:
+    """The fields that an object in a request may have, by the names that clients know.
+
+    For a validator before that of `model`, so raises ValueError. where: prefix for other names.
+    """
+    if not isinstance(value, dict):
+        return value
+    names = [field.alias or name for name, field in model.model_fields.items()]
+    try:
+        return given_fields(value, names, neutral, ignored_of(info), where)
+    except InvalidRequestError as error:
+        raise ValueError(error.message) from None
 
 
 def ignored_of(info: ValidationInfo) -> IgnoredFields:

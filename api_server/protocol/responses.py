@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo
 
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.common import Strict, Text
-from api_server.protocol.fields import given_fields, ignored_of, parse
+from api_server.protocol.fields import given_fields, nested_fields, parse
 from api_server.protocol.folding import folded
 from api_server.protocol.ignored import IgnoredFields
 from api_server.protocol.known_fields import (
@@ -87,30 +87,17 @@ class ResponseStreamOptions(Strict):
 
 
 def _text(value: Any, info: ValidationInfo) -> Any:
-    return _known(value, TextOptions.model_fields, {}, info, "text.")
+    return nested_fields(value, TextOptions, {}, info, "text.")
 
 
 def _reasoning(value: Any, info: ValidationInfo) -> Any:
-    return _known(value, ReasoningOptions.model_fields, REASONING_NEUTRAL, info, "reasoning.")
+    return nested_fields(value, ReasoningOptions, REASONING_NEUTRAL, info, "reasoning.")
 
 
 def _stream_options(value: Any, info: ValidationInfo) -> Any:
-    return _known(value, (), STREAM_OPTIONS_NEUTRAL, info, "stream_options.")
-
-
-def _known(
-    value: Any,
-    taken: Any,
-    neutral: Mapping[str, tuple[Any, ...]],
-    info: ValidationInfo,
-    where: str,
-) -> Any:
-    if not isinstance(value, dict):
-        return value
-    try:
-        return given_fields(value, taken, neutral, ignored_of(info), where)
-    except InvalidRequestError as error:
-        raise ValueError(error.message) from None
+    return nested_fields(
+        value, ResponseStreamOptions, STREAM_OPTIONS_NEUTRAL, info, "stream_options."
+    )
 
 
 def _not_too_many(value: Any) -> Any:

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
-from api_server.protocol.fields import given_fields, ignored_of
-from api_server.protocol.known_fields import STRUCTURED_NEUTRAL, Neutral
+from api_server.protocol.fields import nested_fields
+from api_server.protocol.known_fields import STRUCTURED_NEUTRAL
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarKind, GrammarSource, encoded
 
@@ -26,28 +26,15 @@ def _format_fields(value: Any, info: ValidationInfo) -> Any:
         return value
     if value.get("type") == "structural_tag":
         raise ValueError("structural_tag is not available yet")
-    return _known(value, ResponseFormat, {}, info, "response_format.")
+    return nested_fields(value, ResponseFormat, {}, info, "response_format.")
 
 
 def _schema_fields(value: Any, info: ValidationInfo) -> Any:
-    return _known(value, JsonSchemaFormat, {}, info, "response_format.json_schema.")
+    return nested_fields(value, JsonSchemaFormat, {}, info, "response_format.json_schema.")
 
 
 def _structured_fields(value: Any, info: ValidationInfo) -> Any:
-    return _known(value, StructuredOutputs, STRUCTURED_NEUTRAL, info, "structured_outputs.")
-
-
-def _known(
-    value: Any, model: type[BaseModel], neutral: Neutral, info: ValidationInfo, where: str
-) -> Any:
-    """The fields that an object may have, by the names that clients know."""
-    if not isinstance(value, dict):
-        return value
-    names = [field.alias or name for name, field in model.model_fields.items()]
-    try:
-        return given_fields(value, names, neutral, ignored_of(info), where)
-    except InvalidRequestError as error:
-        raise ValueError(error.message) from None
+    return nested_fields(value, StructuredOutputs, STRUCTURED_NEUTRAL, info, "structured_outputs.")
 
 
 class _Part(BaseModel):

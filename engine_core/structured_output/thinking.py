@@ -10,13 +10,16 @@ as by its token: models spell a marker as they like. Knows nothing of requests.
 
 import enum
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from engine_core.structured_output.base import GrammarBackend, MaskRow, Matcher
 from engine_core.structured_output.dormant import Texts
-from proto.thinking import ThinkingRule
+from proto.thinking import BLANKS, MAX_BLANKS, ThinkingRule
+
+_BLANKS: Final = BLANKS.encode()
 
 
 class Phase(enum.Enum):
@@ -119,21 +122,25 @@ class ThinkingMatcher:
                 self._go_on(token_id)
 
     def _open(self, token_id: int) -> None:
-        """Thoughts may begin after blanks; a grammar has them begin at once or never."""
-        if token_id == self._rule.start_token_id:
+        """Thoughts may begin after blanks; a grammar has them begin at once or never.
+
+        Where the front end sees thoughts begin (api_server/outputs/reasoning.py), they begin here.
+        """
+        is_start = token_id == self._rule.start_token_id
+        if is_start and not self._seen.lstrip(_BLANKS):
+            self._seen = b""
             self._think()
-        elif self._holds:
+            return
+        self._unread.append(token_id)
+        self._seen += self._texts.text_of(token_id)
+        said = self._seen.lstrip(_BLANKS)
+        few = len(self._seen) - len(said) <= MAX_BLANKS
+        if few and said.startswith(self._start) and not self._holds:
+            self._seen = said[len(self._start) :]
+            self._think()
+        elif self._holds or is_start or not (few and self._start.startswith(said)):
             self.phase = Phase.ANSWERING
-            self._answer.consume([token_id])
-        else:
-            self._unread.append(token_id)
-            self._seen = (self._seen + self._texts.text_of(token_id)).lstrip()
-            if self._seen.startswith(self._start):
-                self._seen = self._seen[len(self._start) :]
-                self._think()
-            elif not self._start.startswith(self._seen):
-                self.phase = Phase.ANSWERING
-                self._answer.consume(self._unread)
+            self._answer.consume(self._unread)
 
     def _think(self) -> None:
         self.phase = Phase.THINKING

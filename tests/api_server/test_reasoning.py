@@ -8,7 +8,6 @@ from api_server.outputs.detokenizer import Detokenizer
 from api_server.outputs.marked_detokenizer import MarkedDetokenizer
 from api_server.outputs.parts import PLAIN_TEXT, Content, Part, PartsParser, Reasoning
 from api_server.outputs.reasoning import (
-    MAX_BLANKS,
     NO_REASONING,
     STYLES,
     Opening,
@@ -18,6 +17,7 @@ from api_server.outputs.reasoning import (
 )
 from api_server.outputs.thoughts import CountingDetokenizer
 from proto.config import FrontEndConfig, ReasoningParserName
+from proto.thinking import BLANKS, MAX_BLANKS
 
 THINK = STYLES["qwen3"]
 INSIDE, UNKNOWN = Opening.INSIDE, Opening.UNKNOWN
@@ -35,6 +35,11 @@ OUTPUTS = [
     (UNKNOWN, "<thinking>4", "", "<thinking>4"),
     (UNKNOWN, " ", "", " "),
     (UNKNOWN, "", "", ""),
+    (UNKNOWN, BLANKS + "<think>a</think>4", "a", "4"),
+    (UNKNOWN, " " * MAX_BLANKS + "<think>a</think>4", "a", "4"),
+    (UNKNOWN, " " * MAX_BLANKS + " <think>a", "", " " * MAX_BLANKS + " <think>a"),
+    (UNKNOWN, "\x1c<think>a", "", "\x1c<think>a"),
+    (UNKNOWN, "\u3000<think>a", "", "\u3000<think>a"),
     (UNKNOWN, "<think>never ends", "never ends", ""),
     (UNKNOWN, "<think>never ends </thin", "never ends </thin", ""),
     (UNKNOWN, "<think> a </think >b</think> c ", "a </think >b", " c "),

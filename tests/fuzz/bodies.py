@@ -33,7 +33,10 @@ from tests.fakes.fake_engine import FakeEngine
 from tests.fuzz.mutation import Edit, mutated, spoilt_bytes, spoilt_tree
 
 STATUSES: Final = frozenset({200, 400, 404, 405, 413, 415})
-MAX_MODEL_LEN: Final = 256
+MAX_MODEL_LEN: Final = 1024
+_FRONTEND: Final = FrontEndConfig(
+    disable_log_requests=True, reasoning_parser="qwen3", tool_call_parser="hermes"
+)
 CONTROL_EVERY: Final = 50
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES = "/v1/responses"
@@ -77,6 +80,11 @@ TOLD: Final = [
         ],
     },
 ]
+CALLED: Final = {
+    "id": "c",
+    "type": "function",
+    "function": {"name": "a", "arguments": '{"city": "P"}'},
+}
 VALID: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     (COMPLETIONS, {"prompt": "hello", "max_tokens": 4, "temperature": 0}),
     (COMPLETIONS, {"prompt": ["a", "b"], "n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5}),
@@ -215,10 +223,72 @@ VALID: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
             "messages": TOLD,
             "tools": [{"name": "a", "input_schema": CITY, "strict": True}],
             "tool_choice": {"type": "tool", "name": "a"},
-            "output_format": {"type": "json_schema", "schema": CITY},
         },
     ),
     (COUNT, {"model": "toy", "messages": TOLD, "tools": [{"name": "a", "input_schema": CITY}]}),
+    *(
+        (
+            CHAT,
+            {
+                "messages": [
+                    {"role": "user", "content": "x" * length},
+                    {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+                    {"role": "tool", "tool_call_id": "c", "content": "y"},
+                ],
+                "tools": [
+                    {"type": "function", "function": {"name": name, "parameters": CITY}}
+                    for name in ("a", "b")
+                ],
+                "tool_choice": choice,
+                "parallel_tool_calls": length % 2 == 0,
+                "stream": length % 2 == 0,
+                "n": 1 + length % 3,
+                "thinking_token_budget": 5,
+                "include_reasoning": length != 2,
+            },
+        )
+        for length, choice in enumerate(
+            (
+                "auto",
+                "required",
+                "none",
+                "auto",
+                {"type": "function", "function": {"name": "a"}},
+                "auto",
+            )
+        )
+    ),
+    *(
+        (
+            MESSAGES,
+            {
+                "model": "toy",
+                "max_tokens": 200,
+                "messages": [{"role": "user", "content": "x" * length}],
+                "tools": [{"name": "a", "input_schema": CITY, "strict": length % 2 == 1}],
+                "tool_choice": {"type": "auto" if length % 3 else "any"},
+                "thinking": {"type": "adaptive"},
+                "stream": length % 2 == 0,
+            },
+        )
+        for length in range(1, 6)
+    ),
+    *(
+        (
+            RESPONSES,
+            {
+                "input": "x" * length,
+                "max_output_tokens": 200,
+                "tools": [
+                    {"type": "function", "name": "a", "parameters": CITY, "strict": length % 2 == 1}
+                ],
+                "tool_choice": "auto" if length % 3 else "required",
+                "reasoning": {"effort": "low", "summary": "auto"},
+                "stream": length % 2 == 0,
+            },
+        )
+        for length in range(1, 6)
+    ),
     (COUNT, {"model": "toy", "messages": [{"role": "user", "content": "x"}], "system": "y"}),
     (
         MESSAGES,
@@ -243,6 +313,15 @@ VALID: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
         },
     ),
 )
+_CALL: Final = '<tool_call>\n{"name": "a", "arguments": {"city": "P"}}\n</tool_call>'
+SAID: Final = (
+    f"<think>\nwhere?\n</think>\n\nlook: {_CALL}",
+    f"{_CALL}\n{_CALL.replace('a', 'b', 1)}",
+    f"<think>no end {_CALL}",
+    _CALL[:-20],
+    '<tool_call>{"name": "none"}</tool_call></think> the sea',
+)
+"""What the model answers, one of them by the length of the prompt."""
 
 
 class Bodies:
@@ -262,15 +341,18 @@ class Bodies:
         (place / "chat_template.jinja").write_text(TEMPLATE)
         model = prepared(place, tokenizer.get_vocab_size(), has_chat_template=True)
         path = front_end_path(str(place), 1, 0)
+        said = [[20, 30, 200, 2], *([*tokenizer.encode(each).ids, 2] for each in SAID)]
         self._engine = FakeEngine(
             path,
             vocab_size=model.vocab_size,
             max_model_len=MAX_MODEL_LEN,
-            script=lambda request, choice: [20 + choice % 50, 30, 200, 2],
+            script=lambda request, choice: said[
+                (len(request.prompt_token_ids) + choice) % len(said)
+            ],
         )
         # Whether priorities count is the one thing that the engine alone knows, and refuses itself.
         self._limits = RequestLimits(model.vocab_size, MAX_MODEL_LEN, priorities=True)
-        boot = make_boot(str(place), model, FrontEndConfig(disable_log_requests=True))
+        boot = make_boot(str(place), model, _FRONTEND)
         self._services = make_services(boot, Link.connect(path, FromEngine))
         self._engine.announce()
         await self._services.client.wait_ready()

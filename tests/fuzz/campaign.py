@@ -8,6 +8,7 @@ that takes more is a finding, not the end of the campaign.
 """
 
 import hashlib
+import math
 import re
 import resource
 import signal
@@ -85,7 +86,7 @@ class Campaign:
         batch = 0
         while time.monotonic() < end:
             batch += 1
-            self._run_batch(end, time.time_ns() + batch)
+            self.run_batch(time.time_ns() + batch, end)
 
     def keep(self) -> int:
         """Add the interesting ones to the corpus on disk; returns how many there are then."""
@@ -96,7 +97,9 @@ class Campaign:
             (folder / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)
         return len(corpus_of(self.target.name))
 
-    def _run_batch(self, end: float, number: int) -> None:
+    def run_batch(self, number: int, end: float = math.inf) -> None:
+        """Try some two hundred inputs, which `number` decides; none begins after `end`."""
+
         @seed(number)
         @settings(
             max_examples=_BATCH,

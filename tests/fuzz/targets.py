@@ -30,9 +30,16 @@ def _bodies() -> Target:
     return Bodies()
 
 
+def _answers() -> Target:
+    from tests.fuzz.answers import Answers
+
+    return Answers()
+
+
 TARGETS: Final[dict[str, Callable[[], Target]]] = {
     "decoders": _decoders,
     "gguf": _gguf,
     "safetensors": _safetensors,
     "bodies": _bodies,
+    "answers": _answers,
 }

@@ -10,20 +10,17 @@ read twice.
 """
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from api_server.outputs.parts import Part
 from api_server.outputs.tool_parsers.json_calls import NAME, Call, is_object, read_call
+from api_server.outputs.tool_parsers.reader import CallsReader
 from api_server.outputs.tool_parsers.scanners import Scanner, json_scanner
-from api_server.outputs.tool_parsers.writer import NewId, PartsWriter
+from api_server.outputs.tool_parsers.writer import NewId
 
-_BLANKS: Final = re.compile(r"\s*")
 _NAME_SO_FAR: Final = re.compile(NAME.replace("{1,128}", "{0,129}"))
 _IS_NAME: Final = re.compile(NAME)
-PIECE: Final = 1024
-"""Most characters that are looked at together: what is left of them is copied for each step."""
 SEPARATORS: Final = ("", ",", ";")
 ARGUMENTS_MARK: Final = "[ARGS]"
 ID_MARK: Final = "[CALL_ID]"
@@ -46,39 +43,16 @@ class JsonMarks:
     named: bool = False
 
 
-class JsonCallsParser:
+class JsonCallsParser(CallsReader):
     """names: of the tools that there are."""
 
     def __init__(self, marks: JsonMarks, names: Collection[str], new_id: NewId) -> None:
+        begin = self._begin if marks.bare else self._text
+        super().__init__(names, new_id, begin=begin, text=self._text, separators=SEPARATORS)
         self._marks = marks
-        self._names = names
-        self._writer = PartsWriter(new_id)
-        self._buffer = ""  # not understood yet: shorter than a mark, except within `feed`
-        self._raw: list[str] = []  # of what may become a call
-        self._pieces: list[str] = []  # of the object that is read
         self._scanner: Scanner = json_scanner()
-        self._name = ""  # that stood before the arguments
         self._in_list = False
         self._is_bare = marks.bare
-        self._state: Callable[[], bool] = self._begin if marks.bare else self._text
-
-    def feed(self, text: str) -> Sequence[Part]:
-        for start in range(0, len(text), PIECE):
-            self._buffer += text[start : start + PIECE]
-            while self._buffer and self._state():
-                pass
-        return self._writer.take()
-
-    def end(self) -> Sequence[Part]:
-        if self._writer.is_behind_call and "".join(self._raw).strip() in SEPARATORS:
-            self._raw.clear()  # a list that is not closed, or another call that does not come
-        self._give_up()
-        self._writer.content(self._buffer)
-        self._buffer = ""
-        return self._writer.end()
-
-    # Each state takes from the buffer, and says whether there may be more to do before more text
-    # comes.
 
     def _begin(self) -> bool:
         self._skip_blanks()
@@ -208,22 +182,8 @@ class JsonCallsParser:
         self._state = self._behind
 
     def _give_up(self) -> None:
-        """What is kept is no call."""
-        self._writer.content("".join(self._raw))
-        self._raw.clear()
-        self._pieces.clear()
-        self._name = ""
+        super()._give_up()
         self._in_list = False
-        self._state = self._text
-
-    def _keep(self, count: int) -> None:
-        self._raw.append(self._buffer[:count])
-        self._buffer = self._buffer[count:]
-
-    def _skip_blanks(self) -> None:
-        place = _end(_BLANKS, self._buffer)
-        if place:
-            self._keep(place)
 
     def _num_of_mark(self) -> int:
         """Characters at the end of the buffer that may be the beginning of a mark."""

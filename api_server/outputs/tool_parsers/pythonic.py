@@ -9,17 +9,15 @@ call is told when it is complete; what turns out to be none is content.
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from typing import Final
 
-from api_server.outputs.parts import Part
 from api_server.outputs.tool_parsers.json_calls import Call
-from api_server.outputs.tool_parsers.json_parser import PIECE
+from api_server.outputs.tool_parsers.reader import CallsReader
 from api_server.outputs.tool_parsers.scanners import Scanner, python_scanner
-from api_server.outputs.tool_parsers.writer import NewId, PartsWriter
+from api_server.outputs.tool_parsers.writer import NewId
 
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
-_BLANKS: Final = re.compile(r"\s*")
 _TOKEN: Final = re.compile(
     r"""[ \t\r\n]*(?:
         (?P<string>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')
@@ -43,41 +41,19 @@ _ESCAPED: Final = {
     **{"0": "\0", "\\": "\\", "'": "'", '"': '"', "\n": ""},
 }
 MAX_CODE: Final = 0x10FFFF
+SEPARATORS: Final = ("", ",")
 OPENING: Final = "<|python_start|>"
 CLOSING: Final = "<|python_end|>"
 """Some models put the list between these."""
 
 
-class PythonicParser:
+class PythonicParser(CallsReader):
     """names: of the tools that there are."""
 
     def __init__(self, names: Collection[str], new_id: NewId) -> None:
-        self._names = names
-        self._writer = PartsWriter(new_id)
-        self._buffer = ""  # not understood yet; short, except within `feed`
-        self._raw: list[str] = []  # of what may become a call
-        self._pieces: list[str] = []  # of the arguments that are read
-        self._name = ""
+        begin, text = self._begin, self._text
+        super().__init__(names, new_id, begin=begin, text=text, separators=SEPARATORS)
         self._scanner: Scanner = python_scanner()
-        self._state: Callable[[], bool] = self._begin
-
-    def feed(self, text: str) -> Sequence[Part]:
-        for start in range(0, len(text), PIECE):
-            self._buffer += text[start : start + PIECE]
-            while self._buffer and self._state():
-                pass
-        return self._writer.take()
-
-    def end(self) -> Sequence[Part]:
-        if self._writer.is_behind_call and "".join(self._raw).strip() in ("", ","):
-            self._raw.clear()  # a list that is not closed
-        self._give_up()
-        self._writer.content(self._buffer)
-        self._buffer = ""
-        return self._writer.end()
-
-    # Each state takes from the buffer, and says whether there may be more to do before more text
-    # comes.
 
     def _begin(self) -> bool:
         self._skip_blanks()
@@ -166,22 +142,6 @@ class PythonicParser:
         self._writer.content(self._buffer)
         self._buffer = ""
         return False
-
-    def _give_up(self) -> None:
-        """What is kept is no call."""
-        self._writer.content("".join(self._raw))
-        self._raw.clear()
-        self._pieces.clear()
-        self._state = self._text
-
-    def _keep(self, count: int) -> None:
-        self._raw.append(self._buffer[:count])
-        self._buffer = self._buffer[count:]
-
-    def _skip_blanks(self) -> None:
-        found = _BLANKS.match(self._buffer)
-        if found and found.end():
-            self._keep(found.end())
 
 
 def read_arguments(text: str) -> str:

@@ -13,7 +13,7 @@ from engine_core.structured_output.llguidance_backend import LLGuidanceBackend
 from engine_core.structured_output.thinking import FREE, Phase, ThinkingMatcher, fill
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource
-from proto.thinking import ThinkingRule
+from proto.thinking import BLANKS, MAX_BLANKS, ThinkingRule
 from tests.fakes.grammar_engine import GrammarEngine
 from tests.fakes.intake_desk import Desk, refused
 from tests.fakes.messages import request as make_message
@@ -105,6 +105,12 @@ def test_a_marker_that_is_a_token_has_no_text(backend):
         ("a", Phase.ANSWERING),
         ("<a", Phase.ANSWERING),
         ("a<t>", Phase.ANSWERING),
+        (" " * MAX_BLANKS, Phase.OPENING),
+        (" " * MAX_BLANKS + "<t>", Phase.THINKING),
+        (" " * (MAX_BLANKS + 1), Phase.ANSWERING),
+        (BLANKS + "<t>", Phase.THINKING),
+        ("\x1c<t>", Phase.ANSWERING),
+        ("\u3000<t>", Phase.ANSWERING),
     ],
 )
 def test_thoughts_may_begin_or_not(backend, said, phase):
@@ -112,6 +118,15 @@ def test_thoughts_may_begin_or_not(backend, said, phase):
     assert matcher.is_free
     matcher.consume(tokens_of(said))
     assert matcher.phase is phase
+
+
+def test_a_start_behind_the_half_of_one_is_none(backend):
+    matcher = matcher_of(backend, ruled(OPTIONAL, budget=3, start_token_id=SPECIAL))
+    matcher.consume([*tokens_of("\n<t"), SPECIAL])
+    assert matcher.phase is Phase.ANSWERING
+    matcher = matcher_of(backend, ruled(OPTIONAL, budget=3, start_token_id=SPECIAL))
+    matcher.consume([*tokens_of(" \n"), SPECIAL])
+    assert matcher.phase is Phase.THINKING
 
 
 def test_a_budget_counts_from_where_thoughts_begin(backend):

@@ -1,0 +1,112 @@
+"""Target: what models write, into the parsers that look for thoughts and calls in it.
+
+    1 byte: format, style and opening │ 1 byte: how it is cut │ a text, UTF-8
+
+Parts are the same however the text is cut. Each call is of one piece, has arguments that are a
+JSON object, and calls are numbered as they come.
+"""
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from hypothesis import strategies as st
+
+from api_server.outputs.parts import CallArguments, CallBegins, Content, Part, Reasoning
+from api_server.outputs.reasoning import NO_REASONING, STYLES, Opening, ReasoningParser
+from api_server.outputs.tool_parsers.registry import FORMATS
+from tests.fuzz.mutation import Edit, mutated, spoilt_bytes
+
+RECORDED: Final = Path(__file__).parents[1] / "api_server" / "tools" / "outputs"
+NAMES: Final = ("weather", "now", "find", "run", "book")
+READERS: Final = [
+    (name, style, opening)
+    for name in FORMATS
+    for style, opening in (
+        (NO_REASONING, Opening.OUTSIDE),
+        (STYLES["qwen3"], Opening.UNKNOWN),
+        (STYLES["mistral"], Opening.INSIDE),
+    )
+]
+
+Told = tuple[str, str, list[tuple[str, str]]]
+"""(thoughts, content, [(name, arguments)])"""
+
+
+class Answers:
+    name = "answers"
+
+    def seeds(self) -> list[bytes]:
+        seeds = []
+        for number, (name, style, opening) in enumerate(READERS):
+            start = "" if opening is not Opening.UNKNOWN else style.start
+            thoughts = f"{start}\nWhich?\n{style.end}\n\n" if style.thinks else ""
+            path = RECORDED / f"{name.removesuffix('_named')}.json"
+            cases: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))
+            seeds += [bytes([number, 3]) + (thoughts + each["text"]).encode() for each in cases]
+        return seeds
+
+    def inputs(self, known: Sequence[bytes]) -> st.SearchStrategy[bytes]:
+        def spoil(data: bytes, edits: Sequence[Edit]) -> bytes:
+            return spoilt_bytes(data, edits, known)
+
+        return mutated(known, spoil)
+
+    def run(self, data: bytes) -> str:
+        if len(data) < 2:
+            return "nothing"
+        number = data[0] % len(READERS)
+        text = data[2:].decode("utf-8", "replace")
+        whole = _read(number, [text])
+        assert _read(number, _cut(text, 1 + data[1])) == whole
+        assert _read(number, text) == whole
+        thoughts, content, calls = whole
+        for _, arguments in calls:
+            assert isinstance(json.loads(arguments), dict)
+        assert len(thoughts) + len(content) <= len(text)
+        return f"{number} {bool(thoughts)} {bool(content)} {'call ' * min(3, len(calls))}"
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _read(number: int, pieces: Sequence[str]) -> Told:
+    name, style, opening = READERS[number]
+    numbers = itertools.count()
+    calls = FORMATS[name].parser(NAMES, lambda: f"id{next(numbers)}")
+    parser = ReasoningParser(style, opening, calls)
+    parts = [part for piece in pieces for part in parser.feed(piece)]
+    return _told([*parts, *parser.end()])
+
+
+def _told(parts: Sequence[Part]) -> Told:
+    thoughts, content = [], []
+    found: list[tuple[str, str]] = []
+    begun = ""
+    for part in parts:
+        match part:
+            case Reasoning(text):
+                assert text
+                assert not [*content, *found], "thoughts behind an answer"
+                thoughts.append(text)
+            case Content(text):
+                assert text
+                assert not begun
+                content.append(text)
+            case CallBegins(index, _, name):
+                assert index == len(found)
+                assert not begun
+                begun = name
+            case CallArguments(index, text):
+                assert index == len(found)
+                assert begun
+                found.append((begun, text))
+                begun = ""
+    assert not begun, "a call without arguments"
+    return "".join(thoughts), "".join(content), found
+
+
+def _cut(text: str, size: int) -> list[str]:
+    return [text[place : place + size] for place in range(0, len(text), size)]
