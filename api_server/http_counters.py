@@ -18,6 +18,7 @@ from api_server.metric_sheet import Counter, Histogram, MetricSheet
 
 DURATION_SECONDS: Final = (0.1, 0.5, 1.0)
 LEFT_OUT: Final = frozenset({"/metrics", "/health", "/load", "/ping", "/version"})
+"""And what is below these."""
 NO_ROUTE: Final = "none"
 _STATUSES: Final = ("2xx", "3xx", "4xx", "5xx")
 _NO_METHOD: Final = "none"
@@ -33,7 +34,7 @@ class HttpCounters:
         places = sorted(
             (route.path, method)
             for route in routes
-            if isinstance(route, Route) and route.path not in LEFT_OUT
+            if isinstance(route, Route) and not _is_left_out(route.path)
             for method in (route.methods or set()) - {"HEAD"}
         )
         self._requests: dict[_Place, dict[str, Counter]] = {}
@@ -43,9 +44,9 @@ class HttpCounters:
             self._seconds[place] = Histogram(sheet, DURATION_SECONDS)
 
     def answered(self, scope: Scope, status: int, seconds: float) -> None:
-        """status: that was sent, 500 for none. seconds: from the headers to the last byte."""
-        path = getattr(scope.get("route"), "path", scope["path"])
-        if path in LEFT_OUT:
+        """status: that was sent. seconds: from the headers to the last byte."""
+        path = str(getattr(scope.get("route"), "path", scope["path"]))
+        if _is_left_out(path):
             return
         place = (path, scope["method"])
         if place not in self._requests:
@@ -89,7 +90,7 @@ class CountRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, begun = 500, time.perf_counter()
+        status, begun = 0, time.perf_counter()
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -99,5 +100,13 @@ class CountRequests:
 
         try:
             await self._app(scope, receive, watched)
+        except Exception:
+            status = status or 500  # which the server will say
+            raise
         finally:
-            self._counters.answered(scope, status, time.perf_counter() - begun)
+            if status:  # else its client left before there was one
+                self._counters.answered(scope, status, time.perf_counter() - begun)
+
+
+def _is_left_out(path: str) -> bool:
+    return "/" + path.removeprefix("/").partition("/")[0] in LEFT_OUT

@@ -110,6 +110,7 @@ class Metrics(Collector):
         self._block_reuse_gap = Histogram(sheet, BLOCK_SECONDS)
         self._offload = OffloadCounters(sheet)
         self._agents = AgentCounters(sheet)
+        self._discarded = counters("late", "after_stop", "repeated")
         self.in_flight = Gauge(sheet)
         self.connections = Gauge(sheet)
         self.requests = RequestHistograms(
@@ -161,6 +162,9 @@ class Metrics(Collector):
         self._corrupted_requests.add(stats.num_corrupted)
         self._offload.add(stats.kv_media)
         self._agents.add(stats)
+        self._discarded["late"].add(stats.num_discarded_tokens)
+        for number in stats.request_preemptions:
+            self.requests.preempted(number)
         if stats.num_scheduled_tokens:
             self._step_tokens.observe(stats.num_scheduled_tokens)
         for eviction in stats.kv_evictions:
@@ -172,6 +176,10 @@ class Metrics(Collector):
     def queue_limits(self, num_requests: int, num_tokens: int) -> None:
         """What the engine lets wait; 0 for no limit."""
         self._queue_limits = num_requests, num_tokens
+
+    def discarded(self, cause: str, num_tokens: int) -> None:
+        """Tokens came that are shown to nobody: "after_stop" (a stop string) or "repeated"."""
+        self._discarded[cause].add(num_tokens)
 
     def cache_config(self, **settings: object) -> None:
         """How the engine's KV pool is laid out."""
@@ -320,6 +328,7 @@ class Metrics(Collector):
             ),
             ("vllm:admission_rejections", "Refused by limit.", "reason", self._rejections, own),
             ("tokend:requests_cut_short", "Requests ended.", "cause", self._cut_short, {}),
+            ("tokend:discarded_tokens", "Tokens that nobody got.", "cause", self._discarded, {}),
             ("tokend:restarts", "Processes started again.", "role", self._restarts, {}),
             ("tokend:watchdog_kills", "Those that hung.", "role", self._watchdog_kills, {}),
         ):

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from api_server.metric_sheet import Counter, Histogram, MetricSheet
 
 NUM_CHOICES: Final = (1, 2, 5, 10, 20)
+NUM_PREEMPTIONS: Final = (1, 2, 5, 10, 20, 50, 100)
 _SOURCES: Final = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 
@@ -58,6 +59,9 @@ class RequestHistograms:
         self._computed = histogram(
             "request_prefill_kv_computed_tokens", "Prompt tokens that were not found.", tokens
         )
+        self._preemptions = histogram(
+            "request_num_preemptions", "Preemptions of a choice.", NUM_PREEMPTIONS
+        )
         self._cached = Counter(sheet)
         self._sources = {source: Counter(sheet) for source in _SOURCES}
 
@@ -89,6 +93,10 @@ class RequestHistograms:
         self._n.observe(n)
         self._max_tokens.observe(max_tokens)
 
+    def preempted(self, times: int) -> None:
+        """A choice is over, however it ended."""
+        self._preemptions.observe(times)
+
     def collect(self, names: Sequence[str], values: Sequence[str]) -> Iterator[Metric]:
         """names, values: labels that all have."""
         for name, text, histogram in self._shown:
@@ -101,6 +109,15 @@ class RequestHistograms:
             "vllm:prompt_tokens_cached", "Prompt tokens that were found.", labels=names
         )
         cached.add_metric(values, self._cached.value)
+        yield cached
+        external = self._sources["external_kv_transfer"].value
+        cached = CounterMetricFamily(
+            "vllm:prompt_tokens_cached_by_source",
+            "Those: in the pool, or by a connector.",
+            labels=(*names, "source"),
+        )
+        cached.add_metric((*values, "device"), self._sources["local_cache_hit"].value)
+        cached.add_metric((*values, "external"), external)
         yield cached
         by_source = CounterMetricFamily(
             "vllm:prompt_tokens_by_source", "Prompt tokens.", labels=(*names, "source")

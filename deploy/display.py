@@ -6,6 +6,8 @@ Closing a display takes the bars away; notices stay, and may still come after.
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from deploy.reporting import Reporter
+from proto.config import LogFormat
+from proto.log_lines import notice_line
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -18,8 +20,10 @@ class Display(Reporter, Protocol):
         """No progress follows; may be called again."""
 
 
-def open_display(stream: TextIO) -> Display:
-    """The display that suits the stream."""
+def open_display(stream: TextIO, log_format: LogFormat = "text") -> Display:
+    """The display that suits the stream, and who reads it."""
+    if log_format == "json":
+        return JsonDisplay(stream)
     return TerminalDisplay(stream) if stream.isatty() else PlainDisplay(stream)
 
 
@@ -40,6 +44,13 @@ class PlainDisplay:
 
     def notice(self, message: str, who: str = "tokend") -> None:
         print(f"{who}: {message}", file=self._stream, flush=True)
+
+
+class JsonDisplay(PlainDisplay):
+    """The same lines, each a JSON object."""
+
+    def notice(self, message: str, who: str = "tokend") -> None:
+        print(notice_line(message, who), file=self._stream, flush=True)
 
 
 class TerminalDisplay:

@@ -40,7 +40,7 @@ def serve(config: ServeConfig, around: Surroundings, commands: Commands) -> int:
     listener = listen(config.frontend.host, config.frontend.port)
     url = url_of(listener, scheme)
     notifier = notifier_for(around.service_manager)
-    display = NotifyingDisplay(open_display(sys.stderr), notifier)
+    display = NotifyingDisplay(open_display(sys.stderr, config.frontend.log_format), notifier)
     try:
         model = _model(config, around, display)
         _check_length(config, model)

@@ -15,6 +15,7 @@ KVCacheDType = Literal["auto", "bf16", "f16", "f32", "int8", "fp8"]
 CpuWeights = Literal["auto", "packed", "int8", "bf16", "f32"]
 PinPolicyName = Literal["rule", "fixed", "none"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
+LogFormat = Literal["text", "json"]
 TenantBy = Literal["api-key", "header", "none"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "mistral_named", "pythonic"]
 GIB: Final = 1 << 30
@@ -190,6 +191,8 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Front-end processes."""
     disable_log_requests: bool = False
     """Do not log a line for each request."""
+    log_format: LogFormat = "text"
+    """Lines of the log for people, or each a JSON object."""
     api_key_file: str | None = None
     """File with a name and a key in each line; every name is a tenant."""
     tenant_by: TenantBy = "api-key"

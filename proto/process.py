@@ -22,6 +22,7 @@ from proto import PROTOCOL_VERSION
 from proto.codec import MessageDecoder
 from proto.errors import ErrorInfo, ProtocolError
 from proto.lifecycle import Fatal, FromSupervisor, ProcessBoot, process_name
+from proto.log_lines import formatter
 from proto.run_directory import RunDirectory
 from proto.sockets import Link, supervisor_path
 
@@ -94,12 +95,9 @@ def _enter(boot: ProcessBoot, directory: RunDirectory) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)  # works also where no Python code runs any more
     name = process_name(boot.role, boot.index)
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s {name}: %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter(boot.config.frontend.log_format, name))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     set_title(f"tokend: {name}")
     threading.Thread(
         target=_end_with_supervisor, args=(boot.death_fd, directory), daemon=True

@@ -61,6 +61,9 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     and that were given up because somebody needed the room; seconds from the first arrival of
     each job that is over to the end of its last step (job_seconds), and from the end of each
     turn to the next arrival of its job (tool_seconds).
+
+    num_discarded_tokens: that were drawn and that nobody gets, because their choice was over.
+    request_preemptions: how often each choice that is over was preempted, if it was computed.
     """
 
     num_running: int
@@ -86,6 +89,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     num_pins_given_up: int = 0
     job_seconds: list[float] = []
     tool_seconds: list[float] = []
+    num_discarded_tokens: int = 0
+    request_preemptions: list[int] = []
 
     @property
     def cpu_offload_usage(self) -> float:

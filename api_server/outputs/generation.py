@@ -20,6 +20,7 @@ from api_server.outputs.request_stream import RequestStream
 from api_server.outputs.unsent import Unsent
 from proto.engine_io import EngineCoreRequest
 from proto.errors import QueueFullError, RequestAbortedError, RequestError
+from proto.log_lines import FIELDS
 
 logger = logging.getLogger("tokend.requests")
 
@@ -180,17 +181,22 @@ class Generation:
     def _log(self, now: float) -> None:
         usage = self.usage()
         first = self.streams[0].timeline
-        parts = [
-            f"id={self.label} prompts={len(self.streams)} choices={len(self.streams[0].choices)}",
-            f"prompt_tokens={usage.prompt_tokens} cached_tokens={usage.cached_tokens}",
-            f"completion_tokens={usage.completion_tokens}",
-            f"queue={_seconds(first.queued, first.scheduled)}",
-            f"ttft={_seconds(first.arrival, first.first_token)}",
-            f"total={_seconds(first.arrival, now)} finish={self._outcome()}",
-        ]
+        fields: dict[str, str | int | float | None] = {
+            "id": self.label,
+            "prompts": len(self.streams),
+            "choices": len(self.streams[0].choices),
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "queue": _seconds(first.queued, first.scheduled),
+            "ttft": _seconds(first.arrival, first.first_token),
+            "total": _seconds(first.arrival, now),
+            "finish": self._outcome(),
+        }
         if self.ignored:
-            parts.append(f"ignored_fields={self.ignored}")
-        logger.info("%s", " ".join(parts))
+            fields["ignored_fields"] = self.ignored
+        text = " ".join(f"{name}={_shown(value)}" for name, value in fields.items())
+        logger.info("%s", text, extra={FIELDS: fields})
 
     def _outcome(self) -> str:
         if self.error is not None:
@@ -207,5 +213,12 @@ class Generation:
             raise self.error
 
 
-def _seconds(start: float | None, end: float | None) -> str:
-    return "-" if start is None or end is None else f"{end - start:.3f}s"
+def _seconds(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else round(end - start, 6)
+
+
+def _shown(value: str | float | None) -> str:
+    """In a line for people; seconds are the only numbers that are not whole."""
+    if value is None:
+        return "-"
+    return f"{value:.3f}s" if isinstance(value, float) else str(value)

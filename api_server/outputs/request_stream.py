@@ -157,6 +157,7 @@ class RequestStream:
             return False
         choice = self.choices[output.choice]
         if choice.finished:
+            self.metrics.discarded("after_stop", len(output.new_token_ids))
             return False
         if output.first is not None:
             self._note_first(output.first)
@@ -167,6 +168,8 @@ class RequestStream:
         num_known = self._num_known(choice, output)
         rows = unpack(output.logprobs)[num_known:] if output.logprobs is not None else []
         new = output.new_token_ids[num_known:] if num_known else output.new_token_ids
+        if num_known:
+            self.metrics.discarded("repeated", num_known)
         num_counted = choice.extend(new, rows, output.finish_reason, output.stop_reason)
         if num_counted:
             self._note_tokens(output.choice, num_counted, timestamp)

@@ -1,8 +1,8 @@
 """The end of a step: what its result brings to each request.
 
-Owns the count of requests whose scores were no numbers, and remembers who is over while a
-step that computes it is on its way. Appends tokens and says who is to be told what; requests
-that end leave through `finish` and `abort` of the scheduler.
+Owns the counts of requests whose scores were no numbers and of tokens that came too late, and
+remembers who is over while a step that computes it is on its way. Appends tokens and says who is
+to be told what; requests that end leave through `finish` and `abort` of the scheduler.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +48,7 @@ class ResultPass:
         self._withdraw = withdraw
         self._void_until = void_until
         self._num_corrupted = 0
+        self._num_discarded = 0
         self._departed: dict[int, tuple[Request, int]] = {}
 
     def run(
@@ -67,6 +68,7 @@ class ResultPass:
         ):
             request = requests.get(handle)
             if request is None or (void_until and void_until.get(handle, 0) >= output.step):
+                self._num_discarded += len(token_ids)
                 continue
             tokens, finish_reason, first = request.all_token_ids, None, None
             token_index = len(tokens) - request.num_prompt_tokens
@@ -133,6 +135,12 @@ class ResultPass:
     def take_num_corrupted(self) -> int:
         """Requests that ended since the last call because their scores were no numbers."""
         taken, self._num_corrupted = self._num_corrupted, 0
+        return taken
+
+    def take_num_discarded(self) -> int:
+        """Tokens that were drawn since the last call for a request that was over, or had lost
+        what they rest on."""
+        taken, self._num_discarded = self._num_discarded, 0
         return taken
 
     def _fail(self, handles: Sequence[int], step: int, outputs: ClientOutputs) -> None:

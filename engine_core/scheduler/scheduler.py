@@ -206,6 +206,7 @@ class Scheduler:
         )
         self._num_preemptions = 0
         self._num_scheduled_tokens = 0
+        self._request_preemptions: list[int] = []
         self._observer = observer
         observer.watch(self.waiting, self.running, kv_cache)
 
@@ -470,7 +471,10 @@ class Scheduler:
             num_pins_given_up=num_given_up,
             job_seconds=job_seconds,
             tool_seconds=tool_seconds,
+            num_discarded_tokens=self._result_pass.take_num_discarded(),
+            request_preemptions=self._request_preemptions,
         )
+        self._request_preemptions = []
         self._num_preemptions = self._num_scheduled_tokens = 0
         return stats
 
@@ -535,6 +539,7 @@ class Scheduler:
         self._observer.finished(request)
         if request.scheduled_at is not None:
             self._result_pass.depart(request, self.step)
+            self._request_preemptions.append(request.num_preemptions)
         self._output_builder.forget(request.handle)
         for gate in self._gates:
             gate.forget(request)

@@ -5,12 +5,15 @@ import json
 import logging
 import time
 
+import pytest
+
 from api_server.errors import error_body
 from api_server.routes import completions
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 from proto.errors import RequestError
 from proto.lifecycle import Condition, NotReady
+from proto.log_lines import JsonLines, formatter
 from tests.api_server.conftest import MODEL
 
 
@@ -104,6 +107,52 @@ async def test_one_line_per_request(start, say, caplog):
     assert "id=cmpl-r1" in lines[0]
     assert "finish=stop" in lines[0]
     assert not any("private" in line for line in lines)
+
+
+SECRET = "xyzzy-plugh"
+BODIES = [
+    ("/v1/completions", {"prompt": SECRET}),
+    ("/v1/completions", {"prompt": SECRET, "stop": [SECRET], "user": SECRET}),
+    ("/v1/completions", {"prompt": SECRET, "temperature": SECRET}),
+    ("/v1/completions", {"prompt": SECRET, "mystery": SECRET}),
+    ("/v1/completions", {"prompt": SECRET, "structured_outputs": {"regex": SECRET + "("}}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}]}),
+    ("/v1/chat/completions", {"messages": [{"role": SECRET, "content": SECRET}]}),
+    ("/v1/responses", {"input": SECRET, "instructions": SECRET}),
+    ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": SECRET}]}),
+    ("/tokenize", {"prompt": SECRET}),
+]
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+async def test_no_line_has_a_prompt_an_answer_or_a_key(start, say, caplog, log_format):
+    """Of any logger, and of requests that are refused as well."""
+    caplog.set_level(logging.INFO)
+    caplog.handler.setFormatter(formatter(log_format, "api 0"))
+    config = FrontEndConfig(api_key=f"key-{SECRET}")
+    async with start(say(f" {SECRET}"), config=config) as front_end:
+        front_end.http.headers["authorization"] = f"Bearer key-{SECRET}"
+        statuses = set()
+        for path, body in BODIES:
+            for stream in ({}, {"stream": True}):
+                answer = await front_end.http.post(path, json={**body, **stream})
+                statuses.add(answer.status_code)
+        await front_end.http.get("/v1/models", headers={"authorization": f"Bearer {SECRET}"})
+        assert {200, 400} <= statuses
+    assert caplog.text.count("finish=") >= 10
+    assert SECRET not in caplog.text
+
+
+async def test_a_line_for_programs(start, say, caplog):
+    caplog.set_level(logging.INFO, logger="tokend.requests")
+    async with start(say("!")) as front_end:
+        await front_end.complete(request_id="r1", n=2)
+    (record,) = [each for each in caplog.records if each.name == "tokend.requests"]
+    line = json.loads(JsonLines("api 0").format(record))
+    assert (line["process"], line["id"], line["finish"]) == ("api 0", "cmpl-r1", "stop")
+    assert (line["prompts"], line["choices"]) == (1, 2)
+    assert min(line["prompt_tokens"], line["completion_tokens"]) > 0
+    assert 0 <= line["queue"] <= line["ttft"] <= line["total"]
 
 
 async def test_no_lines_when_they_are_off(start, say, caplog):

@@ -12,6 +12,7 @@ import yaml
 from api_server.metric_sheet import MetricSheet
 from api_server.metrics import Metrics
 from api_server.middleware import OPEN_PATHS
+from api_server.routes import completions
 from deploy.ending import ON_REQUEST
 from proto.config import FrontEndConfig, ReliabilityConfig
 
@@ -52,7 +53,10 @@ def test_the_build_gets_what_the_package_is_made_of_and_nothing_else() -> None:
 
 def shown() -> str:
     """What a daemon shows under /metrics."""
-    return Metrics("model", MetricSheet.of_one()).text().decode()
+    metrics = Metrics("model", MetricSheet.of_one())
+    http = metrics.count_http(completions.router.routes)
+    http.answered({"path": "/v1/completions", "method": "POST"}, 200, 0.1)
+    return metrics.text().decode()
 
 
 def exposed() -> set[str]:
@@ -73,12 +77,12 @@ def test_the_dashboard_shows_metrics_that_exist(path: Path) -> None:
     asked += [
         each["definition"] for each in dashboard["templating"]["list"] if "definition" in each
     ]
-    names = {name for expr in asked for name in re.findall(r"\b(?:\w+:|process_)\w+", expr)}
+    names = {name for expr in asked for name in re.findall(r"\b(?:\w+:|process_|http_)\w+", expr)}
     assert len(names) >= 20
     assert names <= exposed()
     assert {each for each in exposed() if each.startswith("tokend:")} <= names
     for expr in asked:
-        name, by = re.search(r"[\w:]*:\w+", expr), re.search(r"by \((\w+)\)", expr)
+        name, by = re.search(r"\w*:\w+|http_\w+", expr), re.search(r"by \((\w+)\)", expr)
         assert by is None or (name is not None and by[1] in labels(name[0]))
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(ids)) == len(ids)

@@ -1,6 +1,7 @@
 """The supervisor's parts, each alone: ending, obituary, readiness, environment, socket, display."""
 
 import io
+import json
 import re
 import signal
 import socket
@@ -265,6 +266,17 @@ class TestDisplay:
         display.close()
         lines = stream.getvalue().splitlines()
         assert lines == ["worker 0: loading …", "worker 0: warming up …", "tokend: mind the gap"]
+
+    def test_lines_for_programs(self) -> None:
+        stream = io.StringIO()
+        display = open_display(stream, "json")
+        display.progress("loading", 0.5, "worker 0")
+        display.notice("mind the gap")
+        lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+        assert [(line["process"], line["message"]) for line in lines] == [
+            ("worker 0", "loading …"),
+            ("tokend", "mind the gap"),
+        ]
 
     def test_a_terminal_keeps_notices_only(self) -> None:
         class Terminal(io.StringIO):

@@ -33,6 +33,8 @@ def test_running_requests_go_back_to_the_queue_in_their_order(policy):
     engine.run()
     for each in requests:
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 4)
+    assert engine.scheduler.take_stats().request_preemptions == [1] * 10
+    assert engine.scheduler.take_stats().request_preemptions == []
     engine.assert_at_rest()
 
 

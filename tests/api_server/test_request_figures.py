@@ -1,0 +1,150 @@
+"""What /metrics shows of each request: its phases, its prompt's sources, its HTTP side."""
+
+import asyncio
+
+import pytest
+
+from api_server.http_counters import HttpCounters
+from api_server.metric_sheet import MetricSheet
+from api_server.metrics import Metrics
+from api_server.routes import completions
+from proto.config import FrontEndConfig
+from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
+from proto.stats import METRIC_CELLS, SchedulerStats
+from tests.api_server.conftest import samples
+
+
+async def test_a_request_by_phase_and_what_it_asked_for(start, say):
+    async with start(say(" world")) as front_end:
+        await front_end.complete(n=3, max_tokens=7)
+        found = await samples(front_end)
+        assert found["vllm:request_params_n_sum"] == 3
+        assert found["vllm:request_params_max_tokens_sum"] == 7
+        longest = found["vllm:request_max_num_generation_tokens_sum"]
+        assert 3 * longest == found["vllm:generation_tokens_total"]
+        assert found["vllm:request_time_per_output_token_seconds_count"] == 1
+        prefill, decode, both = (
+            found[f"vllm:request_{phase}_time_seconds_sum"]
+            for phase in ("prefill", "decode", "inference")
+        )
+        assert both == pytest.approx(prefill + decode)
+        assert decode == pytest.approx(
+            found["vllm:request_time_per_output_token_seconds_sum"] * (longest - 1)
+        )
+
+
+async def test_whoever_leaves_or_is_refused_is_in_no_phase(start):
+    async with start(accepts=True) as front_end:
+        waiting = asyncio.create_task(front_end.complete())
+        request = await front_end.engine.requests.get()
+        front_end.engine.emit(request, [40])
+        front_end.engine.emit(request, [], finish=FinishReason.ERROR)
+        assert (await waiting).status_code >= 400
+        found = await samples(front_end)
+        assert found["vllm:request_prefill_time_seconds_count"] == 0
+        assert found["vllm:request_params_n_count"] == 0
+        assert found["vllm:time_to_first_token_seconds_count"] == 1
+
+
+async def test_prompt_tokens_by_source_add_up(start, say):
+    async with start(say("!")) as front_end:
+        metrics = front_end.services.metrics
+        metrics.requests.begun(100, 64, 48)
+        metrics.requests.begun(10, 0, 0)
+        found = await samples(front_end)
+        name = "vllm:prompt_tokens_by_source_total"
+        assert found[f"{name},local_compute"] == 46
+        assert found[f"{name},local_cache_hit"] == 16
+        assert found[f"{name},external_kv_transfer"] == 48
+        assert found["vllm:prompt_tokens_cached_total"] == 64
+        assert found["vllm:prompt_tokens_cached_by_source_total,device"] == 16
+        assert found["vllm:prompt_tokens_cached_by_source_total,external"] == 48
+        assert found["vllm:request_prefill_kv_computed_tokens_sum"] == 46
+
+
+async def test_a_prompt_counts_once_whichever_engine_computes_it(start):
+    async with start(accepts=True) as front_end:
+        waiting = asyncio.create_task(front_end.complete(max_tokens=3))
+        request = await front_end.engine.requests.get()
+        front_end.engine.emit(request, [40])
+        await front_end.services.client.admin("check_integrity")
+        before = await samples(front_end)
+        engine = await front_end.lose_engine()
+        engine.announce()
+        again = await engine.requests.get()
+        engine.send_outputs(
+            EngineCoreOutput(
+                again.request_id, 0, 1, [41, 42], FinishReason.LENGTH, first=FirstTokenInfo(0, 1, 2)
+            )
+        )
+        assert (await waiting).status_code == 200
+        after = await samples(front_end)
+        name = "vllm:prompt_tokens_by_source_total,local_compute"
+        assert before[name] == after[name] > 0
+        assert after["vllm:prompt_tokens_total"] == before["vllm:prompt_tokens_total"]
+        assert after["vllm:generation_tokens_total"] == 3
+        counters = [each for each in before if each.endswith(("_total", "_count", "_sum"))]
+        assert not [each for each in counters if after[each] < before[each]]
+
+
+def test_tokens_that_nobody_gets():
+    metrics = Metrics("toy", MetricSheet.of_one())
+
+    def discarded(cause: str) -> float | None:
+        return metrics._registry.get_sample_value("tokend:discarded_tokens_total", {"cause": cause})
+
+    metrics.scheduler_stats(SchedulerStats(0, 0, 0.0, num_discarded_tokens=3), 1, 1.0)
+    metrics.scheduler_stats(SchedulerStats(0, 0, 0.0, request_preemptions=[0, 2]), 1, 2.0)
+    assert discarded("late") == 3
+    count = metrics._registry.get_sample_value(
+        "vllm:request_num_preemptions_sum", {"model_name": "toy", "engine": "0"}
+    )
+    assert count == 2
+    metrics.discarded("after_stop", 2)
+    metrics.discarded("repeated", 1)
+    assert (discarded("after_stop"), discarded("repeated")) == (2, 1)
+
+
+async def test_http_requests_by_route_and_status(start, say):
+    config = FrontEndConfig(api_key="k", metrics_open=True)
+    async with start(say("!"), config=config) as front_end:
+        front_end.http.headers["authorization"] = "Bearer k"
+        await front_end.complete()
+        await front_end.events("/v1/completions", prompt="x")
+        await front_end.complete(max_tokens=-1)
+        await front_end.complete()
+        await front_end.http.get("/v1/models/other")
+        await front_end.http.get("/nowhere")
+        await front_end.http.post("/v1/completions", headers={"authorization": "Bearer x"})
+        await front_end.http.get("/health")
+        found = await samples(front_end)
+        name = "http_requests_total"
+        assert found[f"{name},/v1/completions,POST,2xx"] == 3
+        assert found[f"{name},/v1/completions,POST,4xx"] == 2
+        (of_models,) = [each for each in found if "/v1/models/{" in each and "4xx" in each]
+        assert found[of_models] == 1
+        assert found[f"{name},none,none,4xx"] == 1
+        duration = "http_request_duration_seconds_count,/v1/completions,POST"
+        assert found[duration] == 5
+        assert not any("/health" in each or "/metrics" in each for each in found)
+
+
+async def test_a_bug_is_a_500_of_its_route(start, monkeypatch):
+    def broken(*_args: object, **_fields: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(completions, "parse", broken)
+    async with start() as front_end:
+        await front_end.complete()
+        found = await samples(front_end)
+        assert found["http_requests_total,/v1/completions,POST,5xx"] == 1
+
+
+def test_front_ends_count_the_same_cells():
+    memory = bytearray(2 * 8 * METRIC_CELLS)
+    both = [HttpCounters(MetricSheet(memory, row), completions.router.routes) for row in (0, 1)]
+    for each in both:
+        each.answered({"path": "/v1/completions", "method": "POST"}, 200, 0.2)
+    requests, durations = both[0].collect()
+    assert [each.value for each in requests.samples] == [2]
+    assert [each.value for each in durations.samples if each.name.endswith("_count")] == [2]

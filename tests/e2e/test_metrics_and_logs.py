@@ -1,0 +1,77 @@
+"""A daemon with a key whose processes are killed: its figures, and what its log says."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.daemon import Daemon, eventually
+
+pytestmark = pytest.mark.slow
+
+KEY = "hush-71c3aa"
+SECRET = "Rumpelstiltskin"
+BODY = {"prompt": f"{SECRET} said to the sea:", "temperature": 0, "ignore_eos": True}
+HEADERS = {"authorization": f"Bearer {KEY}"}
+
+
+def counters(daemon: Daemon) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    text = httpx.get(f"{daemon.url}/metrics", headers=HEADERS).text
+    assert KEY not in text
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        if family.type in ("counter", "histogram")
+        and not family.name.startswith(("process_", "python_"))  # of a process, and it is another
+        for sample in family.samples
+    }
+
+
+def complete(daemon: Daemon, max_tokens: int) -> httpx.Response:
+    body = {**BODY, "max_tokens": max_tokens}
+    return httpx.post(f"{daemon.url}/v1/completions", json=body, headers=HEADERS, timeout=120)
+
+
+def test_figures_only_grow_and_the_log_tells_no_secret() -> None:
+    with Daemon("--api-key", KEY, "--log-format", "json") as daemon, ThreadPoolExecutor() as pool:
+        answer = complete(daemon, 8).json()["choices"][0]["text"]
+        for role in ("worker", "engine_core", "api_server"):
+            before = counters(daemon)
+            running = pool.submit(complete, daemon, 64)
+            assert eventually(lambda seen=before: counters(daemon) != seen)
+            victim = daemon.processes()[role]
+            victim.kill()
+            if role == "api_server":
+                with pytest.raises(httpx.HTTPError):
+                    running.result()
+            else:
+                assert running.result().status_code == 200
+            victim.wait(30)
+            assert eventually(lambda who=role, pid=victim.pid: is_back(daemon, who, pid), 60), role
+            after = counters(daemon)
+            assert {name for name, value in before.items() if after[name] < value} == set(), role
+            restarts = [name for name in after if name[0] == "tokend:restarts_total"]
+            assert sum(after[name] - before[name] for name in restarts) >= 1
+        assert complete(daemon, 8).json()["choices"][0]["text"] == answer
+    lines = [json.loads(line) for line in daemon.output if line.startswith("{")]
+    told = [line for line in lines if line["logger"] == "tokend.requests"]
+    assert [line["finish"] for line in told] == ["length"] * 4
+    assert [line["completion_tokens"] for line in told] == [8, 64, 64, 8]
+    assert all(0 <= line["queue"] <= line["ttft"] <= line["total"] for line in told)
+    assert {line["process"] for line in lines} >= {"tokend", "api 0", "worker 0"}
+    assert SECRET not in daemon.text
+    assert KEY not in daemon.text
+    assert answer.strip() not in daemon.text
+
+
+def is_back(daemon: Daemon, role: str, pid: int) -> bool:
+    """Another process has its place, and the daemon serves."""
+    found = daemon.processes().get(role)
+    if found is None or found.pid == pid:
+        return False
+    try:
+        return httpx.get(f"{daemon.url}/health/ready", headers=HEADERS).status_code == 200
+    except httpx.HTTPError:
+        return False
