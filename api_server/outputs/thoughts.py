@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 from api_server.outputs.detokenizer import Detokenizer
 from api_server.outputs.reasoning import Opening, ReasoningStyle
-from proto.thinking import MAX_BLANKS
+from proto.thinking import BLANKS, MAX_BLANKS
 
 _MOST_STARTS: Final = 256
 """More tokens than a marker has characters, with some that have no text."""
@@ -67,7 +67,7 @@ class CountingDetokenizer:
 
     def _has_opened(self) -> bool:
         """Whether it is known by now that there are thoughts, or none."""
-        said, start = self._tail.lstrip(), self._style.start
+        said, start = self._tail.lstrip(BLANKS), self._style.start
         if len(self._tail) - len(said) <= MAX_BLANKS:
             if said.startswith(start):
                 self._inside, self._is_opening = True, False
