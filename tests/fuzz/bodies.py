@@ -369,7 +369,7 @@ class Bodies:
 
     def run(self, data: bytes) -> str:
         path, _, body = data.partition(b"\n")
-        status, answer = self._ask(path.decode("latin-1"), body)
+        status, answer = self._ask(path.decode("latin-1") or "/", body)  # as a request line has it
         assert status in STATUSES, (status, answer[:500])
         outcome = _check(status, answer, body)
         while not self._engine.requests.empty():
