@@ -138,6 +138,18 @@ def test_it_steps_until_nothing_is_left_and_checks_its_books_once(depth):
 
 
 @pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
+def test_a_token_that_comes_after_the_end_is_counted_and_given_to_nobody(depth):
+    loop = Loop(depth=depth)
+    wanted = undisturbed([1, 2], 2)
+    request = loop.engine.add_one([1, 2], max_tokens=9, stop_token_ids=(wanted[1],))
+    loop.stepper.run()
+    assert loop.tokens_of(request) == wanted
+    stats = loop.engine.scheduler.take_stats()
+    assert stats.num_discarded_tokens == (1 if depth == OVERLAPPED else 0)
+    assert stats.request_preemptions == [0]
+
+
+@pytest.mark.parametrize("depth", [SYNCHRONOUS, OVERLAPPED])
 def test_it_rests_while_all_that_is_left_is_held_and_goes_on_when_it_is_let_go(depth):
     def pause(service):
         loop.engine.scheduler.pause("finish_running")
