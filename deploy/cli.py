@@ -81,13 +81,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _dispatch(words)
+        status = _dispatch(words)
+        sys.stdout.flush()
+        return status
     except (ConfigError, ModelError) as error:
         return _fail(2, error)
     except TokendError as error:
         return _fail(1, error)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # who reads the output has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _fail(status: int, error: Exception) -> int:

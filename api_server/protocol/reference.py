@@ -40,7 +40,8 @@ def markdown() -> str:
         _as_in_a_chat(PASSED_BY_MESSAGES),
         "## Fields without effect",
         f"Taken and not looked at: {_names(HARMLESS)}.",
-        "Refused by name, unless the value asks for nothing (null, or what is in brackets):",
+        "Refused by name wherever an endpoint has no such field, unless the value asks for nothing "
+        "(null, or what is in brackets):",
         "\n".join(
             f"- {api}: {_names(names)}."
             for api, names in (("OpenAI", OPENAI), ("Anthropic", ANTHROPIC), ("vLLM", VLLM))

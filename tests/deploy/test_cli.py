@@ -1,5 +1,6 @@
 """The command: exit statuses, one line for each error, nothing heavy where it is not needed."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -101,3 +102,15 @@ def test_small_commands_import_nothing_heavy(words: list[str]) -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == "HEAVY []"
+
+
+def test_who_reads_no_further_is_no_error() -> None:
+    """As `tokend serve --help | head -1` does."""
+    script = "import sys; from deploy import cli; sys.exit(cli.main(['serve', '--help']))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", script], stdout=writer, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
