@@ -19,12 +19,13 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from shutil import which
 from typing import Final
 
 from deploy.loadtest.agents.ledger import Ledger
 from deploy.loadtest.agents.machines import BASELINE, VARIANTS, Machine, agent_load
+from deploy.loadtest.agents.rows import Cell, Measured, compared
 from deploy.loadtest.line_program import LineProgram
 from proto.codec import changed
 from proto.errors import TokendError
@@ -35,7 +36,6 @@ from proto.replay import (
     ReplayFigures,
     ReplayOrder,
     Spread,
-    StepModel,
 )
 
 COMMAND: Final = (sys.executable, "-P", "-m", "engine_core.replay")
@@ -65,54 +65,6 @@ class Grid:
 
     def load(self, seed: int) -> AgentLoad:
         return agent_load(self.num_jobs, seed, self.others)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What a seed's cells are relative to, and the step model that all of them had."""
-
-    seed: int
-    capacity_jobs_per_s: float
-    working_set_blocks: int
-    working_set_mean_blocks: float
-    unpressed_job_s_mean: float
-    num_requests: int
-    prompt_tokens: int
-    output_tokens: int
-    step_model: StepModel
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One replay. ratio_*: fcfs's time by this one's, of the same seed, pool and arrivals; more
-    than 1 is better than fcfs. None where fcfs was not asked for.
-
-    found_percent: of jobs' prompt tokens, in the pool or behind it, at a turn's first admission.
-    other_s_*: completion of requests of others; 0 where there are none.
-    pins_*: taken; found by the job's next turn; given back when their time was over; given back for
-    want of blocks.
-    """
-
-    seed: int
-    variant: str
-    pool_percent: int
-    rate_percent: int
-    num_blocks: int
-    jobs_per_s: float
-    job_s_mean: float
-    job_s_p50: float
-    job_s_p99: float
-    ttft_s_mean: float
-    found_percent: float
-    preemptions: int
-    pins_taken: int
-    pins_hit: int
-    pins_expired: int
-    pins_unpinned: int
-    other_s_mean: float = 0.0
-    other_s_p99: float = 0.0
-    ratio_mean: float | None = None
-    ratio_p99: float | None = None
 
 
 class Finished:
@@ -224,10 +176,7 @@ def cells(
         for place, order, figures in zip(places, orders, found, strict=True)
         if figures is not None
     ]
-    base = {
-        (each.pool_percent, each.rate_percent): each for each in plain if each.variant == BASELINE
-    }
-    return [_compared(each, base.get((each.pool_percent, each.rate_percent))) for each in plain]
+    return compared(plain)
 
 
 def _order(grid: Grid, load: AgentLoad) -> ReplayOrder:
@@ -273,13 +222,3 @@ def _cell(
 def _jobs(others: float, figures: ReplayFigures) -> Spread:
     """Those of agents: all, where nobody else asks for anything."""
     return figures.agents if others else figures.jobs
-
-
-def _compared(cell: Cell, base: Cell | None) -> Cell:
-    if base is None:
-        return cell
-    return replace(
-        cell,
-        ratio_mean=base.job_s_mean / cell.job_s_mean,
-        ratio_p99=base.job_s_p99 / cell.job_s_p99,
-    )

@@ -8,8 +8,10 @@ from typing import Final
 
 from rich.table import Table
 
-from deploy.loadtest.agents.grid import Cell, Grid, Measured
+from deploy.loadtest.agents.grid import Grid
 from deploy.loadtest.agents.machines import Machine
+from deploy.loadtest.agents.real import RealGrid
+from deploy.loadtest.agents.rows import Cell, Measured
 from proto.codec import to_json
 from proto.replay import StepModel
 
@@ -21,18 +23,22 @@ SLOWER: Final = 1.02
 capacity; and without pressure at most 2 % longer."""
 
 
-def document(grid: Grid, measured: Sequence[Measured], cells: Sequence[Cell]) -> str:
+def document(grid: Grid | RealGrid, measured: Sequence[Measured], cells: Sequence[Cell]) -> str:
     """All settings and all cells, a seed each, units in the names."""
+    if isinstance(grid, RealGrid):
+        command, settings = "tokend bench agents --real", _plain(grid)
+    else:
+        command, settings = "tokend bench agents", _plain(grid, machine=_plain(grid.machine))
     found = {
-        "command": "tokend bench agents",
-        "grid": _plain(grid, machine=_plain(grid.machine)),
+        "command": command,
+        "grid": settings,
         "measured": [_plain(each) for each in measured],
         "cells": [_plain(each) for each in cells],
     }
     return json.dumps(found, indent=1) + "\n"
 
 
-def measured_table(grid: Grid, measured: Sequence[Measured]) -> Table:
+def measured_table(grid: Grid | RealGrid, measured: Sequence[Measured]) -> Table:
     table = Table(title=f"what the cells are relative to; {grid.num_jobs} jobs a seed")
     titles = ("seed", "capacity, jobs/s", "working set, blocks", "mean", "requests", "mean job, s")
     for title in titles:
@@ -46,12 +52,13 @@ def measured_table(grid: Grid, measured: Sequence[Measured]) -> Table:
             str(each.num_requests),
             f"{each.unpressed_job_s_mean:.1f}",
         )
+    table.caption = "mean job: with a pool that holds everything, at 90 % of the capacity"
     model = measured[0].step_model
-    table.caption = (
-        f"a step takes {model.base_ms:.4g} ms + {model.per_token_ms:.4g} a token + "
-        f"{model.per_row_ms:.4g} a sequence + {model.per_context_ms:.4g} a token of context; "
-        "mean job: with a pool that holds everything, at 90 % of the capacity"
-    )
+    if model is not None:
+        table.caption += (
+            f"; a step takes {model.base_ms:.4g} ms + {model.per_token_ms:.4g} a token + "
+            f"{model.per_row_ms:.4g} a sequence + {model.per_context_ms:.4g} a token of context"
+        )
     return table
 
 
@@ -85,7 +92,11 @@ _NUM_NAMES: Final = 3
 def _titles(cells: Sequence[Cell]) -> list[str]:
     titles = ["pool", "arrivals", "policy", "mean", "p99", "ratio of means", "of p99", "found"]
     titles += ["preempted", "pins taken / hit / expired / unpinned"]
-    return [*titles, "others: mean, p99"] if _has_others(cells) else titles
+    if _has_others(cells):
+        titles.append("others: mean, p99")
+    if _has_failed(cells):
+        titles.append("failed jobs")
+    return titles
 
 
 def _rows(cells: Sequence[Cell]) -> Iterator[list[str]]:
@@ -105,7 +116,13 @@ def _rows(cells: Sequence[Cell]) -> Iterator[list[str]]:
         ]
         if _has_others(cells):
             row.append(f"{_mean(group, 'other_s_mean'):.1f}, {_mean(group, 'other_s_p99'):.0f}")
+        if _has_failed(cells):
+            row.append(str(sum(each.num_failed for each in group)))
         yield row
+
+
+def _has_failed(cells: Sequence[Cell]) -> bool:
+    return any(each.num_failed for each in cells)
 
 
 def _has_others(cells: Sequence[Cell]) -> bool:
@@ -138,7 +155,9 @@ def grouped(cells: Sequence[Cell]) -> Iterator[tuple[tuple[int, int, str], list[
     yield from groups.items()
 
 
-def _plain(row: Grid | Machine | Measured | Cell, **instead: object) -> dict[str, object]:
+def _plain(
+    row: Grid | RealGrid | Machine | Measured | Cell, **instead: object
+) -> dict[str, object]:
     """The fields of a row; a step model is an object in it."""
     found = {each.name: getattr(row, each.name) for each in fields(row)} | instead
     model = found.get("step_model")

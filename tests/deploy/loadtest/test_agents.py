@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from deploy import cli
-from deploy.loadtest.agents import real
-from deploy.loadtest.agents.grid import Cell
+from deploy.loadtest.agents.players import Pace, play
 from deploy.loadtest.agents.report import table, verdicts
+from deploy.loadtest.agents.rows import Cell
 from deploy.loadtest.daemon import MeasuredDaemon
 from deploy.loadtest.line_program import LineProgram
 from proto.replay import AgentJob, AgentLoad, AgentTurn
@@ -123,6 +123,9 @@ def test_a_grid_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch, capsys) ->
         (["--policies", "fcfs,best"], "there is no 'best'"),
         (["--pools", "0"], "--pools"),
         (["--steps-of", "none.jsonl"], "none.jsonl: No such file"),
+        (["--turns", "3"], "--turns goes with --real"),
+        (["--real", "--ledger", "file"], "--ledger goes without --real"),
+        (["--", "--model", "x"], "flags of tokend serve go with --real"),
     ],
 )
 def test_what_is_refused(words: list[str], message: str, capsys) -> None:
@@ -153,11 +156,51 @@ def test_jobs_of_a_daemon_are_those_that_were_drawn() -> None:
     jobs = [AgentJob(0.1 * each, each % 2, turns) for each in range(5)]
     shape = AgentLoad(num_jobs=5, system_tokens=64)
     with MeasuredDaemon([], ("bench", "null")) as daemon:
-        done = asyncio.run(real.play(daemon.url, jobs, shape, 0.1))
+        pace = Pace(rate=2.0, at_once=5, tool_scale=0.1)
+        done = asyncio.run(play(daemon.url, jobs, shape, pace))
         prompt_tokens = daemon.metric("vllm:prompt_tokens_total")
         output_tokens = daemon.metric("vllm:generation_tokens_total")
-    assert (done.num_requests, done.num_failed, len(done.seconds)) == (15, 0, 5)
+    assert (done.num_requests, done.num_failed, len(done.job_seconds)) == (15, 0, 5)
     assert done.prompt_tokens == prompt_tokens == 5 * (84 + 119 + 131)
-    assert output_tokens == 5 * 12
+    assert done.output_tokens == output_tokens == 5 * 12
     assert done.found_tokens > 0
-    assert all(each >= 0.07 for each in done.seconds)
+    assert all(each >= 0.07 for each in done.job_seconds)
+    assert done.seconds >= 0.2 + 0.07
+    most = 2 * (64 // 16) + 5 * (134 // 16 - 64 // 16)
+    assert 64 // 16 < done.live_blocks_mean < done.live_blocks_peak <= most
+
+
+@pytest.mark.slow
+def test_no_more_jobs_are_under_way_than_asked_for() -> None:
+    turns = [AgentTurn(20, 5, "shell", 9.0), AgentTurn(30, 4)]
+    jobs = [AgentJob(1000.0 * each, 0, turns) for each in range(4)]
+    shape = AgentLoad(num_jobs=4, system_tokens=64)
+    with MeasuredDaemon([], ("bench", "null")) as daemon:
+        pace = Pace(rate=float("inf"), at_once=1, tool_scale=0.0)
+        done = asyncio.run(play(daemon.url, jobs, shape, pace))
+    assert len(done.job_seconds) == 4
+    assert done.live_blocks_peak == (64 + 20 + 5 + 30 + 4) // 16
+    assert done.seconds == pytest.approx(sum(done.job_seconds), abs=0.5)
+
+
+@pytest.mark.slow
+def test_a_grid_with_a_model(tmp_path: Path, capsys) -> None:
+    words = ["--real", "--jobs", "3", "--turns", "2", "--tool-scale", "0.01"]
+    file = tmp_path / "found.json"
+    words += ["--policies", "fcfs,rule+host", "--pools", "300", "--json", str(file)]
+    assert cli.main(["bench", "agents", *words]) == 0
+    found = json.loads(file.read_text())
+    (measured,) = found["measured"]
+    assert measured["capacity_jobs_per_s"] > 0
+    for each, name in zip(found["cells"], ("fcfs", "rule+host"), strict=True):
+        assert (each["variant"], each["num_failed"]) == (name, 0)
+        assert each["num_blocks"] == measured["working_set_blocks"] * 3 + 1
+        assert each["jobs_per_s"] == pytest.approx(0.9 * measured["capacity_jobs_per_s"])
+        assert each["ttft_s_mean"] > 0
+        assert each["job_s_p99"] >= each["job_s_mean"] > 0
+    plain, rule = found["cells"]
+    assert plain["pins_taken"] == 0
+    assert rule["pins_taken"] == measured["num_requests"] - 3
+    shown = capsys.readouterr().out
+    assert "300 %" in shown
+    assert "capacity, jobs/s" in shown
