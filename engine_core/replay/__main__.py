@@ -3,6 +3,7 @@
 Both as JSON; the end of the input ends it. A trace that is asked about again is not read again.
 """
 
+import gc
 import sys
 
 from engine_core.compiled import use_compiled
@@ -16,6 +17,7 @@ def main() -> None:
     use_compiled()
     from engine_core.replay.player import Player
 
+    gc.disable()  # only a whole replay is a cycle; to look for others takes a fifth of a long one
     player = Player()
     for line in sys.stdin.buffer:
         try:
@@ -24,6 +26,7 @@ def main() -> None:
             answer = ReplayAnswer(error=str(error))
         sys.stdout.buffer.write(to_json_line(answer))
         sys.stdout.buffer.flush()
+        gc.collect()
 
 
 if __name__ == "__main__":
