@@ -94,7 +94,10 @@ def case(request: pytest.FixtureRequest) -> tuple[str, Tokens]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("factor", "num_workers"), [(1, 1), (4, 1), (1, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("factor", "num_workers"),
+    [(4, 1), *(pytest.param(*each, marks=pytest.mark.long) for each in ((1, 1), (1, 2), (4, 2)))],
+)
 def test_greedy_tokens_are_those_without(
     case: tuple[str, Tokens], factor: int, num_workers: int
 ) -> None:
@@ -109,7 +112,7 @@ def test_greedy_tokens_are_those_without(
         assert 0 < daemon.metric("vllm:kv_offload_cpu_cache_usage_perc") < 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 async def test_at_once_with_overlapped_steps_and_a_small_medium(
     case: tuple[str, Tokens], policy: str
@@ -123,7 +126,7 @@ async def test_at_once_with_overlapped_steps_and_a_small_medium(
         assert daemon.metric("tokend:kv_offload_loads_total") > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("victim", ["worker", "engine_core"])
 async def test_a_process_that_dies_while_blocks_are_copied(
     case: tuple[str, Tokens], victim: str
