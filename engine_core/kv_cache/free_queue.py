@@ -15,7 +15,8 @@ class FreeQueue:
         null → least recently freed → … → most recently freed → null
 
     Blocks leave at the front and come back at the end, so the block that nobody
-    has used for longest is overwritten first. Of blocks released together the first
+    has used for longest is overwritten first, but for those that nobody will want
+    again (`advance`). Of blocks released together the first
     in the given order goes first: callers release a request's last block first, so
     that the start of a prompt outlives its end. A block that a request finds
     through its hash is unlinked from the middle. At the start the order is that
@@ -124,6 +125,18 @@ class FreeQueue:
         next_of[before], prev_of[after] = after, before
         ref_counts[NULL_BLOCK] = 0  # whatever was counted: nobody holds it
         self.num_free -= len(blocks) - num_staying
+
+    def advance(self, blocks: Sequence[int]) -> None:
+        """Those that are in the queue go next, in this order; others are left where they are."""
+        next_of, prev_of, ref_counts = self.next_of, self.prev_of, self.ref_counts
+        for block in reversed(blocks):
+            if ref_counts[block] or block == NULL_BLOCK:
+                continue
+            before, after = prev_of[block], next_of[block]
+            next_of[before], prev_of[after] = after, before
+            first = next_of[NULL_BLOCK]
+            next_of[NULL_BLOCK], prev_of[block] = block, NULL_BLOCK
+            next_of[block], prev_of[first] = first, block
 
     def __len__(self) -> int:
         return self.num_free

@@ -269,11 +269,11 @@ class KVCacheManager:
             self._copies.cancel(chain.from_iterable(self.block_ids(request.handle)))
         self._coordinator.free(request.handle)
 
-    def findable_blocks(self, request: Request) -> list[int]:
+    def findable_blocks(self, request: Request, first_token: int = 0) -> list[int]:
         """Blocks of a request that is over whose content can be found, without the null block.
 
-        Of all groups, in the order of their tokens. To be asked before `free`, which would make
-        them findable.
+        Of all groups, in the order of their tokens, from those of `first_token` on. To be asked
+        before `free`, which would make them findable.
         """
         if request.handle not in self._quiet_until:
             return []
@@ -282,14 +282,15 @@ class KVCacheManager:
         self._coordinator.settle(request.handle, request, num_verified)
         hashes = self.pool.hashes
         tables = [group.table(request.handle) for group in self.groups]
-        if len(tables) == 1:
-            return [block for block in tables[0] if hashes[block] is not None]
         sizes = [group.block_size for group in self.groups]
+        if len(tables) == 1:
+            own = tables[0][first_token // sizes[0] :]
+            return [block for block in own if hashes[block] is not None]
         found = [
             (index * sizes[number], number, block)
             for number, table in enumerate(tables)
             for index, block in enumerate(table)
-            if hashes[block] is not None
+            if hashes[block] is not None and index * sizes[number] >= first_token
         ]
         return [block for _, _, block in sorted(found)]
 

@@ -112,6 +112,16 @@ class BlockPool:
         self.pinned.remove(blocks)
         self._release(blocks)
 
+    def retire(self, blocks: Sequence[int]) -> None:
+        """Nobody is expected to ask for these again: those that are free are overwritten first.
+
+        The last one of them first of all. Until then they can be found. Nothing changes while
+        the next block to be given away is empty: then room is not lacking yet.
+        """
+        queue = self.free_queue
+        if self.hashes[queue.next_of[NULL_BLOCK]] is not None:
+            queue.advance(blocks[::-1])
+
     def num_evictable(self, blocks: Iterable[int]) -> int:
         """How many of these blocks are free now, or would be without pins."""
         ref_counts = self.ref_counts

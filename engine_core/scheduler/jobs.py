@@ -7,6 +7,9 @@ Durations run from the end of a turn to the next arrival, by the scheduler's mon
 bounded number of jobs is remembered: one that does not come back, or is one too many, counts as
 a duration without end.
 
+The KV of a job that is over is overwritten before any that somebody may come back for, but for
+what it had found there at its beginning, which it shares with others.
+
 Owns the jobs, and says when their KV is pinned. The pins are kept by `Pins`, for as long as
 the `PinRule` says; without it nothing is pinned, and jobs are counted all the same.
 """
@@ -33,16 +36,18 @@ class Job:
 
     arrival: seconds, of its first turn; seen: when something of it was here last, counted only
     while nothing is. request_id: of its last turn; num_here: choices of any that are not over;
-    num_waiting: those of them that have not run. ended: when the last turn was over; None while it
-    is not. tool: what it waits for, or None while nobody has said so. was_last: that turn was to be
-    the last. waited: what it waited after turn `waited_after`, where the next one came sooner
-    than news of the tool; None otherwise.
+    num_waiting: those of them that have not run. num_shared_tokens: that its first turn found, None
+    until it ran. ended: when the last turn was over; None while it is not. tool: what it waits
+    for, or None while nobody has said so. was_last: that turn was to be the last. waited: what it
+    waited after turn `waited_after`, where the next one came sooner than news of the tool; None
+    otherwise.
     """
 
     __slots__ = (
         "arrival",
         "ended",
         "num_here",
+        "num_shared_tokens",
         "num_turns",
         "num_waiting",
         "request_id",
@@ -58,6 +63,7 @@ class Job:
         self.request_id = self.waited_after = -1
         self.num_turns = 0
         self.num_here = self.num_waiting = 0
+        self.num_shared_tokens: int | None = None
         self.ended: float | None = None
         self.tool: str | None = None
         self.waited: float | None = None
@@ -70,11 +76,19 @@ class Jobs:
     status: ClassVar[RequestStatus] = RequestStatus.WAITING
 
     def __init__(
-        self, pins: Pins, rule: PinRule, kv_cache: KVCacheManager, clock: Callable[[], float]
+        self,
+        pins: Pins,
+        rule: PinRule,
+        kv_cache: KVCacheManager,
+        clock: Callable[[], float],
+        *,
+        retires: bool,
     ) -> None:
         self._pins = pins
         self._rule = rule
         self._kv_cache = kv_cache
+        self._retires = retires
+        self._spent: dict[int, list[int]] = {}  # by handle
         self._clock = clock
         self._jobs: dict[str, Job] = {}
         self._waiting: set[int] = set()  # handles of those that have not run
@@ -128,6 +142,9 @@ class Jobs:
         job.was_last = request.agent.is_last_step
         if job.was_last:
             self._pins.drop(name, "last step")
+            if self._retires:
+                first = job.num_shared_tokens or 0
+                self._spent[request.handle] = self._kv_cache.findable_blocks(request, first)
         else:
             self._pin(request, now)
 
@@ -170,6 +187,9 @@ class Jobs:
         if not request.agent.job:
             return
         self._wait_no_more(request)
+        job = self._jobs[request.agent.job]
+        if job.num_shared_tokens is None:
+            job.num_shared_tokens = request.num_cached_tokens
         pin = self._pins.of(request.agent.job)
         if pin is not None and pin.request_id != request.request_id:
             self._pins.use(pin, found=request.num_cached_tokens > 0)
@@ -182,6 +202,8 @@ class Jobs:
         if not name:
             return
         self._wait_no_more(request)
+        if request.handle in self._spent:  # it has given back its blocks by now
+            self._kv_cache.pool.retire(self._spent.pop(request.handle))
         job, now = self._jobs[name], self._clock()
         job.num_here -= 1
         if not job.num_here:

@@ -150,7 +150,7 @@ class Scheduler:
         self._pins = Pins(kv_cache, limits_of_pins, observer)
         keeps = config.scheduling_policy == "continuum" and kv_cache.enable_caching
         pin_rule = pin_rule_of(config.pin_policy, self._swap_rule) if keeps else NoPins()
-        self.jobs = Jobs(self._pins, pin_rule, kv_cache, clock)
+        self.jobs = Jobs(self._pins, pin_rule, kv_cache, clock, retires=keeps)
         self.external = ExternalKV(
             connect,
             kv_cache,

@@ -162,11 +162,30 @@ def test_the_null_block_is_never_free_nor_counted(num_taken):
     assert_order(queue, left + held)
 
 
+@pytest.mark.parametrize(
+    ("advanced", "order"),
+    [
+        ([], [1, 2, 3, 4, 5]),
+        ([1], [1, 2, 3, 4, 5]),
+        ([5], [5, 1, 2, 3, 4]),
+        ([4, 2], [4, 2, 1, 3, 5]),
+        ([2, 1], [2, 1, 3, 4, 5]),
+        ([5, 4, 3, 2, 1], [5, 4, 3, 2, 1]),
+        ([7, 3, NULL_BLOCK, 6], [3, 1, 2, 4, 5]),  # 6 and 7 are in use
+    ],
+)
+def test_what_is_advanced_goes_next(advanced, order):
+    queue = reordered([6, 7, 1, 2, 3, 4, 5])
+    queue.popleft_n(2)
+    queue.advance(advanced)
+    assert_order(queue, order)
+
+
 def test_long_random_sequences_agree_with_a_plain_list():
     rng = random.Random(7)
     queue, free, held = FreeQueue(30), list(range(1, 30)), []
     for _ in range(3_000):
-        match rng.randrange(3):
+        match rng.randrange(4):
             case 0:
                 count = rng.randint(0, min(6, len(free)))
                 taken, free = free[:count], free[count:]
@@ -185,4 +204,9 @@ def test_long_random_sequences_agree_with_a_plain_list():
                 queue.release(released)
                 in_use = {each for table in held for each in table}
                 free += [each for each in released if each not in in_use]
+            case 3:
+                advanced = rng.sample(range(30), 5)
+                queue.advance(advanced)
+                first = [each for each in advanced if each in free]
+                free = first + [each for each in free if each not in first]
         assert_order(queue, free)

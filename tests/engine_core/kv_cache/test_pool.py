@@ -63,6 +63,29 @@ def test_touch_takes_a_cached_block_out_of_the_free_queue():
     assert pool.num_evictable([1, 2]) == 1
 
 
+def test_what_is_retired_is_overwritten_first_and_found_until_then():
+    pool = make_pool()
+    blocks = pool.get_new_blocks(5)
+    for block in blocks:
+        pool.cache_full_block(block, bytes([block]))
+    pool.free_blocks([2, 1])
+    pool.free_blocks([5, 4])
+    pool.retire([3, 4, 5])  # 3 is in use
+    assert list(pool.free_queue) == [5, 4, 2, 1]
+    assert pool.index.get(bytes([5])) == 5
+    assert not any(check_pool(pool, [[3]]))
+
+
+def test_nothing_is_retired_while_there_is_room_without_content():
+    pool = make_pool()
+    pool.get_new_blocks(3)
+    for block in (1, 2, 3):
+        pool.cache_full_block(block, bytes([block]))
+    pool.free_blocks([3, 2, 1])
+    pool.retire([1, 2])
+    assert list(pool.free_queue) == [4, 5, 3, 2, 1]
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_reused_block_loses_its_hash(count):
     pool = make_pool(3)
