@@ -272,7 +272,7 @@ class KVCacheManager:
     def findable_blocks(self, request: Request, first_token: int = 0) -> list[int]:
         """Blocks of a request that is over whose content can be found, without the null block.
 
-        Of all groups, in the order of their tokens, from those of `first_token` on. To be asked
+        Of all groups, in the order of their tokens, from the one of `first_token` on. To be asked
         before `free`, which would make them findable.
         """
         if request.handle not in self._quiet_until:
@@ -290,7 +290,7 @@ class KVCacheManager:
             (index * sizes[number], number, block)
             for number, table in enumerate(tables)
             for index, block in enumerate(table)
-            if hashes[block] is not None and index * sizes[number] >= first_token
+            if hashes[block] is not None and (index + 1) * sizes[number] > first_token
         ]
         return [block for _, _, block in sorted(found)]
 

@@ -8,7 +8,7 @@ bounded number of jobs is remembered: one that does not come back, or is one too
 a duration without end.
 
 The KV of a job that is over is overwritten before any that somebody may come back for, but for
-what it had found there at its beginning, which it shares with others.
+that of the prompt it began with: others often begin with the same.
 
 Owns the jobs, and says when their KV is pinned. The pins are kept by `Pins`, for as long as
 the `PinRule` says; without it nothing is pinned, and jobs are counted all the same.
@@ -36,18 +36,17 @@ class Job:
 
     arrival: seconds, of its first turn; seen: when something of it was here last, counted only
     while nothing is. request_id: of its last turn; num_here: choices of any that are not over;
-    num_waiting: those of them that have not run. num_shared_tokens: that its first turn found, None
-    until it ran. ended: when the last turn was over; None while it is not. tool: what it waits
-    for, or None while nobody has said so. was_last: that turn was to be the last. waited: what it
-    waited after turn `waited_after`, where the next one came sooner than news of the tool; None
-    otherwise.
+    num_waiting: those of them that have not run. num_first_tokens: of its first turn's prompt.
+    ended: when the last turn was over; None while it is not. tool: what it waits for, or None
+    while nobody has said so. was_last: that turn was to be the last. waited: what it waited after
+    turn `waited_after`, where the next one came sooner than news of the tool; None otherwise.
     """
 
     __slots__ = (
         "arrival",
         "ended",
+        "num_first_tokens",
         "num_here",
-        "num_shared_tokens",
         "num_turns",
         "num_waiting",
         "request_id",
@@ -58,12 +57,12 @@ class Job:
         "was_last",
     )
 
-    def __init__(self, arrival: float) -> None:
+    def __init__(self, arrival: float, num_first_tokens: int) -> None:
         self.arrival = self.seen = arrival
+        self.num_first_tokens = num_first_tokens
         self.request_id = self.waited_after = -1
         self.num_turns = 0
         self.num_here = self.num_waiting = 0
-        self.num_shared_tokens: int | None = None
         self.ended: float | None = None
         self.tool: str | None = None
         self.waited: float | None = None
@@ -105,7 +104,7 @@ class Jobs:
             return
         now = self._clock()
         self._pins.sweep(now)
-        job = self._jobs.pop(name, None) or Job(request.arrival_time)
+        job = self._jobs.pop(name, None) or Job(request.arrival_time, request.num_prompt_tokens)
         self._jobs[name] = job
         job.num_here += 1
         job.num_waiting += 1
@@ -143,8 +142,8 @@ class Jobs:
         if job.was_last:
             self._pins.drop(name, "last step")
             if self._retires:
-                first = job.num_shared_tokens or 0
-                self._spent[request.handle] = self._kv_cache.findable_blocks(request, first)
+                blocks = self._kv_cache.findable_blocks(request, job.num_first_tokens)
+                self._spent[request.handle] = blocks
         else:
             self._pin(request, now)
 
@@ -187,9 +186,6 @@ class Jobs:
         if not request.agent.job:
             return
         self._wait_no_more(request)
-        job = self._jobs[request.agent.job]
-        if job.num_shared_tokens is None:
-            job.num_shared_tokens = request.num_cached_tokens
         pin = self._pins.of(request.agent.job)
         if pin is not None and pin.request_id != request.request_id:
             self._pins.use(pin, found=request.num_cached_tokens > 0)

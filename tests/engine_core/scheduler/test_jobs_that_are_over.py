@@ -1,4 +1,4 @@
-"""KV of jobs that are over goes first, but for what they had not computed themselves."""
+"""KV of jobs that are over goes first, but for that of the prompt they began with."""
 
 import pytest
 
@@ -10,13 +10,15 @@ POLICIES = ["none", "fixed", "rule"]
 
 
 class Filled(Engine):
-    """Its pool has content everywhere: 10 blocks are the oldest."""
+    """Its pool has content everywhere but in 10 blocks of each group: the next to be taken."""
 
-    def __init__(self, **config) -> None:
-        super().__init__(**{"pin_policy": "none", **config})
+    def __init__(self, num_groups: int = 1, **config) -> None:
+        windows, num_blocks = [None] * num_groups, 40 * num_groups + 1
+        settings = {"pin_policy": "none", "windows": windows, "num_blocks": num_blocks}
+        super().__init__(**{**settings, **config})
         self.turn("", tokens(1000, 40))
         self.turn("", tokens(2000, 76), max_tokens=5)
-        assert self.num_empty == 10
+        assert self.num_empty == 10 * num_groups
 
     @property
     def num_empty(self) -> int:
@@ -35,14 +37,20 @@ def fill(engine, start: int, number: int) -> None:
     engine.turn("", tokens(start, 4 * number - 1), max_tokens=2)
 
 
+def play_job(engine, num_first: int = 4, *, last: bool = True) -> None:
+    """Two turns, which have 10 blocks at the end."""
+    engine.turn("a", tokens(4000, num_first), max_tokens=2)
+    engine.turn("a", tokens(4000, 39), max_tokens=2, last=last)
+
+
 @pytest.mark.parametrize("pin_policy", POLICIES)
 def test_they_go_before_what_is_older(pin_policy):
     engine = Filled(pin_policy=pin_policy)
     fill(engine, 3000, 10)
-    engine.turn("a", tokens(4000, 39), max_tokens=2, last=True)  # over the oldest, 1000 on
-    fill(engine, 5000, 10)
+    play_job(engine)  # over the oldest, 1000 on
+    fill(engine, 5000, 9)
     assert engine.found(tokens(2000, 76)) == 76
-    assert engine.found(tokens(4000, 36)) == 0
+    assert engine.found(tokens(4000, 36)) == 4
     assert check(engine.kv_cache) == []
 
 
@@ -52,7 +60,7 @@ def test_they_go_before_what_is_older(pin_policy):
 def test_the_others_go_by_age(policy, last):
     engine = Filled(scheduling_policy=policy)
     fill(engine, 3000, 10)
-    engine.turn("a", tokens(4000, 39), max_tokens=2, last=last)
+    play_job(engine, last=last)
     fill(engine, 5000, 10)
     assert engine.found(tokens(4000, 36)) == 36
     assert engine.found(tokens(2000, 76)) < 76
@@ -61,26 +69,35 @@ def test_the_others_go_by_age(policy, last):
 def test_it_is_found_until_it_is_overwritten_and_goes_from_its_end():
     engine = Filled()
     fill(engine, 3000, 10)
-    engine.turn("a", tokens(4000, 39), max_tokens=2, last=True)
+    play_job(engine)
     fill(engine, 5000, 4)
     assert engine.found(tokens(4000, 36)) == 24
 
 
-def test_what_its_first_turn_found_is_shared_and_goes_by_age():
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize(("num_first", "kept"), [(20, 20), (18, 16)])
+def test_the_prompt_it_began_with_goes_by_age(num_first, kept, num_groups):
+    """Others may begin with the same; a block that has answers in it is nobody else's."""
+    engine = Filled(num_groups)
+    fill(engine, 3000, 10)
+    play_job(engine, num_first)
+    fill(engine, 5000, 9)
+    assert engine.found(tokens(4000, 36)) == kept
+
+
+def test_a_job_of_one_turn_goes_by_age_but_for_its_answer():
     engine = Filled()
-    fill(engine, 3000, 10)  # 3000 on is what they have in common
-    engine.turn("a", [*tokens(3000, 36), *tokens(4000, 15)], max_tokens=2)
-    engine.turn("a", [*tokens(3000, 36), *tokens(4000, 19)], max_tokens=2, last=True)
-    fill(engine, 5000, 5)
-    assert engine.found([*tokens(3000, 36), *tokens(4000, 8)]) == 36
-    assert engine.found(tokens(2000, 40)) == 40
+    fill(engine, 3000, 10)
+    engine.turn("a", tokens(4000, 20), max_tokens=20, last=True)
+    fill(engine, 5000, 9)
+    assert engine.found(tokens(4000, 36)) == 20
 
 
 def test_nothing_goes_early_while_there_is_room():
     engine = Engine(pin_policy="none")
-    engine.turn("a", tokens(0, 39), max_tokens=2, last=True)
+    play_job(engine)
     engine.turn("", tokens(500, 79), max_tokens=2)
-    request = engine.add_one([*tokens(0, 36), 7], 1)
+    request = engine.add_one([*tokens(4000, 36), 7], 1)
     engine.run()
     assert request.num_cached_tokens == 36
 
@@ -91,7 +108,7 @@ def test_what_somebody_else_uses_stays():
     beside = engine.add_one(tokens(4000, 39), 20)
     engine.step()
     engine.step()
-    engine.turn("a", tokens(4000, 39), max_tokens=2, last=True)
+    play_job(engine)
     engine.run_until_over(beside)
     assert check(engine.kv_cache) == []
     assert engine.found(tokens(4000, 36)) == 36
@@ -100,8 +117,9 @@ def test_what_somebody_else_uses_stays():
 def test_choices_of_a_last_turn_go_together():
     engine = Filled()
     fill(engine, 3000, 10)
+    engine.turn("a", tokens(4000, 4), max_tokens=2)
     engine.add(tokens(4000, 30), 4, n=2, agent=AgentHint("a", True, None))
     engine.run()
     fill(engine, 5000, 7)
     assert engine.found(tokens(2000, 76)) == 76
-    assert engine.found(tokens(4000, 28)) == 0
+    assert engine.found(tokens(4000, 28)) == 4
