@@ -31,7 +31,8 @@ _Ticket = tuple[int, int]
 class _Leader:
     """`request` has been given its first `reached` tokens, those of this step included.
 
-    first_block: hash of it. num_lost: steps in which it got less than others could have.
+    first_block: hash of it. wanted: tokens that it has when this step is over, if nobody who
+    comes in it could have got more; num_lost: steps before this one after which it had fewer.
     waiters: heap of (number of tokens to be reached, ticket), some of them void.
     limits: heap of (number of lost steps that is too much, ticket), likewise.
     """
@@ -39,6 +40,7 @@ class _Leader:
     request: Request
     reached: int
     first_block: bytes
+    wanted: int
     num_lost: int = 0
     waiters: list[tuple[int, _Ticket]] = field(default_factory=list)
     limits: list[tuple[int, _Ticket]] = field(default_factory=list)
@@ -62,8 +64,10 @@ class PrefixWait:
 
     While the leader gets as many tokens in a step as anybody could that begins, who waits loses
     nothing, however long it takes. A step is lost where the leader gets nothing, or less than is
-    left for those behind it: it gives way to others, say. So is one in which the leader loses
-    its blocks or is over before its time. With PATIENCE of them the wait is over.
+    left for those behind it: it gives way to others, say. Whether it was is known after it, as a
+    leader that makes way for who is admitted gets what is left by those, which may be all. So is
+    one in which the leader loses its blocks or is over before its time. With PATIENCE of them the
+    wait is over.
 
     Nor does anybody wait for a leader that has not got as far as the cache has, or
     for less than a CROWD'th of a chunk: a step later for a block or two.
@@ -125,7 +129,8 @@ class PrefixWait:
         self._num_lost.pop(request.handle, None)
         reached = request.num_computed_tokens + num_new_tokens
         if reached < request.num_tokens and (hashes := request.block_hashes):
-            leader = self._leaders[request.handle] = _Leader(request, reached, hashes[0])
+            leader = _Leader(request, reached, hashes[0], wanted=reached)
+            self._leaders[request.handle] = leader
             self._by_first_block.setdefault(hashes[0], {})[request.handle] = leader
 
     def forget(self, request: Request) -> None:
@@ -143,9 +148,10 @@ class PrefixWait:
             if request.status is not RequestStatus.RUNNING:
                 self._dismiss(leader)
                 continue
-            num_new = planned.get(handle, 0)
-            leader.reached = request.num_computed_tokens + num_new
-            leader.num_lost += num_new < least
+            num_computed = request.num_computed_tokens
+            leader.num_lost += num_computed < leader.wanted
+            leader.wanted = min(num_computed + least, request.num_tokens)
+            leader.reached = num_computed + planned.get(handle, 0)
             while leader.waiters and leader.waiters[0][0] <= leader.reached:
                 self._release(heapq.heappop(leader.waiters)[1], leader.num_lost)
             while leader.limits and leader.limits[0][0] <= leader.num_lost:

@@ -11,6 +11,7 @@ from deploy import cli
 from deploy.loadtest import startup
 from deploy.loadtest.servers import Line, ServerSpec, StartedServer, running
 from proto.errors import ConfigError, TokendError
+from tests.fakes.supervised import eventually
 
 FAKE = f"{sys.executable} -m tests.fakes.openai_program {{port}}"
 
@@ -22,7 +23,8 @@ def spec(command: str = FAKE, seconds: float = 60.0) -> ServerSpec:
 def test_a_server_is_up_until_the_block_is_left() -> None:
     with StartedServer(spec()) as server:
         pid = server._process.pid
-        assert next(iter(server.lines)).text == "fake 0: loading weights …"
+        assert eventually(lambda: server.lines)  # it may answer before what it printed is read
+        assert server.lines[0].text == "fake 0: loading weights …"
         assert 0 < server.lines[0].seconds <= server.seconds_to_ready
     with pytest.raises(ProcessLookupError):
         os.killpg(pid, 0)

@@ -155,6 +155,23 @@ def test_a_wait_for_one_that_gives_way_to_others_ends_with_its_patience():
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 1)
 
 
+def test_a_leader_that_makes_way_and_gets_all_its_tokens_after_all_is_waited_for():
+    """Tenants that were served less come in each step, but only to wait for it, too."""
+    engine = chunked()
+    prompt = list(range(300))
+    leader = engine.add_one(prompt, max_tokens=1, tenant=1)
+    others = []
+    for number in range(36):
+        if number < 10:
+            others.append(engine.add_one(prompt, max_tokens=1, tenant=2))
+        assert scheduled(engine.step()) == {leader.handle: 8}
+        assert all(each.status is WAITS for each in others)
+    engine.run()
+    computed = sum(step.total_num_scheduled_tokens for step in engine.runner.steps)
+    assert computed == 300 + 4 * len(others)
+    engine.assert_at_rest()
+
+
 def test_steps_lost_to_one_leader_count_when_it_waits_for_the_next():
     """Each that leads is aborted in the middle of its prompt, until somebody has had enough."""
     engine = chunked()
