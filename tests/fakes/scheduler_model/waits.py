@@ -33,6 +33,7 @@ class WaitsModel:
         self.already_running: list[Sequence] = []
         self.aside: dict[int, list[Sequence]] = {}  # by family, while its prompt is computed
         self.held: dict[Sequence, tuple[Sequence, int]] = {}  # for whom, until it has how much
+        self.wanted: dict[Sequence, int] = {}  # by now, if no step was lost
 
     def is_held(self, sequence: Sequence) -> bool:
         return sequence in self.held or sequence in self.aside.get(sequence.family, ())
@@ -41,12 +42,13 @@ class WaitsModel:
         """An admission pass begins: let go of those who have waited long enough."""
         self.already_running = list(self.running)
         for sequence, (leader, number) in list(self.held.items()):
-            planned = step.planned.get(leader, 0)
-            is_lost = not planned or planned < min(self.longest_chunk, step.budget)
+            is_lost = leader.computed < self.wanted.get(leader, 0)
             sequence.lost += leader not in self.running or is_lost
-            reached = leader.computed + planned
+            reached = leader.computed + step.planned.get(leader, 0)
             if leader not in self.running or reached >= number or sequence.lost >= PATIENCE:
                 del self.held[sequence]
+        least = max(1, min(self.longest_chunk, step.budget))
+        self.wanted = {each: min(each.computed + least, len(each.tokens)) for each in self.running}
         for family, (first, *_) in list(self.aside.items()):
             if self._longest_fork(first).num_tokens or not self._prompt_is_coming(first):
                 del self.aside[family]
