@@ -24,6 +24,8 @@ AUTHORIZED = {"authorization": f"Bearer {KEY}"}
 LIMIT_MS = 60_000
 ENDLESS = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,"
 """The model counts on until it is stopped, at a temperature of 0."""
+SYSTEM = "Answer in one sentence."
+"""With it the model is sure of its answers (0.4 nats or more), in each form of its weights."""
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +181,7 @@ def test_a_chat_keeps_its_turns_and_escape_stops(visit):
     page.on("request", lambda request: sent.append(request.post_data))
     page.fill("#p-temperature", "0")
     page.fill("#p-max_tokens", "30")
-    page.fill("#p-system", "Answer briefly.")
+    page.fill("#p-system", SYSTEM)
     for message in ("What is the capital of France?", "And of Italy?"):
         page.fill("#message", message)
         page.press("#message", "Enter")
@@ -189,6 +191,7 @@ def test_a_chat_keeps_its_turns_and_escape_stops(visit):
     assert [each["role"] for each in messages] == ["system", "user", "assistant", "user"]
     first = page.evaluate("document.querySelector('.turn.assistant .tokens').textContent")
     assert messages[2]["content"] == first
+    assert messages[0]["content"] == SYSTEM
     assert "Paris" in first
     page.fill("#p-max_tokens", "2000")
     page.fill("#message", "Write a very long story about a lighthouse.")
