@@ -1,4 +1,11 @@
-"""The packaged models: logits of the real files against transformers on the same files."""
+"""The packaged models: logits of the real files against transformers on the same files.
+
+The judge is transformers in float64 (its norms and angles stay float32). What float32 itself
+loses depends on the order of sums, so on the machine, and reaches 1e-3 in Gemma's logits: so
+transformers in float32 sets the measure.
+"""
+
+import copy
 
 import pytest
 import torch
@@ -17,7 +24,7 @@ from worker.models.registry import spec_of
         pytest.param("gemma3-270m", 700, marks=pytest.mark.long),
     ],
 )
-def test_logits_equal_transformers(name: str, num_tokens: int) -> None:
+def test_logits_are_as_exact_as_those_of_transformers(name: str, num_tokens: int) -> None:
     prepared = packaged_model(name)
     spec = spec_of(prepared)
     generator = torch.Generator().manual_seed(5)
@@ -25,11 +32,17 @@ def test_logits_equal_transformers(name: str, num_tokens: int) -> None:
     decoder = load_model(prepared, spec, torch.float32, torch.device("cpu"), lambda fraction: None)
     hidden = decoder.forward(tokens, torch.arange(num_tokens), DenseAttention(spec))
     reference = Reference.load(name).model
+    exact = copy.deepcopy(reference).double()
+    ours, theirs = [], []  # mean squared errors of each token's logits
     with torch.inference_mode():
-        expected_hidden = reference.model(tokens[None]).last_hidden_state[0]
-    # Not of all tokens at once: Gemma has 262,144 logits a token.
-    for rows in torch.arange(num_tokens).split(100):
-        with torch.inference_mode():
-            expected = reference.lm_head(expected_hidden[rows])
-        # scores reach 30 here, so float32 itself is good for about 1e-4
-        assert (decoder.logits(hidden[rows]) - expected).abs().max() < 1e-3
+        their_hidden = reference.model(tokens[None]).last_hidden_state[0]
+        exact_hidden = exact.model(tokens[None]).last_hidden_state[0]
+        # Not of all tokens at once: Gemma has 262,144 logits a token.
+        for rows in torch.arange(num_tokens).split(100):
+            expected = exact.lm_head(exact_hidden[rows])
+            ours.append((decoder.logits(hidden[rows]) - expected).square().mean(1))
+            theirs.append((reference.lm_head(their_hidden[rows]) - expected).square().mean(1))
+    our_errors, their_errors = torch.cat(ours).sqrt(), torch.cat(theirs).sqrt()
+    # 1.3 to 1.9 were seen on average, and 1.2 to 2.8 of the worst, for four seeds
+    assert our_errors.square().mean().sqrt() < 3 * their_errors.square().mean().sqrt()
+    assert our_errors.max() < 6 * their_errors.max()
