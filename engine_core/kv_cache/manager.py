@@ -269,6 +269,12 @@ class KVCacheManager:
             self._copies.cancel(chain.from_iterable(self.block_ids(request.handle)))
         self._coordinator.free(request.handle)
 
+    def mark_found(self, request: Request) -> None:
+        """What an admitted request has found was computed for somebody else."""
+        for group in self.groups:
+            num_found = request.num_cached_tokens // group.block_size
+            self.pool.mark_shared(group.table(request.handle)[:num_found])
+
     def findable_blocks(self, request: Request, first_token: int = 0) -> list[int]:
         """Blocks of a request that is over whose content can be found, without the null block.
 

@@ -39,6 +39,7 @@ class BlockPool:
     num_blocks counts the null block. `ref_counts` (the free queue's own list) and
     `hashes` have one entry per block; a block's hash is its key in the index, which
     names its group too. `pinned`: the references that jobs have between two turns.
+    `shared`: 1 for each block whose content was found by somebody it was not computed for.
     """
 
     __slots__ = (
@@ -49,6 +50,7 @@ class BlockPool:
         "num_blocks",
         "pinned",
         "ref_counts",
+        "shared",
     )
 
     def __init__(self, num_blocks: int, enable_caching: bool) -> None:
@@ -62,6 +64,7 @@ class BlockPool:
         self.ref_counts = self.free_queue.ref_counts
         self.hashes: list[bytes | None] = [None] * num_blocks
         self.pinned = PinnedBlocks(self.ref_counts)
+        self.shared = bytearray(num_blocks)
 
     @property
     def num_free(self) -> int:
@@ -79,7 +82,7 @@ class BlockPool:
         return 1.0 - self.free_queue.num_free / (self.num_blocks - 1)
 
     def get_new_blocks(self, count: int) -> list[int]:
-        """Take `count` blocks, overwriting the least recently freed content.
+        """Take `count` blocks, overwriting what was retired, then the least recently freed content.
 
         Raises ValueError, changing nothing, when fewer are free.
         """
@@ -112,15 +115,21 @@ class BlockPool:
         self.pinned.remove(blocks)
         self._release(blocks)
 
+    def mark_shared(self, blocks: Iterable[int]) -> None:
+        """Others than those they were computed for have found these; without hash: left alone."""
+        for block in blocks:
+            if self.hashes[block] is not None:
+                self.shared[block] = 1
+
     def retire(self, blocks: Sequence[int]) -> None:
         """Nobody is expected to ask for these again: those that are free are overwritten first.
 
-        The last one of them first of all. Until then they can be found. Nothing changes while
-        the next block to be given away is empty: then room is not lacking yet.
+        The last one of them first of all; shared ones stay where they are. Until then they can be
+        found. Nothing changes while the next block to be given away has no content.
         """
         queue = self.free_queue
         if self.hashes[queue.next_of[NULL_BLOCK]] is not None:
-            queue.advance(blocks[::-1])
+            queue.advance([block for block in reversed(blocks) if not self.shared[block]])
 
     def num_evictable(self, blocks: Iterable[int]) -> int:
         """How many of these blocks are free now, or would be without pins."""
@@ -168,6 +177,7 @@ class BlockPool:
             return False
         self.index.clear()
         self.hashes = [None] * self.num_blocks
+        self.shared = bytearray(self.num_blocks)
         return True
 
     def _release(self, blocks: Sequence[int]) -> None:
@@ -178,3 +188,4 @@ class BlockPool:
         assert block_hash is not None
         self.index.remove(block_hash, block)
         self.hashes[block] = None
+        self.shared[block] = 0

@@ -7,8 +7,8 @@ Durations run from the end of a turn to the next arrival, by the scheduler's mon
 bounded number of jobs is remembered: one that does not come back, or is one too many, counts as
 a duration without end.
 
-The KV of a job that is over is overwritten before any that somebody may come back for, but for
-that of the prompt it began with: others often begin with the same.
+The KV of a job that is over is overwritten before any other, but for what others have found too,
+and for that of the prompt it began with: others often begin with the same.
 
 Owns the jobs, and says when their KV is pinned. The pins are kept by `Pins`, for as long as
 the `PinRule` says; without it nothing is pinned, and jobs are counted all the same.
@@ -36,7 +36,9 @@ class Job:
 
     arrival: seconds, of its first turn; seen: when something of it was here last, counted only
     while nothing is. request_id: of its last turn; num_here: choices of any that are not over;
-    num_waiting: those of them that have not run. num_first_tokens: of its first turn's prompt.
+    num_waiting: those of them that have not run. first_block: hash of what its turns begin with;
+    num_first_tokens: of the prompt of the first one that began so, and num_own_tokens: of the
+    longest one since then, with its answer: whoever finds more finds what others have computed.
     ended: when the last turn was over; None while it is not. tool: what it waits for, or None
     while nobody has said so. was_last: that turn was to be the last. waited: what it waited after
     turn `waited_after`, where the next one came sooner than news of the tool; None otherwise.
@@ -45,8 +47,10 @@ class Job:
     __slots__ = (
         "arrival",
         "ended",
+        "first_block",
         "num_first_tokens",
         "num_here",
+        "num_own_tokens",
         "num_turns",
         "num_waiting",
         "request_id",
@@ -57,9 +61,10 @@ class Job:
         "was_last",
     )
 
-    def __init__(self, arrival: float, num_first_tokens: int) -> None:
+    def __init__(self, arrival: float) -> None:
         self.arrival = self.seen = arrival
-        self.num_first_tokens = num_first_tokens
+        self.first_block: bytes | None = None
+        self.num_first_tokens = self.num_own_tokens = 0
         self.request_id = self.waited_after = -1
         self.num_turns = 0
         self.num_here = self.num_waiting = 0
@@ -104,13 +109,13 @@ class Jobs:
             return
         now = self._clock()
         self._pins.sweep(now)
-        job = self._jobs.pop(name, None) or Job(request.arrival_time, request.num_prompt_tokens)
+        job = self._jobs.pop(name, None) or Job(request.arrival_time)
         self._jobs[name] = job
         job.num_here += 1
         job.num_waiting += 1
         self._waiting.add(request.handle)
         if job.request_id != request.request_id:
-            self._begin_turn(job, request.request_id, now)
+            self._begin_turn(job, request, now)
             self._forget_old(now)
         request.job_arrival = job.arrival
         request.continues_job = job.num_turns > 1 and not request.agent.is_last_step
@@ -137,6 +142,7 @@ class Jobs:
         if not name or not well or request.request_id != self._jobs[name].request_id:
             return
         job, now = self._jobs[name], self._clock()
+        job.num_own_tokens = max(job.num_own_tokens, request.num_tokens)
         job.ended = now
         job.was_last = request.agent.is_last_step
         if job.was_last:
@@ -183,6 +189,8 @@ class Jobs:
         return False
 
     def admitted(self, request: Request, num_new_tokens: int) -> None:
+        if self._retires and not request.num_preemptions:
+            self._see_found(request)
         if not request.agent.job:
             return
         self._wait_no_more(request)
@@ -220,8 +228,21 @@ class Jobs:
             self._waiting.remove(request.handle)
             self._jobs[request.agent.job].num_waiting -= 1
 
-    def _begin_turn(self, job: Job, request_id: int, now: float) -> None:
-        before, job.request_id = job.request_id, request_id
+    def _see_found(self, request: Request) -> None:
+        """Whether what it found is of others; from now on its prompt is its job's own."""
+        job = self._jobs.get(request.agent.job)
+        if request.num_cached_tokens > (job.num_own_tokens if job is not None else 0):
+            self._kv_cache.mark_found(request)
+        if job is not None:
+            job.num_own_tokens = max(job.num_own_tokens, request.num_tokens)
+
+    def _begin_turn(self, job: Job, request: Request, now: float) -> None:
+        before, job.request_id = job.request_id, request.request_id
+        first_block = request.block_hashes[0] if request.block_hashes else b""
+        if first_block != job.first_block:
+            job.first_block = first_block
+            job.num_first_tokens = request.num_prompt_tokens
+            job.num_own_tokens = 0
         job.num_turns += 1
         job.waited = None
         job.was_last = False

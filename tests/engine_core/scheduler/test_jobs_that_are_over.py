@@ -123,3 +123,58 @@ def test_choices_of_a_last_turn_go_together():
     fill(engine, 5000, 7)
     assert engine.found(tokens(2000, 76)) == 76
     assert engine.found(tokens(4000, 28)) == 4
+
+
+SYSTEM = tokens(4000, 24)
+FOR_B = SYSTEM + tokens(6000, 11)
+
+
+@pytest.mark.parametrize("pin_policy", ["none", "rule"])
+@pytest.mark.parametrize("small_first", [False, True])
+def test_what_a_job_that_waits_has_in_common_with_it_stays(pin_policy, small_first):
+    """Also where both begin with something else, as with a request for a title."""
+    engine = Filled(pin_policy=pin_policy)
+    fill(engine, 3000, 10)
+    if small_first:
+        engine.turn("b", tokens(9000, 3), max_tokens=2)
+    engine.turn("b", FOR_B, max_tokens=2)
+    engine.clock.now += 5  # its pin is over, its tool is not
+    engine.turn("a", tokens(8000, 3), max_tokens=1)
+    engine.turn("a", [*SYSTEM, *tokens(7000, 11)], max_tokens=2, last=True)
+    fill(engine, 5000, 8)
+    assert engine.found(FOR_B) >= 32
+    assert check(engine.kv_cache) == []
+
+
+def test_what_another_job_was_forked_from_stays():
+    engine = Filled()
+    fill(engine, 3000, 10)
+    engine.turn("a", tokens(4000, 4), max_tokens=2)
+    engine.turn("a", tokens(4000, 31), max_tokens=2)
+    engine.turn("b", [*tokens(4000, 31), *tokens(6000, 4)], max_tokens=2)
+    engine.turn("a", [*tokens(4000, 31), *tokens(7000, 12)], max_tokens=2, last=True)
+    fill(engine, 5000, 8)
+    assert engine.found([*tokens(4000, 31), *tokens(6000, 4)]) >= 28
+
+
+def test_a_prompt_that_begins_otherwise_is_a_first_one_too():
+    engine = Filled()
+    fill(engine, 3000, 10)
+    engine.turn("a", tokens(8000, 3), max_tokens=2)
+    engine.turn("a", SYSTEM, max_tokens=2)
+    engine.turn("a", [*SYSTEM, *tokens(7000, 15)], max_tokens=2, last=True)
+    fill(engine, 5000, 8)
+    assert engine.found(SYSTEM) == 24
+
+
+def test_a_mark_ends_with_the_content():
+    engine = Filled()
+    engine.found(tokens(2000, 76))
+    pool = engine.kv_cache.pool
+    assert sum(pool.shared) == 19
+    fill(engine, 5000, 40)
+    assert sum(pool.shared) == 0
+    engine.found(tokens(5000, 76))
+    assert sum(pool.shared) == 19
+    assert engine.kv_cache.reset_prefix_cache()
+    assert sum(pool.shared) == 0
