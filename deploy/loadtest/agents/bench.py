@@ -18,7 +18,15 @@ from deploy.loadtest.agents.grid import Finished, Grid, Programs, cells, measure
 from deploy.loadtest.agents.ledger import Ledger
 from deploy.loadtest.agents.machines import MACHINES, VARIANTS
 from deploy.loadtest.agents.real import Daemons, RealGrid
-from deploy.loadtest.agents.report import document, markdown, measured_table, table, verdicts
+from deploy.loadtest.agents.report import (
+    cell_line,
+    document,
+    markdown,
+    measured_line,
+    measured_table,
+    table,
+    verdicts,
+)
 from deploy.loadtest.agents.rows import Cell, Measured
 from deploy.loadtest.options import (
     Parser,
@@ -68,15 +76,24 @@ def _run_simulated(grid: Grid, options: argparse.Namespace) -> tuple[list[Measur
 
 
 def _run_real(grid: RealGrid) -> tuple[list[Measured], list[Cell]]:
-    """Seed by seed."""
+    """Seed by seed. It takes hours, so each figure is said when it is known."""
     measured: list[Measured] = []
     found: list[Cell] = []
     with ExitStack() as stack:
         progress, task = _progress(stack, grid)
+
+        def say(line: str) -> None:
+            progress.console.print(line, highlight=False, soft_wrap=True)
+
+        def done(cell: Cell) -> None:
+            say(cell_line(cell))
+            progress.advance(task)
+
         for seed in grid.seeds:
             daemons = Daemons(grid, seed)
             measured.append(daemons.measure())
-            found += daemons.cells(measured[-1], lambda: progress.advance(task))
+            say(measured_line(measured[-1]))
+            found += daemons.cells(measured[-1], done)
     return measured, found
 
 

@@ -9,7 +9,7 @@
                   arrivals at 90 % of the capacity, a pool that holds everything.
 
 In a pool of 100 % the KV of all who come back would just have room, if that of jobs which are over
-went first. A cache cannot know which those are: by age, the KV of who waits for a tool goes first.
+went first. Under fcfs it goes by age, so the KV of who waits for a tool goes before it.
 Both are measured for each seed before its cells; all cells of a seed have the same jobs and the
 same arrivals (at another rate, closer by a factor), and nothing is chosen by their outcome.
 """

@@ -81,18 +81,27 @@ class Daemons:
             step_model=None,
         )
 
-    def cells(self, measured: Measured, done: Callable[[], None]) -> list[Cell]:
-        """Pools, in them arrivals, in them policies; raises TokendError."""
+    def cells(self, measured: Measured, done: Callable[[Cell], None]) -> list[Cell]:
+        """Pools, in them arrivals, in them policies; `done` hears of each; raises TokendError.
+
+        Also for a pool in which the longest job alone has no room, before any cell.
+        """
+        needed, pool = self._num_blocks_longest(), min(self._grid.pools)
+        if needed > _num_blocks(measured, pool):
+            raise TokendError(
+                f"tokend bench agents: --pools: {pool} % of the working set is "
+                f"{_num_blocks(measured, pool)} blocks, and the longest job alone needs {needed}"
+            )
         plain = []
         for pool in self._grid.pools:
             for rate in self._grid.rates:
                 for name in self._grid.variants:
                     plain.append(self._cell(measured, pool, rate, name))
-                    done()
+                    done(plain[-1])
         return compared(plain)
 
     def _cell(self, measured: Measured, pool: int, rate: int, name: str) -> Cell:
-        num_blocks = measured.working_set_blocks * pool // 100 + 1
+        num_blocks = _num_blocks(measured, pool)
         jobs_per_s = measured.capacity_jobs_per_s * rate / 100
         done, metrics = self._run(name, num_blocks, self._pace(jobs_per_s))
         if not done.job_seconds:
@@ -137,6 +146,18 @@ class Daemons:
         own = sum(turn.new_tokens + turn.output_tokens for job in self._jobs for turn in job.turns)
         shared = self._shape.num_systems * self._shape.system_tokens
         return (own + shared) // _BLOCK_SIZE + len(self._jobs) + 1
+
+    def _num_blocks_longest(self) -> int:
+        """Of the job that says most, and one that a pool keeps for itself."""
+        own = max(
+            sum(turn.new_tokens + turn.output_tokens for turn in job.turns) for job in self._jobs
+        )
+        return -(-(self._shape.system_tokens + own) // _BLOCK_SIZE) + 1
+
+
+def _num_blocks(measured: Measured, pool: int) -> int:
+    """pool: percent of the working set."""
+    return measured.working_set_blocks * pool // 100 + 1
 
 
 _METRICS: Final = (

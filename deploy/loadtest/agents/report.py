@@ -62,6 +62,24 @@ def measured_table(grid: Grid | RealGrid, measured: Sequence[Measured]) -> Table
     return table
 
 
+def measured_line(measured: Measured) -> str:
+    """Before its cells."""
+    return (
+        f"seed {measured.seed}: capacity {measured.capacity_jobs_per_s:.3f} jobs/s, working set "
+        f"{measured.working_set_blocks:,} blocks, mean job {measured.unpressed_job_s_mean:.1f} s"
+    )
+
+
+def cell_line(cell: Cell) -> str:
+    """One that has just ended, before others are there to compare it with."""
+    failed = f", {cell.num_failed} jobs failed" if cell.num_failed else ""
+    return (
+        f"seed {cell.seed}, pool {cell.pool_percent} %, arrivals {cell.rate_percent} %, "
+        f"{cell.variant}: mean {cell.job_s_mean:.1f} s, p99 {cell.job_s_p99:.0f} s, "
+        f"found {cell.found_percent:.1f} %{failed}"
+    )
+
+
 def table(cells: Sequence[Cell]) -> Table:
     """A row a cell and policy: means over seeds, and the range of what is compared."""
     made = Table(title="job completion, s; ratios: fcfs by this one (range over seeds)")
@@ -136,15 +154,19 @@ def verdicts(cells: Sequence[Cell]) -> Iterator[str]:
         if name != "rule" or not ratios:
             continue
         worst = min(ratios)
+        where = f"{pool} % pool, {rate} % arrivals"
+        compared = [each for each in cells if each.pool_and_rate == (pool, rate)]
+        if _has_failed(compared):
+            num_failed = sum(each.num_failed for each in compared)
+            yield f"{where}: {num_failed} jobs failed, so nothing is compared"
+            continue
         if (pool, rate) == PRESSED:
             kept = "kept" if worst >= FASTER else "MISSED"
-            yield f"{pool} % pool, {rate} % arrivals: {worst:.2f} x fcfs or better; 1.5 x: {kept}"
+            yield f"{where}: {worst:.2f} x fcfs or better; 1.5 x: {kept}"
         if pool == CALM_POOL:
             kept = "kept" if 1 / worst <= SLOWER else "MISSED"
-            yield (
-                f"{pool} % pool, {rate} % arrivals: {100 / worst - 100:+.1f} % at worst beside "
-                f"fcfs; at most +2 %: {kept}"
-            )
+            percent = 100 / worst - 100
+            yield f"{where}: {percent:+.1f} % at worst beside fcfs; at most +2 %: {kept}"
 
 
 def grouped(cells: Sequence[Cell]) -> Iterator[tuple[tuple[int, int, str], list[Cell]]]:

@@ -34,7 +34,7 @@ class Cell:
     found_percent: of jobs' prompt tokens, in the pool or behind it, at a turn's first admission.
     other_s_*: completion of requests of others; 0 where there are none.
     pins_*: taken; found by the job's next turn; given back when their time was over; given back for
-    want of blocks. num_failed: jobs that a failed request ended, which no other figure contains.
+    want of blocks. num_failed: jobs that a failed request ended, which no job_s_* contains.
     """
 
     seed: int
@@ -59,13 +59,16 @@ class Cell:
     ratio_mean: float | None = None
     ratio_p99: float | None = None
 
+    @property
+    def pool_and_rate(self) -> tuple[int, int]:
+        """In percent; what policies are compared in."""
+        return self.pool_percent, self.rate_percent
+
 
 def compared(cells: Sequence[Cell]) -> list[Cell]:
     """Those of a seed, each with its ratios to fcfs's."""
-    base = {
-        (each.pool_percent, each.rate_percent): each for each in cells if each.variant == BASELINE
-    }
-    return [_compared(each, base.get((each.pool_percent, each.rate_percent))) for each in cells]
+    base = {each.pool_and_rate: each for each in cells if each.variant == BASELINE}
+    return [_compared(each, base.get(each.pool_and_rate)) for each in cells]
 
 
 def _compared(cell: Cell, base: Cell | None) -> Cell:

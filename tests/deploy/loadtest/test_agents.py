@@ -2,16 +2,19 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deploy import cli
 from deploy.loadtest.agents.players import Pace, play
+from deploy.loadtest.agents.real import Daemons, RealGrid
 from deploy.loadtest.agents.report import table, verdicts
-from deploy.loadtest.agents.rows import Cell
+from deploy.loadtest.agents.rows import Cell, Measured
 from deploy.loadtest.daemon import MeasuredDaemon
 from deploy.loadtest.line_program import LineProgram
+from proto.errors import TokendError
 from proto.replay import AgentJob, AgentLoad, AgentTurn
 
 WORDS = ["--jobs", "2", "--seeds", "3,4", "--policies", "fcfs,rule+host", "--processes", "2"]
@@ -150,6 +153,39 @@ def test_targets_are_judged_by_the_worst_seed() -> None:
     assert table(cells).row_count == 5
 
 
+def test_nothing_is_compared_where_jobs_failed() -> None:
+    cells = [cell("fcfs", 50, 90, 30.0, 1.0), cell("rule", 50, 90, 15.0, 2.0)]
+    assert list(verdicts([cells[0], replace(cells[1], num_failed=20)])) == [
+        "50 % pool, 90 % arrivals: 20 jobs failed, so nothing is compared"
+    ]
+
+
+def test_a_pool_has_room_for_the_longest_job() -> None:
+    grid = RealGrid(
+        num_jobs=3,
+        seeds=[0],
+        variants=["fcfs"],
+        pools=[100, 10],
+        rates=[90],
+        turns=2.0,
+        tool_scale=0.01,
+        serve_flags=[],
+    )
+    measured = Measured(
+        seed=0,
+        capacity_jobs_per_s=1.0,
+        working_set_blocks=300,
+        working_set_mean_blocks=200.0,
+        unpressed_job_s_mean=1.0,
+        num_requests=6,
+        prompt_tokens=6000,
+        output_tokens=100,
+        step_model=None,
+    )
+    with pytest.raises(TokendError, match="--pools: 10 % of the working set is 31 blocks"):
+        Daemons(grid, 0).cells(measured, lambda cell: pytest.fail("a cell was played"))
+
+
 @pytest.mark.slow
 def test_jobs_of_a_daemon_are_those_that_were_drawn() -> None:
     turns = [AgentTurn(20, 5, "shell", 0.5), AgentTurn(30, 4, "shell", 0.2), AgentTurn(8, 3)]
@@ -201,6 +237,11 @@ def test_a_grid_with_a_model(tmp_path: Path, capsys) -> None:
     plain, rule = found["cells"]
     assert plain["pins_taken"] == 0
     assert rule["pins_taken"] == measured["num_requests"] - 3
-    shown = capsys.readouterr().out
+    shown, said = capsys.readouterr()
     assert "300 %" in shown
     assert "capacity, jobs/s" in shown
+    lines = said.splitlines()
+    assert f"seed 0: capacity {measured['capacity_jobs_per_s']:.3f} jobs/s" in lines[0]
+    for line, each in zip(lines[1:3], found["cells"], strict=True):
+        start = f"seed 0, pool 300 %, arrivals 90 %, {each['variant']}: mean "
+        assert line.startswith(f"{start}{each['job_s_mean']:.1f} s, p99 ")
