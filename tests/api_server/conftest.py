@@ -208,16 +208,29 @@ async def serving(
     server = make_server(app, services.config, services.metrics.connections)
     listener = socket.create_server(("127.0.0.1", port))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    task = asyncio.create_task(server.serve(sockets=[listener]))
+    server.lifespan = server.config.lifespan_class(server.config)
+    await server.startup(sockets=[listener])
+    ticking = asyncio.create_task(server.main_loop())
     try:
         async with httpx.AsyncClient(base_url=url, timeout=60) as http:
             front_end = FrontEnd(services, engine, http, url, run_dir, server, app)
             yield front_end
     finally:
         services.client.close()
-        server.should_exit = True
-        await task
+        ticking.cancel()
+        await _close(server)
         await front_end.engine.close()
+
+
+async def _close(server: Server) -> None:
+    """What uvicorn's `serve` does at its end, without its pauses of 0.1 s."""
+    for listener in server.servers:
+        listener.close()
+    for connection in list(server.server_state.connections):
+        connection.shutdown()
+    async with asyncio.timeout(5):
+        while server.server_state.connections or server.server_state.tasks:
+            await asyncio.sleep(0.001)
 
 
 @pytest.fixture

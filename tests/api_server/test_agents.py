@@ -211,7 +211,8 @@ async def test_a_client_that_has_left_after_the_last_token_ends_its_turn(start, 
         async with front_end.http.stream("POST", "/v1/completions", json=body) as response:
             request = await front_end.engine.requests.get()
             front_end.engine.emit(request, tokenizer.encode("```bash\nls\n").ids)
-            await anext(response.aiter_lines())
+            lines = response.aiter_lines()  # httpx hangs up when this iterator is collected
+            await anext(lines)
             front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
             while front_end.services.client.num_open:
                 await asyncio.sleep(0)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.daemon import TOKEND
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("chaos")
 
 
 def bench(*words: str) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,7 @@ from tests.chaos.aftermath import FRONT_END, control, unharmed
 from tests.chaos.streams import Stream, assert_same, requests, undisturbed
 from tests.e2e.daemon import ROLES, Daemon
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("chaos")
 
 OTHER_FRONT_END = "tokend: api 1"
 SEATS = 9
@@ -70,7 +70,7 @@ async def with_deaths(
     [
         {"worker"},
         {"engine_core"},
-        pytest.param({"worker", "engine_core"}, marks=pytest.mark.long),
+        pytest.param({"worker", "engine_core"}, marks=pytest.mark.suite("chaos")),
     ],
     ids=" and ".join,
 )

@@ -13,7 +13,7 @@ import pytest
 from tests.chaos.aftermath import unharmed
 from tests.e2e.daemon import Daemon
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("chaos")
 
 PATH = "/v1/completions"
 ENDLESS = {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True}

@@ -17,7 +17,7 @@ def complete(daemon: Daemon, prompt: str = "The sea is") -> httpx.Response:
     return httpx.post(f"{daemon.url}/v1/completions", json=body, timeout=240)
 
 
-@pytest.mark.slow
+@pytest.mark.suite("daemons")
 def test_a_request_that_kills_every_engine_is_given_up_and_the_next_one_served() -> None:
     """Three engines die of it with no suspicion, two more while nothing else runs."""
     faults = {"TOKEND_FAULTS": "engine:raise@1x5"}
@@ -30,7 +30,7 @@ def test_a_request_that_kills_every_engine_is_given_up_and_the_next_one_served()
         assert complete(daemon).status_code == 200
 
 
-@pytest.mark.slow
+@pytest.mark.suite("daemons")
 def test_a_stream_beside_a_request_that_kills_five_engines_goes_on() -> None:
     """It comes while the first of them is dead, waits for all trials, and is no suspect itself.
 
@@ -50,7 +50,7 @@ def test_a_stream_beside_a_request_that_kills_five_engines_goes_on() -> None:
         assert daemon.metric("tokend:restarts_total") == 5
 
 
-@pytest.mark.long
+@pytest.mark.suite("chaos")
 def test_an_exception_in_a_worker_is_shown_and_nobody_else_notices() -> None:
     faults = {"TOKEND_FAULTS": "worker:raise@6"}
     flags = ("--enable-fault-injection", "--dtype", "float32")
@@ -62,7 +62,7 @@ def test_an_exception_in_a_worker_is_shown_and_nobody_else_notices() -> None:
         assert daemon.text.count("Traceback") == 1
 
 
-@pytest.mark.long
+@pytest.mark.suite("chaos")
 def test_numbers_that_are_none_fail_the_requests_of_their_step_and_no_others() -> None:
     """The answer to the one that fails is an error, never text."""
     faults = {"TOKEND_FAULTS": "worker:nan@16"}

@@ -16,7 +16,7 @@ import pytest
 from tests.chaos.streams import Stream, assert_same, requests, undisturbed
 from tests.e2e.daemon import ROLES, Daemon, eventually
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("chaos")
 
 STEP_TIMEOUT = 3.0
 KILLED = "SIG(KILL|SEGV)"

@@ -12,7 +12,7 @@ from deploy.loadtest.overload.memory import Memory
 from deploy.loadtest.overload.offers import Customers, Outcome, Recipe, customers
 from tests.e2e.daemon import Daemon, eventually
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("chaos")
 
 SEATS, QUEUE = 8, 8
 SECONDS = 20.0

@@ -12,7 +12,7 @@ from tests.chaos.aftermath import ENGINE, control, unharmed
 from tests.e2e.daemon import Daemon, eventually
 from tests.e2e.jobs import BLOCK_SIZE, Job, complete, token_ids
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("chaos")
 
 NUM_BLOCKS = 121
 USABLE = NUM_BLOCKS - 1

@@ -9,7 +9,7 @@ import pytest
 from tests.chaos.aftermath import unharmed
 from tests.e2e.daemon import Daemon
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("chaos")
 
 BLOCKS = 12
 """Of 16 tokens, the null block included."""

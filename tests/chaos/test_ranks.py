@@ -18,7 +18,7 @@ from tests.chaos.test_deaths import SEATS, with_deaths
 from tests.chaos.test_hangs import STEP_TIMEOUT, with_a_hang
 from tests.e2e.daemon import Daemon
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("chaos")
 
 OTHER_WORKER = "tokend: worker 1"
 WORKERS = {WORKER, OTHER_WORKER}

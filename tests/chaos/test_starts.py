@@ -12,7 +12,7 @@ from tests.e2e.daemon import Daemon, eventually
 from tests.e2e.reference import packaged_model
 from tests.e2e.test_own_models import save_qwen3
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("chaos")
 
 
 def assert_ends(daemon: Daemon, status: int, *, timeout: float = 60.0) -> None:

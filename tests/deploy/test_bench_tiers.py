@@ -10,7 +10,7 @@ from deploy.loadtest import tiers_bench
 from proto.errors import TokendError
 
 
-@pytest.mark.slow
+@pytest.mark.suite("daemons")
 def test_a_restart_finds_the_prompts_on_a_disk(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     words = ["bench", "tiers", "--media", "disk", "--disk-path", str(tmp_path), "--rounds", "1"]

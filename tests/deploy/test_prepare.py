@@ -414,7 +414,7 @@ def test_settings_of_a_wrong_kind_are_refused(
     assert refusal(tmp_path / "mine", around)
 
 
-@pytest.mark.slow
+@pytest.mark.suite("daemons")
 def test_the_default_model(around: Surroundings) -> None:
     """Downloads it into a cache of the test's own."""
     model = store.prepared_model("smollm2-135m-instruct", around, Recorder())

@@ -4,14 +4,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.daemon import Daemon
+from tests.e2e.daemon import Daemon, DaemonPool
 from tests.e2e.reference import Reference
 
 
 @pytest.fixture(scope="session")
-def daemon() -> Iterator[Daemon]:
+def daemons() -> Iterator[DaemonPool]:
+    """`with daemons.borrow(*flags) as daemon`: a running one, empty, that other tests use too."""
+    pool = DaemonPool()
+    yield pool
+    pool.stop_all()
+
+
+@pytest.fixture
+def daemon(daemons: DaemonPool) -> Iterator[Daemon]:
     """The packaged model in float32, default settings otherwise."""
-    with Daemon("--dtype", "float32") as running:
+    with daemons.borrow("--dtype", "float32") as running:
         yield running
 
 

@@ -19,6 +19,7 @@ import psutil
 TOKEND = Path(sys.executable).parent / "tokend"
 READY_LIMIT_SECONDS = 240.0
 """Generous: the first start of a fresh machine fetches and prepares the model."""
+REQUEST_GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 ROLES = {"api_server": "api", "engine_core": "engine", "worker": "worker"}
 
 
@@ -101,6 +102,9 @@ class Daemon:
                         found[role] = child
         return found
 
+    def process_ids(self) -> set[int]:
+        return {child.pid for child in psutil.Process(self.pid).children(recursive=True)}
+
     def stop(self) -> None:
         """End the daemon in order and wait for it."""
         if self.process.poll() is None:
@@ -133,6 +137,60 @@ class Daemon:
                 if ready:
                     self._port = int(ready.group(1))
                 self._changed.notify_all()
+
+
+class DaemonPool:
+    """Running daemons that tests share by their flags.
+
+    A daemon is reset after each use, and the reset is checked: a test that leaves a request, a
+    pause or a block behind, or after which a process is another one, fails, and the next test
+    gets a new daemon. At most `max_idle` daemons stay up unused; the least recently used one ends.
+    """
+
+    def __init__(self, max_idle: int = 2) -> None:
+        self._max_idle = max_idle
+        self._idle: dict[tuple[str, ...], Daemon] = {}
+
+    @contextlib.contextmanager
+    def borrow(self, *flags: str) -> Iterator[Daemon]:
+        """A daemon of these flags with an empty prefix cache, for as long as the block runs."""
+        daemon = self._idle.pop(flags, None)
+        if daemon is None:
+            self._stop_down_to(self._max_idle - 1)
+            daemon = Daemon(*flags)
+            daemon.wait_ready()
+        before = daemon.process_ids()
+        try:
+            yield daemon
+            reset(daemon)
+            assert daemon.process_ids() == before, f"a process was restarted:\n{daemon.text}"
+        except BaseException:
+            daemon.stop()
+            raise
+        self._idle[flags] = daemon
+
+    def stop_all(self) -> None:
+        self._stop_down_to(0)
+
+    def _stop_down_to(self, number: int) -> None:
+        while len(self._idle) > number:
+            self._idle.pop(next(iter(self._idle))).stop()
+
+
+def reset(daemon: Daemon) -> None:
+    """Empty the prefix cache of an idle daemon; fails when anything of a test is left in it."""
+    assert eventually(lambda: not any(map(daemon.metric, REQUEST_GAUGES)), 5.0), (
+        f"requests are left: {[(name, daemon.metric(name)) for name in REQUEST_GAUGES]}"
+    )
+    with httpx.Client(base_url=daemon.url, timeout=30) as client:
+        assert client.get("/health").status_code == 200
+        assert client.get("/is_paused").json() == {"is_paused": False}, "a pause is left"
+        # 409 while a KV connector still copies
+        cleared = {"reset_external": "true"}
+        assert eventually(
+            lambda: client.post("/reset_prefix_cache", params=cleared).status_code == 200, 5.0
+        ), "the prefix cache cannot be emptied: blocks are still referenced"
+    assert daemon.metric("vllm:kv_cache_usage_perc") == 0, "blocks are left"
 
 
 def metric_value(exposition: str, name: str) -> float:

@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.daemon import Daemon, eventually
 from tests.e2e.jobs import BLOCK_SIZE, LIMIT_SECONDS, Job, Turn, churn, complete, token_ids
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.suite("daemons")
 
 NUM_BLOCKS = 61
 """Of which one is the null block."""

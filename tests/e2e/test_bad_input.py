@@ -5,7 +5,7 @@ import pytest
 
 from tests.e2e.daemon import Daemon
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.suite("daemons")
 
 CONTROL = {"prompt": "The sun rises in the", "max_tokens": 8, "temperature": 0}
 

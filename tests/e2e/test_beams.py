@@ -10,7 +10,7 @@ from tests.e2e.daemon import Daemon, eventually
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import TIE_GAP, Reference, packaged_model
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("settings")
 
 MAX_TOKENS = 20
 QUESTIONS = ("What is the capital of France?", "Name a colour.")

@@ -12,7 +12,7 @@ from tests.e2e.daemon import Daemon, eventually
 from tests.e2e.reference import Reference
 from tests.e2e.test_own_models import PROMPT, save_qwen3
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.suite("daemons")
 
 BROKEN_TOKEN = 777
 NUM_OUTPUT_TOKENS = 24

@@ -12,7 +12,7 @@ from tests.e2e.daemon import Daemon
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import Reference
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("settings")
 
 NUM_TOKENS = 16
 LENGTHS = (2, 17, 100, 700)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from tests.e2e.daemon import Daemon, eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.suite("daemons")
 
 MODEL = "smollm2-135m-instruct"
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]

@@ -11,7 +11,7 @@ import pytest
 from tests.chaos.streams import Stream, assert_same, requests, undisturbed
 from tests.e2e.daemon import Daemon
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("settings")
 
 BODIES = requests()[:4]
 ENDLESS = {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}

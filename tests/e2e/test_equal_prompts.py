@@ -12,7 +12,7 @@ import pytest
 from tests.chaos.streams import Stream, assert_same
 from tests.e2e.daemon import Daemon, eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.suite("daemons")
 
 NUM, SIZE, BLOCK_SIZE = 16, 1024, 16
 ONE_PREFIX = SIZE + (NUM - 1) * BLOCK_SIZE

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from deploy.loadtest.processes import pids_by_title
 from tests.e2e.daemon import Daemon, eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.suite("daemons")
 
 NUMBER = 3
 STREAMS = 12

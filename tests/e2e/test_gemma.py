@@ -16,7 +16,7 @@ from tests.e2e.daemon import Daemon, eventually
 from tests.e2e.prompts import source_text
 from tests.e2e.reference import Reference
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("models")
 
 MODEL = "gemma3-270m"
 BLOCK = 16

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.daemon import Daemon
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("media")
 
 PROMPTS = [[(7 * seed + 11 * i) % 30_000 + 50 for i in range(70 + 40 * seed)] for seed in range(4)]
 

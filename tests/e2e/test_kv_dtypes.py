@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.daemon import Daemon
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("media")
 
 FLAGS = ("--dtype", "float32", "--kv-cache-dtype", "int8")
 NUM_OUTPUT_TOKENS = 40

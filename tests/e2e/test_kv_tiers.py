@@ -21,7 +21,7 @@ from tests.e2e.prompts import source_text
 from tests.fakes import gated_disk
 from tests.fakes.kv_media import RedisServer, needs_redis, redis_server
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("media")
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_PROMPTS = 3

@@ -13,7 +13,7 @@ from deploy.loadtest.servers import Line
 from deploy.loadtest.startup import phases
 from tests.e2e.daemon import ROLES, Daemon, eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.suite("daemons")
 
 
 def start_generation(url: str) -> None:

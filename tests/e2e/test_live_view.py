@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.daemon import Daemon
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.suite("daemons")
 
 LIMIT_SECONDS = 60.0
 SMALL = ("--api-server-count", "2", "--kv-cache-memory", "64M", "--max-num-seqs", "8")

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.daemon import Daemon, eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.suite("daemons")
 
 KEY = "hush-71c3aa"
 SECRET = "Rumpelstiltskin"

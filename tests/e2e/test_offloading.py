@@ -86,17 +86,25 @@ def has_begun(daemon: Daemon, num_loads: float) -> bool:
 ROUNDS = [*range(NUM_PROMPTS), *range(NUM_PROMPTS)]
 
 
-@pytest.fixture(scope="module", params=[SMOLLM, pytest.param(GEMMA, marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module", params=[SMOLLM, pytest.param(GEMMA, marks=pytest.mark.suite("media"))]
+)
 def case(request: pytest.FixtureRequest) -> tuple[str, Tokens]:
     """A model, and its tokens without a connector."""
     with Daemon(*flags(request.param, 1)) as daemon:
         return request.param, generate(daemon, list(range(NUM_PROMPTS)))
 
 
-@pytest.mark.slow
+@pytest.mark.suite("daemons")
 @pytest.mark.parametrize(
     ("factor", "num_workers"),
-    [(4, 1), *(pytest.param(*each, marks=pytest.mark.long) for each in ((1, 1), (1, 2), (4, 2)))],
+    [
+        (4, 1),
+        *(
+            pytest.param(*each, marks=pytest.mark.suite("media"))
+            for each in ((1, 1), (1, 2), (4, 2))
+        ),
+    ],
 )
 def test_greedy_tokens_are_those_without(
     case: tuple[str, Tokens], factor: int, num_workers: int
@@ -112,7 +120,7 @@ def test_greedy_tokens_are_those_without(
         assert 0 < daemon.metric("vllm:kv_offload_cpu_cache_usage_perc") < 1
 
 
-@pytest.mark.long
+@pytest.mark.suite("media")
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 async def test_at_once_with_overlapped_steps_and_a_small_medium(
     case: tuple[str, Tokens], policy: str
@@ -126,7 +134,7 @@ async def test_at_once_with_overlapped_steps_and_a_small_medium(
         assert daemon.metric("tokend:kv_offload_loads_total") > 0
 
 
-@pytest.mark.long
+@pytest.mark.suite("media")
 @pytest.mark.parametrize("victim", ["worker", "engine_core"])
 async def test_a_process_that_dies_while_blocks_are_copied(
     case: tuple[str, Tokens], victim: str
@@ -146,7 +154,7 @@ async def test_a_process_that_dies_while_blocks_are_copied(
         assert eventually(lambda: daemon.metric("vllm:kv_cache_usage_perc") == 0)
 
 
-@pytest.mark.slow
+@pytest.mark.suite("daemons")
 def test_wrong_settings_end_the_start_with_the_key() -> None:
     daemon = Daemon(*transfer(1, cpu_bytes_to_use="much"))
     assert daemon.wait_exit(60.0) == 2

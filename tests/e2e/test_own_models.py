@@ -10,7 +10,7 @@ import torch
 from tests.e2e.daemon import Daemon
 from tests.e2e.reference import Reference, packaged_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.suite("daemons")
 
 PROMPT = list(range(100, 160))
 

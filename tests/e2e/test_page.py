@@ -16,7 +16,7 @@ from tests.e2e.daemon import Daemon
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.suite("browser"),
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium"),
 ]
 KEY = "open-sesame"

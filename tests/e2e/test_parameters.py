@@ -16,7 +16,7 @@ from tests.e2e.prompts import prompts
 from tests.e2e.reference import TIE_GAP, Reference
 from tests.worker.sample.test_edits import edited_slowly
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("settings")
 
 NUM_TOKENS = 48
 EDITS = {

@@ -14,7 +14,7 @@ from tests.e2e.daemon import Daemon, eventually
 from tests.e2e.prompts import NUM_OUTPUT_TOKENS, prompts
 from tests.e2e.reference import Reference
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.suite("daemons")
 
 Outputs = list[list[int]]
 
@@ -127,7 +127,7 @@ async def test_preempted_for_want_of_blocks(
     check(reference, token_prompts, outputs)
 
 
-@pytest.mark.long
+@pytest.mark.suite("parity")
 async def test_preempted_by_priority(reference: Reference, token_prompts: list[list[int]]) -> None:
     """Those that come first matter least, so that victims stand anywhere among the running."""
     flags = ("--scheduling-policy", "priority", "--num-gpu-blocks-override", "180")

@@ -21,7 +21,7 @@ from tests.e2e.daemon import TOKEND, Daemon, eventually
 from tests.e2e.reference import Reference
 from tests.e2e.test_own_models import PROMPT, greedy, save_qwen3
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("settings")
 
 BODIES = requests()[3:7]
 """Greedy and seeded, with a prefix that some share."""

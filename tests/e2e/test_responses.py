@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from tests.e2e.daemon import Daemon, eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.suite("daemons")
 
 MODEL = "smollm2-135m-instruct"
 EVENT = TypeAdapter(ResponseStreamEvent)

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.daemon import Daemon
 from tests.fakes.certificates import Authority, needs_openssl
 
-pytestmark = [pytest.mark.slow, needs_openssl]
+pytestmark = [pytest.mark.suite("daemons"), needs_openssl]
 
 KEY = "hush-8c1d2f"
 REQUEST = {"prompt": "The sea is", "max_tokens": 4, "temperature": 0}

@@ -11,7 +11,7 @@ from proto.sampling_params import SamplingParams
 from tests.e2e.engine_and_worker import EngineAndWorker
 from tests.e2e.reference import Reference
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("settings")
 
 TEXTS = [
     "The old harbour of the town lies behind a wall of black stone, and every evening",

@@ -16,7 +16,7 @@ from deploy.loadtest.processes import pids_by_title
 from tests.e2e.daemon import Daemon
 from tests.e2e.schemas import KEYWORDS, Schema, schemas
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.suite("daemons")
 
 PERSON: Schema = {
     "type": "object",
@@ -176,7 +176,7 @@ def test_random_schemas(serving: Daemon) -> None:
     check_schemas(serving, schemas(16, seed=1))
 
 
-@pytest.mark.long
+@pytest.mark.suite("settings")
 @OVERLAPPED
 def test_two_hundred_random_schemas(serving: Daemon) -> None:
     wanted = schemas(200)
@@ -230,7 +230,7 @@ def test_abuse_is_a_400_within_seconds(serving: Daemon) -> None:
     assert pids_by_title(serving.pid)["tokend: engine 0"] == engine
 
 
-@pytest.mark.long
+@pytest.mark.suite("settings")
 @OVERLAPPED
 def test_ten_thousand_grammars_take_bounded_memory(serving: Daemon) -> None:
     """The cache is full after the first thousand; what follows takes the place of what was."""

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.daemon import Daemon, eventually
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("settings")
 
 ROOT = Path(__file__).parents[2]
 REQUEST = {"prompt": "The sea is", "max_tokens": 4, "temperature": 0}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.daemon import Daemon
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("settings")
 
 STEP_TOKENS = 64
 FLOOD_TOKENS = 400

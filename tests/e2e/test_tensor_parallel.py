@@ -16,7 +16,7 @@ from tests.e2e.prompts import prompts
 from tests.e2e.reference import Reference
 from tests.e2e.test_parity import all_at_once, check
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.suite("models")
 
 TWO = ("--tensor-parallel-size", "2", "--dtype", "float32")
 MOST = 0.6

@@ -17,7 +17,7 @@ import pytest
 from deploy.loadtest.processes import pids_by_title
 from tests.e2e.daemon import Daemon
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.suite("daemons")
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"

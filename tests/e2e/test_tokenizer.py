@@ -11,7 +11,7 @@ from api_server.inputs.conversation import Conversation
 from api_server.inputs.tokenizer import ModelTokenizer, special_token_texts
 from tests.e2e.reference import Reference, packaged_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.suite("daemons")
 
 PIECES = [
     "你好,世界。今天天气怎么样?",

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.daemon import Daemon
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.suite("daemons")
 
 WEATHER: dict[str, Any] = {
     "type": "object",

@@ -18,7 +18,7 @@ from tests.e2e.daemon import Daemon
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import Reference
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.suite("daemons")
 
 NUM_TOKENS = 32
 TIE_NATS = 0.5

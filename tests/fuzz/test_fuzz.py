@@ -28,7 +28,7 @@ def test_the_corpus(name: str) -> None:
     assert campaign.findings == {}
 
 
-@pytest.mark.long
+@pytest.mark.suite("fuzz")
 @pytest.mark.parametrize("name", sorted(TARGETS))
 def test_a_short_campaign(name: str) -> None:
     """In a process of its own, whose memory is limited."""

@@ -8,7 +8,7 @@ import pytest
 from deploy import cli
 from deploy.loadtest.daemon import MeasuredDaemon
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.suite("daemons")
 
 LOADS = [
     ["--concurrency", "1,4", "--max-requests", "12", "--range-ratio", "0.5"],

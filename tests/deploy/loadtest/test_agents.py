@@ -186,7 +186,7 @@ def test_a_pool_has_room_for_the_longest_job() -> None:
         Daemons(grid, 0).cells(measured, lambda cell: pytest.fail("a cell was played"))
 
 
-@pytest.mark.slow
+@pytest.mark.suite("daemons")
 def test_jobs_of_a_daemon_are_those_that_were_drawn() -> None:
     turns = [AgentTurn(20, 5, "shell", 0.5), AgentTurn(30, 4, "shell", 0.2), AgentTurn(8, 3)]
     jobs = [AgentJob(0.1 * each, each % 2, turns) for each in range(5)]
@@ -206,7 +206,7 @@ def test_jobs_of_a_daemon_are_those_that_were_drawn() -> None:
     assert 64 // 16 < done.live_blocks_mean < done.live_blocks_peak <= most
 
 
-@pytest.mark.slow
+@pytest.mark.suite("daemons")
 def test_no_more_jobs_are_under_way_than_asked_for() -> None:
     turns = [AgentTurn(20, 5, "shell", 9.0), AgentTurn(30, 4)]
     jobs = [AgentJob(1000.0 * each, 0, turns) for each in range(4)]
@@ -219,7 +219,7 @@ def test_no_more_jobs_are_under_way_than_asked_for() -> None:
     assert done.seconds == pytest.approx(sum(done.job_seconds), abs=0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.suite("daemons")
 def test_a_grid_with_a_model(tmp_path: Path, capsys) -> None:
     words = ["--real", "--jobs", "3", "--turns", "2", "--tool-scale", "0.01"]
     file = tmp_path / "found.json"

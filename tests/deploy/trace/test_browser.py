@@ -15,7 +15,7 @@ from tests.fakes.traced_engine import TracedEngine, random_load
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.suite("browser"),
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium"),
 ]
 

@@ -19,9 +19,9 @@ from worker.models.registry import spec_of
 @pytest.mark.parametrize(
     ("name", "num_tokens"),
     [
-        pytest.param("smollm2-135m-instruct", 300, marks=pytest.mark.slow),
+        pytest.param("smollm2-135m-instruct", 300, marks=pytest.mark.suite("daemons")),
         # Its window is 512 tokens.
-        pytest.param("gemma3-270m", 700, marks=pytest.mark.long),
+        pytest.param("gemma3-270m", 700, marks=pytest.mark.suite("models")),
     ],
 )
 def test_logits_are_as_exact_as_those_of_transformers(name: str, num_tokens: int) -> None:
