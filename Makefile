@@ -1,4 +1,4 @@
-# serve, test, test-long, gpu-check, lint, audit, bench, clean. Everything is installed into .venv; a
+# serve, test, test-all, gpu-check, lint, audit, bench, clean. Everything is installed into .venv; a
 # stamp says that it is.
 #   make serve ARGS="--port 8001"     flags of tokend serve
 
@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-long gpu-check lint audit bench clean
+.PHONY: serve test test-all gpu-check lint audit bench clean
 
 # What runs on a GPU is installed where there is one
 GPU := $(if $(shell nvidia-smi -L 2>/dev/null),$(VENV)/installed-gpu)
@@ -17,31 +17,13 @@ GPU := $(if $(shell nvidia-smi -L 2>/dev/null),$(VENV)/installed-gpu)
 serve: $(VENV)/installed $(GPU)
 	@$(BIN)/tokend serve $(ARGS)
 
-# Each process of the quick tests has a core to itself: more threads wait for each other
+# Suites, limits and settings are in tests/run.py; ARGS="quick chaos" runs suites by name
 test: lint
-	@echo "tests: the quick ones"
-	@OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -q -m "not slow and not long" -n logical --maxprocesses 8
-	@echo "tests: the slow ones"
-	@$(BIN)/python -m pytest -q -m "slow and not long"
+	@$(BIN)/python -m tests.run $(or $(ARGS),test)
 
-# Not those that try steps of both kinds themselves, or what comes before and after any step
-OVERLAPPED := $(addprefix tests/e2e/test_,agents.py beams.py choices.py gemma.py kv_connector.py \
-	parameters.py parity.py sessions.py tenants.py tensor_parallel.py) $(addprefix \
-	tests/chaos/test_,deaths.py disconnects.py faults.py pins.py pressure.py ranks.py)
-
-test-long: $(VENV)/installed-test
-	@echo "tests: the long ones"
-	@$(BIN)/python -m pytest -q -m long
-	@echo "tests: the scheduler once more, compiled"
-	@$(BIN)/python -m engine_core.build_compiled
-	@OMP_NUM_THREADS=1 TOKEND_TEST_COMPILED=1 $(BIN)/python -m pytest -q \
-		-m "not slow and not long" -n logical --maxprocesses 8 tests/engine_core
-	@echo "tests: parity once more by priority"
-	@TOKEND_TEST_FLAGS="--scheduling-policy priority" \
-		$(BIN)/python -m pytest -q -m "slow and not long" tests/e2e/test_parity.py
-	@echo "tests: those that depend on how steps follow each other once more, with overlapped ones"
-	@TOKEND_TEST_FLAGS=--async-scheduling $(BIN)/python -m pytest -q -m "slow or long" $(OVERLAPPED)
+# Every suite; the browser's is skipped where there is no chromium
+test-all: lint
+	@$(BIN)/python -m tests.run all
 
 # Kernels, models and speed on a GPU, in eight minutes at most; a table at the end, figures in
 # gpu-check.json. ARGS="--only attention" runs some phases.

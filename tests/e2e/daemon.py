@@ -17,6 +17,8 @@ import httpx
 import psutil
 
 TOKEND = Path(sys.executable).parent / "tokend"
+SETTLE_SECONDS = 5.0
+"""How long requests and copies of a test may take to end before its daemon is reset."""
 READY_LIMIT_SECONDS = 240.0
 """Generous: the first start of a fresh machine fetches and prepares the model."""
 REQUEST_GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -179,7 +181,7 @@ class DaemonPool:
 
 def reset(daemon: Daemon) -> None:
     """Empty the prefix cache of an idle daemon; fails when anything of a test is left in it."""
-    assert eventually(lambda: not any(map(daemon.metric, REQUEST_GAUGES)), 5.0), (
+    assert eventually(lambda: not any(map(daemon.metric, REQUEST_GAUGES)), SETTLE_SECONDS), (
         f"requests are left: {[(name, daemon.metric(name)) for name in REQUEST_GAUGES]}"
     )
     with httpx.Client(base_url=daemon.url, timeout=30) as client:
@@ -188,7 +190,8 @@ def reset(daemon: Daemon) -> None:
         # 409 while a KV connector still copies
         cleared = {"reset_external": "true"}
         assert eventually(
-            lambda: client.post("/reset_prefix_cache", params=cleared).status_code == 200, 5.0
+            lambda: client.post("/reset_prefix_cache", params=cleared).status_code == 200,
+            SETTLE_SECONDS,
         ), "the prefix cache cannot be emptied: blocks are still referenced"
     assert daemon.metric("vllm:kv_cache_usage_perc") == 0, "blocks are left"
 

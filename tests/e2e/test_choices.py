@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.e2e.daemon import Daemon
+from tests.e2e.daemon import Daemon, DaemonPool
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import Reference
 
@@ -38,11 +38,11 @@ def complete(daemon: Daemon, prompt: list[int], **changes: object) -> list[list[
     return [choice["token_ids"] for choice in response.json()["choices"]]
 
 
-@pytest.fixture(scope="module")
-def small_daemon() -> Iterator[Daemon]:
+@pytest.fixture
+def small_daemon(daemons: DaemonPool) -> Iterator[Daemon]:
     """No prefix cache and so few blocks that choices are preempted."""
     flags = ("--no-enable-prefix-caching", "--num-gpu-blocks-override", "48")
-    with Daemon("--dtype", "float32", *flags) as running:
+    with daemons.borrow("--dtype", "float32", *flags) as running:
         yield running
 
 

@@ -14,7 +14,7 @@ MODEL = "smollm2-135m-instruct"
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(daemon: Daemon) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{daemon.url}/v1", api_key="none", max_retries=0)
 

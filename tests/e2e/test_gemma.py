@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 
-from tests.e2e.daemon import Daemon, eventually
+from tests.e2e.daemon import Daemon, DaemonPool, eventually
 from tests.e2e.prompts import source_text
 from tests.e2e.reference import Reference
 
@@ -35,9 +35,9 @@ def gemma() -> Reference:
     return Reference.load(MODEL)
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with Daemon(MODEL, "--dtype", "float32") as running:
+@pytest.fixture
+def daemon(daemons: DaemonPool) -> Iterator[Daemon]:
+    with daemons.borrow(MODEL, "--dtype", "float32") as running:
         yield running
 
 

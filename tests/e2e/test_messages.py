@@ -25,7 +25,7 @@ WEATHER = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(daemon: Daemon) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=daemon.url, api_key="none", max_retries=0)
 

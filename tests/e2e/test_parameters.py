@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from proto.logit_edits import LogitEdits
-from tests.e2e.daemon import Daemon
+from tests.e2e.daemon import Daemon, DaemonPool
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import TIE_GAP, Reference
 from tests.worker.sample.test_edits import edited_slowly
@@ -34,11 +34,11 @@ EDITS = {
 }
 
 
-@pytest.fixture(scope="module")
-def small_daemon() -> Iterator[Daemon]:
+@pytest.fixture
+def small_daemon(daemons: DaemonPool) -> Iterator[Daemon]:
     """No prefix cache, one step ahead, and so few blocks that sequences are preempted."""
     flags = ("--no-enable-prefix-caching", "--num-gpu-blocks-override", "24")
-    with Daemon("--dtype", "float32", "--async-scheduling", *flags) as running:
+    with daemons.borrow("--dtype", "float32", "--async-scheduling", *flags) as running:
         yield running
 
 

@@ -16,7 +16,7 @@ MODEL = "smollm2-135m-instruct"
 EVENT = TypeAdapter(ResponseStreamEvent)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(daemon: Daemon) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{daemon.url}/v1", api_key="none", max_retries=0)
 

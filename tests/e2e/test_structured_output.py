@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from deploy.loadtest.processes import pids_by_title
-from tests.e2e.daemon import Daemon
+from tests.e2e.daemon import Daemon, DaemonPool
 from tests.e2e.schemas import KEYWORDS, Schema, schemas
 
 pytestmark = pytest.mark.suite("daemons")
@@ -36,10 +36,10 @@ OVERLAPPED = pytest.mark.parametrize(
 """For what takes minutes: the harder of both ways."""
 
 
-@pytest.fixture(scope="module", params=["", "--async-scheduling"], ids=["plain", "overlapped"])
-def serving(request: Any) -> Iterator[Daemon]:
+@pytest.fixture(params=["", "--async-scheduling"], ids=["plain", "overlapped"])
+def serving(request: Any, daemons: DaemonPool) -> Iterator[Daemon]:
     """With weights whose products give a row the same bits whatever the rows beside it."""
-    with Daemon("--cpu-weights", "bf16", *request.param.split()) as running:
+    with daemons.borrow("--cpu-weights", "bf16", *request.param.split()) as running:
         yield running
 
 

@@ -7,7 +7,7 @@ from statistics import median
 import httpx
 import pytest
 
-from tests.e2e.daemon import Daemon
+from tests.e2e.daemon import Daemon, DaemonPool
 
 pytestmark = pytest.mark.suite("settings")
 
@@ -43,9 +43,9 @@ def probe(number: int) -> list[int]:
     return [500 + 31 * number + 7 * position for position in range(24)]
 
 
-@pytest.fixture(scope="module")
-def tenants_daemon() -> Iterator[Daemon]:
-    with Daemon(
+@pytest.fixture
+def tenants_daemon(daemons: DaemonPool) -> Iterator[Daemon]:
+    with daemons.borrow(
         *("--dtype", "float32", "--tenant-by", "header", "--max-model-len", "2048"),
         *("--max-num-batched-tokens", str(STEP_TOKENS), "--max-num-seqs", "8"),
     ) as running:

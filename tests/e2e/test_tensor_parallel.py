@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.e2e.daemon import Daemon
+from tests.e2e.daemon import Daemon, DaemonPool
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import Reference
 from tests.e2e.test_parity import all_at_once, check
@@ -28,9 +28,9 @@ def token_prompts(reference: Reference) -> list[list[int]]:
     return prompts(reference.tokenizer.encode)
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Daemon]:
-    with Daemon(*TWO, "--num-gpu-blocks-override", "180", "--async-scheduling") as running:
+@pytest.fixture
+def two(daemons: DaemonPool) -> Iterator[Daemon]:
+    with daemons.borrow(*TWO, "--num-gpu-blocks-override", "180", "--async-scheduling") as running:
         yield running
 
 

@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 
 from deploy.loadtest.processes import pids_by_title
-from tests.e2e.daemon import Daemon
+from tests.e2e.daemon import Daemon, DaemonPool
 
 pytestmark = pytest.mark.suite("daemons")
 
@@ -35,12 +35,17 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module", params=["", "--async-scheduling"], ids=["plain", "overlapped"])
-def thinking(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    path: Path = tmp_path_factory.mktemp("template") / "thinking.jinja"
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("template") / "thinking.jinja"
     path.write_text(TEMPLATE)
-    flags = ["--cpu-weights", "bf16", "--chat-template", str(path), *request.param.split()]
-    with Daemon(*flags) as running:
+    return path
+
+
+@pytest.fixture(params=["", "--async-scheduling"], ids=["plain", "overlapped"])
+def thinking(request: Any, template: Path, daemons: DaemonPool) -> Iterator[Daemon]:
+    flags = ["--cpu-weights", "bf16", "--chat-template", str(template), *request.param.split()]
+    with daemons.borrow(*flags) as running:
         yield running
 
 

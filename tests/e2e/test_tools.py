@@ -9,7 +9,7 @@ import jsonschema
 import openai
 import pytest
 
-from tests.e2e.daemon import Daemon
+from tests.e2e.daemon import Daemon, DaemonPool
 
 pytestmark = pytest.mark.suite("daemons")
 
@@ -41,9 +41,9 @@ TOOLS: list[Any] = [
 MESSAGES: list[Any] = [{"role": "user", "content": "What is the weather in Paris? Use a tool."}]
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with Daemon("--cpu-weights", "bf16") as running:
+@pytest.fixture
+def daemon(daemons: DaemonPool) -> Iterator[Daemon]:
+    with daemons.borrow("--cpu-weights", "bf16") as running:
         yield running
 
 

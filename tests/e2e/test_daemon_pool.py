@@ -1,0 +1,47 @@
+"""The reset between tests that share a daemon finds what a test has left."""
+
+import httpx
+import pytest
+
+from tests.e2e import daemon as shared
+from tests.e2e.daemon import Daemon, DaemonPool, reset
+
+pytestmark = pytest.mark.suite("daemons")
+
+REQUEST = {"prompt": "word " * 100, "max_tokens": 4, "temperature": 0}
+
+
+def cached_tokens(daemon: Daemon) -> int:
+    answer = httpx.post(f"{daemon.url}/v1/completions", json=REQUEST, timeout=60).json()
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_what_is_left_is_found(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "SETTLE_SECONDS", 0.5)
+    assert [cached_tokens(daemon), cached_tokens(daemon)] == [0, 96]
+    reset(daemon)
+    assert cached_tokens(daemon) == 0
+    endless = REQUEST | {"max_tokens": 6000, "stream": True, "ignore_eos": True}
+    url = f"{daemon.url}/v1/completions"
+    with httpx.stream("POST", url, json=endless, timeout=60) as response:
+        next(response.iter_lines())
+        with pytest.raises(AssertionError, match="requests are left"):
+            reset(daemon)
+    httpx.post(f"{daemon.url}/pause", params={"mode": "keep"}).raise_for_status()
+    with pytest.raises(AssertionError, match=r"a pause is left|requests are left"):
+        reset(daemon)
+    httpx.post(f"{daemon.url}/resume").raise_for_status()
+    reset(daemon)
+
+
+def test_daemons_are_shared_by_flags_and_replaced_after_a_failure(daemons: DaemonPool) -> None:
+    flags = ("--dtype", "float32")
+    with daemons.borrow(*flags) as first:
+        before = first.process_ids()
+    with daemons.borrow(*flags) as again:
+        assert again.process_ids() == before
+    with pytest.raises(AssertionError, match="restarted"), daemons.borrow(*flags) as harmed:
+        harmed.processes()["worker"].kill()
+        assert shared.eventually(lambda: "is back after" in harmed.text, 60)
+    with daemons.borrow(*flags) as replaced:
+        assert replaced.process_ids().isdisjoint(before)

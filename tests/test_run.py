@@ -1,0 +1,99 @@
+"""The runner of the suites ends what hangs and names it."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import run
+from tests.run import Suite, run_suite
+
+HANGING = """
+import asyncio, subprocess, sys, time
+import pytest
+
+def test_before(): pass
+
+@pytest.mark.timeout(0)
+def test_that_hangs():
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)", "tokend-test-orphan"])
+    time.sleep(99)
+
+async def waits_for_an_event():
+    await asyncio.Event().wait()
+
+@pytest.mark.timeout(1)
+async def test_that_waits():
+    await waits_for_an_event()
+"""
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Suite:
+    """A suite of three tests: one passes, one hangs in a call, one in an event loop."""
+    file = tmp_path / "test_hanging.py"
+    file.write_text(HANGING)
+    return Suite("quick", "nothing", 60, 30, paths=(str(file),), processes=0)
+
+
+def options(*more: str) -> list[str]:
+    return [
+        "-p",
+        "tests.conftest",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        str(run.ROOT / "pyproject.toml"),
+        *more,
+    ]
+
+
+def test_a_run_without_progress_ends_with_its_children_and_the_name_of_the_test(
+    suite: Suite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "STALL_SECONDS", 5.0)
+    started = time.monotonic()
+    outcome = run_suite(suite, options("-k", "before or hangs"))
+    assert time.monotonic() - started < 40
+    assert not outcome.ok
+    assert "no test has started or ended for 5 s" in outcome.error
+    assert "test_that_hangs" in outcome.error
+    assert "test_before" not in outcome.error
+    found = subprocess.run(["pgrep", "-f", "tokend-test-orphan"], capture_output=True, text=True)
+    assert found.stdout == ""
+
+
+def test_a_test_at_its_limit_shows_where_its_tasks_wait(suite: Suite) -> None:
+    command = [*suite.command(Path("/dev/null"), options("-k", "waits"))]
+    ran = subprocess.run(command, cwd=run.ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1
+    assert "no end after 1 s" in ran.stdout
+    assert "in waits_for_an_event" in ran.stdout
+
+
+def test_a_suite_without_tests_has_failed(suite: Suite) -> None:
+    assert not run_suite(suite, options("-k", "no_such_test")).ok
+
+
+def test_every_suite_is_run_by_name() -> None:
+    names = [suite.name for suite in run.SUITES]
+    assert len(set(names)) == len(names)
+    for suite in run.SUITES:
+        assert set(suite.select) <= set(names)
+        for path in suite.paths:
+            assert (run.ROOT / path).exists(), path
+    table = run.README.read_text()
+    assert [name for name in names if f"| `{name}` |" not in table] == []
+
+
+def test_help_lists_the_suites() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.run", "nonsense"],
+        cwd=run.ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 2
+    assert "chaos" in ran.stderr
