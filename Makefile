@@ -19,10 +19,12 @@ serve: $(VENV)/installed $(GPU)
 
 # Suites, limits and settings are in tests/run.py; ARGS="quick chaos" runs suites by name
 test: lint
+	@$(BIN)/python -m engine_core.build_compiled >/dev/null
 	@$(BIN)/python -m tests.run $(or $(ARGS),test)
 
 # Every suite; the browser's is skipped where there is no chromium
 test-all: lint
+	@$(BIN)/python -m engine_core.build_compiled >/dev/null
 	@$(BIN)/python -m tests.run all
 
 # Kernels, models and speed on a GPU, in eight minutes at most; a table at the end, figures in

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.run import SUITES
+from tests.run import ROOT, SUITES
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
 if not HAS_GPU:
@@ -32,11 +32,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def suite_of(item: pytest.Item) -> str:
-    """The suite that the nearest marker of an item names; `quick` without one."""
+    """The suite that the nearest marker of an item names, or that of its folder.
+
+    Tests of the engine that replace parts of the scheduler need its sources: they are `quick`.
+    """
     own = [mark for mark in item.own_markers if mark.name == "suite"]
     marker = own[-1] if own else item.get_closest_marker("suite")  # a parameter's mark comes last
     if marker is None:
-        return "quick"
+        in_engine = item.path.is_relative_to(ROOT / "tests" / "engine_core")
+        return "engine" if in_engine and not item.get_closest_marker("interpreted") else "quick"
     (name,) = marker.args
     if name not in {suite.name for suite in SUITES}:
         raise pytest.UsageError(f"{item.nodeid}: tests/run.py has no suite {name!r}")

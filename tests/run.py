@@ -5,11 +5,11 @@
     python -m tests.run quick chaos      suites by name
     python -m tests.run all --table      the same, and write the table of tests/README.md
 
-A test belongs to the suite that its marker names, `pytest.mark.suite("chaos")`, and to `quick`
-without one. Each suite is one pytest process tree. It ends when its time limit has passed, or
-when no test has started or ended for STALL_SECONDS; the tests that were running are then printed
-by name. A single test that exceeds the limit of its suite fails with the stacks of all threads
-and asyncio tasks (see tests/conftest.py).
+A test belongs to the suite that its marker names, `pytest.mark.suite("chaos")`; without one to
+`engine` in tests/engine_core and to `quick` elsewhere. Each suite is one pytest process tree. It
+ends when its time limit has passed, or when no test has started or ended for STALL_SECONDS; the
+tests that were running are then printed by name. A single test that exceeds the limit for tests
+of its suite fails with the stacks of all threads and asyncio tasks (see tests/conftest.py).
 """
 
 import argparse
@@ -82,17 +82,16 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 SUITES = (
     Suite(
         "quick",
-        "every part by itself: one process, no real model",
+        "every part but the engine by itself: no daemon, no real model",
         *(480, 60),
         environment=ONE_THREAD,
         in_test=True,
     ),
     Suite(
-        "compiled",
-        "the scheduler in the compiled form that users run",
-        *(180, 60),
+        "engine",
+        "scheduler, KV cache and engine, compiled as users run them",
+        *(240, 60),
         paths=("tests/engine_core",),
-        select=("quick",),
         environment=ONE_THREAD | {"TOKEND_TEST_COMPILED": "1"},
         in_test=True,
     ),

@@ -105,7 +105,8 @@ class Daemon:
         return found
 
     def process_ids(self) -> set[int]:
-        return {child.pid for child in psutil.Process(self.pid).children(recursive=True)}
+        """Of the front ends, engines and workers; an engine's compiler of grammars comes later."""
+        return {child.pid for child in psutil.Process(self.pid).children()}
 
     def stop(self) -> None:
         """End the daemon in order and wait for it."""

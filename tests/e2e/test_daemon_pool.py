@@ -16,6 +16,12 @@ def cached_tokens(daemon: Daemon) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+def kill_the_worker_of_a_shared(daemons: DaemonPool, flags: tuple[str, ...]) -> None:
+    with daemons.borrow(*flags) as daemon:
+        daemon.processes()["worker"].kill()
+        assert shared.eventually(lambda: "is back after" in daemon.text, 60)
+
+
 def test_what_is_left_is_found(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "SETTLE_SECONDS", 0.5)
     assert [cached_tokens(daemon), cached_tokens(daemon)] == [0, 96]
@@ -24,7 +30,8 @@ def test_what_is_left_is_found(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) 
     endless = REQUEST | {"max_tokens": 6000, "stream": True, "ignore_eos": True}
     url = f"{daemon.url}/v1/completions"
     with httpx.stream("POST", url, json=endless, timeout=60) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # httpx hangs up when this iterator is collected
+        next(lines)
         with pytest.raises(AssertionError, match="requests are left"):
             reset(daemon)
     httpx.post(f"{daemon.url}/pause", params={"mode": "keep"}).raise_for_status()
@@ -40,8 +47,7 @@ def test_daemons_are_shared_by_flags_and_replaced_after_a_failure(daemons: Daemo
         before = first.process_ids()
     with daemons.borrow(*flags) as again:
         assert again.process_ids() == before
-    with pytest.raises(AssertionError, match="restarted"), daemons.borrow(*flags) as harmed:
-        harmed.processes()["worker"].kill()
-        assert shared.eventually(lambda: "is back after" in harmed.text, 60)
+    with pytest.raises(AssertionError, match="restarted"):
+        kill_the_worker_of_a_shared(daemons, flags)
     with daemons.borrow(*flags) as replaced:
         assert replaced.process_ids().isdisjoint(before)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.chaos.streams import Stream, assert_same
-from tests.e2e.daemon import Daemon, DaemonPool, eventually
+from tests.e2e.daemon import Daemon, eventually
 
 pytestmark = pytest.mark.suite("daemons")
 
@@ -19,11 +19,11 @@ ONE_PREFIX = SIZE + (NUM - 1) * BLOCK_SIZE
 """Tokens: the last block of a prompt is computed by each, for the scores of its last token."""
 
 
-@pytest.fixture
-def daemon(daemons: DaemonPool) -> Iterator[Daemon]:
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
     """With room in every step for the prompts of others, beside a chunk of one."""
     flags = ["--dtype", "float32", "--long-prefill-token-threshold", "64"]
-    with daemons.borrow(*flags, "--tenant-by", "header") as running:
+    with Daemon(*flags, "--tenant-by", "header") as running:
         yield running
 
 

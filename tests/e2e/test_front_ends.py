@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.loadtest.processes import pids_by_title
-from tests.e2e.daemon import Daemon, DaemonPool, eventually
+from tests.e2e.daemon import Daemon, eventually
 
 pytestmark = pytest.mark.suite("daemons")
 
@@ -24,9 +24,9 @@ BODY = {
 }
 
 
-@pytest.fixture
-def daemon(daemons: DaemonPool) -> Iterator[Daemon]:
-    with daemons.borrow("--dtype", "float32", "--api-server-count", str(NUMBER)) as running:
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon("--dtype", "float32", "--api-server-count", str(NUMBER)) as running:
         yield running
 
 

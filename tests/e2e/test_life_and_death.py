@@ -1,9 +1,11 @@
 """Starting and ending a real daemon, in order and by force; nothing stays behind."""
 
+import contextlib
 import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 
 import httpx
 import psutil
@@ -16,12 +18,16 @@ from tests.e2e.daemon import ROLES, Daemon, eventually
 pytestmark = pytest.mark.suite("daemons")
 
 
-def start_generation(url: str) -> None:
-    """Leave one long request running."""
-    with httpx.stream(
-        "POST", f"{url}/v1/completions", json={"prompt": "Once", "max_tokens": 4000, "stream": True}
-    ) as response:
-        next(response.iter_lines())
+ENDLESS = {"prompt": "Once", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+
+
+@contextlib.contextmanager
+def generating(url: str) -> Iterator[Iterator[str]]:
+    """A request that runs for as long as the block does; yields the lines after its first."""
+    with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        yield lines
 
 
 def assert_nothing_left(daemon: Daemon, processes: dict[str, psutil.Process]) -> None:
@@ -33,16 +39,15 @@ def assert_nothing_left(daemon: Daemon, processes: dict[str, psutil.Process]) ->
         httpx.get(f"{daemon.url}/health")
 
 
-def test_every_process_has_its_title_and_group() -> None:
-    with Daemon() as daemon:
-        processes = daemon.processes()
-        assert set(processes) == set(ROLES)
-        groups = {os.getpgid(process.pid) for process in processes.values()}
-        assert os.getpgid(daemon.process.pid) not in groups
-        assert "tokend: engine 0" in " ".join(processes["engine_core"].cmdline())
-        assert (daemon.runtime_dir.stat().st_mode & 0o777) == 0o700
-        (run_dir,) = daemon.runtime_dir.iterdir()
-        assert (run_dir.stat().st_mode & 0o777) == 0o700
+def test_every_process_has_its_title_and_group(daemon: Daemon) -> None:
+    processes = daemon.processes()
+    assert set(processes) == set(ROLES)
+    groups = {os.getpgid(process.pid) for process in processes.values()}
+    assert os.getpgid(daemon.process.pid) not in groups
+    assert "tokend: engine 0" in " ".join(processes["engine_core"].cmdline())
+    assert (daemon.runtime_dir.stat().st_mode & 0o777) == 0o700
+    (run_dir,) = daemon.runtime_dir.iterdir()
+    assert (run_dir.stat().st_mode & 0o777) == 0o700
 
 
 def test_the_start_is_told_phase_by_phase(daemon: Daemon) -> None:
@@ -64,7 +69,8 @@ def test_a_signal_ends_everything_in_order(ending: signal.Signals) -> None:
     daemon = Daemon()
     daemon.wait_ready()
     processes = daemon.processes()
-    start_generation(daemon.url)
+    with generating(daemon.url):
+        pass  # a request that is aborted delays nothing
     started = time.monotonic()
     daemon.process.send_signal(ending)
     assert daemon.wait_exit() == 0, daemon.text
@@ -85,14 +91,20 @@ def test_a_second_signal_ends_at_once_even_a_stopped_worker() -> None:
 
 
 def test_a_death_beyond_the_budget_ends_the_daemon_and_is_named() -> None:
-    """Without a budget, the first one."""
+    """Without a budget, the first one. A stream ends with the daemon and never looks complete."""
     daemon = Daemon("--max-restarts", "0")
     daemon.wait_ready()
     processes = daemon.processes()
-    started = time.monotonic()
-    os.kill(processes["worker"].pid, signal.SIGKILL)
+    received = []
+    with generating(daemon.url) as lines:
+        started = time.monotonic()
+        os.kill(processes["worker"].pid, signal.SIGKILL)
+        with contextlib.suppress(httpx.RemoteProtocolError):  # the connection may close at once
+            received.extend(lines)
     assert daemon.wait_exit() == 1
     assert time.monotonic() - started < 5
+    assert not any('"finish_reason":"stop"' in line for line in received)
+    assert not any('"finish_reason":"length"' in line for line in received)
     assert re.search(rf"{ROLES['worker']} 0.*SIGKILL while serving", daemon.text)
     assert_nothing_left(daemon, processes)
 
@@ -101,10 +113,10 @@ def test_killing_the_supervisor_leaves_nothing() -> None:
     daemon = Daemon()
     daemon.wait_ready()
     processes = daemon.processes()
-    start_generation(daemon.url)
-    daemon.process.kill()
-    daemon.wait_exit()
-    assert_nothing_left(daemon, processes)
+    with generating(daemon.url):
+        daemon.process.kill()
+        daemon.wait_exit()
+        assert_nothing_left(daemon, processes)
 
 
 def test_a_watchdog_that_aborts_the_supervisor_shows_where_it_hung() -> None:
@@ -117,43 +129,18 @@ def test_a_watchdog_that_aborts_the_supervisor_shows_where_it_hung() -> None:
     assert_nothing_left(daemon, processes)
 
 
-def test_a_client_in_mid_stream_gets_an_error_and_an_end() -> None:
-    """Where the daemon ends, a stream ends with it; it never looks complete."""
-    daemon = Daemon("--max-restarts", "0")
-    daemon.wait_ready()
-    request = {"prompt": "Once", "max_tokens": 4000, "stream": True, "ignore_eos": True}
-    received = []
-    with httpx.stream("POST", f"{daemon.url}/v1/completions", json=request) as response:
-        lines = response.iter_lines()
-        next(lines)
-        daemon.processes()["worker"].kill()
-        try:
-            received.extend(lines)
-        except httpx.RemoteProtocolError:
-            received.append("connection closed")
-    assert daemon.wait_exit() != 0
-    assert not any('"finish_reason":"stop"' in line for line in received)
-    assert not any('"finish_reason":"length"' in line for line in received)
+def test_two_daemons_side_by_side_and_a_third_whose_port_is_taken(daemon: Daemon) -> None:
+    request = {"prompt": "The sea is", "max_tokens": 8, "temperature": 0}
 
+    def choices(asked: Daemon) -> object:
+        answer = httpx.post(f"{asked.url}/v1/completions", json=request, timeout=60)
+        return answer.json()["choices"]
 
-def test_two_daemons_side_by_side() -> None:
-    with Daemon() as first, Daemon() as second:
-        assert first.url != second.url
-        request = {"prompt": "The sea is", "max_tokens": 8, "temperature": 0}
-        answers = [
-            httpx.post(f"{each.url}/v1/completions", json=request, timeout=60).json()
-            for each in (first, second)
-        ]
-        assert answers[0]["choices"] == answers[1]["choices"]
-        first.stop()
-        again = httpx.post(f"{second.url}/v1/completions", json=request, timeout=60).json()
-        assert again["choices"] == answers[1]["choices"]
-
-
-def test_the_port_is_taken() -> None:
-    with Daemon() as daemon:
-        port = daemon.url.rsplit(":", 1)[1]
-        second = Daemon("--port", port)
-        assert second.wait_exit() != 0
-        assert port in second.text
-        assert "Traceback" not in second.text
+    with Daemon("--dtype", "float32") as other:
+        assert other.url != daemon.url
+        assert choices(other) == choices(daemon)
+        third = Daemon("--port", other.url.rsplit(":", 1)[1])
+        assert third.wait_exit() != 0
+        assert other.url.rsplit(":", 1)[1] in third.text
+        assert "Traceback" not in third.text
+    assert choices(daemon)

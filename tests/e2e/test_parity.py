@@ -1,6 +1,6 @@
 """Greedy tokens of the packaged model equal transformers' on the same file, in float32.
 
-One set of 24 prompts goes through the daemon alone, all at once, with a budget of
+One set of 24 prompts goes through the daemon all at once, every third also alone, with a budget of
 64 tokens a step, over prefix hits, with so few blocks that requests are preempted,
 also by priority, and while half of them are aborted.
 """
@@ -79,8 +79,8 @@ def check(reference: Reference, token_prompts: list[list[int]], outputs: Outputs
 
 async def test_alone(daemon: Daemon, reference: Reference, token_prompts: list[list[int]]) -> None:
     async with client_of(daemon) as client:
-        outputs = [await complete(client, prompt) for prompt in token_prompts]
-    check(reference, token_prompts, outputs)
+        outputs = [await complete(client, prompt) for prompt in token_prompts[::3]]
+    check(reference, token_prompts[::3], outputs)
 
 
 async def test_all_at_once_and_again_over_prefix_hits(

@@ -30,16 +30,13 @@ PERSON: Schema = {
 MESSAGES = [{"role": "user", "content": "Describe a person as JSON."}]
 DEEP_RULES = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4000)) + '\nr4000: "a"'
 ABUSE_SECONDS = 5.0
-OVERLAPPED = pytest.mark.parametrize(
-    "serving", ["--async-scheduling"], ids=["overlapped"], indirect=True
-)
-"""For what takes minutes: the harder of both ways."""
 
 
-@pytest.fixture(params=["", "--async-scheduling"], ids=["plain", "overlapped"])
-def serving(request: Any, daemons: DaemonPool) -> Iterator[Daemon]:
-    """With weights whose products give a row the same bits whatever the rows beside it."""
-    with daemons.borrow("--cpu-weights", "bf16", *request.param.split()) as running:
+@pytest.fixture
+def serving(daemons: DaemonPool) -> Iterator[Daemon]:
+    """Overlapped steps, where masks come late, and weights whose products give a row the same
+    bits whatever the rows beside it."""
+    with daemons.borrow("--cpu-weights", "bf16", "--async-scheduling") as running:
         yield running
 
 
@@ -177,7 +174,6 @@ def test_random_schemas(serving: Daemon) -> None:
 
 
 @pytest.mark.suite("settings")
-@OVERLAPPED
 def test_two_hundred_random_schemas(serving: Daemon) -> None:
     wanted = schemas(200)
     text = json.dumps(wanted)
@@ -231,7 +227,6 @@ def test_abuse_is_a_400_within_seconds(serving: Daemon) -> None:
 
 
 @pytest.mark.suite("settings")
-@OVERLAPPED
 def test_ten_thousand_grammars_take_bounded_memory(serving: Daemon) -> None:
     """The cache is full after the first thousand; what follows takes the place of what was."""
     engine = psutil.Process(pids_by_title(serving.pid)["tokend: engine 0"])

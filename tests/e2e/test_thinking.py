@@ -42,10 +42,13 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=["", "--async-scheduling"], ids=["plain", "overlapped"])
-def thinking(request: Any, template: Path, daemons: DaemonPool) -> Iterator[Daemon]:
-    flags = ["--cpu-weights", "bf16", "--chat-template", str(template), *request.param.split()]
-    with daemons.borrow(*flags) as running:
+def flags(template: Path) -> list[str]:
+    return ["--cpu-weights", "bf16", "--chat-template", str(template)]
+
+
+@pytest.fixture
+def thinking(template: Path, daemons: DaemonPool) -> Iterator[Daemon]:
+    with daemons.borrow(*flags(template)) as running:
         yield running
 
 
@@ -62,8 +65,9 @@ def end_ids(daemon: Daemon) -> list[int]:
     return [int(each) for each in found]
 
 
-@pytest.mark.parametrize("budget", [0, 1, 10])
-@pytest.mark.parametrize("fields", [{}, {"temperature": 1.2, "n": 3}])
+@pytest.mark.parametrize(
+    ("budget", "fields"), [(0, {}), (1, {"temperature": 1.2, "n": 3}), (10, {})]
+)
 def test_a_budget_is_exact(thinking: Daemon, budget: int, fields: dict[str, Any]) -> None:
     end = end_ids(thinking)
     fields = {"return_token_ids": True, "ignore_eos": True, **fields}
@@ -128,9 +132,10 @@ def stream(daemon: Daemon, *, dying: str = "", **fields: Any) -> tuple[str, str]
     return texts["reasoning"], texts["content"]
 
 
-@pytest.mark.parametrize("dying", ["engine", "worker"])
-def test_a_budget_is_exact_after_a_restart(thinking: Daemon, dying: str) -> None:
+def test_a_budget_is_exact_after_a_restart(template: Path) -> None:
     fields: dict[str, Any] = {"thinking_token_budget": 25, "ignore_eos": True}
-    whole = stream(thinking, **fields)
-    assert stream(thinking, dying=dying, **fields) == whole
+    with Daemon(*flags(template), "--async-scheduling") as daemon:
+        whole = stream(daemon, **fields)
+        for dying in ("engine", "worker"):
+            assert stream(daemon, dying=dying, **fields) == whole
     assert whole[1]
