@@ -8,12 +8,12 @@ import pytest
 from tests.engine_core.scheduler.lives import KINDS, lives
 
 SEEDS = 4
-OPERATIONS = 500
+OPERATIONS = 700
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_lives(kind):
-    totals = lives(KINDS[kind], range(SEEDS), OPERATIONS)
+    totals = lives(kind, range(SEEDS), OPERATIONS)
     print(dict(totals))
     for what, fewest in KINDS[kind].expects.items():
         assert totals[what] >= fewest, f"too few for a proof: {totals[what]} {what}"
@@ -22,4 +22,4 @@ def test_random_lives(kind):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_random_lives(kind):
-    lives(KINDS[kind], range(SEEDS, 60), 2 * OPERATIONS)
+    lives(kind, range(SEEDS, 60), 2 * OPERATIONS)

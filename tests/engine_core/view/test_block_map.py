@@ -10,7 +10,7 @@ from engine_core.view.block_map import block_map, block_states
 from engine_core.view.owners import Owners
 from engine_core.view.shown_requests import blocks_held
 from proto.view import CACHED, FREE, HELD, MAX_CELLS, PINNED, RESERVED, SHARED, blocks_per_cell
-from tests.engine_core.scheduler.lives import KINDS, Life
+from tests.engine_core.scheduler.lives import Life
 from tests.fakes.kv_requests import Requests, make_manager
 
 
@@ -76,7 +76,7 @@ def test_the_map_is_the_pools_own_after_anything():
     states = set()
     for kind in ("pins", "pins and loads"):
         for seed in range(2):
-            life = ShownLife(KINDS[kind], seed)
+            life = ShownLife(kind, seed)
             life.run(150)
             states |= life.states
     assert states == {FREE, CACHED, HELD, SHARED, PINNED, RESERVED}
