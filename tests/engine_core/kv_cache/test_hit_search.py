@@ -34,7 +34,7 @@ def is_hit(window: int | None, size: int, missing: set[int], length: int) -> boo
     return all(block not in missing for block in blocks if (block + 1) * size > first_seen)
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(model=groups_of_model, max_tokens=st.integers(0, NUM_HASHES * HASH_BLOCK_SIZE))
 def test_the_longest_length_that_all_groups_accept_is_found(model, max_tokens):
     pool = BlockPool(200, enable_caching=True)

@@ -90,16 +90,10 @@ class Machine:
         assert not rig.deciding._requests
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_random_requests(seed: int) -> None:
-    Machine(seed).run()
-
-
-def test_the_random_requests_do_load() -> None:
-    """Otherwise they would prove nothing."""
-    machine = Machine(1)
-    machine.run()
-    seeds = [Machine(seed) for seed in range(8)]
-    for each in seeds:
+@pytest.mark.parametrize("first", [0, 3, 6, 9])
+def test_random_requests(first: int) -> None:
+    """Three lives each, which do load: otherwise they would prove nothing."""
+    machines = [Machine(seed) for seed in range(first, first + 3)]
+    for each in machines:
         each.run()
-    assert sum(len(each.rig.loads) for each in seeds) > 20
+    assert sum(len(each.rig.loads) for each in machines) > 5

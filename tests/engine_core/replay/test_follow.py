@@ -11,18 +11,15 @@ from tests.fakes.traced_engine import TracedEngine, agents_load, random_load, re
 @pytest.mark.parametrize(
     ("num_blocks", "settings"),
     [
-        (40, {}),
-        (40, {"async_scheduling": True}),
-        (40, {"scheduling_policy": "priority"}),
         (20, {}),
         (20, {"async_scheduling": True, "scheduling_policy": "priority"}),
         (30, {"watermark": 0.1, "scheduler_reserve_full_isl": True}),
-        (40, {"long_prefill_token_threshold": 24, "max_num_seqs": 3}),
+        (30, {"long_prefill_token_threshold": 24, "max_num_seqs": 3}),
     ],
 )
 def test_the_same_admissions_and_preemptions(num_blocks: int, settings: dict) -> None:
     num_preempted = num_admitted = 0
-    for seed in range(3):
+    for seed in range(2):
         engine = TracedEngine(num_blocks, **settings)
         random_load(seed, engine)
         verdict = Follower(engine.recording).run()
@@ -30,7 +27,7 @@ def test_the_same_admissions_and_preemptions(num_blocks: int, settings: dict) ->
         assert verdict.num_steps == len(engine.of(Step))
         num_preempted += verdict.num_preempted
         num_admitted += verdict.num_admitted
-    assert num_admitted > 90
+    assert num_admitted > 60
     assert num_preempted > 5
 
 

@@ -321,7 +321,7 @@ def test_a_row_whose_scores_are_no_numbers_ends_all(failed, overlapped):
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_lives(seed, overlapped):
     """Searches and other requests in small pools, some aborted: everyone gets what is his.
 
@@ -343,8 +343,8 @@ def test_random_lives(seed, overlapped):
         crashes_until_alone=1000,
     )
     wanted, aborted = {}, set()
-    for _ in range(60):
-        if draw.random() < 0.15 and len(wanted) < 30:
+    for _ in range(150):
+        if draw.random() < 0.15 and len(wanted) < 50:
             prompt = [draw.choice([0, 100]) + each for each in range(draw.randrange(1, 25))]
             max_tokens, width = draw.randrange(1, 15), draw.randrange(1, 5)
             tenant = len(wanted) % (1 + seed % 3)

@@ -57,14 +57,11 @@ def test_cached_tokens_of_a_request_are_those_that_all_groups_hold():
 
 
 def test_the_longest_request_that_the_pool_holds_runs_to_its_end():
-    """With one block less it would not: what is promised is what there is."""
+    """In a pool that has just the blocks that the largest request may need, and the null block."""
     windows = (None, 40, 40)
     for length in (16, 200, 1000):
-        engine = engine_of(windows, num_blocks=4000, max_model_len=length)
-        while engine.kv_cache.most_blocks(length) <= engine.kv_cache.num_usable_blocks:
-            fewer = engine.kv_cache.pool.num_blocks - 1
-            engine = engine_of(windows, num_blocks=fewer, max_model_len=length)
-        engine = engine_of(windows, num_blocks=fewer + 1, max_model_len=length)
+        most = engine_of(windows, max_model_len=length).kv_cache.most_blocks(length)
+        engine = engine_of(windows, num_blocks=1 + most, max_model_len=length)
         request = engine.add_one([1] * (length // 2), max_tokens=length, ignore_eos=True)
         engine.run()
         assert request.num_tokens == length

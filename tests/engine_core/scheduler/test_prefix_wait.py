@@ -1,5 +1,6 @@
 """Equal prompts that arrive together compute what they share once, also in chunks."""
 
+import random
 import sys
 
 import pytest
@@ -261,6 +262,45 @@ def test_nobody_waits_for_blocks_that_the_leader_has_had_and_lost():
     late = engine.add_one(list(range(12)), max_tokens=1)
     assert scheduled(engine.step())[late.handle] == 8
     assert leader.num_computed_tokens < 160
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_with_room_for_everyone_a_prefix_is_computed_once(seed):
+    """However they come: what is computed is the prefix, once, and the end of each prompt."""
+    rng = random.Random(seed)
+    for _ in range(10):
+        settings = {
+            "max_num_batched_tokens": rng.choice([16, 33, 64, 200]),
+            "long_prefill_token_threshold": rng.choice([0, 0, 5, 8, 32]),
+            "max_num_seqs": 16,  # where seats are short, tenants take each other's
+            "windows": rng.choice([(None,), (None,), (None, 6), (9,), (5, None, 14)]),
+            "scheduling_policy": rng.choice(["fcfs", "priority", "continuum"]),
+            "async_scheduling": rng.random() < 0.5,
+            "enable_chunked_prefill": rng.random() < 0.7,
+        }
+        engine = EngineHarness(num_blocks=4000, block_size=4, **settings)
+        shared = [position % 890 for position in range(rng.randint(20, 300))]
+        requests = []
+        for number in range(rng.randint(2, 16)):
+            for _ in range(rng.randint(0, 5)):
+                engine.step()
+            prompt = shared + [900 + number] * rng.randint(0, 20)
+            tenant, priority = rng.randrange(4), rng.randint(-1, 1)
+            requests.append(engine.add_one(prompt, 1, tenant=tenant, priority=priority))
+        while engine.scheduler.has_work or engine.in_flight:
+            engine.step()
+        num_computed = sum(each.total_num_scheduled_tokens for each in engine.runner.steps)
+        # The last token of a prompt is always computed, and what is behind its last full block.
+        prompts = [each.prompt_token_ids for each in requests]
+        blocks = {tuple(each[:end]) for each in prompts for end in range(4, len(each), 4)}
+        once = 4 * len(blocks) + sum((len(each) - 1) % 4 + 1 for each in prompts)
+        # A little may be computed twice rather than waited for.
+        chunk = settings["long_prefill_token_threshold"] or settings["max_num_batched_tokens"]
+        spared = min(chunk, settings["max_num_batched_tokens"]) // prefix_wait.CROWD
+        assert num_computed <= once + len(prompts) * spared
+        for each in requests:
+            assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 1)
+        engine.assert_at_rest()
 
 
 def num_lines_run(function):

@@ -202,7 +202,7 @@ def test_one_that_comes_late_forks_from_one_that_is_far_ahead():
     assert_right(engine, requests, 12)
 
 
-@pytest.mark.parametrize("length", range(9, 18))
+@pytest.mark.parametrize("length", [9, 12, 13, 17])
 @pytest.mark.parametrize("windows", [(6,), (None, 6), (9, None, 5)])
 def test_groups_with_windows_give_the_same_tokens(windows, length):
     engine = engine_of(windows=windows)

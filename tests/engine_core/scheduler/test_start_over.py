@@ -1,7 +1,5 @@
 """The workers die and know nothing: everyone waits again, and gets the same tokens."""
 
-import random
-
 import pytest
 
 from engine_core.kv_cache.event_log import KVEventLog
@@ -164,38 +162,3 @@ def test_a_first_token_is_told_once_and_cached_tokens_are_those_of_the_first_tim
     first, *later = engine.outputs[request.request_id, 0]
     assert first.first is not None
     assert [each.first for each in later] == [None] * 3
-
-
-@BOTH
-@pytest.mark.parametrize("seed", range(8))
-def test_deaths_at_random_change_nothing(overlapped, seed):
-    rng = random.Random(seed)
-    engine = EngineHarness(
-        num_blocks=24,
-        block_size=4,
-        max_num_batched_tokens=24,
-        max_num_seqs=5,
-        scheduling_policy=rng.choice(["fcfs", "priority"]),
-        async_scheduling=overlapped,
-        crashes_until_alone=1000,
-    )
-    requests = []
-    for number in range(25):
-        prompt = prompt_of(rng.randrange(3), rng.randint(1, 30))
-        requests += engine.add(
-            prompt,
-            rng.randint(1, 12),
-            ignore_eos=True,
-            n=rng.choice([1, 1, 3]),
-            priority=number % 3,
-        )
-        for _ in range(rng.randint(0, 4)):
-            engine.step()
-        if rng.random() < 0.4:
-            engine.lose_workers(epoch=number + 2)
-    engine.run()
-    for each in requests:
-        assert engine.tokens_of(each) == undisturbed(
-            each.prompt_token_ids, each.max_tokens, each.choice
-        )
-    engine.assert_at_rest()

@@ -50,12 +50,12 @@ class Book:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@pytest.mark.parametrize("num_tenants", [1, 2, 7])
+@pytest.mark.parametrize("num_tenants", [1, 7])
 def test_victims_are_those_of_a_search_through_all_that_run(policy, num_tenants):
     draw = random.Random(num_tenants)
     book = Book(policy)
     num_found = 0
-    for _ in range(3000):
+    for _ in range(600):
         kind = draw.random()
         if kind < 0.45 or not book.running:
             # Few lengths, so that tenants are often served the same.
@@ -75,7 +75,7 @@ def test_victims_are_those_of_a_search_through_all_that_run(policy, num_tenants)
         num_found += found is not None
         for each in draw.sample(book.running, min(3, len(book.running))):
             assert book.running[index_of(book.running, each)] is each
-    assert num_found > 1000
+    assert num_found > 200
 
 
 def test_a_victim_costs_a_look_at_each_tenant():

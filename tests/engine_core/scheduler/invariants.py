@@ -1,0 +1,438 @@
+"""What holds after every step of any scheduler, whatever it decides.
+
+Nothing here decides a step a second time. Each check looks at one decision, or at the state
+after it, and says what must be true of it:
+
+    plan      budgets, seats, chunks, order of admission, order of victims, room that is kept
+    blocks    one table per sequence, append-only, as long as its tokens; references counted anew
+    content   each findable block holds the KV of the prefix that its hash names; a suffix is
+              evicted before its prefix; the longest cached prefix is found
+"""
+
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import blake2b, sha256
+from typing import Any
+
+from engine_core.kv_cache.hashing import ROOT
+from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.gates import Candidate
+from engine_core.scheduler.observer import NoObserver
+from engine_core.scheduler.step_plan import StepPlan
+from tests.fakes.engine_harness import EngineHarness
+from tests.fakes.gates import FakeGate
+from tests.fakes.pool_model import most_blocks
+
+FINGERPRINT = b"f" * 32
+"""Of `EngineHarness`."""
+
+
+class Contents:
+    """What each block hash stands for, computed from the tokens of all requests."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.digests: dict[bytes, list[bytes]] = {}  # by hash: what the runner keeps per position
+        self.parents: dict[bytes, bytes | None] = {}
+        self._chains: dict[int, tuple[list[bytes], bytes]] = {}
+
+    def chain(self, request: Request) -> list[bytes]:
+        """Hashes of the full blocks of a request, without the code under test."""
+        hashes, digest = self._chains.get(request.handle, ([], b""))
+        size, tokens = self.block_size, request.all_token_ids
+        while (len(hashes) + 1) * size <= len(tokens):
+            block = tokens[len(hashes) * size : (len(hashes) + 1) * size]
+            content = struct.pack(f"<{size}I", *block)
+            parent = hashes[-1] if hashes else None
+            if parent is None:
+                content = ROOT + FINGERPRINT + content
+                if request.cache_salt is not None:
+                    salt = b"cache_salt:" + request.cache_salt.encode()
+                    content += struct.pack("<I", len(salt)) + salt
+            else:
+                content = parent + content
+            positions = []
+            for token in block:
+                digest = blake2b(digest + struct.pack("<I", token), digest_size=8).digest()
+                positions.append(digest)
+            hashes.append(sha256(content).digest())
+            self.digests[hashes[-1]] = positions
+            self.parents[hashes[-1]] = parent
+        self._chains[request.handle] = (hashes, digest)
+        return hashes
+
+
+class CheckedEngine(EngineHarness):
+    """An engine that is judged at every step. Its worker reads back whatever a token sees.
+
+    has_connector: blocks may come from elsewhere, or be lost; less is known of them then.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.watch = Watch(self)
+        self.gate = ProbingGate(self)
+        self.num_of: Counter[str] = Counter()
+        self.has_connector = settings.get("connector") is not None
+        self.windows: Sequence[int | None] = settings["windows"]
+        self.block_size: int = settings["block_size"]
+        self.policy = settings.get("scheduling_policy", "fcfs")
+        self.contents = Contents(self.block_size)
+        self.known: dict[int, Request] = {}  # every request that ever was, by handle
+        self.sessions_opened: set[int] = set()  # a turn may begin with more room than it needs
+        self._findable: dict[int, list[tuple[bytes, int]]] = {}  # by step
+        self._tables: dict[tuple[int, int], list[list[int]]] = {}
+        super().__init__(observer=self.watch, gates=[self.gate], **settings)
+        budget = settings["max_num_batched_tokens"]
+        self.longest_chunk = min(settings.get("long_prefill_token_threshold") or budget, budget)
+
+    def send(self) -> Any:
+        output = super().send()
+        assert output.total_num_scheduled_tokens <= self.settings["max_num_batched_tokens"]
+        self._findable[output.step] = list(self.kv_cache.pool.index.items())
+        self.check_blocks()
+        return output
+
+    def collect(self, output: Any) -> Any:
+        by_client = super().collect(output)
+        self._check_content(self._findable.pop(output.step))
+        self._findable = {step: each for step, each in self._findable.items() if step > output.step}
+        self.check_references()
+        return by_client
+
+    def lose_workers(self, epoch: int = 2) -> Any:
+        self._findable.clear()
+        return super().lose_workers(epoch)
+
+    # Blocks
+
+    def check_blocks(self) -> None:
+        """Tables of a step that was just scheduled."""
+        before, self._tables = self._tables, {}
+        for request in self.scheduler.running:
+            name = (request.handle, request.num_preemptions)
+            tables = self._tables[name] = self.kv_cache.block_ids(request.handle)
+            self._check_length(request, tables)
+            if self.has_connector:
+                continue  # a load that failed takes blocks away
+            for old, new in zip(before.get(name, tables), tables, strict=True):
+                assert len(old) <= len(new), "a table has become shorter"
+                assert all(each in (0, then) for then, each in zip(old, new, strict=False)), (
+                    f"{request!r} had {old} and has {new}"
+                )
+        self.check_references()
+
+    def _check_length(self, request: Request, tables: list[list[int]]) -> None:
+        needed = -(-request.num_computed_tokens // self.block_size)
+        for table, window in zip(tables, self.windows, strict=True):
+            assert len(table) >= needed, f"{request!r} has no room: {table}"
+            if request.request_id not in self.sessions_opened and not self.has_connector:
+                assert len(table) == needed, f"{request!r} has {table}"
+            if window is None:
+                assert 0 not in table, f"the null block is in the table of {request!r}"
+            else:
+                num_held = sum(1 for block in table if block)
+                num_tokens = len(table) * self.block_size
+                seen = max(window, 2)  # a hit ends with a block, also where nothing of it is seen
+                most = most_blocks([seen], self.block_size, num_tokens, self.longest_chunk)
+                assert num_held <= most, f"{request!r} keeps what its window has passed: {table}"
+
+    def check_references(self) -> None:
+        """References and free blocks, counted anew over everything that may hold a block."""
+        kv_cache, pool = self.kv_cache, self.kv_cache.pool
+        tables = [table for each in self.scheduler.requests for table in kv_cache.block_ids(
+            each.handle)]  # fmt: skip
+        tables += [*kv_cache.holds.tables(), *(pin.blocks for pin in self.scheduler._pins)]
+        counts = Counter(block for table in tables for block in table if block)
+        free = list(pool.free_queue)
+        assert 0 not in free
+        assert len(set(free)) == len(free) == pool.free_queue.num_free
+        for block in range(1, pool.num_blocks):
+            assert pool.ref_counts[block] == counts[block], (
+                f"block {block} counts {pool.ref_counts[block]}, {counts[block]} hold it"
+            )
+        assert set(free) == {each for each in range(1, pool.num_blocks) if not counts[each]}
+        if self.windows == (None,) and not self.has_connector and self.policy != "continuum":
+            self._check_eviction_order(free)
+
+    def _check_eviction_order(self, free: list[int]) -> None:
+        """A prefix outlives what follows it: else that could not be found any more."""
+        index = self.kv_cache.pool.index
+        places = {block: place for place, block in enumerate(free)}
+        last: dict[bytes, float] = {}
+        for key, block in index.items():
+            last[key] = max(last.get(key, -1.0), places.get(block, float("inf")))
+        for request in self.known.values():
+            self.contents.chain(request)
+        for key, block in index.items():
+            parent = self.contents.parents.get(key)
+            if parent is not None and block in places:
+                assert last.get(parent, -1.0) > places[block], (
+                    f"block {block} is found through a prefix that is evicted before it"
+                )
+
+    # Content
+
+    def _check_content(self, findable: list[tuple[bytes, int]]) -> None:
+        """What could be found when a step was scheduled, now that it is computed."""
+        for request in self.known.values():
+            self.contents.chain(request)
+        slots = self.runner.slots
+        for key, block in findable:
+            number = key[32] if len(key) > 32 else 0
+            digests = self.contents.digests.get(key[:32])
+            assert digests is not None, f"block {block} is found under a hash of no known tokens"
+            for offset, digest in enumerate(digests):
+                assert slots.get((block, offset)) == digest + bytes([number]), (
+                    f"slot {offset} of block {block} does not hold what its hash names"
+                )
+
+    def longest_cached(self, request: Request) -> int:
+        """Tokens of the longest prefix of which every group can find what the next token sees."""
+        index, size = self.kv_cache.pool.index, self.block_size
+        hashes = self.contents.chain(request)
+        for count in range((request.num_tokens - 1) // size, 0, -1):
+            for number, window in enumerate(self.windows):
+                suffix = bytes([number]) if number else b""
+                first = 0 if window is None else count * size - max(1, window - 1)
+                needed = [each for each in range(count) if (each + 1) * size > first]
+                if any(index.get(hashes[each] + suffix) is None for each in needed):
+                    break
+            else:
+                return count * size
+        return 0
+
+
+class ProbingGate(FakeGate):
+    """Sees each candidate for admission, and holds those that a test names."""
+
+    def __init__(self, engine: CheckedEngine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def holds(self, candidate: Candidate) -> bool:
+        request, engine = candidate.request, self._engine
+        if not request.num_computed_tokens:
+            wanted = 0
+            if engine.kv_cache.enable_caching and not request.skip_reading_prefix_cache:
+                wanted = engine.longest_cached(request)
+            assert candidate.computed.num_tokens == wanted, f"{wanted} of {request!r} are cached"
+        return super().holds(candidate)
+
+
+class Watch(NoObserver):
+    """Judges each plan. Order and room among tenants are judged by what the ledger says."""
+
+    def __init__(self, engine: CheckedEngine) -> None:
+        self._engine = engine
+        self._rank: dict[int, int] = {}  # first come, first served: the lower is admitted first
+        self._place: dict[int, int] = {}  # of those that run: grows with each admission
+        self._num_ranks = 0
+        self._num_restored = 0
+        self._num_admitted = 0
+        self._tenants: set[int] = set()
+        self._running: list[Request] = []
+        self._is_closed = False
+
+    def watch(self, waiting, running, kv_cache) -> None:  # type: ignore[no-untyped-def]
+        self._waiting, self._now_running, self._kv_cache = waiting, running, kv_cache
+
+    def added(self, request: Request) -> None:
+        self._num_ranks += 1
+        self._rank[request.handle] = self._num_ranks
+        self._tenants.add(request.tenant)
+        self._engine.known[request.handle] = request
+
+    def step_begins(self, plan: StepPlan) -> None:
+        for request in reversed(self._running):
+            if request.status is not RequestStatus.RUNNING and not request.is_finished:
+                self._restore(request)
+        self._running = list(self._now_running)
+        self._free = self._kv_cache.num_free_blocks
+        self._follow_pressure()
+
+    def step_decided(self, step: int, plan: StepPlan) -> None:
+        engine = self._engine
+        described = list(zip(plan.admitted, plan.admitted_tokens, strict=True))
+        continued = list(zip(plan.continued, plan.continued_tokens, strict=True))
+        # A running request is described anew after a load that failed.
+        admitted = [each for each in described if each[0] not in self._running]
+        self._admitted = [request for request, _ in admitted]
+        planned = continued + described
+        self._check_amounts(planned, admitted, plan)
+        self._check_victims(plan)
+        ready = [
+            each
+            for each in self._waiting
+            if not each.status.is_blocked and each not in plan.preempted
+        ]
+        self._check_order(ready)
+        for request in plan.preempted:
+            self._restore(request)
+        for request in self._admitted:
+            self._num_admitted += 1
+            self._place[request.handle] = self._num_admitted
+        if len(self._tenants) == 1 and not engine.has_connector:
+            self._check_everyone_goes_on(plan, continued)
+            self._check_room(plan)
+        if plan.preempted:
+            self._is_closed = False  # perhaps: usage may have fallen for a moment
+        self._running = list(self._now_running)
+        engine.num_of["steps"] += bool(planned)
+        engine.num_of["preempted"] += len(plan.preempted)
+        engine.num_of["admitted"] += len(admitted)
+        engine.num_of["chunks"] += sum(n > 1 for _, n in continued)
+        engine.num_of["found"] += sum(each.num_computed_tokens > 0 for each in self._admitted)
+        held = [each.status for each in self._waiting]
+        engine.num_of["waits for a prefix"] += held.count(RequestStatus.WAITING_FOR_PREFIX)
+        engine.num_of["waits for a fork"] += held.count(RequestStatus.WAITING_FOR_FORK)
+
+    def _restore(self, request: Request) -> None:
+        """It goes before all that wait."""
+        self._num_restored += 1
+        self._rank[request.handle] = -self._num_restored
+        self._place.pop(request.handle, None)
+
+    def _check_amounts(
+        self,
+        planned: list[tuple[Request, int]],
+        admitted: list[tuple[Request, int]],
+        plan: StepPlan,
+    ) -> None:
+        engine, running = self._engine, list(self._now_running)
+        budget, seats = (
+            engine.settings[name] for name in ("max_num_batched_tokens", "max_num_seqs")
+        )
+        assert len(running) <= seats
+        assert sum(number for _, number in planned) == budget - plan.budget <= budget
+        handles = [each.handle for each, _ in planned]
+        assert len(set(handles)) == len(handles), "a request is planned twice"
+        assert not set(handles) & {each.handle for each in plan.preempted}
+        for request, number in planned:
+            assert request.status is RequestStatus.RUNNING
+            assert request in running
+            assert 1 <= number <= engine.longest_chunk
+            most = request.num_tokens + request.num_output_placeholders
+            assert request.num_computed_tokens + number <= most, "a token that is not there"
+            last = request.num_prompt_tokens + request.max_tokens - 1
+            assert request.num_computed_tokens + number <= last, "nothing follows the last token"
+        for request, number in admitted:
+            missing = request.num_tokens - request.num_computed_tokens
+            assert missing >= 1, "nothing is left to compute"
+            if not engine.settings.get("enable_chunked_prefill", True) and missing <= budget:
+                assert number == min(missing, engine.longest_chunk), "a prompt was cut"
+
+    def _check_victims(self, plan: StepPlan) -> None:
+        """Who gives way is behind all that stay; in such a step nobody is admitted."""
+        if not plan.preempted:
+            return
+        if len(self._tenants) > 1:  # room may be taken for a tenant that was served less
+            for request in self._admitted[:1]:
+                assert all(each.tenant != request.tenant for each in plan.preempted)
+            return
+        assert not self._admitted, "admitted into room that was taken from others"
+        for victim in plan.preempted:
+            for other in self._now_running:
+                if self._engine.policy == "priority":
+                    assert other.order < victim.order, f"{victim!r} gave way to {other!r}"
+                elif self._engine.policy == "fcfs":
+                    assert self._place[other.handle] < self._place[victim.handle]
+
+    def _check_order(self, ready: list[Request]) -> None:
+        """No request overtakes one of its tenant; among tenants, the one served least goes first.
+
+        ready: waiting, and held by no gate.
+        """
+        ledger = self._engine.scheduler._ledger
+        by_priority = self._engine.policy == "priority"
+        last = {request.tenant: request for request in self._admitted}
+        for request in self._admitted:
+            for other in ready:
+                if other.num_output_placeholders:
+                    continue  # preempted, and its last token is still to come
+                urgent = by_priority and other.priority < request.priority
+                assert not urgent, f"{request!r} was admitted before {other!r}"
+                if other.tenant == request.tenant:
+                    assert self._is_before(request, other), (
+                        f"{request!r} was admitted before {other!r}"
+                    )
+                elif last[request.tenant] is request and (
+                    not by_priority or other.priority == request.priority
+                ):
+                    charge = 0 if request.num_preemptions else request.num_tokens
+                    charge -= request.num_computed_tokens if charge else 0
+                    served = ledger.served(request.tenant) - charge
+                    assert served <= ledger.served(other.tenant), (
+                        f"tenant {request.tenant} went before {other.tenant}"
+                    )
+
+    def _is_before(self, one: Request, other: Request) -> bool:
+        if self._engine.policy == "priority":
+            return one.order < other.order
+        if self._engine.policy == "fcfs":
+            return self._rank[one.handle] < self._rank[other.handle]
+        return True
+
+    def _check_everyone_goes_on(self, plan: StepPlan, continued: list[tuple[Request, int]]) -> None:
+        """Whoever runs gets a token in every step that it has one for, in the order of admission.
+
+        Unless prompts are paced, or a token is to come first.
+        """
+        numbers = {request.handle: number for request, number in continued}
+        places = [self._place[each.handle] for each, _ in continued]
+        assert places == sorted(places), "not in the order of admission"
+        if self._engine.scheduler.pause_mode == "freeze":
+            assert not numbers
+            return
+        left = plan.budget
+        for request in self._now_running:
+            if request in self._admitted:
+                continue
+            ahead = request.num_tokens + request.num_output_placeholders
+            ahead = min(ahead, request.num_prompt_tokens + request.max_tokens - 1)
+            missing = ahead - request.num_computed_tokens
+            number = numbers.get(request.handle, 0)
+            if missing == 1 or not self._engine.settings.get("max_step_stretch"):
+                assert number or missing <= 0, f"{request!r} got nothing"
+                wanted = min(missing, self._engine.longest_chunk)
+                if missing > 0 and not plan.preempted:
+                    assert number == wanted or not left, f"{request!r} got {number} of {wanted}"
+
+    # Room
+
+    def _follow_pressure(self) -> None:
+        """Above a threshold nothing is admitted until usage has fallen below another one."""
+        settings = self._engine.settings
+        usable = self._kv_cache.num_usable_blocks
+        self._used = usable - self._free
+        stop = settings.get("stop_admission_above", 1.0)
+        resume = settings.get("resume_admission_below") or 0.9 * stop
+        if self._used > stop * usable:
+            self._is_closed = True
+        elif self._used < resume * usable:
+            self._is_closed = False
+
+    def _check_room(self, plan: StepPlan) -> None:
+        settings, kv_cache = self._engine.settings, self._kv_cache
+        usable, free = kv_cache.num_usable_blocks, kv_cache.num_free_blocks
+        preempt_above = settings.get("preempt_above", 1.0) * usable
+        if self._used > preempt_above and len(self._running) > 1:
+            assert plan.preempted or self._engine.sessions_opened, "too full, and all stay"
+        beside = [each for each in self._now_running if each not in self._admitted]
+        if not self._admitted or len(self._now_running) == 1:
+            return
+        # The last one was admitted while another one ran.
+        assert usable - free <= preempt_above, "admitted above the threshold"
+        assert free >= int(settings.get("watermark", 0.0) * usable), "the watermark is ignored"
+        if self._is_closed and self._engine.windows == (None,):
+            assert not beside, "admitted before usage had fallen far enough"
+            assert len(self._admitted) == 1
+        if settings.get("scheduler_reserve_full_isl") and self._engine.windows == (None,):
+            to_come = sum(
+                -(-each.num_tokens // self._engine.block_size)
+                - len(kv_cache.block_ids(each.handle)[0])
+                for each in self._now_running
+                if each.num_tokens - each.num_computed_tokens > 1
+            )
+            assert to_come <= free, "a prompt has no room for its end"

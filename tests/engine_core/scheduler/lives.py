@@ -1,0 +1,624 @@
+"""Random lives of a scheduler: everything that may happen to it, in any order.
+
+A kind says with which settings and what happens how often. A life is drawn from a seed, step by
+step, and each step is judged (`invariants.py`). At its end all requests have had exactly one final
+output, with the tokens of an undisturbed run, and nothing is left of them.
+
+    draw settings ─▶ draw an operation, do it, judge it ─▶ … ─▶ no more arrivals: run out ─▶ compare
+"""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine_core.kv_cache.integrity import check
+from engine_core.kv_connector.base import ASK_AGAIN, NO_MATCH, Match
+from engine_core.request import Request
+from engine_core.scheduler.prefix_wait import PrefixWait
+from engine_core.scheduler.sibling_forks import SiblingForks
+from proto.agents import AgentHint
+from proto.engine_io import FinishReason
+from proto.errors import InvalidRequestError
+from proto.kv_transfer import KVConnectorOutput
+from tests.engine_core.scheduler.invariants import CheckedEngine
+from tests.fakes.clock import FakeClock
+from tests.fakes.engine_harness import EOS
+from tests.fakes.kv_connector import FakeConnector, FakeLoad
+from tests.fakes.paged_runner import undisturbed
+from tests.fakes.pool_model import most_blocks
+
+LONGEST = 48
+"""Tokens that a request may have; every pool has room for one such request."""
+WINDOWS = [(None, 6), (9,), (5, None, 14), (2, 12), (None, 4, 4), (None, 1)]
+STOPS = tuple(range(EOS % 12, 1000, 12))
+"""The end token among them."""
+MOST_UNFINISHED = 24
+TIMEOUT = 10.0
+"""Seconds that a session may be at rest."""
+CALM = ("step", 60), ("add", 22), ("abort", 2)
+
+Operation = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """weights: how often each operation is drawn. draw: settings that some lives have."""
+
+    draw: Callable[[random.Random], dict[str, Any]] = lambda rng: {}
+    weights: tuple[tuple[str, int], ...] = ()
+    num_tenants: int = 1
+    has_connector: bool = False
+    expects: dict[str, int] = field(default_factory=dict)
+
+    def settings(self, rng: random.Random, seed: int) -> dict[str, Any]:
+        """Four seeds in a row have each policy with and without overlapped steps."""
+        block_size = rng.choice([1, 2, 4, 4])
+        settings: dict[str, Any] = {
+            "block_size": block_size,
+            "windows": (None,),
+            "max_model_len": LONGEST,
+            "enable_prefix_caching": rng.random() < 0.85,
+            "max_num_batched_tokens": rng.choice([4, 8, 16, 40, 64]),
+            "long_prefill_token_threshold": rng.choice([0, 0, 4, 6, 12]),
+            "enable_chunked_prefill": rng.random() < 0.8,
+            "max_num_seqs": rng.choice([1, 4, 8, 8, 16, 16]),
+            "scheduling_policy": ("fcfs", "priority")[seed // 2 % 2],
+            "async_scheduling": seed % 2 == 1,
+            "crashes_until_alone": 10**6,
+            "session_timeout": TIMEOUT,
+            **self.draw(rng),
+        }
+        windows = settings["windows"]
+        if self.has_connector:
+            least = -(-LONGEST // block_size) * len(windows)
+        else:
+            longest = settings["long_prefill_token_threshold"] or LONGEST
+            longest = min(longest, settings["max_num_batched_tokens"])
+            seen = [window and max(window, 2) for window in windows]
+            least = most_blocks(seen, block_size, LONGEST, longest)
+        settings["num_blocks"] = 1 + int(least * rng.choice([1.0, 1.2, 1.5, 2.5]))
+        return settings
+
+
+def with_windows(rng: random.Random) -> dict[str, Any]:
+    return {"windows": rng.choice(WINDOWS)}
+
+
+def with_pressure(rng: random.Random) -> dict[str, Any]:
+    resume, stop, preempt = sorted(rng.choices([0.3, 0.5, 0.7, 0.9, 1.0], k=3))
+    return {
+        "resume_admission_below": rng.choice([resume, 0.9 * stop]),
+        "stop_admission_above": stop,
+        "preempt_above": preempt,
+        "watermark": rng.choice([0.0, 0.1, 0.3]),
+        "scheduler_reserve_full_isl": rng.random() < 0.3,
+        "max_step_stretch": rng.choice([0.0, 0.0, 1.1]),
+    }
+
+
+def with_everything(rng: random.Random) -> dict[str, Any]:
+    return {**with_pressure(rng), "windows": rng.choice([(None,), *WINDOWS])}
+
+
+def with_pins(rng: random.Random) -> dict[str, Any]:
+    return {
+        "windows": rng.choice([(None,), (None,), (None, 6), (9,)]),
+        "scheduling_policy": "continuum",
+        "pin_policy": rng.choice(["rule", "fixed", "fixed"]),
+        "max_pinned_share": rng.choice([0.3, 0.5, 1.0]),
+        "max_pinned_share_per_tenant": rng.choice([0.2, 1.0]),
+        "enable_prefix_caching": rng.random() < 0.9,
+    }
+
+
+def with_loads(rng: random.Random) -> dict[str, Any]:
+    return {
+        "windows": rng.choice([(None,), (None,), (None, 6), (9,), (5, None, 14)]),
+        "watermark": rng.choice([0.0, 0.0, 0.3]),
+        "load_failure_policy": rng.choice(["recompute", "recompute", "fail"]),
+    }
+
+
+LOADS = ("finish_load", 30), ("lose_early", 3), ("wake", 8), ("end_copy", 12)
+KINDS = {
+    "plain": Kind(weights=CALM, expects={"preempted": 80, "found": 200, "copies": 25}),
+    "windows": Kind(with_windows, CALM, expects={"preempted": 200, "found": 200, "copies": 50}),
+    "pressure": Kind(with_pressure, CALM, expects={"preempted": 60, "found": 200}),
+    "tenants": Kind(with_pressure, CALM, num_tenants=3, expects={"preempted": 80, "found": 200}),
+    "disturbed": Kind(
+        with_everything,
+        (*CALM, ("abort_in_flight", 2), ("reset", 1), ("lose_workers", 1), ("pause", 2),
+         ("resume", 4), ("hold", 3), ("release", 4)),
+        num_tenants=3,
+        expects={"lose_workers": 15, "reset": 15, "preempted": 80},
+    ),
+    "sessions": Kind(
+        with_everything,
+        (("step", 60), ("add", 8), ("open", 7), ("give", 24), ("close", 4), ("abort", 2),
+         ("abort_in_flight", 1), ("reset", 1), ("lose_workers", 1), ("tick", 3)),
+        num_tenants=2,
+        expects={"give": 200, "turns": 60},
+    ),
+    "loads": Kind(
+        with_loads,
+        (*CALM, *LOADS, ("abort_in_flight", 1), ("reset", 1), ("lose_workers", 1)),
+        has_connector=True,
+        expects={"loads": 300, "lost": 20, "preempted": 50},
+    ),
+    "pins": Kind(
+        with_pins,
+        (("step", 60), ("add", 4), ("turn", 18), ("read", 12), ("tick", 6), ("abort", 1),
+         ("stop", 2), ("lose_workers", 1)),
+        num_tenants=2,
+        expects={"pins": 80, "pins hit": 20, "pins given up": 15},
+    ),
+    "pins and loads": Kind(
+        lambda rng: {**with_pins(rng), **with_loads(rng)},
+        (("step", 60), ("add", 4), ("turn", 18), ("read", 12), ("tick", 6), ("abort", 1),
+         ("stop", 2), ("reset", 1), ("lose_workers", 1), *LOADS),
+        num_tenants=2,
+        has_connector=True,
+        expects={"pins": 40, "loads": 300},
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Talk:
+    """A request with all its choices, or a session with all its inputs: (tokens, max_tokens)."""
+
+    requests: list[Request]
+    inputs: list[tuple[list[int], int]]
+    stops: frozenset[int]
+    is_session: bool = False
+    is_ended: bool = False  # by an abort, or its time was over
+    cut_short: set[int] = field(default_factory=set)  # choices that were aborted
+
+    @property
+    def request_id(self) -> int:
+        return self.requests[0].request_id
+
+    def expected(self, choice: int) -> tuple[list[list[int]], bool]:
+        """Its tokens turn by turn, and whether an input does not fit."""
+        prompt: list[int] = []
+        found = []
+        for tokens, max_tokens in self.inputs:
+            prompt = prompt + tokens
+            if self.is_session and len(prompt) + max_tokens > LONGEST:
+                return found, True
+            outputs = undisturbed(prompt, max_tokens, choice)
+            ends = [place for place, token in enumerate(outputs, 1) if token in self.stops]
+            found.append(outputs[: ends[0]] if ends else outputs)
+            prompt = prompt + found[-1][:-1]
+        return found, False
+
+
+class Life:
+    """One life; `operations` is what was done so far, with all details, for `replay`."""
+
+    def __init__(self, kind: str, seed: int) -> None:
+        self.kind = KINDS[kind]
+        self.rng = random.Random(f"{kind} {seed}")
+        self.settings = self.kind.settings(self.rng, seed)
+        self.clock = FakeClock()
+        self.dice = random.Random(seed + 1)  # of the connector
+        self.connector = None
+        if self.kind.has_connector:
+            self.connector = FakeConnector(self._match, fails=self._fails, delays=self._delays)
+        self.engine = CheckedEngine(connector=self.connector, clock=self.clock, **self.settings)
+        self.engine.step_seconds = lambda output: 0.02 * output.total_num_scheduled_tokens
+        self.num_of = self.engine.num_of
+        self.operations: list[Operation] = []
+        self.talks: list[Talk] = []
+        self.asked: list[Request] = []
+        self.ends_early = False
+        self.limit = self._limit_of_pins()
+
+    def run(self, num_operations: int) -> Counter[str]:
+        """Draw and do so many operations, then run out; returns how much happened."""
+        names, weights = zip(*self.kind.weights, strict=True)
+        while len(self.operations) < num_operations:
+            (name,) = self.rng.choices(names, weights)
+            crowded = self.engine.scheduler.num_unfinished > MOST_UNFINISHED
+            if not (crowded and name in ("add", "open", "turn")):
+                self.do((name, *self._details(name)))
+        self.run_out()
+        return self.num_of
+
+    def do(self, operation: Operation) -> None:
+        self.operations.append(operation)
+        name, *details = operation
+        self.num_of[name] += 1
+        getattr(self, name)(*details)
+        self.judge()
+
+    def judge(self) -> None:
+        """After an operation, beside what the engine judges at each step."""
+        if len(self.operations) % 20 == 0:
+            assert check(self.engine.kv_cache) == []
+        if self.settings["scheduling_policy"] == "continuum":
+            self._check_pins()
+
+    def _details(self, name: str) -> tuple[Any, ...]:
+        rng = self.rng
+        match name:
+            case "add":
+                prompt, max_tokens = self._draw_prompt()
+                stops = rng.random() < 0.3
+                n = rng.choice([1, 1, 1, 2, 3])
+                more = {
+                    "priority": rng.randrange(3),
+                    "arrival_time": float(rng.randrange(5)),
+                    "tenant": rng.choice([0, *range(self.kind.num_tenants)]),
+                    "cache_salt": "salt" if rng.random() < 0.1 else None,
+                    "prompt_logprobs": 0 if rng.random() < 0.05 else None,
+                }
+                return (prompt, max_tokens, n, stops, more)
+            case "open":
+                prompt, max_tokens = self._draw_prompt()
+                tenant = rng.randrange(self.kind.num_tenants)
+                more = {"tenant": tenant, "priority": rng.randrange(3)}
+                return (prompt, max_tokens, more)
+            case "turn":
+                prompt, max_tokens = self._draw_prompt()
+                ttl = rng.choice([None, None, None, 0.0, 500.0, 1e9, math.nan])
+                agent = (f"job {rng.randrange(5)}", rng.random() < 0.15, ttl)
+                return (prompt, min(max_tokens, 4), rng.choice([1, 1, 1, 2]), agent)
+            case "give":
+                return (rng.randrange(100), rng.randint(1, 9), rng.randint(1, 6))
+            case "abort":
+                return (rng.randrange(100), rng.choice([None, 0, 1]))
+            case "pause":
+                return (rng.choice(["finish_running", "freeze"]),)
+            case "reset":
+                return (rng.random() < 0.5,)
+            case "read":
+                return (rng.randrange(100), rng.choice(["", "a", "b"]))
+            case "tick":
+                return (rng.choice([0.01, 0.5, 1.9, 5.0]),)
+            case "step" | "lose_workers" | "resume" | "release":
+                return ()
+            case _:
+                return (rng.randrange(100),)
+
+    def _draw_prompt(self) -> tuple[list[int], int]:
+        """Of a few families, so that many begin alike and some are equal."""
+        rng = self.rng
+        length = rng.choice([1, 4, 5, 7, 9, 11, 12, 13, 18, 20, 25, 30, 40])
+        family = rng.randrange(3)
+        prompt = [family * 100 + position for position in range(length)]
+        if rng.random() < 0.5:
+            start = rng.randrange(length)
+            prompt[start:] = [300 + rng.randrange(600) for _ in prompt[start:]]
+        return prompt, rng.randint(1, min(14, LONGEST - length))
+
+    # What happens
+
+    def step(self) -> None:
+        """A step without tokens is one in which nothing could get any further."""
+        waits, engine = bool(self.engine.in_flight), self.engine
+        output = engine.step()
+        self.num_of["copies"] += len(output.block_copies) // 2
+        if not output.total_num_scheduled_tokens and not waits:
+            scheduler = engine.scheduler
+            assert not scheduler.has_work or scheduler.external.is_awaited, "a step for nothing"
+
+    def add(
+        self, prompt: list[int], max_tokens: int, n: int, stops: bool, more: dict[str, Any]
+    ) -> None:
+        stop_token_ids = STOPS if stops else ()
+        requests = self.engine.add(
+            prompt, max_tokens, n=n, eos_token_ids=(), stop_token_ids=stop_token_ids, **more
+        )
+        self.talks.append(Talk(requests, [(prompt, max_tokens)], frozenset(stop_token_ids)))
+
+    def turn(
+        self, prompt: list[int], max_tokens: int, n: int, agent: tuple[str, bool, float | None]
+    ) -> None:
+        """The history of the job so far, as long as that has room, and a few tokens more.
+
+        Jobs 0 and 1 are one tenant's, the others another's; some share a prefix.
+        """
+        hint = AgentHint(*agent)
+        for talk in reversed(self.talks):
+            first = talk.requests[0]
+            if first.agent.job == hint.job:
+                longer = [*first.all_token_ids, *prompt[:3]]
+                if len(longer) + max_tokens <= LONGEST:
+                    prompt = longer
+                break
+        tenant = int(agent[0][-1]) // 2 % self.kind.num_tenants
+        requests = self.engine.add(
+            prompt, max_tokens, n=n, eos_token_ids=(), agent=hint, tenant=tenant
+        )
+        self.talks.append(Talk(requests, [(prompt, max_tokens)], frozenset()))
+
+    def abort(self, index: int, choice: int | None = None) -> None:
+        talks = [each for each in self.talks if self._is_open(each)]
+        if talks:
+            talk = talks[index % len(talks)]
+            self.engine.scheduler.abort(talk.request_id, choice)
+            talk.cut_short |= {0, 1, 2} if choice is None else {choice}
+
+    def abort_in_flight(self, index: int) -> None:
+        self.engine.send()
+        self.abort(index)
+        self.engine.receive()
+
+    def stop(self, index: int) -> None:
+        """The front end has found a stop string."""
+        talks = [each for each in self.talks if self._is_open(each)]
+        if talks:
+            talk = talks[index % len(talks)]
+            self.engine.scheduler.abort(talk.request_id, 0, stopped=True)
+            talk.cut_short.add(0)
+
+    def reset(self, in_flight: bool) -> None:
+        if in_flight:
+            self.engine.send()
+        self.engine.scheduler.reset_prefix_cache(preempting=True)
+        if in_flight:
+            self.engine.receive()
+
+    def lose_workers(self) -> None:
+        self.engine.lose_workers(self.engine.scheduler.worker_epoch + 1)
+        assert self.engine.kv_cache.usage == 0
+
+    def pause(self, mode: Any) -> None:
+        self.engine.scheduler.pause(mode)
+
+    def resume(self) -> None:
+        self.engine.scheduler.resume()
+
+    def hold(self, index: int) -> None:
+        if self.talks:
+            self.engine.gate.closed_for |= {*self.talks[index % len(self.talks)].requests}
+
+    def release(self) -> None:
+        self.engine.gate.open_for(*self.engine.gate.closed_for)
+
+    def _is_open(self, talk: Talk) -> bool:
+        return self.engine.scheduler.knows(talk.request_id)
+
+    # Sessions
+
+    def open(self, prompt: list[int], max_tokens: int, more: Any) -> None:
+        request = self.engine.add_one(
+            prompt, max_tokens, resumable=True, eos_token_ids=(), stop_token_ids=STOPS, **more
+        )
+        self.engine.sessions_opened.add(request.request_id)
+        talk = Talk([request], [(prompt, max_tokens)], frozenset(STOPS), is_session=True)
+        self.talks.append(talk)
+
+    def give(self, index: int, length: int, max_tokens: int) -> None:
+        talk = self._session(index)
+        if talk is None:
+            return
+        tokens = [(300 + 7 * index + position) % 900 for position in range(length)]
+        talk.inputs.append((tokens, max_tokens))
+        try:
+            self.engine.give(talk.requests[0], tokens, max_tokens, stop_token_ids=STOPS)
+        except InvalidRequestError as error:
+            assert talk.expected(0)[1], "it would have fitted"
+            talk.cut_short.add(0)
+            self.engine.scheduler.sessions.fail(talk.request_id, error)
+
+    def close(self, index: int) -> None:
+        talk = self._session(index)
+        if talk is not None:
+            self.engine.give(talk.requests[0], [], last=True)
+
+    def _session(self, index: int) -> Talk | None:
+        """One of those that take input."""
+        takes_input = self.engine.scheduler.sessions.takes_input
+        talks = [each for each in self.talks if takes_input(0, each.request_id)]
+        return talks[index % len(talks)] if talks else None
+
+    def tick(self, seconds: float) -> None:
+        self.clock.now += seconds
+        overdue = self.engine.scheduler.sessions.end_overdue()
+        ended = {each.request_id for outputs in overdue.values() for each in outputs}
+        for talk in self.talks:
+            talk.is_ended |= talk.request_id in ended
+        self.engine.note(overdue)
+
+    # Jobs
+
+    def read(self, index: int, tool: str) -> None:
+        if self.talks:
+            request = self.talks[-1 - index % min(6, len(self.talks))].requests[0]
+            self.engine.scheduler.end_turn(request.request_id, request.agent.job, tool)
+
+    def _limit_of_pins(self) -> tuple[int, int]:
+        usable = self.engine.kv_cache.num_usable_blocks
+        limit = int(usable * self.settings.get("max_pinned_share", 0.5))
+        own = int(usable * self.settings.get("max_pinned_share_per_tenant", 1.0))
+        return limit, min(limit, own)
+
+    def _check_pins(self) -> None:
+        scheduler, pool = self.engine.scheduler, self.engine.kv_cache.pool
+        pins = list(scheduler._pins)
+        counts = Counter(block for pin in pins for block in pin.blocks)
+        assert counts == pool.pinned.counts
+        assert all(pin.blocks and len(set(pin.blocks)) == len(pin.blocks) for pin in pins)
+        alone = [block for block, count in counts.items() if pool.ref_counts[block] == count]
+        assert self.engine.kv_cache.num_free_blocks == pool.num_free + len(alone)
+        limit, own_limit = self.limit
+        assert len(counts) <= limit
+        assert len({pin.job for pin in pins}) == len(pins)
+        for tenant in {pin.tenant for pin in pins}:
+            own = {block for pin in pins if pin.tenant == tenant for block in pin.blocks}
+            assert len(own) <= own_limit
+        assert all(self.clock() - pin.ended <= 3600 or pin.is_awaited for pin in pins)
+
+    # KV from elsewhere
+
+    def _match(self, request: Request, num_local: int) -> Match:
+        kind = self.dice.choice(["nothing", "later", "now", "async", "async"])
+        if kind == "nothing":
+            return NO_MATCH
+        if kind == "later" and not self.ends_early:
+            self.asked.append(request)
+            return ASK_AGAIN
+        self.num_of["loads"] += 1
+        num_tokens = self.dice.randint(0, 11) * self.settings["block_size"]
+        return Match(num_tokens, is_async=kind == "async")
+
+    def _fails(self, load: FakeLoad, blocks: list[int]) -> set[int]:
+        if self.dice.random() < 0.7:
+            return set()
+        bad = {block for block in blocks if self.dice.random() < 0.3}
+        self.num_of["lost"] += bool(bad)
+        return bad
+
+    def _delays(self, request: Request) -> bool:
+        return self.dice.random() < 0.3
+
+    def finish_load(self, index: int) -> None:
+        under_way = list(self._connector.under_way)
+        if under_way:
+            handle = under_way[index % len(under_way)]
+            self.engine.report(self._connector.finish(handle, self.engine.runner))
+
+    def lose_early(self, index: int) -> None:
+        """A block of a load that is under way turns out bad before the load is over."""
+        under_way = list(self._connector.under_way.values())
+        if under_way:
+            load = under_way[index % len(under_way)]
+            filled = load.blocks(self.settings["block_size"], self.engine.runner.windows)
+            bad = self.dice.choice(filled)[2]
+            load.bad.add(bad)
+            self.engine.report(KVConnectorOutput(invalid_block_ids=[bad]))
+
+    def wake(self, index: int) -> None:
+        if self.asked:
+            self.engine.wake(self.asked[index % len(self.asked)])
+
+    def end_copy(self, index: int) -> None:
+        sending = self._connector.sending
+        if sending:
+            self.engine.report(self._connector.sent(sending[index % len(sending)]))
+
+    @property
+    def _connector(self) -> FakeConnector:
+        assert self.connector is not None
+        return self.connector
+
+    # The end
+
+    def run_out(self) -> None:
+        """Nothing more comes; everyone ends within as many steps as there are tokens left."""
+        scheduler = self.engine.scheduler
+        self.resume()
+        self.release()
+        while self._session(0) is not None:
+            self.close(0)
+        self.ends_early = True
+        left = sum(each.num_prompt_tokens + each.max_tokens for each in scheduler.requests)
+        most = 50 + 4 * left
+        while scheduler.num_unfinished or scheduler.has_work or self.engine.in_flight:
+            assert most > 0, "it never ends"
+            most -= 1
+            for each in self.asked:
+                self.engine.wake(each)
+            if self.connector is not None:
+                self.finish_load(0)
+                self.end_copy(0)
+            self.step()
+        while self.connector is not None and (self.connector.under_way or self.connector.sending):
+            self.finish_load(0)
+            self.end_copy(0)
+        stats = scheduler.take_stats()
+        self.num_of["pins"] += stats.num_pins_taken
+        self.num_of["pins hit"] += stats.num_pins_hit
+        self.num_of["pins given up"] += stats.num_pins_given_up
+        if self.settings["scheduling_policy"] == "continuum":
+            self.clock.now += 10_000
+            self.engine.step()
+            self.engine.step()
+            assert len(scheduler._pins) == 0
+        self.engine.assert_at_rest()
+        self._assert_forgotten()
+        for talk in self.talks:
+            for request in talk.requests:
+                self._compare(talk, request.choice)
+
+    def _assert_forgotten(self) -> None:
+        """What belongs to requests is gone with them."""
+        scheduler = self.engine.scheduler
+        assert len(scheduler.backlog) == scheduler.backlog.num_tokens == 0
+        assert scheduler._ledger.num_tenants == 0
+        assert not scheduler._ledger.prefills
+        assert scheduler.external.void_until == {}
+        for gate in scheduler._gates:
+            if isinstance(gate, PrefixWait):
+                left = (gate._leaders, gate._by_first_block, gate._waiters, gate._num_lost)
+                assert left == ({}, {}, {}, {})
+            elif isinstance(gate, SiblingForks):
+                assert (gate._waits, gate._over) == ({}, set())
+
+    def _compare(self, talk: Talk, choice: int) -> None:
+        key = (talk.request_id, choice)
+        tokens, reason = self.engine.tokens.get(key, []), self.engine.final.get(key)
+        turns, too_long = talk.expected(choice)
+        wanted = [token for turn in turns for token in turn]
+        failed = reason is FinishReason.ERROR
+        if (choice in talk.cut_short and reason is None) or (failed and not talk.is_session):
+            assert tokens == wanted[: len(tokens)]
+            assert not failed or self.settings.get("load_failure_policy") == "fail"
+            return
+        assert tokens == wanted, f"{key}: {tokens} instead of {wanted}"
+        last = FinishReason.STOP if turns[-1][-1] in talk.stops else FinishReason.LENGTH
+        assert reason is (FinishReason.ERROR if too_long or talk.is_ended else last)
+        ends = [each for each in self.engine.outputs[key] if each.finish_reason is not None]
+        assert [each.goes_on for each in ends] == [True] * (len(ends) - 1) + [False]
+        assert len(turns) <= len(ends) <= len(turns) + 1
+        self.num_of["turns"] += len(ends) - 1
+
+
+def lives(kind: str, seeds: range, num_operations: int) -> Counter[str]:
+    """One life for each seed; returns how much happened in all of them.
+
+    One that fails is made shorter, and its operations are part of the error.
+    """
+    totals: Counter[str] = Counter()
+    for seed in seeds:
+        life = Life(kind, seed)
+        try:
+            totals += life.run(num_operations)
+        except Exception as error:
+            fewest = shrunk(kind, seed, life.operations)
+            shown = "\n".join(f"    {each}" for each in fewest[-40:])
+            raise AssertionError(
+                f"{kind}, seed {seed}: {life.settings}\n{error!r} after {len(life.operations)} "
+                f"operations, of which these {len(fewest)} do (the last 40):\n{shown}"
+            ) from error
+    return totals
+
+
+def replay(kind: str, seed: int, operations: list[Operation]) -> None:
+    """The same settings, these operations, then the end."""
+    life = Life(kind, seed)
+    for operation in operations:
+        life.do(operation)
+    life.run_out()
+
+
+def shrunk(kind: str, seed: int, operations: list[Operation]) -> list[Operation]:
+    """Leave out pieces, ever smaller ones, as long as what is left still fails somehow."""
+    tries, piece = 120, len(operations) // 2
+    while piece and tries:
+        start = 0
+        while start < len(operations) and tries:
+            fewer = operations[:start] + operations[start + piece :]
+            tries -= 1
+            try:
+                replay(kind, seed, fewer)
+                start += piece
+            except Exception:
+                operations = fewer
+        piece //= 2
+    return operations

@@ -1,0 +1,25 @@
+"""Whatever happens to a scheduler, what it promises holds after every step.
+
+What is judged is in `invariants.py`, what happens in `lives.py`.
+"""
+
+import pytest
+
+from tests.engine_core.scheduler.lives import KINDS, lives
+
+SEEDS = 4
+OPERATIONS = 700
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_lives(kind):
+    totals = lives(kind, range(SEEDS), OPERATIONS)
+    print(dict(totals))
+    for what, fewest in KINDS[kind].expects.items():
+        assert totals[what] >= fewest, f"too few for a proof: {totals[what]} {what}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_random_lives(kind):
+    lives(kind, range(SEEDS, 60), 2 * OPERATIONS)
