@@ -1,16 +1,32 @@
 """The kernel libraries that this machine can run, for parametrised tests."""
 
+from functools import cache
+
 import pytest
 
-from worker.build_kernels import SOURCE_DIR, cpu_flags, machine_variants, usable_variants
-from worker.kernels import load_variant
+from worker import kernels
+from worker.build_kernels import (
+    SOURCE_DIR,
+    Variant,
+    cpu_flags,
+    machine_variants,
+    usable_variants,
+)
+from worker.kernels import Kernels
 
-RUNNABLE = [
-    pytest.param(each, id=each.name)
+LOADABLE = [
+    each
     for each in usable_variants(machine_variants(), cpu_flags())
     if each.library(SOURCE_DIR).exists()
-] or [pytest.param(None, marks=pytest.mark.skip(reason="no compiled kernels on this machine"))]
+]
+RUNNABLE = [pytest.param(each, id=each.name) for each in LOADABLE] or [
+    pytest.param(None, marks=pytest.mark.skip(reason="no compiled kernels on this machine"))
+]
 
 each_variant = pytest.mark.parametrize("variant", RUNNABLE)
 
-__all__ = ["each_variant", "load_variant"]
+
+@cache
+def load_variant(variant: Variant) -> Kernels:
+    """The library of one variant, loaded once: its name has a digest of all its sources."""
+    return kernels.load_variant(variant)
