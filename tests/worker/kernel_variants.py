@@ -1,6 +1,9 @@
-"""The kernel libraries that this machine can run, for parametrised tests."""
+"""The kernel libraries that this machine can run, for tests of each of them."""
 
-from functools import cache
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from typing import Any
 
 import pytest
 
@@ -19,11 +22,36 @@ LOADABLE = [
     for each in usable_variants(machine_variants(), cpu_flags())
     if each.library(SOURCE_DIR).exists()
 ]
-RUNNABLE = [pytest.param(each, id=each.name) for each in LOADABLE] or [
-    pytest.param(None, marks=pytest.mark.skip(reason="no compiled kernels on this machine"))
-]
+Test = Callable[..., None]
 
-each_variant = pytest.mark.parametrize("variant", RUNNABLE)
+
+def with_each(variants: Sequence[Any]) -> Callable[[Test], Test]:
+    """Decorator: run the body of one test with every value as its argument `variant`.
+
+    One test instead of one for each variant. A failure carries a note with the variant's name.
+    """
+
+    def decorate(test: Test) -> Test:
+        @wraps(test)
+        def run_all(**fixtures: Any) -> None:
+            if not variants:
+                pytest.skip("no compiled kernels on this machine")
+            for variant in variants:
+                try:
+                    test(variant=variant, **fixtures)
+                except Exception as error:
+                    error.add_note(f"variant: {getattr(variant, 'name', variant)}")
+                    raise
+
+        signature = inspect.signature(test)
+        others = [each for each in signature.parameters.values() if each.name != "variant"]
+        run_all.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return run_all
+
+    return decorate
+
+
+each_variant = with_each(LOADABLE)
 
 
 @cache
