@@ -1,16 +1,60 @@
-"""The kernel libraries that this machine can run, for parametrised tests."""
+"""The kernel libraries that this machine can run, for tests of each of them."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from typing import Any
 
 import pytest
 
-from worker.build_kernels import SOURCE_DIR, cpu_flags, machine_variants, usable_variants
-from worker.kernels import load_variant
+from worker import kernels
+from worker.build_kernels import (
+    SOURCE_DIR,
+    Variant,
+    cpu_flags,
+    machine_variants,
+    usable_variants,
+)
+from worker.kernels import Kernels
 
-RUNNABLE = [
-    pytest.param(each, id=each.name)
+LOADABLE = [
+    each
     for each in usable_variants(machine_variants(), cpu_flags())
     if each.library(SOURCE_DIR).exists()
-] or [pytest.param(None, marks=pytest.mark.skip(reason="no compiled kernels on this machine"))]
+]
+Test = Callable[..., None]
 
-each_variant = pytest.mark.parametrize("variant", RUNNABLE)
 
-__all__ = ["each_variant", "load_variant"]
+def with_each(variants: Sequence[Any]) -> Callable[[Test], Test]:
+    """Decorator: run the body of one test with every value as its argument `variant`.
+
+    One test instead of one for each variant. A failure carries a note with the variant's name.
+    """
+
+    def decorate(test: Test) -> Test:
+        @wraps(test)
+        def run_all(**fixtures: Any) -> None:
+            if not variants:
+                pytest.skip("no compiled kernels on this machine")
+            for variant in variants:
+                try:
+                    test(variant=variant, **fixtures)
+                except Exception as error:
+                    error.add_note(f"variant: {getattr(variant, 'name', variant)}")
+                    raise
+
+        signature = inspect.signature(test)
+        others = [each for each in signature.parameters.values() if each.name != "variant"]
+        run_all.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return run_all
+
+    return decorate
+
+
+each_variant = with_each(LOADABLE)
+
+
+@cache
+def load_variant(variant: Variant) -> Kernels:
+    """The library of one variant, loaded once: its name has a digest of all its sources."""
+    return kernels.load_variant(variant)

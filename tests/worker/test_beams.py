@@ -83,28 +83,33 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Model(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("length_penalty", [0.0, 1.0, -1.0])
-@pytest.mark.parametrize(("width", "num_blocks"), [(1, 100), (2, 100), (5, 100), (5, 14)], ids=str)
-def test_results_equal_transformers(
-    model: Model, width: int, num_blocks: int, length_penalty: float, early_stopping: bool | str
-) -> None:
-    engine = model.engine(num_blocks)
-    rows = engine.add(
-        PROMPT,
-        24,
-        n=width,
-        beam_width=width,
-        eos_token_ids=tuple(STOP_IDS),
-        length_penalty=length_penalty,
-        early_stopping=early_stopping,
-    )
-    engine.run()
-    expected = model.expected(
-        width, 24, length_penalty=length_penalty, early_stopping=early_stopping
-    )
-    if width > 1:
-        assert [engine.tokens_of(row) for row in rows] == expected
-    assert engine.kv_cache.usage == 0
-    preempted = sum(row.num_preemptions for row in rows)
-    assert (preempted > 0) is (num_blocks == 14)
+LENGTH_PENALTIES = (0.0, 1.0, -1.0)
+EARLY_STOPPING = (False, True, "never")
+WIDTHS = ((2, 100), (5, 100), (5, 14), (1, 100))
+"""Beams and blocks. The first three go through all pairs of the settings above, three each."""
+
+
+@pytest.mark.parametrize("index", range(len(WIDTHS)), ids=map(str, WIDTHS))
+def test_results_equal_transformers(model: Model, index: int) -> None:
+    width, num_blocks = WIDTHS[index]
+    for place, length_penalty in enumerate(LENGTH_PENALTIES):
+        settings: dict[str, object] = {
+            "length_penalty": length_penalty,
+            "early_stopping": EARLY_STOPPING[(place + index) % 3],
+        }
+        engine = model.engine(num_blocks)
+        rows = engine.add(
+            PROMPT,
+            24,
+            n=width,
+            beam_width=width,
+            eos_token_ids=tuple(STOP_IDS),
+            **settings,  # type: ignore[arg-type]
+        )
+        engine.run()
+        if width > 1:
+            expected = model.expected(width, 24, **settings)
+            assert [engine.tokens_of(row) for row in rows] == expected, settings
+        assert engine.kv_cache.usage == 0
+        preempted = sum(row.num_preemptions for row in rows)
+        assert (preempted > 0) is (num_blocks == 14)

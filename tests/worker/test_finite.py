@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker.kernel_variants import RUNNABLE, load_variant
+from tests.worker.kernel_variants import LOADABLE, load_variant, with_each
 from worker.finite import broken_by_kernel, broken_by_torch, broken_sequences
 
+each_way = with_each([None, *LOADABLE])  # None: torch
 NAN, INF = float("nan"), float("inf")
 STARTS = np.array([0, 3, 4, 9], dtype=np.int32)
 
@@ -17,7 +18,7 @@ def find(variant, hidden: torch.Tensor, starts: np.ndarray = STARTS) -> list[boo
     return broken_by_kernel(load_variant(variant), hidden, starts).tolist()
 
 
-@pytest.mark.parametrize("variant", [pytest.param(None, id="torch"), *RUNNABLE])
+@each_way
 @pytest.mark.parametrize("odd", [NAN, INF, -INF])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_one_odd_number_anywhere_breaks_its_sequence(
@@ -31,7 +32,7 @@ def test_one_odd_number_anywhere_breaks_its_sequence(
         assert find(variant, torch.randn(9, size).to(dtype)) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("variant", [pytest.param(None, id="torch"), *RUNNABLE])
+@each_way
 def test_large_numbers_of_one_sign_are_not_odd(variant) -> None:
     """Their sum would be."""
     hidden = torch.full((9, 32), 3e38)

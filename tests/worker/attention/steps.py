@@ -108,12 +108,17 @@ class Step:
             DefaultRope(10_000.0), case.head_dim, max(lens), torch.device("cpu")
         )
         self.rotation = rotary.at(torch.from_numpy(np.concatenate(positions)))
+        self._before = self.kv_cache.buffer.clone()
         self.inputs = AttentionInputs(
             query_start=np.cumsum([0] + [new for _, new in case.sequences], dtype=np.int32),
             seq_lens=np.array(lens, dtype=np.int32),
             block_table=table,
             slot_mapping=np.concatenate(slots),
         )
+
+    def clear_written(self) -> None:
+        """Make the slots of the step NaN again, for another backend to write."""
+        self.kv_cache.buffer.copy_(self._before)
 
     def run(self, backend: AttentionBackend) -> torch.Tensor:
         backend.plan(self.of_all_groups(self.inputs))
@@ -160,16 +165,18 @@ class Step:
             if case.window is not None:
                 hidden |= torch.ones(new, before + new).tril(before - case.window).bool()
             key, value = (self._read(part, slots).double() for part in (0, 1))
-            for head in range(case.num_heads):
-                scores = queries[start : start + new, head] @ key[:, head // group].T
-                scores *= case.shape.scale
-                if case.soft_cap:
-                    scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
-                weights = scores.masked_fill(hidden[:, first:], -torch.inf).softmax(dim=1)
-                answer[start : start + new, head] = weights @ value[:, head // group]
+            # [new, kv_heads, group, head_dim] against [seen, kv_heads, head_dim]
+            grouped = queries[start : start + new].unflatten(1, (-1, group))
+            scores = torch.einsum("qhgd,khd->hgqk", grouped, key) * case.shape.scale
+            if case.soft_cap:
+                scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
+            weights = scores.masked_fill(hidden[:, first:], -torch.inf).softmax(dim=-1)
+            found = torch.einsum("hgqk,khd->qhgd", weights, value)
+            answer[start : start + new] = found.flatten(1, 2)
         return answer
 
     def _read(self, part: int, slots: torch.Tensor) -> torch.Tensor:
         size = self.case.block_size
-        pages = self.kv_cache.layer_pages(LAYER)[part].read(slots // size)
-        return pages[torch.arange(len(slots)), :, slots % size]
+        blocks, index = torch.unique(slots // size, return_inverse=True)
+        pages = self.kv_cache.layer_pages(LAYER)[part].read(blocks)
+        return pages[index, :, slots % size]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.worker.attention.steps import LAYER, Case, Step
-from tests.worker.kernel_variants import each_variant, load_variant
+from tests.worker.kernel_variants import LOADABLE, each_variant, load_variant
 from worker.attention.base import AttentionBackend, AttentionInputs, AttentionShape
 from worker.attention.cpu import (
     MOST_PARTIAL_BYTES,
@@ -72,6 +72,15 @@ CASES = {
 }
 
 
+def all_backends_of(step: Step) -> dict[str, AttentionBackend]:
+    found: dict[str, AttentionBackend] = {
+        "reference": ReferenceAttention(step.kv_cache, step.case.shape)
+    }
+    for variant in LOADABLE:
+        found[variant.name] = CpuAttention(load_variant(variant), step.kv_cache, step.case.shape)
+    return found
+
+
 def error_of(step: Step, backend: AttentionBackend) -> float:
     """Largest error beside the largest value; NaN when anything leaked."""
     output = step.run(backend)
@@ -79,26 +88,18 @@ def error_of(step: Step, backend: AttentionBackend) -> float:
     return float((output.double() - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), PAIRS, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_reference_matches_float64(name: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    step = Step(replace(CASES[name], dtype=dtype, kv_dtype=kv_dtype))
-    assert error_of(step, ReferenceAttention(step.kv_cache, step.case.shape)) < TOLERANCE[dtype]
+def test_reference_and_kernels_match_float64(name: str) -> None:
+    """With each pair of dtypes, by the reference and by the kernels of every variant."""
+    for dtype, kv_dtype in PAIRS:
+        step = Step(replace(CASES[name], dtype=dtype, kv_dtype=kv_dtype))
+        for backend_name, backend in all_backends_of(step).items():
+            step.clear_written()
+            error = error_of(step, backend)
+            assert error < TOLERANCE[dtype], (backend_name, dtype, kv_dtype, error)
 
 
-@each_variant
-@pytest.mark.parametrize(("dtype", "kv_dtype"), PAIRS, ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_kernels_match_float64(
-    name: str, dtype: torch.dtype, kv_dtype: torch.dtype, variant
-) -> None:
-    step = Step(replace(CASES[name], dtype=dtype, kv_dtype=kv_dtype))
-    backend = CpuAttention(load_variant(variant), step.kv_cache, step.case.shape)
-    assert error_of(step, backend) < TOLERANCE[dtype]
-
-
-@each_variant
-def test_kernels_match_float64_on_random_steps(variant) -> None:
+def test_reference_and_kernels_match_float64_on_random_steps() -> None:
     rng = random.Random(7)
     for seed in range(60):
         kv_heads = rng.choice([1, 2, 3, 5])
@@ -118,30 +119,32 @@ def test_kernels_match_float64_on_random_steps(variant) -> None:
             window=rng.choice([None, 1, rng.randrange(2, 100), rng.randrange(2, 500)]),
         )
         step = Step(case)
-        backend = CpuAttention(load_variant(variant), step.kv_cache, case.shape)
-        assert error_of(step, backend) < TOLERANCE[case.dtype], case
+        for name, backend in all_backends_of(step).items():
+            step.clear_written()
+            assert error_of(step, backend) < TOLERANCE[case.dtype], (name, case)
+
+
+IN_SIGHT = {torch.float32: (None, 300), torch.bfloat16: (None,), torch.int8: (None,)}
+"""The windows that a dtype of the cache is tried with."""
 
 
 @each_variant
-@pytest.mark.parametrize("window", [None, 300])
-def test_a_row_does_not_depend_on_its_batch(variant, window: int | None) -> None:
-    """The same sequence alone and among others gives the same bits."""
-    sequences = ((600, 1), (3, 1), (0, 50), (1200, 1), (20, 30))
-    together = Step(Case(sequences, window=window))
+def test_a_row_does_not_depend_on_its_batch(variant) -> None:
+    """Decodes and chunks, alone and together: the same bits."""
+    sequences = ((600, 1), (3, 1), (0, 50), (1200, 1), (20, 30), (999, 3), (255, 1), (256, 1))
     kernels = load_variant(variant)
-    batch = together.run(CpuAttention(kernels, together.kv_cache, together.case.shape))
-    for row in range(len(sequences)):
-        backend = CpuAttention(kernels, together.kv_cache, together.case.shape)
-        backend.plan(together.of_all_groups(together.only(row)))
-        tokens = slice(*together.inputs.query_start[row : row + 2])
-        output = backend.run(
-            LAYER,
-            together.query[tokens],
-            together.key[tokens],
-            together.value[tokens],
-            together.rotation[tokens],
-        )
-        assert torch.equal(output, batch[tokens])
+    for kv_dtype, windows in IN_SIGHT.items():
+        dtype = torch.float32 if kv_dtype == torch.float32 else torch.bfloat16
+        for window in windows:
+            together = Step(Case(sequences, dtype=dtype, kv_dtype=kv_dtype, window=window))
+            backend = CpuAttention(kernels, together.kv_cache, together.case.shape)
+            batch = together.run(backend)
+            for row in range(len(sequences)):
+                backend.plan(together.of_all_groups(together.only(row)))
+                part = slice(*together.inputs.query_start[row : row + 2])
+                qkv = (together.query[part], together.key[part], together.value[part])
+                output = backend.run(LAYER, *qkv, together.rotation[part])
+                assert torch.equal(output, batch[part]), (kv_dtype, window, row)
 
 
 def in_chunks(step: Step, backend: CpuAttention, cuts: list[int]) -> torch.Tensor:
@@ -169,36 +172,17 @@ def sums_of_decodes_and_chunks_are_one(variant, kv_dtype: torch.dtype) -> bool:
 
 
 @each_variant
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-@pytest.mark.parametrize("window", [None, 300])
-def test_a_row_does_not_depend_on_the_chunk_it_is_in(
-    variant, window: int | None, kv_dtype: torch.dtype
-) -> None:
+def test_a_row_does_not_depend_on_the_chunk_it_is_in(variant) -> None:
     """Chunks of a prompt cut anywhere, down to one token where decodes sum alike: the same bits."""
-    dtype = torch.float32 if kv_dtype == torch.float32 else torch.bfloat16
-    step = Step(Case(((700, 400),), dtype=dtype, kv_dtype=kv_dtype, window=window))
-    backend = CpuAttention(load_variant(variant), step.kv_cache, step.case.shape)
-    whole = in_chunks(step, backend, [0, 400])
-    assert torch.equal(whole, in_chunks(step, backend, [0, 64, 107, 300, 400]))
-    if sums_of_decodes_and_chunks_are_one(variant, kv_dtype):
-        cuts = [0, 7, 8, 9, 10, 100, 101, 323, 324, 326, 398, 399, 400]
-        assert torch.equal(whole, in_chunks(step, backend, cuts))
-
-
-@each_variant
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8], ids=str)
-def test_a_bfloat16_row_does_not_depend_on_its_batch(variant, kv_dtype: torch.dtype) -> None:
-    """Decodes and chunks, alone and together: the same bits."""
-    sequences = ((600, 1), (3, 1), (0, 50), (1200, 1), (20, 30), (999, 3), (255, 1), (256, 1))
-    together = Step(Case(sequences, dtype=torch.bfloat16, kv_dtype=kv_dtype))
-    kernels = load_variant(variant)
-    backend = CpuAttention(kernels, together.kv_cache, together.case.shape)
-    batch = together.run(backend)
-    for row in range(len(sequences)):
-        backend.plan(together.of_all_groups(together.only(row)))
-        part = slice(*together.inputs.query_start[row : row + 2])
-        qkv = (together.query[part], together.key[part], together.value[part])
-        assert torch.equal(backend.run(LAYER, *qkv, together.rotation[part]), batch[part])
+    for kv_dtype, window in itertools.product(IN_SIGHT, (None, 300)):
+        dtype = torch.float32 if kv_dtype == torch.float32 else torch.bfloat16
+        step = Step(Case(((700, 400),), dtype=dtype, kv_dtype=kv_dtype, window=window))
+        backend = CpuAttention(load_variant(variant), step.kv_cache, step.case.shape)
+        whole = in_chunks(step, backend, [0, 400])
+        assert torch.equal(whole, in_chunks(step, backend, [0, 64, 107, 300, 400])), kv_dtype
+        if sums_of_decodes_and_chunks_are_one(variant, kv_dtype):
+            cuts = [0, 7, 8, 9, 10, 100, 101, 323, 324, 326, 398, 399, 400]
+            assert torch.equal(whole, in_chunks(step, backend, cuts)), (kv_dtype, window)
 
 
 def rows_before_what_is_no_number(step: Step, backend: AttentionBackend, part: str) -> None:
@@ -218,60 +202,44 @@ def rows_before_what_is_no_number(step: Step, backend: AttentionBackend, part: s
 NO_NUMBERS = Case(((0, 60), (0, 3), (30, 5), (600, 1), (1200, 90)))
 
 
-@each_variant
-@pytest.mark.parametrize("part", ["both", "key", "value"])
-@pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
-def test_what_is_no_number_stays_with_those_who_see_it(
-    variant, kv_dtype: torch.dtype, window: int | None, part: str
-) -> None:
+def test_what_is_no_number_stays_with_those_who_see_it(kv_dtype: torch.dtype) -> None:
     dtype = torch.bfloat16 if kv_dtype == torch.int8 else kv_dtype
-    step = Step(replace(NO_NUMBERS, dtype=dtype, kv_dtype=kv_dtype, window=window))
-    backend = CpuAttention(load_variant(variant), step.kv_cache, step.case.shape)
-    rows_before_what_is_no_number(step, backend, part)
-
-
-@pytest.mark.parametrize("part", ["both", "key", "value"])
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8], ids=str)
-def test_what_is_no_number_stays_with_those_who_see_it_in_the_reference(
-    kv_dtype: torch.dtype, part: str
-) -> None:
-    step = Step(replace(NO_NUMBERS, kv_dtype=kv_dtype))
-    backend = ReferenceAttention(step.kv_cache, step.case.shape)
-    rows_before_what_is_no_number(step, backend, part)
+    for window in (None, 40):
+        step = Step(replace(NO_NUMBERS, dtype=dtype, kv_dtype=kv_dtype, window=window))
+        key, value = step.key.clone(), step.value.clone()
+        for backend in all_backends_of(step).values():
+            for part in ("both", "key", "value"):
+                step.clear_written()
+                step.key.copy_(key)
+                step.value.copy_(value)
+                rows_before_what_is_no_number(step, backend, part)
 
 
 @each_variant
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_int8_of_what_is_not_finite_has_no_scale(variant, value: float) -> None:
-    step = Step(Case(((20, 3),), kv_dtype=torch.int8))
-    step.key[1, 0, 5] = step.value[2, 1, 7] = value
-    step.run(CpuAttention(load_variant(variant), step.kv_cache, step.case.shape))
-    key, written = step.written(0), step.written(1)
-    assert key[1, 0].isnan().all()
-    assert written[2, 1].isnan().all()
-    key[1, 0] = written[2, 1] = 0.0
-    assert key.isfinite().all()
-    assert written.isfinite().all()
+def test_int8_of_what_is_not_finite_has_no_scale(variant) -> None:
+    for value in (float("inf"), float("-inf"), float("nan")):
+        step = Step(Case(((20, 3),), kv_dtype=torch.int8))
+        step.key[1, 0, 5] = step.value[2, 1, 7] = value
+        step.run(CpuAttention(load_variant(variant), step.kv_cache, step.case.shape))
+        key, written = step.written(0), step.written(1)
+        assert key[1, 0].isnan().all(), value
+        assert written[2, 1].isnan().all(), value
+        key[1, 0] = written[2, 1] = 0.0
+        assert key.isfinite().all()
+        assert written.isfinite().all()
 
 
-def backends_of(step: Step, variant) -> list[AttentionBackend]:
-    return [
-        CpuAttention(load_variant(variant), step.kv_cache, step.case.shape),
-        ReferenceAttention(step.kv_cache, step.case.shape),
-    ]
-
-
-@each_variant
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_written_is_as_near_as_the_cache_allows(
-    variant, dtype: torch.dtype, kv_dtype: torch.dtype
+    dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
     """Turned keys and values: off by half a step of the element type, or of the int8 scale."""
     case = Case(((20, 3), (5, 1), (0, 30)), dtype=dtype, kv_dtype=kv_dtype, head_dim=40)
     step = Step(case)
-    for backend in backends_of(step, variant):
+    for backend in all_backends_of(step).values():
+        step.clear_written()
         step.run(backend)
         for part, exact in enumerate((step.turned(step.key), step.value.double())):
             error = (step.written(part).double() - exact).abs()
@@ -288,11 +256,13 @@ def test_kernels_and_reference_write_the_same_int8(variant) -> None:
     """Values of any size; those below 2^-100 count as zero."""
     step = Step(Case(((0, 120),), kv_dtype=torch.int8))
     step.value.mul_(torch.logspace(-44, 30, 120)[:, None, None])
-    kernels, reference = backends_of(step, variant)
+    kernels = CpuAttention(load_variant(variant), step.kv_cache, step.case.shape)
+    reference = ReferenceAttention(step.kv_cache, step.case.shape)
     step.run(kernels)
     pages = step.kv_cache.layer_pages(LAYER)[1]
     blocks = torch.from_numpy(step.inputs.block_table[0, :-2]).long()
     ours = pages.read(blocks)
+    step.clear_written()
     step.run(reference)
     assert torch.equal(ours.nan_to_num(7.0), pages.read(blocks).nan_to_num(7.0))
     assert (step.written(1)[0] == 0.0).all()

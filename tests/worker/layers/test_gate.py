@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.worker.kernel_variants import RUNNABLE, load_variant
+from tests.worker.kernel_variants import LOADABLE, load_variant, with_each
 from worker.layers.activation import Gate, KernelGate, TorchGate, make_gate
 from worker.layers.buffer import RowBuffer
 from worker.models.spec import Activation
@@ -13,7 +13,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 SHAPES = ((1, 1), (3, 5), (2, 16), (1, 1536), (7, 531), (40, 600))
 NAMES: tuple[Activation, ...] = ("silu", "gelu_tanh")
 
-each_gate = pytest.mark.parametrize("variant", [pytest.param(None, id="torch"), *RUNNABLE])
+each_gate = with_each([None, *LOADABLE])  # None: torch
 each_name = pytest.mark.parametrize("name", NAMES)
 
 

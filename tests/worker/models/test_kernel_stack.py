@@ -1,7 +1,9 @@
 """The layers in one call against the same layers part by part: the same bits, or it is refused."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from tests.fakes.gguf_files import write
 from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.fakes.tiny_ggufs import SIZES, config_of, tiny
-from tests.worker.kernel_variants import RUNNABLE, each_variant, load_variant
+from tests.worker.kernel_variants import LOADABLE, each_variant, load_variant, with_each
 from worker.attention.base import AttentionInputs, AttentionShape
 from worker.attention.cpu import CpuAttention
 from worker.build_kernels import Variant
@@ -48,6 +50,8 @@ FAMILIES = (
     *("llama", "llama-biases", "mistral-wide-heads", "mistral-window", "qwen2-window"),
     *("qwen3", "qwen3-biases-tied", "gemma3", "gemma3-pattern-untied"),
 )
+Checkpoint = Callable[[str], PreparedModel]
+best_variant = with_each(LOADABLE[:1])
 
 
 @pytest.fixture
@@ -63,20 +67,29 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Variant], Kernels]:
     return choose
 
 
-@pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+@contextmanager
+def threads_of_torch(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
-def prepared_checkpoint(config: PretrainedConfig, folder: Path) -> PreparedModel:
-    """With sizes that make whole blocks of 32."""
-    config = copy.deepcopy(config)
-    config.intermediate_size = 96
-    tiny_model(config).save_pretrained(folder)
-    return prepare_checkpoint(folder, folder / "prepared")
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PreparedModel]:
+    """The checkpoint of a name in CONFIGS, with sizes that make whole blocks of 32."""
+
+    @cache
+    def prepared(name: str) -> PreparedModel:
+        folder = tmp_path_factory.mktemp(name)
+        config = copy.deepcopy(CONFIGS[name])
+        config.intermediate_size = 96
+        tiny_model(config).save_pretrained(folder)
+        return prepare_checkpoint(folder, folder / "prepared")
+
+    return prepared
 
 
 def prepared_gguf(config: PretrainedConfig, folder: Path) -> PreparedModel:
@@ -132,78 +145,71 @@ class Player:
         return self.model.forward(tokens, torch.from_numpy(positions), self.attention)
 
 
-def assert_same_bits(model: Decoder, kernels: Kernels) -> None:
+def assert_same_bits(model: Decoder, kernels: Kernels, threads: Sequence[int] = (1,)) -> None:
     stack, partwise = model._stacks
     assert isinstance(stack, KernelStack)
-    one, parts = Player(model, kernels, (stack,)), Player(model, kernels, (partwise,))
-    assert all(stack.takes(rows, one.attention) for rows in (1, 2, 70))
-    for found, wanted in zip(one.play(), parts.play(), strict=True):
-        assert wanted.isfinite().all()
-        assert wanted.float().std() > 0.1, "a difference would not show"
-        assert torch.equal(found, wanted)
-    assert torch.equal(one.cache.buffer, parts.cache.buffer)
+    for count in threads:
+        one, parts = Player(model, kernels, (stack,)), Player(model, kernels, (partwise,))
+        assert all(stack.takes(rows, one.attention) for rows in (1, 2, 70))
+        with threads_of_torch(count):
+            steps = zip(one.play(), parts.play(), strict=True)
+        for found, wanted in steps:
+            assert wanted.isfinite().all()
+            assert wanted.float().std() > 0.1, "a difference would not show"
+            assert torch.equal(found, wanted)
+        assert torch.equal(one.cache.buffer, parts.cache.buffer)
 
 
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@best_variant
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("variant", RUNNABLE[:1])
 def test_families(
-    variant: Variant,
-    name: str,
-    dtype: torch.dtype,
-    use: Callable[[Variant], Kernels],
-    tmp_path: Path,
+    name: str, variant: Variant, use: Callable[[Variant], Kernels], checkpoint: Checkpoint
 ) -> None:
     kernels = use(variant)
-    prepared = prepared_checkpoint(CONFIGS[name], tmp_path)
-    assert_same_bits(load(prepared, dtype, int8(kernels, dtype)), kernels)
+    prepared = checkpoint(name)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert_same_bits(load(prepared, dtype, int8(kernels, dtype)), kernels, (1, 3))
+    assert_same_bits(load(prepared, torch.bfloat16, Bf16Form(kernels)), kernels, (1, 3))
 
 
 @each_variant
-def test_variants(variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path) -> None:
+def test_variants(
+    variant: Variant, use: Callable[[Variant], Kernels], checkpoint: Checkpoint
+) -> None:
     kernels = use(variant)
     for name, dtype in product(("llama", "gemma3-pattern-untied"), (torch.bfloat16, torch.float32)):
-        prepared = prepared_checkpoint(CONFIGS[name], tmp_path / f"{name}-{dtype}")
-        assert_same_bits(load(prepared, dtype, int8(kernels, dtype)), kernels)
+        assert_same_bits(load(checkpoint(name), dtype, int8(kernels, dtype)), kernels)
 
 
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("variant", RUNNABLE[:1])
-def test_families_in_bfloat16(
-    variant: Variant, name: str, use: Callable[[Variant], Kernels], tmp_path: Path
-) -> None:
-    kernels = use(variant)
-    prepared = prepared_checkpoint(CONFIGS[name], tmp_path)
-    assert_same_bits(load(prepared, torch.bfloat16, Bf16Form(kernels)), kernels)
-
-
-@each_variant
+@pytest.mark.parametrize("name", ["llama", "gemma3-pattern-untied"])
 def test_bfloat16_of_any_length(
-    variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path
+    name: str, use: Callable[[Variant], Kernels], tmp_path: Path
 ) -> None:
     """Rows that are no whole number of a kernel's steps, which it does not read in place."""
-    kernels = use(variant)
-    for name in ("llama", "gemma3-pattern-untied"):
-        folder = tmp_path / name
-        tiny_model(CONFIGS[name]).save_pretrained(folder)
-        prepared = prepare_checkpoint(folder, folder / "prepared")
+    tiny_model(CONFIGS[name]).save_pretrained(tmp_path)
+    prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
+
+    @each_variant
+    def same_bits(variant: Variant) -> None:
+        kernels = use(variant)
         assert_same_bits(load(prepared, torch.bfloat16, Bf16Form(kernels)), kernels)
 
+    same_bits()
 
-@each_variant
-def test_products_of_several_types(
-    variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path
-) -> None:
-    kernels = use(variant)
+
+def test_products_of_several_types(use: Callable[[Variant], Kernels], tmp_path: Path) -> None:
     prepared = prepared_gguf(LlamaConfig(**SIZES, attention_bias=True), tmp_path)
-    form = BlockForm(FileBlocks(kernels), DenseForm(torch.bfloat16), torch.bfloat16)
-    assert_same_bits(load(prepared, torch.bfloat16, form), kernels)
+
+    @each_variant
+    def same_bits(variant: Variant) -> None:
+        kernels = use(variant)
+        form = BlockForm(FileBlocks(kernels), DenseForm(torch.bfloat16), torch.bfloat16)
+        assert_same_bits(load(prepared, torch.bfloat16, form), kernels)
+
+    same_bits()
 
 
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("variant", RUNNABLE[:1])
+@best_variant
 def test_the_shapes_of_smollm2(
     variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path
 ) -> None:
@@ -213,18 +219,17 @@ def test_the_shapes_of_smollm2(
     tiny_model(LlamaConfig(**sizes, **heads)).save_pretrained(tmp_path)
     prepared = prepare_checkpoint(tmp_path, tmp_path / "prepared")
     for form in (int8(kernels, torch.bfloat16), Bf16Form(kernels)):
-        assert_same_bits(load(prepared, torch.bfloat16, form), kernels)
+        assert_same_bits(load(prepared, torch.bfloat16, form), kernels, (1, 3))
 
 
 @each_variant
 def test_weights_of_two_forms(
-    variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path
+    variant: Variant, use: Callable[[Variant], Kernels], checkpoint: Checkpoint
 ) -> None:
     """Steps of few rows by one, those of many by the other."""
     kernels = use(variant)
     for name, dtype in product(("qwen2", "gemma3-pattern-untied"), (torch.bfloat16, torch.float32)):
-        prepared = prepared_checkpoint(CONFIGS[name], tmp_path / f"{name}-{dtype}")
-        model = load(prepared, dtype, MixedForm(int8(kernels, dtype), kernels))
+        model = load(checkpoint(name), dtype, MixedForm(int8(kernels, dtype), kernels))
         assert_same_bits(model, kernels)
         stack = model._stacks[0]
         assert isinstance(stack, KernelStack)
@@ -232,13 +237,13 @@ def test_weights_of_two_forms(
         assert few.layers != many.layers
 
 
-@pytest.mark.parametrize("variant", RUNNABLE[:1])
+@best_variant
 def test_what_is_not_ours_is_left_to_the_parts(
-    variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path
+    variant: Variant, use: Callable[[Variant], Kernels], checkpoint: Checkpoint
 ) -> None:
     kernels = use(variant)
     dtype = torch.bfloat16
-    prepared = prepared_checkpoint(CONFIGS["qwen2"], tmp_path)
+    prepared = checkpoint("qwen2")
     dense, blocks = (
         load(prepared, dtype, form) for form in (DenseForm(dtype), int8(kernels, dtype))
     )
@@ -251,12 +256,12 @@ def test_what_is_not_ours_is_left_to_the_parts(
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("variant", RUNNABLE[:1])
+@best_variant
 def test_a_token_that_is_no_number_breaks_its_own_rows(
-    variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path
+    variant: Variant, use: Callable[[Variant], Kernels], checkpoint: Checkpoint
 ) -> None:
     kernels = use(variant)
-    prepared = prepared_checkpoint(CONFIGS["llama"], tmp_path)
+    prepared = checkpoint("llama")
     model = load(prepared, torch.bfloat16, int8(kernels, torch.bfloat16))
     player = Player(model, kernels, model._stacks[:1])
     player.play()
@@ -267,14 +272,12 @@ def test_a_token_that_is_no_number_breaks_its_own_rows(
     assert hidden[1].isnan().all()
 
 
-@pytest.mark.parametrize("variant", RUNNABLE[:1])
+@best_variant
 def test_positions_beyond_the_model(
-    variant: Variant, use: Callable[[Variant], Kernels], tmp_path: Path
+    variant: Variant, use: Callable[[Variant], Kernels], checkpoint: Checkpoint
 ) -> None:
     kernels = use(variant)
-    model = load(
-        prepared_checkpoint(CONFIGS["llama"], tmp_path), torch.float32, int8(kernels, torch.float32)
-    )
+    model = load(checkpoint("llama"), torch.float32, int8(kernels, torch.float32))
     for stack in model._stacks:
         player = Player(model, kernels, (stack,))
         player.play()

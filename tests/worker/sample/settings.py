@@ -1,15 +1,12 @@
 """Rows of sampling settings and backends for the tests."""
 
 import numpy as np
-import pytest
 
-from tests.worker.kernel_variants import RUNNABLE, load_variant
+from tests.worker.kernel_variants import LOADABLE, load_variant, with_each
 from worker.sample.backend import KernelBackend, ReferenceBackend, SamplingBackend
 from worker.sample.rows import SamplingRows
 
-each_backend = pytest.mark.parametrize(
-    "variant", [pytest.param("reference", id="reference"), *RUNNABLE]
-)
+each_backend = with_each(["reference", *LOADABLE])
 
 
 def backend_of(variant) -> SamplingBackend:

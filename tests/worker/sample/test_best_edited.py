@@ -44,8 +44,7 @@ def change_of(rng: random.Random, row: int, scores: torch.Tensor) -> Change:
 
 
 @each_backend
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "dtype"), list(enumerate(DTYPES)), ids=str)
 def test_it_is_the_best_once_the_changes_are_made(variant, dtype: torch.dtype, seed: int) -> None:
     """Many scores are equal, also after changes; the lowest id is the one."""
     rng, backend = random.Random(seed), backend_of(variant)

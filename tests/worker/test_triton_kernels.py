@@ -1,0 +1,66 @@
+"""The Triton kernels compile for Hopper, which needs no GPU.
+
+One process compiles all of them: starting it takes longer than compiling most kernels.
+"""
+
+import pytest
+
+from tests.worker.ahead_of_time import Kernel, compiled
+from worker.sample.device_edits import SEEN
+
+KV_DTYPES = [("bf16", "bf16", 0.0), ("fp16", "fp16", 0.0), ("bf16", "fp8e4nv", 448.0)]
+
+
+def store(head_dim: int, dtype: str, kv_dtype: str, largest: float) -> Kernel:
+    pointers = {"slots": "*i64", "key": f"*{dtype}", "value": f"*{dtype}"}
+    pages = {"key_pages": f"*{kv_dtype}", "value_pages": f"*{kv_dtype}"}
+    strides = ("key_stride", "value_stride", "block_stride", "head_stride")
+    return Kernel(
+        "worker.attention.kv_store:TritonStore",
+        pointers | pages | dict.fromkeys(strides, "i32"),
+        {"block_size": 16, "head_dim": head_dim, "most": largest},
+    )
+
+
+def norm(adds: bool) -> Kernel:
+    signature = {"x": "*bf16", "weight": "*bf16", "residual": "*bf16", "out": "*bf16"}
+    signature |= {"x_stride": "i64", "heads": "i32", "size": "i32", "eps": "fp32"}
+    return Kernel(
+        "worker.layers.triton_rows:_norm_kernel", signature, {"adds": adds, "block": 4096}
+    )
+
+
+def gate(gelu: bool) -> Kernel:
+    signature = {"gate_up": "*bf16", "out": "*bf16", "size": "i32"}
+    return Kernel(
+        "worker.layers.triton_rows:_gate_kernel", signature, {"gelu": gelu, "block": 1024}
+    )
+
+
+EDITED_ROWS = Kernel(
+    "worker.sample.device_edits:_rows_kernel",
+    {"scores": "*fp32", "counts": "*i32", "words": "*i32"}
+    | dict.fromkeys(("at", "slots", "masks"), "*i64")
+    | {"rules": "*fp32", "vocab_size": "i32", "num_words": "i32"},
+    {"seen": SEEN, "block": 1024},
+    {"enable_fp_fusion": False},
+)
+LISTED_EDITS = Kernel(
+    "worker.sample.device_edits:_listed_kernel",
+    {"scores": "*fp32", "places": "*i64", "values": "*fp32"}
+    | dict.fromkeys(("sources", "needed", "last"), "*i64")
+    | {"count": "i32"},
+    {"any_token": -1, "block": 128},
+)
+
+
+def test_the_kernels_compile_for_a_gpu() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    stores = [store(size, *dtypes) for size in (64, 128, 256) for dtypes in KV_DTYPES]
+    others = [norm(False), norm(True), gate(False), gate(True), EDITED_ROWS, LISTED_EDITS]
+    found = compiled([*stores, *others])
+    assert ["e4m3" in ptx for ptx in found[: len(stores)]] == [False, False, True] * 3
+    *_, edited_rows, listed_edits = found
+    assert "fma." not in edited_rows, "the host does not fuse"
+    assert "div.rn.f32" in edited_rows
+    assert "atom" in listed_edits or "red." in listed_edits
