@@ -100,9 +100,10 @@ class OnFakeCuda:
         cuda: FakeCuda,
         num_rows: int,
         kv_dtype: torch.dtype = DTYPE,
+        library: FakeFlashInfer | None = None,
         **settings: Any,
     ) -> None:
-        self.library = FakeFlashInfer(cuda.device)
+        self.library = library or FakeFlashInfer(cuda.device)
         with cuda.loading():
             decoder = model.load(CUDA)
             self.cache = model.cache(CUDA, kv_dtype)
