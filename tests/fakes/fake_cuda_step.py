@@ -110,12 +110,14 @@ def _translate(error: RuntimeError, operator: Any) -> None:
 class HotPath(TorchDispatchMode):
     """Watches operators, innermost of all modes.
 
-    calls: arguments of the first call of each operator with its dtypes, as JSON has them.
+    calls: arguments of the first call of each operator with its dtypes, as JSON has them; of one
+        with elements, if there is any.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
+        self._empty: set[tuple[str, tuple[str, ...]]] = set()
         self.is_capturing = False
 
     def __torch_dispatch__(
@@ -136,8 +138,11 @@ class HotPath(TorchDispatchMode):
         self._check(func, given, list(_tensors(result)), args, kwargs)
         if not func.is_view and any(_is_cuda(each) for each in (*given, *_tensors(result))):
             dtypes = tuple(_name(each.dtype) for each in given or _tensors(result))
-            described = {"args": _described(args), "kwargs": _described(kwargs)}
-            self.calls.setdefault((str(func), dtypes), described)
+            # Without elements no kernel is launched.
+            key, is_empty = (str(func), dtypes), any(not each.numel() for each in given)
+            if key not in self.calls or (key in self._empty and not is_empty):
+                self.calls[key] = {"args": _described(args), "kwargs": _described(kwargs)}
+                (self._empty.add if is_empty else self._empty.discard)(key)
         return result
 
     def _check(
