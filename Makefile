@@ -4,6 +4,8 @@
 
 PYTHON ?= python3
 ARGS ?=
+# Where pip looks for torch besides; deploy/README.md says which index has builds without CUDA
+TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
@@ -58,8 +60,8 @@ clean:
 $(VENV)/torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tokend needs Python 3.11 or newer")'
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing torch (some 200 MB; once)"
-	@$(PIP) torch
+	@echo "installing torch (some 200 MB, or gigabytes with CUDA; once)"
+	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	@touch $@
 
 KERNELS := engine_core/build_native.py engine_core/build_compiled.py worker/build_kernels.py \
@@ -70,9 +72,9 @@ $(VENV)/installed: $(VENV)/torch pyproject.toml setup.py $(KERNELS)
 	@$(PIP) --editable .
 	@touch $@
 
-$(VENV)/installed-gpu: $(VENV)/installed
+$(VENV)/installed-gpu: $(VENV)/installed constraints-gpu.txt
 	@echo "installing what a GPU needs (large; once)"
-	@$(PIP) --editable '.[gpu]'
+	@$(PIP) --constraint constraints-gpu.txt --editable '.[gpu]'
 	@touch $@
 
 $(VENV)/installed-test: $(VENV)/installed

@@ -108,10 +108,14 @@ class KVCache:
         """Bytes of one token in all slots, K and V."""
         return self.buffer[0].nbytes // self.block_size
 
-    def copy_blocks(self, pairs: list[int]) -> None:
-        """Copy whole blocks; `pairs`: source, copy, source, copy …, no copy being a source."""
-        blocks = torch.tensor(pairs, dtype=torch.int64, device=self.buffer.device).view(-1, 2)
-        self.buffer.index_copy_(0, blocks[:, 1], self.buffer.index_select(0, blocks[:, 0]))
+    def copy_blocks(self, sources: torch.Tensor, copies: torch.Tensor) -> None:
+        """Copy whole blocks, each of `sources` to the one of `copies`; no copy is a source.
+
+        Both are int64 [n], where the cache is. Blocks are copied as words of 32 bits, whatever
+        they hold: torch's index_copy_ takes no float8.
+        """
+        words = self.buffer.view(self.num_blocks, -1).view(torch.int32)
+        words.index_copy_(0, copies, words.index_select(0, sources))
 
     def layer_pages(self, layer: int) -> tuple[Pages, Pages]:
         """K and V of one layer.

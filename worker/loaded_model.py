@@ -20,6 +20,7 @@ from proto.lifecycle import KVCacheGeometry, WeightMemory
 from proto.prepared_model import PreparedModel
 from worker.device.base import Device
 from worker.fingerprint import kv_fingerprint
+from worker.flashinfer_modules import load_modules
 from worker.kernels import load_kernels
 from worker.kv_cache import kv_cache_geometry, resolve_kv_dtype
 from worker.kv_layout import KVLayout, kv_layout
@@ -113,9 +114,19 @@ def load(
         form.name,
     )
     model_config = read_config(prepared)
+    whole = spec_from_config(model_config)
+    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype, whole.head_dim)
+    if is_cuda(device):
+        load_modules(
+            config.device,
+            whole,
+            dtype,
+            kv_dtype,
+            lambda fraction: reports.progress("loading kernels", fraction),
+        )
     model = load_model(
         prepared,
-        spec_from_config(model_config),
+        whole,
         dtype,
         device.torch_device,
         lambda fraction: reports.progress("loading weights", fraction),
@@ -126,7 +137,6 @@ def load(
     if notice := dense_notice(form):
         reports.notice(notice)
     spec, layout = model.spec, kv_layout(model.spec.windows)
-    kv_dtype = resolve_kv_dtype(config.cache.kv_cache_dtype, dtype, spec.head_dim)
     geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, kv_dtype)
     return LoadedModel(prepared, model_config, model, dtype, form, device, group, layout, geometry)
 

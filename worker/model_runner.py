@@ -146,9 +146,11 @@ class ModelRunner:
         """Take over what the step changes and run the model; the answer where nothing runs."""
         started = time.monotonic()
         step_rows = self._rows.apply(step)
-        if step.block_copies:
-            self.kv_cache.copy_blocks(step.block_copies)
+        # source, copy, source, copy …
+        block_copies = np.array(step.block_copies, dtype=np.int64).reshape(-1, 2)
         if len(step_rows) == 0:
+            if len(block_copies):
+                self.kv_cache.copy_blocks(*self._placement.send(list(block_copies.T)))
             return ModelRunnerOutput(step.epoch, step.step, [], [])
         handles = [new.handle for new in step.new_requests] + step.cached_requests.handles
         back = list(range(len(handles)))
@@ -159,14 +161,17 @@ class ModelRunner:
             back = np.argsort(order).tolist()
         else:
             inputs = build_inputs(step, step_rows, self._rows)
-        token_ids, positions, last_token, rows = self._placement.send(
+        token_ids, positions, last_token, rows, sources, copies = self._placement.send(
             [
                 inputs.token_ids,
                 inputs.positions,
                 inputs.last_token,
                 self._tokens.rows_of(inputs),
+                *block_copies.T,
             ]
         )
+        if len(block_copies):
+            self.kv_cache.copy_blocks(sources, copies)
         hidden = self._forward(inputs, self._tokens.fill(token_ids, rows), positions)
         return Begun(step, started, inputs, handles, back, hidden, last_token)
 

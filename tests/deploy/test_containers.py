@@ -15,6 +15,8 @@ from api_server.middleware import OPEN_PATHS
 from api_server.routes import completions
 from deploy.ending import ON_REQUEST
 from proto.config import FrontEndConfig, ReliabilityConfig
+from worker.attention.flashinfer import HEAD_DIMS
+from worker.build_flashinfer import PACKAGE, parser
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILES = sorted((ROOT / "deploy" / "docker").glob("Dockerfile.*"))
@@ -40,12 +42,30 @@ class TestDockerfile:
         assert found[2] in OPEN_PATHS
 
 
+def test_the_image_for_gpus_has_kernels_and_what_compiles_them() -> None:
+    """Prebuilt ones of FlashInfer, for every head that there are any for; Triton's at first use."""
+    stages = (ROOT / "deploy/docker/Dockerfile.cuda").read_text().split("\nFROM ")
+    build, final = stages[-2:]
+    installed = set(re.search(r"apt-get install (.*)", final)[1].split())  # type: ignore[index]
+    assert {"gcc", "libc6-dev", "python3-dev"} <= installed
+    kernels = re.search(r'ARG KERNELS="(.*)"', build)
+    run = re.search(r"-m worker.build_flashinfer (.*?) \\\n", build)
+    assert kernels is not None
+    assert run is not None
+    words = run[1].replace("${KERNELS}", kernels[1]).replace("$(nproc)", "4")
+    options = parser().parse_args(words.split())
+    assert tuple(options.head_dims) == HEAD_DIMS
+    assert options.windows
+    assert options.rows
+    assert f"mv {options.folder}/{PACKAGE} /opt/tokend/lib/python3*/site-packages" in build
+
+
 def test_the_build_gets_what_the_package_is_made_of_and_nothing_else() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
     needed = {name.removesuffix("*") for name in packages}
     needed |= {project["project"]["readme"], *project["project"]["license-files"]}
-    needed |= {"pyproject.toml", "setup.py", "constraints.txt"}
+    needed |= {"pyproject.toml", "setup.py", "constraints.txt", "constraints-gpu.txt"}
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in lines
     assert {line[1:] for line in lines if line.startswith("!")} == needed

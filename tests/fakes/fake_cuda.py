@@ -2,7 +2,8 @@
 
 Tensors made on or moved to the device are those of a FakeDevice, and say that they are on
 "cuda", so everything that chooses by device chooses as it would there. Weights are put there
-with `loading`, when waiting is no fault. Products, of the host too, are summed in float64, so
+with `loading`, when waiting is no fault; numbers of the host that are put there at another time
+are refused. Products, of the host too, are summed in float64, so
 that a row's result does not depend on how many there are.
 """
 
@@ -14,8 +15,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.fakes.fake_device import FakeDevice, on_host
+from tests.fakes.fake_device import DeviceError, FakeDevice, on_host
 
+COPYING = ("tensor", "as_tensor", "asarray")
+"""Functions of torch that fill a new tensor with numbers of the host."""
 CUDA = torch.device("cuda", 0)
 _DEVICE: Any = torch.Tensor.device
 
@@ -53,9 +56,13 @@ class FakeCuda(TorchFunctionMode):
             residual, x, transposed = args
             return residual.add_((x.double() @ transposed.double()).to(x.dtype))
         if _is_cuda(kwargs.get("device")):
+            if name in COPYING and not self._is_loading:
+                raise DeviceError(f"{name} on a device waits for the device")
             del kwargs["device"]
             return device.adopt(func(*args, **kwargs))
         if name == "to" and any(map(_is_cuda, args[1:])):
+            if not self._is_loading and not device.holds(args[0]):
+                raise DeviceError("a copy from memory that is not page-locked waits for the device")
             rest = [each for each in args[1:] if not _is_cuda(each)]
             source = on_host(args[0])
             return device.adopt(source.to(*rest, **kwargs | {"copy": True}))

@@ -34,6 +34,7 @@ WAITING = (
     "unique",
     "equal",
     "allclose",
+    "new_tensor",
     "__bool__",
     "__int__",
     "__float__",
@@ -60,6 +61,8 @@ class DeviceTensor(torch.Tensor):
         if name == "repeat_interleave" and kwargs.get("output_size") is None:
             raise DeviceError("repeat_interleave without output_size waits for the device")
         tensors = list(_tensors((args, kwargs)))
+        if name in ("index_copy", "index_copy_") and _is_float8(args[0]):
+            raise DeviceError(f"{name} has no kernel for {args[0].dtype}")
         if name == "__getitem__" and any(each.dtype == torch.bool for each in tensors[1:]):
             raise DeviceError("indexing with a mask waits for the device")
         host = [each for each in tensors if not isinstance(each, DeviceTensor) and each.dim()]
@@ -274,6 +277,10 @@ class AcrossTheBoundary:
         result = self._backend.run(layer, adopt(query), adopt(key), adopt(value), adopt(rotation))
         assert self._device.holds(result)
         return on_host(result)
+
+
+def _is_float8(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

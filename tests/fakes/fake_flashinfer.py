@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from tests.fakes.fake_device import FakeDevice, on_host
+from tests.fakes.fake_flashinfer_modules import FakeModules
 from tests.fakes.fake_flashinfer_rows import FakeRowKernels
 from tests.fakes.fake_paged_wrapper import SIXTEEN_BITS, PagedWrapper, check_index, demand
 
@@ -33,8 +34,8 @@ _SETTINGS: Final = frozenset(
 class FakeFlashInfer(FakeRowKernels):
     """The module `flashinfer`, as far as it is used, for one device."""
 
-    def __init__(self, device: FakeDevice) -> None:
-        super().__init__(device)
+    def __init__(self, device: FakeDevice, modules: FakeModules | None = None) -> None:
+        super().__init__(device, modules)
         self.wrappers: list[PagedWrapper] = []
 
     def BatchPrefillWithPagedKVCacheWrapper(
@@ -46,7 +47,9 @@ class FakeFlashInfer(FakeRowKernels):
         backend: str,
     ) -> "FakePrefill":
         demand(not use_cuda_graph, "prefills are not captured")
-        wrapper = FakePrefill(self._device, float_workspace_buffer, kv_layout, backend)
+        wrapper = FakePrefill(
+            self._device, float_workspace_buffer, kv_layout, backend, self._modules
+        )
         self.wrappers.append(wrapper)
         return wrapper
 
@@ -63,7 +66,9 @@ class FakeFlashInfer(FakeRowKernels):
         backend: str,
     ) -> "FakeDecode":
         demand(use_tensor_cores, "without tensor cores not every number of heads is possible")
-        wrapper = FakeDecode(self._device, float_workspace_buffer, kv_layout, backend)
+        wrapper = FakeDecode(
+            self._device, float_workspace_buffer, kv_layout, backend, self._modules
+        )
         if use_cuda_graph:
             wrapper.fix(
                 paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
@@ -116,6 +121,7 @@ class FakeFlashInfer(FakeRowKernels):
     def merge_state_in_place(
         self, v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor
     ) -> None:
+        self._need("cascade")
         for name, tensor in (("v", v), ("s", s), ("v_other", v_other), ("s_other", s_other)):
             demand(self._device.holds(tensor), f"{name} is on the device")
             demand(tensor.is_contiguous(), f"{name} is contiguous")

@@ -1,7 +1,9 @@
 """FlashInfer's kernels for norms, gates and rotations on a FakeDevice, strict about the contract.
 
 The library casts pointers to the dtype of its first argument and reads vectors of 16 bytes: what
-it takes on trust is a ContractError here. num_calls: by name.
+it takes on trust is a ContractError here. num_calls: by name. modules: where they are given,
+a kernel whose module was not loaded at the start is a ContractError, too: the library would
+compile it in the middle of a step.
 """
 
 from collections import Counter
@@ -11,14 +13,16 @@ import torch
 import torch.nn.functional as F
 
 from tests.fakes.fake_device import FakeDevice, on_host
+from tests.fakes.fake_flashinfer_modules import FakeModules
 from tests.fakes.fake_paged_wrapper import SIXTEEN_BITS, demand
 
 
 class FakeRowKernels:
     """A part of the module `flashinfer`, for one device."""
 
-    def __init__(self, device: FakeDevice) -> None:
+    def __init__(self, device: FakeDevice, modules: FakeModules | None = None) -> None:
         self._device = device
+        self._modules = modules
         self.num_calls: Counter[str] = Counter()
 
     def rmsnorm(
@@ -51,6 +55,7 @@ class FakeRowKernels:
         is_neox: bool = True,
     ) -> None:
         self.num_calls["rope"] += 1
+        self._need("rope")
         for name, each in (("query", query), ("key", key)):
             self._check(name, each)
             demand(each.dim() == 2 and each.shape[1] % head_size == 0, f"{name} has whole heads")
@@ -89,6 +94,7 @@ class FakeRowKernels:
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         self.num_calls[name] += 1
+        self._need("norm")
         demand(out is not None, "the result has its place")
         assert out is not None
         for what, each in (("input", x), ("out", out), ("weight", weight)):
@@ -112,6 +118,7 @@ class FakeRowKernels:
         function: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         self.num_calls[name] += 1
+        self._need(name)
         demand(out is not None, "the result has its place")
         assert out is not None
         for what, each in (("input", x), ("out", out)):
@@ -127,6 +134,10 @@ class FakeRowKernels:
 
         self._device.kernel(run)
         return out
+
+    def _need(self, module: str) -> None:
+        if self._modules is not None:
+            self._modules.need(module)
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         self._on_device(name, tensor)

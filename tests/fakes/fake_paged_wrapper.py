@@ -7,7 +7,7 @@ between decodes and prefills is in fake_flashinfer.py.
 import math
 import threading
 import weakref
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -29,6 +29,14 @@ def demand(holds: bool, what: str) -> None:
         raise ContractError(what)
 
 
+class Modules(Protocol):
+    """Kernels that were loaded at the start."""
+
+    def need_attention(self, head_dim: int, settings: dict[str, Any]) -> None:
+        """Raise ContractError where those of a plan are not among them."""
+        ...
+
+
 class PagedWrapper:
     """What both wrappers do.
 
@@ -37,12 +45,18 @@ class PagedWrapper:
     """
 
     def __init__(
-        self, device: FakeDevice, workspace: torch.Tensor, kv_layout: str, backend: str
+        self,
+        device: FakeDevice,
+        workspace: torch.Tensor,
+        kv_layout: str,
+        backend: str,
+        modules: Modules | None = None,
     ) -> None:
         _check_workspace(device, workspace)
         demand(kv_layout in LAYOUTS, "the layout is NHD or HND")
         demand(backend == "fa2", "the backend is named, and fa2")
         self._device = device
+        self._modules = modules
         self._heads_first = kv_layout == "HND"
         self._thread = threading.get_ident()
         self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
@@ -95,6 +109,8 @@ class PagedWrapper:
             demand(not hopeless, "a query has its own key in the cache")
         else:
             demand(settings["window_left"] < 0, "a window is causal")
+        if self._modules is not None:
+            self._modules.need_attention(shape[2], settings)
         self._planned = (shape, settings, qo_indptr.clone())
         self.for_all_queries = not settings["causal"]
         self._keep(indptr, indices, last_page_len)

@@ -19,13 +19,14 @@ from engine_core.stepper import OVERLAPPED
 from proto.config import DeviceConfig
 from proto.logit_edits import LogitEdits
 from proto.model_runner_output import ModelRunnerOutput
-from proto.scheduler_output import GrammarOutput, SchedulerOutput
+from proto.scheduler_output import CachedRequestData, GrammarOutput, SchedulerOutput
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.fake_cuda import CUDA, FakeCuda, InThisThread
+from tests.fakes.fake_device import on_host
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
-from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine
+from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine, new_request
 from worker.ahead import AheadRunner, AtOnce, Launched, Runner
 from worker.attention.base import AttentionShape
 from worker.attention.kv_store import store_by_index
@@ -74,9 +75,9 @@ class Model:
     def load(self, device: torch.device) -> Decoder:
         return weights.load_model(self.prepared, self.spec, DTYPE, device, lambda fraction: None)
 
-    def cache(self, device: torch.device) -> KVCache:
+    def cache(self, device: torch.device, dtype: torch.dtype = DTYPE) -> KVCache:
         layout = kv_layout(self.spec.windows)
-        geometry = kv_cache_geometry(layout, self.spec.num_kv_heads, self.spec.head_dim, DTYPE)
+        geometry = kv_cache_geometry(layout, self.spec.num_kv_heads, self.spec.head_dim, dtype)
         return KVCache(geometry, layout, NUM_BLOCKS, BLOCK, device)
 
     def rows(self, count: int) -> Rows:
@@ -94,11 +95,19 @@ class Model:
 class OnFakeCuda:
     """A runner and what it runs on."""
 
-    def __init__(self, model: Model, cuda: FakeCuda, num_rows: int, **settings: Any) -> None:
-        self.library = FakeFlashInfer(cuda.device)
+    def __init__(
+        self,
+        model: Model,
+        cuda: FakeCuda,
+        num_rows: int,
+        kv_dtype: torch.dtype = DTYPE,
+        library: FakeFlashInfer | None = None,
+        **settings: Any,
+    ) -> None:
+        self.library = library or FakeFlashInfer(cuda.device)
         with cuda.loading():
             decoder = model.load(CUDA)
-            self.cache = model.cache(CUDA)
+            self.cache = model.cache(CUDA, kv_dtype)
         self.rows = model.rows(num_rows)
         self.progress: list[float] = []
         self.maker = CudaRunnerMaker(
@@ -181,6 +190,33 @@ def test_memory_of_a_step_is_its_own_on_a_device(cuda: FakeCuda) -> None:
     again = buffer.rows(short)
     assert len({captured.address, grown.address, again.address}) == 3
     assert captured.tensor.shape == again.tensor.shape == (2, 8)
+
+
+@pytest.mark.parametrize("kv_dtype", [DTYPE, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_a_fork_copies_its_block_without_waiting(
+    kv_dtype: torch.dtype, num_tokens: int, cuda: FakeCuda, tmp_path: Path
+) -> None:
+    """Also in a step that computes nothing."""
+    model = Model("llama", tmp_path)
+    worker = OnFakeCuda(model, cuda, 2, kv_dtype=kv_dtype, enforce_eager=True)
+    content = on_host(worker.cache.buffer)
+    content[5] = 3
+    new = [new_request(1, [7], [[9]], 1)] if num_tokens else []
+    worker.runner.launch(
+        SchedulerOutput(
+            epoch=1,
+            step=1,
+            new_requests=new,
+            cached_requests=CachedRequestData([], [], [], [], [], []),
+            total_num_scheduled_tokens=num_tokens,
+            finished_handles=[],
+            preempted_handles=[],
+            block_copies=[5, 6, 5, 8],
+        )
+    )
+    assert [int(content[block].float().mean()) for block in (5, 6, 7, 8)] == [3, 3, 0, 3]
+    assert cuda.device.completed < cuda.device.queued
 
 
 class AheadOfTokens:

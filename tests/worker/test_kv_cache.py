@@ -118,7 +118,7 @@ def test_a_copied_block_of_int8_has_its_scales() -> None:
     tokens = torch.randn(8, 3, 16, generator=torch.Generator().manual_seed(0))
     pages = cache.layer_pages(2)[1]
     pages.write(torch.arange(8, 16), tokens)
-    cache.copy_blocks([1, 4])
+    cache.copy_blocks(torch.tensor([1]), torch.tensor([4]))
     first, copy = pages.read(torch.tensor([1, 4]))
     assert torch.equal(first, copy)
     torch.testing.assert_close(copy.transpose(0, 1), tokens, rtol=0.0, atol=0.02)
@@ -133,12 +133,13 @@ def test_a_block_is_one_contiguous_range() -> None:
     assert not cache.buffer[[0, 1, 3, 4]].any()
 
 
-def test_blocks_are_copied_with_all_layers() -> None:
-    cache = small_cache()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_blocks_are_copied_with_all_layers(dtype: torch.dtype) -> None:
+    cache = small_cache(dtype)
     for block in range(5):
         cache.buffer[block] = block
-    cache.copy_blocks([1, 3, 2, 4, 1, 0])
-    copied = [cache.buffer[block].unique().tolist() for block in range(5)]
+    cache.copy_blocks(torch.tensor([1, 2, 1]), torch.tensor([3, 4, 0]))
+    copied = [cache.buffer[block].float().unique().tolist() for block in range(5)]
     assert copied == [[1], [1], [2], [1], [2]]
 
 

@@ -16,7 +16,6 @@ for all queries, and merged with what each finds behind it (Ye et al., FlashInfe
 formats").
 """
 
-import importlib.metadata
 from collections.abc import Sequence
 from typing import Final
 
@@ -39,7 +38,7 @@ from worker.device.staging import Staging
 from worker.kv_cache import KVCache
 from worker.layers.flashinfer_rows import FlashInferTurn
 from worker.layers.rotary import Rotation
-from worker.layers.row_library import VERSION
+from worker.layers.row_library import VERSION, import_flashinfer, installed_version
 
 HEAD_DIMS: Final = (64, 128, 256)
 QUERY_DTYPES: Final = (torch.bfloat16, torch.float16)
@@ -70,15 +69,12 @@ def create_flashinfer(
 
 def load_library() -> Library:
     """The module; raises ConfigError where it is missing or another version."""
-    try:
-        found = importlib.metadata.version("flashinfer-python")
-    except importlib.metadata.PackageNotFoundError:
-        raise _refusal("needs FlashInfer: pip install 'tokend[gpu]'") from None
+    found = installed_version()
+    if found is None:
+        raise _refusal("needs FlashInfer: pip install 'tokend[gpu]'")
     if found != VERSION:
         raise _refusal(f"needs flashinfer-python {VERSION}, found {found}")
-    import flashinfer
-
-    library: Library = flashinfer
+    library: Library = import_flashinfer()
     return library
 
 

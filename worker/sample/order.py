@@ -20,10 +20,14 @@ def order_keys(scores: torch.Tensor) -> torch.Tensor:
     return _pack_keys(scores, torch.arange(scores.shape[1], device=scores.device))
 
 
-def _pack_keys(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+def ordered_bits(scores: torch.Tensor) -> torch.Tensor:
+    """float32 to int32 in the same order; both zeros are one."""
     bits = (scores + 0.0).view(torch.int32)
-    monotonic = torch.where(bits < 0, bits ^ _VALUE_BITS, bits).long()
-    return (monotonic << 32) | (_LOW_WORD - token_ids)
+    return torch.where(bits < 0, bits ^ _VALUE_BITS, bits)
+
+
+def _pack_keys(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    return (ordered_bits(scores).long() << 32) | (_LOW_WORD - token_ids)
 
 
 def token_ids_of(keys: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.fake_device import DeviceError, FakeDevice, on_host
 from tests.fakes.fake_graph import CaptureError
 from worker.device.results import Results
@@ -58,6 +59,10 @@ WAITS_AND_RACES: dict[str, Callable[[FakeDevice], Any]] = {
     "pageable memory": lambda device: device.zeros(2, torch.uint8).copy_(
         torch.zeros(2, dtype=torch.uint8), non_blocking=True
     ),
+    "numbers of the host": lambda device: device.zeros(1, torch.int32).new_tensor([1, 2]),
+    "a copy by index of 8 bits": lambda device: device.zeros(4, torch.float8_e4m3fn).index_copy_(
+        0, device.zeros(1, torch.int64), device.zeros(1, torch.float8_e4m3fn)
+    ),
     "filled too early": filled_too_early,
     "written too early": written_too_early,
     "staging without events": unchecked_staging,
@@ -72,6 +77,24 @@ WAITS_AND_RACES: dict[str, Callable[[FakeDevice], Any]] = {
 def test_waits_and_races_are_refused(name: str) -> None:
     with pytest.raises(DeviceError):
         WAITS_AND_RACES[name](FakeDevice())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.tensor([1, 2], device=CUDA),
+        lambda: torch.as_tensor(np.arange(2), device=CUDA),
+        lambda: torch.zeros(2).to(CUDA),
+    ],
+)
+def test_numbers_of_the_host_are_put_on_the_device_while_loading_alone(
+    make: Callable[[], torch.Tensor],
+) -> None:
+    with FakeCuda() as cuda:
+        with cuda.loading():
+            assert cuda.device.holds(make())
+        with pytest.raises(DeviceError, match="waits for the device"):
+            make()
 
 
 def test_a_result_arrives_with_its_event() -> None:

@@ -254,16 +254,13 @@ def test_what_there_are_no_kernels_for_is_a_config_error(
 
 
 def test_a_missing_library_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise flashinfer.importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(flashinfer.importlib.metadata, "version", missing)
+    monkeypatch.setattr(flashinfer, "installed_version", lambda: None)
     with pytest.raises(ConfigError, match=r"tokend\[gpu\]"):
         flashinfer.load_library()
 
 
 def test_another_version_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flashinfer.importlib.metadata, "version", lambda name: "0.7.2")
+    monkeypatch.setattr(flashinfer, "installed_version", lambda: "0.7.2")
     with pytest.raises(
         ConfigError, match=r"needs flashinfer-python 0\.6\.18\.post1, found 0\.7\.2"
     ):

@@ -103,3 +103,5 @@ def test_the_extra_names_the_version_that_the_backend_asks_for() -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     assert f"flashinfer-python=={VERSION}" in project["optional-dependencies"]["gpu"]
     assert "flashinfer" not in (root / "constraints.txt").read_text()
+    pinned = (root / "constraints-gpu.txt").read_text().splitlines()
+    assert set(project["optional-dependencies"]["gpu"]) <= set(pinned)

@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_device import on_host
 from tests.worker.ahead_of_time import Kernel, compiled
+from tests.worker.sample.settings import backend_of, each_backend
 from worker.device.placement import OnDevice, OnHost
 from worker.sample.backend import DrawKeys, ReferenceBackend, RowFilters
 from worker.sample.device_draw import KeyedDraw, TritonDraw, draw_by_torch
+from worker.sample.device_filters import FilterPlan, filter_on_device
 from worker.sample.device_sampling import DeviceSampling, DrawnRows
 from worker.sample.philox import ROUNDS
 
@@ -118,6 +122,73 @@ def test_nothing_waits_for_the_device(name: str) -> None:
         found = sampling.tokens(cuda.device.adopt(logits), rows)
     assert cuda.device.completed == 0
     assert on_host(found).tolist() == on_the_host(logits, rows)
+
+
+STEPS = st.sampled_from((0.0, 0.25, 1.0, 3.0))
+"""Between scores; many are equal, and some of both signs."""
+
+
+@st.composite
+def filtered_rows(draw: st.DrawFn) -> tuple[torch.Tensor, DrawnRows]:
+    count, size = draw(st.integers(1, 4)), draw(st.integers(1, 200))
+    seed, step = draw(st.integers(0, 1 << 30)), draw(STEPS)
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(count, size, generator=generator)
+    if step:
+        logits = (logits * 3).round() * step
+    gone = torch.rand(count, size, generator=generator) < draw(st.sampled_from((0.0, 0.3)))
+    gone[:, 0] = False
+    share = st.one_of(st.sampled_from((1e-6, 0.5, 0.999999, 1.0)), st.floats(0.01, 1.0))
+    settings = {
+        "temperature": draw(st.lists(st.floats(0.1, 5.0), min_size=count, max_size=count)),
+        "top_p": draw(st.lists(share, min_size=count, max_size=count)),
+        "top_k": draw(st.sampled_from((0, 0, 3))),
+        "min_p": draw(st.sampled_from((0.0, 0.0, 0.1))),
+    }
+    rows = rows_of(count, seed, **settings)
+    rows.top_k[1:] = 0  # what is not bounded is searched for
+    return logits.masked_fill(gone, float("-inf")), rows
+
+
+@given(filtered_rows())
+@settings(max_examples=150, deadline=None)
+def test_what_is_kept_is_what_the_host_keeps(case: tuple[torch.Tensor, DrawnRows]) -> None:
+    """The very same tokens, ties at the edge among them."""
+    logits, rows = case
+    host = logits.clone()
+    filters = RowFilters(rows.top_k, rows.top_p, rows.min_p)
+    ReferenceBackend().filter(host, np.arange(len(logits)), rows.temperature, filters)
+    plan = FilterPlan.of(rows.top_k, rows.top_p, rows.min_p, logits.shape[1])
+    found = filter_on_device(
+        logits,
+        plan,
+        torch.from_numpy(rows.temperature),
+        torch.from_numpy(rows.top_k).long(),
+        torch.from_numpy(rows.top_p).double(),
+        torch.from_numpy(rows.min_p).double(),
+    )
+    assert torch.equal(found, host)
+
+
+@each_backend
+def test_a_nucleus_of_a_whole_vocabulary_is_that_of_the_host(variant) -> None:  # type: ignore[no-untyped-def]
+    backend = backend_of(variant)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(8, 50_000, generator=generator) * torch.linspace(6, 0.5, 8)[:, None]
+    rows = rows_of(8, temperature=1.0, top_p=np.linspace(0.05, 0.97, 8))
+    found = filter_on_device(
+        logits,
+        FilterPlan.of(rows.top_k, rows.top_p, rows.min_p, logits.shape[1]),
+        *(torch.from_numpy(each) for each in (rows.temperature, rows.top_k.astype(np.int64))),
+        *(torch.from_numpy(each.astype(np.float64)) for each in (rows.top_p, rows.min_p)),
+    )
+    host = logits.clone()
+    filters = RowFilters(rows.top_k, rows.top_p, rows.min_p)
+    backend.filter(host, np.arange(8), rows.temperature, filters)
+    differing = (found != host).sum(dim=1)
+    # The kernels' exponentials have another last bit.
+    assert int(differing.max()) <= (variant != "reference")
+    assert int((found > float("-inf")).sum()) > 10_000
 
 
 def test_the_kernel_compiles_for_a_gpu() -> None:

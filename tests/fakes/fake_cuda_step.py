@@ -1,0 +1,554 @@
+"""Whole steps of each family on the device "cuda" without a GPU: shapes, dtypes and devices alone.
+
+Tensors are those of torch's FakeTensorMode, which knows where each would be and computes nothing.
+HotPath watches every operator: it refuses tensors of host and device in one call and whatever
+waits for the device, and keeps one call of each operator and its dtypes. FlashInfer and Triton are
+stood for by calls that look at devices only; what they must be given is for fake_flashinfer.py.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorDeviceMismatchError,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from proto.config import DeviceConfig
+from proto.logit_edits import LogitEdits
+from proto.sampling_params import SamplingParams
+from proto.scheduler_output import (
+    CachedRequestData,
+    GrammarOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from worker import ahead
+from worker.attention import kv_store
+from worker.batch.rows import Rows
+from worker.cuda_runner import CudaRunnerMaker, Kernels
+from worker.device.results import Download, Results
+from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_layout import kv_layout
+from worker.layers import activation, norm, triton_rows
+from worker.layers.embedding import DenseTable, Embedding
+from worker.layers.linear import Linear, make_linear
+from worker.layers.norm import RMSNorm
+from worker.layers.residual import NormedAddition
+from worker.layers.rotary import RotaryEmbedding
+from worker.models.decoder import Decoder
+from worker.models.kernel_stack import make_stacks
+from worker.models.layer_stack import LayerWeights
+from worker.models.registry import spec_from_config
+from worker.models.spec import ModelSpec, parameter_shapes
+from worker.sample import device_draw, device_edits
+from worker.sample.backend import ReferenceBackend
+from worker.sample.device_draw import TritonDraw
+from worker.sample.device_edits import TritonEdits
+from worker.sample.sampler import Sampler
+
+CUDA = torch.device("cuda", 0)
+BLOCK = 4
+VOCAB_SIZE = 96
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 64,
+}
+_QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+_GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA
+    | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8},
+    "qwen2": _LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "qwen3": _LLAMA | _QWEN3,
+    "gemma3": _LLAMA | _GEMMA3,
+}
+
+
+class HotPathError(RuntimeError):
+    """A call that a GPU would refuse, or that would wait for it."""
+
+
+def _translate(error: RuntimeError, operator: Any) -> None:
+    """Raise HotPathError for what an error of fake tensors would be on a GPU."""
+    if isinstance(error, FakeTensorDeviceMismatchError):
+        raise HotPathError(f"{operator} of tensors on host and device") from error
+    waits = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+    if waits or "not linked with support for cuda" in str(error):
+        raise HotPathError(f"{operator} waits for the device") from error
+
+
+class HotPath(TorchDispatchMode):
+    """Watches operators, innermost of all modes.
+
+    calls: arguments of the first call of each operator with its dtypes, as JSON has them; of one
+        with elements, if there is any.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
+        self._empty: set[tuple[str, tuple[str, ...]]] = set()
+        self.is_capturing = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # a look at a tensor's device
+            return func(*args, **kwargs)
+        args, kwargs = tree_map_only(torch.Tensor, _as_fake, (args, kwargs))
+        try:
+            # Its fake form looks for the device; the size is a number of the host.
+            is_filled = func is torch.ops.aten.arange.out
+            result = kwargs["out"] if is_filled else func(*args, **kwargs)
+        except RuntimeError as error:
+            _translate(error, func)
+            raise
+        given = list(_tensors((args, kwargs)))
+        self._check(func, given, list(_tensors(result)), args, kwargs)
+        if not func.is_view and any(_is_cuda(each) for each in (*given, *_tensors(result))):
+            dtypes = tuple(_name(each.dtype) for each in given or _tensors(result))
+            # Without elements no kernel is launched.
+            key, is_empty = (str(func), dtypes), any(not each.numel() for each in given)
+            if key not in self.calls or (key in self._empty and not is_empty):
+                self.calls[key] = {"args": _described(args), "kwargs": _described(kwargs)}
+                (self._empty.add if is_empty else self._empty.discard)(key)
+        return result
+
+    def _check(
+        self,
+        func: Any,
+        given: list[torch.Tensor],
+        results: list[torch.Tensor],
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> None:
+        # A number of the host goes along with the launch.
+        whole = [each for each in given if each.dim()]
+        here, there = (
+            any(_is_cuda(each) == on_device for each in whole) for on_device in (False, True)
+        )
+        if func is torch.ops.aten.copy_.default and here and there:
+            if self.is_capturing:
+                raise HotPathError("a copy between host and device inside a capture")
+            if not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
+                raise HotPathError("a copy that waits for the device")
+            return
+        if here and there:
+            raise HotPathError(f"{func} of tensors on host and device")
+        arrives = any(map(_is_cuda, results))
+        if given and arrives != any(map(_is_cuda, given)):
+            raise HotPathError(f"{func} moves a tensor between host and device, and waits")
+
+
+_OPERATORS: dict[Any, Any] = {
+    torch.Tensor.copy_: torch.ops.aten.copy_,
+    torch.Tensor.__invert__: torch.ops.aten.bitwise_not,
+}
+
+
+class WithoutGuards(TorchFunctionMode):
+    """Calls operators for what else looks for the device: a torch built without CUDA has none."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and _is_cuda(args[0]):
+            tensor, index, *value = args
+            part = _indexed(tensor, index if isinstance(index, tuple) else (index,))
+            return torch.ops.aten.copy_(part, *value) if value else part
+        if func is torch.arange and "out" in kwargs:
+            return torch.ops.aten.arange.out(*args, **kwargs)
+        operator = _OPERATORS.get(func, func)
+        try:
+            return operator(*args, **kwargs)
+        except RuntimeError as error:
+            _translate(error, operator)
+            raise
+
+
+def _indexed(tensor: torch.Tensor, indices: tuple[Any, ...]) -> torch.Tensor:
+    dim = 0
+    for number, index in enumerate(indices):
+        match index:
+            case slice():
+                begin, end = index.start or 0, index.stop
+                tensor = torch.ops.aten.slice.Tensor(tensor, dim, begin, end, index.step or 1)
+            case int():
+                tensor, dim = tensor.select(dim, index), dim - 1
+            case None:
+                tensor = tensor.unsqueeze(dim)
+            case _ if index is Ellipsis:
+                rest = indices[number + 1 :]
+                dim = tensor.dim() - sum(each is not None for each in rest) - 1
+            case _:
+                assert number == len(indices) - 1, "one tensor, and last"
+                return torch.ops.aten.index.Tensor(tensor, [None] * dim + [index])
+        dim += 1
+    return tensor
+
+
+class FakeAccelerator:
+    """Accelerator of the device; nothing on it ever runs."""
+
+    def __init__(self, watch: HotPath) -> None:
+        self._watch = watch
+
+    def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=CUDA)
+
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        with unset_fake_temporarily():
+            return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def event(self) -> "FakeAccelerator":
+        return self
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def replay(self) -> None: ...
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise HotPathError("a result is waited for")
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple["FakeAccelerator", torch.Tensor]:
+        self._watch.is_capturing = True
+        try:
+            return self, run()
+        finally:
+            self._watch.is_capturing = False
+
+    def memory_taken(self) -> int:
+        return 0
+
+
+class Launches:
+    """A kernel of Triton, or a function or wrapper of FlashInfer: its tensors are on the device.
+
+    on_host: numbers of the arguments that are read on the host.
+    """
+
+    def __init__(self, on_host: tuple[int, ...] = ()) -> None:
+        self._on_host = on_host
+
+    def __getitem__(self, grid: Any) -> "Launches":
+        return self
+
+    def __call__(self, *args: Any, **settings: Any) -> None:
+        for number, each in enumerate(args):
+            expected = number not in self._on_host
+            if any(_is_cuda(tensor) != expected for tensor in _tensors(each)):
+                raise HotPathError(f"argument {number} of a kernel is on the wrong side")
+
+
+class FakeWrapper:
+    """Either of FlashInfer's wrappers."""
+
+    def __init__(self, on_host: tuple[int, ...]) -> None:
+        self.plan = Launches(on_host)
+        self.run = Launches()
+        self.reset_workspace_buffer = Launches()
+
+
+class FakeLibrary:
+    """The module `flashinfer`."""
+
+    rmsnorm = Launches()
+    silu_and_mul = Launches()
+    gelu_tanh_and_mul = Launches()
+    apply_rope_with_cos_sin_cache_inplace = Launches()
+    merge_state_in_place = Launches()
+
+    def BatchPrefillWithPagedKVCacheWrapper(self, *args: Any, **settings: Any) -> FakeWrapper:
+        return FakeWrapper(on_host=(0, 1, 3))
+
+    def BatchDecodeWithPagedKVCacheWrapper(self, *args: Any, **settings: Any) -> FakeWrapper:
+        return FakeWrapper(on_host=(0, 2))
+
+    def fast_decode_plan(self, wrapper: Any, *args: Any, **settings: Any) -> None:
+        Launches(on_host=(2,))(*args)
+
+
+class ZeroResults(Results):
+    """Downloads that are queued, and bring zeros."""
+
+    def send(self, tensors: Any) -> Download:
+        download = super().send(tensors)
+        found = [np.zeros(each.numel(), str(each.dtype).removeprefix("torch.")) for each in tensors]
+        download.arrays = lambda: found  # type: ignore[method-assign, assignment, return-value]
+        return download
+
+
+class AllMasks:
+    """A MaskSource: every token may be drawn."""
+
+    def masks_of(self, step: SchedulerOutput) -> GrammarOutput:
+        count = len(step.constrained_handles)
+        masks = b"\xff" * (VOCAB_SIZE // 8 * count)
+        return GrammarOutput(1, step.step, step.constrained_handles, masks)
+
+
+@contextmanager
+def watched() -> Iterator[HotPath]:
+    """The modes, and what stands for kernels."""
+    watch, library = HotPath(), FakeLibrary()
+    with ExitStack() as stack:
+        for module, kernels in (
+            (kv_store, ("_kernel",)),
+            (device_draw, ("_kernel",)),
+            (device_edits, ("_listed_kernel", "_rows_kernel")),
+            (triton_rows, ("_norm_kernel", "_gate_kernel")),
+        ):
+            for name in kernels:
+                stack.enter_context(patch.object(module, name, Launches))
+        for module in (activation, norm):
+            stack.enter_context(patch.object(module, "row_library", lambda: library))
+        stack.enter_context(patch.object(ahead, "Results", ZeroResults))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(WithoutGuards())
+        yield watch
+
+
+def run_steps(
+    watch: HotPath,
+    family: str,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+    num_steps: int = 4,
+    **settings: Any,
+) -> None:
+    """Load, capture graphs, then prompts, a mixed step with block copies, decodes in a graph."""
+    spec = spec_from_config(FAMILIES[family])
+    decoder = make_decoder(spec, dtype)
+    layout = kv_layout(spec.windows)
+    geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, kv_dtype or dtype)
+    with watch:
+        cache = KVCache(geometry, layout, 40, BLOCK, CUDA)
+    rows = Rows(4, spec.max_position, BLOCK, layout.num_groups)
+    maker = CudaRunnerMaker(
+        DeviceConfig(**settings),
+        decoder,
+        FakeAccelerator(watch),
+        Kernels(FakeLibrary, kv_store.TritonStore(), TritonDraw(), TritonEdits()),  # type: ignore[arg-type]
+        Sampler(ReferenceBackend()),
+        dtype,
+    )
+    with watch:
+        runner = maker.runner(cache, rows, lambda fraction: None)
+        for step in islice(steps(layout.num_groups), num_steps):
+            runner.launch(step, AllMasks())
+        maker.run_largest_step(cache, rows, 8, 2)
+
+
+def make_decoder(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
+    """The model with weights that have shapes and no numbers, as the loader puts it together."""
+    weights = {
+        name: torch.empty(shape, dtype=dtype, device=CUDA)
+        for name, shape in parameter_shapes(spec).items()
+    }
+    rotaries = {
+        rope: RotaryEmbedding(rope, spec.head_dim, spec.max_position, CUDA)
+        for rope in dict.fromkeys(spec.ropes)
+    }
+
+    def make_norm(name: str) -> RMSNorm:
+        weight = weights[f"{name}.weight"]
+        return RMSNorm(weight.float() + 1 if spec.norms_add_one else weight, spec.norm_eps)
+
+    def product(prefix: str, *parts: str) -> Linear:
+        found = [
+            [
+                weights[f"{prefix}{part}.{kind}"]
+                for part in parts
+                if f"{prefix}{part}.{kind}" in weights
+            ]
+            for kind in ("weight", "bias")
+        ]
+        return make_linear(torch.cat(found[0]), torch.cat(found[1]) if found[1] else None)
+
+    def layer(number: int) -> LayerWeights:
+        prefix = f"layers.{number}."
+        output, down = product(prefix, "o"), product(prefix, "down")
+        if spec.post_norms:
+            output = NormedAddition(output, make_norm(f"{prefix}attention_post_norm"))  # type: ignore[assignment]
+            down = NormedAddition(down, make_norm(f"{prefix}mlp_post_norm"))  # type: ignore[assignment]
+        of_heads = [make_norm(f"{prefix}{each}_norm") for each in ("q", "k") if spec.qk_norm]
+        return LayerWeights(
+            attention_norm=make_norm(f"{prefix}attention_norm"),
+            qkv=product(prefix, "q", "k", "v"),
+            head_norms=tuple(of_heads),  # type: ignore[arg-type]
+            rotary=rotaries[spec.ropes[number]],
+            output=output,
+            mlp_norm=make_norm(f"{prefix}mlp_norm"),
+            gate_up=product(prefix, "gate", "up"),
+            down=down,
+        )
+
+    table = weights["embedding.weight"]
+    return Decoder(
+        spec,
+        Embedding(DenseTable(table), spec.embedding_scale),
+        make_stacks(spec, [layer(number) for number in range(spec.num_layers)]),
+        make_norm("norm"),
+        make_linear(table if spec.tied_embeddings else weights["head.weight"]),
+    )
+
+
+WISHES: tuple[dict[str, Any], ...] = (
+    {
+        "temperature": 0.8,
+        "top_k": 5,
+        "edits": LogitEdits(
+            frequency_penalty=0.5, bias_token_ids=(1,), bias_values=(2.0,), bad_words=((4, 5),)
+        ),
+    },
+    {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1, "logprobs": 3},
+    {"temperature": 0.0, "logprobs": 0, "logprob_token_ids": (7, 8)},
+    {"temperature": 0.0},
+)
+"""Of one request each."""
+
+
+def steps(num_groups: int) -> Iterator[SchedulerOutput]:
+    """Two prompts; two more beside them, one constrained; decodes alone; the end of one request."""
+    counts: dict[int, int] = {}
+
+    def blocks(handle: int) -> list[list[int]]:
+        return [[1 + 8 * (handle - 1) + page for page in range(8)] for _ in range(num_groups)]
+
+    def step(number: int, new: dict[int, int], **fields: Any) -> SchedulerOutput:
+        old = list(counts)
+        cached = CachedRequestData(
+            old, [counts[each] for each in old], [1] * len(old), [None] * len(old), [], []
+        )
+        for handle in old:
+            counts[handle] += 1
+        counts.update(new)
+        fresh = [
+            NewRequestData(
+                handle=handle,
+                prompt_token_ids=list(range(length)),
+                output_token_ids=[],
+                sampling_params=SamplingParams(max_tokens=9, **WISHES[handle - 1]),
+                seed=handle,
+                choice=0,
+                block_ids=blocks(handle),
+                num_computed_tokens=0,
+                num_scheduled_tokens=length,
+            )
+            for handle, length in new.items()
+        ]
+        values: dict[str, Any] = {"finished_handles": [], "preempted_handles": []} | fields
+        return SchedulerOutput(
+            epoch=1,
+            step=number,
+            new_requests=fresh,
+            cached_requests=cached,
+            total_num_scheduled_tokens=len(old) + sum(new.values()),
+            **values,
+        )
+
+    yield step(1, {1: 5, 2: 7})
+    yield step(2, {3: 9, 4: 2}, block_copies=[1, 33, 9, 34], constrained_handles=[4])
+    yield step(3, {})
+    counts.pop(4)
+    yield step(4, {}, finished_handles=[4])
+
+
+def seen_operators() -> list[dict[str, Any]]:
+    """One call of each operator and its dtypes in the steps of all families, in order."""
+    with watched() as watch:
+        for family in FAMILIES:
+            run_steps(watch, family)
+        short: dict[str, Any] = {"num_steps": 2, "enforce_eager": True}
+        run_steps(watch, "llama", torch.float16, **short)
+        run_steps(watch, "llama", kv_dtype=torch.float8_e4m3fn, **short)
+        run_steps(watch, "llama", cascade_attention_from=1, **short)
+    found = [
+        {"operator": operator, "dtypes": list(dtypes), **call}
+        for (operator, dtypes), call in sorted(watch.calls.items())
+    ]
+    plain: list[dict[str, Any]] = json.loads(json.dumps(found))
+    return plain
+
+
+def _described(value: Any) -> Any:
+    """Arguments as JSON has them; tests/gpu/operators.py makes them again."""
+    match value:
+        case torch.Tensor():
+            return {
+                "tensor": list(value.shape),
+                "dtype": _name(value.dtype),
+                "device": value.device.type,
+            }
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return {"torch": _name(value)}
+        case torch.device():
+            return {"on": value.type}
+        case tuple() | list():
+            return [_described(each) for each in value]
+        case dict():
+            return {name: _described(each) for name, each in value.items()}
+    return value
+
+
+def _as_fake(tensor: torch.Tensor) -> torch.Tensor:
+    """Page-locked memory is real, and filled by NumPy."""
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _is_cuda(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda"
+
+
+def _name(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

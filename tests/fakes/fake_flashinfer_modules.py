@@ -1,0 +1,110 @@
+"""FlashInfer's kernel modules: which are prebuilt, which can be compiled, which are loaded.
+
+Stands for `flashinfer.jit`. A module is found under the library's own name, so what was loaded
+can be held against what a call needs.
+"""
+
+import os
+import sys
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fakes.fake_paged_wrapper import demand
+from worker import flashinfer_modules
+from worker.attention import flashinfer
+from worker.layers import row_library
+
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4m3"}
+
+
+def attention_module(
+    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, has_window: bool, has_cap: bool
+) -> str:
+    """The name of the module of FA2's prefills and decodes."""
+    return (
+        f"batch_prefill_with_kv_cache_dtype_q_{_SHORT[dtype]}_dtype_kv_{_SHORT[kv_dtype]}_"
+        f"dtype_o_{_SHORT[dtype]}_dtype_idx_i32_head_dim_qk_{head_dim}_head_dim_vo_{head_dim}_"
+        f"posenc_0_use_swa_{has_window}_use_logits_cap_{has_cap}_f16qk_False"
+    )
+
+
+class FakeModules:
+    """The modules of one process.
+
+    prebuilt: names in flashinfer_jit_cache. can_compile: whether the build of others succeeds.
+    """
+
+    def __init__(self, prebuilt: Iterable[str] = (), can_compile: bool = False) -> None:
+        self.prebuilt = set(prebuilt)
+        self.can_compile = can_compile
+        self.loaded: set[str] = set()
+        self.compiled: set[str] = set()
+
+    def need(self, name: str) -> None:
+        """A kernel of this module is called."""
+        demand(name in self.loaded, f"{name} is loaded before the weights")
+
+    def need_attention(self, head_dim: int, settings: dict[str, Any]) -> None:
+        """A batch is planned."""
+        dtype, kv_dtype = settings["q_data_type"], settings["kv_data_type"]
+        has_window, has_cap = settings["window_left"] >= 0, bool(settings["logits_soft_cap"])
+        self.need(attention_module(dtype, kv_dtype, head_dim, has_window, has_cap))
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The library is installed, with these modules."""
+        demand("flashinfer" not in sys.modules, "the real library is not imported")
+
+        def prefill(backend: str, *args: Any) -> "FakeModule":
+            dtype, kv_dtype, out_dtype, index_dtype, qk, vo, rotation, window, cap, half = args
+            demand(backend == "fa2" and dtype == out_dtype and qk == vo, "one dtype and head")
+            demand(index_dtype == torch.int32 and rotation == 0 and not half, "the usual kind")
+            return FakeModule(self, attention_module(dtype, kv_dtype, qk, window, cap))
+
+        def named(name: str) -> Any:
+            return lambda: FakeModule(self, name)
+
+        made: dict[str, dict[str, Any]] = {
+            "flashinfer": {},
+            "flashinfer.jit": {},
+            "flashinfer.jit.norm": {"gen_norm_module": named("norm")},
+            "flashinfer.jit.rope": {"gen_rope_module": named("rope")},
+            "flashinfer.jit.cascade": {"gen_cascade_module": named("cascade")},
+            "flashinfer.jit.activation": {
+                "gen_act_and_mul_module": lambda name: FakeModule(self, f"{name}_and_mul")
+            },
+            "flashinfer.jit.attention": {},
+            "flashinfer.jit.attention.modules": {"gen_batch_prefill_module": prefill},
+        }
+        for name, content in made.items():
+            module = ModuleType(name)
+            vars(module).update(content)
+            parent, _, last = name.rpartition(".")
+            if parent:
+                setattr(sys.modules[parent], last, module)
+            monkeypatch.setitem(sys.modules, name, module)
+        for user in (flashinfer, flashinfer_modules, row_library):
+            monkeypatch.setattr(user, "installed_version", lambda: row_library.VERSION)
+
+
+class FakeModule:
+    """A JitSpec."""
+
+    def __init__(self, modules: FakeModules, name: str) -> None:
+        self._modules = modules
+        self.name = name
+
+    @property
+    def is_aot(self) -> bool:
+        return self.name in self._modules.prebuilt
+
+    def build_and_load(self) -> object:
+        if not self.is_aot:
+            if os.environ.get("FLASHINFER_DISABLE_JIT") or not self._modules.can_compile:
+                raise RuntimeError("Ninja build failed. Ninja output:\nnvcc: not found")
+            self._modules.compiled.add(self.name)
+        self._modules.loaded.add(self.name)
+        return self

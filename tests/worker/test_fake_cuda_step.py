@@ -1,0 +1,128 @@
+"""Steps of each family on "cuda": no mixed devices, no wait, and only operators that are known.
+
+Without a GPU; what a GPU is still to be asked is tests/gpu/operators.json.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fakes.fake_cuda_step import (
+    CUDA,
+    FAMILIES,
+    FakeAccelerator,
+    HotPath,
+    HotPathError,
+    Launches,
+    run_steps,
+    seen_operators,
+    watched,
+)
+from tests.gpu import operators
+from worker.ahead import DeviceTokens
+from worker.kv_cache import KVCache
+from worker.models.registry import _FAMILIES
+
+
+@pytest.fixture
+def watch() -> Iterator[HotPath]:
+    with warnings.catch_warnings():
+        # Addresses of fake tensors, which no kernel gets.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        with watched() as watch:
+            yield watch
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=CUDA)
+
+
+VIOLATIONS: dict[str, Callable[[], Any]] = {
+    "a matrix of the host": lambda: zeros(2, 2) @ torch.zeros(2, 2),
+    "places of the host": lambda: zeros(4)[torch.zeros(2, dtype=torch.int64)],
+    "a number": lambda: zeros(1).item(),
+    "a list": lambda: zeros(2).tolist(),
+    "a condition": lambda: bool(zeros(1) > 0),
+    "a copy to the host": lambda: zeros(2).cpu(),
+    "a copy from the host": lambda: torch.zeros(2).to(CUDA),
+    "a tensor of numbers": lambda: torch.tensor([1, 2], device=CUDA),
+    "a new tensor of numbers": lambda: zeros(1).new_tensor([1, 2]),
+    "a copy that is waited for": lambda: zeros(2).copy_(torch.zeros(2)),
+    "nonzero": lambda: zeros(2).nonzero(),
+    "a mask": lambda: zeros(2)[zeros(2) > 0],
+    "repeats to be counted": lambda: zeros(2).repeat_interleave(zeros(2, dtype=torch.int64)),
+    "a kernel on the host": lambda: Launches()[1](zeros(2), torch.zeros(2)),
+    "a plan on the device": lambda: Launches(on_host=(0,))(zeros(2)),
+}
+
+
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_mixed_devices_and_waits_are_refused(name: str, watch: HotPath) -> None:
+    with watch, pytest.raises(HotPathError):
+        VIOLATIONS[name]()
+
+
+def test_what_a_step_does_is_not_refused(watch: HotPath) -> None:
+    memory = FakeAccelerator(watch).staging(8)
+    with watch:
+        zeros(8, dtype=torch.uint8).copy_(memory, non_blocking=True)
+        zeros(2).mul_(torch.tensor(2.0))
+    assert ("aten.mul_.Tensor", ("float32", "float32")) in watch.calls
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        (DeviceTokens, "fill", lambda self, ids, rows: torch.where(ids.cpu() < 0, 0, ids)),
+        (KVCache, "copy_blocks", lambda self, a, b: torch.tensor([1, 2], device=CUDA)),
+    ],
+    ids=["tokens by way of the host", "numbers of blocks from a list"],
+)
+def test_a_fault_in_a_step_is_found(
+    owner: type,
+    name: str,
+    broken: Callable[..., Any],
+    watch: HotPath,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(HotPathError):
+        run_steps(watch, "llama")
+
+
+def test_the_operators_of_all_families_are_those_that_a_gpu_is_asked_for() -> None:
+    assert {each["architectures"][0] for each in FAMILIES.values()} == set(_FAMILIES)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        found = operators.text_of(seen_operators())
+    stored = operators.FILE.read_text()
+    assert found == stored, "stale: run python -m tests.gpu.operators --write"
+
+
+def test_each_stored_call_is_one_that_torch_takes() -> None:
+    """On a CPU, which has nearly all of them."""
+    found = operators.run_pairs(torch.device("cpu"))
+    assert len(found) > 80
+    assert {name: error for name, error in found.items() if error != "ok"} == {}
+
+
+def test_an_operator_that_a_device_lacks_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:  # type: ignore[no-untyped-def]
+    tensor = {"tensor": [2], "dtype": "float8_e4m3fn", "device": "cuda"}
+    index = {"tensor": [1], "dtype": "int64", "device": "cuda"}
+    call = {
+        "operator": "aten.index_copy.default",
+        "dtypes": ["float8_e4m3fn", "int64", "float8_e4m3fn"],
+        "args": [tensor, 0, index, tensor | {"tensor": [1]}],
+        "kwargs": {},
+    }
+    monkeypatch.setattr(operators, "FILE", tmp_path / "operators.json")
+    operators.FILE.write_text(operators.text_of([call]))
+    name = "aten.index_copy.default(float8_e4m3fn, int64, float8_e4m3fn)"
+    (error,) = operators.run_pairs(torch.device("cpu")).items()
+    assert error[0] == name
+    assert "Float8_e4m3fn" in error[1]

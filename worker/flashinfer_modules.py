@@ -1,0 +1,158 @@
+"""Loads FlashInfer's kernels before the weights, so that no step finds one missing.
+
+The library makes a module of each kind of kernel the first time that it is called: it takes the
+prebuilt one of the package flashinfer_jit_cache, or else compiles it with nvcc for up to two
+minutes. A host that has neither learns so here, within seconds of its start.
+"""
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from proto.config import DeviceConfig
+from proto.errors import ConfigError
+from worker.attention.base import AttentionShape
+from worker.attention.flashinfer import EIGHT_BITS, load_library, refuse_unsupported
+from worker.layers.flashinfer_rows import SIXTEEN_BITS
+from worker.layers.row_library import VERSION, import_flashinfer, installed_version
+from worker.models.spec import ModelSpec
+
+logger = logging.getLogger("tokend.worker")
+
+_TOOLKIT: Final = "/usr/local/cuda"
+
+
+def load_modules(
+    config: DeviceConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    progress: Callable[[float], None],
+) -> None:
+    """Load every module that a step of this model calls; none where FlashInfer is not used.
+
+    progress: called with the finished part. Raises ConfigError where the library is asked for and
+    is not installed or does not fit, and where a module is neither prebuilt nor can be compiled.
+    """
+    has_attention = _attends(config, spec, dtype, kv_dtype)
+    if installed_version() != VERSION or dtype not in SIXTEEN_BITS:
+        return
+    import_flashinfer()
+    needed = list(_modules(config, spec, dtype, kv_dtype if has_attention else None))
+    missing = [each for each in needed if not each.is_aot]
+    if missing and (reason := why_not_compiled()):
+        raise ConfigError(
+            f"FlashInfer's kernels ({', '.join(each.name for each in missing)}) are not prebuilt "
+            f"and cannot be compiled, {reason}: install flashinfer-jit-cache {VERSION}, or run "
+            f"`{build_command(config, spec, dtype, kv_dtype)}` where nvcc is and put FOLDER on "
+            "PYTHONPATH",
+            "attention_backend",
+        )
+    if missing:
+        # ninja comes with the library, into the folder of this Python.
+        os.environ["PATH"] = _search_path()
+        logger.info("compiling %d modules of FlashInfer, minutes each; once", len(missing))
+    for done, module in enumerate(needed):
+        _load(module)
+        progress((done + 1) / len(needed))
+
+
+def why_not_compiled() -> str | None:
+    """What this host lacks to compile a module; None where it can."""
+    if os.environ.get("FLASHINFER_DISABLE_JIT"):
+        return "FLASHINFER_DISABLE_JIT is set"
+    for program in (_nvcc(), "ninja", os.environ.get("CXX", "c++")):
+        if shutil.which(program, path=_search_path()) is None:
+            return f"there is no {program}"
+    return None
+
+
+def build_command(
+    config: DeviceConfig, spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> str:
+    """What prebuilds the modules of `load_modules`."""
+    words = ["python -m worker.build_flashinfer FOLDER"]
+    words.append(f"--dtype {str(dtype).removeprefix('torch.')} --head-dims {spec.head_dim}")
+    if any(spec.windows):
+        words.append("--windows")
+    if kv_dtype == EIGHT_BITS:
+        words.append("--fp8")
+    if config.cascade_attention_from:
+        words.append("--cascade")
+    return " ".join(words)
+
+
+def _attends(
+    config: DeviceConfig, spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> bool:
+    """Whether attention runs on FlashInfer; raises ConfigError where it must and cannot."""
+    if config.attention_backend not in ("auto", "flashinfer"):
+        return False
+    shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
+    try:
+        refuse_unsupported(shape, dtype, kv_dtype)
+        load_library()
+    except ConfigError:
+        if config.attention_backend == "flashinfer":
+            raise
+        return False
+    return True
+
+
+def _modules(
+    config: DeviceConfig, spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> Iterator[Any]:
+    """The modules as the library describes them; kv_dtype: None without attention."""
+    from flashinfer.jit import activation, cascade, norm, rope
+    from flashinfer.jit.attention.modules import gen_batch_prefill_module
+
+    yield norm.gen_norm_module()
+    yield activation.gen_act_and_mul_module(spec.activation)
+    if kv_dtype is None:
+        return
+    yield rope.gen_rope_module()
+    if config.cascade_attention_from:
+        yield cascade.gen_cascade_module()
+    for has_window in sorted({window is not None for window in spec.windows}):
+        # Of prefills, and of decodes on tensor cores; no rotation, no soft cap, sums in float32.
+        yield gen_batch_prefill_module(
+            "fa2",
+            dtype,
+            kv_dtype,
+            dtype,
+            torch.int32,
+            spec.head_dim,
+            spec.head_dim,
+            0,
+            has_window,
+            False,
+            False,
+        )
+
+
+def _load(module: Any) -> None:
+    try:
+        module.build_and_load()
+    except Exception as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"FlashInfer's kernels {module.name} do not load: {first}", "attention_backend"
+        ) from error
+
+
+def _nvcc() -> str:
+    """As the library looks for it."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home is None and shutil.which("nvcc") is None and Path(_TOOLKIT).exists():
+        home = _TOOLKIT
+    return os.environ.get("FLASHINFER_NVCC") or (f"{home}/bin/nvcc" if home else "nvcc")
+
+
+def _search_path() -> str:
+    return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
