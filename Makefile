@@ -43,8 +43,9 @@ test-long: $(VENV)/installed-test
 	@echo "tests: those that depend on how steps follow each other once more, with overlapped ones"
 	@TOKEND_TEST_FLAGS=--async-scheduling $(BIN)/python -m pytest -q -m "slow or long" $(OVERLAPPED)
 
-# Kernels, models and speed on a GPU, in eight minutes at most; a table at the end, figures in
-# gpu-check.json. ARGS="--only attention" runs some phases.
+# Kernels, models and speed on a GPU, in 25 minutes at most; a table and gpu-check.json after each
+# phase. ARGS="--only attention" runs some phases. tests/gpu/first_hour.sh has it in four commands,
+# for a host without pip and network.
 gpu-check: $(VENV)/installed-test $(GPU)
 	@$(BIN)/python -m tests.gpu $(ARGS)
 

@@ -28,7 +28,7 @@ from worker.layers.row_library import VERSION
 
 PACKAGE: Final = "flashinfer_jit_cache"
 UNUSED_HEADERS: Final = ("cublasLt.h", "cublas_v2.h", "curand_kernel.h")
-"""Included by the sources of these modules, which use nothing of them; not every toolkit has them."""
+"""Included by the sources of these modules, which use nothing of them."""
 TOOLKITS: Final = Path("/usr/local")
 EIGHT_BITS: Final = "float8_e4m3fn"
 
