@@ -29,8 +29,9 @@ test-all: lint
 	@$(BIN)/python -m engine_core.build_compiled >/dev/null
 	@$(BIN)/python -m tests.run all
 
-# Kernels, models and speed on a GPU, in eight minutes at most; a table at the end, figures in
-# gpu-check.json. ARGS="--only attention" runs some phases.
+# Kernels, models and speed on a GPU, in 25 minutes at most; a table and gpu-check.json after each
+# phase. ARGS="--only attention" runs some phases. tests/gpu/first_hour.sh has it in four commands,
+# for a host without pip and network.
 gpu-check: $(VENV)/installed-test $(GPU)
 	@$(BIN)/python -m tests.gpu $(ARGS)
 

@@ -101,6 +101,8 @@ SUITES = (
         *(600, 180),
         in_test=True,
     ),
+    Suite("lives", "long random lives of the scheduler, judged by invariants", 900, 600),
+    Suite("rehearsal", "the commands for a first hour on a GPU, against the fake one", 900, 300),
     Suite("browser", "the page at / and the page of a trace, in headless Chromium", 600, 180),
     Suite(
         "settings",

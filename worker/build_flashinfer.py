@@ -1,6 +1,7 @@
 """Compiles FlashInfer's kernels ahead of time, on a machine with nvcc and no GPU.
 
-    python -m worker.build_flashinfer FOLDER [--head-dims 64 128] [--windows] [--fp8] [--no-rows]
+    python -m worker.build_flashinfer FOLDER [--head-dims 64 128] [--windows] [--soft-cap] [--fp8]
+    python -m worker.build_flashinfer FOLDER --for-tests
 
 Makes FOLDER/flashinfer_jit_cache, a package that the library looks for: with FOLDER on
 PYTHONPATH it loads the kernels from there, and with FLASHINFER_DISABLE_JIT=1 from nowhere
@@ -9,6 +10,7 @@ wrapper of its compiler, a libcuda.so to link with, and headers that are include
 """
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
@@ -16,18 +18,43 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from proto.errors import ConfigError
-from worker.attention.flashinfer import EIGHT_BITS, HEAD_DIMS
+from worker.attention.flashinfer import HEAD_DIMS
 from worker.layers.row_library import VERSION
 
 PACKAGE: Final = "flashinfer_jit_cache"
-UNUSED_HEADERS: Final = ("cublasLt.h", "cublas_v2.h")
-"""Included by the library's sources, which use nothing of them."""
+UNUSED_HEADERS: Final = ("cublasLt.h", "cublas_v2.h", "curand_kernel.h")
+"""Included by the sources of these modules, which use nothing of them."""
 TOOLKITS: Final = Path("/usr/local")
+EIGHT_BITS: Final = "float8_e4m3fn"
+
+
+class Variant(NamedTuple):
+    """What names a module of attention kernels. kv_dtype: where it is not `dtype`."""
+
+    head_dim: int
+    dtype: str = "bfloat16"
+    kv_dtype: str = ""
+    window: bool = False
+    soft_cap: bool = False
+
+
+TEST_VARIANTS: Final = (
+    Variant(64),
+    Variant(128),
+    Variant(64, "float16"),
+    Variant(64, kv_dtype=EIGHT_BITS),
+    Variant(64, window=True),
+    Variant(64, soft_cap=True),
+    # A model with windows plans its layers without one too.
+    Variant(256, window=True),
+    Variant(256),
+)
+"""Those of the tests on a GPU and of what measures there."""
 INIT: Final = f'''"""Kernels of FlashInfer {VERSION}, compiled ahead of time."""
 
 from pathlib import Path
@@ -73,39 +100,55 @@ def build_environment(work: Path, toolkit: Path, arch: str, jobs: int) -> dict[s
     }
 
 
+def variants(options: argparse.Namespace) -> list[Variant]:
+    """The attention kernels that these flags ask for."""
+    if options.for_tests:
+        return list(TEST_VARIANTS)
+    kv_dtypes = ["", EIGHT_BITS] if options.fp8 else [""]
+    windows = (False, True) if options.windows else (False,)
+    soft_caps = (False, True) if options.soft_cap else (False,)
+    every = itertools.product(options.head_dims, kv_dtypes, windows, soft_caps)
+    return [
+        Variant(head_dim, options.dtype, kv_dtype, window, soft_cap)
+        for head_dim, kv_dtype, window, soft_cap in every
+    ]
+
+
+def attention_spec(variant: Variant) -> Any:
+    """The module of prefills, and of decodes on tensor cores, as the library describes it."""
+    from flashinfer.jit.attention.modules import gen_batch_prefill_module
+
+    dtype = getattr(torch, variant.dtype)
+    kv_dtype = getattr(torch, variant.kv_dtype or variant.dtype)
+    return gen_batch_prefill_module(
+        "fa2",
+        dtype,
+        kv_dtype,
+        dtype,
+        torch.int32,
+        variant.head_dim,
+        variant.head_dim,
+        0,  # positions are in the keys
+        variant.window,
+        variant.soft_cap,
+        False,  # products of queries and keys are summed in float32
+    )
+
+
 def specs(options: argparse.Namespace) -> Iterator[Any]:
     """What is to be built, as the library describes it."""
     from flashinfer.jit import activation, cascade, norm, page, rope
-    from flashinfer.jit.attention.modules import gen_batch_prefill_module
 
     if options.page:
         yield page.gen_page_module()
-    if options.rows:
+    if options.rows or options.for_tests:
         yield norm.gen_norm_module()
         yield rope.gen_rope_module()
         for name in ("silu", "gelu_tanh"):
             yield activation.gen_act_and_mul_module(name)
-    if options.cascade:
+    if options.cascade or options.for_tests:
         yield cascade.gen_cascade_module()
-    dtype = getattr(torch, options.dtype)
-    kv_dtypes = [dtype, EIGHT_BITS] if options.fp8 else [dtype]
-    for head_dim in options.head_dims:
-        for kv_dtype in kv_dtypes:
-            for window in (False, True) if options.windows else (False,):
-                # Prefills, and decodes on tensor cores.
-                yield gen_batch_prefill_module(
-                    "fa2",
-                    dtype,
-                    kv_dtype,
-                    dtype,
-                    torch.int32,
-                    head_dim,
-                    head_dim,
-                    0,
-                    window,
-                    False,
-                    False,
-                )
+    yield from map(attention_spec, variants(options))
 
 
 def pack(libraries: list[Path], folder: Path) -> Path:
@@ -128,10 +171,18 @@ def parser() -> argparse.ArgumentParser:
     words.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     words.add_argument("--head-dims", type=int, nargs="*", choices=HEAD_DIMS, default=[64, 128])
     words.add_argument("--windows", action="store_true", help="also for layers with a window")
+    words.add_argument(
+        "--soft-cap", action="store_true", help="also for scores with a soft cap, as Gemma 2's"
+    )
     words.add_argument("--fp8", action="store_true", help="also for K and V of 8 bits")
     words.add_argument("--cascade", action="store_true", help="merging of a shared prefix")
     words.add_argument(
         "--no-rows", action="store_false", dest="rows", help="without norms, gates and rotations"
+    )
+    words.add_argument(
+        "--for-tests",
+        action="store_true",
+        help="what the tests on a GPU need, whatever the other flags say",
     )
     words.add_argument("--page", action="store_true", help="a small module, to try the toolchain")
     words.add_argument("--jobs", type=int, default=2, help="compilers at a time")

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.suite("chaos")
 
 def bench(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(TOKEND), "bench", *words], capture_output=True, text=True, timeout=580, check=False
+        [*TOKEND, "bench", *words], capture_output=True, text=True, timeout=580, check=False
     )
 
 

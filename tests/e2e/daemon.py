@@ -16,7 +16,9 @@ from types import MappingProxyType, TracebackType
 import httpx
 import psutil
 
-TOKEND = Path(sys.executable).parent / "tokend"
+_INSTALLED = Path(sys.executable).parent / "tokend"
+TOKEND = (str(_INSTALLED),) if _INSTALLED.exists() else (sys.executable, "-P", "-m", "deploy.cli")
+"""The command; where the package is not installed, its modules are on PYTHONPATH."""
 SETTLE_SECONDS = 5.0
 """How long requests and copies of a test may take to end before its daemon is reset."""
 READY_LIMIT_SECONDS = 240.0
@@ -43,7 +45,7 @@ class Daemon:
         self._port = 0
         self._changed = threading.Condition()
         self.process = subprocess.Popen(
-            [str(TOKEND), "serve", "--port", "0", *_flags_for_all(), *flags],
+            [*TOKEND, "serve", "--port", "0", *_flags_for_all(), *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -122,7 +122,7 @@ def test_files_that_have_changed(tmp_path: Path) -> None:
     """A broken folder changes nothing; one with other weights, and another tokenizer, counts."""
 
     def reload() -> subprocess.CompletedProcess[str]:
-        words = [str(TOKEND), "reload", "--pid", str(daemon.process.pid)]
+        words = [*TOKEND, "reload", "--pid", str(daemon.process.pid)]
         environment = os.environ | {"XDG_RUNTIME_DIR": str(daemon.runtime_dir)}
         return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
 

@@ -1,39 +1,46 @@
 """What is installed, and what the device does at best."""
 
 import importlib.metadata
+import os
 import platform
-from typing import Any
+import shutil
 
 import torch
 
-from tests.gpu.phases import demand
-from tests.gpu.timing import CUDA, copy_rate, product_rate, read_rate
-from worker.attention.flashinfer import load_library
+from tests.gpu.hardware import hardware
+from tests.gpu.report import Report, demand
+from tests.gpu.timing import copy_rate, product_rate, read_rate
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "apache-tvm-ffi", "transformers", "numpy")
+PROGRAMS = ("nvcc", "gcc", "ninja", "compute-sanitizer")
+VARIABLES = ("FLASHINFER_DISABLE_JIT", "FLASHINFER_USE_CUDA_NORM")
 
 
-def versions() -> dict[str, Any]:
+def versions(report: Report) -> None:
     """Also loads the library, which needs no compiler for that."""
-    load_library()
-    found: dict[str, Any] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    gpu = hardware()
+    report.figure("device", gpu.name())
+    report.figure("capability", list(gpu.capability()))
+    report.figure("python", platform.python_version())
+    report.figure("cuda", torch.version.cuda)
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            report.figure(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    found["device"] = torch.cuda.get_device_name(CUDA)
-    found["capability"] = list(torch.cuda.get_device_capability(CUDA))
+            report.figure(name, "not installed")
+    for name in PROGRAMS:
+        report.figure(name, shutil.which(name) or "not found")
+    for name in VARIABLES:
+        report.figure(name, os.environ.get(name, "not set"))
     # Without it the bridge to the library compiles one at its first import.
-    found["dlpack exchange"] = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
-    demand(torch.cuda.get_device_capability(CUDA) >= (8, 0), "needs compute capability 8.0")
-    return found
+    report.figure("dlpack exchange", hasattr(torch.Tensor, "__dlpack_c_exchange_api__"))
+    demand(gpu.capability() >= (8, 0), "needs compute capability 8.0")
+    gpu.kernels().library()
 
 
-def ceilings() -> dict[str, Any]:
+def ceilings(report: Report) -> None:
     """Rates that the other phases are held against, each twice to show the spread."""
-    return {
-        "copy GB/s": [copy_rate() / 1e9 for _ in range(2)],
-        "read GB/s": [read_rate() / 1e9 for _ in range(2)],
-        "product TFLOP/s": [product_rate() / 1e12 for _ in range(2)],
-    }
+    gpu = hardware()
+    report.figure("copy GB/s", [copy_rate(gpu) / 1e9 for _ in range(2)])
+    report.figure("read GB/s", [read_rate(gpu) / 1e9 for _ in range(2)])
+    report.figure("product TFLOP/s", [product_rate(gpu) / 1e12 for _ in range(2)])

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from tests.fakes.tiny_model_files import tokenizer_json
+from tests.fakes.tiny_model_files import END, tokenizer_json
 from worker.loader.names import name_in_file
 from worker.models.registry import spec_from_config
 from worker.models.spec import parameter_shapes
@@ -17,25 +17,41 @@ _BLOCK: Final = 64 << 20
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
-    """config.json, a small tokenizer and model.safetensors in bfloat16."""
+    """config.json, a small tokenizer and model.safetensors in bfloat16.
+
+    Norms are ones: with small numbers there all logits would be next to equal, and which
+    token is the best a matter of rounding.
+    """
     spec = spec_from_config(config)
     header: dict[str, Any] = {}
+    ones: list[tuple[int, int]] = []
     end = 0
     for name, shape in parameter_shapes(spec).items():
         begin, end = end, end + 2 * math.prod(shape)
+        if len(shape) == 1:
+            ones.append((begin, shape[0]))
         header[name_in_file("safetensors", name)] = {
             "dtype": "BF16",
             "shape": list(shape),
             "data_offsets": [begin, end],
         }
-    (folder / "config.json").write_text(json.dumps(config))
+    # Grammars are for models that have a token to end with.
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": END}))
     (folder / "tokenizer_config.json").write_text("{}")
-    (folder / "tokenizer.json").write_bytes(tokenizer_json())
+    tokenizer = json.loads(tokenizer_json())
+    # Grammars need to know how tokens become text.
+    decoder = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    tokenizer["decoder"] = {"type": "ByteLevel", **decoder}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     words = json.dumps(header).encode()
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(_BLOCK // 2, generator=generator).mul_(0.02).bfloat16()
     block = values.view(torch.uint8).numpy().data
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(words).to_bytes(8, "little") + words)
+        start = file.tell()
         for begin in range(0, end, _BLOCK):
             file.write(block[: min(_BLOCK, end - begin)])
+        for begin, count in ones:
+            file.seek(start + begin)
+            file.write(torch.ones(count).bfloat16().view(torch.uint8).numpy().data)

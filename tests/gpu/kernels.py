@@ -1,32 +1,106 @@
 """Attention and sampling on the device, against what defines them."""
 
-import subprocess
-import sys
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from tests.gpu.phases import Failed, demand
-from tests.gpu.timing import CUDA
-from worker.device.accelerator import Cuda
+from tests.gpu.hardware import Hardware, hardware, rehearsing
+from tests.gpu.report import Report, demand
 from worker.device.placement import OnDevice
-from worker.sample.device_draw import TritonDraw, draw_by_torch
+from worker.sample.device_draw import draw_by_torch
 from worker.sample.device_sampling import DeviceSampling, DrawnRows
 
-NUM_DRAWS = 1 << 20
-ROWS = 256
-VOCAB_SIZE = 128256
+ROOT = Path(__file__).parents[2]
+ATTENTION = "tests/worker/attention/test_flashinfer_gpu.py"
+KERNEL_TESTS = (
+    ATTENTION,
+    "tests/worker/layers/test_flashinfer_rows_gpu.py",
+    "tests/worker/sample/test_device_edits_gpu.py",
+)
 
 
-def attention() -> dict[str, Any]:
+class Outcomes:
+    """Plugin of pytest: the outcome of each test is a figure as soon as it is known."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self.num_passed = 0
+        self.unusual: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called by pytest for set-up, call and tear-down of each test."""
+        name = report.nodeid.rpartition("::")[2]
+        if report.when == "call" and report.passed:
+            self.num_passed += 1
+            self._report.figure(name, f"passed in {report.duration:.2f} s")
+        elif report.skipped:
+            self.unusual.append(f"{name}: skipped")
+        elif report.failed:
+            self._report.error(f"{name}: {report.longreprtext[-600:]}")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Called by pytest for each file."""
+        if report.failed:
+            self._report.error(f"{report.nodeid}: {report.longreprtext[-600:]}")
+
+
+def run_tests(report: Report, words: list[str]) -> None:
+    """Tests of this checkout in this process; none that passes is a failure."""
+    os.chdir(ROOT)
+    outcomes = Outcomes(report)
+    # Not every host has the plugins that the configuration of the tests is for.
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-W",
+        "ignore::pytest.PytestConfigWarning",
+    ]
+    status = pytest.main([*options, *words], plugins=[outcomes])
+    report.figure("tests passed", outcomes.num_passed)
+    demand(outcomes.num_passed > 0, f"no test passed; pytest ended with {int(status)}")
+    demand(not outcomes.unusual, "; ".join(outcomes.unusual))
+    demand(status == 0 or bool(report.errors), f"pytest ended with {int(status)}")
+
+
+def attention(report: Report) -> None:
     """The tests marked gpu: kernels against float64, plans ahead of the device, graphs."""
-    words = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/worker"]
-    result = subprocess.run([sys.executable, *words], capture_output=True, text=True)
-    *_, last = result.stdout.strip().splitlines() or [""]
-    if result.returncode:
-        raise Failed(f"{last}\n{result.stdout[-4000:]}{result.stderr[-2000:]}")
-    return {"tests": last}
+    files = [ATTENTION] if rehearsing() else list(KERNEL_TESTS)
+    run_tests(report, ["-m", hardware().pytest_marks, *files])
+
+
+def modules(report: Report) -> None:
+    """Each prebuilt module of the library is there and loads."""
+    if rehearsing():
+        report.figure("modules", "the strict fake has none")
+        return
+    from worker.build_flashinfer import parser, specs
+
+    for spec in specs(parser().parse_args(["unused", "--for-tests"])):
+        with report.part(spec.name):
+            demand(spec.is_aot, f"no file {spec.aot_path}")
+            started = time.monotonic()
+            spec.load(spec.aot_path)
+            report.figure(spec.name, f"loaded in {time.monotonic() - started:.2f} s")
+
+
+def operators(report: Report) -> None:
+    """Each pair of a torch operator and a dtype that the model uses, by itself."""
+    from tests.gpu.operators import run_pairs
+
+    found: dict[str, Any] = run_pairs()
+    for pair, outcome in found.items():
+        if outcome not in (None, "", "ok", True):
+            report.error(f"{pair}: {outcome}")
+    report.figure("pairs", len(found))
+    demand(bool(found), "there are no pairs")
 
 
 def rows_of(count: int, seed: int, **settings: float) -> DrawnRows:
@@ -44,42 +118,49 @@ def rows_of(count: int, seed: int, **settings: float) -> DrawnRows:
     )
 
 
-def sampling() -> dict[str, Any]:
+def sampling(report: Report) -> None:
     """The kernel's tokens are those of torch on the host; draws follow the distribution."""
-    sampling = DeviceSampling(OnDevice(Cuda(CUDA)), TritonDraw())
-    logits = 3 * torch.randn(16, VOCAB_SIZE, device=CUDA)
+    gpu = hardware()
+    accelerator = gpu.accelerator()
+    sampling = DeviceSampling(OnDevice(accelerator), gpu.kernels().draw)
+    logits = 3 * torch.randn(16, gpu.sizes.vocab_size, device=gpu.device)
     rows = rows_of(16, 1)
     keys = [
         torch.from_numpy(each.astype(np.int64))
         for each in (rows.seed.view(np.int64), rows.choice, rows.position)
     ]
-    wanted = draw_by_torch(logits.cpu(), torch.from_numpy(rows.temperature), *keys)
-    same = int((sampling.tokens(logits, rows).cpu() == wanted).sum())
+    temperature = torch.from_numpy(rows.temperature)
+    wanted = draw_by_torch(accelerator.fetch(logits), temperature, *keys)
+    same = int((accelerator.fetch(sampling.tokens(logits, rows)) == wanted).sum())
+    report.figure("draws as on the host", f"{same} of 16")
     # The logarithms of two machines may differ in the last bit, hardly ever the best score.
-    demand(same == 16, f"{same} of 16 draws are those of the host")
-    figures: dict[str, Any] = {"draws as on the host": f"{same} of 16"}
+    if same < 16:
+        report.error(f"{same} of 16 draws are those of the host")
     for name, settings in {
         "top-k 50": {"top_k": 50},
         "top-p 0.9, top-k 50": {"top_k": 50, "top_p": 0.9},
         "min-p 0.05": {"min_p": 0.05},
     }.items():
-        figures[name] = _distribution(sampling, settings)
-    return figures
+        with report.part(name):
+            report.figure(name, _distribution(gpu, accelerator, sampling, settings))
 
 
-def _distribution(sampling: DeviceSampling, settings: dict[str, float]) -> str:
+def _distribution(
+    gpu: Hardware, accelerator: Any, sampling: DeviceSampling, settings: dict[str, float]
+) -> str:
     """Draws of one row often, against the exact probabilities of what the filters keep."""
-    row = 3 * torch.randn(1, 8192, device=CUDA)
-    counts = torch.zeros(row.shape[1], dtype=torch.int64, device=CUDA)
-    wide = row.expand(ROWS, -1).contiguous()
-    for turn in range(NUM_DRAWS // ROWS):
-        tokens = sampling.tokens(wide, rows_of(ROWS, turn, **settings))
+    num_draws, num_rows = gpu.sizes.num_draws, gpu.sizes.drawn_rows
+    row = 3 * torch.randn(1, gpu.sizes.drawn_vocab, device=gpu.device)
+    counts = torch.zeros(row.shape[1], dtype=torch.int64, device=gpu.device)
+    wide = row.expand(num_rows, -1).contiguous()
+    for turn in range(num_draws // num_rows):
+        tokens = sampling.tokens(wide, rows_of(num_rows, turn, **settings))
         counts += torch.bincount(tokens, minlength=row.shape[1])
-    found = counts.double().cpu().numpy()
-    exact = exact_shares(row[0].double().cpu().numpy(), **settings)
+    found = accelerator.fetch(counts).double().numpy()
+    exact = exact_shares(accelerator.fetch(row)[0].double().numpy(), **settings)
     outside = int(found[exact == 0].sum())
     kept = exact > 0
-    expected = exact[kept] * NUM_DRAWS
+    expected = exact[kept] * num_draws
     chi = float(((found[kept] - expected) ** 2 / expected).sum())
     freedom = int(kept.sum()) - 1
     # Wilson and Hilferty: the cube root of chi² / k is nearly normal.

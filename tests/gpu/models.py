@@ -1,22 +1,22 @@
 """Whole models with random weights: against transformers, and against what the device can do."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from tests.gpu.formulas import decode_floor, prefill_operations
-from tests.gpu.phases import demand
+from tests.gpu.hardware import Hardware, hardware
 from tests.gpu.random_model import CONFIGS, random_decoder
-from tests.gpu.timing import CUDA, median_seconds, product_rate, read_rate
+from tests.gpu.report import Report
+from tests.gpu.timing import product_rate, read_rate
 from worker.attention.base import AttentionInputs, AttentionShape
-from worker.attention.flashinfer import FlashInferAttention, load_library
+from worker.attention.flashinfer import FlashInferAttention
 from worker.attention.flashinfer_group import Options
-from worker.attention.kv_store import TritonStore
 from worker.batch.block_table import BlockTable
 from worker.batch.inputs import StepInputs
 from worker.cuda_graphs import GraphForward
-from worker.device.accelerator import Cuda
 from worker.forward import EagerForward
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
@@ -26,42 +26,57 @@ from worker.models.spec import ModelSpec
 
 DTYPE = torch.bfloat16
 BLOCK = 16
-BATCHES = (1, 8, 32, 64, 128)
-CONTEXTS = (512, 2048)
-PROMPTS = ((2048,), (8192,), (1024,) * 8)
 TOLERANCE = 2e-2
 DECODE_SHARE = 0.85
 PREFILL_SHARE = 0.6
 
 
 class Bench:
-    """A model, a cache of so many tokens, and attention."""
+    """A model, a cache of so many tokens with random K and V, and attention.
+
+    Zeros would be read faster than numbers: they take less power.
+    """
 
     def __init__(
-        self, decoder: Decoder, num_tokens: int, capture: int = 0, longest: int = 0
+        self,
+        gpu: Hardware,
+        decoder: Decoder,
+        num_tokens: int,
+        capture: Sequence[int] = (),
+        longest: int = 0,
     ) -> None:
-        spec = decoder.spec
+        spec, kernels = decoder.spec, gpu.kernels()
         layout = kv_layout(spec.windows)
         geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, DTYPE)
+        self.gpu = gpu
         self.decoder = decoder
-        self.cache = KVCache(geometry, layout, 1 + -(-num_tokens // BLOCK), BLOCK, CUDA)
-        self.accelerator = Cuda(CUDA)
-        sizes = (capture,) if capture else ()
+        self.cache = KVCache(geometry, layout, 1 + -(-num_tokens // BLOCK), BLOCK, gpu.device)
+        self.cache.buffer.normal_()
+        self.accelerator = gpu.accelerator()
         self.attention = FlashInferAttention(
             self.cache,
             AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale),
             DTYPE,
             self.accelerator,
-            load_library(),
-            TritonStore(),
-            Options(sizes, capture * -(-longest // BLOCK)),
+            kernels.library(),
+            kernels.store,
+            Options(tuple(capture), max(capture, default=0) * -(-longest // BLOCK)),
         )
         self.eager = EagerForward(decoder, self.attention)
 
-    def graphs(self, size: int, longest: int) -> GraphForward:
-        found = GraphForward(self.eager, self.decoder, self.attention, self.accelerator, (size,))
-        found.capture(BlockTable(size, longest, BLOCK), lambda fraction: None)
+    def graphs(self, sizes: Sequence[int], longest: int) -> GraphForward:
+        found = GraphForward(
+            self.eager, self.decoder, self.attention, self.accelerator, tuple(sizes)
+        )
+        found.capture(BlockTable(max(sizes), longest, BLOCK), lambda fraction: None)
         return found
+
+    def sent(self, inputs: StepInputs) -> list[torch.Tensor]:
+        """Token ids, positions and the places of last tokens, on the device."""
+        return [
+            torch.from_numpy(each).to(self.gpu.device)
+            for each in (inputs.token_ids, inputs.positions, inputs.last_token)
+        ]
 
 
 def step_inputs(lengths: list[int], new: list[int]) -> StepInputs:
@@ -80,7 +95,7 @@ def step_inputs(lengths: list[int], new: list[int]) -> StepInputs:
     slots = table[rows, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
     attention = AttentionInputs(query_start, seq_lens, table, slots)
     return StepInputs(
-        token_ids=np.random.default_rng(0).integers(0, 1000, len(positions)),
+        token_ids=np.random.default_rng(0).integers(0, 64, len(positions)),
         positions=positions.astype(np.int64),
         rows=np.arange(len(lengths)),
         query_start=query_start,
@@ -93,93 +108,90 @@ def step_inputs(lengths: list[int], new: list[int]) -> StepInputs:
 
 
 @torch.inference_mode()
-def seconds_of_decode(decoder: Decoder, batch: int, context: int) -> float:
-    """The median step of so many decodes by a graph, with logits and best tokens."""
-    bench = Bench(decoder, batch * context, batch, context)
-    forward = bench.graphs(batch, context)
-    inputs = step_inputs([context] * batch, [1] * batch)
-    token_ids, positions = (
-        torch.from_numpy(each).to(CUDA) for each in (inputs.token_ids, inputs.positions)
-    )
-    return median_seconds(
-        lambda: decoder.scores(forward(inputs, token_ids, positions)).argmax(dim=1), rounds=50
+def seconds_of_decode(gpu: Hardware, decoder: Decoder, contexts: Sequence[int]) -> float:
+    """The median step of decodes with these contexts by a graph, with logits and best tokens."""
+    batch, longest = len(contexts), max(contexts)
+    num_tokens = sum(-(-each // BLOCK) * BLOCK for each in contexts)
+    bench = Bench(gpu, decoder, num_tokens, (batch,), longest)
+    forward = bench.graphs((batch,), longest)
+    inputs = step_inputs(list(contexts), [1] * batch)
+    token_ids, positions, _ = bench.sent(inputs)
+    return gpu.median_seconds(
+        lambda: decoder.scores(forward(inputs, token_ids, positions)).argmax(dim=1)
     )
 
 
 @torch.inference_mode()
-def decode(name: str, least_share: float) -> dict[str, Any]:
+def decode(report: Report, name: str, least_share: float) -> None:
     """Graphs of steps with logits and best tokens, against reading weights and K and V once."""
-    spec = spec_from_config(CONFIGS[name])
-    decoder, rate = random_decoder(spec, DTYPE, CUDA), read_rate()
-    figures: dict[str, Any] = {"read GB/s": rate / 1e9}
-    missed = []
-    for batch in BATCHES:
-        for context in CONTEXTS:
-            seconds = seconds_of_decode(decoder, batch, context)
-            share = decode_floor(spec, [context] * batch, rate) / seconds
-            figures[f"batch {batch}, context {context}"] = {"ms": seconds * 1e3, "share": share}
-            if batch <= 64 and share < least_share:
-                missed.append(f"batch {batch}, context {context}: {share:.2f}")
-    figures["missed"] = missed
-    return figures
+    gpu = hardware()
+    spec = spec_from_config(gpu.sizes.configs[name])
+    decoder, rate = random_decoder(spec, DTYPE, gpu.device), read_rate(gpu)
+    report.figure("read GB/s", rate / 1e9)
+    for batch in gpu.sizes.batches:
+        for context in gpu.sizes.contexts:
+            what = f"batch {batch}, context {context}"
+            with report.part(what):
+                seconds = seconds_of_decode(gpu, decoder, [context] * batch)
+                share = decode_floor(spec, [context] * batch, rate) / seconds
+                report.figure(what, {"ms": seconds * 1e3, "share": share})
+                if batch <= 64 and share < least_share:
+                    report.miss(f"{what}: {share:.2f} of the floor, not {least_share}")
 
 
-def decode_1b() -> dict[str, Any]:
+def decode_1b(report: Report) -> None:
     """Reported; there is no target for it."""
-    return decode("1B", 0.0)
+    decode(report, "1B", 0.0)
 
 
-def decode_8b() -> dict[str, Any]:
+def decode_8b(report: Report) -> None:
     """At least 0.85 of the floor up to a batch of 64."""
-    return decode("8B", DECODE_SHARE)
+    decode(report, "8B", DECODE_SHARE)
 
 
 @torch.inference_mode()
-def prefill_8b() -> dict[str, Any]:
+def prefill_8b(report: Report) -> None:
     """Prompts computed whole, against the rate of a product."""
-    spec = spec_from_config(CONFIGS["8B"])
-    decoder, rate = random_decoder(spec, DTYPE, CUDA), product_rate()
-    figures: dict[str, Any] = {"product TFLOP/s": rate / 1e12}
-    missed = []
-    for prompts in PROMPTS:
-        bench = Bench(decoder, sum(prompts))
-        inputs = step_inputs(list(prompts), list(prompts))
-        token_ids, positions, last = (
-            torch.from_numpy(each).to(CUDA)
-            for each in (inputs.token_ids, inputs.positions, inputs.last_token)
-        )
-
-        def step(
-            bench: Bench = bench,
-            inputs: StepInputs = inputs,
-            token_ids: torch.Tensor = token_ids,
-            positions: torch.Tensor = positions,
-            last: torch.Tensor = last,
-        ) -> torch.Tensor:
-            hidden = bench.eager(inputs, token_ids, positions)
-            return decoder.scores(hidden.index_select(0, last))
-
-        seconds = median_seconds(step, rounds=5)
-        reached = prefill_operations(spec, prompts) / seconds
+    gpu = hardware()
+    spec = spec_from_config(gpu.sizes.configs["8B"])
+    decoder, rate = random_decoder(spec, DTYPE, gpu.device), product_rate(gpu)
+    report.figure("product TFLOP/s", rate / 1e12)
+    for prompts in gpu.sizes.prompts:
         name = f"{len(prompts)} x {prompts[0]}"
-        figures[name] = {"TFLOP/s": reached / 1e12, "share": reached / rate}
-        if reached < PREFILL_SHARE * rate:
-            missed.append(f"{name}: {reached / rate:.2f}")
-    figures["missed"] = missed
-    return figures
+        with report.part(name):
+            bench = Bench(gpu, decoder, sum(-(-each // BLOCK) * BLOCK for each in prompts))
+            seconds = gpu.median_seconds(eager_step(bench, list(prompts), list(prompts)), rounds=5)
+            reached = prefill_operations(spec, prompts) / seconds
+            report.figure(name, {"TFLOP/s": reached / 1e12, "share": reached / rate})
+            if reached < PREFILL_SHARE * rate:
+                report.miss(f"{name}: {reached / rate:.2f} of a product, not {PREFILL_SHARE}")
 
 
-def parity() -> dict[str, Any]:
+def eager_step(bench: Bench, lengths: list[int], new: list[int]) -> Callable[[], torch.Tensor]:
+    """A step kernel by kernel, with the logits of each sequence's last token."""
+    inputs = step_inputs(lengths, new)
+    token_ids, positions, last = bench.sent(inputs)
+
+    def step() -> torch.Tensor:
+        hidden = bench.eager(inputs, token_ids, positions)
+        return bench.decoder.scores(hidden.index_select(0, last))
+
+    return step
+
+
+def parity(report: Report) -> None:
     """Logits of a prompt in one go, in chunks and by graphs, against transformers in float32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    gpu = hardware()
+    sizes = gpu.sizes
     config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=1024,
-        intermediate_size=2816,
+        vocab_size=sizes.parity_vocab,
+        hidden_size=sizes.parity_hidden,
+        intermediate_size=sizes.parity_hidden * 11 // 4,
         num_hidden_layers=4,
-        num_attention_heads=16,
-        num_key_value_heads=4,
+        num_attention_heads=sizes.parity_heads,
+        num_key_value_heads=sizes.parity_heads // 4,
         max_position_embeddings=2048,
     )
     model = LlamaForCausalLM(config).float().eval()
@@ -192,21 +204,25 @@ def parity() -> dict[str, Any]:
             "tie_word_embeddings": False,
         }
     )
-    decoder = decoder_of(model, spec)
-    tokens = torch.randint(0, 4096, (1, 300))
+    decoder = decoder_of(gpu, model, spec)
+    count = sizes.parity_tokens
+    tokens = torch.randint(0, sizes.parity_vocab, (1, count))
     with torch.inference_mode():
         exact = model(tokens).logits[0].double()
-    tokens = tokens.to(CUDA)
-    figures = {}
-    for name, chunks in {"in one go": [300], "in chunks": [128, 17, 155]}.items():
-        figures[name] = _error(_logits(decoder, tokens[0], chunks), exact)
-    figures["decodes by graphs"] = _error(_logits(decoder, tokens[0], [292] + [1] * 8), exact)
-    for name, error in figures.items():
-        demand(error < TOLERANCE, f"{name}: relative error {error:.4f}")
-    return figures
+    tokens = tokens.to(gpu.device)
+    for name, chunks in {
+        "in one go": [count],
+        "in chunks": [count // 2, count // 4, count - count // 2 - count // 4],
+        "decodes by graphs": [count - 8] + [1] * 8,
+    }.items():
+        with report.part(name):
+            error = _error(_logits(gpu, decoder, tokens[0], chunks), exact)
+            report.figure(name, error)
+            if not error < TOLERANCE:
+                report.error(f"{name}: relative error {error:.4f}, not under {TOLERANCE}")
 
 
-def decoder_of(model: Any, spec: ModelSpec) -> Decoder:
+def decoder_of(gpu: Hardware, model: Any, spec: ModelSpec) -> Decoder:
     """The weights of a transformers Llama, rounded to the dtype of this bench."""
     from worker.layers.embedding import DenseTable, Embedding
     from worker.layers.linear import make_linear
@@ -216,12 +232,12 @@ def decoder_of(model: Any, spec: ModelSpec) -> Decoder:
     from worker.models.layer_stack import LayerWeights
 
     def linear(*parts: Any) -> Any:
-        return make_linear(torch.cat([each.weight for each in parts]).to(CUDA, DTYPE))
+        return make_linear(torch.cat([each.weight for each in parts]).to(gpu.device, DTYPE))
 
     def norm(part: Any) -> RMSNorm:
-        return RMSNorm(part.weight.to(CUDA, DTYPE), spec.norm_eps)
+        return RMSNorm(part.weight.to(gpu.device, DTYPE), spec.norm_eps)
 
-    rotary = RotaryEmbedding(spec.ropes[0], spec.head_dim, spec.max_position, CUDA)
+    rotary = RotaryEmbedding(spec.ropes[0], spec.head_dim, spec.max_position, gpu.device)
     layers = [
         LayerWeights(
             attention_norm=norm(each.input_layernorm),
@@ -235,21 +251,23 @@ def decoder_of(model: Any, spec: ModelSpec) -> Decoder:
         )
         for each in model.model.layers
     ]
-    table = Embedding(DenseTable(model.model.embed_tokens.weight.to(CUDA, DTYPE)))
+    table = Embedding(DenseTable(model.model.embed_tokens.weight.to(gpu.device, DTYPE)))
     stacks = make_stacks(spec, layers)
     return Decoder(spec, table, stacks, norm(model.model.norm), linear(model.lm_head))
 
 
 @torch.inference_mode()
-def _logits(decoder: Decoder, tokens: torch.Tensor, chunks: list[int]) -> torch.Tensor:
+def _logits(
+    gpu: Hardware, decoder: Decoder, tokens: torch.Tensor, chunks: list[int]
+) -> torch.Tensor:
     """Logits of all positions of one sequence, float64; single tokens go through a graph."""
     longest = len(tokens)
-    bench = Bench(decoder, longest, 1, longest)
-    forward = bench.graphs(1, longest)
+    bench = Bench(gpu, decoder, longest, (1,), longest)
+    forward = bench.graphs((1,), longest)
     found, done = [], 0
     for count in chunks:
         inputs = step_inputs([done + count], [count])
-        positions = torch.from_numpy(inputs.positions).to(CUDA)
+        positions = torch.from_numpy(inputs.positions).to(gpu.device)
         hidden = forward(inputs, tokens[done : done + count], positions)
         found.append(bench.accelerator.fetch(decoder.scores(hidden)).double())
         done += count

@@ -1,27 +1,28 @@
-"""One phase in a process of its own: its figures, or what went wrong, go to a file.
+"""One phase in a process of its own; what it finds goes to a file as it comes.
 
 python -m tests.gpu.one_phase FUNCTION FILE
 """
 
 import importlib
-import json
 import sys
-import traceback
 from pathlib import Path
 
-from tests.gpu.phases import Failed
+from tests.gpu.hardware import rehearsing
+from tests.gpu.report import Report
 
 
 def main(function: str, file: str) -> None:
-    """FUNCTION is "module:function" of tests.gpu."""
+    """FUNCTION is "module:function" of tests.gpu and takes a Report."""
     module, name = function.split(":")
-    try:
-        answer = {"figures": getattr(importlib.import_module(f"tests.gpu.{module}"), name)()}
-    except Failed as failure:
-        answer = {"error": str(failure)}
-    except Exception:
-        answer = {"error": traceback.format_exc()}
-    Path(file).write_text(json.dumps(answer))
+    report = Report(Path(file))
+    with report.part(name):
+        if rehearsing():
+            from tests.gpu.rehearsal import rehearsed
+
+            with rehearsed():
+                getattr(importlib.import_module(f"tests.gpu.{module}"), name)(report)
+        else:
+            getattr(importlib.import_module(f"tests.gpu.{module}"), name)(report)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,13 @@
-"""The phases of `make gpu-check`: what each is called, how long it may take, what it needs.
-
-Their limits add up to no more than the limit of all, so none is cut short by another.
-"""
+"""The phases of `make gpu-check`: what each is called, how long it may take, what it needs."""
 
 from typing import Final, NamedTuple
 
-TOTAL_SECONDS: Final = 480.0
-
 
 class Phase(NamedTuple):
-    """function: "module:function" of tests.gpu, which returns figures and raises where a
-    condition does not hold. seconds: after which its process is ended."""
+    """function: "module:function" of tests.gpu, which is given a Report.
+
+    seconds: after which its processes are ended; what it had found by then is kept.
+    """
 
     name: str
     function: str
@@ -18,25 +15,39 @@ class Phase(NamedTuple):
 
 
 PHASES: Final = (
-    Phase("versions", "basics:versions", 20.0),
-    Phase("ceilings", "basics:ceilings", 20.0),
-    Phase("attention", "kernels:attention", 75.0),
-    Phase("sampling", "kernels:sampling", 35.0),
-    Phase("parity", "models:parity", 35.0),
-    Phase("decode 1B", "models:decode_1b", 30.0),
-    Phase("decode 8B", "models:decode_8b", 50.0),
-    Phase("prefill 8B", "models:prefill_8b", 35.0),
-    Phase("steps 8B", "serving:steps_8b", 40.0),
-    Phase("daemon 8B", "server:daemon_8b", 85.0),
-    Phase("transformers 8B", "serving:transformers_8b", 55.0),
+    Phase("versions", "basics:versions", 30.0),
+    Phase("ceilings", "basics:ceilings", 30.0),
+    Phase("modules", "kernels:modules", 40.0),
+    Phase("operators", "kernels:operators", 30.0),
+    Phase("attention", "kernels:attention", 100.0),
+    Phase("sampling", "kernels:sampling", 60.0),
+    Phase("parity", "models:parity", 50.0),
+    Phase("decode-1b", "models:decode_1b", 60.0),
+    Phase("decode-8b", "models:decode_8b", 90.0),
+    Phase("prefill-8b", "models:prefill_8b", 50.0),
+    Phase("steps-8b", "serving:steps_8b", 70.0),
+    Phase("probe", "probe:probe", 150.0),
+    Phase("daemon-8b", "server:daemon_8b", 150.0),
+    Phase("answers-1b", "answers:answers_1b", 220.0),
+    Phase("memory-mixed", "memory:mixed", 100.0),
+    Phase("memory-graphs", "memory:graphs", 100.0),
+    Phase("memory-overlapped", "memory:overlapped", 80.0),
+    Phase("transformers-8b", "serving:transformers_8b", 80.0),
 )
 
-
-class Failed(Exception):
-    """A condition of a phase does not hold; the message has the numbers."""
-
-
-def demand(holds: bool, what: str) -> None:
-    """Raise Failed with `what` unless it holds."""
-    if not holds:
-        raise Failed(what)
+FIRST_HOUR: Final = {
+    "a": (
+        "versions",
+        "ceilings",
+        "modules",
+        "operators",
+        "attention",
+        "sampling",
+        "parity",
+        "decode-1b",
+    ),
+    "b": ("decode-8b", "prefill-8b", "steps-8b", "probe"),
+    "c": ("daemon-8b", "answers-1b"),
+    "d": ("memory-mixed", "memory-graphs", "memory-overlapped", "transformers-8b"),
+}
+"""The commands of first_hour.sh, in the order of what they prove."""

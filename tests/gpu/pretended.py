@@ -1,29 +1,39 @@
 """Phases that end in every way there is, for the test of what runs them."""
 
 import os
+import subprocess
+import sys
 import threading
-from typing import Any
 
-from tests.gpu.phases import demand
-
-
-def fine() -> dict[str, Any]:
-    return {"rate": 2.5, "missed": []}
+from tests.gpu.report import Report, demand
 
 
-def fails() -> dict[str, Any]:
+def fine(report: Report) -> None:
+    report.figure("rate", 2.5)
+
+
+def misses(report: Report) -> None:
+    report.miss("batch 1: 0.80")
+    report.figure("rate", 2.5)
+
+
+def fails(report: Report) -> None:
+    report.figure("rate", 2.5)
     demand(False, "2 is not 3")
-    return {}
 
 
-def breaks() -> dict[str, Any]:
-    return {"rate": 1 / len([])}
+def breaks(report: Report) -> None:
+    report.figure("rate", 1 / len([]))
 
 
-def dies() -> dict[str, Any]:
+def dies(report: Report) -> None:
+    report.figure("rate", 2.5)
     os._exit(7)
 
 
-def hangs() -> dict[str, Any]:
+def hangs(report: Report) -> None:
+    """A daemon with a session of its own hangs too; its id is a figure."""
+    command = [sys.executable, "-c", "import threading; threading.Event().wait()"]
+    daemon = subprocess.Popen(command, start_new_session=True)
+    report.figure("daemon", daemon.pid)
     threading.Event().wait()
-    return {}

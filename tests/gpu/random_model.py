@@ -19,7 +19,7 @@ _LLAMA: Final[dict[str, Any]] = {
     "vocab_size": 128256,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "max_position_embeddings": 16384,
+    "max_position_embeddings": 40960,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
     "hidden_act": "silu",

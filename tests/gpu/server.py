@@ -5,19 +5,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.e2e.daemon import Daemon
 from tests.gpu.checkpoint import write_checkpoint
-from tests.gpu.phases import demand
-from tests.gpu.random_model import CONFIGS
+from tests.gpu.hardware import Hardware, hardware
+from tests.gpu.report import Failed, Report, demand
 
-AT_ONCE = 256
-INPUT, OUTPUT = 512, 128
 LOAD = 0.7
 """Of what the daemon has done with all requests there at once: how fast they arrive one by one."""
-ARRIVING_SECONDS = 15.0
 LOAD_SECONDS = 60.0
 SHOWN = (
     "output_tokens_per_s",
@@ -29,7 +28,7 @@ SHOWN = (
 
 
 def load(url: str, num_requests: int, *how: str, shape: tuple[int, int]) -> dict[str, Any]:
-    """What `tokend bench serve` finds; raises Failed where an answer is missing or short.
+    """What `tokend bench serve` finds; raises Failed where it fails.
 
     how: flags that say when requests are sent. shape: tokens of each prompt and answer.
     """
@@ -37,19 +36,27 @@ def load(url: str, num_requests: int, *how: str, shape: tuple[int, int]) -> dict
         file = Path(folder) / "run.json"
         words = ["--url", url, "--json", str(file), "--max-requests", str(num_requests)]
         words += ["--input-tokens", str(shape[0]), "--output-tokens", str(shape[1])]
-        words += ["--lowest-token-id", "0", "--highest-token-id", "900", "--warm-ups", "0", *how]
-        result = subprocess.run(
-            [sys.executable, "-P", "-m", "deploy.cli", "bench", "serve", *words],
-            capture_output=True,
-            text=True,
-            timeout=LOAD_SECONDS,
-        )
+        words += ["--lowest-token-id", "0", "--highest-token-id", "90", "--warm-ups", "0", *how]
+        try:
+            result = subprocess.run(
+                [sys.executable, "-P", "-m", "deploy.cli", "bench", "serve", *words],
+                stderr=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                text=True,
+                timeout=LOAD_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise Failed(f"bench serve took over {LOAD_SECONDS:.0f} s") from None
         demand(result.returncode == 0, f"bench serve ended with {result.stderr[-300:]}")
         (run,) = json.loads(file.read_text())["runs"]
-    answered = run["num_completed"] == num_requests and not run["num_other_length"]
-    demand(answered, f"of {num_requests} requests not all are answered in full: {run['errors']}")
     found: dict[str, Any] = run
     return found
+
+
+def demand_answers(run: dict[str, Any], num_requests: int) -> None:
+    """Raise Failed where an answer is missing or short."""
+    answered = run["num_completed"] == num_requests and not run["num_other_length"]
+    demand(answered, f"of {num_requests} requests not all are answered in full: {run['errors']}")
 
 
 def shown(run: dict[str, Any]) -> dict[str, float]:
@@ -57,29 +64,30 @@ def shown(run: dict[str, Any]) -> dict[str, float]:
     return {name: run[name] for name in SHOWN}
 
 
-def daemon_8b() -> dict[str, Any]:
+@contextmanager
+def checkpoint(gpu: Hardware, name: str) -> Iterator[str]:
+    """A folder with random weights of a model."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), gpu.sizes.configs[name])
+        yield folder
+
+
+def daemon_8b(report: Report) -> None:
     """Tokens a second and latencies, after a warm-up; a Poisson process of arrivals last."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_checkpoint(folder, CONFIGS["8B"])
-        flags = ("--device", "cuda", "--attention-backend", "flashinfer")
-        flags += ("--max-model-len", "2048")
+    gpu = hardware()
+    shape, at_once = (gpu.sizes.input, gpu.sizes.output), gpu.sizes.at_once
+    started = time.monotonic()
+    with checkpoint(gpu, "8B") as folder:
+        report.figure("checkpoint written in s", time.monotonic() - started)
         started = time.monotonic()
-        with Daemon(str(folder), *flags) as daemon:
-            ready = time.monotonic() - started
-            load(daemon.url, 8, "--concurrency", "8", shape=(INPUT, 8))
-            shape = (INPUT, OUTPUT)
-            at_once = load(daemon.url, AT_ONCE, "--concurrency", str(AT_ONCE), shape=shape)
-            rate = LOAD * at_once["requests_per_s"]
-            arriving = load(
-                daemon.url,
-                max(1, round(rate * ARRIVING_SECONDS)),
-                "--request-rate",
-                f"{rate:.2f}",
-                shape=shape,
-            )
-    return {
-        "ready in s": ready,
-        "all at once": shown(at_once),
-        f"Poisson, {rate:.1f} a second": shown(arriving),
-    }
+        with Daemon(folder, *gpu.daemon_flags) as daemon:
+            report.figure("ready in s", time.monotonic() - started)
+            load(daemon.url, 8, "--concurrency", "8", shape=(gpu.sizes.input, 8))
+            run = load(daemon.url, at_once, "--concurrency", str(at_once), shape=shape)
+            report.figure(f"{at_once} at once", shown(run))
+            demand_answers(run, at_once)
+            rate = LOAD * run["requests_per_s"]
+            count = max(1, round(rate * gpu.sizes.arriving_seconds))
+            run = load(daemon.url, count, "--request-rate", f"{rate:.2f}", shape=shape)
+            report.figure(f"Poisson, {rate:.1f} a second", shown(run))
+            demand_answers(run, count)

@@ -7,26 +7,19 @@ import torch
 
 from proto.config import DeviceConfig
 from tests.fakes.engine_harness import EngineHarness
+from tests.gpu.hardware import hardware, rehearsing
 from tests.gpu.models import BLOCK, DTYPE, seconds_of_decode
-from tests.gpu.phases import demand
-from tests.gpu.random_model import CONFIGS, random_decoder
-from tests.gpu.timing import CUDA
+from tests.gpu.random_model import random_decoder
+from tests.gpu.report import Report
 from worker.ahead import Launched
-from worker.attention.flashinfer import load_library
-from worker.attention.kv_store import TritonStore
 from worker.batch.rows import Rows
-from worker.cuda_runner import CudaRunnerMaker, Kernels
-from worker.device.accelerator import Cuda
+from worker.cuda_runner import CudaRunnerMaker
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 from worker.models.registry import spec_from_config
 from worker.sample.backend import ReferenceBackend
-from worker.sample.device_draw import TritonDraw
-from worker.sample.device_edits import TritonEdits
 from worker.sample.sampler import Sampler
 
-BATCH = 64
-INPUT, OUTPUT = 512, 128
 MOST_IDLE = 0.03
 
 
@@ -54,75 +47,86 @@ class _Harness(EngineHarness):
         return step
 
 
-def steps_8b() -> dict[str, Any]:
-    """64 requests at once through scheduler, rows, graphs and sampling, two steps in flight.
+def steps_8b(report: Report) -> None:
+    """Many requests at once through scheduler, rows, graphs and sampling, two steps in flight.
 
     What a decode step takes beyond the same step queued behind itself, again and again, is
     the time in which the device is idle.
     """
-    spec = spec_from_config(CONFIGS["8B"])
+    gpu = hardware()
+    batch, prompt, output = gpu.sizes.batch, gpu.sizes.input, gpu.sizes.output
+    spec = spec_from_config(gpu.sizes.configs["8B"])
+    decoder = random_decoder(spec, DTYPE, gpu.device)
+    period = overlapped_steps(report, decoder, batch, prompt, output)
+    alone = seconds_of_decode(gpu, decoder, [prompt + output * 5 // 8] * batch)
+    idle = 1 - alone / period
+    report.figure("ms of the device alone", alone * 1e3)
+    report.figure("idle", idle)
+    if idle >= MOST_IDLE:
+        report.miss(f"the device is idle {idle:.1%} of a step, not under {MOST_IDLE:.0%}")
+
+
+def overlapped_steps(report: Report, decoder: Any, batch: int, prompt: int, output: int) -> float:
+    """Seconds from one answered decode step to the next, with two in flight."""
+    gpu, spec = hardware(), decoder.spec
     layout = kv_layout(spec.windows)
     geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, DTYPE)
-    num_blocks = 1 + BATCH * -(-(INPUT + OUTPUT) // BLOCK)
-    decoder = random_decoder(spec, DTYPE, CUDA)
+    num_blocks = 1 + batch * -(-(prompt + output) // BLOCK)
     maker = CudaRunnerMaker(
         DeviceConfig(),
         decoder,
-        Cuda(CUDA),
-        Kernels(load_library, TritonStore(), TritonDraw(), TritonEdits()),
+        gpu.accelerator(),
+        gpu.kernels(),
         Sampler(ReferenceBackend()),
         DTYPE,
     )
-    rows = Rows(BATCH, INPUT + OUTPUT, BLOCK, layout.num_groups)
-    cache = KVCache(geometry, layout, num_blocks, BLOCK, CUDA)
+    rows = Rows(batch, prompt + output, BLOCK, layout.num_groups)
+    cache = KVCache(geometry, layout, num_blocks, BLOCK, gpu.device)
     captured = time.monotonic()
     runner = maker.runner(cache, rows, lambda fraction: None)
-    captured = time.monotonic() - captured
+    report.figure("graphs captured in s", time.monotonic() - captured)
     harness = _Harness(
         num_blocks=num_blocks,
         block_size=BLOCK,
-        max_model_len=INPUT + OUTPUT,
-        max_num_seqs=BATCH,
+        max_model_len=prompt + output,
+        max_num_seqs=batch,
         vocab_size=spec.vocab_size,
         async_scheduling=True,
     )
     ahead: Any = _Ahead(runner)
     harness.runner = ahead
-    for index in range(BATCH):
-        prompt = [(7 * index + 3 * place) % 900 for place in range(INPUT)]
-        harness.add_one(prompt, OUTPUT, temperature=0.0, ignore_eos=True, eos_token_ids=())
+    for index in range(batch):
+        tokens = [(7 * index + 3 * place) % min(900, spec.vocab_size) for place in range(prompt)]
+        harness.add_one(tokens, output, temperature=0.0, ignore_eos=True, eos_token_ids=())
     started = time.monotonic()
     num_steps = harness.run()
-    torch.cuda.synchronize()
+    gpu.synchronize()
     seconds = time.monotonic() - started
     # The last steps may have fewer sequences; those before them have all.
-    first, last = ahead.answered[-OUTPUT // 2], ahead.answered[-OUTPUT // 4]
-    period = (last - first) / (OUTPUT // 2 - OUTPUT // 4)
-    alone = seconds_of_decode(decoder, BATCH, INPUT + OUTPUT * 5 // 8)
-    idle = 1 - alone / period
-    demand(idle < MOST_IDLE, f"the device is idle {idle:.1%} of a step")
-    return {
-        "tokens/s": BATCH * OUTPUT / seconds,
-        "steps": num_steps,
-        "ms a decode step": period * 1e3,
-        "ms of the device alone": alone * 1e3,
-        "idle": idle,
-        "graphs captured in s": captured,
-    }
+    first, last = ahead.answered[-output // 2], ahead.answered[-output // 4]
+    period: float = (last - first) / (output // 2 - output // 4)
+    report.figure("tokens/s", batch * output / seconds)
+    report.figure("steps", num_steps)
+    report.figure("ms a decode step", period * 1e3)
+    return period
 
 
 @torch.inference_mode()
-def transformers_8b() -> dict[str, Any]:
+def transformers_8b(report: Report) -> None:
     """generate() of the same shapes, both batches after a warm-up."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    known = {name: each for name, each in CONFIGS["8B"].items() if name != "architectures"}
-    with torch.device(CUDA):
+    gpu = hardware()
+    # What this compares with does not run on the fake.
+    device = torch.device("cpu") if rehearsing() else gpu.device
+    batch, prompt, output = gpu.sizes.batch, gpu.sizes.input, gpu.sizes.output
+    config = gpu.sizes.configs["8B"]
+    known = {name: each for name, each in config.items() if name != "architectures"}
+    with device:
         torch.set_default_dtype(DTYPE)
         model = LlamaForCausalLM(LlamaConfig(**known, attn_implementation="sdpa")).eval()
-    figures: dict[str, Any] = {}
-    for batch in (32, BATCH):
-        tokens = torch.randint(0, 900, (batch, INPUT), device=CUDA)
+    for size in (batch // 2, batch):
+        tokens = torch.randint(0, min(900, config["vocab_size"]), (size, prompt), device=device)
 
         def generate(count: int, tokens: torch.Tensor = tokens) -> None:
             model.generate(
@@ -133,10 +137,9 @@ def transformers_8b() -> dict[str, Any]:
                 max_new_tokens=count,
                 pad_token_id=0,
             )
-            torch.cuda.synchronize()
+            gpu.synchronize()
 
         generate(4)
         started = time.monotonic()
-        generate(OUTPUT)
-        figures[f"tokens/s, batch {batch}"] = batch * OUTPUT / (time.monotonic() - started)
-    return figures
+        generate(output)
+        report.figure(f"tokens/s, batch {size}", size * output / (time.monotonic() - started))

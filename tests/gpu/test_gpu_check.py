@@ -1,42 +1,48 @@
-"""The parts of `make gpu-check` that need no GPU: formulas, verdicts, phases that fail alone."""
+"""The parts of `make gpu-check` that need no GPU: formulas, verdicts, phases that fail alone.
 
+The slow ones rehearse every command of first_hour.sh on the strict fake.
+"""
+
+import json
+import os
+import signal
 import subprocess
 import sys
+import tarfile
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 import tests.gpu.__main__ as gpu_check
-from tests.fakes.fake_cuda import FakeCuda
-from tests.fakes.fake_flashinfer import FakeFlashInfer
+from tests.e2e.daemon import eventually
 from tests.fakes.openai_server import fake_openai, well
 from tests.fakes.prepared_models import prepare_checkpoint
-from tests.gpu import models, server
+from tests.gpu import kernels, models, pack, server
 from tests.gpu.checkpoint import write_checkpoint
 from tests.gpu.formulas import decode_floor, kv_bytes_per_token, prefill_operations, weight_bytes
+from tests.gpu.hardware import REHEARSAL
 from tests.gpu.kernels import exact_shares
-from tests.gpu.phases import PHASES, TOTAL_SECONDS, Failed, Phase, demand
-from tests.gpu.random_model import CONFIGS, random_decoder
-from tests.worker.test_cuda_runner import compute_by_torch
-from worker.attention.kv_store import store_by_index
+from tests.gpu.phases import FIRST_HOUR, PHASES, Phase
+from tests.gpu.random_model import CONFIGS
+from tests.gpu.rehearsal import SMALL, rehearsed
+from tests.gpu.report import Failed, Report
 from worker.loader.weights import load_model
 from worker.models.registry import spec_from_config, spec_of
 from worker.sample.filters import apply_filters
 
-SMALL = CONFIGS["1B"] | {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "head_dim": 64,
-}
+ROOT = Path(__file__).parents[2]
+HOUR_SECONDS = 27 * 60
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Report:
+    return Report(tmp_path / "report.json")
 
 
 def test_bytes_of_models_of_known_sizes() -> None:
@@ -82,24 +88,14 @@ def test_steps_that_are_made_up_lie_in_blocks_of_their_own() -> None:
     assert attention.slot_mapping[0] == 3 * 16 + 39 % 16
 
 
-def test_the_models_run_on_a_made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parity with transformers, with a prompt in one go, in chunks, and by graphs."""
-    compute_by_torch(monkeypatch)
-    spec = spec_from_config(SMALL)
-    with FakeCuda() as cuda, cuda.loading():
-        library = FakeFlashInfer(cuda.device)
-        monkeypatch.setattr(models, "Cuda", lambda device: cuda.device)
-        monkeypatch.setattr(models, "load_library", lambda: library)
-        monkeypatch.setattr(models, "TritonStore", lambda: store_by_index)
-        decoder = random_decoder(spec, models.DTYPE, models.CUDA)
-        tokens = torch.arange(30) % 64
-        whole, in_parts = (
-            models._logits(decoder, tokens.to(models.CUDA), chunks)
-            for chunks in ([30], [20, 7, 1, 1, 1])
-        )
-    assert whole.shape == (30, 64)
-    assert models._error(in_parts, whole) < 1e-2
-    assert cuda.device.num_replays == 3
+def test_parity_on_the_fake(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+    """With transformers: a prompt in one go, in chunks, and by graphs."""
+    monkeypatch.setenv(REHEARSAL, "1")
+    with rehearsed():
+        models.parity(report)
+    assert report.errors == []
+    assert sorted(report.figures) == ["decodes by graphs", "in chunks", "in one go"]
+    assert Report.read(Path(report.beside("report.json")))["figures"] == report.figures
 
 
 def test_a_checkpoint_that_is_written_can_be_loaded(tmp_path: Path) -> None:
@@ -122,60 +118,158 @@ def test_nothing_is_checked_without_a_gpu() -> None:
     assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_every_phase_may_take_as_long_as_it_says() -> None:
-    assert sum(phase.seconds for phase in PHASES) <= TOTAL_SECONDS == 8 * 60
+def test_the_first_hour_has_every_phase_once_and_time_for_it() -> None:
+    names = [name for part in FIRST_HOUR.values() for name in part]
+    assert names == [each.name for each in PHASES]
+    seconds = [sum(each.seconds for each in gpu_check.chosen(None, part)) for part in FIRST_HOUR]
+    assert all(each <= 7 * 60 - 20 for each in seconds)
+    assert sum(seconds) <= HOUR_SECONDS
+
+
+def run_hour(
+    part: str, out: Path, **variables: str
+) -> tuple[subprocess.CompletedProcess[str], Any]:
+    """A rehearsed command of first_hour.sh, and the JSON that it writes."""
+    own = {"OUT": str(out), "PYTHON": sys.executable, "REHEARSE": "1", "SITE": str(out / "site")}
+    words = ["bash", str(ROOT / "tests/gpu/first_hour.sh"), part]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | own | variables
+    result = subprocess.run(words, capture_output=True, text=True, cwd=out, env=environment)
+    file = out / f"first-hour-{part}.json"
+    return result, json.loads(file.read_text()) if file.exists() else {}
+
+
+@pytest.mark.suite("rehearsal")
+@pytest.mark.parametrize("part", FIRST_HOUR)
+def test_a_command_of_the_first_hour_on_the_fake(part: str, tmp_path: Path) -> None:
+    result, answers = run_hour(part, tmp_path)
+    assert list(answers) == list(FIRST_HOUR[part]), result.stdout
+    errors = {name: each["errors"] for name, each in answers.items() if each["errors"]}
+    assert not errors, result.stdout
+    # Times of this host reach no target.
+    assert ("next:" in result.stdout) == (result.returncode != 0)
+
+
+@pytest.mark.suite("rehearsal")
+def test_what_a_host_lacks_is_unpacked_first_or_the_command_says_what_to_do(tmp_path: Path) -> None:
+    archive = tmp_path / "pack.tar.xz"
+    with tarfile.open(archive, "w:xz") as file:
+        file.add(ROOT / "LICENSE", "flashinfer_jit_cache/LICENSE")
+    result, answers = run_hour("a", tmp_path, ONLY="versions ceilings", PACK=str(archive))
+    assert (tmp_path / "site/flashinfer_jit_cache/LICENSE").exists()
+    assert answers["versions"]["figures"]["FLASHINFER_DISABLE_JIT"] == "1"
+    assert result.returncode == 0
+    archive.write_bytes(b"no archive")
+    result, _ = run_hour("a", tmp_path, PACK=str(archive), SITE=str(tmp_path / "other"))
+    assert result.returncode == 1
+    assert "next:" in result.stdout
+
+
+def test_kernel_tests_of_which_none_passes_are_a_failure(
+    monkeypatch: pytest.MonkeyPatch, report: Report
+) -> None:
+    monkeypatch.setattr(kernels.pytest, "main", lambda words, plugins: pytest.ExitCode.OK)
+    with pytest.raises(Failed, match="no test passed"):
+        kernels.run_tests(report, [])
+    assert report.figures == {"tests passed": 0}
+
+
+def test_an_operator_without_a_form_for_a_dtype_fails_by_name(
+    monkeypatch: pytest.MonkeyPatch, report: Report
+) -> None:
+    stub = type(sys)("tests.gpu.operators")
+    outcomes = {"aten.add.Tensor bfloat16": "ok", "aten.index_copy_ float8_e4m3fn": "not for it"}
+    vars(stub)["run_pairs"] = lambda: outcomes
+    monkeypatch.setitem(sys.modules, "tests.gpu.operators", stub)
+    kernels.operators(report)
+    assert report.errors == ["aten.index_copy_ float8_e4m3fn: not for it"]
+    assert report.figures == {"pairs": 2}
+
+
+def test_every_dependency_is_packed_or_on_a_bare_host() -> None:
+    """A host with torch, transformers, pytest and what these bring."""
+    there = {"httpx", "jinja2", "numpy", "prometheus-client", "pyyaml", "rich", "safetensors"}
+    there |= {"tokenizers", "torch", "transformers", "uvloop"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = project["dependencies"] + project["optional-dependencies"]["gpu"]
+    names = {pack.canonical(each.split("=")[0].split(">")[0].split("<")[0]) for each in needed}
+    packed = {pack.canonical(each) for each in pack.WHEELS}
+    assert names <= packed | there
+    assert packed <= pack.pins().keys()
 
 
 def test_load_on_a_server_that_answers_and_on_one_that_does_not() -> None:
     with fake_openai(well) as fake:
         for how in (("--concurrency", "3"), ("--request-rate", "200")):
             run = server.load(fake.url, 6, *how, shape=(8, 4))
+            server.demand_answers(run, 6)
             assert set(server.shown(run)) == set(server.SHOWN)
             assert run["output_tokens"] == 24
 
     def short(path: str, body: dict[str, Any]) -> Iterable[bytes]:
         return well(path, body | {"max_tokens": body["max_tokens"] - 1})
 
-    with fake_openai(short) as fake, pytest.raises(Failed, match="not all are answered in full"):
-        server.load(fake.url, 2, "--concurrency", "1", shape=(8, 4))
+    with fake_openai(short) as fake:
+        run = server.load(fake.url, 2, "--concurrency", "1", shape=(8, 4))
+    with pytest.raises(Failed, match="not all are answered in full"):
+        server.demand_answers(run, 2)
 
 
-def test_a_phase_that_fails_hangs_or_dies_fails_alone() -> None:
-    phases = [
-        Phase("fine", "pretended:fine", 30.0),
-        Phase("fails", "pretended:fails", 30.0),
-        Phase("breaks", "pretended:breaks", 30.0),
-        Phase("dies", "pretended:dies", 30.0),
-        Phase("hangs", "pretended:hangs", 1.0),
-    ]
-    answers = gpu_check.run_all(phases, 120.0)
-    assert answers["fine"]["figures"] == {"rate": 2.5, "missed": []}
-    assert answers["fails"]["error"] == "2 is not 3"
-    assert "ZeroDivisionError" in answers["breaks"]["error"]
-    assert "failed: 7" in answers["dies"]["error"]
-    assert "ended after 1 s" in answers["hangs"]["error"]
-    assert not gpu_check.succeeded(answers)
-    assert gpu_check.succeeded({"fine": answers["fine"]})
+def test_a_phase_that_fails_hangs_or_dies_fails_alone_and_keeps_its_figures() -> None:
+    names = ("fine", "misses", "fails", "breaks", "dies")
+    phases = [Phase(each, f"pretended:{each}", 60.0) for each in names]
+    seen: list[int] = []
+    answers = gpu_check.run_all(phases, 600.0, lambda answers: seen.append(len(answers)))
+    assert seen == [1, 2, 3, 4, 5]
+    for name in ("fine", "misses", "fails", "dies"):
+        assert answers[name]["figures"] == {"rate": 2.5}
+    assert answers["misses"]["missed"] == ["batch 1: 0.80"]
+    assert answers["misses"]["errors"] == []
+    assert "2 is not 3" in answers["fails"]["errors"][0]
+    assert "ZeroDivisionError" in answers["breaks"]["errors"][0]
+    assert "failed: 7" in answers["dies"]["errors"][0]
+    assert [gpu_check.succeeded({name: answers[name]}) for name in names] == [True] + [False] * 4
     shown = gpu_check.table(answers)
-    assert shown.count("FAILED") == 4
-    assert "rate                         2.5" in shown
+    assert (shown.count("FAILED"), shown.count("target missed  ")) == (3, 1)
+    assert "rate                             2.5" in shown
+
+
+def test_a_daemon_with_a_session_of_its_own_ends_with_its_phase() -> None:
+    answers = gpu_check.run_all([Phase("hangs", "pretended:hangs", 4.0)], 60.0)
+    assert "ended after 4 s" in answers["hangs"]["errors"][-1]
+    assert not psutil.pid_exists(answers["hangs"]["figures"]["daemon"])
+
+
+def test_a_check_that_is_ended_ends_its_phase_and_keeps_figures(tmp_path: Path) -> None:
+    """As `timeout` ends it."""
+    script = (
+        "import sys; import tests.gpu.__main__ as check; from tests.gpu.phases import Phase\n"
+        "check.PHASES = [Phase(n, 'pretended:hangs', 60.0) for n in ('one', 'two')]\n"
+        "check.refusal = lambda: None\n"
+        f"sys.exit(check.main(['--json', {str(tmp_path / 'found.json')!r}]))"
+    )
+    words = [sys.executable, "-u", "-c", script]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("    daemon"):
+            break
+    process.send_signal(signal.SIGTERM)
+    rest = process.stdout.read()
+    assert process.wait() == 1
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["one"]["errors"] == ["this check was ended"]
+    assert found["two"]["errors"] == ["not run: this check was ended"]
+    assert eventually(lambda: not psutil.pid_exists(found["one"]["figures"]["daemon"]))
+    assert "FAILED" in rest
 
 
 def test_no_phase_begins_after_the_end() -> None:
     answers = gpu_check.run_all([Phase("late", "pretended:fine", 30.0)], 0.0)
-    assert answers["late"]["error"] == "not run: no time was left"
-
-
-def test_a_missed_target_is_no_success() -> None:
-    missed = {"decode": {"figures": {"missed": ["batch 1: 0.80"]}, "seconds": 1.0}}
-    assert "target missed" in gpu_check.table(missed)
-    assert not gpu_check.succeeded(missed)
+    assert answers["late"]["errors"] == ["not run: no time was left"]
 
 
 def test_each_phase_names_a_function_that_exists() -> None:
     for phase in PHASES:
         module, name = phase.function.split(":")
         source = (Path(__file__).parent / f"{module}.py").read_text()
-        assert f"def {name}(" in source
-    with pytest.raises(Failed, match="two numbers"):
-        demand(False, "two numbers")
+        assert f"def {name}(report: Report)" in source

@@ -1,46 +1,28 @@
-"""Times on a device, by its own clock, and the rates that they are held against."""
-
-import statistics
-from collections.abc import Callable
-from itertools import pairwise
-from typing import Final
+"""The rates that times are held against."""
 
 import torch
 
-CUDA: Final = torch.device("cuda", 0)
-_BYTES: Final = 8 << 30
-_SIZE: Final = 8192
+from tests.gpu.hardware import Hardware
 
 
-def median_seconds(run: Callable[[], object], rounds: int, warm_ups: int = 3) -> float:
-    """The median time of a round on the device; rounds follow each other without a wait."""
-    for _ in range(warm_ups):
-        run()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
-    events[0].record()
-    for event in events[1:]:
-        run()
-        event.record()
-    torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in pairwise(events)]
-    return statistics.median(times) / 1000
+def read_rate(gpu: Hardware) -> float:
+    """Bytes a second of a sum over memory far larger than any cache."""
+    count = gpu.sizes.rate_bytes
+    memory = torch.empty(count // 4, dtype=torch.float32, device=gpu.device).normal_()
+    return count / gpu.median_seconds(memory.sum, rounds=5)
 
 
-def read_rate() -> float:
-    """Bytes a second of a sum over 8 GiB."""
-    memory = torch.empty(_BYTES // 4, dtype=torch.float32, device=CUDA).normal_()
-    return _BYTES / median_seconds(memory.sum, rounds=5)
-
-
-def copy_rate() -> float:
-    """Bytes a second, read and written, of a copy of 8 GiB."""
-    source = torch.empty(_BYTES // 4, dtype=torch.float32, device=CUDA).normal_()
+def copy_rate(gpu: Hardware) -> float:
+    """Bytes a second, read and written, of a copy of such memory."""
+    count = gpu.sizes.rate_bytes
+    source = torch.empty(count // 4, dtype=torch.float32, device=gpu.device).normal_()
     target = torch.empty_like(source)
-    return 2 * _BYTES / median_seconds(lambda: target.copy_(source), rounds=5)
+    return 2 * count / gpu.median_seconds(lambda: target.copy_(source), rounds=5)
 
 
-def product_rate() -> float:
+def product_rate(gpu: Hardware) -> float:
     """Operations a second of a product of bfloat16 matrices of random numbers."""
-    a, b = (torch.randn(_SIZE, _SIZE, device=CUDA).bfloat16() for _ in range(2))
+    size = gpu.sizes.product_size
+    a, b = (torch.randn(size, size, device=gpu.device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * _SIZE**3 / median_seconds(lambda: torch.mm(a, b, out=out), rounds=20)
+    return 2 * size**3 / gpu.median_seconds(lambda: torch.mm(a, b, out=out), rounds=20)

@@ -4,10 +4,24 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 from proto.errors import ConfigError
+from tests.worker.attention.steps import Case
+from tests.worker.attention.test_flashinfer import CASES, MIXED, case_of
 from worker.attention.flashinfer import VERSION
-from worker.build_flashinfer import build_environment, find_toolkit, pack, parser
+from worker.build_flashinfer import (
+    EIGHT_BITS,
+    TEST_VARIANTS,
+    UNUSED_HEADERS,
+    Variant,
+    build_environment,
+    find_toolkit,
+    pack,
+    parser,
+    variants,
+)
+from worker.kv_layout import kv_layout
 
 
 def toolkit(root: Path, name: str) -> Path:
@@ -34,7 +48,7 @@ def test_the_environment_names_files_that_exist(tmp_path: Path) -> None:
     assert found["CUDA_HOME"] == "/cuda"
     assert (found["FLASHINFER_CUDA_ARCH_LIST"], found["MAX_JOBS"]) == ("9.0a", "3")
     headers = Path(found["FLASHINFER_EXTRA_CUDAFLAGS"].removeprefix("-I"))
-    assert {each.name for each in headers.iterdir()} == {"cublasLt.h", "cublas_v2.h"}
+    assert {each.name for each in headers.iterdir()} == set(UNUSED_HEADERS)
     stubs = Path(found["FLASHINFER_EXTRA_LDFLAGS"].removeprefix("-L"))
     assert (stubs / "libcuda.so").stat().st_size > 0
 
@@ -59,3 +73,32 @@ def test_heads_that_there_are_no_kernels_for_are_refused(tmp_path: Path) -> None
     assert parser().parse_args([str(tmp_path), "--head-dims", "256"]).head_dims == [256]
     with pytest.raises(SystemExit):
         parser().parse_args([str(tmp_path), "--head-dims", "96"])
+
+
+def asked_by(case: Case) -> set[Variant]:
+    """The modules that a test of this case plans with: a group of layers each."""
+    dtype, kv_dtype = (
+        "" if each is None else str(each).removeprefix("torch.")
+        for each in (case.dtype, case.kv_dtype)
+    )
+    windows = kv_layout([None, case.window]).windows
+    return {
+        Variant(case.head_dim, dtype, kv_dtype, window is not None, case.soft_cap > 0)
+        for window in windows
+    }
+
+
+def test_the_modules_for_tests_are_those_that_tests_on_a_gpu_ask_for() -> None:
+    cases = [*CASES.values(), case_of(MIXED, kv_dtype=getattr(torch, EIGHT_BITS))]
+    assert set().union(*map(asked_by, cases)) == set(TEST_VARIANTS)
+
+
+def test_flags_multiply(tmp_path: Path) -> None:
+    chosen = parser().parse_args([str(tmp_path), "--head-dims", "64", "--soft-cap", "--windows"])
+    assert variants(chosen) == [
+        Variant(64, window=window, soft_cap=soft_cap)
+        for window in (False, True)
+        for soft_cap in (False, True)
+    ]
+    chosen = parser().parse_args([str(tmp_path), "--head-dims", "64", "--fp8"])
+    assert variants(chosen) == [Variant(64), Variant(64, kv_dtype=EIGHT_BITS)]

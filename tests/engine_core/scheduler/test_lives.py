@@ -19,7 +19,7 @@ def test_random_lives(kind):
         assert totals[what] >= fewest, f"too few for a proof: {totals[what]} {what}"
 
 
-@pytest.mark.long
+@pytest.mark.suite("lives")
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_random_lives(kind):
     lives(kind, range(SEEDS, 60), 2 * OPERATIONS)

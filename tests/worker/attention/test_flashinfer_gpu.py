@@ -1,15 +1,19 @@
 """The FlashInfer backend on a GPU against float64, over the cases of the fake's tests.
 
-The library compiles its kernels on first use, some minutes for all of them.
+Without kernels built ahead of time the library compiles them on first use, some minutes for all of
+them. The tests of plans ahead of the device and of graphs run on the strict fake as well.
 """
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.fakes.fake_device import FakeDevice
+from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.worker.attention.steps import LAYER, Step
 from tests.worker.attention.test_flashinfer import (
     CASES,
@@ -19,99 +23,177 @@ from tests.worker.attention.test_flashinfer import (
     case_of,
     sharing_two_pages,
 )
-from worker.attention.flashinfer import DEFAULTS, FlashInferAttention, create_flashinfer
+from worker.attention.base import AttentionInputs
+from worker.attention.flashinfer import FlashInferAttention, load_library
 from worker.attention.flashinfer_group import Options
+from worker.attention.kv_store import TritonStore, store_by_index
 from worker.attention.paged_batch import pad_decodes
+from worker.device.accelerator import Cuda
 
-pytestmark = pytest.mark.gpu
-
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
 LONG_SLEEP = 50_000_000
 """Cycles: tens of milliseconds, many steps of the host."""
 
 
-class OnGpu:
+class Gpu:
+    """The device, its library and its kernel for K and V."""
+
+    def __init__(self) -> None:
+        self.accelerator: Any = Cuda(CUDA)
+        self.library: Any = load_library()
+        self.store: Any = TritonStore()
+        self.workspace_bytes = Options().workspace_bytes
+
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same numbers in the device's memory."""
+        return tensor.to(CUDA)
+
+    def keep_busy(self) -> None:
+        """Queue something that takes longer than what the host queues behind it."""
+        torch.cuda._sleep(LONG_SLEEP)
+
+
+class StrictFake(Gpu):
+    """A device that runs only as far as it is waited for, and a library that refuses misuse."""
+
+    def __init__(self) -> None:
+        self.accelerator = FakeDevice()
+        self.library = FakeFlashInfer(self.accelerator)
+        self.store = store_by_index
+        self.workspace_bytes = 1 << 12
+
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        adopted: torch.Tensor = self.accelerator.adopt(tensor)
+        return adopted
+
+    def keep_busy(self) -> None: ...
+
+
+on_gpu = pytest.mark.parametrize(
+    "device", [pytest.param(Gpu, marks=pytest.mark.gpu)], indirect=True, ids=["gpu"]
+)
+on_both = pytest.mark.parametrize(
+    "device",
+    [pytest.param(Gpu, marks=pytest.mark.gpu), StrictFake],
+    indirect=True,
+    ids=["gpu", "fake"],
+)
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Gpu:
+    found: Gpu = request.param()
+    return found
+
+
+class OnDevice:
     """A step whose cache and tensors are the device's too."""
 
-    def __init__(self, step: Step, options: Options = DEFAULTS) -> None:
+    def __init__(self, device: Gpu, step: Step, **options: Any) -> None:
         self.step = step
+        self._fetch = device.accelerator.fetch
         self._cache = copy.copy(step.kv_cache)
-        self._cache.buffer = step.kv_cache.buffer.to(CUDA)
+        self._cache.buffer = device.adopt(step.kv_cache.buffer)
         case = step.case
-        self.backend: FlashInferAttention = create_flashinfer(
-            self._cache, case.shape, case.dtype, options
+        self.backend = FlashInferAttention(
+            self._cache,
+            case.shape,
+            case.dtype,
+            device.accelerator,
+            device.library,
+            device.store,
+            Options(workspace_bytes=device.workspace_bytes, **options),
         )
-        parts = (step.query, step.key, step.value, step.rotation)
-        self.parts = [each.to(CUDA) for each in parts]
+        self.parts = [
+            device.adopt(each) for each in (step.query, step.key, step.value, step.rotation)
+        ]
 
-    def run(self) -> torch.Tensor:
-        """Queued, not waited for."""
-        self.backend.plan(self.step.of_all_groups(self.step.inputs))
-        return self.backend.run(LAYER, *self.parts)
+    def plan(self, inputs: AttentionInputs) -> None:
+        self.backend.plan(self.step.of_all_groups(inputs))
+
+    def run(self, parts: list[torch.Tensor] | None = None) -> torch.Tensor:
+        """Queued, not waited for. The backend rotates q and k in place: each run has its own."""
+        query, key, value, rotation = parts or self.parts
+        return self.backend.run(LAYER, query.clone(), key.clone(), value, rotation)
+
+    def result(self) -> torch.Tensor:
+        """Of the whole step, float64 on the host."""
+        self.plan(self.step.inputs)
+        return self.on_host(self.run()).double()
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        fetched: torch.Tensor = self._fetch(tensor)
+        return fetched
 
     def expected(self) -> torch.Tensor:
         """float64, over what the device has written."""
-        self.step.kv_cache.buffer.copy_(self._cache.buffer)
+        self.step.kv_cache.buffer.copy_(self.on_host(self._cache.buffer))
         return self.step.expected()
 
 
+@on_gpu
 @pytest.mark.parametrize("name", CASES)
-def test_equals_float64(name: str) -> None:
-    on_gpu = OnGpu(Step(CASES[name]))
-    result = on_gpu.run().double().cpu()
-    exact = on_gpu.expected()
+def test_equals_float64(device: Gpu, name: str) -> None:
+    there = OnDevice(device, Step(CASES[name]))
+    result = there.result()
+    exact = there.expected()
     assert result.isfinite().all()
     assert (result - exact).norm() < 5e-3 * exact.norm()
 
 
-def test_keys_and_values_of_eight_bits() -> None:
-    on_gpu = OnGpu(Step(case_of(MIXED, kv_dtype=torch.float8_e4m3fn)))
-    result = on_gpu.run().double().cpu()
-    exact = on_gpu.expected()
+@on_gpu
+def test_keys_and_values_of_eight_bits(device: Gpu) -> None:
+    there = OnDevice(device, Step(case_of(MIXED, kv_dtype=torch.float8_e4m3fn)))
+    result = there.result()
+    exact = there.expected()
     assert (result - exact).norm() < 1e-2 * exact.norm()
 
 
+@on_gpu
 @pytest.mark.parametrize("name", SHARING)
-def test_a_shared_prefix_gives_what_it_gives_alone(name: str) -> None:
+def test_a_shared_prefix_gives_what_it_gives_alone(device: Gpu, name: str) -> None:
     results = []
-    for options in (DEFAULTS, Options(cascade_from=1)):
-        on_gpu = OnGpu(Step(case_of(SHARING[name])), options)
-        on_gpu.backend.plan([sharing_two_pages(on_gpu.step)])
-        results.append(on_gpu.backend.run(LAYER, *on_gpu.parts).double())
+    for cascade_from in (0, 1):
+        there = OnDevice(device, Step(case_of(SHARING[name])), cascade_from=cascade_from)
+        there.plan(sharing_two_pages(there.step))
+        results.append(there.on_host(there.run()).double())
     assert (results[1] - results[0]).norm() < 5e-3 * results[0].norm()
 
 
-def test_plans_made_ahead_of_the_device_do_not_meet() -> None:
-    on_gpu = OnGpu(Step(case_of(tuple((100 * n, 1 + n % 3) for n in range(1, 9)))))
+@on_both
+@torch.inference_mode()
+def test_plans_made_ahead_of_the_device_do_not_meet(device: Gpu) -> None:
+    there = OnDevice(device, Step(case_of(tuple((40 * n, 1 + n % 3) for n in range(1, 9)))))
     rows = [0, 7, 3, 5, 1, 6, 2, 4] * 5
 
     def run(row: int) -> torch.Tensor:
-        step = on_gpu.step
-        tokens = slice(*step.inputs.query_start[row : row + 2])
-        on_gpu.backend.plan(step.of_all_groups(step.only(row)))
-        return on_gpu.backend.run(LAYER, *(each[tokens] for each in on_gpu.parts))
+        tokens = slice(*there.step.inputs.query_start[row : row + 2])
+        there.plan(there.step.only(row))
+        return there.run([each[tokens] for each in there.parts])
 
-    alone = {row: run(row).cpu() for row in rows}
-    torch.cuda._sleep(LONG_SLEEP)
+    alone = {row: there.on_host(run(row)) for row in rows}
+    device.keep_busy()
     results = [run(row) for row in rows]
     for row, result in zip(rows, results, strict=True):
-        assert torch.equal(result.cpu(), alone[row])
+        assert torch.equal(there.on_host(result), alone[row])
 
 
-def test_a_replayed_graph_reads_the_plan_of_the_moment() -> None:
-    step = Step(case_of(tuple((before + 300, 1) for before, _ in DECODES)))
-    on_gpu = OnGpu(step, Options(capture_sizes=(4,), capture_pages=256))
-    parts = [torch.cat((each, torch.zeros_like(each[:1]))) for each in on_gpu.parts]
+@on_both
+@torch.inference_mode()
+def test_a_replayed_graph_reads_the_plan_of_the_moment(device: Gpu) -> None:
+    step = Step(case_of(tuple((before + 100, 1) for before, _ in DECODES)))
+    there = OnDevice(device, step, capture_sizes=(4,), capture_pages=64)
+    parts = [torch.cat((each, torch.zeros_like(each[:1]))) for each in there.parts]
     long = pad_decodes(step.inputs, 4)
     short = replace(long, seq_lens=np.minimum(long.seq_lens, 9))
     for inputs in (long, short):
-        on_gpu.backend.plan(step.of_all_groups(inputs))
-        on_gpu.backend.run(LAYER, *parts)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = on_gpu.backend.run(LAYER, *parts)
-    on_gpu.backend.plan(step.of_all_groups(long))
-    graph.replay()
-    result, exact = output[:3].double().cpu(), on_gpu.expected()
-    assert (result - exact).norm() < 5e-3 * exact.norm()
-    assert not output[3].any()
+        there.plan(inputs)
+        there.run(parts)
+    there.plan(short)
+    graph, output = device.accelerator.capture(lambda: there.run(parts))
+    for _ in range(3):
+        there.plan(long)
+        graph.replay()
+        result, exact = there.on_host(output), there.expected()
+        assert (result[:3].double() - exact).norm() < 5e-3 * exact.norm()
+        assert not result[3].any()

@@ -1,0 +1,154 @@
+"""What a daemon on the GPU answers over HTTP: 1B with random weights, each feature by itself."""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+
+from tests.e2e.daemon import Daemon, eventually
+from tests.gpu.hardware import Hardware, hardware
+from tests.gpu.report import Report, demand
+from tests.gpu.server import checkpoint, demand_answers, load
+
+NUM_TOKENS = 32
+TIE = 0.1
+"""Of two log-probabilities: what 16 bits may turn round."""
+FIRST, SECOND = 5, 6
+PATTERN = "[0-9]{4}-[a-f]{4}"
+
+
+def answers_1b(report: Report) -> None:
+    """Three daemons in turn: with graphs, eager, and with K and V of 8 bits."""
+    gpu = hardware()
+    with checkpoint(gpu, "1B") as folder:
+        graphs: list[dict[str, Any]] = []
+        with report.part("a daemon with graphs"), Daemon(folder, *gpu.daemon_flags) as daemon:
+            graphs = greedy(daemon, gpu)
+            for check in (log_probabilities, penalties, grammar, worker_killed):
+                with report.part(check.__name__):
+                    report.figure(check.__name__, check(daemon, gpu))
+        flags = (*gpu.daemon_flags, "--enforce-eager")
+        with report.part("an eager daemon"), Daemon(folder, *flags) as daemon:
+            compare(report, graphs, greedy(daemon, gpu))
+        flags = (*gpu.daemon_flags, "--kv-cache-dtype", gpu.eight_bits)
+        with report.part("three choices, 8-bit KV"), Daemon(folder, *flags) as daemon:
+            report.figure("three choices, 8-bit KV", three_choices(daemon))
+
+
+def complete(daemon: Daemon, prompt: list[int], **fields: Any) -> list[dict[str, Any]]:
+    """The choices of an answer; a prompt is computed, not found in the cache."""
+    body = {
+        "prompt": prompt,
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    response = httpx.post(f"{daemon.url}/v1/completions", json=body | fields, timeout=60)
+    demand(response.status_code == 200, response.text[:300])
+    choices: list[dict[str, Any]] = response.json()["choices"]
+    return choices
+
+
+def prompts(gpu: Hardware) -> list[list[int]]:
+    """Of lengths on both sides of a block's end."""
+    draws = np.random.default_rng(0)
+    return [draws.integers(0, 90, 9 + 7 * index).tolist() for index in range(gpu.sizes.answers)]
+
+
+def greedy(daemon: Daemon, gpu: Hardware) -> list[dict[str, Any]]:
+    """One answer to each prompt, one after the other, with two log-probabilities a token."""
+    return [complete(daemon, each, logprobs=2)[0] for each in prompts(gpu)]
+
+
+def compare(report: Report, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    """Tokens are equal up to the first tie of a prompt."""
+    equal = ties = 0
+    demand(bool(ours) and len(ours) == len(theirs), "one of the daemons gave no answers")
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        pairs = zip(one["token_ids"], other["token_ids"], strict=True)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if same is None:
+            equal += 1
+            continue
+        best, second = sorted(one["logprobs"]["top_logprobs"][same].values())[:-3:-1]
+        if best - second > TIE:
+            report.error(f"prompt {number}, token {same}: they differ by {best - second:.2f}")
+        ties += 1
+    report.figure("graphs as eager", f"{equal} of {len(ours)} prompts, others from a tie on")
+    # A tie is rare: with more of them the comparison shows nothing.
+    demand(ties <= len(ours) // 2, f"{ties} of {len(ours)} prompts have a tie")
+
+
+def log_probabilities(daemon: Daemon, gpu: Hardware) -> str:
+    """Five of each token: falling, of a distribution, and the best is what greedy takes."""
+    worst = 0.0
+    for prompt in prompts(gpu)[:3]:
+        (choice,) = complete(daemon, prompt, logprobs=5)
+        found = choice["logprobs"]
+        for token, own, five in zip(
+            choice["token_ids"], found["token_logprobs"], found["top_logprobs"], strict=True
+        ):
+            values = list(five.values())
+            demand(five.get(f"token_id:{token}") == own, f"token {token} is not in {five}")
+            demand(own == max(values), f"the best of {five} is not {token}")
+            demand(values == sorted(values, reverse=True), f"not falling: {values}")
+            worst = max(worst, float(np.exp(values).sum()))
+    demand(worst <= 1.001, f"five probabilities add up to {worst:.4f}")
+    return f"five add up to {worst:.4f} at most"
+
+
+def penalties(daemon: Daemon, gpu: Hardware) -> str:
+    """A token that a bias puts before another is the only one, until its count tells."""
+    fields = {"allowed_token_ids": [FIRST, SECOND], "logit_bias": {str(FIRST): 10}}
+    prompt = prompts(gpu)[0]
+    (alone,) = complete(daemon, prompt, **fields)
+    demand(set(alone["token_ids"]) == {FIRST}, f"without a penalty: {alone['token_ids']}")
+    (mixed,) = complete(daemon, prompt, **fields, frequency_penalty=2.0)
+    count = mixed["token_ids"].count(SECOND)
+    demand(count >= NUM_TOKENS // 4, f"with a penalty: {mixed['token_ids']}")
+    return f"{count} of {NUM_TOKENS} tokens are the other one"
+
+
+def grammar(daemon: Daemon, gpu: Hardware) -> str:
+    """Text of a regular expression, from weights that know none."""
+    text = ""
+    for prompt in prompts(gpu)[:3]:
+        fields = {"structured_outputs": {"regex": PATTERN}, "max_tokens": 40, "ignore_eos": False}
+        (choice,) = complete(daemon, prompt, **fields)
+        text = choice["text"]
+        demand(re.fullmatch(PATTERN, text) is not None, f"{text!r} is not of {PATTERN}")
+    return text
+
+
+def worker_killed(daemon: Daemon, gpu: Hardware) -> str:
+    """Under load: every request is answered in full, by a worker of another process."""
+    count = 4 * gpu.sizes.answers
+    before = daemon.processes()["worker"].pid
+    with ThreadPoolExecutor(1) as pool:
+        flags = ("--concurrency", str(count // 2))
+        running = pool.submit(load, daemon.url, count, *flags, shape=(32, gpu.sizes.output))
+        busy = eventually(lambda: daemon.metric("vllm:num_requests_running") > 0, 20.0)
+        daemon.processes()["worker"].kill()
+        run = running.result()
+    demand(busy, "no request was running")
+    demand_answers(run, count)
+    after = daemon.processes()["worker"].pid
+    demand(after != before, "the worker was not killed")
+    return f"{count} requests answered"
+
+
+def three_choices(daemon: Daemon) -> str:
+    """Of one prompt: different, and the same again."""
+    prompt = list(range(1, 28))
+    found = []
+    for salt in ("one", "two"):
+        choices = complete(daemon, prompt, n=3, temperature=1.0, seed=7, cache_salt=salt)
+        found.append([each["token_ids"] for each in choices])
+        demand(len({tuple(each) for each in found[-1]}) == 3, f"choices are equal: {found[-1]}")
+        demand(all(len(each) == NUM_TOKENS for each in found[-1]), "a choice is short")
+    demand(found[0] == found[1], "the same request gives other tokens")
+    return f"3 choices of {NUM_TOKENS} tokens, the same again"

@@ -1,0 +1,145 @@
+"""What phases run on: the GPU, or in a rehearsal the strict fake, with sizes that fit it."""
+
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+REHEARSAL: Final = "TOKEND_GPU_REHEARSAL"
+"""Set in the environment of a rehearsal."""
+
+
+def rehearsing() -> bool:
+    """Whether phases run small and on the strict fake."""
+    return REHEARSAL in os.environ
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much each phase does. configs: of the models by name, see random_model.py."""
+
+    configs: dict[str, dict[str, Any]]
+    rate_bytes: int = 8 << 30
+    product_size: int = 8192
+    rounds: int = 50
+    batches: tuple[int, ...] = (1, 8, 32, 64, 128)
+    contexts: tuple[int, ...] = (512, 2048)
+    prompts: tuple[tuple[int, ...], ...] = ((2048,), (8192,), (1024,) * 8)
+    vocab_size: int = 128256
+    drawn_vocab: int = 8192
+    num_draws: int = 1 << 20
+    drawn_rows: int = 256
+    batch: int = 64
+    input: int = 512
+    output: int = 128
+    parity_vocab: int = 4096
+    parity_hidden: int = 1024
+    parity_heads: int = 16
+    parity_tokens: int = 300
+    long_context: int = 32768
+    captured: tuple[int, ...] = (8, 64, 128)
+    copied_blocks: int = 1024
+    at_once: int = 256
+    arriving_seconds: float = 15.0
+    answers: int = 12
+
+
+class Hardware:
+    """A GPU and the kernels for it."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        import torch
+
+        self.sizes = sizes
+        self.device = torch.device("cuda", 0)
+        self.daemon_flags: tuple[str, ...] = ("--device", "cuda", "--attention-backend")
+        self.daemon_flags += ("flashinfer", "--max-model-len", "2048")
+        self.eight_bits = "fp8"
+        self.pytest_marks = "gpu"
+        self.sanitizer = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "99")
+
+    def accelerator(self) -> Any:
+        """A queue of the device."""
+        from worker.device.accelerator import Cuda
+
+        return Cuda(self.device)
+
+    def kernels(self) -> Any:
+        """Kernels of a runner, see worker/cuda_runner.py."""
+        from worker.attention.flashinfer import load_library
+        from worker.attention.kv_store import TritonStore
+        from worker.cuda_runner import Kernels
+        from worker.sample.device_draw import TritonDraw
+        from worker.sample.device_edits import TritonEdits
+
+        return Kernels(load_library, TritonStore(), TritonDraw(), TritonEdits())
+
+    def name(self) -> str:
+        """Of the device."""
+        import torch
+
+        return torch.cuda.get_device_name(self.device)
+
+    def capability(self) -> tuple[int, int]:
+        """Major and minor."""
+        import torch
+
+        return torch.cuda.get_device_capability(self.device)
+
+    def synchronize(self) -> None:
+        """Wait for all that is queued."""
+        import torch
+
+        torch.cuda.synchronize()
+
+    def median_seconds(
+        self, run: Callable[[], object], rounds: int | None = None, warm_ups: int = 3
+    ) -> float:
+        """The median time of a round on the device; rounds follow each other without a wait."""
+        import torch
+
+        for _ in range(warm_ups):
+            run()
+        count = rounds or self.sizes.rounds
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for event in events[1:]:
+            run()
+            event.record()
+        torch.cuda.synchronize()
+        times = [a.elapsed_time(b) for a, b in pairwise(events)]
+        return statistics.median(times) / 1000
+
+    def kernel_times(self, run: Callable[[], object], rounds: int = 10) -> dict[str, float]:
+        """Microseconds a round of the kernels that take longest, by name, and of all together."""
+        from torch.profiler import ProfilerActivity, profile
+
+        run()
+        self.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(rounds):
+                run()
+            self.synchronize()
+        return longest(
+            {each.key: each.self_device_time_total for each in found.key_averages()}, rounds
+        )
+
+
+def longest(times: dict[str, float], rounds: int, most: int = 10) -> dict[str, float]:
+    """The largest of some times, each divided by `rounds`, and the sum of all."""
+    names = sorted(times, key=lambda name: -times[name])
+    listed = {name[:60]: times[name] / rounds for name in names[:most]}
+    return {"all": sum(times.values()) / rounds} | listed
+
+
+def hardware() -> Hardware:
+    """What this process runs on."""
+    if rehearsing():
+        from tests.gpu.rehearsal import the_fake
+
+        return the_fake()
+    from tests.gpu.random_model import CONFIGS
+
+    return Hardware(Sizes(CONFIGS))

@@ -1,0 +1,89 @@
+"""Kernels under the memory checker: small steps, with what it finds as a failure."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+from tests.gpu.hardware import hardware
+from tests.gpu.kernels import ATTENTION, ROOT
+from tests.gpu.models import DTYPE
+from tests.gpu.random_model import CONFIGS, random_decoder
+from tests.gpu.report import Report, demand
+from tests.gpu.serving import overlapped_steps
+from worker.models.registry import spec_from_config
+
+TINY = CONFIGS["1B"] | {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 4096,
+    "max_position_embeddings": 256,
+}
+
+
+def mixed(report: Report) -> None:
+    """Decodes and prefills in one step. Each tensor has memory of its own, with an end."""
+    checked(report, tests("test_equals_float64"), PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+
+
+def graphs(report: Report) -> None:
+    """Graphs, and plans ahead of the device; graphs need torch's own allocator."""
+    checked(report, tests("moment or ahead"))
+
+
+def overlapped(report: Report) -> None:
+    """Steps of a small model with two in flight."""
+    file = report.beside("steps.json")
+    words = ["-m", "tests.gpu.one_phase", "memory:steps", str(file)]
+    checked(report, words)
+    found = Report.read(file)
+    report.figure("steps under the checker", found["figures"])
+    demand(not found["errors"], "; ".join(found["errors"]))
+
+
+def steps(report: Report) -> None:
+    """What `overlapped` runs under the checker."""
+    gpu = hardware()
+    config = gpu.sizes.configs["8B"] if gpu.sizes.batch < 8 else TINY
+    decoder = random_decoder(spec_from_config(config), DTYPE, gpu.device)
+    overlapped_steps(report, decoder, 4, 40, 16)
+
+
+def tests(names: str) -> list[str]:
+    """Words for Python."""
+    marks = hardware().pytest_marks
+    if marks == "not gpu":
+        names = "fake"
+    words = ["-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-m", marks, "-k", names]
+    return [*words, ATTENTION]
+
+
+def checked(report: Report, words: list[str], **variables: str) -> None:
+    """Run Python under the checker, whose output is streamed; raises Failed with what it finds."""
+    program, *options = hardware().sanitizer
+    demand(shutil.which(program) is not None, f"{program} is not on PATH")
+    command = [program, *options, sys.executable, "-u", *words]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | variables,
+    ) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.strip())
+    faults = [each for each in lines if each.startswith("=========") and "Invalid" in each]
+    passed = [each for each in lines if each.startswith("PASSED")]
+    if "pytest" in words:
+        report.figure("tests passed", len(passed))
+        demand(bool(passed), f"no test passed under the checker: {lines[-3:]}")
+    summary = [each for each in lines if "ERROR SUMMARY" in each]
+    report.figure("checker", summary[-1] if summary else "no summary")
+    demand(process.returncode == 0, f"status {process.returncode}: {faults[:3] or lines[-3:]}")

@@ -1,0 +1,111 @@
+"""What tells where the time of a step goes, and figures that decide what to do next."""
+
+import time
+from typing import Any
+
+import torch
+
+from tests.gpu.hardware import Hardware, hardware
+from tests.gpu.kernels import rows_of
+from tests.gpu.models import BLOCK, DTYPE, Bench, eager_step, seconds_of_decode, step_inputs
+from tests.gpu.random_model import random_decoder
+from tests.gpu.report import Report
+from worker.device.placement import OnDevice
+from worker.kv_cache import KVCache, kv_cache_geometry
+from worker.kv_layout import kv_layout
+from worker.models.decoder import Decoder
+from worker.models.registry import spec_from_config
+from worker.sample.device_sampling import DeviceSampling
+
+SAMPLED_ROWS = 64
+SHORT_DECODES = 33
+
+
+@torch.inference_mode()
+def probe(report: Report) -> None:
+    """Each part by itself, on the 8B model."""
+    gpu = hardware()
+    with report.part("top-p"):
+        top_p(report, gpu)
+    with report.part("copies of blocks"):
+        block_copies(report, gpu)
+    spec = spec_from_config(gpu.sizes.configs["8B"])
+    decoder = random_decoder(spec, DTYPE, gpu.device)
+    with report.part("graphs"):
+        graph_step(report, gpu, decoder)
+    with report.part("a mixed step"):
+        mixed_step(report, gpu, decoder)
+    with report.part("one long context"):
+        one_long_context(report, gpu, decoder)
+
+
+def top_p(report: Report, gpu: Hardware) -> None:
+    """Draws of 64 rows over the whole vocabulary, by what they filter."""
+    sampling = DeviceSampling(OnDevice(gpu.accelerator()), gpu.kernels().draw)
+    logits = 3 * torch.randn(SAMPLED_ROWS, gpu.sizes.vocab_size, device=gpu.device)
+    settings: dict[str, dict[str, float]] = {
+        "no filter": {},
+        "top-p 0.9": {"top_p": 0.9},
+        "top-p 0.9, top-k 50": {"top_p": 0.9, "top_k": 50},
+    }
+    for name, each in settings.items():
+        rows = rows_of(SAMPLED_ROWS, 1, **each)
+        seconds = gpu.median_seconds(lambda rows=rows: sampling.tokens(logits, rows), rounds=10)  # type: ignore[misc]
+        report.figure(f"{name}, {SAMPLED_ROWS} rows, ms", seconds * 1e3)
+
+
+def block_copies(report: Report, gpu: Hardware) -> None:
+    """Blocks of 8-bit K and V, as forks copy them; they arrive as they were."""
+    spec = spec_from_config(gpu.sizes.configs["8B"])
+    layout = kv_layout(spec.windows)
+    dtype = torch.float8_e4m3fn
+    geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, dtype)
+    count = gpu.sizes.copied_blocks
+    cache = KVCache(geometry, layout, 2 * count, BLOCK, gpu.device)
+    raw = cache.buffer.view(torch.uint8)
+    raw.random_(0, 256)
+    blocks = torch.arange(2 * count, device=gpu.device)
+    seconds = gpu.median_seconds(lambda: cache.copy_blocks(blocks[:count], blocks[count:]), 5)
+    report.figure("8-bit blocks copied, GB/s", 2 * raw[:count].nbytes / seconds / 1e9)
+    fetch = gpu.accelerator().fetch
+    if not torch.equal(fetch(raw[:count]), fetch(raw[count:])):
+        report.error("copies of 8-bit blocks differ from them")
+
+
+def graph_step(report: Report, gpu: Hardware, decoder: Decoder) -> None:
+    """Seconds to capture a graph, and the kernels of one of 64 decodes."""
+    sizes, context = gpu.sizes.captured, max(gpu.sizes.contexts)
+    for size in sizes:
+        bench = Bench(gpu, decoder, size * -(-context // BLOCK) * BLOCK, (size,), context)
+        started = time.monotonic()
+        forward = bench.graphs((size,), context)
+        gpu.synchronize()
+        report.figure(f"graph of {size} captured in s", time.monotonic() - started)
+        inputs = step_inputs([context] * size, [1] * size)
+        token_ids, positions, _ = bench.sent(inputs)
+
+        def step(forward: Any = forward, sent: Any = (inputs, token_ids, positions)) -> Any:
+            return decoder.scores(forward(*sent)).argmax(dim=1)
+
+        report.figure(f"step of {size} decodes, µs", gpu.kernel_times(step))
+
+
+def mixed_step(report: Report, gpu: Hardware, decoder: Decoder) -> None:
+    """Decodes beside a prompt, kernel by kernel."""
+    batch, context, prompt = gpu.sizes.batch // 2, max(gpu.sizes.contexts), gpu.sizes.input
+    lengths, new = [context] * batch + [prompt], [1] * batch + [prompt]
+    bench = Bench(gpu, decoder, sum(-(-each // BLOCK) * BLOCK for each in lengths))
+    step = eager_step(bench, lengths, new)
+    report.figure("mixed step, ms", gpu.median_seconds(step, rounds=10) * 1e3)
+    report.figure("mixed step, µs", gpu.kernel_times(step))
+
+
+def one_long_context(report: Report, gpu: Hardware, decoder: Decoder) -> None:
+    """Many short decodes with and without one of a long context, and that one alone."""
+    short, long = min(gpu.sizes.contexts), gpu.sizes.long_context
+    for name, contexts in {
+        f"{SHORT_DECODES + 1} decodes of {short}": [short] * (SHORT_DECODES + 1),
+        f"one of them of {long}": [long] + [short] * SHORT_DECODES,
+        f"one decode of {long}": [long],
+    }.items():
+        report.figure(f"{name}, ms", seconds_of_decode(gpu, decoder, contexts) * 1e3)

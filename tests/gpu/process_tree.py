@@ -1,0 +1,99 @@
+"""Runs a command for a limited time and leaves no process of it behind.
+
+    python -m tests.gpu.process_tree SECONDS COMMAND ...
+
+Processes that the command started end with it, also those in sessions of their own: orphans
+become children of this process, not of the system's first. The exit status is the command's;
+124 after the limit, 143 when this process is told to end.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+TIMED_OUT: Final = 124
+TERMINATED: Final = 143
+_SET_PARENT_DEATH_SIGNAL: Final = 1
+_SET_CHILD_SUBREAPER: Final = 36
+_KILL_SECONDS: Final = 15.0
+
+
+def children() -> dict[int, list[int]]:
+    """Processes of this host by the id of their parent."""
+    found: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                # The command's name, in brackets, may hold spaces and brackets itself.
+                state = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            found.setdefault(int(state[1]), []).append(int(folder.name))
+    return found
+
+
+def descendants(root: int) -> list[int]:
+    """All processes below one."""
+    below, found = children(), [root]
+    for each in found:
+        found += below.get(each, [])
+    return found[1:]
+
+
+def end_descendants() -> list[int]:
+    """Kill every process below this one and wait for it; returns those that stay."""
+    deadline = time.monotonic() + _KILL_SECONDS
+    while (left := descendants(os.getpid())) and time.monotonic() < deadline:
+        for each in left:
+            try:
+                os.kill(each, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            break
+        time.sleep(0.01)
+    return descendants(os.getpid())
+
+
+class _Terminated(Exception):
+    """This process is told to end."""
+
+
+def _terminate(*_: Any) -> None:
+    raise _Terminated
+
+
+def main(seconds: float, command: Sequence[str]) -> int:
+    """The exit status."""
+    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGINT, _terminate)
+    control = ctypes.CDLL(None, use_errno=True).prctl
+    for option, value in ((_SET_CHILD_SUBREAPER, 1), (_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)):
+        if control(option, value, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "prctl")
+    try:
+        status = subprocess.Popen(command).wait(seconds)
+    except subprocess.TimeoutExpired:
+        status = TIMED_OUT
+    except _Terminated:
+        status = TERMINATED
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        left = end_descendants()
+    if left:
+        print(f"processes that could not be ended: {left}", file=sys.stderr, flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,120 @@
+"""The strict fake in the place of a GPU: every phase runs small where there is none.
+
+What is computed is what a GPU would compute; the times are those of this host and say
+nothing.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.fakes.fake_cuda import FakeCuda
+from tests.fakes.fake_flashinfer import FakeFlashInfer
+from tests.gpu.hardware import Hardware, Sizes, longest
+from tests.gpu.random_model import CONFIGS
+from tests.worker.test_cuda_runner import compute_by_torch
+from worker.attention.kv_store import store_by_index
+from worker.cuda_runner import Kernels
+from worker.sample.device_draw import draw_by_torch
+from worker.sample.device_edits import TorchEdits
+
+SMALL = CONFIGS["1B"] | {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "head_dim": 64,
+}
+SIZES = Sizes(
+    configs={"1B": SMALL, "8B": SMALL},
+    rate_bytes=1 << 16,
+    product_size=32,
+    rounds=2,
+    batches=(1, 4),
+    contexts=(20,),
+    prompts=((16,), (8, 8)),
+    vocab_size=256,
+    drawn_vocab=64,
+    num_draws=1 << 12,
+    drawn_rows=256,
+    batch=4,
+    input=20,
+    output=16,
+    parity_vocab=64,
+    parity_hidden=256,
+    parity_heads=4,
+    parity_tokens=30,
+    long_context=100,
+    captured=(2,),
+    copied_blocks=4,
+    at_once=6,
+    arriving_seconds=1.0,
+    answers=3,
+)
+
+
+class Rehearsal(Hardware):
+    """The strict fake; daemons run on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__(SIZES)
+        self.cuda = FakeCuda()
+        self.daemon_flags = ("--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override")
+        self.daemon_flags += ("200", "--disable-log-requests")
+        self.eight_bits = "int8"
+        self.pytest_marks = "not gpu"
+        # In the place of its checks: the command alone.
+        self.sanitizer = ("env",)
+
+    def accelerator(self) -> Any:
+        return self.cuda.device
+
+    def kernels(self) -> Any:
+        library = FakeFlashInfer(self.cuda.device)
+        return Kernels(lambda: library, store_by_index, draw_by_torch, TorchEdits())
+
+    def name(self) -> str:
+        return "the strict fake"
+
+    def capability(self) -> tuple[int, int]:
+        return (9, 0)
+
+    def synchronize(self) -> None:
+        self.cuda.device.complete(self.cuda.device.enqueue())
+
+    def median_seconds(
+        self, run: Callable[[], object], rounds: int | None = None, warm_ups: int = 3
+    ) -> float:
+        started = time.monotonic()
+        run()
+        self.synchronize()
+        return time.monotonic() - started
+
+    def kernel_times(self, run: Callable[[], object], rounds: int = 10) -> dict[str, float]:
+        return longest({"nothing is profiled": 1e6 * self.median_seconds(run)}, 1)
+
+
+@functools.cache
+def the_fake() -> Rehearsal:
+    """One for a process."""
+    return Rehearsal()
+
+
+@contextmanager
+def rehearsed() -> Iterator[None]:
+    """Torch's functions find the fake behind "cuda", and no kernel of a GPU is looked for."""
+    patch = pytest.MonkeyPatch()
+    compute_by_torch(patch)
+    cuda = the_fake().cuda
+    try:
+        with cuda, cuda.loading():
+            yield
+    finally:
+        patch.undo()

@@ -1,0 +1,85 @@
+"""What a phase has found, written and printed as it comes: a phase that is ended keeps it."""
+
+import json
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class Failed(Exception):
+    """A condition of a phase does not hold; the message has the numbers."""
+
+
+def demand(holds: bool, what: str) -> None:
+    """Raise Failed with `what` unless it holds."""
+    if not holds:
+        raise Failed(what)
+
+
+class Report:
+    """The figures of a phase, the targets that they miss and what failed, in `file` as JSON."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.figures: dict[str, Any] = {}
+        self.missed: list[str] = []
+        self.errors: list[str] = []
+        self._write()
+
+    def figure(self, name: str, value: Any) -> None:
+        """Keep and print one more figure."""
+        self.figures[name] = value
+        print(f"    {name:32} {shown(value)}", flush=True)
+        self._write()
+
+    def miss(self, what: str) -> None:
+        """A target that the figures miss; the phase goes on."""
+        self.missed.append(what)
+        print(f"    target missed: {what}", flush=True)
+        self._write()
+
+    def error(self, what: str) -> None:
+        """Something that failed; the phase may go on."""
+        self.errors.append(what)
+        print(f"    FAILED: {what}", flush=True)
+        self._write()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A part whose failure does not end the phase."""
+        try:
+            yield
+        except Failed as failure:
+            self.error(f"{name}: {failure}")
+        except Exception:
+            self.error(f"{name}: {traceback.format_exc()}")
+
+    def beside(self, name: str) -> Path:
+        """A file in the folder of this report, which ends with the phase."""
+        return self._file.with_name(name)
+
+    @staticmethod
+    def read(file: Path) -> dict[str, Any]:
+        """What a report has written."""
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+
+    def _write(self) -> None:
+        content = {"figures": self.figures, "missed": self.missed, "errors": self.errors}
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps(content))
+        os.replace(new, self._file)
+
+
+def shown(value: Any) -> str:
+    """A figure as the table has it."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {shown(each)}" for key, each in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(shown, value)) or "nothing"
+    return str(value)
