@@ -13,13 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.planted_faults.faults import FAULTS, Fault
-from tests.planted_faults.suites import SUITES, Stage, run_stage
+from tests.planted_faults.suites import SUITES, Outcome, Stage, run_stage
 from tests.planted_faults.tree_copy import (
     SetupError,
     TreeCopy,
     adopt_orphans,
     copy_with_fault,
     copy_working_tree,
+    end_descendants,
 )
 
 
@@ -62,9 +63,7 @@ class Session:
         for stage in self._stages:
             print(f"control: {stage.name} tests of {len(paths)} files and folders", flush=True)
             log = self._logs / "control.log"
-            outcome = run_stage(self._base, stage, paths, self._limit_seconds, log)
-            if outcome.broken:
-                raise SetupError(f"control: pytest could not run: {_last_lines(log)}")
+            outcome = self._run(self._base, stage, paths, self._limit_seconds, log)
             failed += outcome.failed
         return failed
 
@@ -83,10 +82,8 @@ class Session:
                 break
             for stage in self._stages:
                 left = max(1.0, self._limit_seconds - seconds)
-                outcome = run_stage(copy, stage, paths, left, log, ("-x", *options))
+                outcome = self._run(copy, stage, paths, left, log, ("-x", *options))
                 seconds += outcome.seconds
-                if outcome.broken:
-                    raise SetupError(f"{fault.name}: pytest could not run: {_last_lines(log)}")
                 if outcome.failed and (paths or self._passes_without(stage, outcome.failed[0])):
                     test = outcome.failed[0]
                     return Finding(fault.name, fault.harm, stage.name, test, seconds)
@@ -96,7 +93,26 @@ class Session:
         """Whether a test that no control run has covered passes on the unmodified copy."""
         log = self._logs / "control.log"
         test = test.removesuffix(" (no end)")
-        return run_stage(self._base, stage, [test], self._limit_seconds, log).passed
+        return self._run(self._base, stage, [test], self._limit_seconds, log).passed
+
+    def _run(
+        self,
+        copy: TreeCopy,
+        stage: Stage,
+        paths: Sequence[str],
+        limit_seconds: float,
+        log: Path,
+        options: Sequence[str] = (),
+    ) -> Outcome:
+        """As `run_stage`; nothing that the tests have started is left afterwards."""
+        try:
+            outcome = run_stage(copy, stage, paths, limit_seconds, log, options)
+        finally:
+            end_descendants()
+        if outcome.broken:
+            lines = log.read_text(errors="replace").splitlines()[-15:]
+            raise SetupError("\n".join(["pytest could not run:", *lines]))
+        return outcome
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -153,10 +169,6 @@ def _table(findings: Sequence[Finding]) -> list[str]:
         test = f"`{each.test.removeprefix('tests/')}`" if each.test else "**nothing**"
         rows.append(f"| {each.fault} | {each.harm} | {test} | {each.stage} | {each.seconds:.0f} |")
     return rows
-
-
-def _last_lines(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -30,7 +30,7 @@ PROTO = (
         "    _exit(1, directory, _ORPHAN_PATIENCE_SECONDS)\n",
         "    directory.leave(_ORPHAN_PATIENCE_SECONDS)\n",
         "After the supervisor is killed the other processes run on and keep port and memory.",
-        ("tests/deploy/test_supervisor_deaths.py", "tests/e2e/test_life_and_death.py"),
+        ("tests/deploy/test_supervisor.py", "tests/e2e/test_life_and_death.py"),
     ),
     Fault(
         "message_overtakes_those_that_wait",
@@ -73,7 +73,10 @@ KV_CACHE = (
         "self._pool.free_blocks(sequence.blocks[::-1])",
         "self._pool.free_blocks(sequence.blocks)",
         "The start of a shared prompt is evicted before its end, so prefixes are seldom found.",
-        ("tests/engine_core/kv_cache/test_manager.py", "tests/engine_core/kv_cache"),
+        (
+            "tests/engine_core/kv_cache/test_manager.py",
+            "tests/engine_core/kv_cache/test_allocation.py",
+        ),
     ),
     Fault(
         "shared_blocks_not_referenced",
@@ -81,7 +84,7 @@ KV_CACHE = (
         "            self._pool.touch(hits)\n",
         "            self._pool.touch(hits[:1])\n",
         "Blocks that a fork or a prefix hit shares are overwritten while it still reads them.",
-        ("tests/engine_core/kv_cache/test_fork.py", "tests/engine_core/kv_cache"),
+        ("tests/engine_core/kv_cache/test_fork.py", "tests/engine_core/kv_cache/test_manager.py"),
     ),
     Fault(
         "fork_of_a_fork_copies_an_empty_block",
@@ -108,7 +111,10 @@ SCHEDULER = (
         "return needed + self._num_reserved <= self._kv_cache.num_free_blocks",
         "return needed <= self._kv_cache.num_free_blocks",
         "--watermark has no effect: requests are admitted and preempted again at once.",
-        ("tests/engine_core/scheduler/test_pressure.py", "tests/engine_core/scheduler"),
+        (
+            "tests/engine_core/scheduler/test_pressure.py",
+            "tests/engine_core/scheduler/test_passes.py",
+        ),
     ),
     Fault(
         "admission_resumes_too_soon",
@@ -148,7 +154,7 @@ SCHEDULER = (
         "            account.served += num_missing\n",
         "            account.served += 0\n",
         "One tenant with long prompts takes the whole server from the others.",
-        ("tests/engine_core/scheduler/test_tenants.py", "tests/engine_core/scheduler"),
+        ("tests/engine_core/scheduler/test_tenants.py",),
     ),
     Fault(
         "pin_never_expires",
@@ -217,7 +223,7 @@ WORKER = (
         "self._inbox.put([each for each in messages if each.epoch == self._epoch])",
         "self._inbox.put(messages)",
         "After an engine died the worker computes its last step for the next one.",
-        ("tests/worker/test_service.py", "tests/worker/parallel/test_two_workers.py"),
+        ("tests/worker/test_service.py", "tests/worker/test_inbox.py"),
     ),
     Fault(
         "grammar_mask_of_the_next_row",
@@ -265,7 +271,7 @@ WORKER = (
         "self.min_output[row] = params.min_tokens",
         "self.min_output[row] = 0",
         "The model ends its answer before min_tokens, and nonsense follows until they are there.",
-        ("tests/worker/batch/test_rows.py", "tests/worker/test_step_sampler.py", "tests/worker"),
+        ("tests/worker/test_step_sampler.py",),
     ),
     Fault(
         "logprob_rank_from_zero",
@@ -538,7 +544,7 @@ DEPLOY = (
         "        hide_next = not hide_next and word in names\n",
         "        hide_next = False\n",
         "Every user of the machine reads the API key in the list of processes.",
-        ("tests/deploy/test_flags.py", "tests/deploy/test_cli.py", "tests/e2e/test_secrets.py"),
+        ("tests/deploy/test_flags.py", "tests/deploy/test_cli.py"),
     ),
     Fault(
         "downloaded_model_not_checked",

@@ -9,17 +9,23 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
-from tests.planted_faults.tree_copy import TreeCopy, end_descendants
+from tests.planted_faults.tree_copy import TreeCopy
 
 NOTHING_COLLECTED: Final = 5
 """Exit status of pytest."""
 INTERRUPT_SECONDS: Final = 30.0
 """How long an interrupted pytest may take to end its fixtures."""
-_FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (tests/\S+?)(?: - .*)?$", re.MULTILINE)
-_STARTED: Final = re.compile(r"^(tests/\S+::\S+)", re.MULTILINE)
+_FAILED: Final = (
+    re.compile(r"^(tests/.+) (?:FAILED|ERROR) +\[ *\d+%\]$", re.MULTILINE),
+    re.compile(r"^\[gw\d+\] \[ *\d+%\] (?:FAILED|ERROR) (tests/.+?) *$", re.MULTILINE),
+    re.compile(r"^ERROR (tests/\S+\.py)(?: - .*)?$", re.MULTILINE),
+)
+"""Lines of `pytest -v`: of a test, of one that xdist ran, of a file that cannot be collected."""
+_STARTED: Final = re.compile(r"^(tests/\S+\.py::.*?) *(?:[A-Z]{4,} .*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +106,18 @@ def run_stage(
             if process.poll() is None:
                 process.kill()
                 process.wait()
-            end_descendants()
     seconds = time.monotonic() - begun
     output = log.read_bytes()[start:].decode(errors="replace")
-    failed = tuple(dict.fromkeys(_FAILED.findall(output)))
-    if not ended:
+    return outcome_of(output, process.returncode if ended else None, seconds)
+
+
+def outcome_of(output: str, status: int | None, seconds: float) -> Outcome:
+    """What pytest has written says. status: its exit status; None where it did not end in time."""
+    failed = tuple(dict.fromkeys(chain.from_iterable(each.findall(output) for each in _FAILED)))
+    if status is None:
         started = _STARTED.findall(output)
         failed = (*failed, f"{started[-1] if started else 'no test'} (no end)")
-    broken = process.returncode not in (0, NOTHING_COLLECTED) and not failed
+    broken = status not in (0, NOTHING_COLLECTED) and not failed
     return Outcome(failed, seconds, broken)
 
 

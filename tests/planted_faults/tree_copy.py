@@ -111,7 +111,8 @@ def copy_working_tree(folder: Path) -> TreeCopy:
         if (ROOT / name).is_file():
             (copy.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy.root / name)
-    _make_python(copy)
+    make_python(copy)
+    copy.check_imports()
     _build(copy)
     # Each further copy takes the bytecode along: compiling it takes longer than copying.
     copy.run("-m", "compileall", "-q", *PACKAGES, "tests")
@@ -122,7 +123,8 @@ def copy_with_fault(base: TreeCopy, fault: Fault, folder: Path) -> TreeCopy:
     """A copy of an unmodified copy with one fault in it, rebuilt where that is compiled."""
     copy = TreeCopy(folder)
     shutil.copytree(base.root, copy.root, symlinks=True)
-    _make_python(copy)
+    make_python(copy)
+    copy.check_imports()
     path = copy.root / fault.file
     text = path.read_text()
     if text.count(fault.old) != 1:
@@ -133,7 +135,8 @@ def copy_with_fault(base: TreeCopy, fault: Fault, folder: Path) -> TreeCopy:
     return copy
 
 
-def _make_python(copy: TreeCopy) -> None:
+def make_python(copy: TreeCopy) -> None:
+    """The Python of a copy, and the command tokend beside it."""
     venv.EnvBuilder(symlinks=True, with_pip=False).create(copy.folder / "venv")
     paths = sysconfig.get_paths(vars={"base": str(copy.folder / "venv")}, scheme="venv")
     packages = dict.fromkeys(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))
@@ -142,7 +145,6 @@ def _make_python(copy: TreeCopy) -> None:
     script = copy.python.parent / "tokend"
     script.write_text(_TOKEND.format(python=copy.python))
     script.chmod(0o755)
-    copy.check_imports()
 
 
 def _build(copy: TreeCopy) -> None:
