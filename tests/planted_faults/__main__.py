@@ -70,8 +70,12 @@ class Session:
     def try_fault(self, fault: Fault) -> Finding:
         """Plant a fault and run tests until one fails."""
         with tempfile.TemporaryDirectory(prefix="f", dir=self._work) as folder:
-            copy = copy_with_fault(self._base, fault, Path(folder))
-            return self._find(copy, fault)
+            try:
+                copy = copy_with_fault(self._base, fault, Path(folder))
+                return self._find(copy, fault)
+            except SetupError as error:  # the others can be tried all the same
+                print(f"{fault.name}: {error}", file=sys.stderr, flush=True)
+                return Finding(fault.name, fault.harm, "", "", 0.0)
 
     def _find(self, copy: TreeCopy, fault: Fault) -> Finding:
         log = self._logs / f"{fault.name}.log"
@@ -137,14 +141,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if failed:
                     print("these tests fail without a fault:", *failed, sep="\n  ")
                     return 2
-            findings = [] if options.control else _try_all(session, faults)
+            findings = [] if options.control else _try_all(session, faults, options.json)
         except SetupError as error:
             print(f"broken set-up: {error}", file=sys.stderr)
             return 2
     if options.control:
         return 0
-    if options.json:
-        options.json.write_text(json.dumps([asdict(each) for each in findings], indent=1) + "\n")
     num_found = sum(bool(each.test) for each in findings)
     print(*_table(findings), sep="\n")
     print(f"\n{num_found} of {len(findings)} faults found")
@@ -152,11 +154,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if num_found >= wanted else 1
 
 
-def _try_all(session: Session, faults: Sequence[Fault]) -> list[Finding]:
-    findings = []
+def _try_all(session: Session, faults: Sequence[Fault], file: Path | None) -> list[Finding]:
+    findings: list[Finding] = []
     for number, fault in enumerate(faults, 1):
         finding = session.try_fault(fault)
         findings.append(finding)
+        if file is not None:
+            file.write_text(json.dumps([asdict(each) for each in findings], indent=1) + "\n")
         found = finding.test or "NOT FOUND"
         print(f"{number}/{len(faults)} {fault.name}: {found} ({finding.seconds:.0f} s)", flush=True)
     return findings

@@ -212,7 +212,7 @@ SCHEDULER = (
         "            self._sequence += 1\n",
         "            self._sequence += 0\n",
         "A router that follows KV events cannot see that it has missed some.",
-        ("tests/engine_core/test_kv_event_socket.py",),
+        ("tests/engine_core/test_process_kv_cache.py",),
     ),
 )
 
