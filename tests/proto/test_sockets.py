@@ -5,6 +5,7 @@ import pickle
 
 import msgspec
 import pytest
+import zmq
 
 from proto import sockets
 from proto.engine_io import Abort, AdminCall, ToEngine
@@ -168,6 +169,20 @@ def test_what_waited_goes_out_when_the_peer_reads_again(pair, monkeypatch):
         received += connected.receive()
     assert [int.from_bytes(each.data, "little") for each in received] == list(range(sent))
     assert bound.flush()
+
+
+def test_a_message_does_not_overtake_one_that_waits(pair, monkeypatch):
+    monkeypatch.setattr(sockets, "MAX_QUEUED_MESSAGES", 20)
+    bound, connected = pair(Blob)
+    sent = 0
+    while bound.flush():
+        bound.send(Blob(sent.to_bytes(4, "little")))
+        sent += 1
+    received = receive(connected, sent - 1)
+    assert bound.zmq_socket.poll(WAIT_SECONDS * 1000, zmq.POLLOUT)  # there is room again
+    bound.send(Blob(sent.to_bytes(4, "little")))
+    received += receive(connected, 2)
+    assert [int.from_bytes(each.data, "little") for each in received] == list(range(sent + 1))
 
 
 def test_a_poller_waits_on_links_and_descriptors(pair):

@@ -138,6 +138,17 @@ def test_a_worker_waits_for_another_engine_and_not_for_ever(
     assert [str(each) for each in running.errors] == ["no engine has come for 0.5 s"]
 
 
+def test_messages_of_another_epoch_are_dropped(running: Running) -> None:
+    engine = running.engine(1)
+    running.expect(engine, WorkerReady)
+    for epoch in (7, 1):
+        engine.send(InitializeCache(PROTOCOL_VERSION, epoch, 4, 16, 32))
+    assert [each.epoch for each in heard(engine)] == [1]
+    running.supervisor.send(Shutdown())
+    running.thread.join(LIMIT_SECONDS)
+    assert engine.receive() == []
+
+
 def first_words(folder: Path, weights: CpuWeights) -> tuple[WorkerReady, list[str]]:
     """What a worker with this form of the weights tells its engine, and its notices."""
     folder.mkdir()

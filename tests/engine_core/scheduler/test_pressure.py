@@ -112,6 +112,23 @@ def test_between_the_thresholds_the_doors_stay_as_they_were():
     assert scheduled(engine.step()) == {late.handle: 4}
 
 
+def test_admission_that_has_stopped_does_not_resume_between_the_thresholds():
+    """Eight of ten blocks stop it; five and six are neither above 0.7 nor below 0.4."""
+    engine = small_pool(stop_admission_above=0.7, resume_admission_below=0.4)
+    stays = engine.add_one(prompt(19, 0), max_tokens=20, ignore_eos=True)
+    leaves = engine.add_one(prompt(11, 1), max_tokens=20, ignore_eos=True)
+    engine.step()
+    assert blocks_in_use(engine) == 8
+    late = engine.add_one(prompt(4, 7), max_tokens=1)
+    assert scheduled(engine.step()) == {stays.handle: 1, leaves.handle: 1}
+    engine.scheduler.abort(leaves.request_id)
+    assert blocks_in_use(engine) == 5
+    assert scheduled(engine.step()) == {stays.handle: 1}
+    assert blocks_in_use(engine) == 6
+    engine.scheduler.abort(stays.request_id)
+    assert scheduled(engine.step()) == {late.handle: 4}
+
+
 def test_the_doors_open_in_a_step_in_which_nobody_asks():
     """Three of ten are below 0.4 while one runs alone; when somebody comes it has grown to five."""
     engine = small_pool(stop_admission_above=0.7, resume_admission_below=0.4)

@@ -1,0 +1,130 @@
+"""Which tests belong to which suite, and how pytest is run on a copy of the tree.
+
+Owns the marker expressions: the only place to change where the suites are cut differently.
+"""
+
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Final
+
+from tests.planted_faults.tree_copy import TreeCopy
+
+NOTHING_COLLECTED: Final = 5
+"""Exit status of pytest."""
+INTERRUPT_SECONDS: Final = 30.0
+"""How long an interrupted pytest may take to end its fixtures."""
+_FAILED: Final = (
+    re.compile(r"^(tests/.+) (?:FAILED|ERROR) +\[ *\d+%\]$", re.MULTILINE),
+    re.compile(r"^\[gw\d+\] \[ *\d+%\] (?:FAILED|ERROR) (tests/.+?) *$", re.MULTILINE),
+    re.compile(r"^ERROR (tests/\S+\.py)(?: - .*)?$", re.MULTILINE),
+)
+"""Lines of `pytest -v`: of a test, of one that xdist ran, of a file that cannot be collected."""
+_STARTED: Final = re.compile(r"^(tests/\S+\.py::.*?) *(?:[A-Z]{4,} .*)?$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Tests that run together. whole: options of pytest where no files are named."""
+
+    name: str
+    marker: str
+    whole: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+QUICK: Final = Stage(
+    "quick",
+    "not slow and not long",
+    ("-n", "logical", "--maxprocesses", "8"),
+    (("OMP_NUM_THREADS", "1"),),
+)
+SLOW: Final = Stage("slow", "slow and not long")
+LONG: Final = Stage("long", "long")
+
+SUITES: Final[Mapping[str, tuple[Stage, ...]]] = {
+    "test": (QUICK, SLOW),
+    "all": (QUICK, SLOW, LONG),
+}
+"""By name: what `make test` runs, and what all suites run together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one run of pytest.
+
+    failed: ids of the tests that failed; one that did not end within the limit is the last.
+    broken: pytest failed, but no test did; the log says why.
+    """
+
+    failed: tuple[str, ...]
+    seconds: float
+    broken: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return not self.failed and not self.broken
+
+
+def run_stage(
+    copy: TreeCopy,
+    stage: Stage,
+    paths: Sequence[str],
+    limit_seconds: float,
+    log: Path,
+    options: Sequence[str] = (),
+) -> Outcome:
+    """Run the tests of a stage that are in `paths`, all of its tests if there are none."""
+    command = [
+        *(str(copy.python), "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"),
+        *("-m", stage.marker, *(() if paths else stage.whole), *options, *paths),
+    ]
+    begun = time.monotonic()
+    with log.open("ab") as stream:
+        start = stream.tell()
+        process = subprocess.Popen(
+            command,
+            cwd=copy.root,
+            env=copy.environment | dict(stage.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        ended = True
+        try:
+            process.wait(limit_seconds)
+        except subprocess.TimeoutExpired:
+            ended = False
+            _interrupt(process)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    seconds = time.monotonic() - begun
+    output = log.read_bytes()[start:].decode(errors="replace")
+    return outcome_of(output, process.returncode if ended else None, seconds)
+
+
+def outcome_of(output: str, status: int | None, seconds: float) -> Outcome:
+    """What pytest has written says. status: its exit status; None where it did not end in time."""
+    failed = tuple(dict.fromkeys(chain.from_iterable(each.findall(output) for each in _FAILED)))
+    if status is None:
+        started = _STARTED.findall(output)
+        failed = (*failed, f"{started[-1] if started else 'no test'} (no end)")
+    broken = status not in (0, NOTHING_COLLECTED) and not failed
+    return Outcome(failed, seconds, broken)
+
+
+def _interrupt(process: "subprocess.Popen[bytes]") -> None:
+    """As Ctrl-C does: fixtures end their daemons."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(INTERRUPT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()

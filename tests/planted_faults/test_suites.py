@@ -1,0 +1,93 @@
+"""What a run of pytest on a copy is taken for, and that it is a run of the copy."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.planted_faults.suites import QUICK, Outcome, outcome_of, run_stage
+from tests.planted_faults.tree_copy import SetupError, TreeCopy, make_python
+
+SETTINGS = "[pytest]\nmarkers =\n    slow: slow\n    long: long\n"
+TESTS = """
+import pytest
+
+def test_passes(): pass
+
+@pytest.mark.parametrize("text", ["with blanks - and a dash"])
+def test_fails(text): assert not text
+
+@pytest.mark.slow
+def test_is_slow(): raise RuntimeError
+
+@pytest.fixture
+def broken(): raise RuntimeError
+
+def test_has_an_error(broken): pass
+"""
+
+
+HANGS = """
+tests/test_it.py::test_passes PASSED                                     [ 33%]
+tests/test_it.py::test_fails[with blanks] FAILED                         [ 66%]
+tests/test_it.py::test_takes_long[with blanks] """
+OF_XDIST = """
+[gw1] [ 48%] PASSED tests/test_it.py::test_passes
+[gw0] [ 49%] FAILED tests/test_it.py::test_fails[with blanks]
+FAILED tests/test_it.py::test_fails[with blanks] - assert not 'with blanks'
+"""
+
+
+@pytest.fixture
+def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TreeCopy:
+    """A tree of one file of tests."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take seconds to import
+    copy = TreeCopy(tmp_path)
+    (copy.root / "tests").mkdir(parents=True)
+    (copy.root / "pytest.ini").write_text(SETTINGS)
+    (copy.root / "tests" / "test_it.py").write_text(TESTS)
+    make_python(copy)
+    return copy
+
+
+def run(copy: TreeCopy, *options: str) -> Outcome:
+    return run_stage(copy, QUICK, ["tests/test_it.py"], 600.0, copy.folder / "log", options)
+
+
+def test_what_failed_is_named(copy: TreeCopy) -> None:
+    outcome = run(copy)
+    assert outcome.failed == (
+        "tests/test_it.py::test_fails[with blanks - and a dash]",
+        "tests/test_it.py::test_has_an_error",
+    )
+    assert run(copy, "-k", "passes").passed
+
+
+def test_what_failed_under_xdist_is_named() -> None:
+    assert outcome_of(OF_XDIST, 2, 1.0).failed == ("tests/test_it.py::test_fails[with blanks]",)
+
+
+def test_a_test_that_does_not_end_is_named() -> None:
+    assert outcome_of(HANGS, None, 1.0).failed == (
+        "tests/test_it.py::test_fails[with blanks]",
+        "tests/test_it.py::test_takes_long[with blanks] (no end)",
+    )
+
+
+def test_nothing_to_run_is_no_failure() -> None:
+    assert outcome_of("", 5, 1.0).passed
+
+
+def test_a_file_that_cannot_be_imported_is_named(copy: TreeCopy) -> None:
+    (copy.root / "tests" / "test_it.py").write_text("import nothing_of_that_name")
+    assert run(copy).failed == ("tests/test_it.py",)
+
+
+def test_a_run_that_fails_without_a_failed_test_is_broken(copy: TreeCopy) -> None:
+    outcome = run(copy, "--no-such-option")
+    assert outcome.broken
+    assert not outcome.passed
+
+
+def test_a_copy_that_would_import_another_tree_is_refused(copy: TreeCopy) -> None:
+    with pytest.raises(SetupError, match="instead of"):
+        copy.check_imports()
