@@ -1,7 +1,4 @@
-"""Which tests belong to which suite, and how pytest is run on a copy of the tree.
-
-Owns the marker expressions: the only place to change where the suites are cut differently.
-"""
+"""How the suites of tests/run.py are run on a copy of the tree."""
 
 import re
 import signal
@@ -13,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Final
 
+from tests import run
 from tests.planted_faults.tree_copy import TreeCopy
 
 NOTHING_COLLECTED: Final = 5
@@ -30,26 +28,23 @@ _STARTED: Final = re.compile(r"^(tests/\S+\.py::.*?) *(?:[A-Z]{4,} .*)?$", re.MU
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Tests that run together. whole: options of pytest where no files are named."""
+    """Suites that run together. whole: options of pytest where no files are named."""
 
     name: str
-    marker: str
+    suites: tuple[str, ...]
     whole: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
 
 
 QUICK: Final = Stage(
-    "quick",
-    "not slow and not long",
-    ("-n", "logical", "--maxprocesses", "8"),
-    (("OMP_NUM_THREADS", "1"),),
+    "quick", ("quick", "engine"), ("-n", "2", "--dist", "loadgroup"), (("OMP_NUM_THREADS", "1"),)
 )
-SLOW: Final = Stage("slow", "slow and not long")
-LONG: Final = Stage("long", "long")
+DAEMONS: Final = Stage("daemons", ("daemons",), ("-n", "2", "--dist", "loadgroup"))
+FURTHER: Final = Stage("further", tuple(each.name for each in run.SUITES if not each.in_test))
 
 SUITES: Final[Mapping[str, tuple[Stage, ...]]] = {
-    "test": (QUICK, SLOW),
-    "all": (QUICK, SLOW, LONG),
+    "test": (QUICK, DAEMONS),
+    "all": (QUICK, DAEMONS, FURTHER),
 }
 """By name: what `make test` runs, and what all suites run together."""
 
@@ -82,7 +77,7 @@ def run_stage(
     """Run the tests of a stage that are in `paths`, all of its tests if there are none."""
     command = [
         *(str(copy.python), "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"),
-        *("-m", stage.marker, *(() if paths else stage.whole), *options, *paths),
+        *("--suite", ",".join(stage.suites), *(() if paths else stage.whole), *options, *paths),
     ]
     begun = time.monotonic()
     with log.open("ab") as stream:

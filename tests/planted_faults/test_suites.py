@@ -7,7 +7,16 @@ import pytest
 from tests.planted_faults.suites import QUICK, Outcome, outcome_of, run_stage
 from tests.planted_faults.tree_copy import SetupError, TreeCopy, make_python
 
-SETTINGS = "[pytest]\nmarkers =\n    slow: slow\n    long: long\n"
+SELECTION = """
+def pytest_addoption(parser):
+    parser.addoption("--suite")
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "suite(name)")
+
+def pytest_collection_modifyitems(config, items):
+    items[:] = [item for item in items if not item.get_closest_marker("suite")]
+"""
 TESTS = """
 import pytest
 
@@ -16,7 +25,7 @@ def test_passes(): pass
 @pytest.mark.parametrize("text", ["with blanks - and a dash"])
 def test_fails(text): assert not text
 
-@pytest.mark.slow
+@pytest.mark.suite("daemons")
 def test_is_slow(): raise RuntimeError
 
 @pytest.fixture
@@ -43,7 +52,8 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TreeCopy:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take seconds to import
     copy = TreeCopy(tmp_path)
     (copy.root / "tests").mkdir(parents=True)
-    (copy.root / "pytest.ini").write_text(SETTINGS)
+    (copy.root / "pytest.ini").write_text("[pytest]")
+    (copy.root / "conftest.py").write_text(SELECTION)
     (copy.root / "tests" / "test_it.py").write_text(TESTS)
     make_python(copy)
     return copy

@@ -15,7 +15,6 @@ from tests.fakes.dense_attention import DenseAttention
 from worker.loader.weights import load_model
 from worker.models.registry import spec_of
 
-
 DAEMONS = (pytest.mark.suite("daemons"), pytest.mark.xdist_group("reference"))
 
 
