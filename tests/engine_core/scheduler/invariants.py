@@ -18,7 +18,6 @@ from typing import Any
 from engine_core.kv_cache.hashing import ROOT
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.gates import Candidate
-from engine_core.scheduler.observer import NoObserver
 from engine_core.scheduler.step_plan import StepPlan
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.gates import FakeGate
@@ -221,8 +220,11 @@ class ProbingGate(FakeGate):
         return super().holds(candidate)
 
 
-class Watch(NoObserver):
-    """Judges each plan. Order and room among tenants are judged by what the ledger says."""
+class Watch:
+    """An observer that judges each plan; order among tenants by what the ledger says.
+
+    It cannot inherit from the null observer, which may be compiled.
+    """
 
     def __init__(self, engine: CheckedEngine) -> None:
         self._engine = engine
@@ -436,3 +438,21 @@ class Watch(NoObserver):
                 if each.num_tokens - each.num_computed_tokens > 1
             )
             assert to_come <= free, "a prompt has no room for its end"
+
+    # What it does not look at
+
+    def found_elsewhere(
+        self, request: Request, num_tokens: int, connector: str, *, is_async: bool
+    ) -> None: ...
+
+    def step_done(self, result: Any) -> None: ...
+
+    def finished(self, request: Request) -> None: ...
+
+    def turn_ended(self, request_id: int, job: str, tool: str) -> None: ...
+
+    def pinned(self, pin: Any, ttl: float) -> None: ...
+
+    def unpinned(self, pin: Any, reason: str) -> None: ...
+
+    def happened(self, what: str, detail: str) -> None: ...

@@ -274,7 +274,7 @@ class Life:
             case "pause":
                 return (rng.choice(["finish_running", "freeze"]),)
             case "reset":
-                return (rng.random() < 0.5,)
+                return (rng.random() < 0.5, rng.random() < 0.7)
             case "read":
                 return (rng.randrange(100), rng.choice(["", "a", "b"]))
             case "tick":
@@ -356,10 +356,14 @@ class Life:
             self.engine.scheduler.abort(talk.request_id, 0, stopped=True)
             talk.cut_short.add(0)
 
-    def reset(self, in_flight: bool) -> None:
+    def reset(self, in_flight: bool, preempting: bool) -> None:
+        """Without taking anyone's blocks first, nothing is forgotten while any are in use."""
         if in_flight:
             self.engine.send()
-        self.engine.scheduler.reset_prefix_cache(preempting=True)
+        was_in_use = bool(self.engine.kv_cache.num_sequences)
+        forgotten = self.engine.scheduler.reset_prefix_cache(preempting=preempting)
+        assert forgotten is (preempting or not was_in_use)
+        assert not forgotten or not len(self.engine.kv_cache.pool.index)
         if in_flight:
             self.engine.receive()
 

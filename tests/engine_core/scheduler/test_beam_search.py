@@ -42,7 +42,7 @@ def search(prompt, *, width, max_tokens, stop_ids=(), length_penalty=1.0, early_
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -1.0, 0.6])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, -1.0])
 def test_results_are_those_of_a_search_over_all_tokens(length_penalty, early_stopping):
     draw = random.Random(f"{length_penalty} {early_stopping}")
     rounds = set()

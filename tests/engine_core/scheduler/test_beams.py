@@ -100,8 +100,9 @@ def test_a_row_whose_hypothesis_died_becomes_a_fork_in_place():
     assert outputs(engine, rows) == expected(PROMPT, 4, 30)
 
 
-@pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("length_penalty", [0.0, 1.0, -0.5])
+@pytest.mark.parametrize(
+    ("length_penalty", "early_stopping"), [(0.0, False), (1.0, True), (-0.5, "never")]
+)
 def test_hypotheses_end_at_stop_tokens(length_penalty, early_stopping):
     wishes = {"length_penalty": length_penalty, "early_stopping": early_stopping}
     stop_ids = list(range(0, 1000, 9))

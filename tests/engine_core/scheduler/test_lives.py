@@ -8,7 +8,7 @@ import pytest
 from tests.engine_core.scheduler.lives import KINDS, lives
 
 SEEDS = 4
-OPERATIONS = 700
+OPERATIONS = 600
 
 
 @pytest.mark.parametrize("kind", KINDS)

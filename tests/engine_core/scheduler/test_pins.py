@@ -377,10 +377,10 @@ def test_what_a_pin_is_worth_follows_from_its_tokens_not_from_the_groups_of_its_
 
 
 def test_row_39_sessions_that_never_return_cost_bounded_memory():
-    """10,000 sessions and none comes back; a clock that jumps changes nothing but their end."""
+    """3,000 sessions and none comes back; a clock that jumps changes nothing but their end."""
     engine = Engine(num_blocks=401, pin_policy="rule")
     engine.step_seconds = lambda output: 0.01
-    for each in range(10_000):
+    for each in range(3_000):
         engine.turn(f"job {each}", [each % 900, each // 900, *tokens(0, 6)], 1)
         engine.clock.now += 0.001
     assert engine.pins.num_blocks <= 200
