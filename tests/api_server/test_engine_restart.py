@@ -68,6 +68,18 @@ async def test_a_repeated_token_is_dropped_and_a_missing_one_is_an_error(start):
         assert (await answer).status_code == 500
 
 
+async def test_what_names_an_epoch_before_the_present_one_is_dropped(start):
+    async with start(accepts=True) as front_end:
+        answer, _ = await begin(front_end, max_tokens=6)
+        engine, again = await restart(front_end)
+        engine.epoch = 1
+        engine.emit(again, [40, 41])
+        engine.epoch = 2
+        engine._sent[again.request_id, 0] = 0
+        engine.emit(again, [50], finish=FinishReason.LENGTH)
+        assert (await answer).json()["choices"][0]["token_ids"] == [50]
+
+
 async def test_choices_that_ended_are_not_computed_again(start, tokenizer):
     async with start(accepts=True) as front_end:
         answer, request = await begin(front_end, n=3, max_tokens=4, stop=["lazy"])

@@ -9,7 +9,7 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,10 @@ from proto.sockets import Link
 from proto.stats import SchedulerStats
 from proto.view import EngineView, Watch
 from tests.fakes import boots
+
+Message = TypeVar("Message")
+
+WAIT_SECONDS: Final = 60.0
 
 Script = Callable[[EngineCoreRequest, int], Sequence[int]]
 """(request, choice) → the tokens that the model would draw; their end is the length limit."""
@@ -64,6 +68,15 @@ def made_up_logprobs(token_ids: Sequence[int], number: int, first: int = 0) -> L
     return pack_logprobs(rows, [1] * len(rows), first)
 
 
+class Received(asyncio.Queue[Message]):
+    """Messages of a front end. To wait for one that does not come is an error, not a hang."""
+
+    async def get(self) -> Message:
+        """The next one; raises TimeoutError after WAIT_SECONDS."""
+        async with asyncio.timeout(WAIT_SECONDS):
+            return await super().get()
+
+
 class FakeEngine:
     """One end of a link to a front end.
 
@@ -88,11 +101,11 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.script = script
         self.accepts = accepts
-        self.requests: asyncio.Queue[EngineCoreRequest] = asyncio.Queue()
-        self.inputs: asyncio.Queue[SessionInput] = asyncio.Queue()
-        self.aborts: asyncio.Queue[Abort] = asyncio.Queue()
-        self.turns: asyncio.Queue[TurnEnded] = asyncio.Queue()
-        self.watches: asyncio.Queue[Watch] = asyncio.Queue()
+        self.requests = Received[EngineCoreRequest]()
+        self.inputs = Received[SessionInput]()
+        self.aborts = Received[Abort]()
+        self.turns = Received[TurnEnded]()
+        self.watches = Received[Watch]()
         self.calls: list[AdminCall] = []
         self.num_cached_tokens = 0
         self.resets = True

@@ -6,6 +6,7 @@ copy with the fault ─ its own tests ─ found? ─ else the rest of the suite 
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -129,6 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     faults = [known[name] for name in options.only] or list(FAULTS)
     adopt_orphans()
+    for number in (signal.SIGINT, signal.SIGTERM):  # what was started and copied goes either way
+        signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="pf") as work:
         logs = options.logs or Path(work)
         logs.mkdir(parents=True, exist_ok=True)

@@ -371,7 +371,7 @@ API_SERVER = (
         '            self._abort(entry, "stop_string", output.choice)\n',
         "            pass\n",
         "The engine computes up to max_tokens for answers that a stop string has ended.",
-        ("tests/api_server/test_streams.py", "tests/api_server/test_completions.py"),
+        ("tests/api_server/test_completion_choices.py", "tests/api_server/test_streams.py"),
     ),
     Fault(
         "abort_not_sent_on_disconnect",
