@@ -257,6 +257,9 @@ class FakeAccelerator:
     def memory_taken(self) -> int:
         return 0
 
+    def num_multiprocessors(self) -> int:
+        return 132
+
 
 class Launches:
     """A kernel of Triton, or a function or wrapper of FlashInfer: its tensors are on the device.
