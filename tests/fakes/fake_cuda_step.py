@@ -257,6 +257,9 @@ class FakeAccelerator:
     def memory_taken(self) -> int:
         return 0
 
+    def num_multiprocessors(self) -> int:
+        return 132
+
 
 class Launches:
     """A kernel of Triton, or a function or wrapper of FlashInfer: its tensors are on the device.
@@ -336,7 +339,7 @@ def watched() -> Iterator[HotPath]:
             (triton_rows, ("_norm_kernel", "_gate_kernel")),
         ):
             for name in kernels:
-                stack.enter_context(patch.object(module, name, Launches))
+                stack.enter_context(patch.object(module, name, lambda *_: Launches()))
         for module in (activation, norm):
             stack.enter_context(patch.object(module, "row_library", lambda: library))
         stack.enter_context(patch.object(ahead, "Results", ZeroResults))

@@ -19,6 +19,8 @@ from worker.attention.base import AttentionBackend, AttentionInputs
 from worker.kv_cache import KVCache
 from worker.layers.rotary import Rotation
 
+NUM_MULTIPROCESSORS = 4
+
 
 class DeviceError(Exception):
     """Something that fails, waits or races on a real device."""
@@ -164,6 +166,9 @@ class FakeDevice:
 
     def memory_taken(self) -> int:
         return 0
+
+    def num_multiprocessors(self) -> int:
+        return NUM_MULTIPROCESSORS
 
     def kernel(self, run: Callable[[], None]) -> None:
         """Somebody plays a kernel: what it does to tensors is not what a host may do."""

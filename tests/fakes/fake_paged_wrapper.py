@@ -53,6 +53,7 @@ class PagedWrapper:
         modules: Modules | None = None,
     ) -> None:
         _check_workspace(device, workspace)
+        self._workspace = workspace
         demand(kv_layout in LAYOUTS, "the layout is NHD or HND")
         demand(backend == "fa2", "the backend is named, and fa2")
         self._device = device
@@ -75,6 +76,7 @@ class PagedWrapper:
         demand(self._device.own(place), "each wrapper has a schedule of its own")
         weakref.finalize(int_workspace_buffer, self._device.disown, place)  # then it is given again
         self._memory = (float_workspace_buffer, int_workspace_buffer)
+        self._workspace = float_workspace_buffer
 
     @property
     def batch_size(self) -> int | None:
@@ -111,11 +113,37 @@ class PagedWrapper:
             demand(settings["window_left"] < 0, "a window is causal")
         if self._modules is not None:
             self._modules.need_attention(shape[2], settings)
+        needed = self._workspace_bytes(shape, counts, indptr.diff().tolist())
+        demand(needed <= len(self._workspace), "the workspace has room for partial results")
         self._planned = (shape, settings, qo_indptr.clone())
         self.for_all_queries = not settings["causal"]
         self._keep(indptr, indices, last_page_len)
         self._schedule = self._device.enqueue()
         self.num_plans += 1
+
+    def _workspace_bytes(
+        self, shape: tuple[int, int, int, int], counts: list[int], pages: list[int]
+    ) -> int:
+        """Of partial results, as the library's planner for FA2 finds it; windows not counted."""
+        num_heads, num_kv_heads, head_dim, page_size = shape
+        rows = [each * (num_heads // num_kv_heads) for each in counts]
+        average = sum(rows) // max(1, len(rows))
+        tile = 16 if average <= 16 else 64 if average <= 64 or head_dim >= 256 else 128
+        tiles = [-(-each // tile) for each in rows]
+        most = 2 * self._device.num_multiprocessors() // num_kv_heads
+        chunk = max(128 // page_size, 1)
+        longest = max(pages, default=1)
+
+        def split(chunk: int) -> int:
+            return sum(t * -(-max(n, 1) // chunk) for t, n in zip(tiles, pages, strict=True))
+
+        while chunk < longest and split(chunk) > most:
+            chunk += 1
+        if self._buffers is not None:
+            num_tiles = max(most, -(-sum(rows) // tile) + len(rows) - 1)
+        else:
+            num_tiles = split(chunk) if chunk < longest else 0
+        return num_heads * num_tiles * tile * (head_dim + 1) * 4
 
     def _keep(
         self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor

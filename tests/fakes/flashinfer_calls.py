@@ -25,7 +25,7 @@ class Calls:
         self.device = device = FakeDevice()
         self.indptr = torch.tensor([0, 2, 5], dtype=torch.int32)
         self.making: dict[str, Any] = {
-            "float_workspace_buffer": device.zeros(1 << 10, torch.uint8),
+            "float_workspace_buffer": device.zeros(1 << 20, torch.uint8),
             "kv_layout": "HND",
             "backend": "fa2",
         }
@@ -185,6 +185,13 @@ def without_buffers(calls: Calls) -> None:
 def unequal_strides(calls: Calls) -> None:
     key, value = calls.running["paged_kv_cache"]
     calls.running["paged_kv_cache"] = (key, value.clone(memory_format=torch.contiguous_format))
+    calls.all()
+
+
+def small_workspace(calls: Calls) -> None:
+    """Of a graph, where every tile has its place."""
+    calls.making["float_workspace_buffer"] = calls.device.zeros(1 << 10, torch.uint8)
+    calls.capture()
     calls.all()
 
 

@@ -31,9 +31,7 @@ from worker.sample.sampler import create_sampler
 
 DTYPE = torch.bfloat16
 HEAD_DIMS = {"llama": 64, "mistral-window": 128, "gemma3-pattern-untied": 256}
-OPTIONS = Options(
-    capture_sizes=(1, 2, 3), capture_pages=NUM_BLOCKS * len(CHUNKS), workspace_bytes=1 << 12
-)
+OPTIONS = Options(capture_sizes=(1, 2, 3), capture_pages=NUM_BLOCKS * len(CHUNKS))
 
 
 class Worker:

@@ -115,7 +115,7 @@ class FlashInferAttention:
         self._turn = FlashInferTurn(library, accelerator)
         self._cascade_from = options.cascade_from
         self._staging = Staging(accelerator)
-        make = WrapperMaker(accelerator, library, options)
+        make = WrapperMaker(accelerator, library, shape, options)
         self._groups = [
             GroupWrappers(make, shape, dtype, kv_cache.dtype, kv_cache.block_size, window)
             for window in kv_cache.layout.windows

@@ -8,6 +8,7 @@ Every argument whose default could change what is computed is named, also where 
 would do: the library's own are float16 and not causal.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -25,6 +26,10 @@ _LAYOUT: Final = "HND"
 _CAPTURED_SCHEDULE_BYTES: Final = 512 << 10
 """The library takes 8 MiB for any schedule, on the device and page-locked. One of 4,096 decodes
 took its planner 110 KB (132 multiprocessors); where it is too small a plan fails by name."""
+
+_TILES_PER_MULTIPROCESSOR: Final = 2
+_SLACK_BYTES: Final = 1 << 10
+"""The library aligns what it takes."""
 
 PagePair = tuple[torch.Tensor, torch.Tensor]
 """K and V of a layer, [num_blocks, num_kv_heads, block_size, head_dim] each; a tuple, no list."""
@@ -78,14 +83,37 @@ class Options:
     capture_pages: most pages of such a batch in one group; a graph reads their indices
         from one place.
     cascade_from: full pages from which on a prefix that all share is attended to once; 0: never.
-    workspace_bytes: for partial results of split sequences. 256 MiB are enough for 512
-        decodes of 32 heads of 128; where it is too small a plan fails by name.
     """
 
     capture_sizes: tuple[int, ...] = ()
     capture_pages: int = 0
     cascade_from: int = 0
-    workspace_bytes: int = 256 << 20
+
+
+def workspace_bytes(
+    shape: AttentionShape, num_multiprocessors: int, capture_sizes: Sequence[int]
+) -> int:
+    """Bytes that partial results of split sequences take at most, in any plan.
+
+    As FlashInfer's scheduler.cuh (PrefillSplitQOKVIndptr, FA2DetermineCtaTileQ) has it: a tile is
+    so many rows of a KV head's queries, and a batch is split into no more tiles than two for each
+    multiprocessor; but in a graph every tile has its place, split or not. Of each row of a tile and
+    head that is float32 [head_dim] and a log-sum. Where the workspace is too small a plan fails.
+    """
+    most_split = _TILES_PER_MULTIPROCESSOR * num_multiprocessors // shape.num_kv_heads
+    group = shape.group_size
+    rows = most_split * (64 if shape.head_dim >= 256 else 128)
+    for size in capture_sizes:
+        tile = _tile_rows(group, shape.head_dim)
+        rows = max(rows, tile * max(most_split, -(-size * group // tile) + size - 1))
+    return _SLACK_BYTES + 4 * shape.num_heads * rows * (shape.head_dim + 1)
+
+
+def _tile_rows(num_rows: int, head_dim: int) -> int:
+    """Of decodes whose KV heads have so many query heads each."""
+    if num_rows > 64 and head_dim < 256:
+        return 128
+    return 64 if num_rows > 16 else 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +213,15 @@ class CapturedWrapper(PlannedWrapper):
 class WrapperMaker:
     """Makes wrappers that share one workspace: on one stream they run one after the other."""
 
-    def __init__(self, accelerator: Accelerator, library: Library, options: Options) -> None:
+    def __init__(
+        self, accelerator: Accelerator, library: Library, shape: AttentionShape, options: Options
+    ) -> None:
         self.library = library
         self.cascades = options.cascade_from > 0
         self._accelerator = accelerator
         self._options = options
-        self._workspace = accelerator.zeros(options.workspace_bytes, torch.uint8)
+        num_bytes = workspace_bytes(shape, accelerator.num_multiprocessors(), options.capture_sizes)
+        self._workspace = accelerator.zeros(num_bytes, torch.uint8)
 
     def prefill(self) -> PlannedWrapper:
         """For prefills of any number."""

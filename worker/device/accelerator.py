@@ -67,6 +67,10 @@ class Accelerator(Protocol):
         """Bytes that this process holds on the device."""
         ...
 
+    def num_multiprocessors(self) -> int:
+        """Parts of the device that each run blocks of a kernel."""
+        ...
+
 
 class Cuda:
     """Accelerator: one CUDA device and its current stream."""
@@ -105,3 +109,7 @@ class Cuda:
     def memory_taken(self) -> int:
         """As the Protocol says."""
         return torch.cuda.memory_reserved(self._device)
+
+    def num_multiprocessors(self) -> int:
+        """As the Protocol says."""
+        return torch.cuda.get_device_properties(self._device).multi_processor_count

@@ -4,6 +4,8 @@ Each is one launch where torch needs several; sums are float32 and are rounded o
 kernels for CPUs. Knows nothing of models.
 """
 
+import functools
+import os
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ class TritonNorm:
         self._weight = weight.contiguous()
         self._eps = eps
         self._block = 1 << (len(weight) - 1).bit_length()
-        self.kernel = _norm_kernel()
+        self.kernel = _norm_kernel(os.environ.get("TRITON_INTERPRET"))
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         """Of [..., size]; what stands between the rows of x may be another's."""
@@ -66,7 +68,7 @@ class TritonGate:
 
     def __init__(self, name: Activation) -> None:
         self._gelu = name == "gelu_tanh"
-        self.kernel = _gate_kernel()
+        self.kernel = _gate_kernel(os.environ.get("TRITON_INTERPRET"))
 
     def __call__(self, gate_up: torch.Tensor, out: Space) -> torch.Tensor:
         """As the Protocol says."""
@@ -77,7 +79,12 @@ class TritonGate:
         return out.tensor
 
 
-def _norm_kernel() -> Any:
+@functools.cache
+def _norm_kernel(interpreted: str | None = None) -> Any:
+    """One for all layers: what Triton has compiled belongs to the function.
+
+    interpreted: Triton's own setting, which it reads when the function is made.
+    """
     import triton
     import triton.language as tl
 
@@ -110,7 +117,9 @@ def _norm_kernel() -> Any:
     return triton.jit(norm_row)
 
 
-def _gate_kernel() -> Any:
+@functools.cache
+def _gate_kernel(interpreted: str | None = None) -> Any:
+    """As `_norm_kernel`."""
     import triton
     import triton.language as tl
 

@@ -38,7 +38,7 @@ class Replanning:
 
     def _wrapper(self, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor) -> Any:
         return self.library.BatchDecodeWithPagedKVCacheWrapper(
-            self.device.zeros(1 << 10, torch.uint8),
+            self.device.zeros(1 << 20, torch.uint8),
             "HND",
             use_cuda_graph=True,
             use_tensor_cores=True,
@@ -81,7 +81,7 @@ def change(name: str, value: Any) -> Callable[[Replanning], None]:
 
 def eager(calls: Replanning) -> None:
     calls.wrapper = calls.library.BatchDecodeWithPagedKVCacheWrapper(
-        calls.device.zeros(1 << 10, torch.uint8),
+        calls.device.zeros(1 << 20, torch.uint8),
         "HND",
         use_cuda_graph=False,
         use_tensor_cores=True,

@@ -14,14 +14,14 @@ from tests.worker.attention.steps import LAYER, Case, Step
 from worker.attention import flashinfer
 from worker.attention.base import AttentionInputs, AttentionShape
 from worker.attention.flashinfer import FlashInferAttention
-from worker.attention.flashinfer_group import Options
+from worker.attention.flashinfer_group import Options, workspace_bytes
 from worker.attention.kv_store import store_by_index
 from worker.attention.paged_batch import pad_decodes
 from worker.attention.reference import ReferenceAttention
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 
-OPTIONS = Options(workspace_bytes=1 << 12)
+OPTIONS = Options()
 MIXED = ((0, 7), (20, 1), (33, 5), (15, 1), (16, 1), (0, 1))
 DECODES = ((20, 1), (15, 1), (40, 1))
 PREFILLS = ((0, 7), (33, 5), (0, 32))
@@ -265,3 +265,22 @@ def test_another_version_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> N
         ConfigError, match=r"needs flashinfer-python 0\.6\.18\.post1, found 0\.7\.2"
     ):
         flashinfer.load_library()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "sizes", "mebibytes"),
+    [
+        # The first two as the library's own planner finds them.
+        (32, 8, 128, (256,), 80),
+        (32, 8, 128, (1, 512), 161),
+        (32, 8, 128, (), 66),
+        (16, 1, 128, (), 266),
+        (4, 1, 256, (8,), 66),
+    ],
+)
+def test_the_workspace_has_room_for_any_plan(
+    heads: int, kv_heads: int, head_dim: int, sizes: tuple[int, ...], mebibytes: int
+) -> None:
+    shape = AttentionShape(heads, kv_heads, head_dim, scale=1.0)
+    found = workspace_bytes(shape, 132, sizes)
+    assert found / (1 << 20) == pytest.approx(mebibytes, abs=0.6)

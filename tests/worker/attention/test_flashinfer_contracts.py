@@ -27,6 +27,7 @@ from tests.fakes.flashinfer_calls import (
     one_memory_for_both,
     planned_twice,
     run_only,
+    small_workspace,
     to_device,
     too_many_indices,
     unequal_strides,
@@ -126,6 +127,11 @@ VIOLATIONS: dict[str, tuple[tuple[str, ...], Callable[[Calls], Any], str]] = {
         BOTH,
         changed("planning", "indices", lambda each: torch.cat((each, each[:1]))),
         "ends with the number of indices",
+    ),
+    "a workspace that is too small": (
+        ("decode",),
+        small_workspace,
+        "room for partial results",
     ),
     "an empty last page": (
         BOTH,

@@ -52,6 +52,12 @@ def test_norm(dtype: torch.dtype, size: int) -> None:
     assert close(residual, wanted)
 
 
+def test_layers_share_what_is_compiled() -> None:
+    weights = torch.ones(8), torch.ones(16)
+    first, second = (TritonNorm(weight, 1e-5) for weight in weights)
+    assert first.kernel is second.kernel
+
+
 def test_norm_of_heads_inside_a_fused_product() -> None:
     fused = random(3, 6 * 64, dtype=torch.bfloat16)
     heads, weight = fused.view(3, 6, 64)[:, 2:4], random(64, dtype=torch.bfloat16)
