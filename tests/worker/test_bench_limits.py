@@ -30,10 +30,10 @@ def workload(folder: Path, name: str, form: CpuWeights) -> LimitsWorkload:
 
 
 @pytest.mark.skipif(row_kernels() is None, reason="no compiled kernels")
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("form", ["f32", "bf16"])
-def test_all_products_of_a_step_are_timed(name: str, form: CpuWeights, tmp_path: Path) -> None:
-    asked = workload(tmp_path, name, form)
+def test_all_products_of_a_step_are_timed(tmp_path: Path) -> None:
+    """Gemma's layers have windows, so several groups of KV."""
+    form: CpuWeights = "bf16"
+    asked = workload(tmp_path, "gemma3", form)
     worker = LimitsWorker(asked.config, asked.model)
     spec = worker.loaded.model.spec
     layer = [spec.hidden_size, spec.query_size, spec.hidden_size, spec.intermediate_size]
