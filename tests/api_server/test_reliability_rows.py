@@ -13,7 +13,7 @@ ROWS = {
     "1 not JSON, an array, empty, another content type": (
         f"{API}test_bad_bodies.py::test_bad_bodies",
         f"{API}test_bad_bodies.py::test_content_types",
-        "tests/e2e/test_bad_input.py::test_bad_completion",
+        "tests/e2e/test_bad_input.py::test_bad_completions",
     ),
     "2 a body of 1 GB, 100,000 headers, headers and bodies that come slowly": (
         f"{API}test_limits.py::test_a_body_of_a_gigabyte_takes_no_memory",
