@@ -26,10 +26,10 @@ def child_environment(
     cores that this process may use by its affinity and its control groups. Its idle
     threads spin for a moment and then sleep: those that spin on win milliseconds a
     step on an idle machine, and lose tenfold as soon as anybody else wants the same
-    cores; docs/benchmarks.md has the figures. Where there is one for each core, each is
-    bound to its own: two on one core would wait for each other at every barrier until the
-    scheduler parts them. The user's environment goes before that. Elsewhere numpy needs no
-    threads of its own.
+    cores; docs/benchmarks/threads-and-start.md has the figures. Where there is one for
+    each core, each is bound to its own: two on one core would wait for each other at every
+    barrier until the scheduler parts them. The user's environment goes before that.
+    Elsewhere numpy needs no threads of its own.
     """
     if role != "worker":
         return {**variables, _THREADS: "1", "OPENBLAS_NUM_THREADS": "1"}
