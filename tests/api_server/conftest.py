@@ -212,7 +212,8 @@ async def serving(
     await server.startup(sockets=[listener])
     ticking = asyncio.create_task(server.main_loop())
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        # Plain HTTP: no CA bundle to load for each front end, which takes longer than its start
+        async with httpx.AsyncClient(base_url=url, timeout=60, verify=False) as http:
             front_end = FrontEnd(services, engine, http, url, run_dir, server, app)
             yield front_end
     finally:
