@@ -6,7 +6,7 @@ import dataclasses
 import json
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,17 @@ class FrontEnd:
             self.engine.emit(request, [], finish=FinishReason.LENGTH)
             assert [event async for event in events][-1] == "data: [DONE]"
         return found
+
+
+async def concurrently(check: Callable[[Any], Awaitable[None]], cases: Iterable[Any]) -> None:
+    """Check all cases, eight at a time: a client that waits for each answer in turn idles."""
+    left = iter(cases)
+
+    async def check_next() -> None:
+        for case in left:
+            await check(case)
+
+    await asyncio.gather(*(check_next() for _ in range(8)))
 
 
 async def samples(front_end: FrontEnd) -> dict[str, float]:
