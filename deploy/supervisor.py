@@ -62,7 +62,10 @@ _SAME_SIGNAL_SECONDS: Final = 0.05
 
 
 class Supervisor:
-    """Runs one daemon from the start of its processes to the end of the last."""
+    """Runs one daemon from the start of its processes to the end of the last.
+
+    patience: how long processes may take to end after a stop signal.
+    """
 
     def __init__(
         self,
@@ -71,8 +74,10 @@ class Supervisor:
         display: Display,
         on_ready: Callable[[Readiness], None],
         notifier: Notifier,
+        patience: Patience = ON_REQUEST,
     ) -> None:
         self._launch = launch
+        self._patience = patience
         self._run_parent = run_parent
         self._display = display
         self._on_ready = on_ready
@@ -357,7 +362,7 @@ class Supervisor:
             return
         self._reload.give_up("the daemon is about to end")
         seconds = self._launch.config.reliability.shutdown_timeout
-        self._notifier.stopping(seconds + ON_REQUEST.until_kill)
+        self._notifier.stopping(seconds + self._patience.until_kill)
         self._draining = Draining(range(self._launch.front_ends), seconds, self._display)
         for child in self._running:
             if child.role == "api_server":
@@ -367,7 +372,7 @@ class Supervisor:
         """End in order, whatever is under way."""
         self._draining.report_left()
         self._display.notice("stopping; another signal ends everything at once")
-        self._end(ON_REQUEST)
+        self._end(self._patience)
 
     def _end(self, patience: Patience) -> None:
         self._reload.give_up("the daemon ends")

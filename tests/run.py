@@ -125,6 +125,7 @@ SUITES = (
         select=("daemons", "chaos", "parity"),
         environment={"TOKEND_TEST_FLAGS": "--async-scheduling"},
     ),
+    Suite("bench", "the benchmarks that play a load in processes of their own", 300, 120),
     Suite("fuzz", "mutated bodies, messages and model files: no crash, no hang", 600, 300),
 )
 

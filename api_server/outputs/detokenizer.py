@@ -194,7 +194,7 @@ def byte_alphabet() -> dict[str, int]:
     the characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in set(printable)]
+    others = sorted({*range(0x100)} - {*printable})
     alphabet = {chr(byte): byte for byte in printable}
     alphabet.update({chr(0x100 + rank): byte for rank, byte in enumerate(others)})
     return alphabet

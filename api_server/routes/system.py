@@ -1,5 +1,6 @@
 """Routes for operators and load balancers: health, version, metrics."""
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import APIRouter
@@ -65,7 +66,9 @@ async def metrics(request: Request) -> Response:
     )
 
 
+@cache
 def daemon_version() -> str:
+    """The version in the package's metadata, which is parsed once."""
     try:
         return version("tokend")
     except PackageNotFoundError:

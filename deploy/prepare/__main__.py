@@ -29,22 +29,25 @@ class _LinePrinter:
         print(render(Event("progress", what, fraction)), flush=True)
 
 
+def prepare(work: Job, report: folder.ProgressCallback) -> None:
+    """Fill the target folder of a job; raises ModelError or OSError."""
+    read = {"gguf": gguf_file.read, "folder": hf_folder.read}[work.kind]
+    contents = read(work.source, report)
+    folder.write(
+        contents,
+        name=work.name,
+        source=work.source,
+        target=work.target,
+        final=work.final,
+        report=report,
+    )
+
+
 def main() -> int:
     """Exit status: 0 done, 2 the model cannot be used."""
     warnings.simplefilter("ignore")  # of libraries, about models in general
-    work = Job.from_arguments(sys.argv[1:])
-    report = _LinePrinter()
-    read = {"gguf": gguf_file.read, "folder": hf_folder.read}[work.kind]
     try:
-        contents = read(work.source, report)
-        folder.write(
-            contents,
-            name=work.name,
-            source=work.source,
-            target=work.target,
-            final=work.final,
-            report=report,
-        )
+        prepare(Job.from_arguments(sys.argv[1:]), _LinePrinter())
     except (ModelError, OSError) as error:
         print(render(Event("error", " ".join(str(error).split()))), flush=True)
         return 2

@@ -2,6 +2,8 @@
 
 import json
 
+from tests.api_server.conftest import concurrently
+
 JSON = {"content-type": "application/json"}
 PATH = "/v1/completions"
 BAD_FIELDS = [
@@ -235,7 +237,9 @@ async def expect_error(front_end, path: str, content: bytes, status: int) -> dic
 
 async def test_bad_fields(start, say):
     async with start(say("!")) as front_end:
-        for fields, param, words in BAD_FIELDS:
+
+        async def check(case):
+            fields, param, words = case
             content = json.dumps({"prompt": "hello", **fields}).encode()
             error = await expect_error(front_end, PATH, content, 400)
             assert error["param"] == param, (fields, error)
@@ -243,6 +247,8 @@ async def test_bad_fields(start, say):
             assert len(error["message"]) < 400, fields
             assert not error["message"].endswith(")") or "[0, " in error["message"], error
             assert error["type"] == "BadRequestError"
+
+        await concurrently(check, BAD_FIELDS)
         assert front_end.engine.requests.empty()
         assert (await front_end.complete()).json()["choices"][0]["text"] == "!"
 

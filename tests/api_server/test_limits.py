@@ -89,10 +89,8 @@ async def test_a_body_of_a_gigabyte_takes_no_memory(start, announced):
         assert (await front_end.http.get("/health")).status_code == 200
 
 
-@pytest.mark.parametrize("prompts", [["x"] * 10**6, [[1]] * 10**6])
-async def test_a_million_prompts_are_refused_before_any_is_looked_at(
-    start, say, monkeypatch, prompts
-):
+@pytest.mark.parametrize("prompts", [["x"] * 10**5, [[1]] * 10**5], ids=["texts", "ids"])
+async def test_too_many_prompts_are_refused_before_any_is_read(start, say, monkeypatch, prompts):
     async with start(say("!")) as front_end:
         monkeypatch.setattr(type(front_end.services.tokenizer), "encode", None)
         content = json.dumps({"prompt": prompts}).encode()

@@ -15,6 +15,7 @@ from api_server.protocol.messages import MessagesRequest
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 from proto.errors import ErrorInfo
+from tests.api_server.conftest import concurrently
 
 PATH = "/v1/messages"
 TEXT = "Hi 😀 there"
@@ -423,21 +424,28 @@ async def test_every_field_that_anthropic_has_is_taken_or_refused_by_name(start,
     """Whatever is in it: nothing is an error of the daemon's, or of another field."""
     taken = MessagesRequest.model_fields.keys() | HARMLESS | {"cache_control"}
     async with start(say("!")) as front_end:
-        for path, params in (
-            (PATH, MessageCreateParamsBase),
-            (f"{PATH}/count_tokens", MessageCountTokensParams),
-        ):
-            for name in params.__annotations__:
-                for value in (5, "x", True, ["x"], [{}], {"type": "x"}):
-                    response = await ask(front_end, path, **{name: value})
-                    if response.status_code == 200:
-                        told = response.headers.get("x-tokend-ignored", "")
-                        assert name in taken or name in told, name
-                    elif response.status_code == 404:
-                        assert name == "model"
-                    else:
-                        assert response.status_code == 400, (name, value, response.text)
-                        assert response.json()["error"]["message"].startswith(name)
+
+        async def check(case: tuple[str, str]) -> None:
+            path, name = case
+            for value in (5, "x", True, ["x"], [{}], {"type": "x"}):
+                response = await ask(front_end, path, **{name: value})
+                if response.status_code == 200:
+                    told = response.headers.get("x-tokend-ignored", "")
+                    assert name in taken or name in told, name
+                elif response.status_code == 404:
+                    assert name == "model"
+                else:
+                    assert response.status_code == 400, (name, value, response.text)
+                    assert response.json()["error"]["message"].startswith(name)
+
+        counted = f"{PATH}/count_tokens"
+        await concurrently(
+            check,
+            [
+                *((PATH, name) for name in MessageCreateParamsBase.__annotations__),
+                *((counted, name) for name in MessageCountTokensParams.__annotations__),
+            ],
+        )
 
 
 async def test_errors_have_anthropics_types(start, say):
@@ -525,14 +533,15 @@ async def test_leaving_a_stream_ends_it(start):
         async with front_end.http.stream("POST", PATH, json=BODY | {"stream": True}) as response:
             request = await front_end.engine.requests.get()
             front_end.engine.emit(request, [5])
-            await anext(response.aiter_raw())
-        async with asyncio.timeout(10):
-            while not front_end.engine.is_aborted(request.request_id, 0):
-                await asyncio.sleep(0.01)
+            pieces = response.aiter_raw()  # a generator that is collected closes the connection
+            await anext(pieces)
+            assert front_end.engine.aborts.empty()
+        abort = await asyncio.wait_for(front_end.engine.aborts.get(), 10)
+        assert abort.request_id == request.request_id
 
 
 async def test_a_stream_that_is_silent_is_kept_open_with_pings(start):
-    config = FrontEndConfig(sse_keep_alive=1.0)
+    config = FrontEndConfig(sse_keep_alive=0.1)
     async with start(accepts=True, config=config) as front_end:
         async with front_end.http.stream("POST", PATH, json=BODY | {"stream": True}) as response:
             request = await front_end.engine.requests.get()

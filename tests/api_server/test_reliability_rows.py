@@ -41,7 +41,7 @@ ROWS = {
     "7 sampling parameters out of range": (f"{API}test_bad_requests.py::test_bad_fields",),
     "8 a million choices or prompts": (
         f"{API}test_bad_requests.py::test_bad_fields",
-        f"{API}test_limits.py::test_a_million_prompts_are_refused_before_any_is_looked_at",
+        f"{API}test_limits.py::test_too_many_prompts_are_refused_before_any_is_read",
     ),
     "9 log-probabilities without a bound": (f"{API}test_bad_requests.py::test_bad_fields",),
     "10 min_tokens over max_tokens, also where that is null": (

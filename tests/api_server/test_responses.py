@@ -17,6 +17,7 @@ from api_server.protocol.responses import ResponsesRequest
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 from proto.errors import ErrorInfo
+from tests.api_server.conftest import concurrently
 
 PATH = "/v1/responses"
 TAKEN = ResponsesRequest.model_fields.keys() | HARMLESS
@@ -329,9 +330,8 @@ async def test_what_is_refused(start, fields, param, words):
 async def test_every_field_that_openai_has_is_taken_or_refused_by_name(start, say):
     """Whatever is in it: nothing is an error of the daemon's, or of another field."""
     async with start(say("!")) as front_end:
-        for name in (
-            ResponseCreateParamsStreaming.__annotations__ | ResponseCreateParamsBase.__annotations__
-        ):
+
+        async def check(name: str) -> None:
             for value in (5, "x", True, ["x"], [{}], {"type": "x"}):
                 response = await ask(front_end, **{name: value})
                 if response.status_code != 200:
@@ -339,6 +339,12 @@ async def test_every_field_that_openai_has_is_taken_or_refused_by_name(start, sa
                     assert response.json()["error"]["param"].partition(".")[0] == name
                 else:
                     assert name in TAKEN or name in response.headers.get("x-tokend-ignored", "")
+
+        await concurrently(
+            check,
+            ResponseCreateParamsStreaming.__annotations__
+            | ResponseCreateParamsBase.__annotations__,
+        )
 
 
 async def test_what_is_ignored_is_named(start, say):

@@ -70,9 +70,10 @@ async def test_ready_follows_this_front_ends_own_engine(start):
         assert (await front_end.http.head("/health/live")).status_code == 200
 
 
-async def test_ready_says_what_the_supervisor_said(start):
+async def test_ready_says_what_the_supervisor_said(start, monkeypatch):
     async with start() as front_end:
         now = time.monotonic()
+        monkeypatch.setattr(front_end.services.health, "_clock", lambda: now)
         front_end.services.health.hear(
             Condition(
                 (NotReady("worker 0: no completed step", now - 42), NotReady("draining", now))

@@ -1,6 +1,7 @@
 """Templates of the formats that models publish render as `transformers` renders them."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,13 @@ def expected(name: str, messages: list[dict[str, Any]], options: dict[str, Any])
     return text
 
 
+@cache
+def compiled(name: str) -> JinjaChatTemplate:
+    return JinjaChatTemplate(TEMPLATES[name], SPECIALS)
+
+
 def rendered(name: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> str | None:
-    template = JinjaChatTemplate(TEMPLATES[name], SPECIALS)
+    template = compiled(name)
     options = {"add_generation_prompt": False, **options}
     try:
         return template.render(Conversation(messages, **options))
@@ -187,7 +193,7 @@ def test_each_format_takes_what_it_is_for(name: str) -> None:
     ],
 )
 def test_what_a_template_reads(name: str, knows_tools: bool, takes_parts: bool) -> None:
-    facts = JinjaChatTemplate(TEMPLATES[name], SPECIALS).facts
+    facts = compiled(name).facts
     assert ("tools" in facts.names) is knows_tools
     assert facts.takes_parts is takes_parts
     assert ("documents" in facts.names) is (name == "documents")

@@ -78,7 +78,6 @@ async def test_too_many_headers_are_refused_as_without(start, authority, server)
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
         writer.write(b"GET /health HTTP/1.1\r\nx: " + b"y" * MAX_HEADER_BYTES)
         async with asyncio.timeout(20):
-            answer = await reader.read()
+            answer = await reader.readuntil(b"RequestHeadersTooLargeError")
         assert answer.startswith(b"HTTP/1.1 431 ")
-        assert b"RequestHeadersTooLargeError" in answer
         writer.close()

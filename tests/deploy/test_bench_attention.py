@@ -29,6 +29,7 @@ def small(name: str, kv_cache_dtype: str) -> AttentionWorkload:
     )
 
 
+@pytest.mark.suite("bench")
 def test_a_workload_is_played_in_a_process_of_its_own() -> None:
     try:
         variant = load_kernels().variant

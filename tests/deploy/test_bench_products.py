@@ -11,6 +11,7 @@ from tests.fakes.tiny_model_files import tokenizer_json
 from worker.kernels import row_kernels
 
 
+@pytest.mark.suite("bench")
 @pytest.mark.skipif(row_kernels() is None, reason="no compiled kernels")
 def test_the_table_as_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

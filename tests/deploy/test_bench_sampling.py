@@ -11,6 +11,7 @@ from proto.benchmark import SamplingCaseTimings, SamplingTimings, SamplingWorklo
 from worker.kernels import KernelsUnavailableError, load_kernels
 
 
+@pytest.mark.suite("bench")
 def test_cases_take_turns_in_a_process_of_their_own() -> None:
     try:
         variant = load_kernels().variant

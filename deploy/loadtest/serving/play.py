@@ -76,9 +76,7 @@ async def play(client: Client, sessions: Iterator[Session], pace: Pace, watcher:
     """The whole run; failures are part of what came of it."""
     made = list(itertools.islice(sessions, int(min(pace.max_requests, _MADE_BEFORE))))
     player = _Player(client, itertools.chain(made, sessions), pace, watcher)
-    gc.collect()
-    gc.freeze()  # a collection of what the prompts are made of would stop the clock of a request
-    try:
+    with frozen_heap():
         cpu, player.begun = time.process_time(), time.perf_counter()
         if pace.arrivals is None:
             await player.closed_loop()
@@ -86,9 +84,18 @@ async def play(client: Client, sessions: Iterator[Session], pace: Pace, watcher:
             await player.open_loop(pace.arrivals)
         player.played.seconds = max(player.ended - player.begun, _SHORTEST)
         player.played.cpu_seconds = time.process_time() - cpu
+    return player.played
+
+
+@contextlib.contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Keep the collector away from what the prompts are made of: it would delay requests."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
     finally:
         gc.unfreeze()
-    return player.played
 
 
 class _Player:

@@ -48,6 +48,7 @@ def bench(file: Path, *words: str) -> dict:
     return json.loads(file.read_text())
 
 
+@pytest.mark.suite("bench")
 def test_a_grid_is_measured_compared_and_the_same_again(tmp_path: Path, capsys) -> None:
     place = ["--pools", "500", "--rates", "90"]
     found = bench(tmp_path / "first.json", *place)
@@ -76,6 +77,7 @@ def test_a_grid_is_measured_compared_and_the_same_again(tmp_path: Path, capsys) 
     assert again["measured"] == [measured[4]]
 
 
+@pytest.mark.suite("bench")
 def test_others_are_measured_beside_the_jobs(tmp_path: Path, capsys) -> None:
     place = ["--pools", "500", "--rates", "90", "--seeds", "3", "--policies", "fcfs"]
     alone = bench(tmp_path / "alone.json", *place)
@@ -88,6 +90,7 @@ def test_others_are_measured_beside_the_jobs(tmp_path: Path, capsys) -> None:
     assert "others" in capsys.readouterr().out
 
 
+@pytest.mark.suite("bench")
 def test_a_grid_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch, capsys) -> None:
     place = ["--pools", "500", "--rates", "90", "--seeds", "3"]
     ledger = tmp_path / "replays.jsonl"

@@ -108,6 +108,7 @@ def test_phases_are_what_a_server_prints() -> None:
     }
 
 
+@pytest.mark.suite("bench")
 def test_starts_are_measured_in_turns(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """When requests go out, and what is made of the answers, against plain models of both."""
 
 import asyncio
+import gc
 import itertools
 import math
 import random
@@ -18,7 +19,7 @@ from deploy.loadtest.openai.exchange import Exchange, no_gaps
 from deploy.loadtest.serving.answers import Answers
 from deploy.loadtest.serving.arrivals import gamma_arrivals, ramped
 from deploy.loadtest.serving.figures import PERCENTILES, Goodput, figures_of, note_answers
-from deploy.loadtest.serving.play import NobodyWatches, Pace, Played, play
+from deploy.loadtest.serving.play import NobodyWatches, Pace, Played, frozen_heap, play
 from deploy.loadtest.serving.report import _distribution
 from deploy.loadtest.summary import percentile
 
@@ -191,6 +192,21 @@ async def test_a_run_ends_with_its_sessions_its_number_or_its_time() -> None:
         assert (await run(Clerk(), sessions(), pace)).exchanges
     nobody = await run(Clerk(), iter([]), Pace(1))
     assert figures_of("x", nobody, Goodput({})).output_tokens_per_s == 0
+
+
+async def test_the_collector_stays_away_from_prompts_during_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Observer(Clerk):
+        async def ask(self, ask: Ask, *, keep_text: bool = False, waited: float = 0.0) -> Exchange:
+            frozen.append(gc.get_freeze_count() > 0)
+            return await super().ask(ask, keep_text=keep_text, waited=waited)
+
+    frozen: list[bool] = []
+    monkeypatch.setattr("deploy.loadtest.serving.play.frozen_heap", frozen_heap)
+    await run(Observer(), sessions(), Pace(1, max_requests=2))
+    assert frozen == [True, True]
+    assert gc.get_freeze_count() == 0
 
 
 async def test_turns_follow_each_other_and_a_failure_ends_the_session() -> None:
