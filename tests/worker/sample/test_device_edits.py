@@ -263,7 +263,8 @@ def test_a_row_is_sampled_with_a_token_that_nobody_on_the_host_knows(
             scores = scores_of(step, vocab_size)[: len(twins.handles)]
             scores[:, :6] += 5.0  # what bad words are made of
             masks = some_masks(rng, twins.handles, vocab_size)
-            there = accelerator.zeros(0, torch.float32).new_tensor(scores.tolist())
+            there = accelerator.zeros(scores.numel(), torch.float32).view(scores.shape)
+            on_host(there).copy_(scores)
             token_ids, logprobs = twins.sample_there(sampler, there, masks)
             expected, wanted = twins.sample_here(scores, masks)
             assert on_host(token_ids).tolist() == expected.tolist()
