@@ -1,6 +1,6 @@
 """Scores that are changed on a device equal, bit for bit, those that the host changes.
 
-The kernels run in Triton's interpreter.
+The kernels run in Triton's interpreter and are compiled for Hopper, which takes no GPU.
 """
 
 import random
@@ -20,6 +20,7 @@ from proto.scheduler_output import (
 )
 from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_device import on_host
+from tests.worker.ahead_of_time import Kernel, compiled
 from tests.worker.sample.test_device_sampling import need_triton
 from tests.worker.sample.test_edits import some_edits
 from worker.batch.rows import Rows
@@ -248,7 +249,7 @@ def test_a_row_is_sampled_with_a_token_that_nobody_on_the_host_knows(
         last = accelerator.zeros(NUM_ROWS, torch.int64)
         sampler = DeviceSampler(accelerator, twins.there, last, vocab_size, draw_by_torch, edits)
         handle = 0
-        for step in range(16):
+        for step in range(24):
             gone = [each for each in twins.handles if rng.random() < 0.08]
             count = NUM_ROWS - len(twins.handles) + len(gone)
             new = [
@@ -262,7 +263,8 @@ def test_a_row_is_sampled_with_a_token_that_nobody_on_the_host_knows(
             scores = scores_of(step, vocab_size)[: len(twins.handles)]
             scores[:, :6] += 5.0  # what bad words are made of
             masks = some_masks(rng, twins.handles, vocab_size)
-            there = scores.clone().as_subclass(type(accelerator.zeros(0, torch.float32)))
+            there = accelerator.zeros(scores.numel(), torch.float32).view(scores.shape)
+            on_host(there).copy_(scores)
             token_ids, logprobs = twins.sample_there(sampler, there, masks)
             expected, wanted = twins.sample_here(scores, masks)
             assert on_host(token_ids).tolist() == expected.tolist()
@@ -294,6 +296,30 @@ def test_named_tokens_are_in_place_of_the_best_ones() -> None:
     assert ids == [int(token_ids[1]), 9, 2, 50]
     expected = scores[1].double().log_softmax(0)[ids].numpy()
     assert np.abs(np.frombuffer(second.logprobs, "<f4") - expected).max() < 1e-5
+
+
+def test_the_kernels_compile_for_a_gpu_and_round_as_the_host() -> None:
+    need_triton()
+    pointers = dict.fromkeys(("at", "slots", "masks"), "*i64")
+    rows = Kernel(
+        "worker.sample.device_edits:_rows_kernel",
+        {"scores": "*fp32", "counts": "*i32", "words": "*i32"}
+        | pointers
+        | {"rules": "*fp32", "vocab_size": "i32", "num_words": "i32"},
+        {"seen": SEEN, "block": 1024},
+        {"enable_fp_fusion": False},
+    )
+    listed = Kernel(
+        "worker.sample.device_edits:_listed_kernel",
+        {"scores": "*fp32", "places": "*i64", "values": "*fp32"}
+        | dict.fromkeys(("sources", "needed", "last"), "*i64")
+        | {"count": "i32"},
+        {"any_token": -1, "block": 128},
+    )
+    changes, additions = compiled([rows, listed])
+    assert "fma." not in changes
+    assert "div.rn.f32" in changes
+    assert "atom" in additions or "red." in additions
 
 
 def test_the_hardest_changes_are_those_of_every_row_at_once() -> None:
