@@ -220,7 +220,10 @@ def test_a_fork_copies_its_block_without_waiting(
 
 
 class AheadOfTokens:
-    """What an EngineHarness runs: steps are launched when they are sent."""
+    """What an EngineHarness runs: steps are launched when they are sent.
+
+    most_unknown: how many launched steps had tokens that the host did not know yet.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -230,6 +233,7 @@ class AheadOfTokens:
         self._last_seen = 0
         self.rows: dict[int, object] = {}
         self.most_at_once = 0
+        self.most_unknown = 0
         self.num_preempted = 0
         self.num_masked = 0
 
@@ -237,16 +241,18 @@ class AheadOfTokens:
         self.num_preempted += len(step.preempted_handles)
         self._launched[step.step] = self._runner.launch(step, self)
         self.most_at_once = max(self.most_at_once, len(self._launched))
+        unknown = sum(number > self._last_seen for number in self._launched)
+        self.most_unknown = max(self.most_unknown, unknown)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        self._see()
+        self._see(step.step)
         result = self._launched.pop(step.step).result()
         self.compute_seconds.append(result.compute_seconds)
         return result
 
     def masks_of(self, step: SchedulerOutput) -> GrammarOutput:
         """Three of four tokens, by the one before: that of the step before is waited for."""
-        self._see()
+        self._see(step.step)
         self.num_masked += 1
         last = [(self._outputs.get(each) or [0])[-1] for each in step.constrained_handles]
         tokens = np.arange(VOCAB_SIZE)
@@ -254,10 +260,10 @@ class AheadOfTokens:
         masks = np.packbits(bits, axis=1, bitorder="little").tobytes()
         return GrammarOutput(1, step.step, step.constrained_handles, masks)
 
-    def _see(self) -> None:
-        """The tokens of what was launched, each once."""
+    def _see(self, last: int) -> None:
+        """The tokens of what was launched up to step `last`, each once."""
         for number, launched in self._launched.items():
-            if number > self._last_seen:
+            if self._last_seen < number <= last:
                 self._last_seen = number
                 result = launched.result()
                 for handle, tokens in zip(result.handles, result.sampled_token_ids, strict=True):
@@ -361,7 +367,7 @@ def test_tokens_that_stay_on_the_device_are_those_of_the_host(
     worker = OnFakeCuda(llama, cuda, NUM_ROWS, enforce_eager=eager)
     ahead = Harness(worker.runner, num_blocks, async_scheduling=True)
     found = serve(ahead)
-    assert ahead.worker.most_at_once == OVERLAPPED
+    assert ahead.worker.most_unknown == OVERLAPPED
     assert (ahead.worker.num_preempted > 0) == (num_blocks < 81)
     assert (cuda.device.num_replays > 0) == (not eager)
     assert found == serve(Harness(AtOnce(host_runner(llama, NUM_ROWS)), num_blocks))
