@@ -42,7 +42,6 @@ class Gpu:
         self.accelerator: Any = Cuda(CUDA)
         self.library: Any = load_library()
         self.store: Any = TritonStore()
-        self.workspace_bytes = Options().workspace_bytes
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same numbers in the device's memory."""
@@ -60,7 +59,6 @@ class StrictFake(Gpu):
         self.accelerator = FakeDevice()
         self.library = FakeFlashInfer(self.accelerator)
         self.store = store_by_index
-        self.workspace_bytes = 1 << 12
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         adopted: torch.Tensor = self.accelerator.adopt(tensor)
@@ -102,7 +100,7 @@ class OnDevice:
             device.accelerator,
             device.library,
             device.store,
-            Options(workspace_bytes=device.workspace_bytes, **options),
+            Options(**options),
         )
         self.parts = [
             device.adopt(each) for each in (step.query, step.key, step.value, step.rotation)
