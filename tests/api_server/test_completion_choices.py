@@ -29,6 +29,15 @@ async def test_choices_are_ordered_by_prompt(start, tokenizer):
         assert sorted(ends) == list(range(6))
 
 
+async def test_usage_counts_a_prompt_once_and_the_tokens_of_all_its_choices(start):
+    async with start(lambda request, choice: [40] * (choice + 1)) as front_end:
+        fields = {"prompt": [[40, 41, 42], [43, 44]], "n": 3, "max_tokens": 5}
+        usage = (await front_end.complete(**fields)).json()["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 2 * (1 + 2 + 3))
+        events = await front_end.events(PATH, **fields, stream_options={"include_usage": True})
+        assert events[-2]["usage"] == usage
+
+
 async def test_beams_reach_the_engine(start, say):
     async with start(say("x")) as front_end:
         for fields in ({}, {"temperature": 0, "top_k": -1, "length_penalty": 2}):

@@ -476,7 +476,7 @@ API_SERVER = (
         "                if len(body) > MAX_BODY_BYTES:\n",
         "                if announced and len(body) > MAX_BODY_BYTES:\n",
         "A chunked upload fills the memory of the front end.",
-        ("tests/api_server/test_limits.py", "tests/api_server/test_bad_bodies.py"),
+        ("tests/api_server/test_bad_bodies.py", "tests/api_server/test_limits.py"),
     ),
     Fault(
         "drain_takes_new_requests",
