@@ -119,6 +119,19 @@ def test_a_preempted_sequence_resumes_with_its_outputs(rows: Rows) -> None:
     assert rows.num_prompt_tokens[step_rows[0]] == 3
 
 
+def test_a_late_token_is_filled_into_its_own_sequence_only() -> None:
+    """A preempted sequence's row is given to another, which waits for a token in the same place."""
+    rows = Rows(num_rows=1, max_model_len=32, block_size=BLOCK)
+    at = rows.apply(step([new(1, [1, 2, 3], [2])]))
+    places = rows.append_pending(at)
+    assert rows.apply(step([new(2, [5, 6, 7], [3])], preempted=[1])).tolist() == at.tolist()
+    assert rows.append_pending(at).tolist() == places.tolist()
+    rows.fill_in([1], at, places, np.array([40]))
+    assert rows.last_is_pending(int(at[0]))
+    rows.fill_in([2], at, places, np.array([8]))
+    assert rows.token_ids[at[0], :4].tolist() == [5, 6, 7, 8]
+
+
 def test_changes_of_scores_follow_the_tokens_through_a_preemption(rows: Rows) -> None:
     """Rebuilt they are as they grew, and the row leaves nothing to who has it next."""
     edits = LogitEdits(repetition_penalty=1.5, frequency_penalty=1.0, bad_words=((4, 5), (7,)))
