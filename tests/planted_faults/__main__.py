@@ -10,11 +10,11 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tests.planted_faults.faults import FAULTS, Fault
-from tests.planted_faults.suites import SUITES, Outcome, Stage, run_stage
+from tests.planted_faults.suites import NO_END, SUITES, Outcome, Stage, run_stage
 from tests.planted_faults.tree_copy import (
     SetupError,
     TreeCopy,
@@ -68,6 +68,19 @@ class Session:
             failed += outcome.failed
         return failed
 
+    def confirmed(self, findings: Sequence[Finding]) -> list[Finding]:
+        """The findings, without the test where that does not pass on the unmodified copy."""
+        failed: set[str] = set()
+        for stage in self._stages:
+            tests = {_test_id(each) for each in findings if each.stage == stage.name}
+            if tests:
+                log = self._logs / "control.log"
+                outcome = self._run(self._base, stage, sorted(tests), self._limit_seconds, log)
+                failed.update(outcome.failed)
+        for test in sorted(failed):
+            print(f"fails without a fault, too: {test}", file=sys.stderr, flush=True)
+        return [replace(each, test="") if _test_id(each) in failed else each for each in findings]
+
     def try_fault(self, fault: Fault) -> Finding:
         """Plant a fault and run tests until one fails."""
         with tempfile.TemporaryDirectory(prefix="f", dir=self._work) as folder:
@@ -95,9 +108,9 @@ class Session:
         return Finding(fault.name, fault.harm, "", "", seconds)
 
     def _passes_without(self, stage: Stage, test: str) -> bool:
-        """Whether a test that no control run has covered passes on the unmodified copy."""
+        """The search in the rest of a suite is not to end at a test that always fails."""
         log = self._logs / "control.log"
-        test = test.removesuffix(" (no end)")
+        test = test.removesuffix(NO_END)
         return self._run(self._base, stage, [test], self._limit_seconds, log).passed
 
     def _run(
@@ -139,17 +152,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             session = Session(
                 SUITES[options.suite], Path(work), logs, options.limit, options.own_tests_only
             )
-            if not options.skip_control:
+            if options.control:
                 failed = session.control(faults)
-                if failed:
-                    print("these tests fail without a fault:", *failed, sep="\n  ")
-                    return 2
-            findings = [] if options.control else _try_all(session, faults, options.json)
+                print(*(f"fails without a fault: {test}" for test in failed), sep="\n")
+                return 2 if failed else 0
+            findings = session.confirmed(_try_all(session, faults, options.json))
         except SetupError as error:
             print(f"broken set-up: {error}", file=sys.stderr)
             return 2
-    if options.control:
-        return 0
+    _write(findings, options.json)
     num_found = sum(bool(each.test) for each in findings)
     print(*_table(findings), sep="\n")
     print(f"\n{num_found} of {len(findings)} faults found")
@@ -162,11 +173,19 @@ def _try_all(session: Session, faults: Sequence[Fault], file: Path | None) -> li
     for number, fault in enumerate(faults, 1):
         finding = session.try_fault(fault)
         findings.append(finding)
-        if file is not None:
-            file.write_text(json.dumps([asdict(each) for each in findings], indent=1) + "\n")
+        _write(findings, file)
         found = finding.test or "NOT FOUND"
         print(f"{number}/{len(faults)} {fault.name}: {found} ({finding.seconds:.0f} s)", flush=True)
     return findings
+
+
+def _write(findings: Sequence[Finding], file: Path | None) -> None:
+    if file is not None:
+        file.write_text(json.dumps([asdict(each) for each in findings], indent=1) + "\n")
+
+
+def _test_id(finding: Finding) -> str:
+    return finding.test.removesuffix(NO_END)
 
 
 def _table(findings: Sequence[Finding]) -> list[str]:
@@ -184,8 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", default=[], metavar="NAME", help="these faults instead of all")
     add("--suite", choices=list(SUITES), default="test", help="the tests that may find a fault")
     add("--own-tests-only", action="store_true", help="not the rest of the suite")
-    add("--control", action="store_true", help="only the control run, without a fault")
-    add("--skip-control", action="store_true", help="no control run before the faults")
+    add("--control", action="store_true", help="run the faults' own tests without any fault")
     add("--limit", type=float, default=3600.0, metavar="SECONDS", help="for the tests of a fault")
     add("--at-least", type=int, metavar="N", help="faults to be found; default: all")
     add("--json", type=Path, metavar="FILE", help="write the findings there")

@@ -48,6 +48,14 @@ PROTO = (
         "An answer ends as repetitive although it has repeated itself less often than allowed.",
         ("tests/proto/test_sampling_params.py", "tests/engine_core/scheduler/test_completion.py"),
     ),
+    Fault(
+        "redis_database_not_selected",
+        "proto/redis_client.py",
+        "        if address.database:\n",
+        "        if address.database and address.password == '':\n",
+        "Two daemons that name different Redis databases share one.",
+        ("tests/proto/test_redis_client.py",),
+    ),
 )
 
 KV_CACHE = (
@@ -101,6 +109,39 @@ KV_CACHE = (
         "start, end = sequence.num_passed, (num_computed - self._window + 2) // self.block_size",
         "Models with a sliding window lose a block that the next token still reads.",
         ("tests/engine_core/kv_cache/test_hybrid.py",),
+    ),
+    Fault(
+        "whole_prompt_found",
+        "engine_core/kv_cache/manager.py",
+        "find_longest_hit(request.block_hashes, request.num_tokens - 1)",
+        "find_longest_hit(request.block_hashes, request.num_tokens)",
+        "A prompt that is cached to its last token gets no answer, or a wrong one.",
+        ("tests/engine_core/kv_cache/test_manager.py",),
+    ),
+    Fault(
+        "overwritten_block_stays_findable",
+        "engine_core/kv_cache/pool.py",
+        "            if hashes[block] is not None:\n                self._evict(block)",
+        "            if hashes[block] is None:\n                continue",
+        "A prompt is answered from KV that another request has overwritten.",
+        ("tests/engine_core/kv_cache/test_pool.py",),
+    ),
+    Fault(
+        "window_hit_lacks_a_block",
+        "engine_core/kv_cache/sliding_window.py",
+        "        wanted = self._num_seen_blocks\n",
+        "        wanted = max(1, self._num_seen_blocks - 1)\n",
+        "Models with a sliding window start from a prefix that is not all there.",
+        ("tests/engine_core/kv_cache/test_hybrid.py",),
+    ),
+    Fault(
+        "pending_copy_not_cancelled",
+        "engine_core/kv_cache/manager.py",
+        "        if self._copies.pending:\n"
+        "            self._copies.cancel(chain.from_iterable(self.block_ids(request.handle)))\n",
+        "",
+        "The copy for a fork that has ended overwrites the KV of another request.",
+        ("tests/engine_core/kv_cache/test_fork.py",),
     ),
 )
 
@@ -213,6 +254,59 @@ SCHEDULER = (
         "            self._sequence += 0\n",
         "A router that follows KV events cannot see that it has missed some.",
         ("tests/engine_core/test_process_kv_cache.py",),
+    ),
+    Fault(
+        "least_urgent_admitted_first",
+        "engine_core/queues/priority.py",
+        "def add(self, request: Request) -> None:\n        self.put(request, request.order)",
+        "def add(self, request: Request) -> None:\n"
+        "        self.put(request, (-request.priority, *request.order[1:]))",
+        "With --scheduling-policy priority urgent requests wait longest.",
+        ("tests/engine_core/queues/test_priority.py",),
+    ),
+    Fault(
+        "most_urgent_preempted_first",
+        "engine_core/scheduler/policies.py",
+        "return -priority, -arrival, -request_id, -choice",
+        "return priority, -arrival, -request_id, -choice",
+        "With --scheduling-policy priority urgent requests are preempted for others.",
+        (
+            "tests/engine_core/scheduler/test_priority.py",
+            "tests/engine_core/scheduler/test_victims.py",
+        ),
+    ),
+    Fault(
+        "preempted_request_goes_to_the_end",
+        "engine_core/queues/fcfs.py",
+        "        self._first -= 1\n        self.put(request, self._first)",
+        "        self.add(request)",
+        "A request that was preempted waits behind all that came after it.",
+        ("tests/engine_core/queues/test_fcfs.py",),
+    ),
+    Fault(
+        "one_request_more_than_max_num_seqs",
+        "engine_core/scheduler/admission_pass.py",
+        "        return len(self._running) < self._num_seats\n",
+        "        return len(self._running) <= self._num_seats\n",
+        "--max-num-seqs is exceeded.",
+        ("tests/engine_core/scheduler/test_passes.py",),
+    ),
+    Fault(
+        "followers_never_woken",
+        "engine_core/scheduler/prefix_wait.py",
+        "        for _, ticket in leader.waiters:\n"
+        "            self._release(ticket, leader.num_lost + 1)",
+        "        leader.waiters.clear()",
+        "Requests that wait for a prefix another one computes wait for ever when that one ends.",
+        ("tests/engine_core/scheduler/test_prefix_wait.py",),
+    ),
+    Fault(
+        "copied_blocks_given_away",
+        "engine_core/scheduler/external_kv.py",
+        "        if delays:\n            self._kv_cache.holds.hold(blocks)\n",
+        "        if delays:\n",
+        "A KV connector reads blocks that already hold another request.",
+        ("tests/engine_core/scheduler/test_external_kv.py",),
     ),
 )
 
@@ -502,6 +596,22 @@ API_SERVER = (
         "With several front ends tokend:restarts counts each restart several times.",
         ("tests/api_server/test_metric_sheet.py",),
     ),
+    Fault(
+        "client_key_is_an_operators",
+        "api_server/middleware.py",
+        'state["is_operator"] = any(each.operator for each in known)',
+        'state["is_operator"] = bool(known)',
+        "Every client with a key can pause the server and abort requests of others.",
+        ("tests/api_server/test_api_key.py",),
+    ),
+    Fault(
+        "readiness_ignores_the_supervisor",
+        "api_server/health.py",
+        "return [*self._own(), *told]",
+        "return self._own()",
+        "A load balancer sends requests to a daemon whose worker hangs.",
+        ("tests/api_server/test_system.py",),
+    ),
 )
 
 DEPLOY = (
@@ -561,6 +671,22 @@ DEPLOY = (
         "return not any(self._under_way.values()) or self._timed_out",
         "A drain aborts requests at once, before the front ends have said what is under way.",
         ("tests/deploy/test_draining.py",),
+    ),
+    Fault(
+        "stubborn_process_not_killed",
+        "deploy/ending.py",
+        "(begin + patience.until_kill, signal.SIGKILL),",
+        "(begin + patience.until_kill, signal.SIGTERM),",
+        "The daemon never ends when one of its processes ignores SIGTERM.",
+        ("tests/deploy/test_supervisor.py",),
+    ),
+    Fault(
+        "gguf_rope_scaling_lost",
+        "deploy/prepare/gguf_file.py",
+        "    _add_rope_scaling(config, own, prefix)\n",
+        "",
+        "A GGUF model with scaled positions answers nonsense beyond its first context.",
+        ("tests/deploy/test_prepare.py",),
     ),
 )
 

@@ -15,6 +15,8 @@ from tests.planted_faults.tree_copy import TreeCopy
 
 NOTHING_COLLECTED: Final = 5
 """Exit status of pytest."""
+NO_END: Final = " (no end)"
+"""Behind the id of a test that did not end within the limit."""
 INTERRUPT_SECONDS: Final = 30.0
 """How long an interrupted pytest may take to end its fixtures."""
 _FAILED: Final = (
@@ -111,7 +113,7 @@ def outcome_of(output: str, status: int | None, seconds: float) -> Outcome:
     failed = tuple(dict.fromkeys(chain.from_iterable(each.findall(output) for each in _FAILED)))
     if status is None:
         started = _STARTED.findall(output)
-        failed = (*failed, f"{started[-1] if started else 'no test'} (no end)")
+        failed = (*failed, (started[-1] if started else "no test") + NO_END)
     broken = status not in (0, NOTHING_COLLECTED) and not failed
     return Outcome(failed, seconds, broken)
 
