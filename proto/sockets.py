@@ -12,6 +12,7 @@ bounded in bytes, and a peer that lets it overflow is reported as stalled.
 import contextlib
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, Final
@@ -207,17 +208,28 @@ class Poller:
             self._poller.unregister(source)
 
     def wait(self, timeout_seconds: float | None = None) -> list[Link | int]:
-        """The links and descriptors that are readable; empty when the time is over.
+        """The links and descriptors that are readable; empty once `timeout_seconds` have passed.
 
         Buffered messages of the registered links go out while it waits.
         """
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            events = self._poll(left)
+            readable = [
+                self._links.get(source, source) for source, mask in events if mask & ~zmq.POLLOUT
+            ]
+            if readable or not events:
+                return readable
+
+    def _poll(self, timeout_seconds: float | None) -> list[tuple[Any, int]]:
+        """Wait once; a link with buffered messages that may go on is an event, too."""
         blocked = [link for link in self._links.values() if not link.flush()]
         for link in blocked:
             self._poller.modify(link.zmq_socket, zmq.POLLIN | zmq.POLLOUT)
         try:
-            timeout = None if timeout_seconds is None else max(0, round(timeout_seconds * 1000))
-            events = self._poller.poll(timeout)
+            timeout = None if timeout_seconds is None else round(timeout_seconds * 1000)
+            return self._poller.poll(timeout)
         finally:
             for link in blocked:
                 self._poller.modify(link.zmq_socket, zmq.POLLIN)
-        return [self._links.get(source, source) for source, mask in events if mask & ~zmq.POLLOUT]

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import time
 
 import msgspec
 import pytest
@@ -83,6 +84,18 @@ def test_what_is_sent_before_anyone_listens_arrives(short_dir):
             received[link] += link.receive()
     assert received[bound] == [Abort(1, 1, "disconnect")]
     assert received[connected] == [Abort(1, 2, "disconnect")]
+    bound.close()
+    connected.close()
+
+
+def test_a_wait_does_not_end_early_because_a_message_could_be_sent(short_dir):
+    bound = Link.bind(str(short_dir / "late"), ToEngine)
+    bound.send(Abort(1, 2, "disconnect"))  # to no peer yet, so it stays in the buffer
+    connected = Link.connect(bound.path, ToEngine)
+    begun = time.monotonic()
+    assert Poller([bound]).wait(0.3) == []
+    assert time.monotonic() - begun >= 0.3
+    assert receive(connected, 1) == [Abort(1, 2, "disconnect")]
     bound.close()
     connected.close()
 
