@@ -84,7 +84,7 @@ def _serve(
     kv_events = make_kv_events(config.cache.kv_events_endpoint, boot.run_dir, boot.epoch)
     if kv_events.endpoint:
         supervisor.send(Notice(boot.role, boot.index, f"KV events: {kv_events.endpoint}"))
-    with closing(_trace(boot, crew)) as tracing:
+    with closing(kv_events), closing(_trace(boot, crew)) as tracing:
         stepper = _build(
             boot, crew, front_ends, orders, poller, kv_events, vitals, grammars, tracing
         )

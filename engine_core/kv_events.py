@@ -23,6 +23,8 @@ MAX_QUEUED_BATCHES: Final = 10_000
 """For a subscriber that reads slowly; what is more is lost to it."""
 
 
+LAST_EVENTS_MILLISECONDS: Final = 200
+"""How long the end of the engine may wait until subscribers have the last events."""
 MAX_SUBSCRIPTION_BYTES: Final = 1024
 """All that a subscriber has to say."""
 
@@ -44,6 +46,9 @@ class KVEventSink(Protocol):
         elsewhere: what has happened on other media.
         """
 
+    def close(self) -> None:
+        """Send what is left and close the socket, within LAST_EVENTS_MILLISECONDS."""
+
 
 class NoKVEvents:
     """Nobody asked for events: no socket, no observer."""
@@ -54,6 +59,8 @@ class NoKVEvents:
     def publish(self, elsewhere: Iterable[KVEvent] = ()) -> None:
         """Take what there is, so that nobody keeps it for a later call."""
         deque(elsewhere, maxlen=0)
+
+    def close(self) -> None: ...
 
 
 NO_KV_EVENTS: Final = NoKVEvents()
@@ -71,14 +78,15 @@ class KVEventPublisher:
         self._epoch = epoch
         self._clock = clock
         self._sequence = 0
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_BATCHES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
-            self._socket.close()
+            self._context.destroy()
             raise ConfigError(
                 f"--kv-events-endpoint {endpoint}: {error}", "kv_events_endpoint"
             ) from None
@@ -92,8 +100,10 @@ class KVEventPublisher:
             self._sequence += 1
 
     def close(self) -> None:
-        """Close at once."""
-        self._socket.close()
+        """Send what is left and close the socket, within LAST_EVENTS_MILLISECONDS."""
+        self.publish()
+        self._socket.close(linger=LAST_EVENTS_MILLISECONDS)
+        self._context.term()  # closing only starts the sending; the process ends with os._exit
 
 
 def make_kv_events(endpoint: str | None, run_dir: str, epoch: int) -> KVEventSink:

@@ -118,14 +118,6 @@ class PoolUse(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=
     pinned: int = 0
 
 
-class TierUse(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """A medium beside the pool, in blocks of the pool's size."""
-
-    name: str
-    capacity: int
-    used: int
-
-
 class PinUse(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """A job's blocks between two turns."""
 
@@ -146,7 +138,6 @@ class Snapshot(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc
     blocked: dict[str, int] = {}
     running: int = 0
     pool: PoolUse
-    tiers: list[TierUse] = []
     pins: list[PinUse] = []
     num_pins: int = 0
     token_budget: int

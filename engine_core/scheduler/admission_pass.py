@@ -193,15 +193,21 @@ class AdmissionPass:
     def _load(self, candidate: Candidate, plan: StepPlan) -> bool:
         """Set the head of the queue aside with blocks for what is loaded; False if it has to wait.
 
-        As long as nobody runs whose end would give room, nor anybody's load is under way, those
+        The rules about room hold for it as for a request that runs at once: its blocks are taken
+        now. As long as nothing runs whose end would give room, nor any load is under way, requests
         in line give up what they hold: else each might wait for the others' blocks. Where even
         that does not do, all of it is computed, which may take fewer at a time.
         """
         external, idle_blocks = self._external, self._idle_blocks
-        while not (external.has_room_to_load(candidate) and self._take_blocks(candidate, 0)):
+        others = bool(self._running) or external.is_loading
+        while not (
+            external.has_room_to_load(candidate)
+            and (not others or self._rules_admit(candidate, 0))
+            and self._take_blocks(candidate, 0)
+        ):
             if idle_blocks.take_from_rest():
                 continue
-            if self._running or external.is_loading:
+            if others:
                 return False
             if not idle_blocks.take_from_line(candidate.request):
                 return self._admit(candidate.without_external(), plan)
@@ -211,20 +217,25 @@ class AdmissionPass:
     def _has_room(self, request: Request, num_new: int, candidate: Candidate) -> bool:
         """Allocates if the rules allow it and there are blocks, those that nobody uses included."""
         idle_blocks = self._idle_blocks
-        while not self._fits(request, num_new, candidate):
+        while not self._fits(num_new, candidate):
             if idle_blocks.take_from_rest():
                 continue
             if self._running or not idle_blocks.take_from_line(request):
                 return False
         return True
 
-    def _fits(self, request: Request, num_new: int, candidate: Candidate) -> bool:
-        if self._running:
-            num_wanted = candidate.num_external_tokens + num_new
-            for rule in self._rules:
-                if not rule.admits(request, num_wanted, candidate.computed):
-                    return False
+    def _fits(self, num_new: int, candidate: Candidate) -> bool:
+        if self._running and not self._rules_admit(candidate, num_new):
+            return False
         return self._take_blocks(candidate, num_new)
+
+    def _rules_admit(self, candidate: Candidate, num_new: int) -> bool:
+        """Whether every rule about room admits what is loaded and `num_new` tokens after it."""
+        num_wanted = candidate.num_external_tokens + num_new
+        for rule in self._rules:
+            if not rule.admits(candidate.request, num_wanted, candidate.computed):
+                return False
+        return True
 
     def _take_blocks(self, candidate: Candidate, num_new: int) -> bool:
         request, num_external = candidate.request, candidate.num_external_tokens

@@ -1,7 +1,7 @@
 """Rules about room that hold for whoever is next, beyond "its next tokens fit".
 
-A rule that says no stops the line for this step: nobody overtakes for want of
-room. No rule is asked while nothing runs, so that there is always progress.
+A rule that says no stops the line for this step: no later request overtakes for want of
+room. No rule is asked while nothing runs or loads, so that there is always progress.
 """
 
 from collections.abc import Sequence

@@ -92,6 +92,7 @@ class Preemption:
         self._kv_cache.free(victim)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
+        victim.spec_token_ids.clear()
         victim.num_preemptions += 1
         victim.preempted_at.append(now)
         self._waiting.restore(victim)

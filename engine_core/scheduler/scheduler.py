@@ -110,6 +110,7 @@ class Scheduler:
         self._choices: dict[int, dict[int, Request]] = {}
         chunks = ChunkRule.from_config(config)
         self._step_budget = chunks.step_budget
+        self._max_num_seqs = config.max_num_seqs
         self._pace = pace_of(chunks.step_budget, config.max_step_stretch, chunked=chunks.chunked)
         pressure = pressure_of(config, kv_cache)
         idle_blocks = IdleBlocks(kv_cache)
@@ -381,6 +382,10 @@ class Scheduler:
             self._running_pass.run_late(plan, late)
         num_scheduled = len(plan.continued) + len(plan.admitted)
         assert num_scheduled <= len(self.running), "more is scheduled than runs"
+        assert len(self.running) <= self._max_num_seqs, "more runs than may"
+        assert plan.budget >= 0, "more tokens are scheduled than a step has"
+        num_tokens = sum(plan.continued_tokens) + sum(plan.admitted_tokens)
+        assert num_tokens == self._step_budget - plan.budget, "the budget was not kept"
         self.external.describe_rewound(plan)
         output = self.external.complete(self._output_builder.build(plan))
         self._observer.step_decided(output.step, plan)

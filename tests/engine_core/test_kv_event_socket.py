@@ -81,3 +81,25 @@ def test_who_reads_slowly_misses_some_and_holds_nobody_up(monkeypatch: pytest.Mo
         assert 0 < num_late < NUM_BATCHES
         publisher.close()
         context.destroy(0)
+
+
+def test_the_last_events_are_sent_before_the_end() -> None:
+    context = zmq.Context()
+    with tempfile.TemporaryDirectory(prefix="t-") as place:
+        publisher = KVEventPublisher(f"ipc://{place}/kv", 3)
+        subscriber = context.socket(zmq.SUB)
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+        subscriber.connect(publisher.endpoint)
+        (log,) = publisher.observers
+        num_published = 0
+        while not subscriber.poll(20):
+            log.cleared()
+            publisher.publish()
+            num_published += 1
+        log.cleared()
+        publisher.close()
+        batches = []
+        while subscriber.poll(200):
+            batches.append(MessageDecoder(KVEventBatch).decode(subscriber.recv()))
+        assert batches[-1].sequence == num_published
+        context.destroy(0)

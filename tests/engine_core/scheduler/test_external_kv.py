@@ -25,6 +25,27 @@ from tests.fakes.engine_harness import scheduled
 from tests.fakes.kv_connector import always
 from tests.fakes.paged_runner import undisturbed
 
+RULES = [{"watermark": 0.5}, {"stop_admission_above": 0.5, "preempt_above": 0.5}]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_about_room_hold_for_loads(rule):
+    """Of 12 blocks one request runs in 2; a load of 5 would leave fewer free than the rule asks."""
+
+    def answer(request, num_local):
+        return Match(80, is_async=True) if request.num_prompt_tokens > 80 else NO_MATCH
+
+    engine = engine_with(answer, num_blocks=13, **rule)
+    engine.add_one(prompt(20), max_tokens=6)
+    engine.step()
+    loads = engine.add_one(prompt(90, 1), max_tokens=2)
+    engine.step()
+    assert loads.status is not WAITS
+    assert not engine.connector.under_way
+    finish(engine)
+    assert engine.tokens_of(loads) == undisturbed(loads.prompt_token_ids, 2)
+    engine.assert_at_rest()
+
 
 class TestGetNumNewMatchedTokens:
     @pytest.mark.parametrize("is_async", [False, True])

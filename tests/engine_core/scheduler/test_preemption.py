@@ -127,3 +127,13 @@ def test_what_the_prefix_cache_kept_is_not_computed_twice():
     for each in (old, young):
         assert engine.tokens_of(each) == undisturbed(each.prompt_token_ids, 20)
     engine.assert_at_rest()
+
+
+def test_a_preempted_request_loses_its_drafts():
+    engine = EngineHarness()
+    request = engine.add_one(list(range(20)))
+    engine.step()
+    request.spec_token_ids.append(5)
+    engine.scheduler.reset_prefix_cache(preempting=True)
+    assert request.num_preemptions == 1
+    assert request.spec_token_ids == []
