@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,8 @@ TABLE_HEAD = "| suite | guards | tests | minutes |\n|---|---|---|---|\n"
 STALL_SECONDS = 300.0
 """Longer than the limit of any single test of the suites that `make test` runs."""
 POLL_SECONDS = 0.5
+INTERRUPT_SECONDS = 20.0
+"""How long pytest may take to report when it is ended early."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ SUITES = (
     Suite(
         "daemons",
         "the real daemon and the packaged model: tokens, APIs, start, end, deaths",
-        *(600, 180),
+        *(900, 180),
         in_test=True,
     ),
     Suite("lives", "long random lives of the scheduler, judged by invariants", 900, 600),
@@ -192,11 +195,15 @@ def wait_for(process: "subprocess.Popen[bytes]", progress: Path, limit: float) -
 
 def end_tree(process: "subprocess.Popen[bytes]", reason: str, progress: Path) -> str:
     """Kill pytest, its workers and the daemons that they started; name the running tests."""
-    for member in [*psutil.Process(process.pid).children(recursive=True), process]:
+    running = running_tests(progress.read_text())
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)  # pytest then shows the failures that it has seen
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(INTERRUPT_SECONDS)
+    for member in [*family, process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
     process.wait()
-    running = running_tests(progress.read_text())
     return f"ended: {reason}; running: {', '.join(running) or 'no test'}"
 
 
