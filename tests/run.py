@@ -62,7 +62,8 @@ class Suite:
     in_test: bool = False
 
     def command(self, junit: Path, options: Sequence[str]) -> list[str]:
-        workers = ["-n", str(self.processes), "--dist", "loadgroup"] if self.processes else []
+        # The tests of a file share daemons, so they stay in one process
+        workers = ["-n", str(self.processes), "--dist", "loadfile"] if self.processes else []
         return [
             *(
                 sys.executable,

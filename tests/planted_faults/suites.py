@@ -39,9 +39,9 @@ class Stage:
 
 
 QUICK: Final = Stage(
-    "quick", ("quick", "engine"), ("-n", "2", "--dist", "loadgroup"), (("OMP_NUM_THREADS", "1"),)
+    "quick", ("quick", "engine"), ("-n", "2", "--dist", "loadfile"), (("OMP_NUM_THREADS", "1"),)
 )
-DAEMONS: Final = Stage("daemons", ("daemons",), ("-n", "2", "--dist", "loadgroup"))
+DAEMONS: Final = Stage("daemons", ("daemons",), ("-n", "2", "--dist", "loadfile"))
 FURTHER: Final = Stage("further", tuple(each.name for each in run.SUITES if not each.in_test))
 
 SUITES: Final[Mapping[str, tuple[Stage, ...]]] = {

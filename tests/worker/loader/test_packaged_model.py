@@ -15,13 +15,11 @@ from tests.fakes.dense_attention import DenseAttention
 from worker.loader.weights import load_model
 from worker.models.registry import spec_of
 
-DAEMONS = (pytest.mark.suite("daemons"), pytest.mark.xdist_group("reference"))
-
 
 @pytest.mark.parametrize(
     ("name", "num_tokens"),
     [
-        pytest.param("smollm2-135m-instruct", 300, marks=DAEMONS),
+        pytest.param("smollm2-135m-instruct", 300, marks=pytest.mark.suite("daemons")),
         # Its window is 512 tokens.
         pytest.param("gemma3-270m", 700, marks=pytest.mark.suite("models")),
     ],
