@@ -210,7 +210,9 @@ async def serving(
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        # Some tests send hundreds of requests at once, which wait for each other's connections.
+        timeout = httpx.Timeout(60, pool=None)
+        async with httpx.AsyncClient(base_url=url, timeout=timeout) as http:
             front_end = FrontEnd(services, engine, http, url, run_dir, server, app)
             yield front_end
     finally:
