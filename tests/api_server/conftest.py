@@ -223,8 +223,10 @@ async def serving(
     await server.startup(sockets=[listener])
     ticking = asyncio.create_task(server.main_loop())
     try:
-        # Plain HTTP: no CA bundle to load for each front end, which takes longer than its start
-        async with httpx.AsyncClient(base_url=url, timeout=60, verify=False) as http:
+        # Plain HTTP: loading a CA bundle for each front end would take longer than its start.
+        # Hundreds of requests that a test sends at once may wait for each other's connections.
+        timeout = httpx.Timeout(60, pool=None)
+        async with httpx.AsyncClient(base_url=url, timeout=timeout, verify=False) as http:
             front_end = FrontEnd(services, engine, http, url, run_dir, server, app)
             yield front_end
     finally:

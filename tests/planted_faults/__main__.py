@@ -75,7 +75,8 @@ class Session:
             tests = {_test_id(each) for each in findings if each.stage == stage.name}
             if tests:
                 log = self._logs / "control.log"
-                outcome = self._run(self._base, stage, sorted(tests), self._limit_seconds, log)
+                limit = self._limit_seconds * len(tests)
+                outcome = self._run(self._base, stage, sorted(tests), limit, log)
                 failed.update(outcome.failed)
         for test in sorted(failed):
             print(f"fails without a fault, too: {test}", file=sys.stderr, flush=True)
@@ -124,7 +125,7 @@ class Session:
     ) -> Outcome:
         """As `run_stage`; nothing that the tests have started is left afterwards."""
         try:
-            outcome = run_stage(copy, stage, paths, limit_seconds, log, options)
+            outcome = run_stage(copy, stage, paths, limit_seconds, log, options, reaps_orphans=True)
         finally:
             end_descendants()
         if outcome.broken:

@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Final
 
+from deploy.adopted import reap_adopted
 from tests import run
 from tests.planted_faults.tree_copy import TreeCopy
 
@@ -17,6 +18,7 @@ NOTHING_COLLECTED: Final = 5
 """Exit status of pytest."""
 NO_END: Final = " (no end)"
 """Behind the id of a test that did not end within the limit."""
+REAP_SECONDS: Final = 0.05
 INTERRUPT_SECONDS: Final = 30.0
 """How long an interrupted pytest may take to end its fixtures."""
 _FAILED: Final = (
@@ -75,8 +77,13 @@ def run_stage(
     limit_seconds: float,
     log: Path,
     options: Sequence[str] = (),
+    *,
+    reaps_orphans: bool = False,
 ) -> Outcome:
-    """Run the tests of a stage that are in `paths`, all of its tests if there are none."""
+    """Run the tests of a stage that are in `paths`, all of its tests if there are none.
+
+    reaps_orphans: this process has called `adopt_orphans` and has no other children.
+    """
     command = [
         *(str(copy.python), "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"),
         *("--suite", ",".join(stage.suites), *(() if paths else stage.whole), *options, *paths),
@@ -93,12 +100,12 @@ def run_stage(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        ended = True
+        ended = False
         try:
-            process.wait(limit_seconds)
-        except subprocess.TimeoutExpired:
-            ended = False
-            _interrupt(process)
+            ended = _ends_within(process, limit_seconds, reaps_orphans)
+            if not ended:
+                process.send_signal(signal.SIGINT)  # fixtures end their daemons
+                _ends_within(process, INTERRUPT_SECONDS, reaps_orphans)
         finally:
             if process.poll() is None:
                 process.kill()
@@ -118,10 +125,17 @@ def outcome_of(output: str, status: int | None, seconds: float) -> Outcome:
     return Outcome(failed, seconds, broken)
 
 
-def _interrupt(process: "subprocess.Popen[bytes]") -> None:
-    """As Ctrl-C does: fixtures end their daemons."""
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(INTERRUPT_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
+def _ends_within(process: "subprocess.Popen[bytes]", seconds: float, reaps_orphans: bool) -> bool:
+    """Wait for pytest; False if it takes longer.
+
+    What its tests orphan is reaped meanwhile, as process 1 would do it elsewhere: a test that
+    waits for the end of a process waits until its exit status has been read.
+    """
+    deadline = time.monotonic() + seconds
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            return False
+        if reaps_orphans:
+            reap_adopted({process.pid})
+        time.sleep(REAP_SECONDS)
+    return True
