@@ -213,7 +213,7 @@ def _samples(exposition: str, name: str) -> Iterator[float]:
 
 
 def eventually(condition: object, seconds: float = 10.0) -> bool:
-    """Poll a callable until it is true; False when the time is over."""
+    """Poll a callable until it is true; False when it is not within `seconds`."""
     assert callable(condition)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -30,7 +30,7 @@ ROOT: Final = Path(__file__).parents[2]
 
 
 class Terminated(BaseException):
-    """This process is told to end."""
+    """SIGTERM has reached this process."""
 
 
 def _terminate(*_: Any) -> None:

@@ -32,7 +32,7 @@ PREFILL_SHARE = 0.6
 
 
 class Bench:
-    """A model, a cache of so many tokens with random K and V, and attention.
+    """A model, a cache of `num_tokens` tokens with random K and V, and attention.
 
     Zeros would be read faster than numbers: they take less power.
     """

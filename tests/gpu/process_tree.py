@@ -4,7 +4,7 @@
 
 Processes that the command started end with it, also those in sessions of their own: orphans
 become children of this process, not of the system's first. The exit status is the command's;
-124 after the limit, 143 when this process is told to end.
+124 after the limit, 143 after a SIGTERM.
 """
 
 import ctypes
@@ -65,7 +65,7 @@ def end_descendants() -> list[int]:
 
 
 class _Terminated(Exception):
-    """This process is told to end."""
+    """SIGTERM has reached this process."""
 
 
 def _terminate(*_: Any) -> None:

@@ -1,10 +1,10 @@
-"""What holds after every step of any scheduler, whatever it decides.
+"""Invariants of the scheduler and the KV cache, checked after every step.
 
 Nothing here decides a step a second time. Each check looks at one decision, or at the state
 after it, and says what must be true of it:
 
     plan      budgets, seats, chunks, order of admission, order of victims, room that is kept
-    blocks    one table per sequence, append-only, as long as its tokens; references counted anew
+    blocks    one table per sequence, append-only, as long as its tokens; references recounted
     content   each findable block holds the KV of the prefix that its hash names; a suffix is
               evicted before its prefix; the longest cached prefix is found
 """
@@ -63,7 +63,7 @@ class Contents:
 
 
 class CheckedEngine(EngineHarness):
-    """An engine that is judged at every step. Its worker reads back whatever a token sees.
+    """An engine that is checked at every step. Its worker reads back the KV that a token sees.
 
     has_connector: blocks may come from elsewhere, or be lost; less is known of them then.
     """
@@ -138,7 +138,7 @@ class CheckedEngine(EngineHarness):
                 assert num_held <= most, f"{request!r} keeps what its window has passed: {table}"
 
     def check_references(self) -> None:
-        """References and free blocks, counted anew over everything that may hold a block."""
+        """References and free blocks, recounted over everything that may hold a block."""
         kv_cache, pool = self.kv_cache, self.kv_cache.pool
         tables = [table for each in self.scheduler.requests for table in kv_cache.block_ids(
             each.handle)]  # fmt: skip
@@ -258,7 +258,7 @@ class Watch:
         engine = self._engine
         described = list(zip(plan.admitted, plan.admitted_tokens, strict=True))
         continued = list(zip(plan.continued, plan.continued_tokens, strict=True))
-        # A running request is described anew after a load that failed.
+        # A running request is sent in full after a load that failed.
         admitted = [each for each in described if each[0] not in self._running]
         self._admitted = [request for request, _ in admitted]
         planned = continued + described
@@ -326,7 +326,7 @@ class Watch:
                 assert number == min(missing, engine.longest_chunk), "a prompt was cut"
 
     def _check_victims(self, plan: StepPlan) -> None:
-        """Who gives way is behind all that stay; in such a step nobody is admitted."""
+        """Preempted requests stand behind those that stay; such a step admits no request."""
         if not plan.preempted:
             return
         if len(self._tenants) > 1:  # room may be taken for a tenant that was served less
@@ -377,7 +377,7 @@ class Watch:
         return True
 
     def _check_everyone_goes_on(self, plan: StepPlan, continued: list[tuple[Request, int]]) -> None:
-        """Whoever runs gets a token in every step that it has one for, in the order of admission.
+        """A running request gets a token in every step that it has one for, in order of admission.
 
         Unless prompts are paced, or a token is to come first.
         """

@@ -218,7 +218,7 @@ class Life:
         self.limit = self._limit_of_pins()
 
     def run(self, num_operations: int) -> Counter[str]:
-        """Draw and do so many operations, then run out; returns how much happened."""
+        """Draw and apply `num_operations`, then run to the end; returns the counts of events."""
         names, weights = zip(*self.kind.weights, strict=True)
         while len(self.operations) < num_operations:
             (name,) = self.rng.choices(names, weights)
@@ -488,7 +488,7 @@ class Life:
             self.engine.report(self._connector.finish(handle, self.engine.runner))
 
     def lose_early(self, index: int) -> None:
-        """A block of a load that is under way turns out bad before the load is over."""
+        """A block of a load turns out invalid before the load has finished."""
         under_way = list(self._connector.under_way.values())
         if under_way:
             load = under_way[index % len(under_way)]

@@ -1,4 +1,4 @@
-"""Whatever happens to a scheduler, what it promises holds after every step.
+"""The invariants of the scheduler hold after every step of random lives.
 
 What is judged is in `invariants.py`, what happens in `lives.py`.
 """
