@@ -182,7 +182,7 @@ def parser() -> argparse.ArgumentParser:
     words.add_argument(
         "--for-tests",
         action="store_true",
-        help="what the tests on a GPU need, whatever the other flags say",
+        help="build the modules of the GPU tests; the other selection flags are ignored",
     )
     words.add_argument("--page", action="store_true", help="a small module, to try the toolchain")
     words.add_argument("--jobs", type=int, default=2, help="compilers at a time")

@@ -109,10 +109,10 @@ class KVCache:
         return self.buffer[0].nbytes // self.block_size
 
     def copy_blocks(self, sources: torch.Tensor, copies: torch.Tensor) -> None:
-        """Copy whole blocks, each of `sources` to the one of `copies`; no copy is a source.
+        """Copy block sources[i] to block copies[i]; no block is in both.
 
-        Both are int64 [n], where the cache is. Blocks are copied as words of 32 bits, whatever
-        they hold: torch's index_copy_ takes no float8.
+        sources, copies: int64 [n] on the cache's device. Blocks of every dtype are copied as
+        32-bit words, because torch's index_copy_ does not support float8.
         """
         words = self.buffer.view(self.num_blocks, -1).view(torch.int32)
         words.index_copy_(0, copies, words.index_select(0, sources))

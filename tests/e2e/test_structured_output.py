@@ -34,8 +34,8 @@ ABUSE_SECONDS = 5.0
 
 @pytest.fixture
 def serving(daemons: DaemonPool) -> Iterator[Daemon]:
-    """Overlapped steps, where masks come late, and weights whose products give a row the same
-    bits whatever the rows beside it."""
+    """With overlapped steps, in which grammar masks come after the forward pass has begun, and
+    with bf16 weights, whose products give a row the same bits in every batch."""
     with daemons.borrow("--cpu-weights", "bf16", "--async-scheduling") as running:
         yield running
 

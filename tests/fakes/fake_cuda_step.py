@@ -1,8 +1,8 @@
 """Whole steps of each family on the device "cuda" without a GPU: shapes, dtypes and devices alone.
 
 Tensors are those of torch's FakeTensorMode, which knows where each would be and computes nothing.
-HotPath watches every operator: it refuses tensors of host and device in one call and whatever
-waits for the device, and keeps one call of each operator and its dtypes. FlashInfer and Triton are
+HotPath watches every operator: it refuses calls with tensors of both host and device and calls
+that wait for the device, and records one call for each operator and its dtypes. FlashInfer and Triton are
 stood for by calls that look at devices only; what they must be given is for fake_flashinfer.py.
 """
 

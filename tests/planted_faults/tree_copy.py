@@ -4,7 +4,7 @@
     folder/venv/    python and tokend; the packages come from the environment of this process
 
 A daemon that a test starts runs `venv/bin/tokend`, and its processes run the same python, so
-all of it is the copy, whatever a test does to the environment variables.
+all of it is the copy, also where a test changes the environment variables.
 
 The scheduler of a copy is interpreted: its compiled form belongs to the sources it was made of.
 Of the kernels there is only the variant that this machine loads.

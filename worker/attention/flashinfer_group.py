@@ -93,12 +93,13 @@ class Options:
 def workspace_bytes(
     shape: AttentionShape, num_multiprocessors: int, capture_sizes: Sequence[int]
 ) -> int:
-    """Bytes that partial results of split sequences take at most, in any plan.
+    """Return the most bytes that partial results of split sequences take, in any plan.
 
-    As FlashInfer's scheduler.cuh (PrefillSplitQOKVIndptr, FA2DetermineCtaTileQ) has it: a tile is
-    so many rows of a KV head's queries, and a batch is split into no more tiles than two for each
-    multiprocessor; but in a graph every tile has its place, split or not. Of each row of a tile and
-    head that is float32 [head_dim] and a log-sum. Where the workspace is too small a plan fails.
+    The formula is that of FlashInfer's scheduler.cuh (PrefillSplitQOKVIndptr,
+    FA2DetermineCtaTileQ). A tile holds a fixed number of query rows of one KV head. A batch is
+    split into at most two tiles per multiprocessor; in a CUDA graph every tile has a slot, split
+    or not. Each row of a tile takes a float32 [head_dim] and a log-sum for each head. A plan
+    fails where the workspace is too small.
     """
     most_split = _TILES_PER_MULTIPROCESSOR * num_multiprocessors // shape.num_kv_heads
     group = shape.group_size
@@ -110,7 +111,7 @@ def workspace_bytes(
 
 
 def _tile_rows(num_rows: int, head_dim: int) -> int:
-    """Of decodes whose KV heads have so many query heads each."""
+    """Rows of a tile of decodes with `num_rows` query heads per KV head."""
     if num_rows > 64 and head_dim < 256:
         return 128
     return 64 if num_rows > 16 else 16

@@ -50,7 +50,7 @@ def test_backends_agree_over_a_whole_vocabulary(variant) -> None:
 
 @each_backend
 def test_backends_agree_where_the_best_are_close(variant) -> None:
-    """In so many rows the best two are now and then a few hundredths apart."""
+    """Of 2,000 rows some have two best tokens that are a few hundredths apart."""
     assert_draws_of_the_reference(variant, 2000, 64)
 
 
