@@ -2,8 +2,8 @@
 
 Tensors are those of torch's FakeTensorMode, which knows where each would be and computes nothing.
 HotPath watches every operator: it refuses calls with tensors of both host and device and calls
-that wait for the device, and records one call for each operator and its dtypes. FlashInfer and Triton are
-stood for by calls that look at devices only; what they must be given is for fake_flashinfer.py.
+that wait for the device, and records one call for each operator and its dtypes. FlashInfer and
+Triton are replaced by calls that check devices only; fake_flashinfer.py checks their arguments.
 """
 
 import json
