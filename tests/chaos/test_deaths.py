@@ -72,7 +72,7 @@ async def with_deaths(
         {"engine_core"},
         pytest.param({"worker", "engine_core"}, marks=pytest.mark.suite("chaos")),
     ],
-    ids=" and ".join,
+    ids=lambda killed: " and ".join(sorted(killed)),
 )
 def test_no_stream_notices(daemon: Daemon, expected: list[Stream], roles: set[str]) -> None:
     before = daemon.processes()
