@@ -1,4 +1,4 @@
-"""The parts of `python -m tests.benchmarks.frontend`: its streams, its figures, and all of it once."""
+"""The parts of the front-end benchmark: streams, figures, and a short run of the whole."""
 
 import asyncio
 import json

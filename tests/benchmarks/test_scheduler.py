@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks.scheduler`: its rows as data, beside a peer, and what can go wrong."""
+"""The scheduler benchmark: its rows as data, beside a peer, and what can go wrong."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The parts of `python -m tests.benchmarks.soak`: its connections, what it calls growth, its drawing."""
+"""The parts of the soak: its connections, what it counts as growth, its drawing."""
 
 import asyncio
 import xml.etree.ElementTree as ElementTree
