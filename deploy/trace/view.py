@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from deploy.loadtest.options import Parser, writable, write
+from deploy.bench.options import Parser, writable, write
 from deploy.trace.condense import condense
 from deploy.trace.page import render
 from proto.errors import ConfigError, ProtocolError

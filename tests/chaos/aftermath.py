@@ -5,8 +5,7 @@ from contextlib import contextmanager
 
 import httpx
 
-from deploy.loadtest.processes import pids_by_title
-from deploy.loadtest.rest import GAUGES, Rest, left_over
+from deploy.bench.processes import GAUGES, Rest, left_over, pids_by_title
 from tests.e2e.daemon import Daemon, eventually
 
 CONTROL = {"prompt": "The sea is", "max_tokens": 8, "temperature": 0, "return_token_ids": True}

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from deploy.loadtest.processes import pids_by_title
+from deploy.bench.processes import pids_by_title
 from tests.chaos.aftermath import FRONT_END, control, unharmed
 from tests.chaos.streams import Stream, assert_same, requests, undisturbed
 from tests.e2e.daemon import ROLES, Daemon

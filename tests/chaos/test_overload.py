@@ -7,9 +7,9 @@ import httpx
 import psutil
 import pytest
 
-from deploy.loadtest.overload.bench import SMALL_POOL, OverloadRun, left_behind
-from deploy.loadtest.overload.memory import Memory
-from deploy.loadtest.overload.offers import Customers, Outcome, Recipe, customers
+from deploy.bench.overload.arrivals import Customers, Outcome, Recipe, customers
+from deploy.bench.overload.bench import SMALL_POOL, OverloadRun, left_behind
+from deploy.bench.processes import Memory
 from tests.e2e.daemon import Daemon, eventually
 
 pytestmark = pytest.mark.suite("chaos")

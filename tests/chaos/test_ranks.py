@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from deploy.loadtest.processes import pids_by_title
+from deploy.bench.processes import pids_by_title
 from tests.chaos.aftermath import ENGINE, WORKER, unharmed
 from tests.chaos.streams import Stream, assert_same, requests, undisturbed
 from tests.chaos.test_deaths import SEATS, with_deaths

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.loadtest.processes import pids_by_title
+from deploy.bench.processes import pids_by_title
 from tests.chaos.aftermath import ENGINE, FRONT_END, WORKER
 from tests.e2e.daemon import Daemon, eventually
 from tests.e2e.reference import packaged_model

@@ -8,7 +8,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.loadtest.processes import pids_by_title
+from deploy.bench.processes import pids_by_title
 from tests.e2e.daemon import Daemon, eventually
 
 pytestmark = pytest.mark.suite("daemons")

@@ -11,8 +11,8 @@ import httpx
 import psutil
 import pytest
 
-from deploy.loadtest.servers import Line
-from deploy.loadtest.startup import phases
+from deploy.bench.servers import Line
+from deploy.bench.startup import phases
 from tests.e2e.daemon import ROLES, Daemon, eventually
 
 pytestmark = pytest.mark.suite("daemons")

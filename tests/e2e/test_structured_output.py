@@ -12,7 +12,7 @@ import jsonschema
 import psutil
 import pytest
 
-from deploy.loadtest.processes import pids_by_title
+from deploy.bench.processes import pids_by_title
 from tests.e2e.daemon import Daemon, DaemonPool
 from tests.e2e.schemas import KEYWORDS, Schema, schemas
 

@@ -14,7 +14,7 @@ import httpx
 import jsonschema
 import pytest
 
-from deploy.loadtest.processes import pids_by_title
+from deploy.bench.processes import pids_by_title
 from tests.e2e.daemon import Daemon, DaemonPool
 
 pytestmark = pytest.mark.suite("daemons")

@@ -70,7 +70,7 @@ async def test_packed_alone_and_sixteen_at_once(dtype: str, reference: Reference
 
 @pytest.mark.parametrize("form", ["auto", "packed", "int8", "bf16", "f32"])
 async def test_each_form_predicts_a_text_as_float32_does(form: str, reference: Reference) -> None:
-    """A coarse bound on one text; `tokend bench quality` has the fine ones on many."""
+    """A coarse bound on one text; tests.benchmarks.quality has finer ones on many."""
     text = "The sea is the largest part of the surface of the earth, and most of it is deep. " * 3
     with Daemon("--cpu-weights", form) as daemon:
         first = {"auto": "(packed|rotated)"}.get(form, form)

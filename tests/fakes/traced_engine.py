@@ -5,12 +5,12 @@ from typing import Any
 
 import msgspec
 
-from engine_core.replay.recording import Recording
 from engine_core.request import Request
 from engine_core.trace.recorder import Recorder
 from proto.agents import AgentHint
 from proto.config import SchedulerConfig
 from proto.sched_trace import Arrival, Finish, TraceHeader, TraceLine, read_line
+from tests.benchmarks.simulator.recording import Recording
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EngineHarness
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from proto.benchmark import LimitsWorkload
 from proto.config import CacheConfig, CpuWeights, ModelConfig, SchedulerConfig, ServeConfig
+from tests.benchmarks.limits_program import LimitsWorker, measure, weight_bytes
+from tests.benchmarks.messages import LimitsWorkload
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
-from worker.bench_limits import LimitsWorker, measure, weight_bytes
 from worker.kernels import row_kernels
 
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
-from proto.benchmark import StepWorkload
 from proto.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
+from tests.benchmarks.messages import StepWorkload
+from tests.benchmarks.steps_program import BenchWorker, DecodeSteps, measure
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
-from worker.bench_step import BenchWorker, DecodeSteps, measure
 
 
 def test_rows_with_one_context_agree_and_all_parts_are_timed(tmp_path: Path) -> None:

@@ -94,4 +94,4 @@ def test_words_that_make_no_sense(capsys) -> None:
     for words in (["trace"], ["trace", "look"], ["trace", "view"]):
         assert cli.main(words) == 2
     assert cli.main(["trace", "--help"]) == 0
-    assert "replay" in capsys.readouterr().out
+    assert "view FILE" in capsys.readouterr().out

@@ -3,9 +3,9 @@
 import random
 from hashlib import sha256
 
-from engine_core.replay.chains import Chains
 from engine_core.trace.contents import Contents
 from proto.sched_trace import Content
+from tests.benchmarks.simulator.recording import Chains
 
 
 def hashes(text):

@@ -2,13 +2,13 @@
 
 import stat
 
-from engine_core.replay.follow import Follower
-from engine_core.replay.recording import read
 from proto.config import SchedulerConfig, TraceConfig
 from proto.engine_io import Abort, EngineCoreOutputs
 from proto.lifecycle import CacheReady, Fatal, InitializeCache
 from proto.sched_trace import Finish, TraceEnd
 from proto.sockets import Poller
+from tests.benchmarks.simulator.follow import Follower
+from tests.benchmarks.simulator.recording import read
 from tests.fakes.engine_process import EPOCH, PATIENCE_SECONDS
 
 

@@ -1,0 +1,379 @@
+"""What a run came to, in the terms of `vllm bench serve`: see `openai/exchange.py`."""
+
+import hashlib
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from deploy.bench.client import Ask
+from deploy.bench.load import Played
+from deploy.bench.plot import Panel, Points, Rows, page
+from deploy.bench.stream import Exchange
+from deploy.bench.verdicts import percentile
+
+# Whether a server answers the same request the same way again.
+#
+# Owns the first answer to each checked request; requests are the same when their bytes are.
+
+
+@dataclass
+class Answers:
+    """Of one server. num_compared: answers that another one was known of. different: in words."""
+
+    num_compared: int = 0
+    different: list[str] = field(default_factory=list)
+    _known: dict[bytes, str] = field(default_factory=dict)
+
+    def note(self, ask: Ask, text: str) -> None:
+        """A whole answer to a checked request."""
+        body = json.dumps([ask.path, ask.content, ask.output_tokens], sort_keys=True).encode()
+        key = hashlib.sha256(body).digest()
+        if key not in self._known:
+            self._known[key] = text
+            return
+        known = self._known[key]
+        self.num_compared += 1
+        if known != text:
+            place = next(
+                (i for i, (a, b) in enumerate(zip(known, text, strict=False)) if a != b),
+                min(len(known), len(text)),
+            )
+            self.different.append(
+                f"after {place} characters: {known[place:][:40]!r}, then {text[place:][:40]!r}"
+            )
+
+
+METRICS: Final = ("ttft", "tpot", "itl", "e2el")
+PERCENTILES: Final = (50, 90, 95, 99)
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Limits in milliseconds that a good request keeps, by metric (ttft, tpot, e2el)."""
+
+    limits_ms: Mapping[str, float]
+
+    def count(self, exchanges: Sequence[Exchange]) -> int | None:
+        """The good ones; None where there is no limit."""
+        return sum(map(self._good, exchanges)) if self.limits_ms else None
+
+    def _good(self, exchange: Exchange) -> bool:
+        return all(
+            1e3 * getattr(exchange, metric) <= limit for metric, limit in self.limits_ms.items()
+        )
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One run. num_good: requests within the limits, None without limits.
+
+    times: all values in milliseconds, by metric; the ITLs of all requests together.
+
+    cpu_share: part of one core that the client itself took. short: answers of fewer or more
+    tokens than were asked for. waited_ms: of each request, for a place in the client.
+    """
+
+    name: str
+    seconds: float
+    cpu_share: float
+    num_good: int | None
+    times: Mapping[str, Sequence[float]]
+    waited_ms: Sequence[float]
+    num_completed: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    num_short: int = 0
+    peak_output_tokens_per_s: float = 0.0
+    peak_concurrency: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def num_failed(self) -> int:
+        return self.errors.total()
+
+    @property
+    def requests_per_s(self) -> float:
+        return self.num_completed / self.seconds
+
+    @property
+    def goodput_per_s(self) -> float | None:
+        return None if self.num_good is None else self.num_good / self.seconds
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.output_tokens / self.seconds
+
+    @property
+    def total_tokens_per_s(self) -> float:
+        return (self.input_tokens + self.output_tokens) / self.seconds
+
+    def time_ms(self, metric: str, percent: float) -> float:
+        """A percentile of a metric; not a number where there is no value."""
+        values = self.times[metric]
+        return percentile(values, percent) if values else math.nan
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON: everything that the tables show, with units in the names."""
+        found: dict[str, Any] = {
+            "name": self.name,
+            "duration_s": self.seconds,
+            "num_completed": self.num_completed,
+            "num_failed": self.num_failed,
+            "errors": dict(self.errors),
+            "num_other_length": self.num_short,
+            "input_tokens": self.input_tokens,
+            "cached_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+            "requests_per_s": self.requests_per_s,
+            "goodput_requests_per_s": self.goodput_per_s,
+            "output_tokens_per_s": self.output_tokens_per_s,
+            "total_tokens_per_s": self.total_tokens_per_s,
+            "peak_output_tokens_per_s": self.peak_output_tokens_per_s,
+            "peak_concurrency": self.peak_concurrency,
+            "client_cpu_share": self.cpu_share,
+            "client_wait_ms_mean": statistics.fmean(self.waited_ms or [0.0]),
+        }
+        for metric in METRICS:
+            values = self.times[metric]
+            if not values:
+                continue
+            found[f"{metric}_ms_mean"] = statistics.fmean(values)
+            found[f"{metric}_ms_std"] = statistics.pstdev(values)
+            for percent in PERCENTILES:
+                found[f"{metric}_ms_p{percent}"] = percentile(values, percent)
+        return found
+
+
+def figures_of(name: str, played: Played, goodput: Goodput) -> Figures:
+    """Of one run."""
+    done = [each for each in played.exchanges if not each.error]
+    return Figures(
+        name=name,
+        seconds=played.seconds,
+        cpu_share=played.cpu_seconds / played.seconds,
+        num_good=goodput.count(done),
+        times={
+            "ttft": [1e3 * each.ttft for each in done],
+            "tpot": [1e3 * each.tpot for each in done if each.output_tokens > 1],
+            "itl": [1e3 * gap for each in done for gap in each.gaps],
+            "e2el": [1e3 * each.e2el for each in done],
+        },
+        waited_ms=[1e3 * each.waited for each in done],
+        num_completed=len(done),
+        input_tokens=sum(each.input_tokens for each in done),
+        cached_tokens=sum(each.cached_tokens for each in done),
+        output_tokens=sum(each.output_tokens for each in done),
+        num_short=sum(each.output_tokens != each.asked_tokens for each in done),
+        peak_output_tokens_per_s=_peak_rate(done),
+        peak_concurrency=_peak_concurrency(done),
+        errors=Counter(each.error for each in played.exchanges if each.error),
+    )
+
+
+def note_answers(played: Played, answers: Answers) -> None:
+    """Compare what was checked with what is known of earlier runs."""
+    for ask, exchange in played.checked:
+        answers.note(ask, exchange.text)
+
+
+def _peak_rate(done: Sequence[Exchange]) -> float:
+    """Most chunks in one of the seconds after the first request was sent."""
+    begin = min((each.started for each in done), default=0.0)
+    buckets: Counter[int] = Counter()
+    for each in done:
+        now = each.first
+        buckets[int(now - begin)] += 1
+        for gap in each.gaps:
+            now += gap
+            buckets[int(now - begin)] += 1
+    return float(max(buckets.values(), default=0))
+
+
+def _peak_concurrency(done: Sequence[Exchange]) -> int:
+    """Most requests under way at a moment; one that ends makes room for one that begins then."""
+    events = sorted([(each.started, 1) for each in done] + [(each.last, -1) for each in done])
+    now = peak = 0
+    for _, change in events:
+        now += change
+        peak = max(peak, now)
+    return peak
+
+
+# The figures of runs as tables and as a page of curves.
+
+
+TITLES: Final = {
+    "ttft": "time to first token (TTFT), ms",
+    "tpot": "time per output token (TPOT), ms",
+    "itl": "between tokens (ITL), ms",
+    "e2el": "to the last token (E2EL), ms",
+}
+_NAMES: Final = {metric: title.removesuffix(", ms") for metric, title in TITLES.items()}
+_SHOWN: Final = 10
+_CURVE_STEPS: Final = 200
+
+
+def show(console: Console, runs: Sequence[Figures], answers: Answers) -> None:
+    """Print everything; of a single run with more percentiles."""
+    console.print(_overview(runs))
+    if len(runs) == 1:
+        console.print(_percentiles(runs[0]))
+    else:
+        console.print(_latencies(runs))
+    for line in notes(runs, answers):
+        console.print(line, markup=False, highlight=False)
+
+
+def notes(runs: Sequence[Figures], answers: Answers) -> list[str]:
+    """Whatever is to be said beside the figures."""
+    found = [
+        f"{each.name}: {number} failed: {error}"
+        for each in runs
+        for error, number in each.errors.most_common(_SHOWN)
+    ]
+    found += [
+        f"{each.name}: {each.num_short} answers of another length than was asked for"
+        for each in runs
+        if each.num_short
+    ]
+    if answers.num_compared:
+        found.append(
+            f"answers to the same request: {answers.num_compared} compared, "
+            f"{len(answers.different)} different"
+        )
+    found += [f"different: {each}" for each in answers.different[:_SHOWN]]
+    if answers.different:
+        found.append(
+            "a different one is no failure by itself: two tokens that score alike change places "
+            "with the sequences beside them, unless the arithmetic is float32"
+        )
+    shares = ", ".join(f"{each.cpu_share:.1%}" for each in runs)
+    found.append(f"the client itself took {shares} of one core")
+    return found
+
+
+def html_page(title: str, runs: Sequence[Figures], answers: Answers) -> str:
+    """One file: how latencies are distributed, and what throughput costs in latency."""
+    panels = [
+        Panel(
+            f"{_NAMES[metric]}, cumulative share",
+            {each.name: _distribution(each.times[metric]) for each in runs},
+            "milliseconds",
+            log_x=True,
+            parts=True,
+        )
+        for metric in METRICS
+    ]
+    for metric in ("ttft", "tpot"):
+        known = sorted(
+            (each for each in runs if each.times[metric]), key=lambda run: run.output_tokens_per_s
+        )
+        curves = {
+            f"p{percent}": [
+                (each.output_tokens_per_s, each.time_ms(metric, percent)) for each in known
+            ]
+            for percent in (99, 50)
+        }
+        panels.append(
+            Panel(
+                f"{_NAMES[metric]} in milliseconds, by throughput",
+                curves,
+                "output tokens/s",
+                names=[each.name for each in known],
+            )
+        )
+    return page(title, notes(runs, answers), panels, "milliseconds", _rows(runs))
+
+
+def _rows(runs: Sequence[Figures]) -> Rows:
+    """What the tables of the terminal have, of each load in one row."""
+    head = ["load", "done", "failed", "output tokens/s", "requests/s"]
+    head += [f"{metric.upper()} p50 / p99, ms" for metric in METRICS]
+    return Rows(
+        [*head, "client CPU"],
+        [
+            [
+                each.name,
+                f"{each.num_completed:,}",
+                f"{each.num_failed:,}",
+                f"{each.output_tokens_per_s:,.1f}",
+                f"{each.requests_per_s:.2f}",
+                *(_pair(each, metric) for metric in METRICS),
+                f"{each.cpu_share:.1%}",
+            ]
+            for each in runs
+        ],
+    )
+
+
+def _overview(runs: Sequence[Figures]) -> Table:
+    table = _table(
+        "load", "done", "failed", "s", "requests/s", "good/s", "tokens in", "out",
+        "output tokens/s", "all tokens/s", "at once", "client CPU",
+    )  # fmt: skip
+    for each in runs:
+        table.add_row(
+            each.name,
+            f"{each.num_completed:,}",
+            f"{each.num_failed:,}",
+            f"{each.seconds:.2f}",
+            f"{each.requests_per_s:.2f}",
+            "-" if each.goodput_per_s is None else f"{each.goodput_per_s:.2f}",
+            f"{each.input_tokens:,}",
+            f"{each.output_tokens:,}",
+            f"{each.output_tokens_per_s:.1f}",
+            f"{each.total_tokens_per_s:.1f}",
+            f"{each.peak_concurrency}",
+            f"{each.cpu_share:.1%}",
+        )
+    return table
+
+
+def _percentiles(run: Figures) -> Table:
+    table = _table("", "mean", "std", *(f"p{each}" for each in PERCENTILES))
+    for metric in METRICS:
+        values = run.times[metric]
+        if values:
+            cells = [statistics.fmean(values), statistics.pstdev(values)]
+            cells += [percentile(values, each) for each in PERCENTILES]
+            table.add_row(TITLES[metric], *(f"{cell:.2f}" for cell in cells))
+    return table
+
+
+def _latencies(runs: Sequence[Figures]) -> Table:
+    table = _table("load", *(f"{metric.upper()} p50 / p99, ms" for metric in METRICS))
+    for each in runs:
+        table.add_row(each.name, *(_pair(each, metric) for metric in METRICS))
+    return table
+
+
+def _pair(run: Figures, metric: str) -> str:
+    median = run.time_ms(metric, 50)
+    return "-" if math.isnan(median) else f"{median:.1f} / {run.time_ms(metric, 99):.1f}"
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table()
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _distribution(values: Sequence[float]) -> Points:
+    """(value, part that is not above it) in steps, at most so many of them."""
+    ordered = sorted(values)
+    number = min(len(ordered), _CURVE_STEPS)
+    found = []
+    for step in range(1, number + 1):
+        value = ordered[math.ceil(step * len(ordered) / number) - 1]
+        found += [(value, (step - 1) / number), (value, step / number)]
+    return found

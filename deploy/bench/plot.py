@@ -1,0 +1,300 @@
+"""Curves as one HTML file that needs nothing else: inline SVG, no script, light and dark.
+
+A drawing, in units of its viewBox:
+
+    0        LEFT                                      WIDTH - RIGHT
+    0    TOP  |                                              |
+         label+ - - - - - - grid - - - - - - - - - - - - - - |
+              |                                              |
+         label+----------------------------------------------+   HEIGHT - BOTTOM
+              tick           tick           tick
+                            title of x                           HEIGHT
+"""
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+# Axes of a drawing: from values to a part of the axis, and which values are written beside it.
+
+
+_STEPS: Final = 4
+_ROUND: Final = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+_OF_A_DECADE: Final = (1.0, 2.0, 5.0, 10.0)
+_MOST_TICKS: Final = 12
+
+
+class Scale(Protocol):
+    """One axis. ticks: values on it, from its one end to the other."""
+
+    @property
+    def ticks(self) -> Sequence[float]: ...
+
+    def part(self, value: float) -> float:
+        """Where a value lies: 0 at the one end, 1 at the other."""
+        ...
+
+
+@dataclass(frozen=True)
+class LinearScale:
+    """From 0 to `high`."""
+
+    high: float
+
+    @classmethod
+    def to(cls, values: Sequence[float]) -> "LinearScale":
+        """On which every step is a round number and all values have room."""
+        return cls(_round_end(max(values, default=0.0)))
+
+    @property
+    def ticks(self) -> Sequence[float]:
+        return [self.high * step / _STEPS for step in range(_STEPS + 1)]
+
+    def part(self, value: float) -> float:
+        return value / self.high
+
+
+@dataclass(frozen=True)
+class LogScale:
+    """Equal ways for equal ratios, between two values of 1, 2, 5, 10, 20, …"""
+
+    low: float
+    high: float
+
+    @classmethod
+    def around(cls, values: Sequence[float]) -> "LogScale":
+        """All values above 0 have room, and the ends differ."""
+        above = [value for value in values if value > 0] or [1.0]
+        low = max(each for each in _nice(min(above)) if each <= min(above) * (1 + 1e-9))
+        high = min(each for each in _nice(max(above)) if each >= max(above) * (1 - 1e-9))
+        return cls(low, high if high > low else 10 * low)
+
+    @property
+    def ticks(self) -> Sequence[float]:
+        """With many decades, powers of ten and the ends."""
+        found, value = [], self.low
+        while value < self.high * (1 - 1e-9):
+            found.append(value)
+            value = min(each for each in _nice(value) if each > value * (1 + 1e-9))
+        found.append(self.high)
+        if len(found) <= _MOST_TICKS:
+            return found
+        inner = [each for each in found[1:-1] if math.log10(each).is_integer()]
+        return [found[0], *inner, found[-1]]
+
+    def part(self, value: float) -> float:
+        return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+
+
+def label(value: float) -> str:
+    """A value beside an axis."""
+    return f"{value:,.0f}" if value >= 10 or not value else f"{value:.3g}"
+
+
+def percent_label(part: float) -> str:
+    return f"{part:.0%}"
+
+
+def _nice(value: float) -> list[float]:
+    """1, 2, 5 and 10 of the decade of a value, and those beside it."""
+    power = math.floor(math.log10(value))
+    return [each * 10.0**near for near in (power - 1, power, power + 1) for each in _OF_A_DECADE]
+
+
+def _round_end(highest: float) -> float:
+    if highest <= 0:
+        return 1.0
+    scale = 10.0 ** math.floor(math.log10(highest / _STEPS))
+    step = next(each for each in _ROUND if each * scale * _STEPS >= highest * (1 - 1e-9))
+    return step * scale * _STEPS
+
+
+Points = Sequence[tuple[float, float]]
+
+_WIDTH: Final = 560
+_HEIGHT: Final = 300
+_LEFT: Final = 58
+_RIGHT: Final = 26
+_BOTTOM: Final = 44
+_TOP: Final = 16
+_COLOURS: Final = 7
+"""Of the style below; then they come again, dashed."""
+_FEW: Final = 24
+_NAME_WIDTH: Final = 74
+"""Room that the name of a point needs; one that would touch the last one is left out."""
+
+_STYLE: Final = """
+:root{color-scheme:light dark;
+--paper:#fff;--ink:#1c1e21;--soft:#5f6670;--line:#e3e6ea;--axis:#9aa1ab;
+--c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#a0449b;--c4:#c28a00;--c5:#3a9bdc;--c6:#6b6b6b}
+@media(prefers-color-scheme:dark){:root{
+--paper:#16181c;--ink:#e8eaed;--soft:#a3aab4;--line:#2c3036;--axis:#69717c;--c0:#4fa8e0;--c1:#f08a4b;--c2:#3cc79b;--c3:#cf86cb;--c4:#e3b341;--c5:#8ecdf5;
+--c6:#b3b3b3}}
+body{font:14px/1.45 system-ui,sans-serif;background:var(--paper);color:var(--ink);max-width:1180px;
+margin:2em auto;padding:0 1.2em}
+h1{font-size:22px;margin:0 0 .6em}
+h2{font-size:14px;margin:0 0 .3em}
+ul{color:var(--soft);padding-left:1.2em;margin:.8em 0 1.6em}
+.table{overflow-x:auto}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums}
+th,td{padding:.3em 0 .3em 1.2em;text-align:right;border-bottom:1px solid var(--line);
+white-space:nowrap}
+th{color:var(--soft);font-weight:600;white-space:normal;vertical-align:bottom}
+th:first-child,td:first-child{text-align:left;padding-left:0;white-space:nowrap}
+main{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:1.8em 2em}
+figure{margin:0}
+figcaption{color:var(--soft);font-size:13px;min-height:1.5em}
+figcaption span{margin-right:1em;white-space:nowrap}
+i{display:inline-block;width:1.5em;border-top:3px solid;margin-right:.4em;vertical-align:middle}
+i.again{border-top-style:dashed}
+svg{display:block;width:100%;height:auto}
+svg text{font:12px system-ui,sans-serif;fill:var(--soft)}
+svg .name{font-size:11px;fill:var(--ink);paint-order:stroke;stroke:var(--paper);stroke-width:3px}
+.grid{stroke:var(--line)}
+.axis{stroke:var(--axis)}
+polyline{fill:none;stroke-width:2;stroke-linejoin:round}
+"""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One drawing. curves: (x, y) by name; a curve of few points shows each, unless it is of parts.
+
+    x_title: where it is not that of the page. log_x: values above 0 by their ratios; else both
+    axes begin at 0. parts: y goes from 0 to 1 and is written as percent.
+    names: of the points of the first curve, in order, written beside them.
+    """
+
+    title: str
+    curves: Mapping[str, Points]
+    x_title: str = ""
+    log_x: bool = False
+    parts: bool = False
+    names: Sequence[str] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A table above the drawings."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def page(
+    title: str,
+    notes: Sequence[str],
+    panels: Sequence[Panel],
+    x_title: str,
+    table: Rows | None = None,
+) -> str:
+    """The whole file. notes: lines above the drawings."""
+    lines = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
+    drawings = "".join(_figure(panel, panel.x_title or x_title) for panel in panels)
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style>"
+        f"<h1>{html.escape(title)}</h1>{_table(table) if table else ''}<ul>{lines}</ul>"
+        f"<main>{drawings}</main></html>\n"
+    )
+
+
+def _table(table: Rows) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{html.escape(each)}</{tag}>' for each in cells)}</tr>"
+
+    rows = "".join(row(each, "td") for each in table.rows)
+    return f'<div class="table"><table>{row(table.head, "th")}{rows}</table></div>'
+
+
+def _figure(panel: Panel, x_title: str) -> str:
+    curves = {name: points for name, points in panel.curves.items() if points}
+    xs = [x for points in curves.values() for x, _ in points]
+    ys = [y for points in curves.values() for _, y in points]
+    scale: Scale = LogScale.around(xs) if panel.log_x else LinearScale.to(xs)
+    frame = _Frame(scale, LinearScale(1.0) if panel.parts else LinearScale.to(ys), panel.parts)
+    shapes = [*frame.axes(x_title)]
+    legend = []
+    for number, (name, points) in enumerate(curves.items()):
+        shapes.append(frame.curve(name, points, number))
+        again = ' class="again"' if number >= _COLOURS else ""
+        legend.append(f'<span><i{again} style="border-color:{_colour(number)}"></i>'
+                      f"{html.escape(name)}</span>")  # fmt: skip
+    if panel.names and curves:
+        shapes += frame.names(next(iter(curves.values())), panel.names)
+    return (
+        f"<figure><h2>{html.escape(panel.title)}</h2><figcaption>{''.join(legend)}</figcaption>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(shapes)}</svg></figure>'
+    )
+
+
+def _colour(number: int) -> str:
+    return f"var(--c{number % _COLOURS})"
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """From values to places in the drawing."""
+
+    x: Scale
+    y: Scale
+    parts: bool
+
+    def axes(self, x_title: str) -> list[str]:
+        right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+        found = []
+        for value in self.y.ticks:
+            y = self._y(value)
+            text = percent_label(value) if self.parts else label(value)
+            found += [
+                f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>',
+                f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>',
+            ]
+        for value in self.x.ticks:
+            x = self._x(value)
+            found += [
+                f'<line class="grid" x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}"/>',
+                f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{label(value)}</text>',
+            ]
+        found.append(f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}"/>')
+        place = f'x="{(_LEFT + right) / 2}" y="{_HEIGHT - 6}" text-anchor="middle"'
+        found.append(f"<text {place}>{html.escape(x_title)}</text>")
+        return found
+
+    def curve(self, name: str, points: Points, number: int) -> str:
+        places = " ".join(f"{self._x(x):.1f},{self._y(y):.1f}" for x, y in points)
+        dashes = ' stroke-dasharray="6 4"' if number >= _COLOURS else ""
+        title = f"<title>{html.escape(name)}</title>"
+        colour = _colour(number)
+        line = f'<polyline points="{places}" style="stroke:{colour}"{dashes}>{title}</polyline>'
+        if self.parts or len(points) > _FEW:
+            return line
+        return line + "".join(
+            f'<circle cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="3.5" style="fill:{colour}">'
+            f"<title>{html.escape(name)}: {label(x)}, {label(y)}</title></circle>"
+            for x, y in points
+        )
+
+    def names(self, points: Points, names: Sequence[str]) -> list[str]:
+        """Above their points, from the right, where the last one is."""
+        found, free = [], float("inf")
+        pairs = zip(points, names, strict=True)
+        for (value, height), name in sorted(pairs, reverse=True):
+            x, y = self._x(value), self._y(height)
+            if x <= free:
+                found.append(
+                    f'<text class="name" x="{x - 6:.1f}" y="{y - 8:.1f}" text-anchor="end">'
+                    f"{html.escape(name)}</text>"
+                )
+                free = x - _NAME_WIDTH
+        return found
+
+    def _x(self, value: float) -> float:
+        return _LEFT + self.x.part(value) * (_WIDTH - _RIGHT - _LEFT)
+
+    def _y(self, value: float) -> float:
+        height = _HEIGHT - _BOTTOM - _TOP
+        return _TOP + height * (1 - self.y.part(value))

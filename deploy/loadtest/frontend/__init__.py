@@ -1,1 +1,0 @@
-"""What streaming costs front end and engine when the model costs nothing."""

@@ -1,1 +1,0 @@
-"""`tokend bench soak`: many requests or many hours, and what grows meanwhile."""

@@ -1,1 +1,0 @@
-"""Traces played again: arrivals of a recorded load, the real scheduler, a clock that is not."""

@@ -1,0 +1,372 @@
+"""`tokend bench compare` with the ceiling of each daemon: what the hardware allows for its load.
+
+The limits are measured before each turn of a daemon while all servers are idle.
+Owns the counting and the sum, and knows neither processes nor clocks. A step costs its matrix
+products, the K and V of the sequences that decode at the rate at which memory is read, and the
+attention of prompts:
+
+    rows of a step    | one of each sequence that decodes | prompts, in order, up to the budget |
+    products          |<---------------------- so many rows of the layers ------------------->|
+                      |<-- head: all of these ----------->| and one of each prompt that ends here
+    K and V           |<-- tokens in sight, read once --->|
+    attention                                             |<-- pairs that see each other ----->|
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import PurePath
+from typing import Final
+
+from deploy import flags
+from deploy.bench.compare import ALONE, ClosedLoad, CompareBench, Figure, Turn, parse
+from deploy.bench.servers import PORT, ServerSpec
+from deploy.display import open_display
+from deploy.prepare.store import prepared_model
+from deploy.surroundings import Surroundings
+from proto.codec import to_json_line
+from proto.config import ServeConfig
+from tests.benchmarks.command import run
+from tests.benchmarks.line_program import LineProgram, worker_program
+from tests.benchmarks.messages import LimitsTimings, LimitsWorkload
+
+TARGET_SHARE = 0.8
+"""What a server is to reach of its ceiling."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """step_tokens: most rows of a step. longest_chunk: most of one prompt in a step."""
+
+    step_tokens: int
+    longest_chunk: int
+
+
+@dataclass
+class Step:
+    """contexts: tokens in sight of each sequence that decodes.
+
+    prompt_tokens: rows of prompts. prompt_pairs: of their tokens with those in sight.
+    num_sampled: rows whose scores are wanted.
+    """
+
+    contexts: list[int]
+    prompt_tokens: int = 0
+    prompt_pairs: int = 0
+    num_sampled: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.contexts) + self.prompt_tokens
+
+
+@dataclass
+class _Sequence:
+    num_computed: int = 0
+    num_outputs: int = 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Milliseconds of steps, part by part."""
+
+    layers: float = 0.0
+    head: float = 0.0
+    kv: float = 0.0
+    attention: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.layers + self.head + self.kv + self.attention
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.layers + other.layers,
+            self.head + other.head,
+            self.kv + other.kv,
+            self.attention + other.attention,
+        )
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """cost: of all steps of a load. decode: of those that have no prompt, and how many they are.
+
+    num_output_tokens: of the load.
+    """
+
+    cost: Cost
+    decode: Cost
+    num_steps: int
+    num_decode_steps: int
+    num_output_tokens: int
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return 1e3 * self.num_output_tokens / self.cost.total
+
+    def describe(self) -> str:
+        """Where the time goes, for people."""
+        cost, decode, number = self.cost, self.decode, max(1, self.num_decode_steps)
+        return (
+            f"{self.output_tokens_per_s:.0f} tokens/s in {self.num_steps} steps: "
+            f"layers {cost.layers / cost.total:.0%}, head {cost.head / cost.total:.0%}, "
+            f"K and V {cost.kv / cost.total:.0%}, prompts' attention "
+            f"{cost.attention / cost.total:.0%}; a step of decoding {decode.total / number:.1f} ms "
+            f"(products {(decode.layers + decode.head) / number:.1f}, K and V "
+            f"{decode.kv / number:.1f})"
+        )
+
+
+def steps_of(load: ClosedLoad, budget: Budget) -> Iterator[Step]:
+    """The steps of a load in order, as the scheduler makes them: who decodes goes first."""
+    waiting = load.num_requests
+    running: list[_Sequence] = []
+    while waiting or running:
+        while waiting and len(running) < load.concurrency:
+            running.append(_Sequence())
+            waiting -= 1
+        yield _next_step(running, load, budget)
+        running = [each for each in running if each.num_outputs < load.output_tokens]
+
+
+def _next_step(running: Sequence[_Sequence], load: ClosedLoad, budget: Budget) -> Step:
+    decoding = [each for each in running if each.num_outputs]
+    step = Step([load.input_tokens + each.num_outputs for each in decoding])
+    for each in decoding:
+        each.num_outputs += 1
+    for each in running:
+        missing = load.input_tokens - each.num_computed
+        count = min(missing, budget.longest_chunk, max(0, budget.step_tokens - step.num_rows))
+        if count <= 0:
+            continue
+        first = each.num_computed + 1
+        step.prompt_tokens += count
+        step.prompt_pairs += count * (2 * first + count - 1) // 2
+        each.num_computed += count
+        each.num_outputs += count == missing
+        step.num_sampled += count == missing
+    step.num_sampled += len(decoding)
+    return step
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What was measured, as the price of a step."""
+
+    timings: LimitsTimings
+
+    def ceiling(self, load: ClosedLoad, budget: Budget) -> Ceiling:
+        """Of a load that has the machine for itself, with nothing between the parts."""
+        total = decode = Cost()
+        num_steps = num_decode_steps = 0
+        for step in steps_of(load, budget):
+            cost = self.cost(step)
+            total += cost
+            num_steps += 1
+            if not step.prompt_tokens:
+                decode += cost
+                num_decode_steps += 1
+        tokens = load.num_requests * load.output_tokens
+        return Ceiling(total, decode, num_steps, num_decode_steps, tokens)
+
+    def cost(self, step: Step) -> Cost:
+        """Of one step."""
+        rows, timings = self.timings.rows, self.timings
+        return Cost(
+            layers=between(rows, timings.layer_products_ms, step.num_rows),
+            head=between(rows, timings.head_product_ms, step.num_sampled),
+            kv=sum(map(self._kv_bytes, step.contexts)) / (1e6 * timings.read_gb_per_s),
+            attention=1e-6 * timings.attention_ns_per_pair * step.prompt_pairs,
+        )
+
+    @property
+    def weights_ms(self) -> float:
+        """What reading the weights of a step of one row takes."""
+        return self.timings.weight_bytes / (1e6 * self.timings.read_gb_per_s)
+
+    def describe(self) -> str:
+        """What the machine was measured at, for people."""
+        timings = self.timings
+        return (
+            f"weights {timings.weights}, {timings.num_threads} threads, memory read at "
+            f"{timings.read_gb_per_s:.1f} GB/s; {timings.weight_bytes / 1e6:.0f} MB of weights "
+            f"a step of one row: {self.weights_ms:.1f} ms"
+        )
+
+    def _kv_bytes(self, context: int) -> int:
+        return sum(
+            num_bytes * (context if window is None else min(context, window))
+            for num_bytes, window in self.timings.kv_bytes_per_token
+        )
+
+
+def row_counts(concurrency: Sequence[int], budget: Budget) -> list[int]:
+    """For which numbers of rows products are to be measured; what lies between is a line."""
+    most = budget.step_tokens
+    doubled = {1 << power for power in range(most.bit_length())}
+    return sorted({*doubled, *(min(each, most) for each in concurrency), most})
+
+
+def between(rows: Sequence[int], values: Sequence[float], at: int) -> float:
+    """The value for `at` rows, on the lines between the measured ones; 0 for no rows."""
+    if at == 0:
+        return 0.0
+    if at <= rows[0]:
+        return values[0]
+    for (low, below), (high, above) in pairwise(zip(rows, values, strict=True)):
+        if at <= high:
+            return below + (above - below) * (at - low) / (high - low)
+    return values[-1] * at / rows[-1]
+
+
+# The ceilings of a daemon's loads, measured beside it: a worker's parts by themselves.
+#
+# Owns the program that measures and knows which servers are daemons of this installation. What a
+# ceiling is, is in ceiling.py.
+
+
+_ROUNDS: Final = 5
+_PROMPT_TOKENS: Final = 256
+
+
+@dataclass(frozen=True)
+class MeasuredLimits:
+    """Of a daemon: measured by a program that has its weights, and sleeps in between."""
+
+    name: str
+    program: LineProgram
+    workload: LimitsWorkload
+
+    @property
+    def budget(self) -> Budget:
+        return budget_of(self.workload.config)
+
+    def measure(self) -> Hardware:
+        """Now; the machine should have nothing else to do."""
+        what = f"the parts of a step of {self.name}"
+        return Hardware(self.program.play(self.workload, LimitsTimings, what))
+
+
+def limits_program(
+    name: str,
+    config: ServeConfig,
+    rows: Sequence[int],
+    rounds: int = _ROUNDS,
+    prompt_tokens: int = _PROMPT_TOKENS,
+) -> MeasuredLimits:
+    """For a daemon with these settings; the caller ends the program.
+
+    rows: numbers of rows that are multiplied.
+    """
+    around = Surroundings.of(os.environ)
+    with closing(open_display(sys.stderr)) as display:
+        model = prepared_model(config.model.model, around, display)
+    workload = LimitsWorkload(
+        config=config, model=model, rows=list(rows), prompt_tokens=prompt_tokens, rounds=rounds
+    )
+    program = worker_program("tests.benchmarks.limits_program", config.device, around)
+    return MeasuredLimits(name, program, workload)
+
+
+def settings_of(spec: ServerSpec, settings: Mapping[str, object]) -> ServeConfig | None:
+    """Of a server that is started as `tokend serve`; None for any other.
+
+    settings: what the environment sets. Raises ConfigError for flags that the daemon would refuse.
+    """
+    for place, (word, follower) in enumerate(zip(spec.command, spec.command[1:], strict=False)):
+        if follower == "serve" and PurePath(word).name in ("tokend", "deploy.cli"):
+            words = [each.replace(PORT, "0") for each in spec.command[place + 2 :]]
+            return flags.build(flags.parse(words), settings)
+    return None
+
+
+def budget_of(config: ServeConfig) -> Budget:
+    """How the scheduler cuts steps."""
+    tokens = config.scheduler.step_tokens
+    return Budget(tokens, min(config.scheduler.long_prefill_token_threshold or tokens, tokens))
+
+
+# What a daemon did in a turn, beside what the machine allowed just before it.
+#
+# Knows loads and figures by their names; how limits are measured is in hardware.py, and what
+# they come to in ceiling.py.
+
+
+def ceiling_figures(load: str, title: str) -> list[Figure]:
+    """The rows of one load; alone also how near a token is to reading the weights once."""
+    found = [
+        Figure(f"{load}_ceiling_output_tokens_per_s", f"ceiling, output tokens/s, {title}"),
+        Figure(f"{load}_share_of_ceiling", f"share of the ceiling, {title} (>= {TARGET_SHARE})", 3),
+    ]
+    if load == ALONE:
+        found += [
+            Figure(f"{load}_weights_read_ms", "reading the weights once, ms"),
+            Figure(f"{load}_tpot_of_weights_read", "time per token alone / reading the weights"),
+        ]
+    return found
+
+
+class CeilingBench(CompareBench):
+    """A comparison with the ceiling of each server that is started as `tokend serve`."""
+
+    def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
+        """The programs that measure run until the stack is left."""
+        super().__init__(options)
+        settings = Surroundings.of(os.environ).settings
+        self._limits: dict[str, MeasuredLimits] = {}
+        self._hardware: dict[str, Hardware] = {}
+        concurrency = [load.concurrency for load in self.loads().values()]
+        for spec in self.specs:
+            config = settings_of(spec, settings)
+            if config is not None:
+                rows = row_counts(concurrency, budget_of(config))
+                limits = limits_program(spec.name, config, rows, prompt_tokens=options.input_tokens)
+                stack.enter_context(limits.program)
+                self._limits[spec.name] = limits
+
+    def extra_figures(self, load: str, title: str) -> Sequence[Figure]:
+        return ceiling_figures(load, title) if self._limits else ()
+
+    def before_turn(self, spec: ServerSpec) -> None:
+        if spec.name in self._limits:
+            self._hardware[spec.name] = self._limits[spec.name].measure()
+
+    def after_turn(self, spec: ServerSpec, turn: Turn) -> Turn:
+        if spec.name not in self._limits:
+            return turn
+        hardware, budget = self._hardware[spec.name], self._limits[spec.name].budget
+        found = {**turn, "limits": json.loads(to_json_line(hardware.timings))}
+        for name, load in self.loads().items():
+            rate = hardware.ceiling(load, budget).output_tokens_per_s
+            found[f"{name}_ceiling_output_tokens_per_s"] = rate
+            found[f"{name}_share_of_ceiling"] = turn[f"{name}_output_tokens_per_s"] / rate
+        found[f"{ALONE}_weights_read_ms"] = hardware.weights_ms
+        if f"{ALONE}_tpot_ms_p50" in turn:  # absent if every request failed
+            tpot_ms = turn[f"{ALONE}_tpot_ms_p50"]
+            found[f"{ALONE}_tpot_of_weights_read"] = tpot_ms / hardware.weights_ms
+        return found
+
+    def notes(self) -> Sequence[str]:
+        lines = []
+        for name, hardware in self._hardware.items():
+            lines.append(f"{name}, last measured: {hardware.describe()}")
+            for load, each in self.loads().items():
+                ceiling = hardware.ceiling(each, self._limits[name].budget)
+                lines.append(f"  {load.replace('_', ' ')}: {ceiling.describe()}")
+        return lines
+
+
+def main(words: Sequence[str]) -> None:
+    """Compare servers as `tokend bench compare` does, with their ceilings."""
+    with ExitStack() as stack:
+        CeilingBench(parse(words), stack).run()
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

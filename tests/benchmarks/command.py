@@ -1,0 +1,25 @@
+"""Run a benchmark as a command: its errors become exit statuses, as those of `tokend` do."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from proto.errors import ConfigError, ModelError, TokendError
+
+
+def run(main: Callable[[Sequence[str]], object], words: Sequence[str] | None = None) -> int:
+    """Call main with the words, by default those of the command line.
+
+    Return what main returns, 0 for None; 2 for wrong flags, 1 for other failures.
+    """
+    try:
+        status = main(sys.argv[1:] if words is None else words)
+        sys.stdout.flush()
+    except (ConfigError, ModelError) as error:
+        print(f"benchmark: {error}", file=sys.stderr)
+        return 2
+    except TokendError as error:
+        print(f"benchmark: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status if isinstance(status, int) else 0

@@ -1,0 +1,198 @@
+"""What one tenant's flood costs another that asks for little.
+
+Starts a daemon of its own that tells tenants apart by a header. First the quiet tenant asks one
+request after the other of an idle daemon; then it does the same while the other tenant keeps
+several times as many requests under way as there are seats. What is promised is a first token at
+most two steps later than on the idle daemon, at the median: exit status 1 when it is not kept, or
+when a request failed.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from deploy.bench.options import Parser, at_least_one, positive, writable, write
+from deploy.bench.overload.arrivals import Customers, Offer, Outcome, Recipe, customers
+from deploy.bench.servers import MeasuredDaemon
+from deploy.bench.verdicts import percentile
+from tests.benchmarks.command import run
+
+STEPS_PROMISED: Final = 2
+WARM_UP_REQUESTS: Final = 3
+LOOK_SECONDS: Final = 0.5
+PAUSE_SECONDS: Final = 0.3
+"""Between requests of the quiet tenant."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """First tokens of the quiet tenant, seconds; and the steps that it met in the flood."""
+
+    idle: list[float]
+    flooded: list[float]
+    steps: list[float]
+
+    @property
+    def delay(self) -> float:
+        """Seconds that the flood costs, at the median."""
+        return statistics.median(self.flooded) - statistics.median(self.idle)
+
+    @property
+    def limit(self) -> float:
+        """Seconds of the steps that it may cost."""
+        return STEPS_PROMISED * statistics.median(self.steps)
+
+    def plain(self, flood: Outcome, num_failed: int) -> dict[str, object]:
+        """For JSON: what the table shows."""
+        times = {
+            "quiet_idle_first_token": self.idle,
+            "quiet_flooded_first_token": self.flooded,
+            "flood_first_token": [each.first_token for each in flood.accepted],
+            "step": self.steps,
+        }
+        found: dict[str, object] = {"command": "python -m tests.benchmarks.fairness"}
+        for name, seconds in times.items():
+            if seconds:
+                found[f"{name}_ms_p50"] = 1e3 * percentile(seconds, 50)
+                found[f"{name}_ms_p99"] = 1e3 * percentile(seconds, 99)
+        return found | {
+            "delay_ms": 1e3 * self.delay,
+            "limit_ms": 1e3 * self.limit,
+            "num_flood_requests": len(flood.offers),
+            "num_failed": num_failed,
+        }
+
+    def table(self, flood: Outcome) -> Table:
+        table = Table(title=f"{len(flood.offers)} requests of the flood, ms")
+        table.add_column("figure")
+        for column in ("median", "99th percentile"):
+            table.add_column(column, justify="right")
+        for name, seconds in (
+            ("first token of the quiet tenant, idle", self.idle),
+            ("first token of the quiet tenant, beside the flood", self.flooded),
+            ("first token in the flood", [each.first_token for each in flood.accepted]),
+            ("a step in the flood", self.steps),
+        ):
+            table.add_row(
+                name,
+                f"{1e3 * statistics.median(seconds):.0f}",
+                f"{1e3 * statistics.quantiles(seconds, n=100)[98]:.0f}",
+            )
+        kept = "kept" if self.delay <= self.limit else "MISSED"
+        table.caption = (
+            f"the flood costs {1e3 * self.delay:.0f} ms of the {1e3 * self.limit:.0f} "
+            f"that {STEPS_PROMISED} steps take: {kept}"
+        )
+        return table
+
+
+async def probe(quiet: Customers, number: int) -> list[Offer]:
+    """So many requests of the quiet tenant, one after the other."""
+    offers = []
+    for _ in range(number):
+        offers.append(await quiet.offer())
+        await asyncio.sleep(PAUSE_SECONDS)
+    return offers
+
+
+async def watch_steps(daemon: MeasuredDaemon, found: list[float]) -> None:
+    """Append the seconds of a step, of each short stretch, until cancelled."""
+    last_steps, last_time = await asyncio.to_thread(daemon.num_steps), time.monotonic()
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        steps, now = await asyncio.to_thread(daemon.num_steps), time.monotonic()
+        if steps > last_steps:
+            found.append((now - last_time) / (steps - last_steps))
+        last_steps, last_time = steps, now
+
+
+async def measure(
+    daemon: MeasuredDaemon, options: argparse.Namespace
+) -> tuple[Verdict, Outcome, list[Offer]]:
+    """Idle, then beside the flood: the verdict, the flood, and all that the quiet one asked."""
+    async with AsyncExitStack() as stack:
+        quiet, loud = [
+            await stack.enter_async_context(
+                customers(daemon.url, recipe, seed, {"X-Tenant-ID": name})
+            )
+            for seed, (name, recipe) in enumerate(
+                {
+                    "quiet": Recipe(options.quiet_tokens, 1),
+                    "loud": Recipe(options.flood_tokens),
+                }.items()
+            )
+        ]
+        await probe(quiet, WARM_UP_REQUESTS)
+        idle = await probe(quiet, options.requests)
+        seconds = options.requests * options.seconds_a_request
+        flood = asyncio.create_task(loud.keep(options.times * options.seats, seconds))
+        steps: list[float] = []
+        watch = asyncio.create_task(watch_steps(daemon, steps))
+        while await asyncio.to_thread(daemon.metric, "vllm:num_requests_waiting") < options.seats:
+            await asyncio.sleep(LOOK_SECONDS)
+        flooded: list[Offer] = []
+        while not flood.done() and len(flooded) < options.requests:
+            flooded += await probe(quiet, 1)
+        watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await watch
+        verdict = Verdict(
+            [each.first_token for each in idle if each.first_token],
+            [each.first_token for each in flooded if each.first_token],
+            steps,
+        )
+        return verdict, await flood, [*idle, *flooded]
+
+
+def main(words: Sequence[str]) -> None:
+    """Measure and print."""
+    options = _parse(words)
+    console = Console(width=100)
+    flags = ["--tenant-by", "header", "--max-num-seqs", str(options.seats)]
+    with writable("--json", options.json) as files:
+        with MeasuredDaemon([*flags, *options.serve_flags]) as daemon:
+            verdict, flood, asked = asyncio.run(measure(daemon, options))
+        console.print(verdict.table(flood))
+        failed = [
+            each for each in (*flood.failed, *asked) if each.error or each.status not in (200, 503)
+        ]
+        write(files, json.dumps(verdict.plain(flood, len(failed)), indent=2) + "\n")
+    if failed:
+        console.print(f"{len(failed)} failed, such as: {failed[0].status} {failed[0].error}")
+    if failed or verdict.delay > verdict.limit:
+        sys.exit(1)
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m tests.benchmarks.fairness",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--seats", type=at_least_one, default=8, help="--max-num-seqs of the daemon"
+    )
+    parser.add_argument("--times", type=at_least_one, default=4, help="the flood, in seats")
+    parser.add_argument("--flood-tokens", type=at_least_one, default=400, help="of its prompts")
+    parser.add_argument("--quiet-tokens", type=at_least_one, default=24, help="of the other's")
+    parser.add_argument("--requests", type=at_least_one, default=40, help="of the quiet tenant")
+    parser.add_argument(
+        "--seconds-a-request", type=positive, default=2.0, help="the flood's length, at most"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures there, too")
+    parser.add_argument("serve_flags", nargs="*", help="after --: flags of tokend serve")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,219 @@
+"""A workload a line in, its timings a line out.
+
+Both as JSON; the end of the input ends it. What a step of a model cannot do without, each part
+by itself: the matrix products of so many rows with the weights as the daemon holds them, a
+prompt's attention, and how fast the memory is read. A model is loaded once for all lines that
+name it. Knows nothing of loads: which steps they take is counted elsewhere.
+"""
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Final
+
+import torch
+
+from proto.codec import from_json, to_json_line
+from proto.config import ServeConfig
+from proto.prepared_model import PreparedModel
+from tests.benchmarks.attention_program import AttentionStep
+from tests.benchmarks.messages import AttentionWorkload, LimitsTimings, LimitsWorkload
+from worker.device.choice import create_device
+from worker.kernels import KernelsUnavailableError
+from worker.large_pages import large_pages
+from worker.layers.embedding import Table
+from worker.layers.linear import Linear
+from worker.loaded_model import load
+from worker.loader.forms import Ends, FinishEnds, FinishProduct, Product, WeightForm
+from worker.loader.index import read_index
+from worker.loader.names import name_in_file
+from worker.loader.source import WeightSource
+from worker.parallel.group import Alone
+from worker.reports import NoReports
+
+_READ_FLOATS: Final = 1 << 27
+_SECONDS_OF_A_PART: Final = 0.03
+_DENSE_BYTES: Final = {"bf16": 2, "f16": 2, "f32": 4}
+
+Part = Sequence[Callable[[], object]]
+"""Calls that are made one after the other, as in a step: a head alone would stay in the caches."""
+
+
+class NotedForm:
+    """A form of weights; keeps the products that are made, beside the model that gets them.
+
+    layers: (columns of the input, product) in the order of a step. head: that of the scores.
+    """
+
+    def __init__(self, form: WeightForm) -> None:
+        self._form = form
+        self.layers: list[tuple[int, Linear]] = []
+        self.head: list[tuple[int, Linear]] = []
+
+    @property
+    def name(self) -> str:
+        return self._form.name
+
+    @property
+    def memory(self) -> Counter[str]:
+        return self._form.memory
+
+    @property
+    def dense_names(self) -> list[str]:
+        return self._form.dense_names
+
+    def read_product(self, source: WeightSource, product: Product) -> FinishProduct:
+        finish = self._form.read_product(source, product)
+        columns = source.columns_of(product.weights[0])
+
+        def noted() -> Linear:
+            self.layers.append((columns, finish()))
+            return self.layers[-1][1]
+
+        return noted
+
+    def read_ends(self, source: WeightSource, ends: Ends) -> FinishEnds:
+        finish, columns = self._form.read_ends(source, ends), source.columns_of(ends.head)
+
+        def noted() -> tuple[Table, Linear]:
+            table, head = finish()
+            self.head.append((columns, head))
+            return table, head
+
+        return noted
+
+
+class LimitsWorker:
+    """The model of a worker as the daemon has it, whose products can be computed by themselves."""
+
+    def __init__(self, config: ServeConfig, prepared: PreparedModel) -> None:
+        self.loaded = load(
+            config, prepared, create_device(config, 0), Alone(), NoReports(), NotedForm
+        )
+        assert isinstance(self.loaded.form, NotedForm)
+        self.products = self.loaded.form
+
+    def attention(self, workload: LimitsWorkload) -> AttentionWorkload:
+        """Prompts of a step, as many as fit."""
+        spec, config = self.loaded.model.spec, workload.config
+        tokens = min(workload.prompt_tokens, config.scheduler.step_tokens)
+        return AttentionWorkload(
+            name="prompts",
+            num_seqs=config.scheduler.step_tokens // tokens,
+            context_tokens=tokens,
+            query_tokens=tokens,
+            dtype=str(self.loaded.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            kv_cache_dtype=config.cache.kv_cache_dtype,
+            rounds=workload.rounds,
+            num_layers=spec.num_layers,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            block_size=config.cache.block_size,
+        )
+
+    @property
+    def kv_bytes_per_token(self) -> list[tuple[int, int | None]]:
+        """Bytes and window of each group of layers."""
+        size = self.loaded.geometry.bytes_per_token
+        return [(size, group.sliding_window) for group in self.loaded.geometry.groups]
+
+
+def weight_bytes(form: WeightForm, prepared: PreparedModel, *, tied: bool) -> int:
+    """What a step of one row reads of the weights in this form; of two forms the first.
+
+    tied: embedding and head are one weight; else the embedding is left out, for blocks as if it
+    had as many bits as the rest.
+    """
+    index = read_index(prepared)
+    numbers = {each.name: math.prod(each.shape) for each in index.tensors if len(each.shape) == 2}
+    unused = name_in_file(index.format, "head.weight" if tied else "embedding.weight")
+    read = sum(number for name, number in numbers.items() if name != unused)
+    few, plus, _ = form.name.partition("+")
+    if few in _DENSE_BYTES:
+        return read * _DENSE_BYTES[few]
+    held = form.memory[few] if plus else form.memory.total()
+    return held if tied else round(held * read / sum(numbers.values()))
+
+
+@torch.inference_mode()
+def measure(worker: LimitsWorker, workload: LimitsWorkload) -> LimitsTimings:
+    """The parts take turns, and the best round of each counts."""
+    products, attention = worker.products, worker.attention(workload)
+    # Pages as weights and KV have them.
+    memory = large_pages(4 * _READ_FLOATS).view(torch.float32).fill_(1.0)
+    parts: list[Part] = [
+        [_product(each, rows, worker.loaded.dtype) for each in (products.layers, products.head)]
+        for rows in workload.rows
+    ]
+    parts += [[AttentionStep(attention).run], [memory.sum]]
+    *times, (attention_ms,), (read_ms,) = _best_ms(parts, workload.rounds)
+    pairs = attention.num_seqs * attention.query_tokens * (attention.query_tokens + 1) // 2
+    return LimitsTimings(
+        device=worker.loaded.device.name,
+        num_threads=torch.get_num_threads(),
+        weights=products.name,
+        rows=workload.rows,
+        layer_products_ms=[layers for layers, _ in times],
+        head_product_ms=[head for _, head in times],
+        attention_ns_per_pair=1e6 * attention_ms / pairs,
+        read_gb_per_s=memory.nbytes / 1e6 / read_ms,
+        weight_bytes=weight_bytes(
+            products, workload.model, tied=worker.loaded.model.spec.tied_embeddings
+        ),
+        kv_bytes_per_token=worker.kv_bytes_per_token,
+    )
+
+
+def _product(
+    products: Sequence[tuple[int, Linear]], num_rows: int, dtype: torch.dtype
+) -> Callable[[], None]:
+    inputs = {columns: torch.randn(num_rows, columns).to(dtype) for columns, _ in products}
+
+    def run() -> None:
+        for columns, linear in products:
+            linear(inputs[columns])
+
+    return run
+
+
+def _best_ms(parts: Sequence[Part], rounds: int) -> list[list[float]]:
+    """Of each call of each part; short parts run several times a round: they are disturbed most."""
+    best = [[math.inf] * len(part) for part in parts]
+    for number in range(rounds + 1):
+        for place, part in enumerate(parts):
+            spent = 0.0
+            while spent < _SECONDS_OF_A_PART:
+                times = [_seconds(call) for call in part]
+                spent += sum(times)
+                if number:  # the first round warms up
+                    best[place] = list(map(min, best[place], times))
+    return [[1e3 * seconds for seconds in each] for each in best]
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = perf_counter()
+    call()
+    return perf_counter() - started
+
+
+def main() -> None:
+    """Play until nothing more is asked."""
+    loaded: list[tuple[object, LimitsWorker]] = []
+    for line in sys.stdin.buffer:
+        workload = from_json(line, LimitsWorkload)
+        key = (workload.config, workload.model)
+        if not loaded or loaded[0][0] != key:
+            loaded[:] = [(key, LimitsWorker(workload.config, workload.model))]
+        try:
+            timings = measure(loaded[0][1], workload)
+        except KernelsUnavailableError as reason:
+            sys.exit(f"without kernels there are no limits to measure: {reason}")
+        sys.stdout.buffer.write(to_json_line(timings))
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The fake worker as a process of a daemon.
+
+What a worker does on its links and in its life, without weights, tensors and torch: a
+daemon with it costs what everything but the model costs.
+
+supervisor ── boot ──▶ WorkerReady ──▶ engine ── InitializeCache ──▶ CacheReady
+engine ── SchedulerOutput ──▶ FakeWorker ── ModelRunnerOutput ──▶ engine
+"""
+
+import argparse
+import time
+
+from engine_core.scheduler.step_results import ends_of_rows
+from proto import PROTOCOL_VERSION
+from proto.lifecycle import (
+    CacheReady,
+    InitializeCache,
+    KVCacheGeometry,
+    NewEngine,
+    ProcessBoot,
+    Shutdown,
+    WorkerReady,
+)
+from proto.model_runner_output import ModelRunnerOutput
+from proto.process import run
+from proto.scheduler_output import SchedulerOutput
+from proto.sockets import Link, Poller, worker_path
+
+# A worker that computes nothing: it answers each step with tokens of its own making.
+
+
+NUM_TOKEN_IDS = 49_152
+"""The vocabulary."""
+GEOMETRY = KVCacheGeometry(
+    num_slots=30, num_kv_heads=3, head_dim=64, dtype="bfloat16", bytes_per_token=23_040
+)
+"""SmolLM2's. Nothing that is measured depends on it."""
+_PRIME = 7919
+
+
+class FakeWorker:
+    """Knows of each sequence how many tokens it has, which tells who samples in a step.
+
+    vocab_size: its tokens are smaller, and not below `lowest`.
+    """
+
+    def __init__(self, vocab_size: int = NUM_TOKEN_IDS, lowest: int = 0) -> None:
+        self._lowest = lowest
+        self._span = vocab_size - lowest
+        self._num_tokens: dict[int, int] = {}
+
+    def answer(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """A token for each sequence whose tokens are all computed after this step."""
+        num_tokens = self._num_tokens
+        for handle in output.finished_handles:
+            num_tokens.pop(handle, None)
+        for new in output.new_requests:
+            num_tokens[new.handle] = len(new.prompt_token_ids) + len(new.output_token_ids)
+        handles = [each.handle for each in output.new_requests] + output.cached_requests.handles
+        sampled: list[list[int]] = []
+        for handle, end in zip(handles, ends_of_rows(output), strict=True):
+            if end < num_tokens[handle]:
+                sampled.append([])
+            else:
+                mixed = handle * _PRIME + num_tokens[handle]
+                sampled.append([self._lowest + mixed % self._span])
+                num_tokens[handle] += 1
+        return ModelRunnerOutput(output.epoch, output.step, handles, sampled)
+
+
+PLAIN_TOKENS = 1_000
+"""From here on tokens have a text of their own, seldom one that needs the next token: in a
+vocabulary of at least twice that size special tokens and single bytes are below."""
+KV_CACHE_BYTES = 1 << 30
+"""What it says to have; nothing is allocated."""
+
+
+class NullWorker:
+    """Serves one engine after the other. step_seconds: how long it sleeps over each step."""
+
+    def __init__(self, boot: ProcessBoot, supervisor: Link, step_seconds: float) -> None:
+        self._boot = boot
+        self._step_seconds = step_seconds
+        self._supervisor = supervisor
+        self._meet(boot.worker_epoch)
+
+    def run(self) -> None:
+        """Until Shutdown."""
+        while True:
+            self._poller.wait()
+            for order in self._supervisor.receive():
+                if isinstance(order, Shutdown):
+                    return
+                if isinstance(order, NewEngine):
+                    self._engine.close()
+                    self._meet(order.worker_epoch)
+            for message in self._engine.receive():
+                self._serve(message)
+
+    def _meet(self, epoch: int) -> None:
+        """The engine of an epoch; nothing is known of its sequences."""
+        path = worker_path(self._boot.run_dir, epoch, self._boot.index)
+        self._engine = Link.connect(path, InitializeCache | SchedulerOutput)
+        self._poller = Poller([self._supervisor, self._engine])
+        vocab_size = self._boot.model.vocab_size
+        lowest = PLAIN_TOKENS if vocab_size >= 2 * PLAIN_TOKENS else 0
+        self._worker = FakeWorker(vocab_size, lowest)
+        self._engine.send(
+            WorkerReady(
+                PROTOCOL_VERSION,
+                epoch,
+                self._boot.index,
+                GEOMETRY,
+                KV_CACHE_BYTES,
+                self._boot.model.vocab_size,
+                bytes(32),
+                "nothing",
+            )
+        )
+
+    def _serve(self, message: InitializeCache | SchedulerOutput) -> None:
+        if isinstance(message, InitializeCache):
+            self._engine.send(CacheReady(message.epoch, self._boot.index))
+        else:
+            answer = self._worker.answer(message)
+            if self._step_seconds:
+                time.sleep(self._step_seconds)
+            self._engine.send(answer)
+
+
+def main(boot: ProcessBoot, supervisor: Link) -> None:
+    """Answer until told to stop."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--step-ms", type=float, default=0.0)
+    own, _ = parser.parse_known_args()
+    NullWorker(boot, supervisor, own.step_ms / 1e3).run()
+
+
+if __name__ == "__main__":
+    run(main)

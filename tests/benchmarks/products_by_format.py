@@ -1,0 +1,175 @@
+"""Times the matrix products of one step of SmolLM2-135M, form by form and row count by row count.
+
+`python -m tests.benchmarks.products_by_format [--rows 1 16 …] [--threads N] [--json FILE]`. Weights
+are random; every layer has its own, so that they come from memory as in a step. The forms take
+turns within each round, and the best round of each is shown. Beside them the rate at
+which memory is read and what it alone would take for the bytes of each form.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import torch
+
+from worker.kernels import Kernels, load_kernels
+from worker.large_pages import large_pages
+from worker.layers.bf16_weight import Bf16Weight
+from worker.layers.linear import make_linear
+from worker.layers.packed_weight import BLOCK_BYTES, BLOCK_NUMBERS, PackedWeight
+from worker.layers.rotated_weight import RotatedWeight
+
+LAYERS: Final = 30
+LAYER_SHAPES: Final = ((960, 576), (576, 576), (3072, 576), (576, 1536))
+HEAD_SHAPE: Final = (49152, 576)
+
+Step = Callable[[dict[int, torch.Tensor]], None]
+
+
+class Form:
+    """All weights of the model in one form: a step over them, and their bytes."""
+
+    def __init__(self, name: str, step: Step, nbytes: int) -> None:
+        self.name = name
+        self.step = step
+        self.nbytes = nbytes
+
+
+def packed_form(kernels: Kernels, layer_type: str, head_type: str) -> Form:
+    """Packed weights."""
+    weights = [
+        _packed(kernels, gguf_type, shape)
+        for gguf_type, shapes in ((layer_type, LAYER_SHAPES * LAYERS), (head_type, (HEAD_SHAPE,)))
+        for shape in shapes
+    ]
+
+    def step(inputs: dict[int, torch.Tensor]) -> None:
+        for weight in weights:
+            weight.multiply(inputs[weight.in_features])
+
+    return Form(f"{layer_type}, head {head_type}", step, sum(each.nbytes for each in weights))
+
+
+def rotated_form(kernels: Kernels) -> Form:
+    """Rotated weights of 8 bits, but for the head, which this form never has."""
+    weights = [RotatedWeight(kernels, torch.randn(shape)) for shape in LAYER_SHAPES * LAYERS]
+
+    def step(inputs: dict[int, torch.Tensor]) -> None:
+        for weight in weights:
+            weight.multiply(inputs[weight.in_features])
+
+    return Form("rotated, no head", step, sum(each.nbytes for each in weights))
+
+
+def head_form(kernels: Kernels) -> Form:
+    """The head alone, in blocks of 8 bits."""
+    head = _packed(kernels, "Q8_0", HEAD_SHAPE)
+
+    def step(inputs: dict[int, torch.Tensor]) -> None:
+        head.multiply(inputs[head.in_features])
+
+    return Form("head Q8_0 alone", step, head.nbytes)
+
+
+def _packed(kernels: Kernels, gguf_type: str, shape: tuple[int, int]) -> PackedWeight:
+    if gguf_type == "Q8_0":
+        return PackedWeight.from_dense(kernels, torch.randn(shape))
+    num_bytes = BLOCK_BYTES[gguf_type] * shape[0] * shape[1] // BLOCK_NUMBERS[gguf_type]
+    raw = np.full(num_bytes, 0x22, dtype=np.uint8)  # as a float16 scale: 0.012
+    return PackedWeight.from_blocks(kernels, gguf_type, shape, raw)
+
+
+def bf16_form(kernels: Kernels) -> Form:
+    """bfloat16 in panels of our own."""
+    shapes = (*LAYER_SHAPES * LAYERS, HEAD_SHAPE)
+    weights = [Bf16Weight(kernels, torch.randn(shape).bfloat16()) for shape in shapes]
+
+    def step(inputs: dict[int, torch.Tensor]) -> None:
+        for weight in weights:
+            weight.multiply(inputs[weight.in_features])
+
+    return Form("bf16 in panels", step, sum(each.nbytes for each in weights))
+
+
+def dense_form(dtype: torch.dtype) -> Form:
+    """Weights as the worker holds dense ones where it has no kernels."""
+    shapes = (*LAYER_SHAPES * LAYERS, HEAD_SHAPE)
+    linears = [(shape[1], make_linear(torch.randn(shape).to(dtype))) for shape in shapes]
+
+    def step(inputs: dict[int, torch.Tensor]) -> None:
+        for in_features, linear in linears:
+            linear(inputs[in_features])
+
+    nbytes = sum(shape[0] * shape[1] for shape in shapes) * dtype.itemsize
+    return Form(f"{dtype}".removeprefix("torch."), step, nbytes)
+
+
+def best_ms(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e3
+
+
+def read_rate() -> float:
+    """Bytes a second that all threads read together, the best of some passes over 512 MiB."""
+    memory = large_pages(1 << 29).view(torch.float32).fill_(1.0)
+    return memory.nbytes / min(best_ms(memory.sum) for _ in range(8)) * 1e3
+
+
+def measure(forms: list[Form], num_rows: int, rounds: int) -> dict[str, float]:
+    """Milliseconds of a step, by form."""
+    inputs = {width: torch.randn(num_rows, width).bfloat16() for width in (576, 1536)}
+    times: dict[str, float] = {}
+    for _ in range(rounds):
+        for form in forms:
+            form.step(inputs)  # warms the threads
+            taken = best_ms(lambda form=form: form.step(inputs))  # type: ignore[misc]
+            times[form.name] = min(taken, times.get(form.name, taken))
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.products_by_format")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 256])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    kernels = load_kernels()
+    forms = [
+        dense_form(torch.bfloat16),
+        bf16_form(kernels),
+        packed_form(kernels, "Q4_1", "Q8_0"),
+        packed_form(kernels, "Q5_0", "Q8_0"),
+        packed_form(kernels, "Q8_0", "Q8_0"),
+        rotated_form(kernels),
+        head_form(kernels),
+    ]
+    rate = read_rate()
+    print(f"kernels {kernels.variant}, {options.threads} threads, read {rate / 1e9:.1f} GB/s")
+    print(f"{'ms a step, rows':>22}", *(f"{form.name:>18}" for form in forms))
+    limits = {form.name: form.nbytes / rate * 1e3 for form in forms}
+    print(f"{'read alone':>22}", *(f"{limit:18.2f}" for limit in limits.values()))
+    steps = {}
+    for num_rows in options.rows:
+        steps[num_rows] = measure(forms, num_rows, options.rounds)
+        print(f"{num_rows:>22}", *(f"{steps[num_rows][form.name]:18.2f}" for form in forms))
+    if options.json:
+        report = {
+            "variant": kernels.variant,
+            "threads": options.threads,
+            "read_bytes_per_s": rate,
+            "weight_bytes": {form.name: form.nbytes for form in forms},
+            "read_limit_ms": limits,
+            "step_ms_by_rows": steps,
+        }
+        with open(options.json, "w") as file:
+            json.dump(report, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""A workload a line in, its timings a line out.
+
+Both as JSON; the end of the input ends it. Measures what a step does between the scores of its
+rows and their tokens. The cases take turns, a step of each, in ever another order, so that what
+else the machine does, and what is left in its caches, disturbs all of them.
+"""
+
+import statistics
+import sys
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from proto.codec import from_json, to_json_line
+from proto.config import DeviceConfig
+from proto.scheduler_output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
+from tests.benchmarks.messages import (
+    SamplingCase,
+    SamplingCaseTimings,
+    SamplingTimings,
+    SamplingWorkload,
+)
+from worker.batch.inputs import build_inputs
+from worker.batch.rows import Rows
+from worker.device.cpu import CpuDevice
+from worker.kernels import load_kernels
+from worker.sample.backend import KernelBackend
+from worker.sample.sampler import Sampler
+from worker.step_sampler import StepSampler
+
+_BLOCK_SIZE = 16
+_WARM_UP_STEPS = 10
+_NO_GRAMMARS = GrammarOutput(0, 0, [], b"")
+
+
+class SamplingSteps:
+    """One case; its rows get a token with each step."""
+
+    def __init__(self, case: SamplingCase, workload: SamplingWorkload, sampler: Sampler) -> None:
+        num_rows, context = len(case.rows), workload.context_tokens
+        rng = np.random.default_rng(0)
+        most = context + workload.num_steps + _WARM_UP_STEPS
+        rows = Rows(num_rows, most, _BLOCK_SIZE)
+        new = [
+            NewRequestData(
+                handle=row,
+                prompt_token_ids=rng.integers(workload.vocab_size, size=context // 2).tolist(),
+                output_token_ids=rng.integers(workload.vocab_size, size=context // 2).tolist(),
+                sampling_params=params,
+                seed=row,
+                choice=0,
+                block_ids=[list(range(-(-most // _BLOCK_SIZE)))],
+                num_computed_tokens=context - 1,
+                num_scheduled_tokens=1,
+            )
+            for row, params in enumerate(case.rows)
+        ]
+        step = SchedulerOutput(
+            epoch=1,
+            step=1,
+            new_requests=new,
+            cached_requests=CachedRequestData(),
+            total_num_scheduled_tokens=num_rows,
+            finished_handles=[],
+            preempted_handles=[],
+        )
+        self._inputs = build_inputs(step, rows.apply(step), rows)
+        self._sampler = StepSampler(rows, sampler)
+        self._handles = list(range(num_rows))
+        dtype: torch.dtype = getattr(torch, workload.dtype)
+        generator = torch.Generator().manual_seed(0)
+        scores = torch.randn(num_rows, workload.vocab_size, generator=generator)
+        for row, each in enumerate(new):  # what the text speaks of: penalties take its lead
+            scores[row, each.output_token_ids[0]] = scores[row].max() + 0.01
+        self._scores = scores.to(dtype)
+        self._spent = torch.empty_like(self._scores)
+        self.seconds: list[float] = []
+
+    def run(self) -> None:
+        """Sample once, from scores that the caches hold as when they were just computed."""
+        self._spent.copy_(self._scores)
+        broken = np.zeros(len(self._handles), dtype=np.bool_)
+        started = perf_counter()
+        self._sampler.choose(self._inputs, self._handles, self._spent, broken, lambda: _NO_GRAMMARS)
+        self.seconds.append(perf_counter() - started)
+
+
+@torch.inference_mode()
+def play(workload: SamplingWorkload) -> SamplingTimings:
+    """Measure one workload."""
+    threads = CpuDevice(DeviceConfig(cpu_threads=workload.num_threads)).num_threads
+    torch.set_num_threads(threads)
+    kernels = load_kernels()
+    sampler = Sampler(KernelBackend(kernels))
+    steps = [SamplingSteps(case, workload, sampler) for case in workload.cases]
+    order = np.random.default_rng(0)
+    for _ in range(_WARM_UP_STEPS + workload.num_steps):
+        for number in order.permutation(len(steps)):  # else one always finds what one leaves
+            steps[number].run()
+    times = [each.seconds[_WARM_UP_STEPS:] for each in steps]
+    return SamplingTimings(
+        kernels=kernels.variant,
+        num_threads=threads,
+        num_steps=workload.num_steps,
+        cases=[
+            SamplingCaseTimings(
+                name=case.name,
+                num_rows=len(case.rows),
+                step_us_median=1e6 * statistics.median(seconds),
+                step_us_min=1e6 * min(seconds),
+                ratio_median=statistics.median(seconds) / statistics.median(times[0]),
+                ratio_min=min(seconds) / min(times[0]),
+            )
+            for case, seconds in zip(workload.cases, times, strict=True)
+        ],
+    )
+
+
+def main() -> None:
+    """Play until nothing more is asked."""
+    for line in sys.stdin.buffer:
+        sys.stdout.buffer.write(to_json_line(play(from_json(line, SamplingWorkload))))
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""A workload a line in, its timings a line out.
+
+Both as JSON; the end of the input ends it.
+"""
+
+import gc
+import itertools
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import thread_time_ns
+from typing import Final
+
+import msgspec
+
+from engine_core.compiled import use_compiled
+from engine_core.core import build_parts, scheduler_settings
+from engine_core.kv_cache.hashing import BlockHasher
+from engine_core.kv_events import NoKVEvents
+from engine_core.pool_plan import PoolPlan, plan_pool
+from engine_core.trace.tracing import NO_TRACING, Tracing, start_tracing
+from engine_core.transport import FrontEndLinks
+from engine_core.view.views import EngineViews
+from proto import PROTOCOL_VERSION
+from proto.codec import MessageDecoder, encode, from_json, to_json_line
+from proto.config import CacheConfig, SchedulerConfig, ServeConfig, TraceConfig
+from proto.config_checks import validate
+from proto.engine_io import EngineCoreOutputs, EngineCoreRequest
+from proto.heap import settle_heap
+from proto.lifecycle import WorkerReady
+from proto.model_runner_output import ModelRunnerOutput
+from proto.sampling_params import SamplingParams
+from proto.scheduler_output import SchedulerOutput
+from tests.benchmarks.messages import RequestRecipe, SchedulerTimings, SchedulerWorkload, Timing
+from tests.benchmarks.null_worker import GEOMETRY, NUM_TOKEN_IDS, FakeWorker
+
+# From many samples to a median and a 99th percentile.
+
+
+def timing(samples: Sequence[float]) -> Timing | None:
+    """None when nothing was measured."""
+    if not samples:
+        return None
+    ordered = sorted(samples)
+    return Timing(statistics.median(ordered), ordered[int(len(ordered) * 0.99)])
+
+
+# From the recipe of a workload to token ids and requests.
+
+
+EPOCH = 1
+LOWEST_TOKEN_ID, HIGHEST_TOKEN_ID = 1000, 30_000
+
+
+def prompt_of(recipe: RequestRecipe) -> list[int]:
+    """The token ids of a prompt."""
+    tokens: list[int] = []
+    for seed, number in recipe.segments:
+        plain = range(LOWEST_TOKEN_ID, HIGHEST_TOKEN_ID)
+        tokens += random.Random(seed).choices(plain, k=number)
+    return tokens
+
+
+def requests_of(workload: SchedulerWorkload) -> Iterator[EngineCoreRequest]:
+    """The requests of a workload, without end."""
+    recipes = [(recipe, prompt_of(recipe)) for recipe in workload.requests]
+    for request_id, (recipe, prompt) in enumerate(itertools.cycle(recipes)):
+        yield EngineCoreRequest(
+            epoch=EPOCH,
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(max_tokens=recipe.max_tokens),
+            seed=request_id,
+            arrival_time=float(request_id),
+            priority=recipe.priority,
+            tenant=recipe.tenant,
+        )
+
+
+# The engine of a workload: wired as in the daemon, its messages kept instead of sent.
+
+
+_FINGERPRINT = bytes(32)
+_CLIENT = 0
+
+
+class KeptMessages(FrontEndLinks):
+    """Stands where the links to the front ends do; `last` is what was sent last."""
+
+    def __init__(self) -> None:
+        super().__init__("", EPOCH, ())
+        self.last = EngineCoreOutputs(EPOCH, 0, 0.0)
+
+    @property
+    def alive(self) -> list[int]:
+        return [_CLIENT]
+
+    def send(self, client: int, message: msgspec.Struct) -> None:
+        assert isinstance(message, EngineCoreOutputs)
+        self.last = message
+
+
+class BenchEngine:
+    """The parts of an engine and the requests of a workload.
+
+    Every setting that the workload does not name has its default, but any number may wait.
+    views: of the live view, if anybody watches.
+    """
+
+    def __init__(self, workload: SchedulerWorkload) -> None:
+        """Raises ConfigError for a workload whose settings are impossible or not available."""
+        config = ServeConfig(
+            cache=CacheConfig(
+                block_size=workload.block_size, num_gpu_blocks_override=workload.num_blocks
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=workload.max_num_seqs,
+                max_num_batched_tokens=workload.max_num_batched_tokens,
+                scheduling_policy=workload.scheduling_policy,
+                max_num_queued_reqs=0,
+                max_num_queued_tokens=0,
+            ),
+        )
+        validate(config)
+        worker = WorkerReady(
+            PROTOCOL_VERSION, EPOCH, 0, GEOMETRY, 0, NUM_TOKEN_IDS, _FINGERPRINT, "none"
+        )
+        plan = plan_pool([worker], config, workload.max_model_len)
+        self.sent = KeptMessages()
+        tracing = _tracing(config, plan, worker) if workload.traced else NO_TRACING
+        self.parts = build_parts(
+            config, plan, worker, self.sent, EPOCH, NoKVEvents(), tracing=tracing
+        )
+        self.views: list[EngineViews] = []
+        if workload.watched:
+            assert isinstance(self.parts.views, EngineViews), "the page is on by default"
+            self.parts.views.watch(_CLIENT, wanted=True)
+            self.views.append(self.parts.views)
+        settle_heap()
+        self._requests = requests_of(workload)
+        self._concurrency = workload.concurrency
+
+    def offer(self) -> None:
+        """Take requests in until as many are unfinished as the workload asks for."""
+        scheduler, intake = self.parts.scheduler, self.parts.intake
+        while scheduler.num_unfinished < self._concurrency:
+            before = scheduler.num_unfinished
+            intake.take(_CLIENT, next(self._requests))
+            assert scheduler.num_unfinished > before, "the engine refused a request"
+        self.parts.outbox.flush()
+
+
+def _tracing(config: ServeConfig, plan: PoolPlan, worker: WorkerReady) -> Tracing:
+    """Into a file that nobody will read: its name is gone at once."""
+    scheduler = scheduler_settings(config, worker)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = TraceConfig(sched_trace=str(Path(folder) / "trace.jsonl"))
+        return start_tracing(trace, scheduler, plan, worker, EPOCH, True)
+
+
+# How long the halves of a step take, and its three messages.
+#
+# offer ▸ schedule() ▸ SchedulerOutput ▸ null worker ▸ ModelRunnerOutput ▸ update ▸ outputs
+#         measured     measured                         measured           measured  measured
+#
+# CPU time of the thread: whoever else wants the core does not count.
+
+
+STEPS_A_VIEW: Final = 16
+
+
+@dataclass
+class Samples:
+    """One entry for each step that counts; microseconds, bytes and numbers of requests."""
+
+    schedule: list[float] = field(default_factory=list)
+    update: list[float] = field(default_factory=list)
+    encode: list[float] = field(default_factory=list)
+    decode: list[float] = field(default_factory=list)
+    wire_bytes: list[float] = field(default_factory=list)
+    view: list[float] = field(default_factory=list)
+    num_scheduled: list[int] = field(default_factory=list)
+    num_preempted: list[int] = field(default_factory=list)
+
+
+def time_steps(workload: SchedulerWorkload) -> SchedulerTimings:
+    """Play a workload: warm up, then measure."""
+    player = StepPlayer(workload)
+    for _ in range(workload.warm_up_steps):
+        player.step(Samples())
+    samples = Samples()
+    for _ in range(workload.measured_steps):
+        player.step(samples)
+    counted = samples.num_scheduled
+    return SchedulerTimings(
+        workload=workload.name,
+        num_steps=len(counted),
+        num_scheduled=sum(counted) / max(1, len(counted)),
+        num_preempted=sum(samples.num_preempted) / max(1, len(counted)),
+        schedule=timing(samples.schedule),
+        update=timing(samples.update),
+        encode=timing(samples.encode),
+        decode=timing(samples.decode),
+        wire_bytes=timing(samples.wire_bytes),
+        view=timing(samples.view),
+    )
+
+
+class StepPlayer:
+    """Steps an engine whose worker is not there."""
+
+    def __init__(self, workload: SchedulerWorkload) -> None:
+        self._engine = BenchEngine(workload)
+        self._worker = FakeWorker()
+        self._views = self._engine.views
+        self._num_steps = 0
+        self._only_preempting = workload.measure == "preempting steps"
+        self._step_decoder = MessageDecoder[SchedulerOutput](SchedulerOutput)
+        self._result_decoder = MessageDecoder[ModelRunnerOutput](ModelRunnerOutput)
+        self._outputs_decoder = MessageDecoder[EngineCoreOutputs](EngineCoreOutputs)
+
+    def step(self, samples: Samples) -> None:
+        """One step; its figures are appended to `samples` if it is one that counts."""
+        parts = self._engine.parts
+        self._engine.offer()
+        start = thread_time_ns()
+        output = parts.scheduler.schedule()
+        scheduled = thread_time_ns()
+
+        answer = self._worker.answer(output)
+        encode_start = thread_time_ns()
+        step_frame, result_frame = encode(output), encode(answer)
+        encoded = thread_time_ns()
+        self._step_decoder.decode(step_frame)
+        result = self._result_decoder.decode(result_frame)
+        decoded = thread_time_ns()
+
+        update_start = thread_time_ns()
+        parts.outbox.add_step(parts.scheduler.update_from_output(output, result))
+        parts.outbox.flush()
+        updated = thread_time_ns()
+
+        outputs_start = thread_time_ns()
+        outputs_frame = encode(self._engine.sent.last)
+        outputs_encoded = thread_time_ns()
+        self._outputs_decoder.decode(outputs_frame)
+        outputs_decoded = thread_time_ns()
+
+        self._show(samples)
+        if self._only_preempting and not output.preempted_handles:
+            return
+        samples.schedule.append((scheduled - start) / 1e3)
+        samples.update.append((updated - update_start) / 1e3)
+        samples.encode.append((encoded - encode_start + outputs_encoded - outputs_start) / 1e3)
+        samples.decode.append((decoded - encoded + outputs_decoded - outputs_encoded) / 1e3)
+        samples.wire_bytes.append(len(step_frame) + len(result_frame) + len(outputs_frame))
+        samples.num_scheduled.append(len(answer.handles))
+        samples.num_preempted.append(len(output.preempted_handles))
+
+    def _show(self, samples: Samples) -> None:
+        """Make a view if somebody watches, about as often as steps of a CPU have one."""
+        self._num_steps += 1
+        for views in self._views if self._num_steps % STEPS_A_VIEW == 0 else ():
+            start = thread_time_ns()
+            encode(views.make(0.0))
+            samples.view.append((thread_time_ns() - start) / 1e3)
+
+
+# How long the block hashes of a prompt take.
+
+
+def time_hashing(workload: SchedulerWorkload) -> SchedulerTimings:
+    """Hash the prompt of the first request `measured_steps` times."""
+    hasher = BlockHasher(workload.block_size, _FINGERPRINT)
+    tokens = prompt_of(workload.requests[0])
+    samples = []
+    for _ in range(workload.warm_up_steps + workload.measured_steps):
+        started = thread_time_ns()
+        hasher.extend([], tokens)
+        samples.append((thread_time_ns() - started) / 1e3)
+    counted = samples[workload.warm_up_steps :]
+    return SchedulerTimings(workload=workload.name, num_steps=len(counted), hash=timing(counted))
+
+
+def play(workload: SchedulerWorkload) -> SchedulerTimings:
+    """Measure one workload, in an engine of its own."""
+    from tests.benchmarks.scheduler_program import time_hashing, time_steps
+
+    if workload.measure == "hashing":
+        return time_hashing(workload)
+    return time_steps(workload)
+
+
+def main() -> None:
+    """Play until nothing more is asked, compiled where the engine would be."""
+    use_compiled()
+    for line in sys.stdin.buffer:
+        timings = play(from_json(line, SchedulerWorkload))
+        gc.unfreeze()
+        gc.collect()  # the engine is gone; the next one pays for itself alone
+        sys.stdout.buffer.write(to_json_line(timings))
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

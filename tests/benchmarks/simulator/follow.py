@@ -1,0 +1,138 @@
+"""A trace followed line by line: does the scheduler decide again what it decided?
+
+The lines are the clock: each arrival, step, result and abort happens where it stands. So nothing
+depends on how long anything takes, and a difference is one of the scheduler, or of what a trace
+does not tell: grammars, sessions and beam searches wait for more than room.
+"""
+
+from collections import deque
+
+import msgspec
+
+from engine_core.scheduler.pins import EXPIRED
+from engine_core.trace.recorder import Recorder
+from proto.model_runner_output import ModelRunnerOutput
+from proto.sched_trace import (
+    Arrival,
+    Decision,
+    Dropped,
+    Event,
+    Finish,
+    PinEnd,
+    Result,
+    Step,
+    TraceLine,
+    TurnEnd,
+)
+from proto.scheduler_output import SchedulerOutput
+from tests.benchmarks.simulator.messages import Verdict
+from tests.benchmarks.simulator.recording import Recording
+from tests.benchmarks.simulator.rig import CUT_SHORT, EPOCH, Rig
+
+_SHOWN = 120
+"""Characters of a decision in a message."""
+
+
+class Follower:
+    """Follows one recording, up to the first difference."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._now = 0.0
+        self._decision = Decision()
+        recorder = Recorder(self._note, started=0.0, num_seats=0, clock=lambda: self._now)
+        self._rig = Rig(recording.header, recorder, lambda: self._now, aborts=True)
+        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._num_steps = self._num_admitted = self._num_preempted = 0
+        self._epoch = EPOCH
+
+    def run(self) -> Verdict:
+        difference = ""
+        for line in self._recording.lines:
+            self._now = line.time_us / 1e6
+            difference = self._follow(line)
+            if difference:
+                break
+        return Verdict(
+            num_steps=self._num_steps,
+            num_admitted=self._num_admitted,
+            num_preempted=self._num_preempted,
+            difference=difference,
+        )
+
+    def _note(self, line: msgspec.Struct) -> None:
+        if isinstance(line, Step):
+            self._decision = line.decision
+
+    def _follow(self, line: TraceLine) -> str:
+        """What is different; "" for nothing."""
+        scheduler = self._rig.scheduler
+        match line:
+            case Arrival():
+                sequence = self._recording.sequences[line.handle]
+                tokens = self._recording.tokens(sequence)
+                self._rig.add(sequence, tokens, line.arrived_us / 1e6)
+            case Step():
+                return self._step(line)
+            case Result():
+                return self._result(line)
+            case Finish() if line.reason in CUT_SHORT:
+                arrival = self._recording.sequences[line.handle].arrival
+                scheduler.abort(arrival.request_id, arrival.choice)
+            case TurnEnd():
+                scheduler.end_turn(line.request_id, line.job, line.tool)
+            case PinEnd() if line.reason == EXPIRED:
+                scheduler.jobs.end_overdue()  # while no step did it, perhaps
+            case Event():
+                self._event(line)
+            case Dropped():
+                return f"{line.num_lines} lines are missing"
+        return ""
+
+    def _step(self, line: Step) -> str:
+        scheduler = self._rig.scheduler
+        scheduler.convene()
+        output = scheduler.schedule()
+        result = self._rig.worker.answer(output)
+        self._in_flight.append((output, result))
+        if self._decision != line.decision:
+            return _difference(line, self._decision)
+        self._num_steps += 1
+        self._num_admitted += len(line.decision.hits)
+        self._num_preempted += len(line.decision.preempted)
+        return ""
+
+    def _result(self, line: Result) -> str:
+        """Steps before it that computed nothing have none."""
+        while self._in_flight:
+            output, result = self._in_flight.popleft()
+            if output.step == line.step:
+                result = msgspec.structs.replace(result, compute_seconds=line.compute_seconds)
+                self._rig.scheduler.update_from_output(output, result)
+                return ""
+        return f"step {line.step}: a result for a step that was not sent"
+
+    def _event(self, line: Event) -> None:
+        scheduler = self._rig.scheduler
+        match line.what:
+            case "restart":
+                self._in_flight.clear()
+                self._epoch += 1
+                scheduler.start_over(self._epoch)
+            case "pause":
+                scheduler.pause("freeze" if line.detail == "freeze" else "finish_running")
+            case "resume":
+                scheduler.resume()
+            case "reset":
+                scheduler.reset_prefix_cache(preempting=bool(line.detail))
+
+
+def _difference(line: Step, ours: Decision) -> str:
+    """The first field in which they differ."""
+    for name in Decision.__struct_fields__:
+        theirs, mine = getattr(line.decision, name), getattr(ours, name)
+        if theirs != mine:
+            return (
+                f"step {line.step}: {name} is {str(mine)[:_SHOWN]}, and was {str(theirs)[:_SHOWN]}"
+            )
+    raise AssertionError("they are the same")

@@ -1,0 +1,406 @@
+"""A scheduler over a KV cache as a trace had them, and a worker that answers as its worker did."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Final, Protocol
+
+import msgspec
+
+from engine_core.kv_cache.holds import PoolHolds
+from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.kv_cache.observers import PoolObserver
+from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
+from engine_core.kv_connector.offload.connector import OffloadingScheduler
+from engine_core.queues.base import RequestQueue
+from engine_core.request import Request
+from engine_core.scheduler.chunking import ChunkRule
+from engine_core.scheduler.external_kv import Connect, IsSound, no_connector
+from engine_core.scheduler.gates import Wake
+from engine_core.scheduler.observer import SchedulerObserver
+from engine_core.scheduler.pin_order import Pin
+from engine_core.scheduler.scheduler import Scheduler
+from engine_core.scheduler.step_plan import StepPlan
+from engine_core.scheduler.step_results import ends_of_rows
+from engine_core.trace.file import TraceFile
+from engine_core.trace.recorder import Recorder
+from proto.agents import NO_AGENT, AgentHint
+from proto.kv_offload import FinishedJob, OffloadMetadata, OffloadReport, TransferJob
+from proto.kv_transfer import NO_PAYLOAD, KVConnectorOutput, Payload, pack, unpack
+from proto.kv_transfer_config import KVTransferConfig
+from proto.lifecycle import KVCacheGeometry
+from proto.model_runner_output import ModelRunnerOutput
+from proto.sampling_params import SamplingParams
+from proto.sched_trace import Arrival, TraceHeader
+from proto.scheduler_output import SchedulerOutput
+from tests.benchmarks.simulator.messages import HostTier, ReplayOrder
+from tests.benchmarks.simulator.recording import STOP, VOCAB_SIZE, RecordedRequest, Tokens
+
+# Host memory behind a simulated pool: the offloading connector, whose copies only take time.
+#
+# The deciding half is the real one, with its ledger; this is in the place of the copying half. Owns
+# the copies that are under way: those of one direction follow each other, each takes as long as its
+# blocks do, and no step waits for any but those that have to be over before it (`flush`).
+
+
+_RANKS = 1
+
+
+class Tier(Protocol):
+    """What a simulation has behind its pool."""
+
+    def connect(self, kv_cache: KVCacheManager) -> Connect:
+        """How a scheduler over this pool comes to its connector."""
+        ...
+
+    def begin(self, metadata: Payload, now: float) -> float:
+        """What a step orders, at its decision; returns when it may be computed."""
+        ...
+
+    def take(self, now: float) -> KVConnectorOutput | None:
+        """A copy that is over; None where there is none."""
+        ...
+
+    def next_end(self) -> list[float]:
+        """Of the copy that is over first; of none or one."""
+        ...
+
+
+class NoTier:
+    """The pool is all there is."""
+
+    def connect(self, kv_cache: KVCacheManager) -> Connect:
+        return no_connector
+
+    def begin(self, metadata: Payload, now: float) -> float:
+        return now
+
+    def take(self, now: float) -> KVConnectorOutput | None:
+        return None
+
+    def next_end(self) -> list[float]:
+        return []
+
+
+NO_TIER: Final = NoTier()
+
+
+class SimulatedTier:
+    """One with room."""
+
+    def __init__(self, tier: HostTier, header: TraceHeader) -> None:
+        self._block_seconds = tier.block_ms / 1e3
+        self._num_slots = tier.num_blocks
+        self._header = header
+        self._free_at = {True: 0.0, False: 0.0}
+        self._under_way: dict[int, tuple[float, TransferJob]] = {}
+        self._put_off: list[TransferJob] = []
+        self._handles: dict[int, int] = {}
+
+    def connect(self, kv_cache: KVCacheManager) -> Connect:
+        header = self._header
+        extra = {"cpu_bytes_to_use": self._num_slots * header.block_size}
+        config = KVTransferConfig(
+            kv_connector="OffloadingConnector", kv_connector_extra_config=extra
+        )
+
+        def made(holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
+            context = SchedulerContext(
+                geometry=KVCacheGeometry(1, 1, 1, "none", 1, header.groups),
+                block_size=header.block_size,
+                num_blocks=header.num_blocks,
+                fingerprint=bytes(32),
+                num_ranks=_RANKS,
+                holds=holds,
+                block_ids=kv_cache.block_ids,
+                wake=wake,
+                is_sound=is_sound,
+            )
+            return OffloadingScheduler(config, context)
+
+        return made
+
+    def begin(self, metadata: Payload, now: float) -> float:
+        """Stores that an earlier step put off begin, then its own loads."""
+        orders = OffloadMetadata() if metadata == NO_PAYLOAD else unpack(metadata, OffloadMetadata)
+        for job in (*self._put_off, *orders.loads):
+            self._start(job, now)
+        self._put_off = list(orders.stores)
+        for job, handle in zip(orders.loads, orders.load_handles, strict=True):
+            self._handles[job.job_id] = handle
+        for job in [each for each in self._put_off if each.job_id in orders.flush]:
+            self._put_off.remove(job)
+            self._start(job, now)
+        flushed = (self._under_way[each][0] for each in orders.flush if each in self._under_way)
+        return max(flushed, default=now)
+
+    def take(self, now: float) -> KVConnectorOutput | None:
+        for number, (end, job) in self._under_way.items():
+            if end <= now:
+                del self._under_way[number]
+                return self._report(job)
+        return None
+
+    def next_end(self) -> list[float]:
+        return [min(end for end, _ in self._under_way.values())] if self._under_way else []
+
+    def _start(self, job: TransferJob, now: float) -> None:
+        seconds = _num_blocks(job) * self._block_seconds
+        end = max(now, self._free_at[job.is_load]) + seconds
+        self._free_at[job.is_load] = end
+        self._under_way[job.job_id] = (end, job)
+
+    def _report(self, job: TransferJob) -> KVConnectorOutput:
+        num_blocks = _num_blocks(job)
+        num_bytes = num_blocks * self._header.block_size
+        done = FinishedJob(job.job_id, True, num_bytes, num_blocks * self._block_seconds)
+        return KVConnectorOutput(
+            finished_recving=[self._handles.pop(job.job_id)] if job.is_load else [],
+            worker_metadata=pack(OffloadReport([done])),
+        )
+
+
+def _num_blocks(job: TransferJob) -> int:
+    return sum(len(each.block_ids) for each in job.device)
+
+
+EPOCH = 1
+CUT_SHORT = ("abort", "error")
+_FINGERPRINT = bytes(32)
+
+
+def settings(header: TraceHeader, order: ReplayOrder) -> TraceHeader:
+    """The header as it would be with what the order replaces; raises msgspec.ValidationError."""
+    given = {
+        "scheduling_policy": order.policy,
+        "pin_policy": order.pin_policy,
+        "max_num_seqs": order.max_num_seqs,
+        "max_num_batched_tokens": order.max_num_batched_tokens,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    scheduler = msgspec.convert(
+        msgspec.to_builtins(header.scheduler) | changes, type(header.scheduler)
+    )
+    num_blocks = order.num_blocks or header.num_blocks
+    return msgspec.structs.replace(header, scheduler=scheduler, num_blocks=num_blocks)
+
+
+class Rig:
+    """The parts, and the requests that were given to them.
+
+    one_tenant: every request is the same tenant's. aborts: whoever was cut short in the trace is
+    aborted by the caller; otherwise it stops with the last token that it had.
+    tier: behind the pool.
+    """
+
+    def __init__(
+        self,
+        header: TraceHeader,
+        observer: SchedulerObserver,
+        clock: Callable[[], float],
+        *,
+        one_tenant: bool = False,
+        aborts: bool = False,
+        pool_observers: Sequence[PoolObserver] = (),
+        tier: Tier = NO_TIER,
+    ) -> None:
+        config = header.scheduler
+        self.kv_cache = KVCacheManager(
+            header.num_blocks,
+            header.block_size,
+            header.enable_prefix_caching,
+            _FINGERPRINT,
+            groups=header.groups,
+            longest_chunk=ChunkRule.from_config(config).longest_chunk,
+            observers=pool_observers,
+        )
+        self.scheduler = Scheduler(
+            config,
+            self.kv_cache,
+            epoch=EPOCH,
+            max_model_len=header.max_model_len,
+            vocab_size=VOCAB_SIZE,
+            clock=clock,
+            connect=tier.connect(self.kv_cache),
+            observer=observer,
+        )
+        self.worker = ReplayWorker()
+        self._one_tenant = one_tenant
+        self._aborts = aborts
+
+    def add(self, sequence: RecordedRequest, tokens: Tokens, arrival_time: float) -> None:
+        """A request with this content is in the queue."""
+        arrival = sequence.arrival
+        num_prompt = arrival.num_prompt_tokens
+        known = tokens.first(num_prompt + arrival.num_output_tokens)
+        self.worker.expect(arrival.handle, tokens, _end(sequence, self._aborts))
+        self._add(
+            Request(
+                handle=arrival.handle,
+                request_id=arrival.request_id,
+                choice=arrival.choice,
+                prompt_token_ids=known[:num_prompt],
+                output_token_ids=known[num_prompt:],
+                sampling_params=SamplingParams(
+                    max_tokens=arrival.max_tokens,
+                    stop_token_ids=(STOP,),
+                    prompt_logprobs=None if arrival.reads_cache else 0,
+                ),
+                hasher=self.kv_cache.hasher,
+                priority=arrival.priority,
+                arrival_time=arrival_time,
+                tenant=0 if self._one_tenant else arrival.tenant,
+                agent=_agent_of(arrival),
+            )
+        )
+
+    def _add(self, request: Request) -> None:
+        """As the engine's intake does."""
+        self.scheduler.add_request(request)
+        self.scheduler.backlog.enter(request)
+
+
+def _end(sequence: RecordedRequest, aborts: bool) -> int:
+    """How many tokens it has when its last one is to be a stop token; 0 where none is."""
+    finish = sequence.finish
+    if finish is None or finish.reason == "length" or not finish.num_output_tokens:
+        return 0
+    if aborts and finish.reason in CUT_SHORT:
+        return 0
+    return sequence.arrival.num_prompt_tokens + finish.num_output_tokens
+
+
+def _agent_of(arrival: Arrival) -> AgentHint:
+    if not arrival.job:
+        return NO_AGENT
+    return AgentHint(arrival.job, arrival.is_last_step, arrival.ttl_ms)
+
+
+class ReplayWorker:
+    """Knows of each sequence what it will say."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, Tokens] = {}
+        self._ends: dict[int, int] = {}
+        self._num_tokens: dict[int, int] = {}
+
+    def expect(self, handle: int, tokens: Tokens, end: int) -> None:
+        """end: it stops with so many tokens in all; 0 for never."""
+        self._tokens[handle] = tokens
+        self._ends[handle] = end
+
+    def answer(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """A token for each sequence whose tokens are all computed after this step.
+
+        To be asked about every step, in their order, also those that compute nothing.
+        """
+        num_tokens = self._num_tokens
+        for handle in output.finished_handles:
+            num_tokens.pop(handle, None)
+        for new in output.new_requests:
+            num_tokens[new.handle] = len(new.prompt_token_ids) + len(new.output_token_ids)
+        handles = [each.handle for each in output.new_requests] + output.cached_requests.handles
+        sampled: list[list[int]] = []
+        for handle, end in zip(handles, ends_of_rows(output), strict=True):
+            number = num_tokens[handle]
+            if end < number:
+                sampled.append([])
+                continue
+            is_last = number + 1 == self._ends[handle]
+            sampled.append([STOP if is_last else self._tokens[handle].at(number)])
+            num_tokens[handle] = number + 1
+        return ModelRunnerOutput(output.epoch, output.step, handles, sampled)
+
+
+# A simulation's own trace, to be looked at as one of a daemon.
+#
+# Lines are those of the recorder, on the virtual clock; jobs are those of the replayed trace.
+
+
+MAX_BYTES: Final = 1 << 36
+"""Of the file; it is the caller's disk."""
+MAX_UNWRITTEN: Final = 1 << 30
+"""A simulation waits for nobody, and nothing of it is to be missing."""
+
+
+class FileTape:
+    """A `Tracing` that writes to a file; raises ConfigError where there can be none.
+
+    job_of: by handle. clock: the simulation's, from 0.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        header: TraceHeader,
+        job_of: Callable[[int], str],
+        clock: Callable[[], float],
+    ) -> None:
+        self._file = TraceFile(path, MAX_BYTES, MAX_UNWRITTEN)
+        self._file.put(header)
+        self._job_of = job_of
+        seats = min(header.scheduler.max_num_seqs, header.scheduler.step_tokens)
+        recorder = Recorder(self._put, started=0.0, num_seats=seats, clock=clock)
+        self.scheduler_observer: SchedulerObserver = recorder
+        self.pool_observers: Sequence[PoolObserver] = (recorder.census,)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _put(self, line: msgspec.Struct) -> None:
+        if isinstance(line, Arrival):
+            line = msgspec.structs.replace(line, job=self._job_of(line.handle))
+        self._file.put(line)
+
+
+class Both:
+    """Two observers of one scheduler."""
+
+    def __init__(self, first: SchedulerObserver, second: SchedulerObserver) -> None:
+        self._observers = (first, second)
+
+    def watch(
+        self, waiting: RequestQueue, running: Collection[Request], kv_cache: KVCacheManager
+    ) -> None:
+        for each in self._observers:
+            each.watch(waiting, running, kv_cache)
+
+    def added(self, request: Request) -> None:
+        for each in self._observers:
+            each.added(request)
+
+    def step_begins(self, plan: StepPlan) -> None:
+        for each in self._observers:
+            each.step_begins(plan)
+
+    def step_decided(self, step: int, plan: StepPlan) -> None:
+        for each in self._observers:
+            each.step_decided(step, plan)
+
+    def found_elsewhere(
+        self, request: Request, num_tokens: int, connector: str, *, is_async: bool
+    ) -> None:
+        for each in self._observers:
+            each.found_elsewhere(request, num_tokens, connector, is_async=is_async)
+
+    def step_done(self, result: ModelRunnerOutput) -> None:
+        for each in self._observers:
+            each.step_done(result)
+
+    def finished(self, request: Request) -> None:
+        for each in self._observers:
+            each.finished(request)
+
+    def turn_ended(self, request_id: int, job: str, tool: str) -> None:
+        for each in self._observers:
+            each.turn_ended(request_id, job, tool)
+
+    def pinned(self, pin: Pin, ttl: float) -> None:
+        for each in self._observers:
+            each.pinned(pin, ttl)
+
+    def unpinned(self, pin: Pin, reason: str) -> None:
+        for each in self._observers:
+            each.unpinned(pin, reason)
+
+    def happened(self, what: str, detail: str) -> None:
+        for each in self._observers:
+            each.happened(what, detail)

@@ -1,0 +1,481 @@
+"""Arrivals through the real scheduler, on a clock that only this moves.
+
+    time ──▶   arrivals that are due ▸ the oldest step, if it is over ▸ one more step, if there is
+               room in flight ▸ nothing of these: on to the next arrival or the end of the step
+
+The loop is the engine's own (`stepper.py`); steps take as long as a model of them says. Nothing
+is drawn and nothing is timed, so the same orders give the same figures.
+"""
+
+import heapq
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.queues.base import RequestQueue
+from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.pin_order import Pin
+from engine_core.scheduler.step_plan import StepPlan
+from engine_core.stepper import OVERLAPPED, SYNCHRONOUS
+from engine_core.trace.tracing import NO_TRACING, Tracing
+from proto.model_runner_output import ModelRunnerOutput
+from proto.sched_trace import Result, Step, TraceHeader, TraceLine
+from proto.scheduler_output import SchedulerOutput
+from tests.benchmarks.simulator.messages import ReplayFigures, Spread, StepModel
+from tests.benchmarks.simulator.recording import Arrivals, RecordedRequest, Recording
+from tests.benchmarks.simulator.rig import NO_TIER, Both, FileTape, Rig, Tier
+
+# How long steps take, fitted to those of a trace.
+#
+# A step's time is from its decision, or from the result before it where that came later, to its
+# result. Without overlap the engine itself takes some time between a result and the next decision;
+# its median is part of every step.
+#
+#     overlapped     decide 1, 2     result 1 ├──── step 2 ────┤ result 2
+#     otherwise      decide 1 ├──── step 1 ────┤ result 1 ├ engine ┤ decide 2
+
+
+Matrix = NDArray[np.float64]
+
+FEWEST = 8
+"""Steps that something can be fitted to."""
+_TRIMMED = 0.98
+"""Part of the steps that counts in the end: the others are those that fit worst."""
+
+
+class TooFewStepsError(ValueError):
+    """There is nothing to fit a model to."""
+
+
+def fit(lines: Sequence[TraceLine], overlapped: bool) -> StepModel:
+    """Least squares, without negative terms; raises TooFewStepsError."""
+    shapes, times = _samples(lines)
+    if len(times) < FEWEST:
+        raise TooFewStepsError(f"{len(times)} steps are too few to know how long they take")
+    features, measured = np.array(shapes, dtype=np.float64), np.array(times)
+    weights = _least_squares(features, measured)
+    errors = np.abs(features @ weights - measured)
+    kept = errors <= np.quantile(errors, _TRIMMED)
+    weights = _least_squares(features[kept], measured[kept])
+    base, per_token, per_row, per_context = (float(each) / 1e3 for each in weights)
+    return StepModel(
+        base_ms=base + (0.0 if overlapped else _turnaround(lines) / 1e3),
+        per_token_ms=per_token,
+        per_row_ms=per_row,
+        per_context_ms=per_context,
+    )
+
+
+def _samples(lines: Sequence[TraceLine]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """(1, tokens, sequences, context) and microseconds of each step that has a result."""
+    shapes: list[tuple[int, ...]] = []
+    times: list[int] = []
+    open_steps: dict[int, Step] = {}
+    before = 0
+    for line in lines:
+        if isinstance(line, Step):
+            open_steps[line.step] = line
+        elif isinstance(line, Result):
+            step = open_steps.pop(line.step, None)
+            if step is not None:
+                made = step.decision
+                num_rows = len(made.new) + len(made.resumed) + len(made.running)
+                shapes.append((1, made.num_tokens, num_rows, made.context_tokens))
+                times.append(line.time_us - max(step.time_us, before))
+            before = line.time_us
+    return shapes, times
+
+
+def _turnaround(lines: Sequence[TraceLine]) -> float:
+    """Microseconds, median, from a result to the next decision where somebody runs."""
+    result: Result | None = None
+    found: list[int] = []
+    for line in lines:
+        if isinstance(line, Result):
+            result = line
+        elif isinstance(line, Step):
+            if result is not None and line.snapshot.running:
+                found.append(line.time_us - result.time_us)
+            result = None
+    return float(np.median(found)) if found else 0.0
+
+
+def _least_squares(features: Matrix, measured: Matrix) -> Matrix:
+    """Terms that would be negative are left out, the worst one first."""
+    used = list(range(features.shape[1]))
+    weights = np.zeros(features.shape[1])
+    while used:
+        scale = np.maximum(np.abs(features[:, used]).max(axis=0), 1.0)
+        solved = np.linalg.lstsq(features[:, used] / scale, measured, rcond=None)[0]
+        if (solved >= 0).all():
+            weights[used] = solved / scale
+            break
+        del used[int(solved.argmin())]
+    return weights
+
+
+@dataclass(slots=True)
+class Course:
+    """Seconds of one sequence; first and end are None before they happen.
+
+    num_found: tokens of its prompt that were there when it was first admitted.
+    """
+
+    sequence: RecordedRequest
+    arrived: float
+    first: float | None = None
+    end: float | None = None
+    num_found: int = 0
+
+
+@dataclass
+class Outcome:
+    """courses: by handle. pins: taken, hit, expired, given up. seconds: of the virtual clock."""
+
+    courses: dict[int, Course] = field(default_factory=dict)
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_queried: int = 0
+    num_hit: int = 0
+    pins: tuple[int, int, int, int] = (0, 0, 0, 0)
+    seconds: float = 0.0
+
+
+class Simulation:
+    """One run. header: settings. arrivals: of sequences of this recording that have an end.
+
+    tape_path: file for its own trace; "" for none. tier: behind the pool.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        header: TraceHeader,
+        arrivals: Arrivals,
+        step_model: StepModel,
+        one_tenant: bool = False,
+        tape_path: str = "",
+        tier: Tier = NO_TIER,
+    ) -> None:
+        self._recording = recording
+        self._offers = arrivals
+        self._model = step_model
+        self.now = 0.0
+        self.outcome = Outcome()
+        self._meter = _Meter(self)
+        self._tape: Tracing = NO_TRACING
+        if tape_path:
+            sequences = recording.sequences
+            self._tape = FileTape(
+                tape_path, header, lambda handle: sequences[handle].arrival.job, lambda: self.now
+            )
+        self._rig = Rig(
+            header,
+            Both(self._tape.scheduler_observer, self._meter) if tape_path else self._meter,
+            lambda: self.now,
+            one_tenant=one_tenant,
+            pool_observers=self._tape.pool_observers,
+            tier=tier,
+        )
+        self._tier = tier
+        self._max_in_flight = OVERLAPPED if header.scheduler.async_scheduling else SYNCHRONOUS
+        self._in_flight: deque[tuple[float, SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._free_at = 0.0
+        self._read: list[RecordedRequest] = []
+        self._leaving: list[tuple[float, int]] = []
+
+    def run(self) -> Outcome:
+        """Until everybody has had an answer."""
+        while True:
+            self._arrive()
+            self._copied()
+            taken = self._take()
+            if self._send() or taken:
+                continue
+            due = [*self._next_arrival(), *self._next_end(), *self._next_exit()]
+            due += self._tier.next_end()
+            if not due:
+                break
+            self.now = max(self.now, min(due))
+        self._tape.close()
+        scheduler = self._rig.scheduler
+        assert not scheduler.num_unfinished, "somebody waits for ever"
+        outcome, stats = self.outcome, scheduler.take_stats()
+        outcome.num_queried, outcome.num_hit = stats.prefix_cache_queries, stats.prefix_cache_hits
+        outcome.pins = (
+            stats.num_pins_taken,
+            stats.num_pins_hit,
+            stats.num_pins_expired,
+            stats.num_pins_given_up,
+        )
+        outcome.seconds = self.now
+        return outcome
+
+    def ended(self, request: Request) -> None:
+        """A sequence is over."""
+        course = self.outcome.courses[request.handle]
+        course.end, course.num_found = self.now, request.num_cached_tokens
+        self._offers.ended(request.handle, self.now)
+        if request.agent.job and request.status is not RequestStatus.FINISHED_ABORTED:
+            self._read.append(course.sequence)
+
+    def _arrive(self) -> None:
+        scheduler = self._rig.scheduler
+        while (sequence := self._offers.take(self.now)) is not None:
+            arrival = sequence.arrival
+            self.outcome.courses[arrival.handle] = Course(sequence, self.now)
+            self._rig.add(sequence, self._recording.tokens(sequence), self.now)
+            assert sequence.finish is not None
+            if not sequence.finish.num_output_tokens:
+                patience = (sequence.finish.time_us - arrival.time_us) / 1e6
+                heapq.heappush(self._leaving, (self.now + patience, arrival.handle))
+        while self._leaving and self._leaving[0][0] <= self.now:
+            arrival = self.outcome.courses[heapq.heappop(self._leaving)[1]].sequence.arrival
+            scheduler.abort(arrival.request_id, arrival.choice)
+
+    def _copied(self) -> None:
+        """Copies that are over: they are reported before the step that comes after them."""
+        while (report := self._tier.take(self.now)) is not None:
+            self._rig.scheduler.update_from_connector(report)
+
+    def _take(self) -> bool:
+        """The oldest step, if it is over."""
+        if not self._in_flight or self._in_flight[0][0] > self.now:
+            return False
+        _, output, result = self._in_flight.popleft()
+        self._rig.scheduler.update_from_output(output, result)
+        self._turns_end()
+        return True
+
+    def _turns_end(self) -> None:
+        """Front ends read the answers of turns that are over as soon as they have them."""
+        for sequence in self._read:
+            arrival = sequence.arrival
+            self._rig.scheduler.end_turn(arrival.request_id, arrival.job, sequence.tool)
+        self._read.clear()
+
+    def _send(self) -> bool:
+        """One more step; False if nothing was sent."""
+        scheduler = self._rig.scheduler
+        if not scheduler.has_work or len(self._in_flight) == self._max_in_flight:
+            return False
+        wanted = scheduler.external.wants_step
+        scheduler.convene()
+        output = scheduler.schedule()
+        result = self._rig.worker.answer(output)
+        may_begin = self._tier.begin(output.connector_metadata, self.now)
+        if output.total_num_scheduled_tokens:
+            self.outcome.num_steps += 1
+            begin = max(may_begin, self._free_at)
+            seconds = self._model.seconds(*self._meter.shape)
+            self._free_at = begin + seconds
+            result = msgspec.structs.replace(result, compute_seconds=seconds)
+            self._in_flight.append((self._free_at, output, result))
+            return True
+        if wanted or output.connector_metadata:
+            return True
+        return bool(output.finished_handles or output.preempted_handles)
+
+    def _next_arrival(self) -> list[float]:
+        """Of none or one."""
+        return [self._offers.next_time] if self._offers else []
+
+    def _next_end(self) -> list[float]:
+        return [self._in_flight[0][0]] if self._in_flight else []
+
+    def _next_exit(self) -> list[float]:
+        return [self._leaving[0][0]] if self._leaving else []
+
+
+class _Meter:
+    """What the simulation wants to know of its scheduler.
+
+    shape: tokens, sequences and context of the last step.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self.shape = (0, 0, 0)
+
+    def watch(
+        self, waiting: RequestQueue, running: Collection[Request], kv_cache: KVCacheManager
+    ) -> None: ...
+
+    def added(self, request: Request) -> None: ...
+
+    def step_begins(self, plan: StepPlan) -> None: ...
+
+    def step_decided(self, step: int, plan: StepPlan) -> None:
+        num_tokens = sum(plan.continued_tokens) + sum(plan.admitted_tokens)
+        rows = plan.continued + plan.admitted
+        context = num_tokens + sum([each.num_computed_tokens for each in rows])
+        self.shape = (num_tokens, len(rows), context)
+        self._simulation.outcome.num_preemptions += len(plan.preempted)
+
+    def found_elsewhere(
+        self, request: Request, num_tokens: int, connector: str, *, is_async: bool
+    ) -> None: ...
+
+    def step_done(self, result: ModelRunnerOutput) -> None:
+        courses, now = self._simulation.outcome.courses, self._simulation.now
+        for handle, tokens in zip(result.handles, result.sampled_token_ids, strict=True):
+            if tokens:
+                course = courses[handle]
+                if course.first is None:
+                    course.first = now
+
+    def finished(self, request: Request) -> None:
+        self._simulation.ended(request)
+
+    def turn_ended(self, request_id: int, job: str, tool: str) -> None: ...
+
+    def pinned(self, pin: Pin, ttl: float) -> None: ...
+
+    def unpinned(self, pin: Pin, reason: str) -> None: ...
+
+    def happened(self, what: str, detail: str) -> None: ...
+
+
+# From the courses of a simulation to its figures.
+
+
+def figures_of(
+    outcome: Outcome, policy: str, num_left_out: int, step_model: StepModel
+) -> ReplayFigures:
+    """Everything that the table shows; a request without a job is a job of one turn."""
+    pins_taken, pins_hit, pins_expired, pins_unpinned = outcome.pins
+    courses = list(outcome.courses.values())
+    jobs: dict[str, list[Course]] = defaultdict(list)
+    others: dict[int, list[Course]] = defaultdict(list)
+    for course in courses:
+        arrival = course.sequence.arrival
+        if arrival.job:
+            jobs[arrival.job].append(course)
+        else:
+            others[arrival.request_id].append(course)
+    agents, alone = _seconds(jobs.values()), _seconds(others.values())
+    return ReplayFigures(
+        policy=policy,
+        num_requests=len(courses),
+        num_left_out=num_left_out,
+        num_jobs=len(jobs) + len(others),
+        num_steps=outcome.num_steps,
+        seconds=outcome.seconds,
+        output_tokens=sum(each.sequence.num_outputs for each in courses),
+        completion=spread(_end(each) - each.arrived for each in courses),
+        jobs=spread(agents + alone),
+        agents=spread(agents),
+        others=spread(alone),
+        ttft=spread(each.first - each.arrived for each in courses if each.first is not None),
+        preemptions=outcome.num_preemptions,
+        hit_rate=outcome.num_hit / outcome.num_queried if outcome.num_queried else 0.0,
+        step_model=step_model,
+        pins_taken=pins_taken,
+        pins_hit=pins_hit,
+        pins_expired=pins_expired,
+        pins_unpinned=pins_unpinned,
+        num_prompt_tokens=sum(each.sequence.arrival.num_prompt_tokens for each in courses),
+        num_found_tokens=sum(each.num_found for each in courses),
+        other_prompt_tokens=sum(
+            each.sequence.arrival.num_prompt_tokens for found in others.values() for each in found
+        ),
+    )
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Mean and percentiles (nearest rank); zeros of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return Spread()
+    return Spread(
+        math.fsum(ordered) / len(ordered), _percentile(ordered, 50), _percentile(ordered, 99)
+    )
+
+
+def _seconds(jobs: Iterable[list[Course]]) -> list[float]:
+    """From the first arrival to the last end of each."""
+    return [max(map(_end, turns)) - min(each.arrived for each in turns) for turns in jobs]
+
+
+def _percentile(ordered: list[float], percent: int) -> float:
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def _end(course: Course) -> float:
+    assert course.end is not None, "a simulation runs until everybody is over"
+    return course.end
+
+
+# How much KV the jobs of a simulation had that were under way: the working set.
+#
+# Owns the count. A job's KV is that of all its tokens so far, from its first arrival to its last
+# token, whether the pool held it then or not; what several jobs begin with counts once.
+#
+#     job A     ├ turn ┤  tool  ├ turn ┤  tool  ├ turn ┤
+#     blocks    ▁▁▂▂▂▂▂▂▂▂▂▂▂▂▂▃▃▃▄▄▄▄▄▄▄▄▄▄▄▄▄▄▅▅▅▆▆▆ then none
+
+
+_WARM: float = 0.1
+"""Part of the jobs that have to have arrived before anything counts."""
+
+
+def live_blocks(recording: Recording, courses: Collection[Course]) -> tuple[float, int]:
+    """Mean over time, and peak, in blocks that are full; zeros where there are no jobs."""
+    changes = _changes(recording, courses)
+    starts = sorted(_starts(courses))
+    if not starts:
+        return 0.0, 0
+    begin, end = starts[int(_WARM * len(starts))], starts[-1]
+    level, peak, area = 0, 0, 0.0
+    for (time, change), (until, _) in pairwise([*changes, (end, 0)]):
+        level += change
+        spanned = min(until, end) - max(time, begin)
+        if spanned > 0:
+            area += level * spanned
+            peak = max(peak, level)
+    return (area / (end - begin) if end > begin else float(level)), peak
+
+
+def _starts(courses: Collection[Course]) -> list[float]:
+    first: dict[str, float] = {}
+    for each in courses:
+        job = each.sequence.arrival.job
+        if job:
+            first[job] = min(each.arrived, first.get(job, each.arrived))
+    return list(first.values())
+
+
+def _changes(recording: Recording, courses: Collection[Course]) -> list[tuple[float, int]]:
+    """(time, blocks more or less), by time."""
+    jobs: dict[str, list[Course]] = defaultdict(list)
+    for each in courses:
+        if each.sequence.arrival.job:
+            jobs[each.sequence.arrival.job].append(each)
+    events: list[tuple[float, bool, list[int]]] = []
+    for turns in jobs.values():
+        held: dict[int, None] = {}
+        for turn in sorted(turns, key=lambda each: each.arrived):
+            asked = recording.chains.blocks(turn.sequence.arrival.blocks)
+            said = recording.chains.blocks(turn.sequence.content)
+            for time, blocks in ((turn.arrived, asked), (_end(turn), said)):
+                events.append((time, True, [each for each in blocks if each not in held]))
+                held.update(dict.fromkeys(blocks))
+        events.append((max(map(_end, turns)), False, list(held)))
+    events.sort(key=lambda each: each[0])
+    users: Counter[int] = Counter()
+    found = []
+    for time, begins, blocks in events:
+        if begins:
+            found.append((time, sum(not users[each] for each in blocks)))
+            users.update(blocks)
+        else:
+            users.subtract(blocks)
+            found.append((time, -sum(not users[each] for each in blocks)))
+    return found

@@ -1,0 +1,109 @@
+"""A trace under its own policy and settings is decided again, step by step."""
+
+import msgspec
+import pytest
+
+from proto.sched_trace import Dropped, PinEnd, Step, TurnEnd
+from tests.benchmarks.simulator.follow import Follower
+from tests.fakes.traced_engine import TracedEngine, agents_load, random_load, recording_of
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "settings"),
+    [
+        (20, {}),
+        (20, {"async_scheduling": True, "scheduling_policy": "priority"}),
+        (30, {"watermark": 0.1, "scheduler_reserve_full_isl": True}),
+        (30, {"long_prefill_token_threshold": 24, "max_num_seqs": 3}),
+    ],
+)
+def test_the_same_admissions_and_preemptions(num_blocks: int, settings: dict) -> None:
+    num_preempted = num_admitted = 0
+    for seed in range(2):
+        engine = TracedEngine(num_blocks, **settings)
+        random_load(seed, engine)
+        verdict = Follower(engine.recording).run()
+        assert verdict.difference == ""
+        assert verdict.num_steps == len(engine.of(Step))
+        num_preempted += verdict.num_preempted
+        num_admitted += verdict.num_admitted
+    assert num_admitted > 60
+    assert num_preempted > 5
+
+
+def test_pauses_restarts_and_resets_are_followed() -> None:
+    engine = TracedEngine()
+    scheduler = engine.harness.scheduler
+    for seed in range(4):
+        engine.harness.add_one([seed] * 50, 12)
+    engine.step()
+    scheduler.pause("finish_running")
+    engine.harness.add_one([9] * 50, 12)
+    engine.step()
+    scheduler.resume()
+    engine.step()
+    engine.harness.lose_workers()
+    engine.step()
+    engine.step()
+    scheduler.reset_prefix_cache(preempting=True)
+    engine.finish()
+    verdict = Follower(engine.recording).run()
+    assert verdict.difference == ""
+    assert verdict.num_steps == len(engine.of(Step))
+
+
+@pytest.mark.parametrize("settings", [{}, {"pin_policy": "fixed"}, {"async_scheduling": True}])
+def test_jobs_and_their_pins_are_followed(settings: dict) -> None:
+    """Pins that are granted when an answer was read, and those whose time is over between steps."""
+    num_hits, reasons = 0, set()
+    for seed in range(4):
+        engine = TracedEngine(24, scheduling_policy="continuum", **settings)
+        agents_load(seed, engine)
+        verdict = Follower(engine.recording).run()
+        assert verdict.difference == ""
+        assert verdict.num_steps == len(engine.of(Step))
+        reasons |= {each.reason for each in engine.of(PinEnd)}
+        num_hits += engine.harness.scheduler.take_stats().num_pins_hit
+    assert num_hits > 5
+    assert {"expired", "room"} <= reasons
+
+
+def test_what_a_job_waits_for_decides() -> None:
+    """Without those lines the same trace is decided otherwise."""
+    differences = []
+    for seed in range(4):
+        engine = TracedEngine(24, scheduling_policy="continuum")
+        agents_load(seed, engine)
+        lines = [each for each in engine.lines if not isinstance(each, TurnEnd)]
+        differences.append(Follower(recording_of(engine.header, lines)).run().difference)
+    assert any(differences)
+
+
+def test_a_decision_that_is_not_the_schedulers_is_found() -> None:
+    engine = TracedEngine()
+    random_load(2, engine)
+    index, line = next(
+        (at, each)
+        for at, each in enumerate(engine.lines)
+        if isinstance(each, Step) and len(each.decision.running) > 1
+    )
+    running = line.decision.running[::-1]
+    decision = msgspec.structs.replace(line.decision, running=running)
+    engine.lines[index] = msgspec.structs.replace(line, decision=decision)
+    verdict = Follower(engine.recording).run()
+    assert verdict.difference.startswith(f"step {line.step}: running is ")
+    assert verdict.num_steps == line.step - 1
+
+
+def test_another_pool_decides_otherwise() -> None:
+    engine = TracedEngine(20)
+    random_load(0, engine)
+    wider = msgspec.structs.replace(engine.header, num_blocks=400)
+    assert Follower(recording_of(wider, engine.lines)).run().difference
+
+
+def test_it_ends_where_lines_are_missing() -> None:
+    engine = TracedEngine()
+    random_load(0, engine)
+    engine.lines.insert(20, Dropped(num_lines=3))
+    assert Follower(engine.recording).run().difference == "3 lines are missing"

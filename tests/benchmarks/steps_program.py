@@ -1,0 +1,210 @@
+"""A workload a line in, its timings a line out.
+
+Both as JSON; the end of the input ends it. A worker as the daemon has it computes steps of
+decoding that are made here; a model is loaded once for all lines that name it.
+"""
+
+import resource
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Final
+
+import torch
+
+from proto import PROTOCOL_VERSION
+from proto.codec import from_json, to_json_line
+from proto.config import ServeConfig
+from proto.faults import Saboteur
+from proto.lifecycle import InitializeCache
+from proto.model_runner_output import ModelRunnerOutput
+from proto.prepared_model import PreparedModel
+from proto.sampling_params import SamplingParams
+from proto.scheduler_output import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
+from tests.benchmarks.messages import StepTimings, StepWorkload
+from worker.device.choice import create_device
+from worker.loaded_model import load, unchanged
+from worker.loader.forms import WeightForm
+from worker.model_runner import ModelRunner
+from worker.parallel.group import Alone
+from worker.reports import NoReports
+from worker.runner_maker import RunnerMaker
+from worker.step_clock import ClockedModel, StepClock
+
+_EPOCH: Final = 1
+_FIRST_TOKEN_ID: Final = 1000
+
+
+class BenchWorker:
+    """The model of a worker, its steps timed, without an engine and a supervisor."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        prepared: PreparedModel,
+        around: Callable[[WeightForm], WeightForm] = unchanged,
+    ) -> None:
+        self.clock = StepClock()
+        device, reports = create_device(config, 0), NoReports()
+        loaded = load(config, prepared, device, Alone(), reports, around)
+        self.loaded = replace(loaded, model=ClockedModel(loaded.model, self.clock))
+        self._block_size = config.cache.block_size
+        saboteur = Saboteur.of((), "worker", 0, 0)
+        self._runners = RunnerMaker(config, self.loaded, saboteur, reports)
+
+    def runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:
+        """A model runner with a cache of its own."""
+        return self._runners.on_host(
+            InitializeCache(PROTOCOL_VERSION, _EPOCH, num_blocks, self._block_size, max_model_len)
+        )
+
+
+class DecodeSteps:
+    """`num_rows` sequences that decode together, one token a step.
+
+    blocks    | 0 | row 0, group 0 | row 0, group 1 | row 1, group 0 | …
+    """
+
+    def __init__(self, worker: BenchWorker, workload: StepWorkload) -> None:
+        config = workload.config
+        self._num_rows = workload.num_rows
+        self._chunk = config.scheduler.step_tokens
+        self._temperature = workload.temperature
+        self._computed = workload.context_tokens
+        length = workload.context_tokens + workload.warm_up_steps + workload.measured_steps + 1
+        self._pages = -(-length // config.cache.block_size)
+        self._groups = worker.loaded.layout.num_groups
+        num_blocks = 1 + self._num_rows * self._groups * self._pages
+        self._runner = worker.runner(num_blocks, length)
+        self._step = 0
+        self._prefill()
+
+    def run(self) -> ModelRunnerOutput:
+        """One step, and what came of it."""
+        rows = self._num_rows
+        cached = CachedRequestData(
+            list(range(rows)), [self._computed] * rows, [1] * rows, [None] * rows
+        )
+        output = self._execute([], cached, rows)
+        self._computed += 1
+        return output
+
+    def _prefill(self) -> None:
+        """Compute the context of row 0; the others get copies of its blocks."""
+        context = self._computed
+        for start in range(0, context, self._chunk):
+            count = min(self._chunk, context - start)
+            if start == 0:
+                self._execute([self._new(0, 0, count)], CachedRequestData(), count)
+            else:
+                self._execute([], CachedRequestData([0], [start], [count], [None]), count)
+        first = self._blocks(0)
+        pairs = [
+            block
+            for row in range(1, self._num_rows)
+            for sources, copies in zip(first, self._blocks(row), strict=True)
+            for pair in zip(sources, copies, strict=True)
+            for block in pair
+        ]
+        others = [self._new(row, context - 1, 1) for row in range(1, self._num_rows)]
+        self._execute(others, CachedRequestData(), len(others), pairs)
+
+    def _blocks(self, row: int) -> BlockIds:
+        firsts = [1 + (row * self._groups + group) * self._pages for group in range(self._groups)]
+        return [list(range(first, first + self._pages)) for first in firsts]
+
+    def _new(self, row: int, num_computed: int, num_scheduled: int) -> NewRequestData:
+        context = range(_FIRST_TOKEN_ID, _FIRST_TOKEN_ID + self._computed)
+        return NewRequestData(
+            handle=row,
+            prompt_token_ids=[each % self._runner.vocab_size for each in context],
+            output_token_ids=[],
+            sampling_params=SamplingParams(max_tokens=1 << 20, temperature=self._temperature),
+            seed=row,
+            choice=0,
+            block_ids=self._blocks(row),
+            num_computed_tokens=num_computed,
+            num_scheduled_tokens=num_scheduled,
+        )
+
+    def _execute(
+        self,
+        new: list[NewRequestData],
+        cached: CachedRequestData,
+        count: int,
+        block_copies: Sequence[int] = (),
+    ) -> ModelRunnerOutput:
+        self._step += 1
+        output = self._runner.execute(
+            SchedulerOutput(
+                epoch=_EPOCH,
+                step=self._step,
+                new_requests=new,
+                cached_requests=cached,
+                total_num_scheduled_tokens=count,
+                finished_handles=[],
+                preempted_handles=[],
+                block_copies=list(block_copies),
+            )
+        )
+        assert output.failed_handles == [], "the model computes no numbers"
+        return output
+
+
+def measure(worker: BenchWorker, workload: StepWorkload) -> StepTimings:
+    """Play a workload: warm up, then measure."""
+    steps = DecodeSteps(worker, workload)
+    for _ in range(workload.warm_up_steps):
+        steps.run()
+    clock = worker.clock
+    total, product, attention, rest = [], [], [], []
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    for _ in range(workload.measured_steps):
+        clock.clear()
+        started = perf_counter()
+        steps.run()
+        total.append(perf_counter() - started)
+        product.append(clock.product)
+        attention.append(clock.attention)
+        rest.append(total[-1] - clock.product - clock.attention)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+
+    def milliseconds(of: Callable[[list[float]], float], samples: list[float]) -> float:
+        return 1e3 * of(samples)
+
+    median = statistics.median
+    return StepTimings(
+        device=worker.loaded.device.name,
+        num_threads=torch.get_num_threads(),
+        num_rows=workload.num_rows,
+        context_tokens=workload.context_tokens,
+        num_steps=workload.measured_steps,
+        step_ms_median=milliseconds(median, total),
+        step_ms_min=milliseconds(min, total),
+        step_ms_p99=milliseconds(lambda each: sorted(each)[int(len(each) * 0.99)], total),
+        product_ms_median=milliseconds(median, product),
+        attention_ms_median=milliseconds(median, attention),
+        rest_ms_median=milliseconds(median, rest),
+        rest_ms_min=milliseconds(min, rest),
+        rest_share_median=median(a / b for a, b in zip(rest, total, strict=True)),
+        page_faults_a_step=(after.ru_minflt - before.ru_minflt) / workload.measured_steps,
+        waits_a_step=(after.ru_nvcsw - before.ru_nvcsw) / workload.measured_steps,
+    )
+
+
+def main() -> None:
+    """Play until nothing more is asked."""
+    loaded: list[tuple[object, BenchWorker]] = []
+    for line in sys.stdin.buffer:
+        workload = from_json(line, StepWorkload)
+        key = (workload.config, workload.model)
+        if not loaded or loaded[0][0] != key:
+            loaded[:] = [(key, BenchWorker(workload.config, workload.model))]
+        sys.stdout.buffer.write(to_json_line(measure(loaded[0][1], workload)))
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

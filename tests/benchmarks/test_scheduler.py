@@ -1,0 +1,108 @@
+"""The scheduler benchmark: its rows as data, beside a peer, and what can go wrong."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks import scheduler
+from tests.benchmarks.command import run
+from tests.benchmarks.scheduler import all_workloads
+
+FIELDS = {
+    "workload",
+    "schedule_us_median",
+    "schedule_us_p99",
+    "update_us_median",
+    "update_us_p99",
+    "encode_us_median",
+    "decode_us_median",
+    "wire_bytes_median",
+}
+
+
+def program(path: Path, script: str) -> str:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def bench(*words: str) -> int:
+    return run(scheduler.main, words)
+
+
+@pytest.mark.suite("bench")
+def test_the_rows_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.json"
+    assert bench("decode16", "hash1k", "--rounds", "1", "--json", str(file)) == 0
+    hashing, decode = json.loads(file.read_text())
+    assert (hashing["workload"], decode["workload"]) == ("hash1k", "decode16")
+    assert hashing.keys() >= FIELDS
+    assert all(decode[name] for name in FIELDS)
+    assert decode["num_scheduled"] == 16
+    assert hashing["hash_us_median"] > 0
+    assert hashing["schedule_us_median"] is None
+    assert decode["peer"] is None
+    assert "decode16" in capsys.readouterr().out
+
+
+@pytest.mark.suite("bench")
+def test_a_view_is_no_part_of_a_step(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    assert bench("full64", "full64-watched", "--rounds", "1", "--json", str(file)) == 0
+    alone, watched = json.loads(file.read_text())
+    assert alone["view_us_median"] is None
+    assert watched["view_us_median"] > 0
+    assert alone["num_scheduled"] == watched["num_scheduled"] == 64
+
+
+@pytest.mark.suite("bench")
+def test_a_peer_plays_the_same_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here the peer is a second copy of our own program."""
+    peer = program(
+        tmp_path / "python", f"exec {sys.executable} -m tests.benchmarks.scheduler_program"
+    )
+    file = tmp_path / "rows.json"
+    assert bench("decode16", "--rounds", "2", "--peer-python", peer, "--json", str(file)) == 0
+    (row,) = json.loads(file.read_text())
+    assert row["rounds"] == 2
+    assert row["peer"]["num_scheduled"] == 16
+    assert row["ratio"] > 0
+    assert "beside vLLM's own scheduler" in capsys.readouterr().out
+
+
+def test_the_rows_are_those_that_are_promised() -> None:
+    names = [each.name for each in all_workloads()]
+    assert names[:2] == ["decode256", "decode1024"]
+    assert {"mixed", "preempt", "prefix32k", "hash1k", "waiting10000", "blocks1000000"} < set(names)
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["decode25"], "there is no workload 'decode25'; there are: decode256"),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--rounds", "few"], "invalid int value: 'few'"),
+        (["--pear-python", "x"], "unrecognized arguments: --pear-python"),
+        (["--json", "/nowhere/rows.json"], "--json /nowhere/rows.json: No such file"),
+    ],
+)
+def test_what_the_user_must_change_is_one_line(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(*words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert expected in line
+
+
+@pytest.mark.suite("bench")
+def test_a_peer_that_fails_ends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    peer = program(tmp_path / "python", "exit 3")
+    assert bench("hash1k", "--peer-python", peer) == 1
+    assert "ended while it measured hash1k" in capsys.readouterr().err
+    assert bench("hash1k", "--peer-python", str(tmp_path / "none")) == 1
+    assert "No such file" in capsys.readouterr().err

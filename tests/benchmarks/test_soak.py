@@ -1,0 +1,204 @@
+"""The parts of the soak: its connections, what it counts as growth, its drawing."""
+
+import asyncio
+import xml.etree.ElementTree as ElementTree
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from deploy.bench.plot import Panel, page
+from deploy.bench.processes import Usage
+from deploy.bench.verdicts import quantile
+from tests.benchmarks import soak
+from tests.benchmarks.command import run
+from tests.benchmarks.soak import (
+    AnswerError,
+    Connection,
+    Load,
+    Report,
+    Sample,
+    growths,
+    request_bytes,
+    slope,
+)
+
+WHOLE = b'HTTP/1.1 200 OK\r\ncontent-length: 25\r\n\r\n{"completion_tokens": 3}\r\n'
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\ne\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+REQUEST = request_bytes("/v1/completions", {"prompt": "x"})
+
+
+@asynccontextmanager
+async def server(answer: Callable[[bytes], bytes]) -> AsyncIterator[tuple[int, list[bytes]]]:
+    """A server that answers each request with the bytes given for it; its port and requests."""
+    requests: list[bytes] = []
+    connections = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.rsplit(b"Content-Length: ", 1)[1])
+                requests.append(await reader.readexactly(length))
+                writer.write(answer(requests[-1]))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with listening:
+        yield listening.sockets[0].getsockname()[1], connections
+        for each in connections:
+            each.close()
+
+
+async def test_answers_follow_each_other_on_one_connection() -> None:
+    answers = iter([WHOLE, CHUNKED, WHOLE])
+    async with server(lambda request: next(answers)) as (port, connections):
+        connection = Connection("127.0.0.1", port)
+        assert b"completion_tokens" in await connection.ask(REQUEST)
+        assert b"[DONE]" in await connection.ask(REQUEST)
+        assert b"completion_tokens" in await connection.ask(REQUEST)
+        assert len(connections) == 1
+        connection.drop()
+
+
+async def test_an_error_has_its_status_and_text() -> None:
+    refusal = b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nbusy"
+    async with server(lambda request: refusal) as (port, _):
+        connection = Connection("127.0.0.1", port)
+        with pytest.raises(AnswerError, match="status 503: busy"):
+            await connection.ask(REQUEST)
+        connection.drop()
+
+
+async def test_after_leaving_there_is_another_connection() -> None:
+    async with server(lambda request: CHUNKED) as (port, connections):
+        connection = Connection("127.0.0.1", port)
+        await connection.ask_and_leave(REQUEST, answered=True)
+        await connection.ask(REQUEST)
+        assert len(connections) == 2
+        connection.drop()
+
+
+async def test_a_load_counts_and_ends() -> None:
+    def answer(request: bytes) -> bytes:
+        return CHUNKED if b'"stream": true' in request else WHOLE
+
+    async with server(answer) as (port, _):
+        load = Load("127.0.0.1", port, 4, 3, lambda number: number >= 200)
+        await load.run()
+    assert 200 <= load.num_requests < 204
+    assert (load.num_left, load.failures) == (3, [])
+    assert len(load.take_latencies()) == load.num_requests - load.num_left
+    assert load.take_latencies() == []
+
+
+async def test_a_wrong_answer_is_a_failure_and_not_for_ever() -> None:
+    async with server(lambda request: CHUNKED) as (port, _):
+        load = Load("127.0.0.1", port, 4, 3, lambda number: False)
+        await load.run()
+    assert len(load.failures) >= 100
+    assert "completion_tokens" in load.failures[0]
+
+
+def samples(
+    mib: Callable[[int], float], p99_ms: Callable[[int], float] = lambda number: 2.0
+) -> list[Sample]:
+    return [
+        Sample(
+            seconds=float(number),
+            requests=number * 10_000,
+            requests_per_second=1000.0,
+            p50_ms=1.0,
+            p99_ms=p99_ms(number),
+            blocks=0.0,
+            usage={"tokend: api 0": Usage(1, 0.0, mib(number), 10, 5)},
+        )
+        for number in range(51)
+    ]
+
+
+def missed(taken: list[Sample], failures: int = 0, after: tuple[str, ...] = ()) -> list[str]:
+    load = Load("127.0.0.1", 1, 1, 3, lambda number: True)
+    load.failures += ["status 500"] * failures
+    return [each.name for each in Report(load, taken, after, "x").limits if not each.kept]
+
+
+def test_growth_is_per_hundred_thousand_requests_and_after_the_warm_up() -> None:
+    slow = samples(lambda number: max(number, 5) * 0.05)
+    assert growths(slow)[0].mib == pytest.approx(0.5)
+    assert missed(slow) == []
+    fast = samples(lambda number: number * 0.2)
+    assert growths(fast)[0].mib == pytest.approx(2.0)
+    assert missed(fast) == ["api 0: growth"]
+
+
+def test_a_short_run_may_grow_a_little() -> None:
+    short = samples(lambda number: number * 0.2)[:6]
+    assert growths(short)[0].mib == pytest.approx(2.0)
+    assert missed(short) == []
+
+
+def test_latency_may_not_drift_after_the_warm_up() -> None:
+    flat: Callable[[int], float] = lambda number: 1.0  # noqa: E731
+    assert missed(samples(flat, lambda number: 9.0 if number < 5 else 2.0)) == []
+    assert missed(samples(flat, lambda number: 2.0 + 0.02 * number)) == []
+    assert missed(samples(flat, lambda number: 2.0 + 0.1 * number)) == ["p99, last quarter / first"]
+    short = samples(flat, lambda number: 2.0 + number)[:16]
+    assert missed(short) == [], "too few to say"
+    silent = samples(flat, lambda number: 0.0)
+    assert missed(silent) == []
+
+
+def test_a_failure_and_what_stays_are_limits_too() -> None:
+    flat = samples(lambda number: 1.0)
+    assert missed(flat, failures=1) == ["failed requests"]
+    assert missed(flat, after=("tokend: api 0: gone",)) == ["left over"]
+
+
+def test_quantiles_are_values_that_there_were() -> None:
+    assert [quantile([3.0, 1.0, 2.0, 4.0], part) for part in (0.0, 0.5, 0.75, 0.99)] == [1, 2, 3, 4]
+    assert quantile([5.0], 0.99) == 5.0
+
+
+def test_a_line_through_one_place_has_no_slope() -> None:
+    assert slope([(1.0, 2.0), (1.0, 3.0)]) == 0.0
+
+
+def test_the_drawing_is_one_file_of_well_formed_shapes() -> None:
+    panel = Panel("memory & more", {"api <0>": [(0.0, 1.0), (10.0, 2.0)], "none": []})
+    text = page("a title", ["a note"], [panel, Panel("empty", {})], "requests")
+    drawings = [part.split("</svg>")[0] + "</svg>" for part in text.split("<svg")[1:]]
+    assert len(drawings) == 2
+    for drawing in drawings:
+        ElementTree.fromstring("<svg" + drawing)
+    assert "http" not in text
+    assert "api &lt;0&gt;" in text
+    assert text.count("<polyline") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--requests", "-5"], "--requests"),
+        (["--minutes", "inf"], "--minutes"),
+        (["--plot", "/nowhere/soak.html"], "/nowhere/soak.html"),
+        (["--json", "/nowhere/soak.json"], "/nowhere/soak.json"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_and_status_2(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(soak.main, words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert expected in line
+
+
+def test_a_file_that_can_be_written_stays_as_it_is(tmp_path: Path) -> None:
+    """It is looked at before the run, and only a run that comes to an end replaces it."""
+    plot = tmp_path / "soak.html"
+    plot.write_text("the last one")
+    assert run(soak.main, ["--plot", str(plot), "--every", "never"]) == 2
+    assert plot.read_text() == "the last one"

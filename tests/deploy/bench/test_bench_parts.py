@@ -1,0 +1,98 @@
+"""Bars, tables of processes, and words of the command lines."""
+
+import io
+from pathlib import Path
+
+import pytest
+
+from deploy.bench.client import Target
+from deploy.bench.datasets import WORDS, Draws, RandomPrompts, Sizes, TokenIds
+from deploy.bench.load import Bars, NoScreen, Pace, Run, measure, screen_for
+from deploy.bench.options import Parser, several_counts, several_rates, writable, write
+from deploy.bench.processes import Usage
+from proto.errors import ConfigError
+from tests.benchmarks.processes import per_step
+from tests.fakes.openai_server import fake_openai
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_sees_a_bar_and_a_file_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    assert isinstance(screen_for(io.StringIO()), NoScreen)
+    screen = screen_for(stream)
+    assert isinstance(screen, Bars)
+    run = Run("a run", RandomPrompts(Sizes(3, 2), TokenIds()), Draws(0), Pace(1, max_requests=5))
+    with fake_openai() as fake:
+        played = measure(Target(fake.url, "m"), run, screen)
+    assert len(played.exchanges) == 5
+    assert "a run" in stream.getvalue()
+    assert "under way" in stream.getvalue()
+
+
+def test_cpu_time_is_shared_out_by_the_step() -> None:
+    def usage(cpu_seconds: float, resident_mib: float) -> Usage:
+        return Usage(1, cpu_seconds, resident_mib, 0, 0)
+
+    before = {"tokend: api 0": usage(1.0, 9), "tokend: engine 0": usage(2.0, 9)}
+    after = {
+        "tokend: api 0": usage(1.5, 30),
+        "tokend: engine 0": usage(3.0, 20),
+        "tokend: worker 1": usage(9.0, 5),
+    }
+    assert per_step(before, after, 100) == {
+        "tokend: api 0": {"cpu_ms_per_step": 5.0, "resident_mib": 30},
+        "tokend: engine 0": {"cpu_ms_per_step": 10.0, "resident_mib": 20},
+        "engine + front end": {"cpu_ms_per_step": 15.0, "resident_mib": 50},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("3", [3]),
+        ("1,16,4", [1, 16, 4]),
+        ("1..8", [1, 2, 4, 8]),
+        ("3..20,64", [3, 6, 12, 20, 64]),
+        ("5..5", [5]),
+    ],
+)
+def test_several_values_are_one_word(text: str, expected: list[int]) -> None:
+    assert several_counts(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,", "..4", "1..", "a"])
+def test_values_that_are_none_are_named(text: str) -> None:
+    parser = Parser(prog="bench")
+    parser.add_argument("--counts", type=several_counts)
+    parser.add_argument("--rates", type=several_rates)
+    for flag in ("--counts", "--rates"):
+        with pytest.raises(ConfigError, match=flag):
+            parser.parse_args([f"{flag}={text}"])
+
+
+def test_a_file_keeps_what_it_has_until_there_is_something_new(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    file.write_text("the last run, which was longer")
+    with pytest.raises(KeyboardInterrupt), writable("--json", str(file)):
+        raise KeyboardInterrupt
+    assert file.read_text() == "the last run, which was longer"
+    with writable("--json", str(file)) as files:
+        write(files, "new")
+    assert file.read_text() == "new"
+    with writable("--json", None) as files:
+        write(files, "nowhere")
+    with (
+        pytest.raises(ConfigError, match="--json /nowhere/x: No such file"),
+        writable("--json", "/nowhere/x"),
+    ):
+        pytest.fail("it is open")
+
+
+def test_words_are_plain() -> None:
+    assert len(set(WORDS)) > 150
+    assert all(word.isascii() and word.isalpha() for word in WORDS)

@@ -1,0 +1,179 @@
+"""`tokend bench serve` from its words to its files, against a server in a thread."""
+
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy import cli
+from deploy.bench.client import CHAT, COMPLETIONS
+from tests.fakes.openai_server import FakeOpenAI, event, fake_openai, token, well
+
+
+def bench(fake: FakeOpenAI, *words: str) -> int:
+    return cli.main(["bench", "serve", "--url", fake.url, *words])
+
+
+def document(file: Path) -> dict[str, Any]:
+    found = json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_several_loads_in_two_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, curves = tmp_path / "rows.json", tmp_path / "curves.html"
+    rows.write_text("what was there before, and is longer" * 1000)
+    words = ["--concurrency", "1..4", "--rounds", "2", "--max-requests", "10", "--warm-ups", "3"]
+    sizes = ["--input-tokens", "20", "--output-tokens", "5", "--range-ratio", "0.5"]
+    files = ["--json", str(rows), "--html", str(curves)]
+    with fake_openai() as fake:
+        assert bench(fake, *words, *sizes, *files, "--check-share", "0.2") == 0
+    asked = [body for _, body in fake.seen[3:]]
+    found = document(rows)
+    assert (found["model"], found["url"]) == ("fake", fake.url)
+    names = [f"{number} at once, round {turn}" for turn in (1, 2) for number in (1, 2, 4)]
+    assert [each["name"] for each in found["runs"]] == names
+    assert sum(each["num_completed"] for each in found["runs"]) == len(asked) == 60
+    assert sum(each["output_tokens"] for each in found["runs"]) == sum(
+        each["max_tokens"] for each in asked
+    )
+    assert sum(each["input_tokens"] for each in found["runs"]) == sum(
+        len(each["prompt"]) for each in asked
+    )
+    assert all(each["temperature"] == 0 and each["ignore_eos"] for each in asked)
+    repeated = Counter(str(each["prompt"]) for each in asked)
+    assert Counter(repeated.values()) == {6: 2, 1: 48}  # two are checked, in each of six runs
+    assert (found["answers_compared"], found["answers_different"]) == (10, 0)
+    assert found["runs"][0]["ttft_ms_p50"] <= found["runs"][0]["ttft_ms_p99"]
+
+    page = curves.read_text()
+    for drawing in page.split("<svg")[1:]:
+        ElementTree.fromstring("<svg" + drawing.split("</svg>")[0] + "</svg>")
+    assert page.count("<svg") == 6
+    assert "http" not in page.replace(fake.url, "")
+    assert "10 compared, 0 different" in capsys.readouterr().out
+
+
+def test_what_goes_wrong_is_counted_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Errors in the stream, answers that are too short, answers that change."""
+    number = 0
+
+    def badly(path: str, body: dict[str, Any]) -> Iterable[bytes]:
+        nonlocal number
+        number += 1
+        if number % 3 == 0:
+            return [token(path, "x"), event(error={"message": "out of blocks"})]
+        return [token(path, f"x{number}"), token(path, "y", last=True), b"data: [DONE]\n\n"]
+
+    file = tmp_path / "rows.json"
+    words = ["--concurrency", "1", "--max-requests", "9", "--warm-ups", "0", "--rounds", "2"]
+    with fake_openai(badly) as fake:
+        assert bench(fake, *words, "--check-share", "1", "--json", str(file), "--model", "m") == 0
+    first, second = document(file)["runs"]
+    assert (first["num_completed"], first["errors"]) == (6, {"out of blocks": 3})
+    assert (first["output_tokens"], first["num_other_length"]) == (12, 6)
+    assert second["num_failed"] == 3
+    text = capsys.readouterr().out
+    assert "3 failed: out of blocks" in text
+    assert "6 compared, 6 different" in text
+    assert "after 2 characters: 'y', then '0y'" in text
+    assert "a different one is no failure by itself" in text
+
+
+def test_nothing_answered_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    def never(path: str, body: dict[str, Any]) -> Iterable[bytes]:
+        return [event(error="no")]
+
+    with fake_openai(never) as fake:
+        assert bench(fake, "--max-requests", "2", "--warm-ups", "0") == 1
+        assert "no request was answered" in capsys.readouterr().err
+        assert bench(fake) == 1
+        assert "does not answer as it should: no" in capsys.readouterr().err
+    assert bench(fake) == 1
+    assert "does not name a model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [
+        (["--dataset", "multi-turn", "--turns", "3"], CHAT),
+        (["--dataset", "agent", "--turns", "3", "--system-tokens", "9", "--tools", "1"], CHAT),
+        (["--dataset", "multi-turn", "--endpoint", "completions"], COMPLETIONS),
+        (["--dataset", "shared-prefix", "--prefix-groups", "2"], COMPLETIONS),
+        (["--prompts", "text"], COMPLETIONS),
+        (["--endpoint", "chat"], CHAT),
+        (["--request-rate", "500,1000", "--burstiness", "0.5"], COMPLETIONS),
+        (["--request-rate", "500", "--ramp-seconds", "0.01", "--concurrency", "2"], COMPLETIONS),
+        (["--extra-body", '{"top_k": 3}', "--no-ignore-eos", "--temperature", "1"], COMPLETIONS),
+    ],
+)
+def test_every_kind_of_load_reaches_the_server(words: list[str], path: str) -> None:
+    sizes = ["--input-tokens", "6", "--output-tokens", "3", "--max-requests", "12"]
+    with fake_openai() as fake:
+        assert bench(fake, *sizes, *words) == 0
+    runs = 2 if "500,1000" in words else 1
+    assert len(fake.seen) == 4 + 12 * runs
+    assert {each for each, _ in fake.seen} == {path}
+    if "--extra-body" in words:
+        fields = [(body["top_k"], body.get("ignore_eos")) for _, body in fake.seen]
+        assert set(fields) == {(3, None)}
+
+
+def test_a_trace_is_played_once(tmp_path: Path) -> None:
+    trace, file = tmp_path / "trace", tmp_path / "rows.json"
+    lines = [{"timestamp": 10 * each, "input_length": 5, "output_length": 2} for each in range(6)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    with fake_openai() as fake:
+        assert bench(fake, "--trace", str(trace), "--warm-ups", "0", "--json", str(file)) == 0
+    (run,) = document(file)["runs"]
+    assert (run["num_completed"], run["input_tokens"], run["output_tokens"]) == (6, 30, 12)
+    assert run["duration_s"] >= 0.05
+
+
+def test_goodput_counts_those_within_all_limits(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    words = ["--max-requests", "4", "--concurrency", "1", "--json", str(file), "--goodput"]
+    for limits, part in ((["ttft:60000", "e2el:60000"], 1), (["ttft:60000", "e2el:0.0001"], 0)):
+        with fake_openai() as fake:
+            assert bench(fake, *words, *limits) == 0
+        (run,) = document(file)["runs"]
+        assert math.isclose(run["goodput_requests_per_s"], part * run["requests_per_s"])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--concurrency", "0"], "--concurrency"),
+        (["--concurrency", "4..x"], "--concurrency"),
+        (["--concurrency", "1,2", "--request-rate", "3"], "one --concurrency"),
+        (["--request-rate", "-1"], "--request-rate"),
+        (["--goodput", "itl:3"], "ttft, tpot, e2el"),
+        (["--burstiness", "0"], "--burstiness"),
+        (["--check-share", "2"], "--check-share"),
+        (["--extra-body", "[]"], "--extra-body"),
+        (["--dataset", "file"], "--file"),
+        (["--file", "x"], "--dataset file"),
+        (["--dataset", "file", "--file", "/nowhere/x"], "/nowhere/x"),
+        (["--json", "/nowhere/x"], "/nowhere/x"),
+        (["--lowest-token-id", "9", "--highest-token-id", "8"], "--highest-token-id"),
+        (["--url", "localhost"], "not a URL"),
+    ],
+)
+def test_what_the_user_must_change_is_one_line(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "serve", "--url", "http://127.0.0.1:9", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert expected in line
+
+
+def test_the_fake_answers_the_same_again() -> None:
+    body = {"prompt": [1], "max_tokens": 2}
+    assert list(well("", body)) == list(well("", body))

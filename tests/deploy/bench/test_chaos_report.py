@@ -1,0 +1,109 @@
+"""When `tokend bench chaos` is not content, and what it prints."""
+
+import io
+import json
+import signal
+
+import pytest
+from rich.console import Console
+
+from deploy.bench.chaos.bench import Findings, show
+from deploy.bench.chaos.killer import ENGINE, WORKER, Blow, Strike, Tally
+from deploy.bench.chaos.streams import Difference, Stream, Verdict
+
+EXPECTED = Stream({"prompt": "The sea", "temperature": 0}, choices={0: [1, 2, 3]})
+DIFFERENCE = Difference(EXPECTED, 0, 1, 9)
+
+
+def findings(**changes: object) -> Findings:
+    tally = Tally(num_requests=5, verdict=Verdict(num_tokens=2_000))
+    return Findings(**({"tally": tally, "strikes": []} | changes))
+
+
+def test_nothing_to_complain_of() -> None:
+    assert findings().faults == []
+
+
+def test_a_tie_is_none_and_a_difference_is_one() -> None:
+    assert findings(differences=[(DIFFERENCE, 1e-4)]).faults == []
+    (fault,) = findings(differences=[(DIFFERENCE, 2e-3)]).faults
+    assert "token 1: 9 instead of 2" in fault
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tally": Tally(failures=["ReadError"])},
+        {"tally": Tally(verdict=Verdict(wrong=["2 tokens instead of 3"]))},
+        {"after": ["tokend: api 0: 30 open descriptors instead of 20"]},
+        {"trouble": ["waited 120 s for a process"]},
+    ],
+)
+def test_each_of_these_is_a_fault(changes: dict[str, object]) -> None:
+    assert len(findings(**changes).faults) == 1
+
+
+def missed(found: Findings) -> list[str]:
+    return [each.name for each in found.limits if not each.kept]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"tally": Tally(failures=["ReadError"])}, "failed requests"),
+        ({"tally": Tally(verdict=Verdict(wrong=["2 tokens instead of 3"]))}, "different answers"),
+        ({"differences": [(DIFFERENCE, 2e-3)]}, "different answers"),
+        ({"differences": [(DIFFERENCE, 1e-4)] * 5}, "ties"),
+        ({"after": ["tokend: api 0: gone"]}, "left over"),
+        ({"trouble": ["waited 120 s for a process"]}, "ended early"),
+    ],
+)
+def test_each_fault_misses_the_limit_of_its_kind(changes: dict[str, object], name: str) -> None:
+    assert missed(findings(**changes)) == [name]
+
+
+def test_a_gap_is_judged_by_who_died() -> None:
+    """2 s after an engine's death, a worker's start and 2 s after a worker's; medians."""
+
+    def run(engine: float, worker: float) -> list[str]:
+        strikes = [
+            Strike(Blow((ENGINE,), signal.SIGKILL), (engine, 9.0)),
+            Strike(Blow((WORKER,), signal.SIGSEGV), (worker,)),
+            Strike(Blow((ENGINE,), signal.SIGSTOP), (7.0,)),
+            Strike(Blow((ENGINE, WORKER), signal.SIGKILL), (9.0,)),
+        ]
+        return missed(findings(strikes=strikes, lines=["worker 0: is back after 1.5 s"]))
+
+    assert run(2.0, 3.5) == []
+    assert run(2.1, 3.5) == ["engine 0: median gap"]
+    assert run(2.0, 3.6) == ["worker 0: median gap"]
+
+
+def test_the_figures_are_data() -> None:
+    strikes = [Strike(Blow((ENGINE,), signal.SIGKILL), (2.0, 3.0))]
+    read = json.loads(json.dumps(findings(strikes=strikes).plain()))
+    assert read["kills"] == [{"blow": "engine SIGKILL", "gap": 2.0, "gaps": [2.0, 3.0]}]
+    assert (read["requests"], read["tokens"], read["faults"]) == (5, 2_000, [])
+
+
+def test_what_is_printed() -> None:
+    strikes = [
+        Strike(Blow((WORKER,), signal.SIGKILL), (2.0, 3.0)),
+        Strike(Blow((ENGINE, WORKER), signal.SIGSEGV), (4.0,)),
+    ]
+    lines = ["worker 0: is back after 1.5 s", "engine 0: (pid 3) was killed", "nothing"]
+    text = io.StringIO()
+    show(Console(file=text, width=110), findings(strikes=strikes, lines=lines))
+    assert "worker: at work 1.5 s after its death" in text.getvalue()
+    assert "engine and worker SIGSEGV" in text.getvalue()
+    assert "kept" in text.getvalue()
+    (row,) = [line for line in text.getvalue().splitlines() if "worker SIGKILL" in line]
+    assert row.replace("│", "").split() == [
+        "worker",
+        "SIGKILL",
+        "1",
+        "2.00",
+        "2.00",
+        "2.00",
+        "3.00",
+    ]

@@ -1,0 +1,155 @@
+"""Servers beside each other: who goes first, and what is made of the rounds."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from deploy import cli
+from deploy.bench import compare
+from deploy.bench.compare import Comparison, Figure, Ratios
+from deploy.bench.servers import ServerSpec
+from proto.errors import ConfigError
+from tests.fakes.openai_server import FakeOpenAI, fake_openai
+
+SMALL = (
+    *("--input-tokens", "6", "--output-tokens", "3", "--alone", "1", "--alone-input-tokens", "5"),
+    *("--concurrency", "2", "--requests", "3", "--warm-ups", "1", "--checks", "2"),
+)
+
+
+def test_servers_are_compared_round_by_round() -> None:
+    """The second round was slow for both: the figures differ by half, the ratios do not."""
+    figure = Figure("x_ms", "x")
+    comparison = Comparison(["ours", "theirs"], [figure])
+    for number, (ours, theirs) in enumerate([(9.0, 10.0), (18.0, 20.0), (12.0, 10.0)]):
+        comparison.note(number, "ours", {"x_ms": ours})
+        comparison.note(number, "theirs", {"x_ms": theirs})
+    ratios = comparison.ratios(figure, "theirs")
+    assert ratios.values == pytest.approx([0.9, 0.9, 1.2])
+    assert ratios.describe() == "0.900 (0.900 to 1.200)"
+    assert comparison.median("ours", figure) == 12.0
+
+
+def test_a_round_without_a_figure_is_left_out() -> None:
+    assert Ratios.of([1.0, math.nan, 3.0], [2.0, 1.0, math.nan]).values == [0.5]
+    assert Ratios.of([math.nan], [1.0]).describe() == "-"
+    comparison = Comparison(["a", "b"], [Figure("x", "x")])
+    comparison.note(0, "a", {})
+    comparison.note(0, "b", {"x": 1})
+    figures = comparison.plain()["figures"]
+    assert isinstance(figures, dict)
+    assert figures["x"] == {"medians": {"a": None, "b": 1.0}, "ratios": {"a / b": {}}}
+
+
+def test_the_longest_gaps_are_held_against_the_usual_one() -> None:
+    gaps = {"itl_ms_p50": 20.0, "itl_ms_p99": 50.0}
+    assert compare.with_gap_ratio(gaps) == {**gaps, "itl_p99_of_p50": 2.5}
+    for none in ({}, {"itl_ms_p50": 0.0, "itl_ms_p99": 0.0}):  # one token, or all at once
+        assert compare.with_gap_ratio(none) == none
+
+
+def prompts(fake: FakeOpenAI) -> list[str]:
+    """Without the warm-up."""
+    return [str(body["prompt"]) for _, body in fake.seen if body["max_tokens"] == 3]
+
+
+def test_each_takes_its_turn_with_the_same_new_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "figures.json"
+    with fake_openai() as one, fake_openai() as other:
+        servers = ["--server", f"one={one.url}/v1", "--server", f"other={other.url}"]
+        words = [*servers, *SMALL, "--rounds", "3", "--json", str(file)]
+        assert cli.main(["bench", "compare", *words]) == 0
+    assert len(prompts(one)) == 3 * (1 + 3 + 2)
+    assert sorted(prompts(one)) == sorted(prompts(other))
+    repeated = Counter(prompts(one))
+    assert Counter(repeated.values()) == {1: 3 * (1 + 3), 3: 2}  # the checks, in each round
+    found = json.loads(file.read_text())
+    assert found["servers"]["one"] == {
+        "client_cpu_share": found["servers"]["one"]["client_cpu_share"],
+        "num_requests": 18,
+        "num_failed": 0,
+        "errors": {},
+        "answers_compared": 4,
+        "answers_different": 0,
+    }
+    assert len(found["rounds"]) == 3
+    assert set(found["figures"]) == {
+        figure.key for figure in compare.CompareBench(compare.parse(words)).figures()
+    }
+    figure = found["figures"]["at_2_output_tokens_per_s"]
+    rates = [each["one"]["at_2_output_tokens_per_s"] for each in found["rounds"]]
+    assert figure["medians"]["one"] == sorted(rates)[1]
+    assert figure["ratios"]["one / other"]["min"] > 0
+    text = capsys.readouterr().out
+    assert "one / other" in text
+    assert "one: 18 requests, 0 failed" in text
+
+
+def started(monkeypatch: pytest.MonkeyPatch, fake: FakeOpenAI) -> list[str]:
+    """What is started and ended, in order; all of it is the same server."""
+    events: list[str] = []
+
+    @contextmanager
+    def running(spec: ServerSpec) -> Iterator[str]:
+        events.append(f"{spec.name} begins")
+        yield fake.url
+        events.append(f"{spec.name} ends")
+
+    monkeypatch.setattr(compare, "running", running)
+    return events
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], ["with begins", "without begins", "without ends", "with ends"]),
+        (
+            ["--restart"],
+            [
+                *("with begins", "with ends", "without begins", "without ends"),
+                *("without begins", "without ends", "with begins", "with ends"),
+            ],
+        ),
+    ],
+)
+def test_daemons_run_all_the_time_or_in_their_turn(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], expected: list[str]
+) -> None:
+    with fake_openai() as fake:
+        events = started(monkeypatch, fake)
+        compare.main(["--other=--async-scheduling", *SMALL, "--rounds", "2", *flags])
+    assert events == expected
+
+
+def test_two_settings_are_two_commands() -> None:
+    words = ["--other=--async-scheduling --seed 3", "--", "--dtype", "float32"]
+    changed, plain = compare._specs(compare.parse(words))
+    assert plain.command[1:] == (
+        *("serve", "--port", "{port}", "--disable-log-requests"),
+        *("--dtype", "float32"),
+    )
+    assert changed.command == (*plain.command, "--async-scheduling", "--seed", "3")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "wants two --server"),
+        (["--server", "a=http://x", "--server", "a=http://y"], "wants two --server"),
+        (["--server", "a=http://x", "--other", ""], "not both"),
+        (["--server", "a=http://x", "--", "--dtype", "float32"], "go with --other"),
+        (["--server", "http://x"], "NAME=URL"),
+        (["--server", "a=serve --port 8000"], "no {port}"),
+        (["--server", "a='serve {port}"], "quotation"),
+    ],
+)
+def test_what_the_user_must_change_is_said(words: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        compare.main(words)

@@ -1,0 +1,49 @@
+"""What is left of a disturbance, and the look at the processes behind it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from deploy.bench.processes import SUPERVISOR, Rest, pids_by_title, run_directory, usage_by_title
+from proto.run_directory import RunDirectory
+
+BEFORE = Rest({"running": 0.0}, {"api": 20, "engine": 10}, 6)
+
+
+@pytest.mark.parametrize(
+    ("after", "found"),
+    [
+        (BEFORE, []),
+        (Rest({"running": 0.0}, {"api": 19, "engine": 10}, 6), []),
+        (Rest({"running": 1.0}, {"api": 20, "engine": 10}, 6), ["running was 0 and is 1"]),
+        (Rest({"running": 0.0}, {"api": 21, "engine": 10}, 6), ["api: 21 open descriptors"]),
+        (Rest({"running": 0.0}, {"api": 20}, 6), ["engine: gone"]),
+        (Rest({"running": 0.0}, BEFORE.descriptors | {"worker": 1}, 6), ["worker: new"]),
+        (Rest({"running": 0.0}, BEFORE.descriptors, 7), ["7 names in the run directory"]),
+    ],
+)
+def test_what_is_left_over(after: Rest, found: list[str]) -> None:
+    left = BEFORE.left_over(after)
+    assert len(left) == len(found)
+    assert all(part in line for part, line in zip(found, left, strict=True))
+
+
+def test_of_a_process_its_memory_and_what_it_has_open() -> None:
+    (usage,) = usage_by_title(os.getpid()).values()
+    assert usage.pid == pids_by_title(os.getpid())[SUPERVISOR] == os.getpid()
+    assert usage.resident_mib > 1
+    read, write = os.pipe()
+    try:
+        assert usage_by_title(os.getpid())[SUPERVISOR].descriptors == usage.descriptors + 2
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def test_the_run_directory_is_found_by_its_lock(tmp_path: Path) -> None:
+    directory = RunDirectory.create(str(tmp_path))
+    try:
+        assert str(run_directory(os.getpid())) == directory.path
+    finally:
+        directory.leave()

@@ -1,0 +1,139 @@
+"""Servers that a command starts, and how long that takes."""
+
+import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from deploy import cli
+from deploy.bench import startup
+from deploy.bench.servers import Line, ServerSpec, StartedServer, running
+from proto.errors import ConfigError, TokendError
+from tests.fakes.supervised import eventually
+
+FAKE = f"{sys.executable} -m tests.fakes.openai_program {{port}}"
+
+
+def spec(command: str = FAKE, seconds: float = 60.0) -> ServerSpec:
+    return ServerSpec.parse(f"fake={command}", "/health", seconds)
+
+
+def test_a_server_is_up_until_the_block_is_left() -> None:
+    with StartedServer(spec()) as server:
+        pid = server._process.pid
+        assert eventually(lambda: server.lines)  # it may answer before what it printed is read
+        assert server.lines[0].text == "fake 0: loading weights …"
+        assert 0 < server.lines[0].seconds < server.seconds_to_ready + 5.0
+    with pytest.raises(ProcessLookupError):
+        os.killpg(pid, 0)
+
+
+def test_what_its_processes_leave_behind_is_ended_with_it() -> None:
+    with StartedServer(spec(f"sh -c 'sleep 1000 & exec {FAKE}'")) as server:
+        pid = server._process.pid
+        os.killpg(pid, 0)
+    assert eventually(lambda: _num_running(pid) == 0)
+
+
+def _num_running(group: int) -> int:
+    """Processes of a group that are not over; one that was killed may take a moment."""
+    number = 0
+    for each in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # over meanwhile
+            state, _, its_group, *_ = each.read_text().rpartition(")")[2].split()
+            number += its_group == str(group) and state != "Z"
+    return number
+
+
+@pytest.mark.parametrize(
+    ("command", "seconds", "expected"),
+    [
+        (
+            f"{FAKE} refuse",
+            60.0,
+            "fake did not start:\nfake 0: loading weights …\nthere is no model",
+        ),
+        (f"{sys.executable} -c 'input()' {{port}}", 60.0, "fake did not start"),
+        (f"{sys.executable} -c 'import time; time.sleep(99)' {{port}}", 0.05, "fake is not up"),
+    ],
+)
+def test_a_server_that_does_not_come_up_says_why(
+    command: str, seconds: float, expected: str
+) -> None:
+    with pytest.raises(TokendError) as caught, running(spec(command, seconds)):
+        pytest.fail("it is up")
+    assert expected in str(caught.value)
+
+
+def test_a_program_that_there_is_not() -> None:
+    with (
+        pytest.raises(ConfigError, match="/nowhere/serve: No such file"),
+        running(spec("/nowhere/serve {port}")),
+    ):
+        pytest.fail("it is up")
+
+
+def test_a_server_that_runs_already_is_left_alone() -> None:
+    with running(ServerSpec.parse("a=http://127.0.0.1:9/v1", "/health", 1.0)) as url:
+        assert url == "http://127.0.0.1:9"
+
+
+def test_phases_are_what_a_server_prints() -> None:
+    lines = [
+        Line(0.1, "tokend: starting smollm2 …"),
+        Line(0.5, "worker 0: loading weights …"),
+        Line(0.9, "worker 0: loading weights …"),
+        Line(1.5, "start: imports 0.25 s, weights 1.5 s; first step: 3 s"),
+        Line(1.6, "tokend is ready: x at http://127.0.0.1:1 (length 8, 1.6 s)"),
+        Line(
+            1.6,
+            "  started in 1.60 s: command 0.20 s; worker 0: imports 0.75 s, weights 0.50 s; "
+            "engine 0: workers' weights 1.25 s, KV cache and warm-up 0.10 s",
+        ),
+    ]
+    assert startup.phases(lines) == {
+        "tokend: starting smollm2, at": 0.1,
+        "worker 0: loading weights, at": 0.5,
+        "imports": 0.25,
+        "weights": 1.5,
+        "first step": 3.0,
+        "command": 0.2,
+        "worker 0: imports": 0.75,
+        "worker 0: weights": 0.5,
+        "engine 0: workers' weights": 1.25,
+        "engine 0: KV cache and warm-up": 0.1,
+    }
+
+
+@pytest.mark.suite("bench")
+def test_starts_are_measured_in_turns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(startup, "tokend", lambda name, flags, seconds: spec())
+    file = tmp_path / "starts.json"
+    words = ["startup", "--rounds", "2", "--server", f"peer={FAKE}", "--json", str(file)]
+    assert cli.main(["bench", *words]) == 0
+    servers = json.loads(file.read_text())["servers"]
+    assert set(servers) == {"fake", "peer"}
+    for each in servers.values():
+        assert len(each["ready_s"]) == len(each["first_token_s"]) == 2
+        for ready, token in zip(each["ready_s"], each["first_token_s"], strict=True):
+            assert 0 < ready < token
+        assert each["phases_s"]["weights"] == [1.5, 1.5]
+    assert "first token" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--server", "x=http://127.0.0.1:1"], "from its command"),
+        (["--server", "tokend=serve {port}"], "the name is taken"),
+        (["--rounds", "0"], "--rounds"),
+    ],
+)
+def test_what_the_user_must_change_is_said(words: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        startup.main(words)

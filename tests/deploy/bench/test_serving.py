@@ -1,0 +1,267 @@
+"""When requests go out, and what is made of the answers, against plain models of both."""
+
+import asyncio
+import gc
+import itertools
+import math
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from deploy.bench.client import COMPLETIONS, Ask, Target
+from deploy.bench.datasets import (
+    Draws,
+    MultiTurn,
+    OneRequest,
+    RandomPrompts,
+    Session,
+    Sizes,
+    TokenIds,
+)
+from deploy.bench.figures import (
+    PERCENTILES,
+    Answers,
+    Goodput,
+    _distribution,
+    figures_of,
+    note_answers,
+)
+from deploy.bench.load import NobodyWatches, Pace, Played, frozen_heap, gamma_arrivals, play, ramped
+from deploy.bench.stream import Exchange, no_gaps
+from deploy.bench.verdicts import percentile
+
+
+@pytest.mark.parametrize("burstiness", [0.3, 1.0, 5.0, math.inf])
+def test_arrivals_are_those_of_the_seed_and_end_when_they_should(burstiness: float) -> None:
+    arrivals = list(gamma_arrivals(4.0, burstiness, 7, 1000))
+    assert arrivals == list(gamma_arrivals(4.0, burstiness, 7, 1000))
+    assert arrivals[-1] == pytest.approx(250.0)
+    gaps = np.diff([0.0, *arrivals])
+    assert (gaps >= 0).all()
+    deviation = 0.0 if math.isinf(burstiness) else 1 / math.sqrt(burstiness)
+    assert np.std(gaps) / np.mean(gaps) == pytest.approx(deviation, abs=0.2 * deviation + 1e-9)
+    if not math.isinf(burstiness):
+        assert arrivals != list(gamma_arrivals(4.0, burstiness, 8, 1000))
+
+
+def test_arrivals_without_end_have_the_rate_in_the_mean() -> None:
+    arrivals = list(itertools.islice(gamma_arrivals(50.0, 1.0, 0, None), 5000))
+    assert arrivals[-1] == pytest.approx(100.0, rel=0.05)
+
+
+def test_the_rate_grows_evenly_and_then_stays() -> None:
+    arrivals = list(ramped((each / 100 for each in range(10_000)), 20.0))
+    assert arrivals == sorted(arrivals)
+    counts, _ = np.histogram(arrivals, bins=np.arange(0.0, 81.0, 5.0))
+    assert counts.tolist() == pytest.approx([62.5, 187.5, 312.5, 437.5, *[500] * 12], abs=2)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 10, 101])
+def test_percentiles_are_those_of_numpy(number: int) -> None:
+    rng = random.Random(number)
+    values = [rng.uniform(0, 9) for _ in range(number)]
+    for percent in (0, 1, 50, 90, 95, 99, 100):
+        assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+
+
+def exchange(rng: random.Random) -> Exchange:
+    """Some answer, or a failure."""
+    found = Exchange(asked_tokens=rng.randint(1, 6), waited=rng.random())
+    found.started = rng.uniform(0, 20)
+    found.first = found.last = found.started + rng.random()
+    found.gaps = no_gaps()
+    found.num_chunks = rng.randint(1, 6)
+    for _ in range(found.num_chunks - 1):
+        found.gaps.append(rng.random())
+        found.last += found.gaps[-1]
+    found.input_tokens = rng.randint(1, 9)
+    found.counted_tokens = rng.choice([0, found.num_chunks, found.num_chunks + 2])
+    found.error = "broken" if rng.random() < 0.2 else ""
+    return found
+
+
+def test_where_nothing_was_answered_rates_are_zero_and_there_are_no_times() -> None:
+    failed = exchange(random.Random(0))
+    failed.error = "broken"
+    plain = figures_of("x", Played([failed, failed], [], 8.0, 0.4), Goodput({"ttft": 1.0})).plain()
+    assert (plain["num_completed"], plain["num_failed"], plain["errors"]) == (0, 2, {"broken": 2})
+    assert plain["output_tokens_per_s"] == plain["goodput_requests_per_s"] == 0
+    assert not [name for name in plain if name.startswith(("ttft", "tpot", "itl", "e2el"))]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_figures_are_those_of_a_plain_model(seed: int) -> None:
+    """Written down once more, with numpy, as vLLM's `calculate_metrics` does it."""
+    rng = random.Random(seed)
+    exchanges = [exchange(rng) for _ in range(rng.randint(2, 40))]
+    exchanges[0].error = ""  # one in which all failed is above
+    done = [each for each in exchanges if not each.error]
+    lengths = [each.counted_tokens or each.num_chunks for each in done]
+    ttfts = [each.first - each.started for each in done]
+    latencies = [each.last - each.started for each in done]
+    all_tpots = [
+        (latency - ttft) / (length - 1) if length > 1 else 0.0
+        for latency, ttft, length in zip(latencies, ttfts, lengths, strict=True)
+    ]
+    tpots = [tpot for tpot, length in zip(all_tpots, lengths, strict=True) if length > 1]
+    limits = {"ttft": 500.0, "tpot": 600.0, "e2el": 2500.0}
+    good = sum(
+        ttft <= 0.5 and tpot <= 0.6 and latency <= 2.5
+        for ttft, tpot, latency in zip(ttfts, all_tpots, latencies, strict=True)
+    )
+
+    figures = figures_of("x", Played(exchanges, [], 8.0, 0.4), Goodput(limits))
+    plain = figures.plain()
+    assert plain["num_completed"] == len(done)
+    assert plain["num_failed"] == len(exchanges) - len(done)
+    assert plain["input_tokens"] == sum(each.input_tokens for each in done)
+    assert plain["output_tokens"] == sum(lengths)
+    assert plain["output_tokens_per_s"] == sum(lengths) / 8
+    assert plain["goodput_requests_per_s"] == good / 8
+    assert plain["client_cpu_share"] == pytest.approx(0.05)
+    gaps = [gap for each in done for gap in each.gaps]
+    for metric, values in (("ttft", ttfts), ("tpot", tpots), ("itl", gaps), ("e2el", latencies)):
+        if not values:
+            assert f"{metric}_ms_mean" not in plain
+            continue
+        scaled = 1e3 * np.array(values)
+        assert plain[f"{metric}_ms_mean"] == pytest.approx(scaled.mean())
+        assert plain[f"{metric}_ms_std"] == pytest.approx(scaled.std())
+        for percent in PERCENTILES:
+            expected = np.percentile(scaled, percent)
+            assert plain[f"{metric}_ms_p{percent}"] == pytest.approx(expected)
+    moments = [each.started for each in done]
+    under_way = [sum(a.started <= each < a.last for a in done) for each in moments]
+    assert plain["peak_concurrency"] == max(under_way)
+
+
+class Clerk:
+    """A client that answers after some turns of the loop; sees how many ask at once."""
+
+    target = Target("http://nowhere", "m")
+
+    def __init__(self, fail_every: int = 0) -> None:
+        self.asked: list[Ask] = []
+        self.most = 0
+        self._now = 0
+        self._fail_every = fail_every
+
+    async def ask(self, ask: Ask, *, keep_text: bool = False, waited: float = 0.0) -> Exchange:
+        self.asked.append(ask)
+        number = len(self.asked)
+        self._now += 1
+        self.most = max(self.most, self._now)
+        for _ in range(1 + number % 3):
+            await asyncio.sleep(0)
+        self._now -= 1
+        found = Exchange(ask.output_tokens, keep_text, waited)
+        found.pieces.append(f"answer {number}")
+        if self._fail_every and number % self._fail_every == 0:
+            found.error = "broken"
+        return found
+
+
+def sessions(checked: float = 0.0) -> Iterator[Session]:
+    return RandomPrompts(Sizes(3, 2), TokenIds()).sessions(Draws(0, checked))
+
+
+async def run(clerk: Clerk, some: Iterator[Session], pace: Pace) -> Played:
+    return await play(clerk, some, pace, NobodyWatches())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 8])
+async def test_so_many_are_under_way_in_a_closed_loop(concurrency: int) -> None:
+    clerk = Clerk()
+    played = await run(clerk, sessions(), Pace(concurrency, max_requests=20))
+    assert (clerk.most, len(clerk.asked), len(played.exchanges)) == (concurrency, 20, 20)
+    assert played.seconds > 0
+
+
+async def test_an_open_loop_does_not_wait_for_answers_unless_it_is_limited() -> None:
+    together = [0.0] * 9
+    for limit in (None, 1):
+        clerk = Clerk()
+        played = await run(clerk, sessions(), Pace(limit, together, max_requests=9))
+        assert len(played.exchanges) == 9
+        assert (clerk.most == 1) == (limit == 1)
+
+
+async def test_a_run_ends_with_its_sessions_its_number_or_its_time() -> None:
+    three = itertools.islice(sessions(), 3)
+    assert len((await run(Clerk(), three, Pace(5))).exchanges) == 3
+    three = itertools.islice(sessions(), 3)
+    assert len((await run(Clerk(), three, Pace(None, itertools.repeat(0.0)))).exchanges) == 3
+    pace = Pace(None, itertools.repeat(0.0), max_requests=4)
+    assert len((await run(Clerk(), sessions(), pace)).exchanges) == 4
+    pace = Pace(None, [0.0, 0.001, 9.0], duration=0.5)
+    assert len((await run(Clerk(), sessions(), pace)).exchanges) == 2
+    for pace in (Pace(2, duration=0.02), Pace(2, ramp_seconds=0.01, duration=0.02)):
+        assert (await run(Clerk(), sessions(), pace)).exchanges
+    nobody = await run(Clerk(), iter([]), Pace(1))
+    assert figures_of("x", nobody, Goodput({})).output_tokens_per_s == 0
+
+
+async def test_the_collector_stays_away_from_prompts_during_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Observer(Clerk):
+        async def ask(self, ask: Ask, *, keep_text: bool = False, waited: float = 0.0) -> Exchange:
+            frozen.append(gc.get_freeze_count() > 0)
+            return await super().ask(ask, keep_text=keep_text, waited=waited)
+
+    frozen: list[bool] = []
+    monkeypatch.setattr("deploy.bench.load.frozen_heap", frozen_heap)
+    await run(Observer(), sessions(), Pace(1, max_requests=2))
+    assert frozen == [True, True]
+    assert gc.get_freeze_count() == 0
+
+
+async def test_turns_follow_each_other_and_a_failure_ends_the_session() -> None:
+    clerk = Clerk(fail_every=5)
+    talks = itertools.islice(MultiTurn(Sizes(2, 1), 3).sessions(Draws(0)), 2)
+    played = await run(clerk, talks, Pace(1))
+    turns = [len(each.content["messages"]) for each in clerk.asked]
+    assert turns == [1, 3, 5, 1, 3]
+    assert clerk.asked[1].content["messages"][1]["content"] == "answer 1"
+    assert [each.error for each in played.exchanges] == ["", "", "", "", "broken"]
+
+
+async def test_answers_are_compared_with_those_of_earlier_runs() -> None:
+    answers = Answers()
+    for _ in range(2):
+        played = await run(Clerk(), sessions(checked=0.5), Pace(1, max_requests=6))
+        assert len(played.checked) == 3
+        note_answers(played, answers)
+    assert (answers.num_compared, answers.different) == (3, [])
+    ask = Ask(COMPLETIONS, {"prompt": "x"}, 9, checked=True)
+    for text in ("the cat", "the cow", "the"):
+        answers.note(ask, text)
+    answers.note(Ask(COMPLETIONS, {"prompt": "x"}, 8, checked=True), "another request")
+    assert answers.num_compared == 5
+    assert answers.different == [
+        "after 5 characters: 'at', then 'ow'",
+        "after 3 characters: ' cat', then ''",
+    ]
+
+
+async def test_what_failed_is_not_compared() -> None:
+    one = OneRequest(Ask(COMPLETIONS, {"prompt": "x"}, 2, checked=True))
+    played = await run(Clerk(fail_every=1), iter([one]), Pace(1))
+    assert (len(played.exchanges), played.checked) == (1, [])
+
+
+@pytest.mark.parametrize("number", [1, 3, 16, 200, 1234])
+def test_a_distribution_is_drawn_in_steps(number: int) -> None:
+    """Where it has risen to a part, so many of the values are not above."""
+    rng = random.Random(number)
+    values = [rng.expovariate(1.0) for _ in range(number)]
+    points = _distribution(values)
+    assert len(points) == 2 * min(number, 200)
+    assert [points[0][1], points[-1]] == [0.0, (max(values), 1.0)]
+    assert list(points) == sorted(points)
+    for value, part in points[1::2]:
+        not_above = sum(each <= value for each in values) / number
+        assert -1e-9 <= not_above - part < 1 / number - 1e-9
+    assert not _distribution([])
