@@ -3,24 +3,20 @@
 from fastapi import FastAPI
 
 from api_server import errors, openapi
-from api_server.http_counters import CountRequests
-from api_server.middleware import OPEN_PATHS, KnowKeys, PassTheDoor
+from api_server.app_state import Services
+from api_server.metrics.counters import CountRequests
+from api_server.middleware import OPEN_PATHS, KnowKeys, PassTheDoor, ShortWay, endpoints_of
 from api_server.page.files import page_files
 from api_server.routes import (
     admin,
     chat,
     completions,
+    live_view,
     messages,
-    models,
-    page,
     responses,
-    stored_responses,
     system,
     tokenizer,
-    view,
 )
-from api_server.services import Services
-from api_server.short_way import ShortWay, endpoints_of
 from proto.api_keys import read_api_keys
 
 
@@ -30,13 +26,11 @@ def create_app(services: Services) -> FastAPI:
     app.state.services = services
     errors.install(app)
     generating = (completions, chat, responses, messages)
-    routers = [
-        module.router
-        for module in (*generating, stored_responses, models, tokenizer, system, admin)
-    ]
+    routers = [module.router for module in generating]
+    routers += [responses.stored_router, tokenizer.router, system.router, admin.router]
     files = page_files() if services.config.page else []
     if services.config.page:
-        routers += [view.router, page.router_of(files)]
+        routers += [live_view.router, live_view.router_of(files)]
     for router in routers:
         app.include_router(router)
     openapi.install(app, services.config)

@@ -6,8 +6,9 @@ is logged in full and answered in general words.
 
 import logging
 import re
+import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
@@ -15,7 +16,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from api_server.message_errors import is_of_messages, message_error_body, new_request_id
 from proto.errors import OverloadedError, RequestError, shown
 
 logger = logging.getLogger("tokend.api")
@@ -140,3 +140,42 @@ async def _on_disconnect(_request: Request, _error: Exception) -> Response:
 async def _on_bug(request: Request, error: Exception) -> Response:
     logger.error("a route failed", exc_info=error)
     return error_response(RequestError("internal error"), request.url.path)
+
+
+# Errors in Anthropic's shape, for the paths of /v1/messages.
+
+
+PATH: Final = "/v1/messages"
+
+_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def is_of_messages(path: str) -> bool:
+    """Whether a path is answered in Anthropic's words."""
+    return path == PATH or path.startswith(PATH + "/")
+
+
+def error_type(status: int) -> str:
+    """What clients of that API tell errors apart by."""
+    return _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+
+
+def message_error_body(status: int, message: str, request_id: str) -> dict[str, Any]:
+    """request_id: is in the header of that name as well."""
+    error = {"type": error_type(status), "message": message}
+    return {"type": "error", "error": error, "request_id": request_id}
+
+
+def new_request_id() -> str:
+    """For an answer that has no other."""
+    return f"req_{secrets.token_hex(12)}"

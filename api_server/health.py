@@ -4,13 +4,62 @@ Owns what the supervisor said last; it sees all processes. The rest is what this
 end knows by itself.
 """
 
+import asyncio
 import time
 from collections.abc import Callable
 
-from api_server.door import Door
 from api_server.engine_client import EngineClient
-from api_server.errors import NotAvailableError
+from api_server.errors import DrainingError, NotAvailableError
 from proto.lifecycle import Condition
+
+# The door of a front end: whether requests still come in, and how many are inside.
+#
+#     open ─ drain ─▶ closed: who comes gets 503 and loses the connection,
+#                     who is inside goes on ─ the last one leaves ─▶ the supervisor is told
+
+
+class Door:
+    """Open until the daemon drains. ask_drain: tells the supervisor that an operator wants that."""
+
+    def __init__(self, ask_drain: Callable[[], None]) -> None:
+        self._ask_drain = ask_drain
+        self.closed = False
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self.closed = True
+
+    def check(self) -> None:
+        """Raise DrainingError when it is closed."""
+        if self.closed:
+            raise DrainingError()
+
+    def ask_drain(self) -> None:
+        """Close, here at once, and ask the supervisor for the end of the daemon."""
+        self.close()
+        self._ask_drain()
+
+
+class Visitors:
+    """Counts HTTP requests under way, each from its headers to its last byte."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._none = asyncio.Event()
+        self._none.set()
+
+    def __enter__(self) -> None:
+        self.number += 1
+        self._none.clear()
+
+    def __exit__(self, *how: object) -> None:
+        self.number -= 1
+        if not self.number:
+            self._none.set()
+
+    async def gone(self) -> None:
+        """Return when nobody is inside."""
+        await self._none.wait()
 
 
 class Health:

@@ -19,23 +19,21 @@ import uvloop
 from fastapi import FastAPI
 
 from api_server.app import create_app
-from api_server.changeover import Changeover
-from api_server.door import Door
+from api_server.app_state import ModelTexts, Services
 from api_server.engine_client import EngineClient, FromEngine
+from api_server.engine_switch import Changeover
 from api_server.fair_listener import FairListener
-from api_server.health import Health
+from api_server.health import Door, Health
 from api_server.http_protocol import LimitedHttpProtocol
-from api_server.inputs.sampling import seeds
-from api_server.metric_sheet import Gauge, MetricSheet
-from api_server.metrics import Metrics
-from api_server.model_texts import ModelTexts
-from api_server.orders import Orders
-from api_server.outputs.open_generations import OpenGenerations
-from api_server.outputs.stored_responses import StoredResponses
+from api_server.live_view.events import Surroundings
+from api_server.live_view.publisher import Feed
+from api_server.metrics.collector import Metrics
+from api_server.metrics.metric_sheet import Gauge, MetricSheet
+from api_server.protocol.responses.stored import StoredResponses
 from api_server.routes.system import daemon_version
-from api_server.services import Services
-from api_server.view.events import Surroundings
-from api_server.view.feed import Feed
+from api_server.sampling import seeds
+from api_server.stream import OpenGenerations
+from api_server.supervisor_link import Orders
 from proto.codec import Message
 from proto.config import FrontEndConfig
 from proto.heap import REQUESTS, settle_heap

@@ -6,6 +6,8 @@
 Owns the fields and their limits. What the engine hears of a job is made in inputs/agents.py.
 """
 
+import re
+from hashlib import blake2b
 from typing import Annotated, Any, Final
 
 from pydantic import (
@@ -19,6 +21,8 @@ from pydantic import (
 )
 
 from api_server.protocol.fields import given_fields, ignored_of
+from api_server.tenants import NOBODY
+from proto.agents import AgentHint
 from proto.errors import InvalidRequestError
 
 MAX_JOB_CHARACTERS: Final = 256
@@ -87,3 +91,39 @@ class AgentFields(BaseModel):
         """The field that named the job, for errors."""
         hint = self.agent_hint
         return "agent_hint" if hint is not None and hint.job_id else "session_id"
+
+
+# What the engine hears of a job and its tools: names that belong to one tenant.
+
+
+_DIGEST_BYTES: Final = 16
+_ODD: Final = re.compile(r"[^A-Za-z0-9_.:/-]")
+
+
+def agent_hint(request: AgentFields, tenant: int) -> AgentHint | None:
+    """Whose turn a request is; None for nobody's.
+
+    Raises InvalidRequestError for a hint without a job.
+    """
+    hint, job = request.agent_hint, request.job_id
+    if job is None:
+        if hint is not None:
+            raise InvalidRequestError(
+                "agent_hint.job_id is missing, and no session_id stands for it", "agent_hint"
+            )
+        return None
+    if hint is None:
+        return AgentHint(job_name(job, tenant))
+    return AgentHint(job_name(job, tenant), hint.is_last_step, hint.ttl_ms)
+
+
+def job_name(job_id: str, tenant: int) -> str:
+    """Of a tenant's job: 32 digits after a letter."""
+    key = tenant.to_bytes(8, "little")
+    return "j" + blake2b(job_id.encode(), key=key, digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def tool_name(tool: str, tenant: int) -> str:
+    """Of a tenant's tool, as a model may have written it; empty for none."""
+    plain = _ODD.sub("_", tool[:MAX_TOOL_CHARACTERS])
+    return f"{tenant:016x}/{plain}" if plain and tenant != NOBODY else plain

@@ -12,16 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from api_server.errors import error_body
-from api_server.outputs.choice import Delta
-from api_server.outputs.generation import Usage
-from api_server.outputs.keep_alive import COMMENT
-from api_server.outputs.logprobs import (
+from api_server.stream import COMMENT, Delta, RequestStream, Usage
+from api_server.text.logprobs import (
     TextToken,
     TokenNames,
     completion_logprobs,
     prompt_logprobs,
 )
-from api_server.outputs.request_stream import RequestStream
 from proto.errors import RequestError
 
 DONE: Final = "data: [DONE]\n\n"

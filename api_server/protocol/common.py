@@ -19,8 +19,7 @@ from pydantic import (
 )
 
 from api_server.protocol.agents import AgentFields
-from api_server.protocol.fields import nested_fields
-from api_server.protocol.known_fields import STREAM_OPTIONS_NEUTRAL
+from api_server.protocol.fields import STREAM_OPTIONS_NEUTRAL, nested_fields
 from api_server.protocol.structured import StructuredFields
 from proto.engine_io import MAX_CHOICES
 from proto.logit_edits import MAX_BAD_WORDS, MAX_BIASED_TOKENS

@@ -4,8 +4,8 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field, WithJsonSchema
 
-from api_server.inputs.prompts import MAX_PROMPTS
 from api_server.protocol.common import GenerationRequest
+from api_server.text.prompts import MAX_PROMPTS
 
 DEFAULT_MAX_TOKENS: Final = 16
 

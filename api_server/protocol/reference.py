@@ -14,10 +14,10 @@ from pydantic.fields import FieldInfo
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.common import GenerationRequest
 from api_server.protocol.completion import CompletionRequest
-from api_server.protocol.known_fields import ANTHROPIC, HARMLESS, NEUTRAL, OPENAI, VLLM
-from api_server.protocol.messages import PASSED as PASSED_BY_MESSAGES
-from api_server.protocol.messages import MessagesRequest
-from api_server.protocol.responses import PASSED, ResponsesRequest
+from api_server.protocol.fields import ANTHROPIC, HARMLESS, NEUTRAL, OPENAI, VLLM
+from api_server.protocol.messages.request import PASSED as PASSED_BY_MESSAGES
+from api_server.protocol.messages.request import MessagesRequest
+from api_server.protocol.responses.request import PASSED, ResponsesRequest
 
 _NO_DEFAULT = "required"
 

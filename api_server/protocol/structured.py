@@ -12,8 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
-from api_server.protocol.fields import nested_fields
-from api_server.protocol.known_fields import STRUCTURED_NEUTRAL
+from api_server.protocol.fields import STRUCTURED_NEUTRAL, nested_fields
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarKind, GrammarSource, encoded
 

@@ -15,8 +15,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ValidationInfo, WithJsonSchema
 
-from api_server.protocol.fields import given_fields, ignored_of
-from api_server.protocol.ignored import IgnoredFields
+from api_server.protocol.fields import IgnoredFields, given_fields, ignored_of
 from proto.errors import InvalidRequestError, shown
 from proto.grammar import MAX_GRAMMAR_BYTES, check_schema, encoded
 

@@ -13,10 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from api_server.protocol.common import Strict
-from api_server.protocol.fields import parse
-from api_server.protocol.ignored import IgnoredFields
-from api_server.routes.access import check_operator, has_operators_key, services_of
-from api_server.routes.body import read_json
+from api_server.protocol.fields import IgnoredFields, parse
+from api_server.routes.common import check_operator, has_operators_key, read_json, services_of
 from api_server.routes.system import daemon_version
 from api_server.tenants import key_name_of
 from proto.codec import to_json_line

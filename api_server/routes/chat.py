@@ -1,19 +1,163 @@
 """POST /v1/chat/completions."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api_server.protocol.chat import ChatCompletionRequest
-from api_server.protocol.chat_answer import ChatAnswer
-from api_server.protocol.fields import parse
-from api_server.protocol.ignored import IgnoredFields
-from api_server.protocol.known_fields import CHAT_NEUTRAL
-from api_server.routes.access import services_of
-from api_server.routes.body import read_fields
-from api_server.routes.chat_turn import prepare_turn
+from api_server.app_state import Services
+from api_server.parsers.parts import CountedParser, PartsParser
+from api_server.parsers.thinking import switches, thoughts_of
+from api_server.parsers.tool_calling import Calling
+from api_server.protocol.answers import Answer, Shape
+from api_server.protocol.chat import ChatAnswer, ChatCompletionRequest
+from api_server.protocol.fields import CHAT_NEUTRAL, IgnoredFields, parse
+from api_server.request_builder import Preparation, Wishes, check_thoughts
+from api_server.response import GenerationResponse
+from api_server.routes.common import read_fields, services_of
+from api_server.sampling import logit_edits
+from api_server.stream import Generation
 from api_server.tenants import key_name_of, tenant_of
+from api_server.text.chat_prompt import conversation_of, num_characters
+from api_server.text.chat_template import Conversation
+from api_server.text.prompts import PromptReader
 from proto.errors import InvalidRequestError
+
+# A turn of a chat, whatever API it came by: from messages to a generation.
+
+
+ANSWERS_SHARE: Final = 4
+"""This part of the context is left to an answer of no given length, where the prompt is cut."""
+
+_TEMPLATE: Final = ("chat template:", "the chat template cannot")
+
+
+def is_of_template(error: InvalidRequestError) -> bool:
+    """Whether the chat template refuses the conversation, and may take it in another form."""
+    return error.message.startswith(_TEMPLATE)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurn:
+    """What is to be generated, and how it is to be read.
+
+    prompt_text: None is not shown. make_parser: for the text of one choice.
+    """
+
+    preparation: Preparation
+    generation: Generation
+    shape: Shape
+    prompt_text: str | None
+    make_parser: Callable[[], PartsParser]
+
+    def response(self, answer: Answer) -> GenerationResponse:
+        """The response that words it so."""
+        return self.preparation.response(self.generation, answer)
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Of an answer that is no such response."""
+        return self.preparation.headers()
+
+
+async def prepare_turn(
+    services: Services,
+    asked: ChatCompletionRequest,
+    *,
+    id_prefix: str,
+    tenant: int,
+    key_name: str,
+    ignored: IgnoredFields,
+    at_most: int | None = None,
+    leaves_room: bool = False,
+) -> ChatTurn:
+    """The generation that a request asks for; nothing is sent yet.
+
+    id_prefix: of the answer's id. tenant, key_name: whose it is. at_most: output tokens where the
+    request says nothing of them; fewer where the context leaves fewer. leaves_room: a prompt that
+    is cut to fit leaves more than a token to such an answer. Raises InvalidRequestError.
+    """
+    calling = services.tool_caller.calling(asked, asked.grammar_source)
+    preparation = Preparation(services, asked, id_prefix, tenant, key_name, ignored, calling)
+    reader = services.prompt_reader("messages")
+    wanted = asked.wanted_max_tokens
+    if wanted is None and leaves_room:
+        share = services.client.engine.max_model_len // ANSWERS_SHARE
+        wanted = share if at_most is None else min(at_most, share)
+    reader = reader.keeping(preparation.truncation(wanted))
+    style = services.reasoning_style
+    conversation, text = await _rendered(services, asked, reader, ignored)
+    prompts = await reader.encode([text], add_special_tokens=False)
+    thoughts = await thoughts_of(
+        style,
+        services.tokenizer,
+        conversation,
+        text,
+        budget=asked.thinking_token_budget,
+        has_grammar=preparation.has_grammar,
+        shows=asked.include_reasoning,
+    )
+    check_thoughts(asked, thoughts.rule)
+
+    def make_parser() -> PartsParser:
+        return thoughts.parser(calling.make_parser())
+
+    wishes = Wishes(
+        max_tokens=asked.wanted_max_tokens,
+        default_max_tokens=at_most,
+        logprobs=asked.num_logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
+        max_tokens_field=asked.max_tokens_field,
+        edits=await logit_edits(asked, services.tokenizer),
+        thinking=thoughts.rule,
+    )
+    (prompt_text,) = await preparation.prompt_texts(prompts)
+    requests = preparation.requests(prompts, wishes)
+    generation = preparation.generation(requests, [0], make_parser, thoughts)
+    shape = preparation.shape(asked.num_logprobs)
+    answered = _counting(services, calling, make_parser)
+    return ChatTurn(preparation, generation, shape, prompt_text, answered)
+
+
+def _counting(
+    services: Services, calling: Calling, make_parser: Callable[[], PartsParser]
+) -> Callable[[], PartsParser]:
+    """The parser of an answer, which counts; nothing is counted where nothing may be called."""
+    if calling.format is None:
+        return make_parser
+    return lambda: CountedParser(make_parser(), services.metrics.choice_parsed)
+
+
+async def count_tokens(
+    services: Services, asked: ChatCompletionRequest, ignored: IgnoredFields
+) -> int:
+    """Of the prompt that `prepare_turn` makes of it, which may be longer than any that is answered.
+
+    Raises InvalidRequestError.
+    """
+    services.check_model(asked.model)
+    reader = services.prompt_reader("messages")
+    _, text = await _rendered(services, asked, reader, ignored)
+    reader.check_text(text)
+    (ids,) = await services.tokenizer.encode([text], add_special_tokens=False)
+    return len(ids)
+
+
+async def _rendered(
+    services: Services, asked: ChatCompletionRequest, reader: PromptReader, ignored: IgnoredFields
+) -> tuple[Conversation, str]:
+    """The conversation and the prompt's text. reader: limits what the template is given."""
+    template = services.chat_template
+    variables = switches(asked.reasoning_effort, template.facts, services.reasoning_style)
+    tools = services.tool_caller.shown(asked)
+    conversation = conversation_of(asked, template.facts, ignored, tools, variables)
+    conversation = services.tool_caller.told(conversation)
+    told = [conversation.messages, conversation.documents, conversation.tools]
+    reader.check_characters(num_characters(told))
+    return conversation, await template.render(conversation)
+
 
 router = APIRouter()
 

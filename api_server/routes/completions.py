@@ -6,18 +6,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api_server.inputs.logit_edits import logit_edits
-from api_server.inputs.prompts import Prompt, num_prompts
-from api_server.inputs.tokenizer import ModelTokenizer
 from api_server.protocol.answers import CompletionAnswer, Echo
 from api_server.protocol.completion import DEFAULT_MAX_TOKENS, CompletionRequest
-from api_server.protocol.fields import parse
-from api_server.protocol.ignored import IgnoredFields
-from api_server.protocol.known_fields import COMPLETION_NEUTRAL
-from api_server.routes.access import services_of
-from api_server.routes.body import read_fields
-from api_server.routes.prepare import Preparation, Wishes, prompt_text
+from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields, parse
+from api_server.request_builder import Preparation, Wishes, prompt_text
+from api_server.routes.common import read_fields, services_of
+from api_server.sampling import logit_edits
 from api_server.tenants import key_name_of, tenant_of
+from api_server.text.prompts import Prompt, num_prompts
+from api_server.text.tokenizer import ModelTokenizer
 from proto.logit_edits import LogitEdits
 
 router = APIRouter()

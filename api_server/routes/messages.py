@@ -10,22 +10,21 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from api_server.message_errors import new_request_id
+from api_server.app_state import Services
+from api_server.errors import new_request_id
 from api_server.protocol.chat import ChatCompletionRequest
-from api_server.protocol.ignored import IgnoredFields
-from api_server.protocol.message_answer import MessageAnswer
-from api_server.protocol.message_blocks import system_text
-from api_server.protocol.messages import (
+from api_server.protocol.fields import IgnoredFields
+from api_server.protocol.messages.answer import MessageAnswer
+from api_server.protocol.messages.blocks import system_text
+from api_server.protocol.messages.request import (
     ChatWords,
     Conversing,
     MessagesRequest,
     parse_request,
     shows_thoughts,
 )
-from api_server.routes.access import services_of
-from api_server.routes.body import read_fields
-from api_server.routes.chat_turn import ChatTurn, count_tokens, is_of_template, prepare_turn
-from api_server.services import Services
+from api_server.routes.chat import ChatTurn, count_tokens, is_of_template, prepare_turn
+from api_server.routes.common import read_fields, services_of
 from api_server.tenants import key_name_of, tenant_of
 from proto.errors import InvalidRequestError
 

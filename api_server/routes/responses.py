@@ -14,25 +14,24 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from api_server.outputs.generation import Generation
-from api_server.outputs.stored_responses import Owner, num_bytes
+from api_server.app_state import Services
 from api_server.protocol.chat import ChatCompletionRequest
-from api_server.protocol.ignored import IgnoredFields
-from api_server.protocol.response_answer import ResponsesAnswer, conversation_after
-from api_server.protocol.response_items import MAX_ITEMS, Item
-from api_server.protocol.response_tools import OfferedTools
-from api_server.protocol.responses import (
+from api_server.protocol.fields import IgnoredFields
+from api_server.protocol.responses.answer import ResponsesAnswer, conversation_after
+from api_server.protocol.responses.items import MAX_ITEMS, Item
+from api_server.protocol.responses.request import (
     ResponsesRequest,
     chat_request,
     in_clients_words,
     parse_request,
 )
-from api_server.routes.access import services_of
-from api_server.routes.body import read_fields
-from api_server.routes.chat_turn import ChatTurn, is_of_template, prepare_turn
-from api_server.services import Services
+from api_server.protocol.responses.stored import Owner, num_bytes
+from api_server.protocol.responses.tools import OfferedTools
+from api_server.routes.chat import ChatTurn, is_of_template, prepare_turn
+from api_server.routes.common import read_fields, services_of
+from api_server.stream import Generation
 from api_server.tenants import key_name_of, tenant_of
-from proto.errors import InternalRequestError, InvalidRequestError
+from proto.errors import InternalRequestError, InvalidRequestError, UnknownPathError, shown
 
 logger = logging.getLogger("tokend.api")
 router = APIRouter()
@@ -225,3 +224,52 @@ def _check_store(services: Services, items: list[Item]) -> None:
         raise InvalidRequestError(
             f"store: conversations of up to {most // 2} bytes are kept", "store"
         )
+
+
+# Responses by their id: looking at one, ending it, forgetting it.
+
+
+stored_router = APIRouter()
+
+
+@stored_router.get("/v1/responses/{response_id}")
+async def get_response(request: Request, response_id: str) -> dict[str, Any]:
+    if request.query_params.get("stream", "false").lower() != "false":
+        raise InvalidRequestError("stream: a response that is kept is told as a whole", "stream")
+    responses, owner = services_of(request).responses, _owner(request)
+    running = responses.under_way(owner, response_id)
+    if running is not None and running.stored:
+        return running.so_far()
+    stored = responses.find(owner, response_id)
+    if stored is None:
+        raise _unknown(response_id)
+    return stored.response
+
+
+@stored_router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
+    """Of one that is over nothing changes."""
+    responses, owner = services_of(request).responses, _owner(request)
+    running = responses.under_way(owner, response_id)
+    if running is not None:
+        return running.cancel()
+    stored = responses.find(owner, response_id)
+    if stored is None:
+        raise _unknown(response_id)
+    return stored.response
+
+
+@stored_router.delete("/v1/responses/{response_id}")
+async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
+    if not services_of(request).responses.drop(_owner(request), response_id):
+        raise _unknown(response_id)
+    return {"id": response_id, "object": "response.deleted", "deleted": True}
+
+
+def _owner(request: Request) -> tuple[int, str]:
+    tenant_by = services_of(request).config.tenant_by
+    return tenant_of(request, tenant_by), key_name_of(request)
+
+
+def _unknown(response_id: str) -> UnknownPathError:
+    return UnknownPathError(f"there is no response {shown(response_id)}", "response_id")

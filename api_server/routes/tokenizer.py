@@ -13,18 +13,16 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from api_server.inputs.chat_prompt import conversation_of, num_characters
-from api_server.protocol.fields import parse
-from api_server.protocol.ignored import IgnoredFields
+from api_server.app_state import Services
+from api_server.protocol.fields import IgnoredFields, parse
 from api_server.protocol.tokens import (
     TOKENIZE_CHAT_NEUTRAL,
     Detokenize,
     TokenizeChat,
     TokenizeText,
 )
-from api_server.routes.access import services_of
-from api_server.routes.body import read_json
-from api_server.services import Services
+from api_server.routes.common import read_json, services_of
+from api_server.text.chat_prompt import conversation_of, num_characters
 from proto.codec import to_compact_json
 from proto.errors import InvalidRequestError, UnknownPathError, shown
 

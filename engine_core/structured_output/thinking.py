@@ -124,7 +124,7 @@ class ThinkingMatcher:
     def _open(self, token_id: int) -> None:
         """Thoughts may begin after blanks; a grammar has them begin at once or never.
 
-        Where the front end sees thoughts begin (api_server/outputs/reasoning.py), they begin here.
+        Where the front end sees thoughts begin (api_server/parsers/reasoning.py), they begin here.
         """
         is_start = token_id == self._rule.start_token_id
         if is_start and not self._seen.lstrip(_BLANKS):

@@ -18,9 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from api_server.app import create_app
+from api_server.app_state import Services
 from api_server.engine_client import FromEngine
 from api_server.server import Server, make_server, make_services
-from api_server.services import Services
 from proto.config import FrontEndConfig, ModelConfig, ServeConfig
 from proto.engine_io import FinishReason
 from proto.lifecycle import ProcessBoot

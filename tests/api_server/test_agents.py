@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from api_server.inputs.agents import job_name, tool_name
-from api_server.protocol.agents import MAX_TTL_MS
+from api_server.protocol.agents import MAX_TTL_MS, job_name, tool_name
 from proto.agents import MAX_NAME_LENGTH, AgentHint
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
@@ -288,7 +287,7 @@ async def test_a_turn_that_cannot_be_read_fails_no_answer(start, say, monkeypatc
     def fail(text):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("api_server.outputs.turn.called_tool", fail)
+    monkeypatch.setattr("api_server.parsers.called_tool.called_tool", fail)
     async with start(say("```bash\nls\n```")) as front_end:
         await asked(front_end, session_id="s", max_tokens=60)
         assert (await front_end.engine.turns.get()).tool == ""

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from api_server.inputs.call_ids import with_ids_of_length
-from api_server.inputs.template_environment import template_environment
-from api_server.inputs.template_facts import facts_of
-from api_server.protocol.folding import folded
+from api_server.protocol.responses.request import folded
+from api_server.text.chat_prompt import with_ids_of_length
+from api_server.text.chat_template import facts_of, template_environment
 from tests.api_server.conftest import prepared
 
 TEMPLATES = Path(__file__).parent / "templates"

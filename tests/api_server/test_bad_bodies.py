@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from api_server.routes import body, completions
+from api_server.routes import common, completions
 from tests.api_server.test_bad_requests import JSON, PATH, expect_error
 
 UPLOAD = (
@@ -87,7 +87,7 @@ async def test_large_bodies(start, say):
 
 
 async def test_a_slow_upload(start, say, monkeypatch):
-    monkeypatch.setattr(body, "SECONDS_PER_MIB", 0.05)
+    monkeypatch.setattr(common, "SECONDS_PER_MIB", 0.05)
     async with start(say("!")) as front_end:
         answer = await raw_exchange(front_end, UPLOAD)
         head, _, content = answer.partition(b"\r\n\r\n")

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from api_server.outputs.bell import Bell
+from api_server.stream import Bell
 
 
 async def turns(number: int = 3) -> None:

@@ -5,9 +5,8 @@ import re
 
 import pytest
 
-from api_server.outputs.called_tool import called_tool
-from api_server.outputs.parts import PLAIN_TEXT, CallArguments, CallBegins, Content, Reasoning
-from api_server.outputs.turn import KEPT_CHARACTERS, HeardTurn, tool_of
+from api_server.parsers.called_tool import KEPT_CHARACTERS, HeardTurn, called_tool, tool_of
+from api_server.parsers.parts import PLAIN_TEXT, CallArguments, CallBegins, Content, Reasoning
 
 CALLS = {
     "shell": ("I look.\n```bash\nls -la\n```\n", "ls"),

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from api_server.changeover import Changeover
 from api_server.engine_connection import FromEngine
+from api_server.engine_switch import Changeover
 from proto.config import ModelConfig
 from proto.engine_io import FinishReason
 from proto.lifecycle import EngineLeft, NewEngine, NextEngine, NextReady, Switched

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from api_server.inputs.chat_template import JinjaChatTemplate
+from api_server.text.chat_template import JinjaChatTemplate
 from tests.api_server.conftest import prepared
 
 PATH = "/v1/chat/completions"

@@ -5,9 +5,13 @@ import contextlib
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from api_server.inputs.chat_template import JinjaChatTemplate, NoChatTemplate, load_chat_template
-from api_server.inputs.conversation import Conversation
-from api_server.inputs.tokenizer import special_token_texts
+from api_server.text.chat_template import (
+    Conversation,
+    JinjaChatTemplate,
+    NoChatTemplate,
+    load_chat_template,
+)
+from api_server.text.tokenizer import special_token_texts
 from proto.errors import InvalidRequestError, ModelError
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}

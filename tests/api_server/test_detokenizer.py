@@ -6,7 +6,7 @@ import random
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from api_server.inputs.tokenizer import ModelTokenizer
+from api_server.text.tokenizer import ModelTokenizer
 from tests.api_server.conftest import CORPUS
 
 TEXTS = [

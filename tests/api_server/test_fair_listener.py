@@ -9,7 +9,7 @@ import pytest
 
 from api_server import fair_listener
 from api_server.fair_listener import FairListener
-from api_server.metric_sheet import Gauge, MetricSheet
+from api_server.metrics.metric_sheet import Gauge, MetricSheet
 from proto.stats import METRIC_BYTES
 
 

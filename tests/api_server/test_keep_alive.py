@@ -6,7 +6,7 @@ import json
 import openai
 import pytest
 
-from api_server.outputs.keep_alive import COMMENT, KeepAlive
+from api_server.stream import COMMENT, KeepAlive
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 

@@ -10,8 +10,8 @@ from anthropic.types.message_count_tokens_params import MessageCountTokensParams
 from anthropic.types.message_create_params import MessageCreateParamsBase
 from pydantic import TypeAdapter
 
-from api_server.protocol.known_fields import HARMLESS
-from api_server.protocol.messages import MessagesRequest
+from api_server.protocol.fields import HARMLESS
+from api_server.protocol.messages.request import MessagesRequest
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 from proto.errors import ErrorInfo

@@ -7,8 +7,8 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from api_server.metric_sheet import MetricSheet
-from api_server.metrics import Metrics
+from api_server.metrics.collector import Metrics
+from api_server.metrics.metric_sheet import MetricSheet
 from api_server.routes import completions
 from proto.stats import KVMediumStats, SchedulerStats
 

@@ -4,8 +4,8 @@ import os
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from api_server.metric_sheet import MetricSheet
-from api_server.metrics import Metrics
+from api_server.metrics.collector import Metrics
+from api_server.metrics.metric_sheet import MetricSheet
 from proto.stats import METRIC_BYTES, SchedulerStats
 
 ENGINE = 4

@@ -4,18 +4,17 @@ import random
 
 import pytest
 
-from api_server.outputs.detokenizer import Detokenizer
-from api_server.outputs.marked_detokenizer import MarkedDetokenizer
-from api_server.outputs.parts import PLAIN_TEXT, Content, Part, PartsParser, Reasoning
-from api_server.outputs.reasoning import (
+from api_server.parsers.parts import PLAIN_TEXT, Content, Part, PartsParser, Reasoning
+from api_server.parsers.reasoning import (
     NO_REASONING,
     STYLES,
+    CountingDetokenizer,
     Opening,
     ReasoningParser,
     opening_of,
     style_of,
 )
-from api_server.outputs.thoughts import CountingDetokenizer
+from api_server.text.detokenizer import Detokenizer, MarkedDetokenizer
 from proto.config import FrontEndConfig, ReasoningParserName
 from proto.thinking import BLANKS, MAX_BLANKS
 

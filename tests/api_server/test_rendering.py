@@ -8,9 +8,8 @@ import time
 import msgspec
 import pytest
 
-from api_server.inputs.chat_template import JinjaChatTemplate
-from api_server.inputs.conversation import Conversation
-from api_server.inputs.rendering import TimedRendering
+from api_server.text.chat_template import Conversation, JinjaChatTemplate
+from api_server.text.rendering import TimedRendering
 from proto.errors import InvalidRequestError, ModelError, OverloadedError
 
 MESSAGES = [{"role": "user", "content": "hello"}]

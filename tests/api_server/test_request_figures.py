@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from api_server.http_counters import HttpCounters
-from api_server.metric_sheet import MetricSheet
-from api_server.metrics import Metrics
+from api_server.metrics.collector import Metrics
+from api_server.metrics.counters import HttpCounters
+from api_server.metrics.metric_sheet import MetricSheet
 from api_server.routes import completions
 from proto.config import FrontEndConfig
 from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo

@@ -3,13 +3,11 @@
 import pytest
 from tokenizers import Tokenizer
 
-from api_server.inputs.tokenizer import ModelTokenizer
-from api_server.metric_sheet import MetricSheet
-from api_server.metrics import Metrics
-from api_server.outputs.bell import Bell
-from api_server.outputs.choice import Choice
-from api_server.outputs.request_stream import RequestStream, Timeline
-from api_server.outputs.stop_strings import stop_matcher
+from api_server.metrics.collector import Metrics
+from api_server.metrics.metric_sheet import MetricSheet
+from api_server.stream import Bell, Choice, RequestStream, Timeline
+from api_server.text.stop_strings import stop_matcher
+from api_server.text.tokenizer import ModelTokenizer
 from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
 from proto.errors import ErrorInfo, InternalRequestError, InvalidRequestError
 from tests.fakes.fake_engine import made_up_logprobs

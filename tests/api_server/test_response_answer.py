@@ -5,15 +5,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from api_server.outputs.choice import Delta
-from api_server.outputs.generation import Usage
-from api_server.outputs.parts import CallArguments, CallBegins, Content, Part, Reasoning
+from api_server.parsers.parts import CallArguments, CallBegins, Content, Part, Reasoning
 from api_server.protocol.answers import Shape
-from api_server.protocol.ignored import IgnoredFields
-from api_server.protocol.response_answer import ResponsesAnswer
-from api_server.protocol.response_items import messages_of
-from api_server.protocol.response_tools import OfferedTools
-from api_server.protocol.responses import in_clients_words, parse_request
+from api_server.protocol.fields import IgnoredFields
+from api_server.protocol.responses.answer import ResponsesAnswer
+from api_server.protocol.responses.items import messages_of
+from api_server.protocol.responses.request import in_clients_words, parse_request
+from api_server.protocol.responses.tools import OfferedTools
+from api_server.stream import Delta, Usage
 from proto.errors import InvalidRequestError
 from tests.api_server.test_responses import decoded
 

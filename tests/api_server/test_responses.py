@@ -12,8 +12,8 @@ from openai.types.responses.response_create_params import (
 )
 from pydantic import TypeAdapter
 
-from api_server.protocol.known_fields import HARMLESS
-from api_server.protocol.responses import ResponsesRequest
+from api_server.protocol.fields import HARMLESS
+from api_server.protocol.responses.request import ResponsesRequest
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 from proto.errors import ErrorInfo

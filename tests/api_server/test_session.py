@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from api_server.errors import NotAvailableError
-from api_server.outputs.session import TurnInput, generate
+from api_server.session import TurnInput, generate
 from proto.engine_io import EngineCoreOutput, FinishReason
 from proto.errors import ErrorInfo, InternalRequestError, InvalidRequestError
 from proto.sampling_params import SamplingParams

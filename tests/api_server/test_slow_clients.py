@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from api_server import http_protocol
-from api_server.outputs import unsent
-from api_server.outputs.unsent import Unsent
+from api_server import stream as unsent
+from api_server.stream import Unsent
 from proto.engine_io import FinishReason
 from tests.api_server.conftest import samples
 
@@ -63,7 +63,7 @@ async def test_a_stream_that_nobody_reads_is_ended_at_its_bound(
     start, tokenizer, monkeypatch, fields
 ):
     small_send_buffers(monkeypatch)
-    monkeypatch.setattr("api_server.routes.prepare.MAX_UNSENT_BYTES", 20_000)
+    monkeypatch.setattr("api_server.request_builder.MAX_UNSENT_BYTES", 20_000)
     piece = tokenizer.encode(" number" * 50).ids
     async with start(accepts=True, max_model_len=200_000) as front_end:
         client = await deaf_client(front_end, post({"stream": True, **fields}))
@@ -86,7 +86,7 @@ async def test_a_stream_that_nobody_reads_is_ended_at_its_bound(
 
 
 async def test_a_burst_of_the_engine_is_not_the_fault_of_the_client(start, tokenizer, monkeypatch):
-    monkeypatch.setattr("api_server.routes.prepare.MAX_UNSENT_BYTES", 100)
+    monkeypatch.setattr("api_server.request_builder.MAX_UNSENT_BYTES", 100)
     ids = tokenizer.encode(" number" * 100).ids
     async with start(accepts=True, max_model_len=200_000) as front_end:
         answer = asyncio.create_task(front_end.complete(stream=True, max_tokens=100_000))
@@ -100,7 +100,7 @@ async def test_a_burst_of_the_engine_is_not_the_fault_of_the_client(start, token
 
 async def test_who_reads_on_after_that_hears_why_it_ended(start, tokenizer, monkeypatch):
     small_send_buffers(monkeypatch)
-    monkeypatch.setattr("api_server.routes.prepare.MAX_UNSENT_BYTES", 20_000)
+    monkeypatch.setattr("api_server.request_builder.MAX_UNSENT_BYTES", 20_000)
     piece = tokenizer.encode(" number" * 50).ids
     async with start(accepts=True, max_model_len=200_000) as front_end:
         body = post({"stream": True}, b"connection: close")

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from api_server.outputs.stop_strings import stop_matcher
+from api_server.text.stop_strings import stop_matcher
 
 
 def run(strings: list[str], pieces: list[str]) -> tuple[str, str | None, list[str]]:

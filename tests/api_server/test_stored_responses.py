@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from api_server.outputs import stored_responses
-from api_server.outputs.stored_responses import StoredResponses, num_bytes
+from api_server.protocol.responses import stored as stored_responses
+from api_server.protocol.responses.stored import StoredResponses, num_bytes
 from tests.fakes.clock import FakeClock
 
 ANN, BEN = (0, "ann"), (0, "ben")

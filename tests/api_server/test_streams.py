@@ -7,7 +7,7 @@ import socket
 import httpx
 import pytest
 
-from api_server.outputs.detokenizer import ByteLevelDetokenizer
+from api_server.text.detokenizer import ByteLevelDetokenizer
 from proto.engine_io import FinishReason
 from proto.errors import ErrorInfo
 from tests.api_server.conftest import samples

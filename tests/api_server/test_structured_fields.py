@@ -5,9 +5,7 @@ import json
 import pytest
 
 from api_server.protocol.completion import CompletionRequest
-from api_server.protocol.fields import parse
-from api_server.protocol.ignored import IgnoredFields
-from api_server.protocol.known_fields import COMPLETION_NEUTRAL
+from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields, parse
 from api_server.protocol.structured import ANY_OBJECT
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource

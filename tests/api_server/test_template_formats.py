@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from api_server.inputs.chat_template import JinjaChatTemplate
-from api_server.inputs.conversation import Conversation
+from api_server.text.chat_template import Conversation, JinjaChatTemplate
 from proto.errors import InvalidRequestError
 
 TEMPLATES = {

@@ -7,7 +7,7 @@ import shutil
 import msgspec
 import pytest
 
-from api_server.inputs import tokenizer as tokenizers
+from api_server.text import tokenizer as tokenizers
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 from tests.api_server.conftest import CORPUS

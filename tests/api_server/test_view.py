@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from api_server.view import feed as feeds
-from api_server.view.events import rate
-from api_server.view.watcher import MAX_UNREAD
+from api_server.live_view import publisher as feeds
+from api_server.live_view.events import rate
+from api_server.live_view.publisher import MAX_UNREAD
 from proto.config import FrontEndConfig
 from proto.view import (
     CACHED,

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 from tokenizers import Tokenizer
 
-from api_server.inputs import tokenizer as inputs
+from api_server.text import tokenizer as inputs
 from proto.engine_io import FinishReason
 from proto.prepared_model import PreparedModel
 from tests.api_server.conftest import FrontEnd, prepared, serving

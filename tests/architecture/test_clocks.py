@@ -10,11 +10,11 @@ WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.today", "d
 WALL_CLOCKS |= {"time.localtime", "time.gmtime", "time.ctime", "time.strftime", "date.today"}
 
 SHOWN_ONLY = {
-    ("api_server/services.py", "time.time"),  # `created` of the model
-    ("api_server/routes/prepare.py", "time.time"),  # `created` of an answer
-    ("api_server/protocol/response_answer.py", "time.time"),  # `completed_at` of a response
+    ("api_server/app_state.py", "time.time"),  # `created` of the model
+    ("api_server/request_builder.py", "time.time"),  # `created` of an answer
+    ("api_server/protocol/responses/answer.py", "time.time"),  # `completed_at` of a response
     ("engine_core/trace/tracing.py", "time.time"),  # when a trace began
-    ("api_server/inputs/template_environment.py", "datetime.now"),  # what a template calls today
+    ("api_server/text/chat_template.py", "datetime.now"),  # what a template calls today
 }
 
 

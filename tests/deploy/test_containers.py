@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from api_server.metric_sheet import MetricSheet
-from api_server.metrics import Metrics
+from api_server.metrics.collector import Metrics
+from api_server.metrics.metric_sheet import MetricSheet
 from api_server.middleware import OPEN_PATHS
 from api_server.routes import completions
 from deploy.ending import ON_REQUEST

@@ -12,10 +12,6 @@ from api_server.http_protocol import (
     MAX_HEADERS,
     STALL_SECONDS,
 )
-from api_server.inputs.prompts import MAX_PROMPTS
-from api_server.inputs.rendering import RENDER_SECONDS
-from api_server.outputs.stored_responses import MAX_STORED, MAX_STORED_PER_OWNER
-from api_server.outputs.unsent import MAX_UNSENT_BYTES
 from api_server.protocol.chat import MAX_MESSAGES
 from api_server.protocol.common import (
     MAX_BAD_WORD_CHARACTERS,
@@ -26,10 +22,14 @@ from api_server.protocol.common import (
     MAX_STOP_STRINGS,
 )
 from api_server.protocol.reference import markdown
-from api_server.protocol.response_items import MAX_ITEMS
+from api_server.protocol.responses.items import MAX_ITEMS
+from api_server.protocol.responses.stored import MAX_STORED, MAX_STORED_PER_OWNER
 from api_server.protocol.tools import MAX_TOOLS
 from api_server.routes.admin import MAX_ABORTED_IDS, MAX_ID_CHARACTERS
-from api_server.routes.body import MAX_BODY_BYTES, MAX_DEPTH, SECONDS_PER_MIB
+from api_server.routes.common import MAX_BODY_BYTES, MAX_DEPTH, SECONDS_PER_MIB
+from api_server.stream import MAX_UNSENT_BYTES
+from api_server.text.prompts import MAX_PROMPTS
+from api_server.text.rendering import RENDER_SECONDS
 from deploy.flags import all_flags
 from deploy.serve_help import field_helps, markdown_table
 from engine_core.scheduler.backlog import (

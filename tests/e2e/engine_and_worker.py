@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 from api_server.engine_client import EngineClient, FromEngine
-from api_server.metric_sheet import MetricSheet
-from api_server.metrics import Metrics
+from api_server.metrics.collector import Metrics
+from api_server.metrics.metric_sheet import MetricSheet
 from deploy.child_environment import child_environment
 from proto.codec import encode
 from proto.config import ServeConfig

@@ -6,9 +6,8 @@ import textwrap
 
 import pytest
 
-from api_server.inputs.chat_template import load_chat_template
-from api_server.inputs.conversation import Conversation
-from api_server.inputs.tokenizer import ModelTokenizer, special_token_texts
+from api_server.text.chat_template import Conversation, load_chat_template
+from api_server.text.tokenizer import ModelTokenizer, special_token_texts
 from tests.e2e.reference import Reference, packaged_model
 
 pytestmark = pytest.mark.suite("daemons")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from api_server.open_requests import OpenRequest
+from api_server.engine_client import OpenRequest
 from engine_core.request import RequestStatus
 from engine_core.scheduler.quarantine import TRIALS
 from proto.config import SchedulerConfig

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from hypothesis import strategies as st
 
-from api_server.outputs.parts import CallArguments, CallBegins, Content, Part, Reasoning
-from api_server.outputs.reasoning import NO_REASONING, STYLES, Opening, ReasoningParser
-from api_server.outputs.tool_parsers.registry import FORMATS
+from api_server.parsers.parts import CallArguments, CallBegins, Content, Part, Reasoning
+from api_server.parsers.reasoning import NO_REASONING, STYLES, Opening, ReasoningParser
+from api_server.parsers.tools.formats import FORMATS
 from tests.fuzz.mutation import Edit, mutated, spoilt_bytes
 
 RECORDED: Final = Path(__file__).parents[1] / "api_server" / "tools" / "outputs"

@@ -21,9 +21,9 @@ from api_server.engine_client import FromEngine
 from api_server.protocol.agents import AgentHintFields
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.completion import CompletionRequest
-from api_server.protocol.known_fields import HARMLESS, KNOWN
-from api_server.protocol.messages import MessagesRequest
-from api_server.protocol.responses import ResponsesRequest
+from api_server.protocol.fields import HARMLESS, KNOWN
+from api_server.protocol.messages.request import MessagesRequest
+from api_server.protocol.responses.request import ResponsesRequest
 from api_server.server import make_services
 from engine_core.validation import RequestLimits, validate_request
 from proto.config import FrontEndConfig

@@ -453,7 +453,7 @@ API_SERVER = (
     ),
     Fault(
         "stop_string_cut_late",
-        "api_server/outputs/stop_strings.py",
+        "api_server/text/stop_strings.py",
         "return text[: end - hidden], longest.string",
         "return text[: end - hidden + 1], longest.string",
         "An answer ends with the first character of its stop string.",
@@ -469,7 +469,7 @@ API_SERVER = (
     ),
     Fault(
         "abort_not_sent_on_disconnect",
-        "api_server/outputs/generation.py",
+        "api_server/stream.py",
         "        running = [choice for choice in stream.choices if not choice.finished]\n"
         "        self.client.abandon(stream)\n",
         "        running = [choice for choice in stream.choices if not choice.finished]\n",
@@ -478,7 +478,7 @@ API_SERVER = (
     ),
     Fault(
         "usage_counts_the_prompt_per_choice",
-        "api_server/outputs/generation.py",
+        "api_server/stream.py",
         "sum(len(stream.prompt_token_ids) for stream in self.streams),",
         "sum(len(stream.prompt_token_ids) * stream.num_choices for stream in self.streams),",
         "A client is charged for its prompt once for each of its n choices.",
@@ -486,7 +486,7 @@ API_SERVER = (
     ),
     Fault(
         "usage_counts_tokens_twice",
-        "api_server/outputs/request_stream.py",
+        "api_server/stream.py",
         "return sum(len(choice.token_ids) for choice in self.choices)",
         "return sum(2 * len(choice.token_ids) for choice in self.choices)",
         "completion_tokens in the usage is twice the number of tokens.",
@@ -494,7 +494,7 @@ API_SERVER = (
     ),
     Fault(
         "resumption_repeats_tokens",
-        "api_server/outputs/request_stream.py",
+        "api_server/stream.py",
         "return min(have - output.token_index, len(output.new_token_ids))",
         "return 0",
         "After a restart of the engine a client gets some tokens a second time.",
@@ -502,7 +502,7 @@ API_SERVER = (
     ),
     Fault(
         "prompt_counted_again_after_a_restart",
-        "api_server/outputs/request_stream.py",
+        "api_server/stream.py",
         "        if not self.accepted:\n            self.accepted = True\n",
         "        if True:\n            self.accepted = True\n",
         "The metric vllm:prompt_tokens counts a prompt once more after each engine restart.",
@@ -510,7 +510,7 @@ API_SERVER = (
     ),
     Fault(
         "engine_crash_not_counted",
-        "api_server/open_requests.py",
+        "api_server/engine_client.py",
         "self.crash_count += self.alone or self.crash_count < crashes_until_alone",
         "self.crash_count += 0",
         "A request that kills the engine is sent to each next one and kills it as well.",
@@ -518,7 +518,7 @@ API_SERVER = (
     ),
     Fault(
         "split_character_replaced",
-        "api_server/outputs/detokenizer.py",
+        "api_server/text/detokenizer.py",
         "decoded = self._decoder.decode(self._tokens.raw(token_id))",
         "decoded = self._decoder.decode(self._tokens.raw(token_id), final=True)",
         "Emoji and rare characters that take several tokens arrive as U+FFFD.",
@@ -526,7 +526,7 @@ API_SERVER = (
     ),
     Fault(
         "tool_arguments_cut",
-        "api_server/protocol/chat_answer.py",
+        "api_server/protocol/chat.py",
         'calls[-1]["function"]["arguments"] += part.text',
         'calls[-1]["function"]["arguments"] = part.text[:-1]',
         "The arguments of a streamed tool call are no JSON: their last character is missing.",
@@ -534,7 +534,7 @@ API_SERVER = (
     ),
     Fault(
         "finish_reason_stop_after_tool_calls",
-        "api_server/protocol/chat_answer.py",
+        "api_server/protocol/chat.py",
         "self.has_calls = self.has_calls or any(isinstance(each, CallBegins) for each in parts)",
         "self.has_calls = any(isinstance(each, CallBegins) for each in parts)",
         "A streamed answer that calls a tool ends with finish_reason stop, so no tool is run.",
@@ -542,7 +542,7 @@ API_SERVER = (
     ),
     Fault(
         "seed_ignored",
-        "api_server/routes/prepare.py",
+        "api_server/request_builder.py",
         "return next(self._services.seeds) if seed is None else seed & SEED_MASK",
         "return next(self._services.seeds)",
         "Two requests with the same seed get different answers.",
@@ -558,7 +558,7 @@ API_SERVER = (
     ),
     Fault(
         "browser_may_call_admin_routes",
-        "api_server/routes/access.py",
+        "api_server/routes/common.py",
         "if not is_loopback(address) or any(name in request.headers for name in _SIGNS_OF_OTHERS):",
         "if not is_loopback(address):",
         "Any web page that an operator opens can pause the server.",
@@ -566,7 +566,7 @@ API_SERVER = (
     ),
     Fault(
         "body_limit_ignored_without_length",
-        "api_server/routes/body.py",
+        "api_server/routes/common.py",
         "                if len(body) > MAX_BODY_BYTES:\n",
         "                if announced and len(body) > MAX_BODY_BYTES:\n",
         "A chunked upload fills the memory of the front end.",
@@ -582,7 +582,7 @@ API_SERVER = (
     ),
     Fault(
         "slow_reader_never_ended",
-        "api_server/outputs/unsent.py",
+        "api_server/stream.py",
         "if self.is_blocked and self.num_bytes > self._limit:",
         "if False:",
         "A client that does not read its stream fills the memory of the front end.",
@@ -590,7 +590,7 @@ API_SERVER = (
     ),
     Fault(
         "restarts_added_up_over_front_ends",
-        "api_server/metric_sheet.py",
+        "api_server/metrics/metric_sheet.py",
         "return max(row[0] for row in self._sheet.of_each(self._cell, 1))",
         "return sum(row[0] for row in self._sheet.of_each(self._cell, 1))",
         "With several front ends tokend:restarts counts each restart several times.",

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from api_server.outputs.parts import CallArguments, CallBegins, Content, Part, PartsParser
-from api_server.outputs.tool_parsers.registry import FORMATS
+from api_server.parsers.parts import CallArguments, CallBegins, Content, Part, PartsParser
+from api_server.parsers.tools.formats import FORMATS
 
 OUTPUTS = Path(__file__).parent / "outputs"
 NAMES = ("weather", "now", "find", "run", "book")

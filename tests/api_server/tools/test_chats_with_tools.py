@@ -8,7 +8,7 @@ import openai
 import pytest
 from tokenizers import AddedToken
 
-from api_server.outputs.tool_parsers.registry import FORMATS
+from api_server.parsers.tools.formats import FORMATS
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 from tests.api_server.conftest import byte_level_tokenizer, prepared, samples

@@ -8,11 +8,11 @@ import jsonschema
 import numpy as np
 import pytest
 
-from api_server.inputs.template_facts import TemplateFacts
-from api_server.inputs.tool_calling import ToolCaller
-from api_server.outputs.tool_parsers.registry import FORMATS
-from api_server.protocol.ignored import IgnoredFields
+from api_server.parsers.tool_calling import ToolCaller
+from api_server.parsers.tools.formats import FORMATS
+from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.tools import ToolFields
+from api_server.text.chat_template import TemplateFacts
 from engine_core.structured_output.base import mask_words
 from engine_core.structured_output.llguidance_backend import LLGuidanceBackend
 from proto.errors import InvalidRequestError

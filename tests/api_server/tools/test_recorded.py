@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from api_server.outputs.parts import CallArguments, Content
-from api_server.outputs.tool_parsers.registry import FORMATS
+from api_server.parsers.parts import CallArguments, Content
+from api_server.parsers.tools.formats import FORMATS
 from tests.api_server.tools.reading import NAMES, joined, read, recorded
 
 RECORDED = ("hermes", "llama3_json", "mistral", "pythonic")

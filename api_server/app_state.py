@@ -1,0 +1,120 @@
+"""What the routes work with, made once per process and passed in.
+
+Owns nothing itself; a test makes one with a scripted engine behind it.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from api_server.engine_client import EngineClient
+from api_server.health import Door, Health, Visitors
+from api_server.live_view.publisher import Feed
+from api_server.metrics.collector import Metrics
+from api_server.parsers.reasoning import ReasoningStyle, style_of
+from api_server.parsers.tool_calling import ToolCaller
+from api_server.protocol.responses.stored import StoredResponses
+from api_server.sampling import seeds
+from api_server.stream import OpenGenerations
+from api_server.text.chat_template import load_chat_template, read_chat_template
+from api_server.text.prompts import PromptReader
+from api_server.text.rendering import TimedRendering
+from api_server.text.tokenizer import ModelTokenizer, special_token_texts
+from proto.config import FrontEndConfig, ModelConfig, ServeConfig
+from proto.errors import UnknownModelError
+from proto.prepared_model import PreparedModel
+
+# What a front end reads of a model: its tokenizer and its chat template.
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTexts:
+    """vocabulary: hex digest of tokenizer.json and the tokens that end an answer."""
+
+    tokenizer: ModelTokenizer
+    chat_template: TimedRendering
+    vocabulary: str
+
+    @classmethod
+    def load(cls, config: ModelConfig, model: PreparedModel) -> "ModelTexts":
+        """Raises ModelError for what is missing or cannot be used."""
+        folder = config.tokenizer or model.folder
+        name = config.served_model_name or model.name
+        tokenizer = ModelTokenizer.load(folder)
+        variables = special_token_texts(folder)
+        if config.chat_template is None:
+            template = load_chat_template((folder, model.folder), name, variables)
+        else:
+            template = read_chat_template(Path(config.chat_template), variables)
+        digest = hashlib.sha256(repr(model.eos_token_ids).encode())
+        digest.update(Path(folder, "tokenizer.json").read_bytes())
+        return cls(tokenizer, TimedRendering(template), digest.hexdigest())
+
+
+SERVICES: Final = "tokend.services"
+"""Where a request's scope holds what it is answered with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Dependencies of the application.
+
+    model_name: as clients call it. seeds: for requests without a seed. visitors: the
+    requests that are answered with these services. epoch: of the engine that they go to, as
+    long as that one is there. vocabulary: changes with what token ids mean. under_way: of this
+    front end, whichever engine has them. ask_abort: has all front ends end requests with these
+    ids, of the key of this name or of any (None). responses: those of /v1/responses that are kept
+    or under way. feed: of the live view. background: tasks whose clients do not wait.
+    """
+
+    model: PreparedModel
+    model_name: str
+    config: FrontEndConfig
+    client: EngineClient
+    metrics: Metrics
+    tokenizer: ModelTokenizer
+    health: Health
+    chat_template: TimedRendering
+    door: Door
+    epoch: int
+    vocabulary: str
+    settings: ServeConfig
+    ask_abort: Callable[[list[str], str | None], None]
+    under_way: OpenGenerations
+    responses: StoredResponses
+    feed: Feed
+    visitors: Visitors = field(default_factory=Visitors)
+    background: set[asyncio.Task[None]] = field(default_factory=set)
+    seeds: Iterator[int] = field(default_factory=lambda: seeds(None, 0))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_model(self, name: str | None) -> None:
+        """Raise UnknownModelError unless `name` is served; no name means the one there is."""
+        if name is not None and name != self.model_name:
+            shown = name.encode("ascii", "backslashreplace").decode()[:100]
+            raise UnknownModelError(f"the model {shown} does not exist", "model")
+
+    @property
+    def reasoning_style(self) -> ReasoningStyle:
+        """Between which markers the model thinks, if it does."""
+        return style_of(self.config.reasoning_parser, self.chat_template.source)
+
+    @property
+    def tool_caller(self) -> ToolCaller:
+        """How the model calls tools."""
+        template = self.chat_template
+        return ToolCaller(
+            self.config.tool_call_parser, template.source, template.facts, self.tokenizer
+        )
+
+    def prompt_reader(self, field: str) -> PromptReader:
+        """With the limits of the engine; raises NotAvailableError before it is ready.
+
+        field: of the request, for errors.
+        """
+        engine = self.client.engine
+        return PromptReader(self.tokenizer, engine.vocab_size, engine.max_model_len, field)

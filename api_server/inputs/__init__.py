@@ -1,1 +1,0 @@
-"""What becomes of a client's words: templates, tokens, sampling parameters."""

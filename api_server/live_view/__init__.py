@@ -1,0 +1,1 @@
+"""The live view: what the page is shown of running requests."""

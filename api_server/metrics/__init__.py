@@ -1,0 +1,1 @@
+"""Counters, gauges and histograms of /metrics, shared between API servers."""

@@ -1,1 +1,0 @@
-"""What becomes of tokens: text, stop strings, log-probabilities, streams."""

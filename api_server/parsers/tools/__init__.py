@@ -1,0 +1,1 @@
+"""Parsers of tool calls, one family of formats a module."""

@@ -1,0 +1,462 @@
+"""From a validated request to engine requests and the streams that answer them.
+
+What both endpoints do alike: parameters, ids, seeds, choices.
+"""
+
+import hashlib
+import math
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from api_server.app_state import Services
+from api_server.parsers.called_tool import NO_TURN, HeardTurn, KnownTurn, Turn
+from api_server.parsers.parts import PLAIN_TEXT, PartsParser
+from api_server.parsers.thinking import NO_THOUGHTS, Thoughts
+from api_server.parsers.tool_calling import Calling, no_calling
+from api_server.protocol.agents import agent_hint, tool_name
+from api_server.protocol.answers import Answer, Shape
+from api_server.protocol.common import (
+    MAX_CHOICES_PER_REQUEST,
+    MAX_LOGPROB_ENTRIES,
+    GenerationRequest,
+)
+from api_server.protocol.fields import IgnoredFields
+from api_server.response import GenerationResponse
+from api_server.sampling import SEED_MASK, sampling_params
+from api_server.stream import (
+    MAX_UNSENT_BYTES,
+    Bell,
+    Choice,
+    Generation,
+    RequestStream,
+    Timeline,
+    Unsent,
+)
+from api_server.tenants import reader_of
+from api_server.text.detokenizer import Detokenizer, MarkedDetokenizer, NoText
+from api_server.text.logprobs import TokenIdNames
+from api_server.text.prompts import Prompt
+from api_server.text.stop_strings import stop_matcher
+from api_server.text.tokenizer import ModelTokenizer, Truncation, truncation
+from proto.engine_io import EngineCoreRequest
+from proto.errors import InvalidRequestError
+from proto.grammar import GrammarSource
+from proto.logit_edits import LogitEdits
+from proto.thinking import ThinkingRule
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the endpoints ask for in different words.
+
+    max_tokens: None when not given. logprobs: alternatives, None for none at all.
+    max_tokens_field: what the client calls max_tokens. edits: changes of the scores.
+    thinking: how the answer begins with thoughts, where the engine has to know.
+    """
+
+    max_tokens: int | None
+    default_max_tokens: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    max_tokens_field: str = "max_tokens"
+    edits: LogitEdits | None = None
+    thinking: ThinkingRule | None = None
+
+
+class Preparation:
+    """One HTTP request on its way to the engine. Made when the request arrives.
+
+    ignored: names of fields that nobody defines. calling: what the request's tools ask of its
+    answers; None for a request that knows none.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        request: GenerationRequest,
+        id_prefix: str,
+        tenant: int,
+        key_name: str,
+        ignored: IgnoredFields,
+        calling: Calling | None = None,
+    ) -> None:
+        check_request(request)
+        check_beams(request)
+        calling = calling or no_calling(request.grammar_source)
+        self._grammar = checked_grammar(request, calling.grammar)
+        self._marks = calling.marks
+        self._agent = agent_hint(request, tenant)
+        services.check_model(request.model)
+        self._services = services
+        self._request = request
+        self._tenant = tenant
+        self._key_name = key_name
+        self._ignored = ignored
+        self._arrival = time.monotonic()
+        self._unsent = Unsent(MAX_UNSENT_BYTES if request.stream else math.inf)
+        self.id = id_prefix + (request.request_id or secrets.token_hex(16))
+
+    @property
+    def has_grammar(self) -> bool:
+        """The answer has to be of some form."""
+        return self._grammar is not None
+
+    def shape(self, top: int | None) -> Shape:
+        """What the answer shows. `top`: alternatives per token, None for no logprobs."""
+        request, tokenizer = self._request, self._services.tokenizer
+        named = len(request.logprob_token_ids)
+        return Shape(
+            id=self.id,
+            created=int(time.time()),
+            model=self._services.model_name,
+            names=TokenIdNames(tokenizer) if request.return_tokens_as_token_ids else tokenizer,
+            prompt_names=tokenizer,
+            top=top if top is None or not named else named,
+            prompt_top=request.prompt_logprobs,
+            token_ids=request.return_token_ids,
+            usage=request.includes_usage,
+            continuous_usage=request.includes_continuous_usage,
+        )
+
+    def check_choices(self, num_prompts: int) -> None:
+        """Raise InvalidRequestError for too many; worth asking before any work on prompts."""
+        n = self._request.n
+        if num_prompts > 1 and self._agent is not None:
+            field = self._request.job_field
+            raise InvalidRequestError(f"{field} takes one prompt, got {num_prompts}", field)
+        if num_prompts * n > MAX_CHOICES_PER_REQUEST:
+            raise InvalidRequestError(
+                f"n times the number of prompts is at most {MAX_CHOICES_PER_REQUEST}, "
+                f"got {num_prompts * n}",
+                "n" if n > 1 else "prompt",
+            )
+        most = self._services.client.engine.max_num_queued_reqs
+        if num_prompts > 1 and 0 < most < num_prompts * n:
+            raise InvalidRequestError(
+                f"the prompts have {num_prompts * n} choices together, and --max-num-queued-reqs "
+                f"lets {most} wait: send fewer at a time",
+                "prompt",
+            )
+
+    def requests(self, prompts: Sequence[Prompt], wishes: Wishes) -> list[EngineCoreRequest]:
+        """What the engine is asked, one for each prompt."""
+        if self._request.use_beam_search and wishes.logprobs is not None:
+            raise InvalidRequestError("logprobs does not go with use_beam_search", "logprobs")
+        self._check_queue([len(prompt.token_ids) for prompt in prompts])
+        seed = self._seed()
+        requests = [self._engine_request(prompt, wishes, seed) for prompt in prompts]
+        entries = sum(map(_num_logprob_entries, requests))
+        if entries > MAX_LOGPROB_ENTRIES:
+            raise InvalidRequestError(
+                f"the answer could hold {entries} log-probabilities, at most "
+                f"{MAX_LOGPROB_ENTRIES} are given: ask for fewer tokens, choices or alternatives",
+                "logprobs" if wishes.logprobs is not None else "prompt_logprobs",
+            )
+        return requests
+
+    def generation(
+        self,
+        requests: Sequence[EngineCoreRequest],
+        text_starts: Sequence[int],
+        make_parser: Callable[[], PartsParser] = lambda: PLAIN_TEXT,
+        thoughts: Thoughts = NO_THOUGHTS,
+    ) -> Generation:
+        """The streams of these requests; nothing is sent yet.
+
+        text_starts: characters before the first output, for each request. make_parser: of what
+        the text of one choice means, for turns of jobs. thoughts: of the answers.
+        """
+        bell = Bell()
+        streams = [
+            self._stream(
+                request, bell, place, text_starts[place], self._turn(make_parser), thoughts
+            )
+            for place, request in enumerate(requests)
+        ]
+        services = self._services
+        log = not services.config.disable_log_requests
+        return Generation(
+            self.id,
+            services.client,
+            services.metrics,
+            bell,
+            requests,
+            streams,
+            log,
+            self._unsent,
+            ignored=str(self._ignored),
+            owner=self._key_name,
+            under_way=services.under_way,
+        )
+
+    def response(self, generation: Generation, answer: Answer) -> GenerationResponse:
+        """The response to that generation, which answers as `answer` words it."""
+        return GenerationResponse(
+            generation,
+            answer,
+            stream=self._request.stream,
+            keep_alive=self._services.config.sse_keep_alive,
+            more_headers=self.headers(),
+        )
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Of its answer, beside those of every answer."""
+        name = self._request.request_id or self.id
+        return [(b"x-request-id", name.encode()), *self._ignored.headers()]
+
+    def truncation(self, max_tokens: int | None) -> Truncation:
+        """What is kept of prompts; max_tokens: as given, or what is meant where it is not."""
+        request = self._request
+        room = self._services.client.engine.max_model_len - max(max_tokens or 1, 1)
+        return truncation(request.truncate_prompt_tokens, request.truncation_side, room)
+
+    async def prompt_texts(self, prompts: Sequence[Prompt]) -> Sequence[str | None]:
+        """The prompts as the model saw them, if they are asked for; None otherwise."""
+        if not self._request.return_prompt_text:
+            return [None] * len(prompts)
+        tokenizer = self._services.tokenizer
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        return await tokenizer.apart(num_tokens, _prompt_texts, prompts, tokenizer)
+
+    def _check_queue(self, num_tokens: list[int]) -> None:
+        """Refuse for good what the engine would refuse however often it came.
+
+        One prompt alone always has a place in an empty queue. num_tokens: of each prompt.
+        """
+        most = self._services.client.engine.max_num_queued_tokens
+        if len(num_tokens) > 1 and 0 < most < sum(num_tokens):
+            raise InvalidRequestError(
+                f"the prompts have {sum(num_tokens)} tokens together, and --max-num-queued-tokens "
+                f"lets {most} wait: send fewer at a time",
+                "prompt",
+            )
+
+    def _deadline(self, *milliseconds: float | None) -> float:
+        """The moment at which the shortest of these times is over; infinite for none."""
+        given = [each for each in milliseconds if each]
+        return self._arrival + min(given) / 1000 if given else math.inf
+
+    def _seed(self) -> int:
+        """64 bits; a client's negative seed wraps around."""
+        seed = self._request.seed
+        return next(self._services.seeds) if seed is None else seed & SEED_MASK
+
+    def _engine_request(self, prompt: Prompt, wishes: Wishes, seed: int) -> EngineCoreRequest:
+        services = self._services
+        engine = services.client.engine
+        params = sampling_params(
+            self._request,
+            max_tokens=wishes.max_tokens,
+            default_max_tokens=wishes.default_max_tokens,
+            logprobs=wishes.logprobs,
+            prompt_logprobs=wishes.prompt_logprobs,
+            num_prompt_tokens=len(prompt.token_ids),
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.vocab_size,
+            eos_token_ids=services.model.eos_token_ids,
+            max_tokens_field=wishes.max_tokens_field,
+            edits=wishes.edits,
+        )
+        return EngineCoreRequest(
+            epoch=services.epoch,
+            request_id=services.client.next_request_id(),
+            prompt_token_ids=prompt.token_ids,
+            sampling_params=params,
+            seed=seed,
+            arrival_time=self._arrival,
+            n=self._request.n,
+            priority=self._request.priority,
+            cache_salt=hidden_salt(self._request.cache_salt),
+            tenant=self._tenant,
+            queue_deadline=self._deadline(
+                self._request.queue_timeout_ms, services.config.queue_timeout * 1000
+            ),
+            deadline=self._deadline(self._request.timeout_ms),
+            grammar=self._grammar,
+            agent=self._agent,
+            thinking=wishes.thinking,
+            label=self.id,
+            reader=reader_of(self._tenant, self._key_name),
+        )
+
+    def _turn(self, make_parser: Callable[[], PartsParser]) -> Turn:
+        """Who finds out which tool the job calls: the client's word comes first."""
+        if self._agent is None:
+            return NO_TURN
+        name, hint = partial(tool_name, tenant=self._tenant), self._request.agent_hint
+        if hint is not None and hint.tool is not None:
+            return KnownTurn(name(hint.tool))
+        return HeardTurn(make_parser, name)
+
+    def _stream(
+        self,
+        request: EngineCoreRequest,
+        bell: Bell,
+        place: int,
+        text_start: int,
+        turn: Turn,
+        thoughts: Thoughts,
+    ) -> RequestStream:
+        services, asked = self._services, self._request
+        ids = request.prompt_token_ids
+        marks = {**self._marks, **thoughts.markers}
+        detokenizers = [self._detokenizer(ids, marks) for _ in range(request.n)]
+        counts = [each for inner in detokenizers for each in thoughts.counting(inner)]
+        choices = [
+            Choice(
+                index=place * request.n + number,
+                detokenizer=(counts or detokenizers)[number],
+                stops=stop_matcher(asked.stop, shows_stop=asked.include_stop_str_in_output),
+                min_tokens=asked.min_tokens,
+                text_start=text_start,
+                shows_stop=asked.include_stop_str_in_output,
+                interval=asked.stream_interval or services.config.stream_interval,
+                counts_tokens=not asked.detokenize,
+                unsent=self._unsent,
+                heard=turn.listener(),
+            )
+            for number in range(request.n)
+        ]
+        has_rows = request.sampling_params.prompt_logprobs is not None
+        return RequestStream(
+            request.request_id,
+            ids,
+            choices,
+            bell,
+            services.metrics,
+            Timeline(self._arrival),
+            prompt_rows=[None] * len(ids) if has_rows else [],
+            may_expire_in_queue=request.queue_deadline < math.inf,
+            unsent=self._unsent,
+            turn=turn,
+            thought_counts=counts,
+            max_tokens=request.sampling_params.max_tokens,
+        )
+
+    def _detokenizer(
+        self, prompt_token_ids: Sequence[int], marks: Mapping[int, str]
+    ) -> Detokenizer:
+        """marks: special tokens that have text all the same."""
+        if not self._request.detokenize:
+            return NoText()
+        inner = self._services.tokenizer.detokenizer(
+            prompt_token_ids,
+            skip_special_tokens=self._request.skip_special_tokens,
+            spaces_between_special_tokens=self._request.spaces_between_special_tokens,
+        )
+        if not marks or not self._request.skip_special_tokens:
+            return inner
+        return MarkedDetokenizer(inner, marks)
+
+
+def prompt_text(prompt: Prompt, tokenizer: ModelTokenizer) -> str:
+    """What the client sent, or what the token ids say."""
+    if prompt.text is None:
+        return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+    return prompt.text
+
+
+def _prompt_texts(prompts: Sequence[Prompt], tokenizer: ModelTokenizer) -> list[str]:
+    return [prompt_text(prompt, tokenizer) for prompt in prompts]
+
+
+def hidden_salt(salt: str | None) -> str | None:
+    """A client's salt as the rest of the system knows it: of one length, and of its own choice."""
+    return None if salt is None else hashlib.sha256(salt.encode()).hexdigest()
+
+
+def _num_logprob_entries(request: EngineCoreRequest) -> int:
+    """The most log-probabilities that the answer can hold; a prompt's may be in every choice."""
+    params = request.sampling_params
+    entries = 0
+    if params.logprobs is not None:
+        alternatives = len(params.logprob_token_ids) or params.logprobs
+        entries += params.max_tokens * (alternatives + 1)
+    if params.prompt_logprobs is not None:
+        entries += len(request.prompt_token_ids) * (params.prompt_logprobs + 1)
+    return entries * request.n
+
+
+def check_request(request: GenerationRequest) -> None:
+    """Raise InvalidRequestError for fields that do not go together."""
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequestError("stream_options needs stream", "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequestError("prompt_logprobs cannot be streamed", "prompt_logprobs")
+    if request.stream_interval not in (None, 1) and not request.stream:
+        raise InvalidRequestError("stream_interval needs stream", "stream_interval")
+    if request.stop and not request.detokenize:
+        raise InvalidRequestError("stop needs text, which detokenize leaves out", "stop")
+    if "truncation_side" in request.model_fields_set and request.truncate_prompt_tokens is None:
+        raise InvalidRequestError("truncation_side needs truncate_prompt_tokens", "truncation_side")
+
+
+def checked_grammar(
+    request: GenerationRequest, grammar: GrammarSource | None
+) -> GrammarSource | None:
+    """What the answer has to be; raises InvalidRequestError for what does not go with it.
+
+    The grammar says where the text ends, so nothing else may keep it from ending there; and
+    what tokens are left to choose from, so that no other rule may leave none.
+    """
+    if grammar is not None:
+        for wrong, name in (
+            (request.use_beam_search, "use_beam_search"),
+            (request.ignore_eos, "ignore_eos"),
+            (request.min_tokens > 0, "min_tokens"),
+            (bool(request.allowed_token_ids), "allowed_token_ids"),
+            (bool(request.bad_words), "bad_words"),
+        ):
+            if wrong:
+                raise InvalidRequestError(f"{name} does not go with {grammar.field}", name)
+    return grammar
+
+
+def check_thoughts(request: GenerationRequest, rule: ThinkingRule | None) -> None:
+    """Raise InvalidRequestError for what could rule out the end of the thoughts."""
+    for wrong, name in (
+        (request.use_beam_search, "use_beam_search"),
+        (bool(request.allowed_token_ids), "allowed_token_ids"),
+        (bool(request.bad_words), "bad_words"),
+    ):
+        if rule is not None and wrong:
+            raise InvalidRequestError(f"{name} does not go with a budget for thoughts", name)
+
+
+_NEUTRAL_TO_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
+    "stream": (False,),
+    "temperature": (0.0,),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "stop": ([],),
+    "prompt_logprobs": (),
+    "logprob_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "repetition_detection": (),
+}
+"""Fields that a beam search has no use for, and what they may say all the same."""
+
+
+def check_beams(request: GenerationRequest) -> None:
+    """Raise InvalidRequestError for what only a beam search has, or what it cannot do."""
+    given = request.model_fields_set
+    if request.use_beam_search:
+        for name, neutral in _NEUTRAL_TO_BEAMS.items():
+            if name in given and getattr(request, name) not in neutral:
+                raise InvalidRequestError(f"{name} does not go with use_beam_search", name)
+        return
+    if request.length_penalty != 1.0:
+        raise InvalidRequestError("length_penalty needs use_beam_search", "length_penalty")
+    if request.early_stopping is not False:
+        raise InvalidRequestError("early_stopping needs use_beam_search", "early_stopping")

@@ -1,0 +1,100 @@
+"""`GET /view/events`: the live view, as server-sent events for as long as somebody watches."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from api_server.http_protocol import close_after_response
+from api_server.live_view.events import COMMENT, Watching
+from api_server.live_view.publisher import Feed, Watcher
+from api_server.page.files import PageFile
+from api_server.response import EVENT_STREAM_HEADERS
+from api_server.routes.common import has_operators_key, services_of
+from api_server.tenants import key_name_of, reader_of, tenant_of
+from proto.errors import ForbiddenError
+
+# `GET /` and `/page/…`: the page, for everybody who reaches the server; what it asks for is not.
+
+
+def router_of(files: Sequence[PageFile]) -> APIRouter:
+    """A route for each file."""
+    router = APIRouter(include_in_schema=False)
+    for each in files:
+        router.add_api_route(each.path, _endpoint(each), methods=["GET", "HEAD"])
+    return router
+
+
+def _endpoint(file: PageFile) -> Callable[[Request], Awaitable[Response]]:
+    async def send(request: Request) -> Response:
+        if request.headers.get("if-none-match") == file.tag:
+            return Response(status_code=304, headers=file.headers)
+        return Response(file.content, headers=file.headers)
+
+    return send
+
+
+router = APIRouter()
+
+_FOREIGN: Final = frozenset({"cross-site", "same-site"})
+"""Values of Sec-Fetch-Site: a page of somebody else asks, which could not read the answer."""
+
+
+# Not in the schema: a program that tries all operations would wait for its end.
+@router.get("/view/events", include_in_schema=False)
+async def view_events(request: Request) -> Response:
+    """What the engine does: events hello, view (at most 4 a second) and notice.
+
+    Requests of other tenants are shown without id and counts.
+    """
+    services = services_of(request)
+    if request.headers.get("sec-fetch-site") in _FOREIGN:
+        raise ForbiddenError("the live view is for pages of this server")
+    tenant = tenant_of(request, services.config.tenant_by)
+    reader = reader_of(tenant, key_name_of(request))
+    feed = services.feed
+    watcher = feed.join(Watching(reader, sees_all=has_operators_key(request)))
+    return ViewResponse(feed, watcher, services.config.sse_keep_alive)
+
+
+class ViewResponse(Response):
+    """The stream of one watcher. keep_alive: seconds of silence before a comment; 0 for never."""
+
+    def __init__(self, feed: Feed, watcher: Watcher, keep_alive: float) -> None:
+        super().__init__()
+        self._feed = feed
+        self._watcher = watcher
+        self._keep_alive = keep_alive or None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writing = asyncio.create_task(self._write(scope, send))
+        try:
+            hearing = asyncio.create_task(_until_gone(receive))
+            done, _ = await asyncio.wait((writing, hearing), return_when=asyncio.FIRST_COMPLETED)
+            hearing.cancel()
+            if writing in done:
+                writing.result()
+        finally:
+            self._feed.leave(self._watcher)
+            writing.cancel()
+
+    async def _write(self, scope: Scope, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+        watcher = self._watcher
+        while True:
+            events = await watcher.take(self._keep_alive) or COMMENT
+            if watcher.over:
+                close_after_response(scope)
+            body = {"type": "http.response.body", "body": events, "more_body": not watcher.over}
+            await send(body)
+            if watcher.over:
+                return
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

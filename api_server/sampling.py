@@ -1,0 +1,147 @@
+"""A client's sampling fields as `SamplingParams`.
+
+Owns the defaults that depend on the prompt, and the source of seeds for clients
+that give none.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from api_server.protocol.common import GenerationRequest
+from api_server.text.tokenizer import ModelTokenizer
+from proto.errors import InvalidRequestError, shown
+from proto.logit_edits import LogitEdits
+from proto.repetition import RepetitionDetection
+from proto.sampling_params import SamplingParams
+
+SEED_BITS: Final = 64
+SEED_MASK: Final = (1 << SEED_BITS) - 1
+
+
+def seeds(seed: int | None, index: int) -> Iterator[int]:
+    """64-bit seeds for requests without one; repeatable when the daemon was given a seed.
+
+    index: of this front end.
+    """
+    source = random.SystemRandom() if seed is None else random.Random(f"{seed}:{index}")
+    while True:
+        yield source.getrandbits(SEED_BITS)
+
+
+def sampling_params(
+    request: GenerationRequest,
+    *,
+    max_tokens: int | None,
+    default_max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    vocab_size: int,
+    eos_token_ids: tuple[int, ...],
+    max_tokens_field: str = "max_tokens",
+    edits: LogitEdits | None = None,
+) -> SamplingParams:
+    """The validated parameters of one prompt.
+
+    max_tokens: as the client gave it; None takes `default_max_tokens` or, when that is
+    None too, all that the context leaves.
+    max_tokens_field: what the client calls it. edits: of the scores. Raises
+    InvalidRequestError naming the field.
+    """
+    room = max_model_len - num_prompt_tokens
+    wanted = max_tokens
+    if wanted is None:
+        wanted = room if default_max_tokens is None else min(default_max_tokens, room)
+    elif wanted < 1:
+        raise InvalidRequestError(
+            f"{max_tokens_field} must be at least 1, got {shown(wanted)}", max_tokens_field
+        )
+    elif wanted > room:
+        raise InvalidRequestError(
+            f"{num_prompt_tokens} prompt tokens and {max_tokens_field} {shown(wanted)} make "
+            f"{shown(num_prompt_tokens + wanted)}; the maximum context length is "
+            f"{max_model_len} tokens",
+            max_tokens_field,
+        )
+    params = SamplingParams(
+        max_tokens=wanted,
+        min_tokens=request.min_tokens,
+        temperature=0.0 if request.use_beam_search else request.temperature,
+        top_k=min(max(request.top_k, 0), vocab_size),
+        top_p=request.top_p,
+        min_p=request.min_p,
+        stop_token_ids=tuple(request.stop_token_ids),
+        eos_token_ids=eos_token_ids,
+        ignore_eos=request.ignore_eos,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        beam_width=request.n if request.use_beam_search else 0,
+        length_penalty=request.length_penalty,
+        early_stopping=request.early_stopping,
+        edits=edits,
+        logprob_token_ids=tuple(request.logprob_token_ids),
+        repetition=_repetition(request),
+    )
+    params.validate(vocab_size)
+    if params.greedy and request.n > 1 and not request.use_beam_search:
+        raise InvalidRequestError(
+            f"n must be 1 when temperature is 0: {request.n} choices would be the same", "n"
+        )
+    return params
+
+
+def _repetition(request: GenerationRequest) -> RepetitionDetection | None:
+    asked = request.repetition_detection
+    if asked is None:
+        return None
+    return RepetitionDetection(
+        max_pattern_size=asked.max_pattern_size,
+        min_pattern_size=asked.min_pattern_size or 1,
+        min_count=asked.min_count,
+    )
+
+
+# The fields of a request that change the scores of tokens, as `LogitEdits`.
+
+
+NO_EDITS = LogitEdits()
+
+
+async def logit_edits(request: GenerationRequest, tokenizer: ModelTokenizer) -> LogitEdits | None:
+    """What the request changes, None for nothing. Raises InvalidRequestError for a bad word
+    that is none; what depends on the vocabulary is not looked at."""
+    edits = LogitEdits(
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        bias_token_ids=tuple(request.logit_bias),
+        bias_values=tuple(request.logit_bias.values()),
+        bad_words=await _bad_words(request.bad_words, tokenizer),
+        allowed_token_ids=tuple(request.allowed_token_ids) or None,
+    )
+    return None if edits == NO_EDITS else edits
+
+
+async def _bad_words(
+    words: Sequence[str], tokenizer: ModelTokenizer
+) -> tuple[tuple[int, ...], ...]:
+    """Tokens of each word at the beginning of a text, and after a space where these are others.
+
+    The second spelling counts as vLLM counts it: where it begins with another token and has
+    as many tokens, so that a space by itself is never forbidden.
+    """
+    if not words:
+        return ()
+    bare = [word.lstrip() for word in words]
+    if not all(bare):
+        raise InvalidRequestError("bad_words must hold more than spaces", "bad_words")
+    texts = [*bare, *(f" {word}" for word in bare)]
+    encoded = await tokenizer.encode(texts, add_special_tokens=False)
+    spellings: list[tuple[int, ...]] = []
+    for first, spaced in zip(encoded[: len(bare)], encoded[len(bare) :], strict=True):
+        spellings.append(tuple(first))
+        if spaced[:1] != first[:1] and len(spaced) == len(first):
+            spellings.append(tuple(spaced))
+    return tuple(dict.fromkeys(spellings))

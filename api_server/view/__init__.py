@@ -1,1 +1,0 @@
-"""The live view, as a front end shows it: `GET /view/events`."""
