@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from deploy.preparation import Preparation
+from deploy.reload.actions import Preparation
 from proto.codec import to_json_line
 from proto.errors import ModelError
 from tests.fakes import boots
