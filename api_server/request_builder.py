@@ -42,8 +42,7 @@ from api_server.text.tokenizer import ModelTokenizer, Truncation, truncation
 from proto.engine_io import EngineCoreRequest
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource
-from proto.logit_edits import LogitEdits
-from proto.thinking import ThinkingRule
+from proto.sampling_params import LogitEdits, ThinkingRule
 
 
 @dataclass(frozen=True, slots=True)

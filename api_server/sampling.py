@@ -11,9 +11,7 @@ from typing import Final
 from api_server.protocol.common import GenerationRequest
 from api_server.text.tokenizer import ModelTokenizer
 from proto.errors import InvalidRequestError, shown
-from proto.logit_edits import LogitEdits
-from proto.repetition import RepetitionDetection
-from proto.sampling_params import SamplingParams
+from proto.sampling_params import LogitEdits, RepetitionDetection, SamplingParams
 
 SEED_BITS: Final = 64
 SEED_MASK: Final = (1 << SEED_BITS) - 1

@@ -36,12 +36,11 @@ from api_server.stream import OpenStreams
 from api_server.supervisor_link import Orders
 from proto.codec import Message
 from proto.config import FrontEndConfig
-from proto.heap import REQUESTS, settle_heap
-from proto.ids import request_ids
-from proto.lifecycle import AbortRequests, DrainWanted, FrontEndReady, ProcessBoot
-from proto.phase_clock import PhaseClock
+from proto.engine_io import request_ids
+from proto.lifecycle import AbortRequests, DrainWanted, FrontEndReady, PhaseClock, ProcessBoot
+from proto.process import REQUESTS, settle_heap
+from proto.security import server_context
 from proto.sockets import Link, front_end_path
-from proto.tls import server_context
 
 logger = logging.getLogger("tokend.api")
 

@@ -44,10 +44,9 @@ from proto import PROTOCOL_VERSION
 from proto.config import SchedulerConfig, ServeConfig
 from proto.errors import TokendError
 from proto.faults import Saboteur
-from proto.heap import settle_heap
 from proto.kv_transfer_config import KVTransferConfig, kv_transfer_config
-from proto.lifecycle import EngineReady, Notice, ProcessBoot, ProcessStart, WorkerReady
-from proto.phase_clock import PhaseClock
+from proto.lifecycle import EngineReady, Notice, PhaseClock, ProcessBoot, ProcessStart, WorkerReady
+from proto.process import settle_heap
 from proto.sockets import Link, Poller
 
 logger = logging.getLogger("tokend.engine")

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from proto.engine_io import MAX_CHOICES, EngineCoreRequest, SessionInput
 from proto.errors import InvalidRequestError
 from proto.grammar import MAX_GRAMMAR_BYTES, GrammarSource
-from proto.logit_edits import LogitEdits
-from proto.sampling_params import SamplingParams
+from proto.sampling_params import LogitEdits, SamplingParams
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,245 @@ end knows text.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import msgspec
 
-from proto.errors import require, shown
-from proto.logit_edits import LogitEdits, require_token_ids
-from proto.repetition import RepetitionDetection
+from proto.errors import InvalidRequestError, require, shown
+
+MAX_PENALTY: Final = 2.0
+MIN_REPETITION_PENALTY: Final = 0.01
+MAX_REPETITION_PENALTY: Final = 100.0
+"""Scores are multiplied with it or divided by it, and are to stay numbers."""
+MAX_BIAS: Final = 100.0
+MAX_BIASED_TOKENS: Final = 1024
+MAX_BAD_WORDS: Final = 128
+MAX_BAD_WORD_TOKENS: Final = 1024
+"""Of all bad words of a request together."""
+WAYS_TO_SPELL: Final = 2
+"""A word has other tokens after a space than at the beginning of a text."""
+
+
+class LogitEdits(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """Changes of the scores of one request's tokens; the defaults change nothing.
+
+    presence_penalty: off the score of every token that is among the outputs.
+    frequency_penalty: off the score of a token, for each time it is among the outputs.
+    repetition_penalty: of every token of prompt and outputs, a positive score is divided
+        by it and a negative one multiplied (Keskar et al. 2019, CTRL, section 4.1).
+    bias_token_ids, bias_values: added to the scores of these tokens; of the same length.
+    bad_words: sequences of token ids that the outputs do not come to hold, [tokens] each.
+    allowed_token_ids: no other token can be chosen; None allows all.
+    """
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bias_token_ids: tuple[int, ...] = ()
+    bias_values: tuple[float, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+
+    @property
+    def penalises(self) -> bool:
+        """Whether scores depend on the tokens that there are."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+    def validate(self, vocab_size: int, late_ids: frozenset[int]) -> None:
+        """Raise InvalidRequestError naming the first parameter out of range.
+
+        late_ids: tokens that cannot be chosen for a while, whatever is said here.
+        """
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            require(
+                -MAX_PENALTY <= value <= MAX_PENALTY,
+                name,
+                f"must be between -{MAX_PENALTY:g} and {MAX_PENALTY:g}, got {value}",
+            )
+        require(
+            MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
+            "repetition_penalty",
+            f"must be between {MIN_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g} "
+            f"(1 changes nothing), got {self.repetition_penalty}",
+        )
+        self._validate_bias(vocab_size)
+        self._validate_bad_words(vocab_size)
+        self._validate_allowed(vocab_size, late_ids)
+
+    def _validate_bias(self, vocab_size: int) -> None:
+        require(
+            len(self.bias_token_ids) == len(self.bias_values),
+            "logit_bias",
+            "has another number of tokens than of values",
+        )
+        require(
+            len(self.bias_token_ids) <= MAX_BIASED_TOKENS,
+            "logit_bias",
+            f"names at most {MAX_BIASED_TOKENS} tokens, got {len(self.bias_token_ids)}",
+        )
+        require_token_ids(self.bias_token_ids, vocab_size, "logit_bias")
+        require(
+            len(set(self.bias_token_ids)) == len(self.bias_token_ids),
+            "logit_bias",
+            "names a token more than once",
+        )
+        for value in self.bias_values:
+            require(
+                math.isfinite(value) and abs(value) <= MAX_BIAS,
+                "logit_bias",
+                f"takes values between -{MAX_BIAS:g} and {MAX_BIAS:g}, got {value}",
+            )
+
+    def _validate_bad_words(self, vocab_size: int) -> None:
+        most = MAX_BAD_WORDS * WAYS_TO_SPELL
+        require(
+            len(self.bad_words) <= most,
+            "bad_words",
+            f"at most {most} sequences of tokens, got {len(self.bad_words)}",
+        )
+        num_tokens = sum(map(len, self.bad_words))
+        require(
+            num_tokens <= MAX_BAD_WORD_TOKENS,
+            "bad_words",
+            f"have at most {MAX_BAD_WORD_TOKENS} tokens together, got {num_tokens}",
+        )
+        for word in self.bad_words:
+            require(len(word) > 0, "bad_words", "must not be empty")
+            require_token_ids(word, vocab_size, "bad_words")
+
+    def _validate_allowed(self, vocab_size: int, late_ids: frozenset[int]) -> None:
+        """Something is left to choose at every step, whatever came before."""
+        last_ids = late_ids | {word[-1] for word in self.bad_words}
+        if self.allowed_token_ids is None:
+            require(len(last_ids) < vocab_size, "bad_words", "leave no token to choose")
+            return
+        allowed = set(self.allowed_token_ids)
+        require(len(allowed) > 0, "allowed_token_ids", "must not be empty")
+        require_token_ids(self.allowed_token_ids, vocab_size, "allowed_token_ids")
+        require(
+            not allowed <= last_ids,
+            "allowed_token_ids",
+            "leaves no token to choose beside what bad_words and min_tokens forbid",
+        )
+
+
+def require_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raise InvalidRequestError for a token id outside the vocabulary.
+
+    min and max run in C: a whole vocabulary is looked at in a few milliseconds.
+    """
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(each for each in token_ids if not 0 <= each < vocab_size)
+        require(
+            False, param, f"token id {shown(wrong)} is outside the vocabulary [0, {vocab_size})"
+        )
+
+
+MAX_PATTERN_SIZE: Final = 256
+MAX_REPEATED_TOKENS: Final = 4096
+"""Of a pattern times how often it is there: they are looked at with every token."""
+
+
+class RepetitionDetection(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """Ends a request whose outputs end with the same tokens over and over.
+
+    min_pattern_size, max_pattern_size: tokens of what is repeated.
+    min_count: how many times in a row are too many.
+    """
+
+    max_pattern_size: int
+    min_count: int
+    min_pattern_size: int = 1
+
+    def validate(self) -> None:
+        """Raise InvalidRequestError for what is out of range."""
+        name = "repetition_detection"
+        require(
+            1 <= self.max_pattern_size <= MAX_PATTERN_SIZE,
+            name,
+            f"takes a max_pattern_size between 1 and {MAX_PATTERN_SIZE}, "
+            f"got {shown(self.max_pattern_size)}",
+        )
+        require(
+            1 <= self.min_pattern_size <= self.max_pattern_size,
+            name,
+            f"takes a min_pattern_size between 1 and max_pattern_size, "
+            f"got {shown(self.min_pattern_size)}",
+        )
+        require(
+            self.min_count >= 2 and self.min_count * self.max_pattern_size <= MAX_REPEATED_TOKENS,
+            name,
+            f"takes a min_count of 2 or more, and at most {MAX_REPEATED_TOKENS} tokens of "
+            f"min_count times max_pattern_size, got {shown(self.min_count)}",
+        )
+
+    def is_found(self, token_ids: Sequence[int]) -> bool:
+        """Whether they end with a pattern that is there `min_count` times in a row.
+
+        size 2, count 3     x a b a b a b       the last 6, but for the first 2,
+                              |-------|         are the last 6 but for the last 2
+                                  |-------|
+        """
+        for size in range(self.min_pattern_size, self.max_pattern_size + 1):
+            length = size * self.min_count
+            if length > len(token_ids):
+                return False
+            if token_ids[-1] == token_ids[-1 - size]:
+                tail = token_ids[-length:]
+                if tail[size:] == tail[:-size]:
+                    return True
+        return False
+
+
+MAX_MARKER_BYTES: Final = 64
+MAX_MARKER_TOKENS: Final = 64
+MAX_BUDGET: Final = 1 << 31
+BLANKS: Final = " \t\n\r\v\f"
+"""What may stand before a start, each one byte and one character long."""
+MAX_BLANKS: Final = 64
+"""Of them at the most: what follows more is an answer."""
+
+
+class ThinkingRule(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """The output begins with thoughts, or may.
+
+        prompt | <think> Which city? ... | </think> | What a grammar is for.
+                         budget             forced
+
+    begun: the prompt holds the start already, or the model needs none.
+    start, end: texts of the markers; start_token_id: of a start that is one token.
+    end_token_ids: the end, as tokens; they follow once the budget is used up.
+    budget: most tokens between the markers; None for no limit.
+    """
+
+    begun: bool
+    start: str
+    end: str
+    end_token_ids: tuple[int, ...]
+    start_token_id: int | None = None
+    budget: int | None = None
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise InvalidRequestError for what no front end of ours sends."""
+        ids = self.end_token_ids
+        if not (self.start and self.end and 0 < len(ids) <= MAX_MARKER_TOKENS):
+            raise InvalidRequestError("a marker of thinking is empty")
+        if max(len(self.start), len(self.end)) > MAX_MARKER_BYTES:
+            raise InvalidRequestError("a marker of thinking is too long")
+        known = ids if self.start_token_id is None else (*ids, self.start_token_id)
+        if not all(0 <= each < vocab_size for each in known):
+            raise InvalidRequestError("a marker of thinking is outside the vocabulary")
+        if self.budget is not None and not 0 <= self.budget <= MAX_BUDGET:
+            raise InvalidRequestError(
+                f"must be between 0 and {MAX_BUDGET}, got {self.budget}", "thinking_token_budget"
+            )
+
 
 MAX_STOP_TOKEN_IDS: Final = 128
 MAX_LOGPROBS: Final = 20

@@ -22,20 +22,19 @@ from contextlib import contextmanager
 from proto import PROTOCOL_VERSION
 from proto.errors import ProtocolError
 from proto.faults import Saboteur
-from proto.heap import settle_heap
 from proto.lifecycle import (
     AwaitsRanks,
     CacheReady,
     Distrust,
     InitializeCache,
     NewEngine,
+    PhaseClock,
     ProcessBoot,
     Shutdown,
     WorkerReady,
 )
 from proto.model_runner_output import ModelRunnerOutput
-from proto.phase_clock import PhaseClock
-from proto.process import describe
+from proto.process import describe, settle_heap
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.sockets import Link, Poller, worker_path
 from worker.ahead import Launched, Runner

@@ -22,8 +22,13 @@ from api_server.protocol.agents import AgentFields
 from api_server.protocol.fields import STREAM_OPTIONS_NEUTRAL, nested_fields
 from api_server.protocol.structured import StructuredFields
 from proto.engine_io import MAX_CHOICES
-from proto.logit_edits import MAX_BAD_WORDS, MAX_BIASED_TOKENS
-from proto.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_STOP_TOKEN_IDS, EarlyStopping
+from proto.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_BIASED_TOKENS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_STOP_TOKEN_IDS,
+    EarlyStopping,
+)
 
 MAX_CHOICES_PER_REQUEST: Final = 1024
 """Most choices of all prompts of a request together."""

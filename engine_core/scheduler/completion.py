@@ -4,7 +4,7 @@ A pure function of the request; stop strings are the front end's business.
 """
 
 from engine_core.request import Request, RequestStatus
-from proto.repetition import MAX_REPEATED_TOKENS
+from proto.sampling_params import MAX_REPEATED_TOKENS
 
 
 def completion(request: Request, max_model_len: int) -> RequestStatus:

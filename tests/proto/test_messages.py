@@ -4,13 +4,13 @@ import msgspec
 import pytest
 
 from proto import engine_io, lifecycle, view
-from proto.agents import AgentHint, TurnEnded
 from proto.codec import MessageDecoder, encode, from_json, to_json
 from proto.config import ServeConfig
 from proto.engine_io import (
     Abort,
     AdminCall,
     AdminReply,
+    AgentHint,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -20,6 +20,7 @@ from proto.engine_io import (
     RequestProgress,
     SessionInput,
     ToEngine,
+    TurnEnded,
 )
 from proto.errors import ErrorInfo, ProtocolError
 from proto.faults import Fault
@@ -68,11 +69,9 @@ from proto.lifecycle import (
     WorkerReady,
     WorkersReady,
 )
-from proto.logit_edits import LogitEdits
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
-from proto.repetition import RepetitionDetection
-from proto.sampling_params import SamplingParams
+from proto.sampling_params import LogitEdits, RepetitionDetection, SamplingParams
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from proto.stats import KVEviction, SchedulerStats
 from proto.view import BlockMap, EngineView, RequestView, Watch
