@@ -607,8 +607,8 @@ API_SERVER = (
     Fault(
         "readiness_ignores_the_supervisor",
         "api_server/health.py",
-        "return [*self._own(), *told]",
-        "return self._own()",
+        "return [*self._local_reasons(), *reported]",
+        "return self._local_reasons()",
         "A load balancer sends requests to a daemon whose worker hangs.",
         ("tests/api_server/test_system.py",),
     ),
