@@ -5,7 +5,7 @@ worker ──WorkerReady──▶ engine ──InitializeCache──▶ worker �
 engine ──EngineReady──▶ front ends and supervisor
 front end ──FrontEndReady──▶ supervisor
 any process ──Progress, Fatal──▶ supervisor ──Shutdown──▶ any process
-engine, front end ──Distrust──▶ supervisor, which ends whom it names
+engine, front end ──ProtocolViolation──▶ supervisor, which ends whom it names
 
 When one of them dies the others go on, and hear from the supervisor whom to meet now:
 
@@ -435,7 +435,7 @@ class FrontEndStalled(msgspec.Struct, array_like=True, tag=34, frozen=True):
     incarnation: int
 
 
-class Distrust(msgspec.Struct, array_like=True, tag=60, frozen=True):
+class ProtocolViolation(msgspec.Struct, array_like=True, tag=60, frozen=True):
     """Somebody said what it cannot mean, and nobody listens to it any more: end it.
 
     role: "worker" or "engine_core". epoch: the worker epoch of a worker, the engine's own of
@@ -523,7 +523,7 @@ ToSupervisor = (
     | Alive
     | EngineAlive
     | FrontEndStalled
-    | Distrust
+    | ProtocolViolation
     | UnderWay
     | DrainWanted
     | AwaitsRanks

@@ -78,8 +78,8 @@ def server_context(config: FrontEndConfig) -> ssl.SSLContext:
     `config.ssl_certfile` must be given; without a key file it holds the key, too.
     """
     assert config.ssl_certfile is not None, "nothing says that there is TLS"
-    for field in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
-        _check_readable(field, getattr(config, field))
+    for setting in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        _check_readable(setting, getattr(config, setting))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers(_CIPHERS)
