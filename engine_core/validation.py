@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from proto.engine_io import MAX_CHOICES, EngineCoreRequest, SessionInput
 from proto.errors import InvalidRequestError
 from proto.grammar import MAX_GRAMMAR_BYTES, GrammarSource
-from proto.sampling_params import LogitEdits, SamplingParams
+from proto.logit_edits import LogitEdits
+from proto.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)

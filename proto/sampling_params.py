@@ -5,146 +5,14 @@ limits, the worker uses the rest. Stop *strings* are not here: only the front
 end knows text.
 """
 
-import math
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from proto.errors import InvalidRequestError, require, shown
-
-MAX_PENALTY: Final = 2.0
-MIN_REPETITION_PENALTY: Final = 0.01
-MAX_REPETITION_PENALTY: Final = 100.0
-"""Scores are multiplied with it or divided by it, and are to stay numbers."""
-MAX_BIAS: Final = 100.0
-MAX_BIASED_TOKENS: Final = 1024
-MAX_BAD_WORDS: Final = 128
-MAX_BAD_WORD_TOKENS: Final = 1024
-"""Of all bad words of a request together."""
-WAYS_TO_SPELL: Final = 2
-"""A word has other tokens after a space than at the beginning of a text."""
-
-
-class LogitEdits(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """Changes of the scores of one request's tokens; the defaults change nothing.
-
-    presence_penalty: off the score of every token that is among the outputs.
-    frequency_penalty: off the score of a token, for each time it is among the outputs.
-    repetition_penalty: of every token of prompt and outputs, a positive score is divided
-        by it and a negative one multiplied (Keskar et al. 2019, CTRL, section 4.1).
-    bias_token_ids, bias_values: added to the scores of these tokens; of the same length.
-    bad_words: sequences of token ids that the outputs do not come to hold, [tokens] each.
-    allowed_token_ids: no other token can be chosen; None allows all.
-    """
-
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    bias_token_ids: tuple[int, ...] = ()
-    bias_values: tuple[float, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
-
-    @property
-    def penalises(self) -> bool:
-        """Whether scores depend on the tokens that there are."""
-        return (
-            self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-            or self.repetition_penalty != 1.0
-        )
-
-    def validate(self, vocab_size: int, late_ids: frozenset[int]) -> None:
-        """Raise InvalidRequestError naming the first parameter out of range.
-
-        late_ids: tokens that cannot be chosen for a while, whatever is said here.
-        """
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            require(
-                -MAX_PENALTY <= value <= MAX_PENALTY,
-                name,
-                f"must be between -{MAX_PENALTY:g} and {MAX_PENALTY:g}, got {value}",
-            )
-        require(
-            MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
-            "repetition_penalty",
-            f"must be between {MIN_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g} "
-            f"(1 changes nothing), got {self.repetition_penalty}",
-        )
-        self._validate_bias(vocab_size)
-        self._validate_bad_words(vocab_size)
-        self._validate_allowed(vocab_size, late_ids)
-
-    def _validate_bias(self, vocab_size: int) -> None:
-        require(
-            len(self.bias_token_ids) == len(self.bias_values),
-            "logit_bias",
-            "has another number of tokens than of values",
-        )
-        require(
-            len(self.bias_token_ids) <= MAX_BIASED_TOKENS,
-            "logit_bias",
-            f"names at most {MAX_BIASED_TOKENS} tokens, got {len(self.bias_token_ids)}",
-        )
-        require_token_ids(self.bias_token_ids, vocab_size, "logit_bias")
-        require(
-            len(set(self.bias_token_ids)) == len(self.bias_token_ids),
-            "logit_bias",
-            "names a token more than once",
-        )
-        for value in self.bias_values:
-            require(
-                math.isfinite(value) and abs(value) <= MAX_BIAS,
-                "logit_bias",
-                f"takes values between -{MAX_BIAS:g} and {MAX_BIAS:g}, got {value}",
-            )
-
-    def _validate_bad_words(self, vocab_size: int) -> None:
-        most = MAX_BAD_WORDS * WAYS_TO_SPELL
-        require(
-            len(self.bad_words) <= most,
-            "bad_words",
-            f"at most {most} sequences of tokens, got {len(self.bad_words)}",
-        )
-        num_tokens = sum(map(len, self.bad_words))
-        require(
-            num_tokens <= MAX_BAD_WORD_TOKENS,
-            "bad_words",
-            f"have at most {MAX_BAD_WORD_TOKENS} tokens together, got {num_tokens}",
-        )
-        for word in self.bad_words:
-            require(len(word) > 0, "bad_words", "must not be empty")
-            require_token_ids(word, vocab_size, "bad_words")
-
-    def _validate_allowed(self, vocab_size: int, late_ids: frozenset[int]) -> None:
-        """Something is left to choose at every step, whatever came before."""
-        last_ids = late_ids | {word[-1] for word in self.bad_words}
-        if self.allowed_token_ids is None:
-            require(len(last_ids) < vocab_size, "bad_words", "leave no token to choose")
-            return
-        allowed = set(self.allowed_token_ids)
-        require(len(allowed) > 0, "allowed_token_ids", "must not be empty")
-        require_token_ids(self.allowed_token_ids, vocab_size, "allowed_token_ids")
-        require(
-            not allowed <= last_ids,
-            "allowed_token_ids",
-            "leaves no token to choose beside what bad_words and min_tokens forbid",
-        )
-
-
-def require_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raise InvalidRequestError for a token id outside the vocabulary.
-
-    min and max run in C: a whole vocabulary is looked at in a few milliseconds.
-    """
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        wrong = next(each for each in token_ids if not 0 <= each < vocab_size)
-        require(
-            False, param, f"token id {shown(wrong)} is outside the vocabulary [0, {vocab_size})"
-        )
-
+from proto.logit_edits import LogitEdits, require_token_ids
+from proto.parameters import Number, numbers_of
 
 MAX_PATTERN_SIZE: Final = 256
 MAX_REPEATED_TOKENS: Final = 4096
@@ -259,14 +127,11 @@ GREEDY_TEMPERATURE: Final = 1e-5
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """Sampling and stopping rules of one request.
+    """Sampling and stopping rules of one request; see docs/api.md for those that are a Number.
 
     max_tokens: most output tokens, at least 1.
     min_tokens: stop tokens are not drawn before this many outputs.
-    temperature: 0 is greedy.
     top_k: keep the k best tokens; 0 keeps all.
-    top_p: keep the smallest set of tokens whose probability reaches p.
-    min_p: drop tokens less likely than p times the best.
     stop_token_ids: end the request; the last token stays in the output ids.
     eos_token_ids: the model's own end tokens, off with ignore_eos.
     logprobs / prompt_logprobs: how many top alternatives beside the chosen
@@ -282,10 +147,21 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
 
     max_tokens: int
     min_tokens: int = 0
-    temperature: float = 1.0
+    temperature: Annotated[
+        float,
+        Number("0 takes the likeliest token.", 0.0, MAX_TEMPERATURE, beam_value=0.0),
+    ] = 1.0
     top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    top_p: Annotated[
+        float,
+        Number(
+            "Draw from the smallest set of tokens with this probability.", 0.0, 1.0, above_low=True
+        ),
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        Number("Leave out tokens less likely than this part of the likeliest.", 0.0, 1.0),
+    ] = 0.0
     stop_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -326,14 +202,9 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
             "min_tokens",
             f"must be between 0 and max_tokens ({self.max_tokens}), got {shown(self.min_tokens)}",
         )
-        require(
-            math.isfinite(self.temperature) and 0.0 <= self.temperature <= MAX_TEMPERATURE,
-            "temperature",
-            f"must be between 0 and {MAX_TEMPERATURE:g}, got {self.temperature}",
-        )
         require(self.top_k >= 0, "top_k", f"must be 0 (all) or more, got {shown(self.top_k)}")
-        require(0.0 < self.top_p <= 1.0, "top_p", f"must be in (0, 1], got {self.top_p}")
-        require(0.0 <= self.min_p <= 1.0, "min_p", f"must be in [0, 1], got {self.min_p}")
+        for name, number in NUMBERS.items():
+            number.check(name, getattr(self, name))
         require(
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             "stop_token_ids",
@@ -377,3 +248,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
             f"must be between -{MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}, "
             f"got {self.length_penalty}",
         )
+
+
+NUMBERS: Final = numbers_of(SamplingParams)
+"""Fields that clients send under the same name."""

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from proto.engine_io import LogprobsArrays
+from proto.logit_edits import LogitEdits
 from proto.model_runner_output import RowLogprobs
-from proto.sampling_params import LogitEdits
 from proto.scheduler_output import GrammarOutput
 from worker.batch.inputs import StepInputs
 from worker.batch.rows import NO_LOGPROBS, Rows

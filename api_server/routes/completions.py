@@ -15,7 +15,7 @@ from api_server.sampling import logit_edits
 from api_server.tenants import key_name_of, tenant_of
 from api_server.text.prompts import Prompt, num_prompts
 from api_server.text.tokenizer import ModelTokenizer
-from proto.sampling_params import LogitEdits
+from proto.logit_edits import LogitEdits
 
 router = APIRouter()
 

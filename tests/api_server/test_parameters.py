@@ -7,7 +7,8 @@ import pytest
 
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
-from proto.sampling_params import LogitEdits, RepetitionDetection
+from proto.logit_edits import LogitEdits
+from proto.sampling_params import RepetitionDetection
 from tests.fakes.fake_engine import pack_logprobs
 
 PATH = "/v1/completions"

@@ -17,7 +17,8 @@ from deploy.bench.options import Parser, at_least_one, writable, write
 from deploy.surroundings import Surroundings
 from proto.codec import to_json
 from proto.config import DeviceConfig
-from proto.sampling_params import LogitEdits, SamplingParams
+from proto.logit_edits import LogitEdits
+from proto.sampling_params import SamplingParams
 from tests.benchmarks.command import run
 from tests.benchmarks.line_program import worker_program
 from tests.benchmarks.messages import SamplingCase, SamplingTimings, SamplingWorkload

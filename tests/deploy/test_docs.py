@@ -39,10 +39,8 @@ from engine_core.scheduler.backlog import (
     TURNS,
 )
 from proto.engine_io import MAX_CHOICES
+from proto.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_TOKENS
 from proto.sampling_params import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_BIASED_TOKENS,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_PATTERN_SIZE,
     MAX_REPEATED_TOKENS,

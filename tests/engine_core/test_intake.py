@@ -16,7 +16,8 @@ from proto.engine_io import (
     FinishReason,
     TurnEnded,
 )
-from proto.sampling_params import LogitEdits, RepetitionDetection, SamplingParams
+from proto.logit_edits import LogitEdits
+from proto.sampling_params import RepetitionDetection, SamplingParams
 from tests.fakes.engine_harness import EOS
 from tests.fakes.intake_desk import Desk
 from tests.fakes.kv_connector import FakeConnector

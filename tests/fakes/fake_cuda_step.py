@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from proto.config import DeviceConfig
-from proto.sampling_params import LogitEdits, SamplingParams
+from proto.logit_edits import LogitEdits
+from proto.sampling_params import SamplingParams
 from proto.scheduler_output import (
     CachedRequestData,
     GrammarOutput,

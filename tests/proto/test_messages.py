@@ -69,9 +69,10 @@ from proto.lifecycle import (
     WorkerReady,
     WorkersReady,
 )
+from proto.logit_edits import LogitEdits
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
-from proto.sampling_params import LogitEdits, RepetitionDetection, SamplingParams
+from proto.sampling_params import RepetitionDetection, SamplingParams
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from proto.stats import KVEviction, SchedulerStats
 from proto.view import BlockMap, EngineView, RequestView, Watch

@@ -8,12 +8,8 @@ from hypothesis import strategies as st
 
 from proto.codec import changed
 from proto.errors import InvalidRequestError
-from proto.sampling_params import (
-    MAX_STOP_TOKEN_IDS,
-    LogitEdits,
-    RepetitionDetection,
-    SamplingParams,
-)
+from proto.logit_edits import LogitEdits
+from proto.sampling_params import MAX_STOP_TOKEN_IDS, RepetitionDetection, SamplingParams
 
 VOCAB_SIZE = 100
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from proto.logit_edits import LogitEdits
 from proto.model_runner_output import ModelRunnerOutput
-from proto.sampling_params import LogitEdits, SamplingParams
+from proto.sampling_params import SamplingParams
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny

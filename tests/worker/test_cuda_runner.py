@@ -17,8 +17,8 @@ from engine_core.scheduler.constraints import NoConstraints
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.stepper import OVERLAPPED
 from proto.config import DeviceConfig
+from proto.logit_edits import LogitEdits
 from proto.model_runner_output import ModelRunnerOutput
-from proto.sampling_params import LogitEdits
 from proto.scheduler_output import CachedRequestData, GrammarOutput, SchedulerOutput
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.fake_cuda import CUDA, FakeCuda, InThisThread

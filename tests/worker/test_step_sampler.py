@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from proto.sampling_params import LogitEdits, SamplingParams
+from proto.logit_edits import LogitEdits
+from proto.sampling_params import SamplingParams
 from proto.scheduler_output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from tests.worker.sample.settings import backend_of, each_backend
 from worker.batch.inputs import StepInputs, build_inputs

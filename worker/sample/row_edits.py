@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from proto.sampling_params import LogitEdits
+from proto.logit_edits import LogitEdits
 from worker.sample.edits_view import EditsView
 from worker.sample.grammar_masks import WORD_BITS
 

@@ -5,7 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from proto.sampling_params import LogitEdits, SamplingParams
+from proto.logit_edits import LogitEdits
+from proto.sampling_params import SamplingParams
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from worker.batch.inputs import build_inputs
 from worker.batch.rows import Rows

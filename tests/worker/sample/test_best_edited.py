@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from proto.sampling_params import LogitEdits
+from proto.logit_edits import LogitEdits
 from tests.worker.sample.settings import backend_of, each_backend
 from tests.worker.sample.test_edits import as_grown
 from worker.sample.backend import ReferenceBackend

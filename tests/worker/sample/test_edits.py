@@ -12,7 +12,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from proto.sampling_params import LogitEdits
+from proto.logit_edits import LogitEdits
 from tests.worker.sample.settings import backend_of, each_backend, sampling_rows
 from tests.worker.sample.test_logprobs import unpack
 from worker.sample.edits import edit_logits

@@ -1,0 +1,158 @@
+"""What a request changes about the scores of tokens before one is chosen.
+
+Few requests do, so `SamplingParams` has one field for all of it. The order in which
+the changes are made is the sampler's, see worker/sample/sampler.py.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+import msgspec
+
+from proto.errors import require, shown
+from proto.parameters import Number, numbers_of
+
+MAX_PENALTY: Final = 2.0
+MIN_REPETITION_PENALTY: Final = 0.01
+MAX_REPETITION_PENALTY: Final = 100.0
+"""Scores are multiplied with it or divided by it, and are to stay numbers."""
+MAX_BIAS: Final = 100.0
+MAX_BIASED_TOKENS: Final = 1024
+MAX_BAD_WORDS: Final = 128
+MAX_BAD_WORD_TOKENS: Final = 1024
+"""Of all bad words of a request together."""
+WAYS_TO_SPELL: Final = 2
+"""A word has other tokens after a space than at the beginning of a text."""
+
+
+class LogitEdits(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """Changes of the scores of one request's tokens; the defaults change nothing.
+
+    repetition_penalty: Keskar et al. 2019, CTRL, section 4.1.
+    bias_token_ids, bias_values: added to the scores of these tokens; of the same length.
+    bad_words: sequences of token ids that the outputs do not come to hold, [tokens] each.
+    allowed_token_ids: no other token can be chosen; None allows all.
+    """
+
+    presence_penalty: Annotated[
+        float,
+        Number(
+            "Subtracted from the logit of every token that is among the outputs (-2 to 2).",
+            -MAX_PENALTY,
+            MAX_PENALTY,
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        Number(
+            "Subtracted from the logit of a token each time it is among the outputs (-2 to 2).",
+            -MAX_PENALTY,
+            MAX_PENALTY,
+        ),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Number(
+            "Divides logits of tokens of prompt and outputs, multiplies those below 0 "
+            "(0.01 to 100).",
+            MIN_REPETITION_PENALTY,
+            MAX_REPETITION_PENALTY,
+        ),
+    ] = 1.0
+    bias_token_ids: tuple[int, ...] = ()
+    bias_values: tuple[float, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+
+    @property
+    def penalises(self) -> bool:
+        """Whether scores depend on the tokens that there are."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+    def validate(self, vocab_size: int, late_ids: frozenset[int]) -> None:
+        """Raise InvalidRequestError naming the first parameter out of range.
+
+        late_ids: tokens that cannot be chosen for a while, whatever is said here.
+        """
+        for name, number in NUMBERS.items():
+            number.check(name, getattr(self, name))
+        self._validate_bias(vocab_size)
+        self._validate_bad_words(vocab_size)
+        self._validate_allowed(vocab_size, late_ids)
+
+    def _validate_bias(self, vocab_size: int) -> None:
+        require(
+            len(self.bias_token_ids) == len(self.bias_values),
+            "logit_bias",
+            "has another number of tokens than of values",
+        )
+        require(
+            len(self.bias_token_ids) <= MAX_BIASED_TOKENS,
+            "logit_bias",
+            f"names at most {MAX_BIASED_TOKENS} tokens, got {len(self.bias_token_ids)}",
+        )
+        require_token_ids(self.bias_token_ids, vocab_size, "logit_bias")
+        require(
+            len(set(self.bias_token_ids)) == len(self.bias_token_ids),
+            "logit_bias",
+            "names a token more than once",
+        )
+        for value in self.bias_values:
+            require(
+                math.isfinite(value) and abs(value) <= MAX_BIAS,
+                "logit_bias",
+                f"takes values between -{MAX_BIAS:g} and {MAX_BIAS:g}, got {value}",
+            )
+
+    def _validate_bad_words(self, vocab_size: int) -> None:
+        most = MAX_BAD_WORDS * WAYS_TO_SPELL
+        require(
+            len(self.bad_words) <= most,
+            "bad_words",
+            f"at most {most} sequences of tokens, got {len(self.bad_words)}",
+        )
+        num_tokens = sum(map(len, self.bad_words))
+        require(
+            num_tokens <= MAX_BAD_WORD_TOKENS,
+            "bad_words",
+            f"have at most {MAX_BAD_WORD_TOKENS} tokens together, got {num_tokens}",
+        )
+        for word in self.bad_words:
+            require(len(word) > 0, "bad_words", "must not be empty")
+            require_token_ids(word, vocab_size, "bad_words")
+
+    def _validate_allowed(self, vocab_size: int, late_ids: frozenset[int]) -> None:
+        """Something is left to choose at every step, whatever came before."""
+        last_ids = late_ids | {word[-1] for word in self.bad_words}
+        if self.allowed_token_ids is None:
+            require(len(last_ids) < vocab_size, "bad_words", "leave no token to choose")
+            return
+        allowed = set(self.allowed_token_ids)
+        require(len(allowed) > 0, "allowed_token_ids", "must not be empty")
+        require_token_ids(self.allowed_token_ids, vocab_size, "allowed_token_ids")
+        require(
+            not allowed <= last_ids,
+            "allowed_token_ids",
+            "leaves no token to choose beside what bad_words and min_tokens forbid",
+        )
+
+
+NUMBERS: Final = numbers_of(LogitEdits)
+"""Fields that clients send under the same name."""
+
+
+def require_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raise InvalidRequestError for a token id outside the vocabulary.
+
+    min and max run in C: a whole vocabulary is looked at in a few milliseconds.
+    """
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(each for each in token_ids if not 0 <= each < vocab_size)
+        require(
+            False, param, f"token id {shown(wrong)} is outside the vocabulary [0, {vocab_size})"
+        )
