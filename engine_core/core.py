@@ -17,20 +17,19 @@ from engine_core.executor.local import LocalExecutor
 from engine_core.executor.sabotaged import SabotagedExecutor
 from engine_core.intake import Intake
 from engine_core.kv_cache.block import BlockIds
-from engine_core.kv_cache.holds import PoolHolds
+from engine_core.kv_cache.events import ResidencyMeter
 from engine_core.kv_cache.integrity import check, check_in_slices
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.kv_cache.residency import ResidencyMeter
+from engine_core.kv_cache.pool import PoolHolds
 from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.factory import create_scheduler_connector
 from engine_core.kv_events import KVEventSink, make_kv_events
 from engine_core.orders import Orders
 from engine_core.outbox import Outbox
 from engine_core.pool_plan import PoolPlan, plan_pool, weight_memory
-from engine_core.scheduler.backlog import queue_limits
-from engine_core.scheduler.chunking import ChunkRule
-from engine_core.scheduler.external_kv import Connect, IsSound
-from engine_core.scheduler.gates import Wake
+from engine_core.scheduler.hooks import Wake
+from engine_core.scheduler.kv_transfer import Connect, IsSound
+from engine_core.scheduler.limits import ChunkRule, queue_limits
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.service import Service
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS, Stepper

@@ -11,8 +11,8 @@ from typing import Final
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.outbox import Outbox
 from engine_core.request import Request, choices_of
-from engine_core.scheduler.completion import completion, stop_token
-from engine_core.scheduler.quarantine import is_poisonous, poison_error
+from engine_core.scheduler.crash_isolation import is_poisonous, poison_error
+from engine_core.scheduler.result import completion, stop_token
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars
 from engine_core.validation import RequestLimits, validate_input, validate_request

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from engine_core.kv_events import NO_KV_EVENTS, KVEventSink
 from engine_core.request import Request
-from engine_core.scheduler.client_outputs import ClientOutputs
+from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.transport import FrontEndLinks
 from engine_core.view.views import NO_VIEWS, Views

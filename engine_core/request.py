@@ -7,8 +7,7 @@ of queues, blocks or text.
 import enum
 from collections.abc import Callable, Iterable, Sequence
 
-from engine_core.kv_cache.extra_keys import ExtraKeys
-from engine_core.kv_cache.hashing import Hasher
+from engine_core.kv_cache.hashing import ExtraKeys, Hasher
 from proto.agents import NO_AGENT, AgentHint
 from proto.engine_io import EngineCoreRequest, FinishReason
 from proto.sampling_params import SamplingParams

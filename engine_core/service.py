@@ -12,7 +12,7 @@ from engine_core.orders import Orders
 from engine_core.outbox import Outbox
 from engine_core.pulse import Pulse
 from engine_core.request import Request
-from engine_core.scheduler.client_outputs import ClientOutputs
+from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars
 from engine_core.transport import FrontEndLinks

@@ -13,8 +13,8 @@ from typing import Final
 
 from engine_core.executor.base import WorkerFailedError
 from engine_core.executor.crew import Crew
+from engine_core.scheduler.result import ImpossibleResultError
 from engine_core.scheduler.scheduler import Scheduler
-from engine_core.scheduler.step_results import ImpossibleResultError
 from engine_core.service import Service
 from engine_core.structured_output.grammars import NO_GRAMMARS, EarlyAnswerError, Grammars
 from proto.kv_transfer import KVConnectorOutput

@@ -10,16 +10,22 @@ from itertools import chain
 from typing import Final, Protocol
 
 from engine_core.kv_cache.block import BlockIds
-from engine_core.kv_cache.coordinator import NOTHING_COMPUTED, ComputedBlocks, make_coordinator
+from engine_core.kv_cache.coordinator import (
+    NOTHING_COMPUTED,
+    ComputedBlocks,
+    blocks_of_request,
+    make_coordinator,
+)
+from engine_core.kv_cache.events import (
+    NO_RESIDENCY,
+    ObservedBlockPool,
+    PoolObserver,
+    ResidencyMeter,
+)
 from engine_core.kv_cache.fork import BlockCopies, fork_of
 from engine_core.kv_cache.groups import KVGroup
 from engine_core.kv_cache.hashing import BlockHasher, Hasher, NoHashing
-from engine_core.kv_cache.holds import PoolHolds
-from engine_core.kv_cache.observed_pool import ObservedBlockPool
-from engine_core.kv_cache.observers import PoolObserver
-from engine_core.kv_cache.pool import BlockPool
-from engine_core.kv_cache.residency import NO_RESIDENCY, ResidencyMeter
-from engine_core.kv_cache.sizing import blocks_of_request
+from engine_core.kv_cache.pool import BlockPool, PoolHolds
 from engine_core.request import Request
 from proto.lifecycle import KVGroup as KVGroupSpec
 from proto.stats import KVEviction

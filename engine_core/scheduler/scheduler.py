@@ -14,45 +14,49 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.admission_pass import AdmissionPass
-from engine_core.scheduler.admission_rules import pressure_of, rules_of
-from engine_core.scheduler.backlog import Backlog, queue_limits
-from engine_core.scheduler.beams import BeamGroups
-from engine_core.scheduler.chunking import ChunkRule
-from engine_core.scheduler.client_outputs import ClientOutputs
-from engine_core.scheduler.completion import stop_token
-from engine_core.scheduler.constraints import NO_CONSTRAINTS, Constraints
-from engine_core.scheduler.corruption import error_output
-from engine_core.scheduler.courtesy import Courtesy
-from engine_core.scheduler.deadlines import Deadlines
-from engine_core.scheduler.dictation import Dictation
-from engine_core.scheduler.external_kv import Connect, ExternalKV, no_connector
-from engine_core.scheduler.gates import Gate
-from engine_core.scheduler.idle_blocks import IdleBlocks
-from engine_core.scheduler.jobs import Jobs
-from engine_core.scheduler.observer import NO_OBSERVER, SchedulerObserver
-from engine_core.scheduler.output_builder import OutputBuilder
-from engine_core.scheduler.pause import Pause
-from engine_core.scheduler.pin_rule import NoPins, pin_rule_of
-from engine_core.scheduler.pins import PinLimits, Pins
-from engine_core.scheduler.placeholders import NoPlaceholders, OutputPlaceholders, Placeholders
-from engine_core.scheduler.policies import policy_of
-from engine_core.scheduler.preemption import Preemption
-from engine_core.scheduler.prefix_wait import PrefixWait
-from engine_core.scheduler.prompt_pace import pace_of
-from engine_core.scheduler.quarantine import Herald, Quarantine, poison_output
-from engine_core.scheduler.restart import start_over
-from engine_core.scheduler.result_pass import ResultPass
-from engine_core.scheduler.running_pass import RunningPass
+from engine_core.retention.retained_prefixes import PinLimits, Pins
+from engine_core.retention.sessions import Jobs
+from engine_core.retention.ttl_rule import NoPins, pin_rule_of
+from engine_core.scheduler.admission import AdmissionPass, Pause, pressure_of, rules_of
+from engine_core.scheduler.beam_groups import BeamGroups
+from engine_core.scheduler.crash_isolation import Herald, Quarantine, poison_output
+from engine_core.scheduler.fairness import Courtesy
+from engine_core.scheduler.hooks import (
+    NO_CONSTRAINTS,
+    NO_OBSERVER,
+    Constraints,
+    Gate,
+    SchedulerObserver,
+)
+from engine_core.scheduler.kv_transfer import Connect, ExternalKV, no_connector
+from engine_core.scheduler.limits import Backlog, ChunkRule, Deadlines, pace_of, queue_limits
+from engine_core.scheduler.output import Dictation, OutputBuilder
+from engine_core.scheduler.preemption import (
+    IdleBlocks,
+    Preemption,
+    Victims,
+    start_over,
+    swap_rule_of,
+)
+from engine_core.scheduler.prefix_sharing import PrefixWait, SiblingForks
+from engine_core.scheduler.queues.base import RequestQueue
+from engine_core.scheduler.queues.registry import policy_of
+from engine_core.scheduler.result import (
+    ClientOutputs,
+    ImpossibleResultError,
+    NoPlaceholders,
+    OutputPlaceholders,
+    Placeholders,
+    ResultPass,
+    check_result,
+    error_output,
+    stop_token,
+)
+from engine_core.scheduler.running import RunningPass
 from engine_core.scheduler.sessions import Sessions
-from engine_core.scheduler.sibling_forks import SiblingForks
 from engine_core.scheduler.step_plan import StepPlan
-from engine_core.scheduler.step_results import ImpossibleResultError, check_result
-from engine_core.scheduler.swap_rule import swap_rule_of
-from engine_core.scheduler.tenants import TenantLedger
-from engine_core.scheduler.victims import Victims
+from engine_core.scheduler.tenant_usage import TenantLedger
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput, FinishReason, PauseMode
 from proto.errors import ErrorInfo

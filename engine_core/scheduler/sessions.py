@@ -23,11 +23,11 @@ from typing import ClassVar, Final, Protocol
 import msgspec
 
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.client_outputs import ClientOutputs
-from engine_core.scheduler.gates import Candidate, Wake
-from engine_core.scheduler.idle_blocks import IdleBlocks
+from engine_core.scheduler.hooks import Candidate, Wake
+from engine_core.scheduler.preemption import IdleBlocks
+from engine_core.scheduler.queues.base import RequestQueue
+from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.validation import check_length
 from proto.engine_io import EngineCoreOutput, FinishReason, SessionInput

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.gates import Candidate, Wake
+from engine_core.scheduler.hooks import Candidate, Wake
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.structured_output.base import GrammarBackend, Matcher
 from engine_core.structured_output.dormant import Texts

@@ -11,11 +11,11 @@ from typing import Final
 
 import msgspec
 
-from engine_core.kv_cache.census import CachedCensus
+from engine_core.kv_cache.events import CachedCensus
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.pin_order import Pin
+from engine_core.retention.retained_prefixes import Pin
+from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.trace.contents import Contents
 from proto.model_runner_output import ModelRunnerOutput

@@ -10,7 +10,7 @@ import pytest
 
 from api_server.engine_client import OpenRequest
 from engine_core.request import RequestStatus
-from engine_core.scheduler.quarantine import TRIALS
+from engine_core.scheduler.crash_isolation import TRIALS
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreRequest, FinishReason, RequestProgress
 from proto.sampling_params import SamplingParams

@@ -7,19 +7,24 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from engine_core.kv_cache.holds import PoolHolds
+from engine_core.kv_cache.events import PoolObserver
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.kv_cache.observers import PoolObserver
+from engine_core.kv_cache.pool import PoolHolds
 from engine_core.kv_connector.base import SchedulerConnector
 from engine_core.kv_connector.nothing import NO_CONNECTOR
 from engine_core.request import Request, choices_of
-from engine_core.scheduler.chunking import ChunkRule
-from engine_core.scheduler.client_outputs import ClientOutputs
-from engine_core.scheduler.constraints import NO_CONSTRAINTS, Constraints
-from engine_core.scheduler.external_kv import IsSound
-from engine_core.scheduler.gates import Gate, Wake
-from engine_core.scheduler.observer import NO_OBSERVER, SchedulerObserver
+from engine_core.scheduler.hooks import (
+    NO_CONSTRAINTS,
+    NO_OBSERVER,
+    Constraints,
+    Gate,
+    SchedulerObserver,
+    Wake,
+)
+from engine_core.scheduler.kv_transfer import IsSound
+from engine_core.scheduler.limits import ChunkRule
+from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS
 from proto.config import SchedulerConfig

@@ -8,13 +8,13 @@ found before it is loaded, is found out by the runner, which reads every positio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine_core.kv_cache.holds import PoolHolds
+from engine_core.kv_cache.pool import PoolHolds
 from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
 from engine_core.request import Request
-from engine_core.scheduler.client_outputs import ClientOutputs
-from engine_core.scheduler.external_kv import IsSound
-from engine_core.scheduler.gates import Wake
+from engine_core.scheduler.hooks import Wake
+from engine_core.scheduler.kv_transfer import IsSound
+from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput

@@ -5,21 +5,20 @@ from typing import Final, Protocol
 
 import msgspec
 
-from engine_core.kv_cache.holds import PoolHolds
+from engine_core.kv_cache.events import PoolObserver
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.kv_cache.observers import PoolObserver
+from engine_core.kv_cache.pool import PoolHolds
 from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
-from engine_core.queues.base import RequestQueue
 from engine_core.request import Request
-from engine_core.scheduler.chunking import ChunkRule
-from engine_core.scheduler.external_kv import Connect, IsSound, no_connector
-from engine_core.scheduler.gates import Wake
-from engine_core.scheduler.observer import SchedulerObserver
-from engine_core.scheduler.pin_order import Pin
+from engine_core.retention.retained_prefixes import Pin
+from engine_core.scheduler.hooks import SchedulerObserver, Wake
+from engine_core.scheduler.kv_transfer import Connect, IsSound, no_connector
+from engine_core.scheduler.limits import ChunkRule
+from engine_core.scheduler.queues.base import RequestQueue
+from engine_core.scheduler.result import ends_of_rows
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.scheduler.step_plan import StepPlan
-from engine_core.scheduler.step_results import ends_of_rows
 from engine_core.trace.file import TraceFile
 from engine_core.trace.recorder import Recorder
 from proto.agents import NO_AGENT, AgentHint

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.pin_order import Pin
+from engine_core.retention.retained_prefixes import Pin
+from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS
 from engine_core.trace.tracing import NO_TRACING, Tracing

@@ -2,7 +2,7 @@
 
 import random
 
-from engine_core.kv_cache.census import CachedCensus
+from engine_core.kv_cache.events import CachedCensus
 from tests.fakes.kv_requests import Requests, make_manager
 
 

@@ -4,11 +4,10 @@ import pytest
 
 from engine_core.kv_cache import integrity
 from engine_core.kv_cache.coordinator import HybridCoordinator, NoCacheCoordinator
-from engine_core.kv_cache.group_keys import GroupKeys
-from engine_core.kv_cache.groups import FullAttentionGroup
+from engine_core.kv_cache.groups import FullAttentionGroup, SlidingWindowGroup
+from engine_core.kv_cache.hashing import GroupKeys
 from engine_core.kv_cache.manager import NO_NEW_BLOCKS, NOTHING_COMPUTED, KVCacheManager
 from engine_core.kv_cache.pool import BlockPool
-from engine_core.kv_cache.sliding_window import SlidingWindowGroup
 from engine_core.request import Request
 from tests.fakes.kv_requests import Requests, make_manager
 

@@ -4,13 +4,13 @@ from typing import Any, cast
 
 import pytest
 
-from engine_core.kv_cache.holds import PoolHolds
+from engine_core.kv_cache.pool import PoolHolds
 from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.multi import MultiScheduler
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.external_kv import IsSound
-from engine_core.scheduler.gates import Wake
+from engine_core.scheduler.hooks import Wake
+from engine_core.scheduler.kv_transfer import IsSound
 from engine_core.scheduler.scheduler import Scheduler
 from proto.config import SchedulerConfig
 from proto.kv_offload import OffloadMetadata

@@ -17,7 +17,7 @@ from typing import Any
 
 from engine_core.kv_cache.hashing import ROOT
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.gates import Candidate
+from engine_core.scheduler.hooks import Candidate
 from engine_core.scheduler.step_plan import StepPlan
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.gates import FakeGate

@@ -17,8 +17,7 @@ from typing import Any
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_connector.base import ASK_AGAIN, NO_MATCH, Match
 from engine_core.request import Request
-from engine_core.scheduler.prefix_wait import PrefixWait
-from engine_core.scheduler.sibling_forks import SiblingForks
+from engine_core.scheduler.prefix_sharing import PrefixWait, SiblingForks
 from proto.agents import AgentHint
 from proto.engine_io import FinishReason
 from proto.errors import InvalidRequestError

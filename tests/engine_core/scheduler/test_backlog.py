@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.scheduler.backlog import Backlog, Pace, QueueLimits, queue_limits
+from engine_core.scheduler.limits import Backlog, Pace, QueueLimits, queue_limits
 from proto.config import SchedulerConfig
 from proto.errors import QueueFullError
 from tests.fakes.clock import FakeClock

@@ -5,7 +5,7 @@ from math import inf
 import pytest
 
 from engine_core.request import RequestStatus
-from engine_core.scheduler.deadlines import Deadlines
+from engine_core.scheduler.limits import Deadlines
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.messages import make_request, request

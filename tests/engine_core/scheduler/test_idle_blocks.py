@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.scheduler.idle_blocks import IdleBlocks
+from engine_core.scheduler.preemption import IdleBlocks
 from tests.fakes.kv_requests import Requests, make_manager
 
 

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from engine_core.kv_cache.integrity import check
-from engine_core.scheduler import jobs as jobs_module
-from engine_core.scheduler.pin_rule import ByOdds, Guarded, Worth, by_client
+from engine_core.retention import sessions as jobs_module
+from engine_core.retention.ttl_rule import ByOdds, Guarded, Worth, by_client
 from engine_core.trace.recorder import Recorder
 from proto.agents import AgentHint
 from proto.sched_trace import MAX_PINS, Arrival, PinBegin, PinEnd, Step
@@ -395,7 +395,7 @@ def test_row_39_sessions_that_never_return_cost_bounded_memory():
 def test_row_39_nobody_reads_a_clock_that_can_be_set():
     for path in [
         *(ROOT / "engine_core/scheduler").glob("*.py"),
-        *(ROOT / "engine_core/queues").glob("*.py"),
+        *(ROOT / "engine_core/scheduler/queues").glob("*.py"),
     ]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.scheduler.prompt_pace import (
+from engine_core.scheduler.limits import (
     PATIENCE_STEPS,
     SHORT_SECONDS,
     FullPace,

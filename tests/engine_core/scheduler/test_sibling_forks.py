@@ -3,8 +3,8 @@
 import pytest
 
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.gates import Candidate
-from engine_core.scheduler.sibling_forks import SiblingForks
+from engine_core.scheduler.hooks import Candidate
+from engine_core.scheduler.prefix_sharing import SiblingForks
 from engine_core.scheduler.step_plan import StepPlan
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.gates import FakeGate

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.scheduler.swap_rule import ByRates, swap_rule_of
+from engine_core.scheduler.preemption import ByRates, swap_rule_of
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.kv_connector import FakeConnector, always
 from tests.fakes.paged_runner import undisturbed

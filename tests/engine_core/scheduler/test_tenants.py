@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.scheduler.tenants import MAX_DEBTS, OUTPUT_WEIGHT, TenantLedger
+from engine_core.scheduler.tenant_usage import MAX_DEBTS, OUTPUT_WEIGHT, TenantLedger
 from tests.fakes.engine_harness import EngineHarness
 
 CREDIT = 100

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from engine_core.scheduler.policies import policy_of
-from engine_core.scheduler.tenants import TenantLedger
-from engine_core.scheduler.victims import Victims, index_of
+from engine_core.scheduler.preemption import Victims, index_of
+from engine_core.scheduler.queues.registry import policy_of
+from engine_core.scheduler.tenant_usage import TenantLedger
 from tests.fakes.engine_harness import EngineHarness
 
 
