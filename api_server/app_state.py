@@ -19,7 +19,7 @@ from api_server.parsers.reasoning import ReasoningStyle, style_of
 from api_server.parsers.tool_calling import ToolCaller
 from api_server.protocol.responses.stored import StoredResponses
 from api_server.sampling import seeds
-from api_server.stream import OpenGenerations
+from api_server.stream import OpenStreams
 from api_server.text.chat_template import load_chat_template, read_chat_template
 from api_server.text.prompts import PromptReader
 from api_server.text.rendering import TimedRendering
@@ -84,7 +84,7 @@ class Services:
     vocabulary: str
     settings: ServeConfig
     ask_abort: Callable[[list[str], str | None], None]
-    under_way: OpenGenerations
+    open_streams: OpenStreams
     responses: StoredResponses
     feed: Feed
     visitors: Visitors = field(default_factory=Visitors)

@@ -1,7 +1,4 @@
-"""From a validated request to engine requests and the streams that answer them.
-
-What both endpoints do alike: parameters, ids, seeds, choices.
-"""
+"""From a validated body to engine requests and the token stream that receives their output."""
 
 import hashlib
 import math
@@ -29,12 +26,12 @@ from api_server.response import GenerationResponse
 from api_server.sampling import SEED_MASK, sampling_params
 from api_server.stream import (
     MAX_UNSENT_BYTES,
-    Bell,
     Choice,
-    Generation,
     RequestStream,
+    SendBuffer,
+    StreamNotifier,
     Timeline,
-    Unsent,
+    TokenStream,
 )
 from api_server.tenants import reader_of
 from api_server.text.detokenizer import Detokenizer, MarkedDetokenizer, NoText
@@ -50,7 +47,7 @@ from proto.thinking import ThinkingRule
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class EndpointOptions:
     """What the endpoints ask for in different words.
 
     max_tokens: None when not given. logprobs: alternatives, None for none at all.
@@ -67,7 +64,7 @@ class Wishes:
     thinking: ThinkingRule | None = None
 
 
-class Preparation:
+class RequestBuilder:
     """One HTTP request on its way to the engine. Made when the request arrives.
 
     ignored: names of fields that nobody defines. calling: what the request's tools ask of its
@@ -97,7 +94,7 @@ class Preparation:
         self._key_name = key_name
         self._ignored = ignored
         self._arrival = time.monotonic()
-        self._unsent = Unsent(MAX_UNSENT_BYTES if request.stream else math.inf)
+        self._send_buffer = SendBuffer(MAX_UNSENT_BYTES if request.stream else math.inf)
         self.id = id_prefix + (request.request_id or secrets.token_hex(16))
 
     @property
@@ -142,69 +139,75 @@ class Preparation:
                 "prompt",
             )
 
-    def requests(self, prompts: Sequence[Prompt], wishes: Wishes) -> list[EngineCoreRequest]:
+    def build_requests(
+        self, prompts: Sequence[Prompt], options: EndpointOptions
+    ) -> list[EngineCoreRequest]:
         """What the engine is asked, one for each prompt."""
-        if self._request.use_beam_search and wishes.logprobs is not None:
+        if self._request.use_beam_search and options.logprobs is not None:
             raise InvalidRequestError("logprobs does not go with use_beam_search", "logprobs")
         self._check_queue([len(prompt.token_ids) for prompt in prompts])
         seed = self._seed()
-        requests = [self._engine_request(prompt, wishes, seed) for prompt in prompts]
+        requests = [self._engine_request(prompt, options, seed) for prompt in prompts]
         entries = sum(map(_num_logprob_entries, requests))
         if entries > MAX_LOGPROB_ENTRIES:
             raise InvalidRequestError(
                 f"the answer could hold {entries} log-probabilities, at most "
                 f"{MAX_LOGPROB_ENTRIES} are given: ask for fewer tokens, choices or alternatives",
-                "logprobs" if wishes.logprobs is not None else "prompt_logprobs",
+                "logprobs" if options.logprobs is not None else "prompt_logprobs",
             )
         return requests
 
-    def generation(
+    def build_stream(
         self,
         requests: Sequence[EngineCoreRequest],
         text_starts: Sequence[int],
         make_parser: Callable[[], PartsParser] = lambda: PLAIN_TEXT,
         thoughts: Thoughts = NO_THOUGHTS,
-    ) -> Generation:
-        """The streams of these requests; nothing is sent yet.
+    ) -> TokenStream:
+        """Return the stream of these requests, which `TokenStream.submit` sends.
 
-        text_starts: characters before the first output, for each request. make_parser: of what
-        the text of one choice means, for turns of jobs. thoughts: of the answers.
+        text_starts: characters before the first output, for each request. make_parser: returns
+        the parser of one choice, for the tool calls of agents. thoughts: of the answers.
         """
-        bell = Bell()
+        notifier = StreamNotifier()
         streams = [
             self._stream(
-                request, bell, place, text_starts[place], self._turn(make_parser), thoughts
+                request, notifier, place, text_starts[place], self._turn(make_parser), thoughts
             )
             for place, request in enumerate(requests)
         ]
         services = self._services
-        log = not services.config.disable_log_requests
-        return Generation(
+        return TokenStream(
             self.id,
             services.client,
             services.metrics,
-            bell,
+            notifier,
             requests,
             streams,
-            log,
-            self._unsent,
+            log=not services.config.disable_log_requests,
+            send_buffer=self._send_buffer,
+            open_streams=services.open_streams,
             ignored=str(self._ignored),
             owner=self._key_name,
-            under_way=services.under_way,
         )
 
-    def response(self, generation: Generation, answer: Answer) -> GenerationResponse:
-        """The response to that generation, which answers as `answer` words it."""
+    def response(
+        self,
+        stream: TokenStream,
+        answer: Answer,
+        more_headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> GenerationResponse:
+        """Return the response to a submitted stream, in the format of `answer`."""
         return GenerationResponse(
-            generation,
+            stream,
             answer,
-            stream=self._request.stream,
+            as_events=self._request.stream,
             keep_alive=self._services.config.sse_keep_alive,
-            more_headers=self.headers(),
+            more_headers=[*self.headers(), *more_headers],
         )
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Of its answer, beside those of every answer."""
+        """Return the headers of this request's answer."""
         name = self._request.request_id or self.id
         return [(b"x-request-id", name.encode()), *self._ignored.headers()]
 
@@ -245,21 +248,23 @@ class Preparation:
         seed = self._request.seed
         return next(self._services.seeds) if seed is None else seed & SEED_MASK
 
-    def _engine_request(self, prompt: Prompt, wishes: Wishes, seed: int) -> EngineCoreRequest:
+    def _engine_request(
+        self, prompt: Prompt, options: EndpointOptions, seed: int
+    ) -> EngineCoreRequest:
         services = self._services
         engine = services.client.engine
         params = sampling_params(
             self._request,
-            max_tokens=wishes.max_tokens,
-            default_max_tokens=wishes.default_max_tokens,
-            logprobs=wishes.logprobs,
-            prompt_logprobs=wishes.prompt_logprobs,
+            max_tokens=options.max_tokens,
+            default_max_tokens=options.default_max_tokens,
+            logprobs=options.logprobs,
+            prompt_logprobs=options.prompt_logprobs,
             num_prompt_tokens=len(prompt.token_ids),
             max_model_len=engine.max_model_len,
             vocab_size=engine.vocab_size,
             eos_token_ids=services.model.eos_token_ids,
-            max_tokens_field=wishes.max_tokens_field,
-            edits=wishes.edits,
+            max_tokens_field=options.max_tokens_field,
+            edits=options.edits,
         )
         return EngineCoreRequest(
             epoch=services.epoch,
@@ -278,7 +283,7 @@ class Preparation:
             deadline=self._deadline(self._request.timeout_ms),
             grammar=self._grammar,
             agent=self._agent,
-            thinking=wishes.thinking,
+            thinking=options.thinking,
             label=self.id,
             reader=reader_of(self._tenant, self._key_name),
         )
@@ -295,7 +300,7 @@ class Preparation:
     def _stream(
         self,
         request: EngineCoreRequest,
-        bell: Bell,
+        notifier: StreamNotifier,
         place: int,
         text_start: int,
         turn: Turn,
@@ -316,8 +321,8 @@ class Preparation:
                 shows_stop=asked.include_stop_str_in_output,
                 interval=asked.stream_interval or services.config.stream_interval,
                 counts_tokens=not asked.detokenize,
-                unsent=self._unsent,
-                heard=turn.listener(),
+                send_buffer=self._send_buffer,
+                text_listener=turn.listener(),
             )
             for number in range(request.n)
         ]
@@ -326,12 +331,12 @@ class Preparation:
             request.request_id,
             ids,
             choices,
-            bell,
+            notifier,
             services.metrics,
             Timeline(self._arrival),
             prompt_rows=[None] * len(ids) if has_rows else [],
             may_expire_in_queue=request.queue_deadline < math.inf,
-            unsent=self._unsent,
+            send_buffer=self._send_buffer,
             turn=turn,
             thought_counts=counts,
             max_tokens=request.sampling_params.max_tokens,

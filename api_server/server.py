@@ -32,7 +32,7 @@ from api_server.metrics.metric_sheet import Gauge, MetricSheet
 from api_server.protocol.responses.stored import StoredResponses
 from api_server.routes.system import daemon_version
 from api_server.sampling import seeds
-from api_server.stream import OpenGenerations
+from api_server.stream import OpenStreams
 from api_server.supervisor_link import Orders
 from proto.codec import Message
 from proto.config import FrontEndConfig
@@ -139,7 +139,7 @@ def make_services(
         vocabulary=texts.vocabulary,
         settings=config,
         ask_abort=lambda labels, owner: tell(AbortRequests(labels, owner)),
-        under_way=OpenGenerations(),
+        open_streams=OpenStreams(),
         responses=stored_responses(config.frontend),
         feed=feed,
         seeds=seeds(config.model.seed, boot.index),

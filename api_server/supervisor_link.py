@@ -67,7 +67,7 @@ class Orders:
             changeover.services.feed.notice("drain", "no more requests are taken: the daemon ends")
             self._begin(self._report_under_way())
         elif isinstance(message, AbortRequests):
-            changeover.services.under_way.abort(message.request_ids, message.owner)
+            changeover.services.open_streams.abort(message.request_ids, message.owner)
         elif isinstance(message, NewEngine):
             changeover.replace_engine(message)
         elif isinstance(message, Restarted):

@@ -43,14 +43,20 @@ class PlainDisplay:
             self.notice(f"{what} …", who)
 
     def notice(self, message: str, who: str = "tokend") -> None:
-        print(f"{who}: {message}", file=self._stream, flush=True)
+        self._write_line(f"{who}: {message}")
+
+    def _write_line(self, line: str) -> None:
+        # One write: print() makes two of an unbuffered stream, and a line of another process that
+        # has the same stream could come in between
+        self._stream.write(f"{line}\n")
+        self._stream.flush()
 
 
 class JsonDisplay(PlainDisplay):
     """The same lines, each a JSON object."""
 
     def notice(self, message: str, who: str = "tokend") -> None:
-        print(notice_line(message, who), file=self._stream, flush=True)
+        self._write_line(notice_line(message, who))
 
 
 class TerminalDisplay:

@@ -12,14 +12,13 @@ from api_server.app_state import Services
 from api_server.parsers.parts import CountedParser, PartsParser
 from api_server.parsers.thinking import switches, thoughts_of
 from api_server.parsers.tool_calling import Calling
-from api_server.protocol.answers import Answer, Shape
+from api_server.protocol.answers import Shape
 from api_server.protocol.chat import ChatAnswer, ChatCompletionRequest
 from api_server.protocol.fields import CHAT_NEUTRAL, IgnoredFields, parse
-from api_server.request_builder import Preparation, Wishes, check_thoughts
-from api_server.response import GenerationResponse
+from api_server.request_builder import EndpointOptions, RequestBuilder, check_thoughts
 from api_server.routes.common import read_fields, services_of
 from api_server.sampling import logit_edits
-from api_server.stream import Generation
+from api_server.stream import TokenStream
 from api_server.tenants import key_name_of, tenant_of
 from api_server.text.chat_prompt import conversation_of, num_characters
 from api_server.text.chat_template import Conversation
@@ -47,19 +46,11 @@ class ChatTurn:
     prompt_text: None is not shown. make_parser: for the text of one choice.
     """
 
-    preparation: Preparation
-    generation: Generation
+    builder: RequestBuilder
+    stream: TokenStream
     shape: Shape
     prompt_text: str | None
     make_parser: Callable[[], PartsParser]
-
-    def response(self, answer: Answer) -> GenerationResponse:
-        """The response that words it so."""
-        return self.preparation.response(self.generation, answer)
-
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """Of an answer that is no such response."""
-        return self.preparation.headers()
 
 
 async def prepare_turn(
@@ -73,20 +64,20 @@ async def prepare_turn(
     at_most: int | None = None,
     leaves_room: bool = False,
 ) -> ChatTurn:
-    """The generation that a request asks for; nothing is sent yet.
+    """Build the engine request of a chat and its token stream; `TokenStream.submit` sends it.
 
     id_prefix: of the answer's id. tenant, key_name: whose it is. at_most: output tokens where the
     request says nothing of them; fewer where the context leaves fewer. leaves_room: a prompt that
     is cut to fit leaves more than a token to such an answer. Raises InvalidRequestError.
     """
     calling = services.tool_caller.calling(asked, asked.grammar_source)
-    preparation = Preparation(services, asked, id_prefix, tenant, key_name, ignored, calling)
+    builder = RequestBuilder(services, asked, id_prefix, tenant, key_name, ignored, calling)
     reader = services.prompt_reader("messages")
     wanted = asked.wanted_max_tokens
     if wanted is None and leaves_room:
         share = services.client.engine.max_model_len // ANSWERS_SHARE
         wanted = share if at_most is None else min(at_most, share)
-    reader = reader.keeping(preparation.truncation(wanted))
+    reader = reader.keeping(builder.truncation(wanted))
     style = services.reasoning_style
     conversation, text = await _rendered(services, asked, reader, ignored)
     prompts = await reader.encode([text], add_special_tokens=False)
@@ -96,7 +87,7 @@ async def prepare_turn(
         conversation,
         text,
         budget=asked.thinking_token_budget,
-        has_grammar=preparation.has_grammar,
+        has_grammar=builder.has_grammar,
         shows=asked.include_reasoning,
     )
     check_thoughts(asked, thoughts.rule)
@@ -104,7 +95,7 @@ async def prepare_turn(
     def make_parser() -> PartsParser:
         return thoughts.parser(calling.make_parser())
 
-    wishes = Wishes(
+    options = EndpointOptions(
         max_tokens=asked.wanted_max_tokens,
         default_max_tokens=at_most,
         logprobs=asked.num_logprobs,
@@ -113,12 +104,12 @@ async def prepare_turn(
         edits=await logit_edits(asked, services.tokenizer),
         thinking=thoughts.rule,
     )
-    (prompt_text,) = await preparation.prompt_texts(prompts)
-    requests = preparation.requests(prompts, wishes)
-    generation = preparation.generation(requests, [0], make_parser, thoughts)
-    shape = preparation.shape(asked.num_logprobs)
+    (prompt_text,) = await builder.prompt_texts(prompts)
+    requests = builder.build_requests(prompts, options)
+    stream = builder.build_stream(requests, [0], make_parser, thoughts)
+    shape = builder.shape(asked.num_logprobs)
     answered = _counting(services, calling, make_parser)
-    return ChatTurn(preparation, generation, shape, prompt_text, answered)
+    return ChatTurn(builder, stream, shape, prompt_text, answered)
 
 
 def _counting(
@@ -179,5 +170,6 @@ async def create_chat_completion(request: Request) -> Response:
         key_name=key_name_of(request),
         ignored=ignored,
     )
-    answer = ChatAnswer(turn.shape, turn.generation.streams[0], turn.prompt_text, turn.make_parser)
-    return turn.response(answer)
+    answer = ChatAnswer(turn.shape, turn.stream.streams[0], turn.prompt_text, turn.make_parser)
+    await turn.stream.submit(request)
+    return turn.builder.response(turn.stream, answer)

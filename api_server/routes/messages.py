@@ -8,7 +8,6 @@ from typing import Any, Final, TypeVar
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Receive, Scope, Send
 
 from api_server.app_state import Services
 from api_server.errors import new_request_id
@@ -58,12 +57,17 @@ async def create_message(request: Request) -> Response:
         turn.shape.id,
         turn.shape.model,
         turn.make_parser(),
-        num_prompt_tokens=len(turn.generation.streams[0].prompt_token_ids),
+        num_prompt_tokens=len(turn.stream.streams[0].prompt_token_ids),
         max_tokens=asked.max_tokens,
         shows_thoughts=shows_thoughts(asked),
         reworded=words.reworded,
     )
-    return _RewordedResponse(words, turn.shape.id, turn.response(answer))
+    try:
+        await turn.stream.submit(request)
+    except InvalidRequestError as error:
+        raise words.reworded(error) from None
+    request_id = (b"request-id", turn.shape.id.encode())
+    return turn.builder.response(turn.stream, answer, [request_id])
 
 
 @router.post("/v1/messages/count_tokens")
@@ -115,27 +119,3 @@ async def _as_the_template_takes_it(
         return await make(folded)
     except InvalidRequestError as error:
         raise words.reworded(error) from None
-
-
-class _RewordedResponse(Response):
-    """A response whose refusals by the engine are in the client's words.
-
-    name: told in the header in which clients of this API look for it.
-    """
-
-    def __init__(self, words: ChatWords, name: str, response: Response) -> None:
-        super().__init__()
-        self._words = words
-        self._name = name.encode()
-        self._response = response
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"request-id", self._name)]
-            await send(message)
-
-        try:
-            await self._response(scope, receive, send_named)
-        except InvalidRequestError as error:
-            raise self._words.reworded(error) from None

@@ -6,13 +6,11 @@ Owns how such a response is begun, ended by its client, and kept. Nothing is sto
 
 import asyncio
 import logging
-from contextlib import ExitStack
 from typing import Any, Final
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
 
 from api_server.app_state import Services
 from api_server.protocol.chat import ChatCompletionRequest
@@ -29,7 +27,6 @@ from api_server.protocol.responses.stored import Owner, num_bytes
 from api_server.protocol.responses.tools import OfferedTools
 from api_server.routes.chat import ChatTurn, is_of_template, prepare_turn
 from api_server.routes.common import read_fields, services_of
-from api_server.stream import Generation
 from api_server.tenants import key_name_of, tenant_of
 from proto.errors import InternalRequestError, InvalidRequestError, UnknownPathError, shown
 
@@ -74,9 +71,14 @@ async def create_response(request: Request) -> Response:
     except InvalidRequestError as error:
         raise in_clients_words(error, tools) from None
     running = RunningResponse(services, owner, asked, turn, tools, items)
+    turn.stream.cleanup.enter_context(running)
+    try:
+        await turn.stream.submit(None if asked.background else request)
+    except InvalidRequestError as error:
+        raise in_clients_words(error, tools) from None
     if asked.background:
-        return await running.in_background()
-    return ForegroundResponse(running, turn.response(running.answer))
+        return running.continue_in_background()
+    return turn.builder.response(turn.stream, running.answer)
 
 
 class RunningResponse:
@@ -98,14 +100,9 @@ class RunningResponse:
         self._owner = owner
         self._items = items
         self._turn = turn
-        self._tools = tools
         self._cancelled = False
         self.stored = asked.store
         self.answer = ResponsesAnswer(turn.shape, asked, turn.make_parser(), tools, self._keep)
-
-    @property
-    def _generation(self) -> Generation:
-        return self._turn.generation
 
     def __enter__(self) -> None:
         self._services.responses.enter(self._owner, self._turn.shape.id, self)
@@ -118,65 +115,40 @@ class RunningResponse:
 
     def cancel(self) -> dict[str, Any]:
         self._cancelled = True
-        self._generation.cancel()
+        self._turn.stream.cancel()
         return self.so_far()
 
-    def in_clients_words(self, error: InvalidRequestError) -> InvalidRequestError:
-        return in_clients_words(error, self._tools)
-
-    async def in_background(self) -> Response:
-        """Begin, and answer as soon as the engine has accepted it."""
-        services, generation = self._services, self._generation
-        with ExitStack() as ties:
-            ties.enter_context(self)
-            ties.callback(generation.close)
-            try:
-                await generation.start()
-            except InvalidRequestError as error:
-                raise self.in_clients_words(error) from None
-            ties.enter_context(services.visitors)  # who reloads or drains waits for it
-            task = asyncio.create_task(self._go_on(ties.pop_all()))
+    def continue_in_background(self) -> Response:
+        """Return the response so far; a task completes it."""
+        services = self._services
+        self._turn.stream.cleanup.enter_context(services.visitors)  # a drain waits for it
+        task = asyncio.create_task(self._complete())
         services.background.add(task)
         task.add_done_callback(services.background.discard)
-        headers = {name.decode(): value.decode() for name, value in self._turn.headers()}
+        headers = {name.decode(): value.decode() for name, value in self._turn.builder.headers()}
         return JSONResponse(self.so_far(), headers=headers)
 
-    async def _go_on(self, ties: ExitStack) -> None:
-        generation, answer = self._generation, self.answer
-        with ties:
-            try:
-                while not generation.finished and generation.error is None:
-                    for delta in generation.take():
-                        answer.chunk(delta)
-                    await generation.wait()
-                if generation.error is not None:
-                    answer.failure(generation.error)
-                else:
-                    answer.body(generation.take(), generation.usage())
-            except Exception:  # nobody waits for this task: the response itself has to tell
-                logger.exception("%s: an answer could not be put into words", generation.label)
-                answer.failure(InternalRequestError("internal error"))
+    async def _complete(self) -> None:
+        stream, answer = self._turn.stream, self.answer
+        try:
+            while not stream.finished and stream.error is None:
+                for delta in stream.take_deltas():
+                    answer.chunk(delta)
+                await stream.wait()
+            if stream.error is not None:
+                answer.failure(stream.error)
+            else:
+                answer.body(stream.take_deltas(), stream.usage())
+        except Exception:  # no caller sees the exception: the response itself reports the failure
+            logger.exception("%s: the answer could not be encoded", stream.label)
+            answer.failure(InternalRequestError("internal error"))
+        finally:
+            stream.close()
 
     def _keep(self, response: dict[str, Any]) -> None:
         if self.stored:
             items = conversation_after(self._items, response)
             self._services.responses.keep(self._owner, response, items)
-
-
-class ForegroundResponse(Response):
-    """The response to a client that waits for it, and is listed as long as it goes on."""
-
-    def __init__(self, running: RunningResponse, response: Response) -> None:
-        super().__init__()
-        self._running = running
-        self._response = response
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._running:
-            try:
-                await self._response(scope, receive, send)
-            except InvalidRequestError as error:
-                raise self._running.in_clients_words(error) from None
 
 
 def _conversation(services: Services, owner: Owner, asked: ResponsesRequest) -> list[Item]:

@@ -195,7 +195,7 @@ def wired(front_end) -> list[AbortRequests]:
 
     def pass_on(request_ids: list[str], owner: str | None) -> None:
         heard.append(AbortRequests(request_ids, owner))
-        front_end.services.under_way.abort(request_ids, owner)
+        front_end.services.open_streams.abort(request_ids, owner)
 
     object.__setattr__(front_end.services, "ask_abort", pass_on)
     return heard
@@ -288,7 +288,7 @@ async def test_what_is_under_way_is_forgotten_when_it_ends(start, say):
     async with start(say("!")) as front_end:
         await front_end.complete(request_id="x")
         await front_end.events("/v1/completions", prompt="hello", request_id="x")
-        assert front_end.services.under_way._by_label == {}
+        assert front_end.services.open_streams._by_label == {}
 
 
 async def test_load_counts_what_is_answered(start):

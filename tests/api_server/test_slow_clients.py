@@ -10,7 +10,7 @@ import pytest
 
 from api_server import http_protocol
 from api_server import stream as unsent
-from api_server.stream import Unsent
+from api_server.stream import SendBuffer
 from proto.engine_io import FinishReason
 from tests.api_server.conftest import samples
 
@@ -243,11 +243,11 @@ async def test_the_rest_of_a_body_that_was_answered_already(start, monkeypatch):
 
 
 def test_unsent_counts_bytes_and_forgets_what_was_taken():
-    waiting = Unsent(1000)
+    waiting = SendBuffer(1000)
     waiting.is_blocked = True
     waiting.add_text("é" * 400)
     waiting.check()
-    waiting.add_entries(4)
+    waiting.add_logprobs(4)
     with pytest.raises(unsent.SlowReaderError, match="1056 bytes"):
         waiting.check()
     waiting.is_blocked = False
@@ -258,7 +258,7 @@ def test_unsent_counts_bytes_and_forgets_what_was_taken():
 
 
 def test_an_answer_that_is_sent_as_a_whole_waits_without_a_bound():
-    waiting = Unsent()
+    waiting = SendBuffer()
     waiting.is_blocked = True
     waiting.add_text("x" * 10_000_000)
     waiting.check()

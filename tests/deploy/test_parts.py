@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from dataclasses import dataclass, field
+from io import StringIO
 
 import pytest
 
@@ -290,3 +291,23 @@ class TestDisplay:
         display.close()
         display.close()
         assert "mind [the] gap" in stream.getvalue()
+
+
+def test_a_line_of_the_log_is_one_write() -> None:
+    """The stream is shared with other processes, whose lines must not come in between."""
+
+    class Writes(StringIO):
+        def __init__(self) -> None:
+            super().__init__()
+            self.all: list[str] = []
+
+        def write(self, text: str) -> int:
+            self.all.append(text)
+            return len(text)
+
+    for log_format in ("text", "json"):
+        stream = Writes()
+        open_display(stream, log_format).notice("is back", "engine 0")
+        (line,) = stream.all
+        assert line.endswith("\n")
+        assert "is back" in line

@@ -94,7 +94,7 @@ def test_a_wait_does_not_end_early_because_a_message_could_be_sent(short_dir):
     connected = Link.connect(bound.path, ToEngine)
     begun = time.monotonic()
     assert Poller([bound]).wait(0.3) == []
-    assert time.monotonic() - begun >= 0.3
+    assert time.monotonic() - begun >= 0.29  # a poll counts whole milliseconds
     assert receive(connected, 1) == [Abort(1, 2, "disconnect")]
     bound.close()
     connected.close()

@@ -20,7 +20,7 @@ from api_server.parsers.parts import (
     PartsParser,
     Reasoning,
 )
-from api_server.protocol.answers import Shape
+from api_server.protocol.answers import KEEP_ALIVE_COMMENT, Shape
 from api_server.protocol.responses.items import Item
 from api_server.protocol.responses.output import (
     CallItem,
@@ -34,7 +34,7 @@ from api_server.protocol.responses.output import (
 )
 from api_server.protocol.responses.request import ResponsesRequest, in_clients_words
 from api_server.protocol.responses.tools import OfferedTools
-from api_server.stream import COMMENT, Delta, Usage
+from api_server.stream import Delta, Usage
 from api_server.text.logprobs import TextToken, chat_logprobs
 from proto.errors import InvalidRequestError, OverloadedError, RequestError
 
@@ -54,7 +54,7 @@ class ResponsesAnswer:
     ended: is told the whole response when there is nothing to come.
     """
 
-    keep_alive = COMMENT
+    keep_alive = KEEP_ALIVE_COMMENT
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from api_server.stream import Bell
+from api_server.stream import StreamNotifier
 
 
 async def turns(number: int = 3) -> None:
@@ -11,13 +11,13 @@ async def turns(number: int = 3) -> None:
 
 
 async def test_rings_of_one_turn_are_told_once_and_the_task_sleeps_on() -> None:
-    bell, told = Bell(), []
-    waiting = asyncio.create_task(bell.wait(lambda: not told.append("news")))
+    notifier, told = StreamNotifier(), []
+    waiting = asyncio.create_task(notifier.wait(lambda: not told.append("news")))
     await turns()
     for _ in range(3):
-        bell.ring()
+        notifier.notify()
     await turns()
-    bell.ring()
+    notifier.notify()
     await turns()
     assert told == ["news", "news"]
     assert not waiting.done()
@@ -25,33 +25,33 @@ async def test_rings_of_one_turn_are_told_once_and_the_task_sleeps_on() -> None:
 
 
 async def test_the_task_wakes_for_what_cannot_be_told() -> None:
-    bell, answers = Bell(), iter([True, False])
-    waiting = asyncio.create_task(bell.wait(lambda: next(answers)))
+    notifier, answers = StreamNotifier(), iter([True, False])
+    waiting = asyncio.create_task(notifier.wait(lambda: next(answers)))
     await turns()
-    bell.ring()
+    notifier.notify()
     await turns()
     assert not waiting.done()
-    bell.ring()
+    notifier.notify()
     await asyncio.wait_for(waiting, 5)
     # What was told, or woken for, is no news any more.
-    again = asyncio.create_task(bell.wait())
+    again = asyncio.create_task(notifier.wait())
     await turns()
     assert not again.done()
     again.cancel()
 
 
 async def test_a_ring_before_the_wait_is_for_the_task() -> None:
-    bell, told = Bell(), []
-    bell.ring()
-    await asyncio.wait_for(bell.wait(lambda: not told.append("news")), 5)
+    notifier, told = StreamNotifier(), []
+    notifier.notify()
+    await asyncio.wait_for(notifier.wait(lambda: not told.append("news")), 5)
     assert told == []
 
 
 async def test_a_ring_for_who_has_left_does_nothing() -> None:
-    bell, told = Bell(), []
-    waiting = asyncio.create_task(bell.wait(lambda: not told.append("news")))
+    notifier, told = StreamNotifier(), []
+    waiting = asyncio.create_task(notifier.wait(lambda: not told.append("news")))
     await turns()
-    bell.ring()
+    notifier.notify()
     waiting.cancel()
     await turns()
     assert told == []
