@@ -81,7 +81,7 @@ class Outbox:
 
         They ride with what one front end is told anyway, if it is alive.
         """
-        self._kv_events.publish(self._scheduler.external.take_events())
+        self._kv_events.publish(self._scheduler.kv_transfer.take_events())
         replies, self._replies = self._replies, []
         for client, reply in replies:
             self._front_ends.send(client, reply)

@@ -125,12 +125,14 @@ class NoCacheCoordinator:
         """Append new blocks until every table has room; returns them per group."""
         return [group.extend(handle, num_slots) for group in self.groups]
 
-    def settle(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
+    def register_full_blocks(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
         """Make what the first `num_tokens` tokens filled findable.
 
         Returns a number of slots: as long as fewer are wanted, no group has work.
         """
-        return min([group.settle(handle, content, num_tokens) for group in self.groups])
+        return min(
+            [group.register_full_blocks(handle, content, num_tokens) for group in self.groups]
+        )
 
     def rename(self, handle: int, new_handle: int) -> None:
         """The sequence, which has tables, goes by another handle from now on."""
@@ -162,8 +164,8 @@ class UnitaryCoordinator(NoCacheCoordinator):
         num_hits = len(computed.block_ids[0]) if computed.num_tokens else 0
         return self._only.num_new_blocks(handle, num_slots, num_hits, num_computed)
 
-    def settle(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
-        return self._only.settle(handle, content, num_tokens)
+    def register_full_blocks(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
+        return self._only.register_full_blocks(handle, content, num_tokens)
 
 
 class HybridCoordinator(NoCacheCoordinator):

@@ -237,7 +237,7 @@ NO_RESIDENCY: Final = ResidencyMeter(0)
 #     removed       overwritten, or wrong: not findable
 
 
-class CachedCensus(PoolObserver):
+class ReusableBlockCounter(PoolObserver):
     """Watches one pool from its beginning."""
 
     def __init__(self) -> None:

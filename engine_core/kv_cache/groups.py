@@ -57,7 +57,7 @@ class KVGroup(Protocol):
     def extend(self, handle: int, num_tokens: int) -> list[int]:
         """Append new blocks until the table has room for `num_tokens`; returns them."""
 
-    def settle(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
+    def register_full_blocks(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
         """Make the blocks filled by the first `num_tokens` tokens findable.
 
         content: the sequence's tokens and hashes, if prefixes are cached at all.
@@ -155,7 +155,7 @@ class FullAttentionGroup:
         blocks.extend(new_blocks)
         return new_blocks
 
-    def settle(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
+    def register_full_blocks(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
         sequence = self._sequences[handle]
         block_size = self.block_size
         room_ends = len(sequence.blocks) * block_size + 1
@@ -309,9 +309,9 @@ class SlidingWindowGroup(FullAttentionGroup):
         blocks[start:end] = [NULL_BLOCK] * (end - start)
         sequence.num_passed = end
 
-    def settle(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
+    def register_full_blocks(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
         """As for full attention; whoever wants `passes` slots may have passed one more block."""
-        mark = super().settle(handle, content, num_tokens)
+        mark = super().register_full_blocks(handle, content, num_tokens)
         passes = (self._sequences[handle].num_passed + 1) * self.block_size + self._window
         return mark if mark < passes else passes
 

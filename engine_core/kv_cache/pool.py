@@ -204,7 +204,7 @@ class BlockPool:
             if self.hashes[block] is not None:
                 self.shared[block] = 1
 
-    def retire(self, blocks: Sequence[int]) -> None:
+    def evict_first(self, blocks: Sequence[int]) -> None:
         """Nobody is expected to ask for these again: those that are free are overwritten first.
 
         The last one of them first of all; shared ones stay where they are. Until then they can be
@@ -212,7 +212,7 @@ class BlockPool:
         """
         queue = self.free_queue
         if self.hashes[queue.next_of[NULL_BLOCK]] is not None:
-            queue.advance([block for block in reversed(blocks) if not self.shared[block]])
+            queue.move_to_front([block for block in reversed(blocks) if not self.shared[block]])
 
     def num_evictable(self, blocks: Iterable[int]) -> int:
         """How many of these blocks are free now, or would be without pins."""
@@ -282,7 +282,7 @@ class BlockPool:
 # Owns the count of such references by block. Knows nothing of who took them.
 
 
-class PoolHolds:
+class TransferRefs:
     """Holds on the blocks of one pool; null blocks are passed over."""
 
     def __init__(self, pool: BlockPool) -> None:

@@ -4,11 +4,11 @@
                         │                      │                             │
                         └──── time is over, room is lacking, newer turn ─────┴─▶ it runs: given up
 
-Pins stand in nobody's way: the KV cache counts blocks that nothing else references as free, and
-asks for as many as it lacks when it hands them out (`give_back`). Then the pins that are worth
-least go, each from its end, so that what is left of it is still the beginning of a prompt. Where
-layers have windows a pin goes as a whole: what its windows have passed is gone, so no shorter
-prefix of it could be found.
+Retained prefixes never keep a request from running: the KV cache counts blocks that nothing else
+references as free, and reclaims as many as it lacks when it hands them out (`give_back`). The
+prefixes that are worth least are cut first, each from its end, so that the rest is still the
+beginning of a prompt. Where layers have sliding windows a prefix is dropped as a whole: the blocks
+that its windows have passed are gone, so no shorter prefix of it could be found.
 
 Owns the pins and their order, one a job. What a pin is worth, and for how long, others say.
 """
@@ -22,7 +22,7 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request
 from engine_core.scheduler.hooks import SchedulerObserver
 
-# Pins in an order: those whose time is over first, or those that are worth least.
+# A heap of retained prefixes: by the time at which they expire, or by value, the lowest first.
 #
 # Owns a heap, in which a pin that left or moved stays as a left-over until it comes to the top.
 
@@ -31,7 +31,7 @@ _SLACK: Final = 64
 """So many left-over entries are never worth a clean-up."""
 
 
-class Pin:
+class RetainedPrefix:
     """Blocks that a job keeps between two turns.
 
     request_id, handle: of the turn that is over; number: grows from pin to pin.
@@ -78,14 +78,14 @@ class Pin:
         self.is_awaited = self.by_client = False
 
 
-class PinOrder:
-    """Pins by ascending key; of two with the same key the older one first."""
+class RetainedPrefixHeap:
+    """RetainedPrefixes by ascending key; of two with the same key the older one first."""
 
     def __init__(self) -> None:
         self._keys: dict[int, float] = {}
-        self._heap: list[tuple[float, int, Pin]] = []
+        self._heap: list[tuple[float, int, RetainedPrefix]] = []
 
-    def put(self, pin: Pin, key: float) -> None:
+    def put(self, pin: RetainedPrefix, key: float) -> None:
         """Add a pin, or move it."""
         if self._keys.get(pin.number) == key:
             return
@@ -95,13 +95,13 @@ class PinOrder:
             self._heap = [each for each in self._heap if self._is_valid(each)]
             heapify(self._heap)
 
-    def remove(self, pin: Pin) -> None:
+    def remove(self, pin: RetainedPrefix) -> None:
         """Nothing if it is not here."""
         self._keys.pop(pin.number, None)
         if not self._keys:
             self._heap.clear()
 
-    def first(self) -> Pin | None:
+    def first(self) -> RetainedPrefix | None:
         """The pin of the lowest key; None where there is none."""
         heap = self._heap
         while heap:
@@ -115,12 +115,12 @@ class PinOrder:
         pin = self.first()
         return None if pin is None else self._keys[pin.number]
 
-    def first_up_to(self, key: float) -> Pin | None:
+    def first_up_to(self, key: float) -> RetainedPrefix | None:
         """The first pin, if its key is no higher than this."""
         pin = self.first()
         return pin if pin is not None and self._keys[pin.number] <= key else None
 
-    def _is_valid(self, entry: tuple[float, int, Pin]) -> bool:
+    def _is_valid(self, entry: tuple[float, int, RetainedPrefix]) -> bool:
         return self._keys.get(entry[1]) == entry[0]
 
 
@@ -128,7 +128,7 @@ EXPIRED: Final = "expired"
 """Why a pin is given up whose time is over."""
 
 
-class PinLimits:
+class RetentionLimits:
     """Most blocks that are pinned, of all tenants and of one; a shared block counts once."""
 
     def __init__(self, num_usable: int, share: float, share_of_tenant: float) -> None:
@@ -147,10 +147,10 @@ class _TenantPins:
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
-        self.order = PinOrder()
+        self.order = RetainedPrefixHeap()
 
 
-class Pins:
+class RetainedPrefixes:
     """By job. Is the reserve of a KV cache.
 
     Counters since they were last taken: num_taken, num_hit (the next turn found something of the
@@ -158,41 +158,41 @@ class Pins:
     """
 
     def __init__(
-        self, kv_cache: KVCacheManager, limits: PinLimits, observer: SchedulerObserver
+        self, kv_cache: KVCacheManager, limits: RetentionLimits, observer: SchedulerObserver
     ) -> None:
         self._pool = kv_cache.pool
         self._whole = kv_cache.has_windows
         self._block_size = kv_cache.block_size
         self._limits = limits
         self._observer = observer
-        self._pins: dict[str, Pin] = {}
-        self._deadlines = PinOrder()
-        self._values = PinOrder()
+        self._retained_prefixes: dict[str, RetainedPrefix] = {}
+        self._deadlines = RetainedPrefixHeap()
+        self._values = RetainedPrefixHeap()
         self._tenants: dict[int, _TenantPins] = {}
         self._num_made = 0
         self.num_taken = self.num_hit = self.num_expired = self.num_given_up = 0
         kv_cache.reserve = self
 
     def take_counts(self) -> tuple[int, int, int, int]:
-        """Pins taken, hit, expired and given up since the last call."""
+        """RetainedPrefixes taken, hit, expired and given up since the last call."""
         taken = self.num_taken, self.num_hit, self.num_expired, self.num_given_up
         self.num_taken = self.num_hit = self.num_expired = self.num_given_up = 0
         return taken
 
     def __len__(self) -> int:
-        return len(self._pins)
+        return len(self._retained_prefixes)
 
-    def __iter__(self) -> Iterator[Pin]:
-        return iter(self._pins.values())
+    def __iter__(self) -> Iterator[RetainedPrefix]:
+        return iter(self._retained_prefixes.values())
 
     @property
     def num_blocks(self) -> int:
         """Pinned blocks; a shared one counts once."""
         return len(self._pool.pinned.counts)
 
-    def of(self, job: str) -> Pin | None:
+    def of(self, job: str) -> RetainedPrefix | None:
         """The pin of a job, if it has one."""
-        return self._pins.get(job)
+        return self._retained_prefixes.get(job)
 
     def take(
         self,
@@ -210,7 +210,7 @@ class Pins:
         which may be these.
         """
         job = request.agent.job
-        older = self._pins.get(job)
+        older = self._retained_prefixes.get(job)
         if blocks:
             self._pool.pin(blocks)
         if older is not None:
@@ -219,7 +219,7 @@ class Pins:
             return
         self._num_made += 1
         num_computed = min(request.num_computed_tokens, request.num_tokens)
-        pin = Pin(
+        pin = RetainedPrefix(
             self._num_made,
             job,
             request.tenant,
@@ -230,7 +230,7 @@ class Pins:
             now,
         )
         pin.by_client = by_client
-        self._pins[job] = pin
+        self._retained_prefixes[job] = pin
         if self._limits.tells_tenants_apart:
             counts = self._tenants.setdefault(pin.tenant, _TenantPins()).counts
             for block in blocks:
@@ -241,7 +241,7 @@ class Pins:
         self._observer.pinned(pin, ttl)
         self._keep_limits(pin)
 
-    def grant(self, pin: Pin, ttl: float, value: float, now: float) -> None:
+    def grant(self, pin: RetainedPrefix, ttl: float, value: float, now: float) -> None:
         """Keep a pin for so long after the end of its turn; it goes if that is over."""
         if pin.ended + ttl <= now:
             self._end(pin, "not worth it")
@@ -250,38 +250,38 @@ class Pins:
         self.set_value(pin, value)
         self._observer.pinned(pin, ttl)
 
-    def set_value(self, pin: Pin, value: float) -> None:
+    def set_value(self, pin: RetainedPrefix, value: float) -> None:
         """It is known what a pin is worth; that of one whose turn is here shows again later."""
         pin.value = value
         if not pin.is_awaited:
             self._put_value(pin, value)
 
-    def wait_for_turn(self, pin: Pin) -> None:
+    def wait_for_turn(self, pin: RetainedPrefix) -> None:
         """The next turn has arrived: its prefix is kept until it runs, and goes last of all."""
         pin.is_awaited = True
         self._deadlines.remove(pin)
         self._put_value(pin, math.inf)
 
-    def wait_no_more(self, pin: Pin, deadline: float) -> None:
+    def wait_no_more(self, pin: RetainedPrefix, deadline: float) -> None:
         """The turn that the pin was kept for is over without having run."""
         pin.is_awaited = False
         self._deadlines.put(pin, deadline)
         self._put_value(pin, pin.value)
 
-    def use(self, pin: Pin, *, found: bool) -> None:
+    def use(self, pin: RetainedPrefix, *, found: bool) -> None:
         """The next turn runs and has its own references; found: it began with a cached prefix."""
         self.num_hit += found
         self._end(pin, "next turn")
 
     def drop(self, job: str, reason: str) -> None:
         """Give up the pin of a job, if it has one."""
-        pin = self._pins.get(job)
+        pin = self._retained_prefixes.get(job)
         if pin is not None:
             self._end(pin, reason)
 
     def drop_all(self, reason: str) -> None:
         """Give up all pins."""
-        for pin in list(self._pins.values()):
+        for pin in list(self._retained_prefixes.values()):
             self._end(pin, reason)
 
     @property
@@ -305,7 +305,7 @@ class Pins:
             assert pin is not None, "blocks are pinned by no pin"
             self._cut(pin, wanted - pool.num_free, pool.pinned.counts)
 
-    def _keep_limits(self, pin: Pin) -> None:
+    def _keep_limits(self, pin: RetainedPrefix) -> None:
         limits, counts = self._limits, self._pool.pinned.counts
         tenant = self._tenants.get(pin.tenant)
         while tenant is not None and len(tenant.counts) > limits.num_of_tenant:
@@ -317,7 +317,7 @@ class Pins:
             assert least is not None, "blocks are pinned by no pin"
             self._cut(least, len(counts) - limits.num_blocks, counts)
 
-    def _cut(self, pin: Pin, num_blocks: int, counts: dict[int, int]) -> None:
+    def _cut(self, pin: RetainedPrefix, num_blocks: int, counts: dict[int, int]) -> None:
         """Give up blocks from the end of a pin, so many at most that no other pin has.
 
             |-- kept --|-- shared, its own … --|        those of `counts` 1 are its own
@@ -341,8 +341,8 @@ class Pins:
         self._unpin(pin, cut)
         self.set_value(pin, value)
 
-    def _end(self, pin: Pin, reason: str) -> None:
-        del self._pins[pin.job]
+    def _end(self, pin: RetainedPrefix, reason: str) -> None:
+        del self._retained_prefixes[pin.job]
         self._deadlines.remove(pin)
         self._values.remove(pin)
         self._unpin(pin, pin.blocks[::-1])
@@ -353,7 +353,7 @@ class Pins:
                 del self._tenants[pin.tenant]
         self._observer.unpinned(pin, reason)
 
-    def _unpin(self, pin: Pin, blocks: list[int]) -> None:
+    def _unpin(self, pin: RetainedPrefix, blocks: list[int]) -> None:
         self._pool.unpin(blocks)
         tenant = self._tenants.get(pin.tenant)
         if tenant is not None:
@@ -363,7 +363,7 @@ class Pins:
                 if not counts[block]:
                     del counts[block]
 
-    def _put_value(self, pin: Pin, value: float) -> None:
+    def _put_value(self, pin: RetainedPrefix, value: float) -> None:
         key = value / len(pin.blocks)
         self._values.put(pin, key)
         tenant = self._tenants.get(pin.tenant)

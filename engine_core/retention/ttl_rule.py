@@ -219,7 +219,7 @@ class Worth:
 NOTHING: Final = Worth(0.0, 0.0)
 
 
-class PinRule(Protocol):
+class TTLRule(Protocol):
     """Decides, and is told what happens to jobs."""
 
     def provisional(self, num_tokens: int) -> Worth:
@@ -243,7 +243,7 @@ class PinRule(Protocol):
         ...
 
 
-class NoPins:
+class NoRetention:
     """Nothing is ever kept."""
 
     def provisional(self, num_tokens: int) -> Worth:
@@ -262,7 +262,7 @@ class NoPins:
         """Nothing depends on it."""
 
 
-class ByOdds:
+class ExpectedBenefitTTL:
     """The published rule. costs: of KV that is not on the device."""
 
     def __init__(self, costs: SwapRule) -> None:
@@ -314,10 +314,10 @@ class Fixed:
         """Nothing depends on it."""
 
 
-class Guarded:
+class GuardedTTL:
     """Another rule, as long as it makes no mistake."""
 
-    def __init__(self, inner: PinRule) -> None:
+    def __init__(self, inner: TTLRule) -> None:
         self._inner = inner
 
     def provisional(self, num_tokens: int) -> Worth:
@@ -352,7 +352,7 @@ class Guarded:
 
     def _give_up(self) -> Worth:
         logger.exception("no KV is kept between turns any more")
-        self._inner = NoPins()
+        self._inner = NoRetention()
         return NOTHING
 
 
@@ -363,8 +363,8 @@ def by_client(ttl_ms: float | None) -> float | None:
     return min(max(ttl_ms / 1000.0, 0.0), MAX_SECONDS)
 
 
-def pin_rule_of(name: PinPolicyName, costs: SwapRule) -> PinRule:
+def make_ttl_rule(name: PinPolicyName, costs: SwapRule) -> TTLRule:
     """The rule of --pin-policy."""
     if name == "none":
-        return NoPins()
-    return Guarded(ByOdds(costs) if name == "rule" else Fixed())
+        return NoRetention()
+    return GuardedTTL(ExpectedBenefitTTL(costs) if name == "rule" else Fixed())

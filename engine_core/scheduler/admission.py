@@ -12,11 +12,11 @@ from typing import ClassVar, Final, Protocol
 
 from engine_core.kv_cache.manager import NOTHING_COMPUTED, ComputedBlocks, KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.fairness import Courtesy
-from engine_core.scheduler.hooks import Candidate, Gate, Wake
-from engine_core.scheduler.kv_transfer import ExternalKV
+from engine_core.scheduler.fairness import TenantFairness
+from engine_core.scheduler.hooks import AdmissionGate, Candidate, Wake
+from engine_core.scheduler.kv_transfer import KVTransferManager
 from engine_core.scheduler.limits import ChunkRule
-from engine_core.scheduler.preemption import IdleBlocks, NoPressure, Pressure, Thresholds
+from engine_core.scheduler.preemption import KVWatermarks, NonRunningBlocks, NoPressure, Pressure
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
 from proto.config import SchedulerConfig
@@ -76,7 +76,7 @@ class Pause:
             return False
         return not request.num_output_tokens
 
-    def holds(self, candidate: Candidate) -> bool:
+    def is_blocked(self, candidate: Candidate) -> bool:
         request = candidate.request
         if not self.stops(request):
             return False
@@ -153,7 +153,7 @@ class WholeSequence:
         )
 
 
-def pressure_of(config: SchedulerConfig, kv_cache: KVCacheManager) -> Pressure:
+def make_kv_watermarks(config: SchedulerConfig, kv_cache: KVCacheManager) -> Pressure:
     """The thresholds of a configuration, if it sets any below the whole pool."""
     stop, preempt = config.stop_admission_above, config.preempt_above
     if stop == preempt == 1.0:
@@ -161,7 +161,7 @@ def pressure_of(config: SchedulerConfig, kv_cache: KVCacheManager) -> Pressure:
     resume = config.resume_admission_below
     if resume is None:
         resume = DEFAULT_HYSTERESIS * stop
-    return Thresholds(kv_cache, resume, stop, preempt)
+    return KVWatermarks(kv_cache, resume, stop, preempt)
 
 
 def rules_of(
@@ -216,10 +216,10 @@ class AdmissionPass:
         chunks: ChunkRule,
         max_num_seqs: int,
         rules: Sequence[AdmissionRule],
-        gates: Sequence[Gate],
-        idle_blocks: IdleBlocks,
-        courtesy: Courtesy,
-        external: ExternalKV,
+        gates: Sequence[AdmissionGate],
+        non_running_blocks: NonRunningBlocks,
+        fairness: TenantFairness,
+        kv_transfer: KVTransferManager,
     ) -> None:
         self._waiting = waiting
         self._running = running
@@ -228,11 +228,11 @@ class AdmissionPass:
         self._num_seats = min(max_num_seqs, chunks.step_budget)  # a token each in a step
         self._rules = rules
         self._gates = gates
-        self._idle_blocks = idle_blocks
-        self._courtesy = courtesy
-        self._external = external
+        self._non_running_blocks = non_running_blocks
+        self._fairness = fairness
+        self._kv_transfer = kv_transfer
         self._refusal: _Refusal | None = None
-        self._remembers = not rules and not external.connected and not kv_cache.has_windows
+        self._remembers = not rules and not kv_transfer.connected and not kv_cache.has_windows
 
     @property
     def num_free_seats(self) -> int:
@@ -259,15 +259,15 @@ class AdmissionPass:
         return len(self._running) < self._num_seats
 
     def _may_have_seat(self) -> bool:
-        return self._has_seat() or self._courtesy.may_claim(self._waiting.peek())
+        return self._has_seat() or self._fairness.may_claim(self._waiting.peek())
 
     def _is_refused(self, request: Request, refusal: _Refusal, plan: StepPlan) -> bool:
         kv_cache = self._kv_cache
         return (
             refusal.request is request
             and bool(self._running)
-            and not self._idle_blocks.any_at_rest
-            and not self._courtesy.may_claim(request)
+            and not self._non_running_blocks.any_at_rest
+            and not self._fairness.may_claim(request)
             and kv_cache.num_free_blocks <= refusal.num_free
             and self._first_chunk(refusal.num_missing, plan) >= refusal.num_new
             and all(map(kv_cache.is_cached, refusal.found))
@@ -293,9 +293,9 @@ class AdmissionPass:
 
     def _is_held(self, candidate: Candidate) -> bool:
         for gate in self._gates:
-            if gate.holds(candidate):
+            if gate.is_blocked(candidate):
                 candidate.request.status = gate.status
-                self._waiting.set_aside(candidate.request)
+                self._waiting.park(candidate.request)
                 return True
         return False
 
@@ -316,18 +316,18 @@ class AdmissionPass:
             return False  # preempted; until its late token is here, nobody knows what to compute
         if request in plan.preempted:
             return False  # it gave way in this pass, and is not to take the room back in it
-        if self._courtesy.is_behind(request):
+        if self._fairness.is_behind(request):
             return False
         if candidate.loads_async:
             return self._load(candidate, plan)
         if not self._has_seat():
-            return self._courtesy.claim(request, plan)
+            return self._fairness.claim(request, plan)
         num_missing = request.num_tokens - num_computed
         num_new = self._first_chunk(num_missing, plan)
         if num_new == 0:
             return False
         if not self._has_room(request, num_new, candidate):
-            if self._courtesy.claim(request, plan):
+            if self._fairness.claim(request, plan):
                 return True
             if candidate.num_external_tokens and not self._running:
                 return self._admit(candidate.without_external(), plan)
@@ -341,7 +341,7 @@ class AdmissionPass:
         if request.scheduled_at is None:
             request.scheduled_at = plan.now
             request.num_cached_tokens = num_computed
-        self._external.begin_request(candidate)
+        self._kv_transfer.begin_request(candidate)
         plan.admitted.append(request)
         plan.admitted_tokens.append(num_new)
         plan.budget -= num_new
@@ -358,29 +358,29 @@ class AdmissionPass:
         in line give up what they hold: else each might wait for the others' blocks. Where even
         that does not do, all of it is computed, which may take fewer at a time.
         """
-        external, idle_blocks = self._external, self._idle_blocks
+        external, non_running_blocks = self._kv_transfer, self._non_running_blocks
         others = bool(self._running) or external.is_loading
         while not (
             external.has_room_to_load(candidate)
             and (not others or self._rules_admit(candidate, 0))
             and self._take_blocks(candidate, 0)
         ):
-            if idle_blocks.take_from_rest():
+            if non_running_blocks.take_from_rest():
                 continue
             if others:
                 return False
-            if not idle_blocks.take_from_line(candidate.request):
+            if not non_running_blocks.take_from_line(candidate.request):
                 return self._admit(candidate.without_external(), plan)
         external.begin_load(candidate)
         return True
 
     def _has_room(self, request: Request, num_new: int, candidate: Candidate) -> bool:
         """Allocates if the rules allow it and there are blocks, those that nobody uses included."""
-        idle_blocks = self._idle_blocks
+        non_running_blocks = self._non_running_blocks
         while not self._fits(num_new, candidate):
-            if idle_blocks.take_from_rest():
+            if non_running_blocks.take_from_rest():
                 continue
-            if self._running or not idle_blocks.take_from_line(request):
+            if self._running or not non_running_blocks.take_from_line(request):
                 return False
         return True
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, ClassVar
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.hooks import Candidate, Wake
-from engine_core.scheduler.output import Dictation
+from engine_core.scheduler.output import ForcedTokens
 from engine_core.scheduler.preemption import Preemption
 from engine_core.scheduler.step_plan import StepPlan
 from proto.engine_io import LogprobsArrays
@@ -81,11 +81,11 @@ class BeamGroups:
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_BEAMS
 
     def __init__(
-        self, kv_cache: KVCacheManager, preemption: Preemption, dictation: Dictation
+        self, kv_cache: KVCacheManager, preemption: Preemption, forced_tokens: ForcedTokens
     ) -> None:
         self._kv_cache = kv_cache
         self._preemption = preemption
-        self._dictation = dictation
+        self._dictation = forced_tokens
         self._groups: dict[int, BeamGroup] = {}
         self._reporting: dict[int, BeamGroup] = {}  # those of which some rows have reported
 
@@ -148,7 +148,7 @@ class BeamGroups:
                     if group.rows[slot].status is RequestStatus.RUNNING:
                         self._preemption.evict(group.rows[slot], plan)
 
-    def holds(self, candidate: Candidate) -> bool:
+    def is_blocked(self, candidate: Candidate) -> bool:
         request = candidate.request
         group = self._groups.get(request.request_id)
         if group is None:

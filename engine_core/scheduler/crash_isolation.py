@@ -17,12 +17,12 @@ What is guilty wherever it is computed never does, however its prompt is cut int
 long prompt, or a beam search, that happens to run when processes are killed, mostly does.
 
 The choices of a request are tried together, since the rows of a beam search need each other.
-As long as a suspect may begin (a pause may forbid it) nobody else is computed: one that has got
-further waits, too, until the others have had their trials. Who is tried is chosen before the
-step is decided (`convene`), and all others leave the line, so that the decision does not even
-look at them:
+As long as a suspect may begin (a pause may forbid it) no other request is computed: one that has
+made progress waits too, until every suspect has had its trial. `isolate_suspect` chooses which
+one runs before the step is decided and parks all others, so that `schedule` does not even look at
+them:
 
-    take messages in ─▶ convene: "alone" is told ─▶ schedule() ─▶ send ─▶ …
+    take messages in ─▶ isolate_suspect: reports "alone" ─▶ schedule() ─▶ send ─▶ …
                                                     └── a death anywhere from here counts ──▶
 
 Owns the suspects and those who wait for the end of a trial. The counts are in the
@@ -48,7 +48,7 @@ TRIALS: Final = 2
 """Crashes of a request that was computed alone, until it is ended."""
 
 
-class Herald(Protocol):
+class CrashProgressSink(Protocol):
     """Tells front ends, at once, what they count deaths of an engine by."""
 
     def begins(self, request: Request, *, alone: bool) -> None:
@@ -108,7 +108,7 @@ class _Record:
         return self.has_token or self.computed >= self.under_way
 
 
-class Quarantine:
+class CrashIsolation:
     """A gate that is open as long as there are no suspects.
 
     running: the running requests; read only. waiting: the line; only who is not to be tried
@@ -117,7 +117,7 @@ class Quarantine:
     crashes_until_alone: crashes in a row that make a suspect.
     """
 
-    status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_TRIAL
+    status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_ISOLATION
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Quarantine:
         self._records: dict[int, _Record] = {}
         self._suspects: dict[int, Request] = {}
         self._held: dict[int, Request] = {}
-        self._herald: Herald = _NoHerald()
+        self._herald: CrashProgressSink = _NoHerald()
 
     def enter(self, request: Request) -> None:
         """A request is added; it may bring crashes of an engine along."""
@@ -157,15 +157,15 @@ class Quarantine:
             request.crash_count += 1
             record.note_crash(under_way)
             self._suspect(request)
-            if is_poisonous(request.crash_count, self._crashes_until_alone):
+            if is_repeated_crash(request.crash_count, self._crashes_until_alone):
                 poisonous.append(request)
         return poisonous
 
-    def tell(self, herald: Herald) -> None:
+    def tell(self, herald: CrashProgressSink) -> None:
         """Who is begun with is told to this one from now on."""
         self._herald = herald
 
-    def convene(self) -> None:
+    def isolate_suspect(self) -> None:
         """Choose who is tried next, or go on with who is; nothing happens without suspects.
 
         The one is told at once, the others are set aside: what the engine dies of before a gate
@@ -182,7 +182,7 @@ class Quarantine:
         for each in ready:
             if each.request_id != tried.request_id:
                 self._hold(each)
-                self._waiting.set_aside(each)
+                self._waiting.park(each)
         self._say_begun(tried)
 
     def progress(self) -> list[tuple[Request, int]]:
@@ -213,7 +213,7 @@ class Quarantine:
         if self._trials_due and not all(map(self._is_suspected, self._running)):
             self._make_room(plan)
 
-    def holds(self, candidate: Candidate) -> bool:
+    def is_blocked(self, candidate: Candidate) -> bool:
         if not self._records:
             return False
         request = candidate.request
@@ -281,12 +281,12 @@ class Quarantine:
             self._wake(each)
 
 
-def is_poisonous(crash_count: int, crashes_until_alone: int) -> bool:
+def is_repeated_crash(crash_count: int, crashes_until_alone: int) -> bool:
     """It had its trials, and nobody but it was there when the last processes died."""
     return crash_count >= crashes_until_alone + TRIALS
 
 
-def poison_error(crash_count: int) -> ErrorInfo:
+def repeated_crash_error(crash_count: int) -> ErrorInfo:
     """What a client is told whose request is not tried again."""
     return ErrorInfo(
         "internal",
@@ -295,7 +295,7 @@ def poison_error(crash_count: int) -> ErrorInfo:
     )
 
 
-def poison_output(request: Request) -> EngineCoreOutput:
+def repeated_crash_output(request: Request) -> EngineCoreOutput:
     """The final output of such a request; the tokens it had before are sent already."""
     return EngineCoreOutput(
         request.request_id,
@@ -303,5 +303,5 @@ def poison_output(request: Request) -> EngineCoreOutput:
         request.num_output_tokens,
         [],
         FinishReason.ERROR,
-        error=poison_error(request.crash_count),
+        error=repeated_crash_error(request.crash_count),
     )

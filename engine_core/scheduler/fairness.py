@@ -15,7 +15,7 @@ a long prompt of a tenant that is behind by more than all that prompt's tokens. 
 costs a step anything in which one tenant has requests; nor in which nobody computes a prompt,
 but for a look at the head of the line.
 
-Owns the order of prompts in the running list. Who was served how much says the ledger.
+Owns the order of prompts in the running list. Who was served how much says the usage.
 """
 
 from collections.abc import Sequence
@@ -24,34 +24,34 @@ from typing import ClassVar, Final
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.hooks import Candidate, Wake
 from engine_core.scheduler.limits import ChunkRule
-from engine_core.scheduler.preemption import Preemption, Victims
+from engine_core.scheduler.preemption import Preemption, PreemptionOrder
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.queues.registry import FairShares
 from engine_core.scheduler.step_plan import StepPlan
-from engine_core.scheduler.tenant_usage import TenantLedger
+from engine_core.scheduler.tenant_usage import TenantUsage
 
 STEPS_FOR_DECODES: Final = 1
 """So many steps more than on an idle server may a prompt take because others decode."""
 
 
-class Courtesy:
+class TenantFairness:
     """A gate that holds nobody, so that it hears who begins and who is over."""
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING
 
     def __init__(
         self,
-        ledger: TenantLedger,
+        usage: TenantUsage,
         policy: FairShares,
-        victims: Victims,
+        preemption_order: PreemptionOrder,
         waiting: RequestQueue,
         running: list[Request],
         preemption: Preemption,
         chunks: ChunkRule,
     ) -> None:
-        self._ledger = ledger
+        self._usage = usage
         self._policy = policy
-        self._victims = victims
+        self._preemption_order = preemption_order
         self._waiting = waiting
         self._running = running
         self._preemption = preemption
@@ -71,13 +71,13 @@ class Courtesy:
             | who decodes | prompts of its tenant | who makes way, prompts | those that give way |
             | who decodes | prompts, least served first | it, if it waits | who makes way, … |
         """
-        ledger = self._ledger
-        ledger.begin_step()
+        usage = self._usage
+        usage.begin_step()
         self._late = ()
-        several = ledger.num_tenants > 1
-        if (ledger.prefills or several) and (several or self._mixed):
+        several = usage.num_tenants > 1
+        if (usage.prefills or several) and (several or self._mixed):
             self._mixed = several
-            self._late = self._order(sorted(ledger.prefills.values(), key=self._policy.rank))
+            self._late = self._order(sorted(usage.prefills.values(), key=self._policy.rank))
         return self._late
 
     def is_behind(self, request: Request) -> bool:
@@ -88,9 +88,9 @@ class Courtesy:
 
     def may_claim(self, request: Request) -> bool:
         """Whether a waiting request may take the room of somebody who runs."""
-        if self._ledger.num_tenants == 1 or request.num_output_placeholders:
+        if self._usage.num_tenants == 1 or request.num_output_placeholders:
             return False
-        return self._ledger.most_served() > self._least(request)
+        return self._usage.most_served() > self._least(request)
 
     def claim(self, request: Request, plan: StepPlan) -> bool:
         """Preempt somebody for a waiting request; False if nobody has to give way to it.
@@ -100,8 +100,8 @@ class Courtesy:
         """
         if plan.admitted or not self.may_claim(request):
             return False
-        victim = self._victims.first(served_above=self._least(request))
-        if victim is None or self._policy.urgency(victim) < self._policy.urgency(request):
+        victim = self._preemption_order.first(served_above=self._least(request))
+        if victim is None or self._policy.priority_key(victim) < self._policy.priority_key(request):
             return False
         self._preemption.evict(victim, plan)
         return True
@@ -114,23 +114,23 @@ class Courtesy:
     def begin(self, plan: StepPlan) -> None:
         """All was done before running requests were planned."""
 
-    def holds(self, candidate: Candidate) -> bool:
+    def is_blocked(self, candidate: Candidate) -> bool:
         return False
 
     def admitted(self, request: Request, num_new_tokens: int) -> None:
-        self._victims.admit(request)
-        self._ledger.admit(request, num_new_tokens)
+        self._preemption_order.admit(request)
+        self._usage.admit(request, num_new_tokens)
 
     def forget(self, request: Request) -> None:
-        if self._ledger.runs(request):
-            self._victims.leave(request)
-        self._ledger.leave(request)
+        if self._usage.runs(request):
+            self._preemption_order.leave(request)
+        self._usage.leave(request)
 
     # Parts of the above
 
     def _least(self, request: Request) -> float:
         """Who is to give way to a waiting request was served more than this."""
-        return self._ledger.served(request.tenant) + request.num_tokens
+        return self._usage.served(request.tenant) + request.num_tokens
 
     def _order(self, prompts: list[Request]) -> list[Request]:
         """Order the end of the running list; returns those that give way. prompts: by rank."""
@@ -146,7 +146,7 @@ class Courtesy:
         if head is not None and (first is None or rank(head) < rank(first)):
             late = [*self._that_make_way(head, self._least(head)), *late]
         elif first is not None:
-            makes_way = self._that_make_way(first, self._ledger.served(first.tenant))
+            makes_way = self._that_make_way(first, self._usage.served(first.tenant))
             if makes_way:
                 its = [each for each in in_time if each.tenant == first.tenant]
                 others = [each for each in in_time if each.tenant != first.tenant]
@@ -156,11 +156,11 @@ class Courtesy:
 
     def _that_make_way(self, request: Request, least: float) -> list[Request]:
         """Decodes of tenants that were served more than that, where they cost it too many steps."""
-        ledger, running = self._ledger, self._running
-        if ledger.most_served() <= least:
+        usage, running = self._usage, self._running
+        if usage.most_served() <= least:
             return []
         longest = self._chunks.longest_chunk
-        num_left = self._chunks.step_budget - (len(running) - len(ledger.prefills))
+        num_left = self._chunks.step_budget - (len(running) - len(usage.prefills))
         num_missing = request.num_tokens - request.num_computed_tokens
         if (
             num_left > 0
@@ -168,13 +168,13 @@ class Courtesy:
             <= _steps(num_missing, longest) + STEPS_FOR_DECODES
         ):
             return []
-        urgency = self._policy.urgency(request)
+        priority_key = self._policy.priority_key(request)
         return [
             each
             for each in running
-            if each.handle not in ledger.prefills
-            and ledger.served(each.tenant) > least
-            and self._policy.urgency(each) >= urgency
+            if each.handle not in usage.prefills
+            and usage.served(each.tenant) > least
+            and self._policy.priority_key(each) >= priority_key
         ]
 
     def _put_last(self, requests: list[Request]) -> None:
@@ -182,7 +182,7 @@ class Courtesy:
         if requests and running[-len(requests) :] != requests:
             handles = {each.handle for each in requests}
             running[:] = [each for each in running if each.handle not in handles] + requests
-            self._victims.move_to_end(requests)
+            self._preemption_order.move_to_end(requests)
 
 
 def _steps(num_tokens: int, num_in_a_step: int) -> int:

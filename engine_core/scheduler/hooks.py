@@ -16,7 +16,7 @@ from engine_core.scheduler.step_plan import StepPlan
 from proto.model_runner_output import ModelRunnerOutput
 
 if TYPE_CHECKING:
-    from engine_core.retention.retained_prefixes import Pin
+    from engine_core.retention.retained_prefixes import RetainedPrefix
 
 Wake = Callable[[Request], None]
 """Puts a request that is held back into the line; does nothing for any other."""
@@ -63,7 +63,7 @@ class Candidate:
         return self.request.num_computed_tokens + self.computed.num_tokens
 
 
-class Gate(Protocol):
+class AdmissionGate(Protocol):
     """One reason for holding requests back.
 
     status: of a request that is held.
@@ -79,7 +79,7 @@ class Gate(Protocol):
         """An admission pass begins; running requests have been planned."""
         ...
 
-    def holds(self, candidate: Candidate) -> bool:
+    def is_blocked(self, candidate: Candidate) -> bool:
         """Whether the head of the line is to be set aside.
 
         After a True the gate owes the request a wake, unless it is forgotten first.
@@ -102,7 +102,7 @@ class Gate(Protocol):
 
 
 class Constraints(Protocol):
-    """A `Gate` that knows more."""
+    """A `AdmissionGate` that knows more."""
 
     status: ClassVar[RequestStatus]
 
@@ -110,7 +110,7 @@ class Constraints(Protocol):
 
     def begin(self, plan: StepPlan) -> None: ...
 
-    def holds(self, candidate: Candidate) -> bool: ...
+    def is_blocked(self, candidate: Candidate) -> bool: ...
 
     def admitted(self, request: Request, num_new_tokens: int) -> None: ...
 
@@ -130,7 +130,7 @@ class NoConstraints:
 
     def begin(self, plan: StepPlan) -> None: ...
 
-    def holds(self, candidate: Candidate) -> bool:
+    def is_blocked(self, candidate: Candidate) -> bool:
         return False
 
     def admitted(self, request: Request, num_new_tokens: int) -> None: ...
@@ -189,11 +189,11 @@ class SchedulerObserver(Protocol):
         """A front end says what the job waits for."""
         ...
 
-    def pinned(self, pin: "Pin", ttl: float) -> None:
+    def pinned(self, pin: "RetainedPrefix", ttl: float) -> None:
         """A job keeps blocks for so many seconds after its turn; told again when that changes."""
         ...
 
-    def unpinned(self, pin: "Pin", reason: str) -> None:
+    def unpinned(self, pin: "RetainedPrefix", reason: str) -> None:
         """It has given them up."""
         ...
 
@@ -225,9 +225,9 @@ class NoObserver:
 
     def turn_ended(self, request_id: int, job: str, tool: str) -> None: ...
 
-    def pinned(self, pin: "Pin", ttl: float) -> None: ...
+    def pinned(self, pin: "RetainedPrefix", ttl: float) -> None: ...
 
-    def unpinned(self, pin: "Pin", reason: str) -> None: ...
+    def unpinned(self, pin: "RetainedPrefix", reason: str) -> None: ...
 
     def happened(self, what: str, detail: str) -> None: ...
 

@@ -26,12 +26,12 @@ from itertools import chain
 from typing import ClassVar
 
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.kv_cache.pool import PoolHolds
+from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import SchedulerConnector
 from engine_core.kv_connector.nothing import NO_CONNECTOR
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.hooks import Candidate, SchedulerObserver, Wake
-from engine_core.scheduler.preemption import IdleBlocks, SwapRule
+from engine_core.scheduler.preemption import NonRunningBlocks, SwapRule
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
 from proto.codec import changed, to_compact_json
@@ -49,7 +49,7 @@ from proto.scheduler_output import SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
-class _Unproven:
+class _UnconfirmedLoad:
     """Loaded for in this step, whose result is not here. blocks: its tables by then."""
 
     request: Request
@@ -57,13 +57,13 @@ class _Unproven:
     blocks: frozenset[int]
 
 
-class UnprovenLoads:
+class UnconfirmedLoads:
     """By handle; what the KV cache is told when they are proven."""
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
         self._beginning: list[Request] = []
-        self._unproven: dict[int, _Unproven] = {}
+        self._unconfirmed: dict[int, _UnconfirmedLoad] = {}
 
     def begin(self, request: Request) -> None:
         """It is loaded for in the step that is being decided."""
@@ -74,45 +74,45 @@ class UnprovenLoads:
         for request in self._beginning:
             tables = self._kv_cache.block_ids(request.handle)
             blocks = frozenset(chain.from_iterable(tables))
-            self._unproven[request.handle] = _Unproven(request, step, blocks)
+            self._unconfirmed[request.handle] = _UnconfirmedLoad(request, step, blocks)
         self._beginning.clear()
 
-    def prove(self, step: int) -> None:
+    def confirm_loads(self, step: int) -> None:
         """The result of a step is here, and nobody has said that its loads failed."""
-        for handle, each in list(self._unproven.items()):
+        for handle, each in list(self._unconfirmed.items()):
             if each.step <= step:
-                del self._unproven[handle]
-                self._kv_cache.prove(each.request, each.request.num_computed_tokens)
+                del self._unconfirmed[handle]
+                self._kv_cache.confirm_loaded(each.request, each.request.num_computed_tokens)
 
     def has_lost(self, request: Request, bad: Collection[int]) -> bool:
         """It began with a load that failed, and gave way before anybody knew."""
-        unproven = self._unproven.get(request.handle)
+        unconfirmed = self._unconfirmed.get(request.handle)
         return (
-            unproven is not None
+            unconfirmed is not None
             and request.status is not RequestStatus.RUNNING
-            and not unproven.blocks.isdisjoint(bad)
+            and not unconfirmed.blocks.isdisjoint(bad)
         )
 
     def forget(self, handle: int) -> None:
         """Nothing of it is to be proven."""
-        self._unproven.pop(handle, None)
+        self._unconfirmed.pop(handle, None)
 
     def clear(self) -> None:
         """No step is in flight any more."""
         self._beginning.clear()
-        self._unproven.clear()
+        self._unconfirmed.clear()
 
     def __contains__(self, handle: int) -> bool:
-        return handle in self._unproven
+        return handle in self._unconfirmed
 
 
 IsSound = Callable[[int], bool]
-Connect = Callable[[PoolHolds, Wake, IsSound], SchedulerConnector]
+Connect = Callable[[TransferRefs, Wake, IsSound], SchedulerConnector]
 """Makes a connector from the references it may take, the way to wake who was told to wait, and
 whether what a request computes, by handle, may be stored."""
 
 
-def no_connector(holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
+def no_connector(holds: TransferRefs, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
     """Connect to nothing."""
     return NO_CONNECTOR
 
@@ -131,13 +131,13 @@ class _Load:
     failed: bool = False
 
 
-class ExternalKV:
-    """A gate that asks the connector, and keeps who is being loaded for.
+class KVTransferManager:
+    """An admission gate that asks the connector for KV, and the loads that are under way.
 
-    waiting: those in it whose load begins are set aside. idle_blocks: gets those whose load is
-    over, until they run.
-    void_until: by handle, the last step whose result does not count for a request, because it was
-    built on KV that was not there. Nobody else changes it.
+    waiting: a request is parked in it while its KV is loaded. non_running_blocks: gets requests
+    whose load has finished, until they run.
+    discard_until_step: by handle, the last step whose result does not count for a request, because
+    that step read KV that was never loaded. Written here only.
     """
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -147,7 +147,7 @@ class ExternalKV:
         connect: Connect,
         kv_cache: KVCacheManager,
         waiting: RequestQueue,
-        idle_blocks: IdleBlocks,
+        non_running_blocks: NonRunningBlocks,
         policy: LoadFailurePolicy,
         observer: SchedulerObserver,
         swap_rule: SwapRule,
@@ -155,22 +155,22 @@ class ExternalKV:
     ) -> None:
         self._kv_cache = kv_cache
         self._waiting = waiting
-        self._idle_blocks = idle_blocks
+        self._non_running_blocks = non_running_blocks
         self.fails_requests = policy == "fail"
         self._swap_rule = swap_rule
         self._clock = clock
-        self.connector = connect(kv_cache.holds, self._wake_asked, self.is_sound)
+        self.connector = connect(kv_cache.transfer_refs, self._unblock_asked, self.is_sound)
         self.connected = self.connector is not NO_CONNECTOR
         self._observer = observer
         self._plan: StepPlan | None = None
         self._asked: dict[int, Request] = {}
         self._loads: dict[int, _Load] = {}
         self._loaded: dict[int, Request] = {}
-        self._unproven = UnprovenLoads(kv_cache)
+        self._unconfirmed = UnconfirmedLoads(kv_cache)
         self._given_up: set[int] = set()
         self._left_loading: dict[int, list[int]] = {}
         self._left_sending: dict[int, list[int]] = {}
-        self.void_until: dict[int, int] = {}
+        self.discard_until_step: dict[int, int] = {}
         self._rewound: dict[int, Request] = {}
         self._num_queried = 0
         self._num_hit = 0
@@ -183,7 +183,7 @@ class ExternalKV:
     def begin(self, plan: StepPlan) -> None:
         self._plan = plan
 
-    def holds(self, candidate: Candidate) -> bool:
+    def is_blocked(self, candidate: Candidate) -> bool:
         """Ask what there is; whoever is told to ask again is set aside until it is woken."""
         if not self.connected:
             return False
@@ -206,14 +206,14 @@ class ExternalKV:
         self._loaded.pop(request.handle, None)
 
     def forget(self, request: Request) -> None:
-        """It is over; `depart` has seen to its blocks."""
+        """It is over; `on_finish` has seen to its blocks."""
         handle = request.handle
         self._asked.pop(handle, None)
         self._loads.pop(handle, None)
         self._loaded.pop(handle, None)
-        self._unproven.forget(handle)
+        self._unconfirmed.forget(handle)
         self._given_up.discard(handle)
-        self.void_until.pop(handle, None)
+        self.discard_until_step.pop(handle, None)
         self._rewound.pop(handle, None)
 
     # Admission
@@ -241,14 +241,14 @@ class ExternalKV:
         """The head of the line was given blocks for what is loaded; it is set aside."""
         request = candidate.request
         num_tokens = candidate.num_computed_tokens + candidate.num_external_tokens
-        self._waiting.set_aside(request)
+        self._waiting.park(request)
         request.status = self.status
         request.num_computed_tokens = num_tokens
         self._loads[request.handle] = _Load(
             request, num_tokens, self._clock(), candidate.num_external_tokens
         )
         self._count(request, candidate.num_external_tokens)
-        self._tell_allocated(request, candidate.num_external_tokens, is_async=True)
+        self._notify_allocated(request, candidate.num_external_tokens, is_async=True)
 
     def begin_request(self, candidate: Candidate) -> None:
         """The head of the line was given blocks for its first tokens in this step."""
@@ -256,10 +256,10 @@ class ExternalKV:
             return
         request, num_external = candidate.request, candidate.num_external_tokens
         if num_external:
-            self._unproven.begin(request)
+            self._unconfirmed.begin(request)
         if request.handle not in self._loaded:
             self._count(request, num_external)
-        self._tell_allocated(request, num_external, is_async=False)
+        self._notify_allocated(request, num_external, is_async=False)
 
     # A step
 
@@ -276,7 +276,7 @@ class ExternalKV:
     @property
     def is_awaited(self) -> bool:
         """The connector or its other half will say something that may let somebody begin."""
-        return bool(self._loads or self._asked or self._kv_cache.holds.num_blocks)
+        return bool(self._loads or self._asked or self._kv_cache.transfer_refs.num_blocks)
 
     @property
     def keeps_waiting(self) -> bool:
@@ -289,7 +289,7 @@ class ExternalKV:
         if self._loads:
             return True
         kv_cache, waiting = self._kv_cache, self._waiting
-        if not waiting.num_ready or not kv_cache.holds.num_alone:
+        if not waiting.num_ready or not kv_cache.transfer_refs.num_alone:
             return False
         return kv_cache.most_blocks(waiting.peek().num_tokens) > kv_cache.num_free_blocks
 
@@ -297,7 +297,7 @@ class ExternalKV:
         """A step is decided: add what the connector has to say about it."""
         if not self.connected:
             return output
-        self._unproven.note_step(output.step)
+        self._unconfirmed.note_step(output.step)
         metadata = self.connector.build_connector_meta(output)
         return changed(output, connector_metadata=metadata) if metadata else output
 
@@ -307,7 +307,7 @@ class ExternalKV:
         Nor is anything still being copied into blocks that were given to it.
         """
         return not (
-            handle in self._unproven or handle in self._loads or handle in self._left_loading
+            handle in self._unconfirmed or handle in self._loads or handle in self._left_loading
         )
 
     def describe_rewound(self, plan: StepPlan) -> None:
@@ -316,15 +316,15 @@ class ExternalKV:
             if request.status is not RequestStatus.RUNNING:
                 del self._rewound[handle]
             elif request in plan.continued:
-                plan.describe_anew(request)
+                plan.resend_full(request)
                 del self._rewound[handle]
 
-    def prove(self, step: int) -> None:
+    def confirm_loads(self, step: int) -> None:
         """The result of a step is here, and nobody has said that its loads failed."""
-        self._unproven.prove(step)
-        for handle, last in list(self.void_until.items()):
+        self._unconfirmed.confirm_loads(step)
+        for handle, last in list(self.discard_until_step.items()):
             if last < step:
-                del self.void_until[handle]
+                del self.discard_until_step[handle]
 
     # Reports
 
@@ -336,7 +336,7 @@ class ExternalKV:
         for handle in output.finished_sending:
             blocks = self._left_sending.pop(handle, None)
             if blocks is not None:
-                self._kv_cache.holds.release(blocks)
+                self._kv_cache.transfer_refs.release(blocks)
 
     def invalidate(
         self, bad_blocks: Sequence[int], requests: Iterable[Request], step: int
@@ -351,7 +351,7 @@ class ExternalKV:
         ended = []
         for request in requests:
             num_sound = kv_cache.num_sound_tokens(request, bad)
-            if num_sound is None and self._unproven.has_lost(request, bad):
+            if num_sound is None and self._unconfirmed.has_lost(request, bad):
                 num_sound = 0
             elif num_sound is None or num_sound >= request.num_computed_tokens:
                 continue
@@ -378,7 +378,7 @@ class ExternalKV:
 
     # Ends
 
-    def depart(self, request: Request) -> None:
+    def on_finish(self, request: Request) -> None:
         """A request is over, and still has its blocks: some may have to outlast it."""
         if not self.connected:
             return
@@ -389,13 +389,13 @@ class ExternalKV:
             request.kv_transfer_params = to_compact_json(params)
         blocks = list(chain.from_iterable(tables))
         if delays:
-            self._kv_cache.holds.hold(blocks)
+            self._kv_cache.transfer_refs.hold(blocks)
             self._left_sending[handle] = blocks
         if handle in self._loads:
-            self._kv_cache.holds.hold(blocks)
+            self._kv_cache.transfer_refs.hold(blocks)
             self._left_loading[handle] = blocks
 
-    def withdraw(self, request: Request) -> None:
+    def invalidate_cache(self, request: Request) -> None:
         """What a request computed is no numbers: nobody is to find any of it, wherever it is.
 
         Also of one that is over: by then its blocks may be found, and be on every medium.
@@ -407,7 +407,7 @@ class ExternalKV:
         """Nobody waits for a load any more; blocks are kept until the copies are over."""
         for handle, load in list(self._loads.items()):
             blocks = list(chain.from_iterable(self._kv_cache.block_ids(handle)))
-            self._kv_cache.holds.hold(blocks)
+            self._kv_cache.transfer_refs.hold(blocks)
             self._left_loading[handle] = blocks
             self._abandon(load.request)
         self._loads.clear()
@@ -417,17 +417,17 @@ class ExternalKV:
         for load in list(self._loads.values()):
             self._abandon(load.request)
         for request in list(self._asked.values()):
-            self._wake_asked(request)
+            self._unblock_asked(request)
         self._loads.clear()
         self._loaded.clear()
-        self._unproven.clear()
+        self._unconfirmed.clear()
         self._given_up.clear()
-        self.void_until.clear()
+        self.discard_until_step.clear()
         self._rewound.clear()
         self._left_loading.clear()
         self._left_sending.clear()
         self.connector.start_over()
-        self._kv_cache.holds.release_all()
+        self._kv_cache.transfer_refs.release_all()
 
     def reset_cache(self) -> bool:
         """Forget what is kept elsewhere; False where it is being copied."""
@@ -470,7 +470,7 @@ class ExternalKV:
             self._kv_cache.most_blocks(request.num_tokens),
         )
 
-    def _tell_allocated(self, request: Request, num_external: int, *, is_async: bool) -> None:
+    def _notify_allocated(self, request: Request, num_external: int, *, is_async: bool) -> None:
         if num_external:
             name = type(self.connector).__name__
             self._observer.found_elsewhere(request, num_external, name, is_async=is_async)
@@ -483,7 +483,7 @@ class ExternalKV:
             self._num_hit += num_external
             request.num_external_tokens = num_external
 
-    def _wake_asked(self, request: Request) -> None:
+    def _unblock_asked(self, request: Request) -> None:
         """The connector has an answer for who was told to ask again."""
         if self._asked.pop(request.handle, None) is not None:
             self._wake(request)
@@ -494,7 +494,7 @@ class ExternalKV:
         if load is None:
             blocks = self._left_loading.pop(handle, None)
             if blocks is not None:
-                self._kv_cache.holds.release(blocks)
+                self._kv_cache.transfer_refs.release(blocks)
             return
         request, kv_cache = load.request, self._kv_cache
         if load.failed:
@@ -502,11 +502,11 @@ class ExternalKV:
         else:
             self._swap_rule.learn_load(load.num_external, self._clock() - load.begun)
         if load.num_tokens:
-            kv_cache.prove(request, load.num_tokens)
+            kv_cache.confirm_loaded(request, load.num_tokens)
             request.num_computed_tokens = min(load.num_tokens, request.num_tokens - 1)
             self._loaded[handle] = request
-            self._idle_blocks.rest(request)
-            self._idle_blocks.line_up(request)
+            self._non_running_blocks.rest(request)
+            self._non_running_blocks.line_up(request)
         else:
             kv_cache.free(request)
             request.num_computed_tokens = 0
@@ -521,16 +521,16 @@ class ExternalKV:
     def _rewind(self, request: Request, num_sound: int, step: int) -> None:
         """Back to the last token whose KV is good; what steps in flight make of it is void."""
         handle = request.handle
-        self._unproven.forget(handle)
+        self._unconfirmed.forget(handle)
         self._given_up.add(handle)
         request.num_computed_tokens = num_sound
         request.num_output_placeholders = 0
         request.spec_token_ids.clear()
-        self.void_until[handle] = step
+        self.discard_until_step[handle] = step
         self._kv_cache.rewind(request, num_sound)
         if request.status is RequestStatus.RUNNING:
             self._rewound[handle] = request
         if not num_sound:
             self._kv_cache.free(request)
-            self._idle_blocks.forget(request)
+            self._non_running_blocks.forget(request)
             self._loaded.pop(handle, None)

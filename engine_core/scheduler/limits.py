@@ -73,14 +73,16 @@ MEMORY_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class QueueLimits:
+class QueueCapacity:
     """Most choices that wait, and most tokens of their prompts; 0 for no limit."""
 
     num_requests: int = 0
     num_tokens: int = 0
 
 
-def queue_limits(config: SchedulerConfig, num_usable_blocks: int, block_size: int) -> QueueLimits:
+def queue_capacity(
+    config: SchedulerConfig, num_usable_blocks: int, block_size: int
+) -> QueueCapacity:
     """The limits of a configuration, those that it leaves open derived from the pool."""
     num_requests, num_tokens = config.max_num_queued_reqs, config.max_num_queued_tokens
     if num_requests is None:
@@ -88,7 +90,7 @@ def queue_limits(config: SchedulerConfig, num_usable_blocks: int, block_size: in
         num_requests = max(TURNS * num_running, FEWEST_REQUESTS)
     if num_tokens is None:
         num_tokens = max(TURNS * num_usable_blocks * block_size, FEWEST_TOKENS)
-    return QueueLimits(num_requests, num_tokens)
+    return QueueCapacity(num_requests, num_tokens)
 
 
 @dataclass(slots=True)
@@ -121,7 +123,7 @@ class _Claim:
         return not self.mine or self.mine + self.more <= self.limit // num_tenants
 
 
-class Pace:
+class QueueDrainRate:
     """At what rate requests leave the queue, as long as there are any in it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -159,17 +161,17 @@ class Pace:
         return math.ceil(min(max(seconds, 1.0), LONGEST_RETRY_SECONDS))
 
 
-class Backlog:
+class QueueLimits:
     """A gate that holds nobody, so that it hears who begins and who is over."""
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING
 
-    def __init__(self, limits: QueueLimits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: QueueCapacity, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits
         self._all = Share()
         self._shares: dict[int, Share] = {}  # by tenant; none is empty
         self._tokens: dict[int, int] = {}  # that each one counts for, by handle
-        self._pace = Pace(clock)
+        self._drain_rate = QueueDrainRate(clock)
 
     def __len__(self) -> int:
         """Choices that wait for their first step."""
@@ -209,7 +211,7 @@ class Backlog:
     def enter(self, request: Request) -> None:
         """A choice is in the queue. The prompt that choices share counts with the first."""
         if not self._tokens:
-            self._pace.begin()
+            self._drain_rate.begin()
         num_tokens = 0 if request.choice else request.num_prompt_tokens
         self._tokens[request.handle] = num_tokens
         self._all.add(1, num_tokens)
@@ -218,7 +220,7 @@ class Backlog:
     @property
     def seconds_to_empty(self) -> int:
         """An estimate of when all that wait now will have left, for those who may come again."""
-        return self._pace.seconds_for(len(self))
+        return self._drain_rate.seconds_for(len(self))
 
     def attach(self, wake: Wake) -> None:
         """Nobody is held, so nobody is woken."""
@@ -226,7 +228,7 @@ class Backlog:
     def begin(self, plan: StepPlan) -> None:
         """Nothing changes by a step."""
 
-    def holds(self, candidate: Candidate) -> bool:
+    def is_blocked(self, candidate: Candidate) -> bool:
         return False
 
     def admitted(self, request: Request, num_new_tokens: int) -> None:
@@ -244,9 +246,9 @@ class Backlog:
         share.add(-1, -num_tokens)
         if not share.num_requests:
             del self._shares[request.tenant]
-        self._pace.note()
+        self._drain_rate.note()
         if not self._tokens:
-            self._pace.end()
+            self._drain_rate.end()
 
 
 # Time limits: until when a request must have begun, and until when it must be over.
@@ -330,7 +332,7 @@ class Deadlines:
     def begin(self, plan: StepPlan) -> None:
         """Nothing changes by a step."""
 
-    def holds(self, candidate: Candidate) -> bool:
+    def is_blocked(self, candidate: Candidate) -> bool:
         return False
 
     def admitted(self, request: Request, num_new_tokens: int) -> None:
@@ -395,7 +397,7 @@ LONGEST_OUTLIER: Final = 2.0
 """What took more than this multiple of its mean, because others had the cores, counts as this."""
 
 
-class PromptPace(Protocol):
+class PrefillThrottle(Protocol):
     """Says how many tokens of prompts a step may have, and is told what steps took."""
 
     def prompt_tokens(self, num_decoding: int, num_missing: int) -> int:
@@ -407,7 +409,7 @@ class PromptPace(Protocol):
         ...
 
 
-class FullPace:
+class NoThrottle:
     """As many as a step has room for."""
 
     def __init__(self, step_budget: int) -> None:
@@ -420,7 +422,7 @@ class FullPace:
         """Nothing depends on it."""
 
 
-class LearntPace:
+class LearntThrottle:
     """Keeps steps with a part of a prompt below `stretch` times those without.
 
     step_budget: all that a step has room for; so much goes into it until both times are known.
@@ -472,6 +474,6 @@ def _mean(known: float, seconds: float) -> float:
     return known + WEIGHT * (min(seconds, LONGEST_OUTLIER * known) - known)
 
 
-def pace_of(step_budget: int, stretch: float, *, chunked: bool) -> PromptPace:
+def make_prefill_throttle(step_budget: int, stretch: float, *, chunked: bool) -> PrefillThrottle:
     """The pace of a setting; 0, or prompts that are not cut into chunks: none."""
-    return LearntPace(step_budget, stretch) if stretch and chunked else FullPace(step_budget)
+    return LearntThrottle(step_budget, stretch) if stretch and chunked else NoThrottle(step_budget)

@@ -17,7 +17,7 @@ from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerO
 # was not told yet.
 
 
-class Dictation:
+class ForcedTokens:
     """One token, or a whole new row, for sequences that a worker knows."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Dictation:
         if not self._tokens and not self._replaced:
             return [], []
         for request in [each for each in plan.continued if each.handle in self._replaced]:
-            plan.describe_anew(request)
+            plan.resend_full(request)
         for request in plan.admitted:
             self.forget(request.handle)
         handles = [each.handle for each in plan.continued if each.handle in self._tokens]
@@ -59,13 +59,13 @@ class OutputBuilder:
     def __init__(
         self,
         kv_cache: KVCacheManager,
-        dictation: Dictation,
+        forced_tokens: ForcedTokens,
         constraints: Constraints,
         epoch: int,
     ) -> None:
         self._kv_cache = kv_cache
         self._constraints = constraints
-        self._dictation = dictation
+        self._dictation = forced_tokens
         self.epoch = epoch
         self._known: set[int] = set()
         self._finished: list[int] = []

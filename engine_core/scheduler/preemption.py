@@ -26,7 +26,7 @@ _SLACK: Final = 64
 _place: Final = attrgetter("place")
 
 
-class VictimOrder(Protocol):
+class PreemptionQueue(Protocol):
     """The running requests of one tenant."""
 
     def add(self, request: Request) -> None:
@@ -44,7 +44,7 @@ class VictimOrder(Protocol):
     def __len__(self) -> int: ...
 
 
-class LastInPlace:
+class LastAdmittedFirst:
     """The one that stands last in the running list gives way first."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class LastInPlace:
         return len(self._requests)
 
 
-class LastInOrder:
+class LowestKeyFirst:
     """The one that would be admitted last gives way first, wherever it stands.
 
     reversed_order: a key that never changes; the lowest gives way first. A request that leaves
@@ -95,10 +95,10 @@ class LastInOrder:
         return len(self._requests)
 
 
-class VictimPolicy(Protocol):
-    """What the policy says of victims."""
+class PreemptionPolicy(Protocol):
+    """What the policy says of preemption_order."""
 
-    def make_victim_order(self) -> VictimOrder:
+    def make_preemption_queue(self) -> PreemptionQueue:
         """An empty one."""
         ...
 
@@ -106,17 +106,17 @@ class VictimPolicy(Protocol):
         """What this tenant was given."""
         ...
 
-    def victim_rank(self, request: Request) -> Any:
+    def preemption_rank(self, request: Request) -> Any:
         """Of two that are the first of their tenants, the higher gives way."""
         ...
 
 
-class Victims:
+class PreemptionOrder:
     """Told who begins to run, who ends, and who is put behind the others."""
 
-    def __init__(self, policy: VictimPolicy) -> None:
+    def __init__(self, policy: PreemptionPolicy) -> None:
         self._policy = policy
-        self._tenants: dict[int, VictimOrder] = {}
+        self._tenants: dict[int, PreemptionQueue] = {}
         self._last_place = 0
 
     def admit(self, request: Request) -> None:
@@ -125,7 +125,7 @@ class Victims:
         request.place = self._last_place
         order = self._tenants.get(request.tenant)
         if order is None:
-            order = self._tenants[request.tenant] = self._policy.make_victim_order()
+            order = self._tenants[request.tenant] = self._policy.make_preemption_queue()
         order.add(request)
 
     def leave(self, request: Request) -> None:
@@ -151,7 +151,7 @@ class Victims:
             for tenant, order in self._tenants.items()
             if served(tenant) > served_above
         ]
-        return max(candidates, key=self._policy.victim_rank, default=None)
+        return max(candidates, key=self._policy.preemption_rank, default=None)
 
 
 def index_of(running: Sequence[Request], request: Request) -> int:
@@ -196,7 +196,7 @@ class NoPressure:
         return True
 
 
-class Thresholds:
+class KVWatermarks:
     """Fractions of the usable blocks, 0 < resume_below <= stop_above <= preempt_above <= 1."""
 
     def __init__(
@@ -243,7 +243,7 @@ class Thresholds:
 #                 in line first
 
 
-class IdleBlocks:
+class NonRunningBlocks:
     """Requests, by handle, that hold blocks and are not in the running list."""
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
@@ -302,7 +302,7 @@ class IdleBlocks:
 
 # Taking the blocks of a running request away, to compute it again later.
 #
-# Owns the way back into the queue; who gives way say the `Victims`. Nothing is copied
+# Owns the way back into the queue; who gives way say the `PreemptionOrder`. Nothing is copied
 # out: tokens and counters stay in the Request, and what the prefix cache still
 # holds when it comes back is not computed twice.
 
@@ -312,27 +312,29 @@ class Preemption:
 
     def __init__(
         self,
-        victims: Victims,
+        preemption_order: PreemptionOrder,
         waiting: RequestQueue,
         running: list[Request],
         kv_cache: KVCacheManager,
         pressure: Pressure,
-        idle_blocks: IdleBlocks,
+        non_running_blocks: NonRunningBlocks,
     ) -> None:
-        self._victims = victims
+        self._preemption_order = preemption_order
         self._waiting = waiting
         self._running = running
         self._kv_cache = kv_cache
         self._pressure = pressure
-        self._idle_blocks = idle_blocks
+        self._non_running_blocks = non_running_blocks
 
     def relieve(self, plan: StepPlan) -> None:
         """Before anyone is planned: make room while the pool is too full, but keep the last."""
-        idle_blocks = self._idle_blocks
-        while self._pressure.too_high() and (len(self._running) > 1 or idle_blocks.any_at_rest):
-            self.evict_one(plan, 0)
+        non_running_blocks = self._non_running_blocks
+        while self._pressure.too_high() and (
+            len(self._running) > 1 or non_running_blocks.any_at_rest
+        ):
+            self.preempt_one(plan, 0)
 
-    def evict_one(self, plan: StepPlan, num_visited: int) -> int:
+    def preempt_one(self, plan: StepPlan, num_visited: int) -> int:
         """Preempt one running request; returns the index at which it stood.
 
         Where blocks are idle their holder loses them, and all that run stay: then the
@@ -344,11 +346,11 @@ class Preemption:
         longer findable.
         """
         num_running = len(self._running)
-        if self._idle_blocks.take_from_rest():
+        if self._non_running_blocks.take_from_rest():
             return num_running
-        if num_running == 1 and self._idle_blocks.take_from_line(self._running[0]):
+        if num_running == 1 and self._non_running_blocks.take_from_line(self._running[0]):
             return num_running
-        victim = self._victims.first()
+        victim = self._preemption_order.first()
         assert victim is not None, "nobody runs"
         index = index_of(self._running, victim)
         del self._running[index]
@@ -366,22 +368,22 @@ class Preemption:
         self._send_back(victim, plan.now)
         plan.preempted.append(victim)
 
-    def evict_running(self, plan: StepPlan) -> None:
+    def preempt_running(self, plan: StepPlan) -> None:
         """Preempt everyone, the last one first."""
         for victim in self._running[::-1]:
             self.evict(victim, plan)
 
-    def evict_all(self, now: float) -> list[Request]:
+    def preempt_all(self, now: float) -> list[Request]:
         """Between two steps: nobody keeps a block. Returns those that ran, the last one first."""
-        self._idle_blocks.take_all()
-        victims = self._running[::-1]
+        self._non_running_blocks.take_all()
+        preemption_order = self._running[::-1]
         self._running.clear()
-        for victim in victims:
+        for victim in preemption_order:
             self._send_back(victim, now)
-        return victims
+        return preemption_order
 
     def _send_back(self, victim: Request, now: float) -> None:
-        self._victims.leave(victim)
+        self._preemption_order.leave(victim)
         self._kv_cache.free(victim)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
@@ -404,7 +406,7 @@ def start_over(
 
     requests: all that are not over. now: monotonic seconds.
     """
-    preemption.evict_all(now)
+    preemption.preempt_all(now)
     for request in requests:
         request.num_output_placeholders = 0
         request.spec_token_ids.clear()
@@ -499,7 +501,7 @@ class Always(ByRates):
         return self._loads
 
 
-def swap_rule_of(mode: PreemptionMode) -> SwapRule:
+def make_swap_rule(mode: PreemptionMode) -> SwapRule:
     """The rule of --preemption."""
     return ByRates() if mode == "auto" else Always(mode == "swap")
 

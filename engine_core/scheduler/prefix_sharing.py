@@ -99,7 +99,7 @@ class PrefixWait:
         if self._leaders:
             self._follow_leaders(plan)
 
-    def holds(self, candidate: Candidate) -> bool:
+    def is_blocked(self, candidate: Candidate) -> bool:
         request = candidate.request
         if not self._leaders or request.skip_reading_prefix_cache or request.num_computed_tokens:
             return False  # who holds blocks already looks for none
@@ -253,7 +253,7 @@ class SiblingForks:
             if not self._is_computing(wait.source):
                 self._release(request_id)
 
-    def holds(self, candidate: Candidate) -> bool:
+    def is_blocked(self, candidate: Candidate) -> bool:
         request = candidate.request
         if len(self._choices[request.request_id]) == 1 or request.num_computed_tokens:
             return False  # also where it has blocks already, into which its prompt was loaded

@@ -191,11 +191,11 @@ class Placeholders(Protocol):
         self,
         requests: Mapping[int, Request],
         result: ModelRunnerOutput,
-        void_until: Mapping[int, int],
+        discard_until_step: Mapping[int, int],
     ) -> None:
         """A result was taken in. requests: by handle, those that are not over.
 
-        void_until: by handle, the last step that does not count for a request.
+        discard_until_step: by handle, the last step that does not count for a request.
         """
         ...
 
@@ -210,7 +210,7 @@ class NoPlaceholders:
         self,
         requests: Mapping[int, Request],
         result: ModelRunnerOutput,
-        void_until: Mapping[int, int],
+        discard_until_step: Mapping[int, int],
     ) -> None:
         """Nothing was reserved."""
 
@@ -228,11 +228,15 @@ class OutputPlaceholders:
         self,
         requests: Mapping[int, Request],
         result: ModelRunnerOutput,
-        void_until: Mapping[int, int],
+        discard_until_step: Mapping[int, int],
     ) -> None:
         for handle, token_ids in zip(result.handles, result.sampled_token_ids, strict=True):
             request = requests.get(handle)
-            if token_ids and request is not None and void_until.get(handle, 0) < result.step:
+            if (
+                token_ids
+                and request is not None
+                and discard_until_step.get(handle, 0) < result.step
+            ):
                 request.num_output_placeholders -= 1
 
 
@@ -242,7 +246,7 @@ class ResultPass:
     requests: all that are not over, by handle; read only.
     finish: ends one request by itself. abort: ends all choices of a request id.
     withdraw: lets nobody find what a request computed.
-    void_until: by handle, the last step whose row of a request does not count; read only.
+    discard_until_step: by handle, the last step whose row of a request does not count; read only.
     """
 
     def __init__(
@@ -254,7 +258,7 @@ class ResultPass:
         finish: Callable[[Request, RequestStatus], None],
         abort: Callable[[int], int],
         withdraw: Callable[[Request], None],
-        void_until: Mapping[int, int],
+        discard_until_step: Mapping[int, int],
     ) -> None:
         self._requests = requests
         self._kv_cache = kv_cache
@@ -263,7 +267,7 @@ class ResultPass:
         self._finish = finish
         self._abort = abort
         self._withdraw = withdraw
-        self._void_until = void_until
+        self._void_until = discard_until_step
         self._num_corrupted = 0
         self._num_discarded = 0
         self._departed: dict[int, tuple[Request, int]] = {}
@@ -279,12 +283,14 @@ class ResultPass:
         logprobs = {row.handle: row.arrays for row in result.logprobs}
         prompt_logprobs = {row.handle: row.arrays for row in result.prompt_logprobs}
         candidates = {row.handle: row.arrays for row in result.candidates}
-        requests, void_until, wrong = self._requests, self._void_until, ""
+        requests, discard_until_step, wrong = self._requests, self._void_until, ""
         for handle, token_ids, end in zip(
             result.handles, result.sampled_token_ids, ends_of_rows(output), strict=True
         ):
             request = requests.get(handle)
-            if request is None or (void_until and void_until.get(handle, 0) >= output.step):
+            if request is None or (
+                discard_until_step and discard_until_step.get(handle, 0) >= output.step
+            ):
                 self._num_discarded += len(token_ids)
                 continue
             tokens, finish_reason, first = request.all_token_ids, None, None

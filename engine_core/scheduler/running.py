@@ -82,7 +82,7 @@ class RunningPass:
             blocks = allocate_slots(request, num_new)
             while blocks is None:
                 plan.budget, plan.prompt_budget = budget, prompt_budget
-                index = self._preemption.evict_one(plan, position - 1)
+                index = self._preemption.preempt_one(plan, position - 1)
                 position -= index < position
                 end, budget, prompt_budget = end - (index < end), plan.budget, plan.prompt_budget
                 if request.status is not RequestStatus.RUNNING:

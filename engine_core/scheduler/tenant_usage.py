@@ -48,7 +48,7 @@ class _Account:
         self.since = step
 
 
-class TenantLedger:
+class TenantUsage:
     """Counters by tenant. Between two changes nothing is done for a request that decodes.
 
     credit: tokens, the distance behind the others that a tenant keeps while it is away. With

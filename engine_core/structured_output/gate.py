@@ -71,7 +71,7 @@ class GrammarGate:
     def begin(self, plan: StepPlan) -> None:
         """Nothing changes by a step."""
 
-    def holds(self, candidate: Candidate) -> bool:
+    def is_blocked(self, candidate: Candidate) -> bool:
         return candidate.request.handle in self._waiting
 
     def admitted(self, request: Request, num_new_tokens: int) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from engine_core.kv_cache.events import PoolObserver
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.kv_cache.pool import PoolHolds
+from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import SchedulerConnector
 from engine_core.kv_connector.nothing import NO_CONNECTOR
 from engine_core.request import Request, choices_of
@@ -102,8 +102,8 @@ class EngineHarness:
         self.outputs: dict[tuple[int, int], list[EngineCoreOutput]] = {}
         self.final: dict[tuple[int, int], FinishReason] = {}
 
-    def _connect(self, holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
-        self.holds, self.wake, self.is_sound = holds, wake, is_sound
+    def _connect(self, holds: TransferRefs, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
+        self.transfer_refs, self.wake, self.is_sound = holds, wake, is_sound
         return NO_CONNECTOR if self.connector is None else self.connector
 
     def add(
@@ -175,7 +175,7 @@ class EngineHarness:
 
     def send(self) -> SchedulerOutput:
         """Schedule a step."""
-        self.scheduler.convene()
+        self.scheduler.isolate_suspect()
         output = self.scheduler.schedule()
         self.in_flight.append(output)
         return output
@@ -263,7 +263,7 @@ class EngineHarness:
         assert not self.scheduler.running
         assert not self.scheduler.waiting
         assert self.kv_cache.usage == 0
-        assert len(self.scheduler.sessions.idle_blocks) == 0
+        assert len(self.scheduler.sessions.non_running_blocks) == 0
         assert check(self.kv_cache) == []
         assert self.runner.rows == {}
 

@@ -19,7 +19,7 @@ class FakeGate:
     def begin(self, plan):
         pass
 
-    def holds(self, candidate):
+    def is_blocked(self, candidate):
         self.asked.append(candidate.request)
         return candidate.request in self.closed_for
 

@@ -8,7 +8,7 @@ found before it is loaded, is found out by the runner, which reads every positio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine_core.kv_cache.pool import PoolHolds
+from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
 from engine_core.request import Request
@@ -136,7 +136,7 @@ class OffloadRig(EngineHarness):
         self.stores: list[TransferJob] = []
         self.half = CopyingHalf(size // block_size, num_ranks)
 
-        def connect(holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
+        def connect(holds: TransferRefs, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
             context = SchedulerContext(
                 geometry,
                 block_size,
@@ -215,4 +215,4 @@ class OffloadRig(EngineHarness):
         super().assert_at_rest()
         assert not self.half.under_way
         assert not self.half.put_off
-        assert len(self.kv_cache.holds.tables()) == 0
+        assert len(self.kv_cache.transfer_refs.tables()) == 0

@@ -37,12 +37,12 @@ class RequestQueue(Protocol):
         """Take a request out from wherever it is; raises KeyError when it is not here."""
         ...
 
-    def set_aside(self, request: Request) -> None:
+    def park(self, request: Request) -> None:
         """Let those behind it pass; raises KeyError for a request that is not in the line."""
         ...
 
-    def bring_back(self, request: Request) -> None:
-        """End of set_aside; raises KeyError for a request that is not set aside."""
+    def unpark(self, request: Request) -> None:
+        """End of park; raises KeyError for a request that is not set aside."""
         ...
 
     @property
@@ -107,11 +107,11 @@ class OrderedQueue:
             del self._ready[request.handle]
             self._clean_up()
 
-    def set_aside(self, request: Request) -> None:
+    def park(self, request: Request) -> None:
         self._aside[request.handle] = self._ready.pop(request.handle)
         self._clean_up()
 
-    def bring_back(self, request: Request) -> None:
+    def unpark(self, request: Request) -> None:
         key, _, _ = self._aside.pop(request.handle)
         self.put(request, key)
 

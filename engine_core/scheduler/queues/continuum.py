@@ -29,7 +29,7 @@ class ContinuumQueue(OrderedQueue):
 
     def add(self, request: Request) -> None:
         came = max(request.job_arrival, request.arrival_time - OLDEST_SECONDS)
-        came -= LEAD_SECONDS if request.finds_pin else 0.0
+        came -= LEAD_SECONDS if request.finds_retained_prefix else 0.0
         self.put(request, (1, came, request.arrival_time, request.request_id, request.choice))
 
     def restore(self, request: Request) -> None:

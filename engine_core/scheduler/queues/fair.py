@@ -5,7 +5,7 @@
     tenant 3   served 340   ▸              next: the first of 7, then, when that is charged, …
 
 Owns a line for each tenant that waits, and the order among them. Where the policy knows
-urgency, the more urgent head goes before the tenant that was served less; among tenants
+priority_key, the more urgent head goes before the tenant that was served less; among tenants
 that were served the same, the head that arrived first.
 """
 
@@ -48,7 +48,7 @@ class Standings(Protocol):
 class FairQueue:
     """Lines by tenant; with a single tenant it is that tenant's line.
 
-    make_line: an empty queue for one tenant. urgency: of a request, the lower goes first;
+    make_line: an empty queue for one tenant. priority_key: of a request, the lower goes first;
     in a line the heads become less urgent, but for what is put in.
 
     Each tenant with a request that is ready has one entry in the heap that counts. What a
@@ -60,11 +60,11 @@ class FairQueue:
     def __init__(
         self,
         make_line: Callable[[], RequestQueue],
-        urgency: Callable[[Request], int],
+        priority_key: Callable[[Request], int],
         standings: Standings,
     ) -> None:
         self._make_line = make_line
-        self._urgency = urgency
+        self._urgency = priority_key
         self._standings = standings
         self._lines: dict[int, RequestQueue] = {}
         self._heap: list[Entry] = []
@@ -100,12 +100,12 @@ class FairQueue:
         self._num_ready += line.num_ready - num_ready
         self._went(request.tenant)
 
-    def set_aside(self, request: Request) -> None:
-        self._lines[request.tenant].set_aside(request)
+    def park(self, request: Request) -> None:
+        self._lines[request.tenant].park(request)
         self._num_ready -= 1
 
-    def bring_back(self, request: Request) -> None:
-        self._line_for(request).bring_back(request)
+    def unpark(self, request: Request) -> None:
+        self._line_for(request).unpark(request)
         self._came(request.tenant)
 
     @property

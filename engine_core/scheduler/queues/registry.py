@@ -7,13 +7,13 @@ victims for those that run. FairShares puts the order of tenants around another 
 from typing import Any, Literal, Protocol
 
 from engine_core.request import Request
-from engine_core.scheduler.preemption import LastInOrder, LastInPlace, VictimOrder
+from engine_core.scheduler.preemption import LastAdmittedFirst, LowestKeyFirst, PreemptionQueue
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.queues.continuum import ContinuumQueue
 from engine_core.scheduler.queues.fair import FairQueue
 from engine_core.scheduler.queues.fcfs import FCFSQueue
 from engine_core.scheduler.queues.priority import PriorityQueue
-from engine_core.scheduler.tenant_usage import TenantLedger
+from engine_core.scheduler.tenant_usage import TenantUsage
 
 PolicyName = Literal["fcfs", "priority", "continuum"]
 
@@ -25,15 +25,15 @@ class SchedulingPolicy(Protocol):
         """An empty queue for waiting requests."""
         ...
 
-    def make_victim_order(self) -> VictimOrder:
+    def make_preemption_queue(self) -> PreemptionQueue:
         """For the running requests of one tenant, those that are less urgent first."""
         ...
 
-    def lateness(self, request: Request) -> Any:
+    def preemption_key(self, request: Request) -> Any:
         """Where tenants are equal, the one of the higher gives way; of a running request."""
         ...
 
-    def urgency(self, request: Request) -> int:
+    def priority_key(self, request: Request) -> int:
         """What counts before fairness among tenants; the lower goes first."""
         ...
 
@@ -44,13 +44,13 @@ class FirstComeFirstServed:
     def make_queue(self) -> RequestQueue:
         return FCFSQueue()
 
-    def make_victim_order(self) -> VictimOrder:
-        return LastInPlace()
+    def make_preemption_queue(self) -> PreemptionQueue:
+        return LastAdmittedFirst()
 
-    def lateness(self, request: Request) -> Any:
+    def preemption_key(self, request: Request) -> Any:
         return request.place
 
-    def urgency(self, request: Request) -> int:
+    def priority_key(self, request: Request) -> int:
         return 0
 
 
@@ -60,13 +60,13 @@ class ByPriority:
     def make_queue(self) -> RequestQueue:
         return PriorityQueue()
 
-    def make_victim_order(self) -> VictimOrder:
-        return LastInOrder(_from_last)
+    def make_preemption_queue(self) -> PreemptionQueue:
+        return LowestKeyFirst(_from_last)
 
-    def lateness(self, request: Request) -> Any:
+    def preemption_key(self, request: Request) -> Any:
         return request.order
 
-    def urgency(self, request: Request) -> int:
+    def priority_key(self, request: Request) -> int:
         return request.priority
 
 
@@ -79,14 +79,14 @@ class ByJobs:
     def make_queue(self) -> RequestQueue:
         return ContinuumQueue()
 
-    def make_victim_order(self) -> VictimOrder:
-        return LastInOrder(_from_last_job)
+    def make_preemption_queue(self) -> PreemptionQueue:
+        return LowestKeyFirst(_from_last_job)
 
-    def lateness(self, request: Request) -> Any:
+    def preemption_key(self, request: Request) -> Any:
         continues, arrival, request_id, choice = _from_last_job(request)
         return not continues, -arrival, -request_id, -choice
 
-    def urgency(self, request: Request) -> int:
+    def priority_key(self, request: Request) -> int:
         return 0
 
 
@@ -96,33 +96,33 @@ class FairShares:
     inner: orders the requests of one tenant; what is urgent to it goes before fairness.
     """
 
-    def __init__(self, inner: SchedulingPolicy, ledger: TenantLedger) -> None:
+    def __init__(self, inner: SchedulingPolicy, usage: TenantUsage) -> None:
         self._inner = inner
-        self._ledger = ledger
-        self.urgency = inner.urgency
-        self.make_victim_order = inner.make_victim_order
+        self._usage = usage
+        self.priority_key = inner.priority_key
+        self.make_preemption_queue = inner.make_preemption_queue
 
     def make_queue(self) -> RequestQueue:
-        return FairQueue(self._inner.make_queue, self.urgency, self._ledger)
+        return FairQueue(self._inner.make_queue, self.priority_key, self._usage)
 
     def rank(self, request: Request) -> tuple[int, float]:
         """The lower goes first."""
-        return self.urgency(request), self._ledger.served(request.tenant)
+        return self.priority_key(request), self._usage.served(request.tenant)
 
     def served(self, tenant: int) -> float:
-        return self._ledger.served(tenant)
+        return self._usage.served(tenant)
 
-    def victim_rank(self, request: Request) -> tuple[int, float, Any]:
+    def preemption_rank(self, request: Request) -> tuple[int, float, Any]:
         """The higher gives way first."""
-        urgency, served = self.rank(request)
-        return urgency, served, self._inner.lateness(request)
+        priority_key, served = self.rank(request)
+        return priority_key, served, self._inner.preemption_key(request)
 
 
-def policy_of(name: PolicyName, ledger: TenantLedger) -> FairShares:
-    """The policy of `--scheduling-policy`, fair to the tenants of the ledger."""
+def policy_of(name: PolicyName, usage: TenantUsage) -> FairShares:
+    """The policy of `--scheduling-policy`, fair to the tenants of the usage."""
     if name == "continuum":
-        return FairShares(ByJobs(), ledger)
-    return FairShares(ByPriority() if name == "priority" else FirstComeFirstServed(), ledger)
+        return FairShares(ByJobs(), usage)
+    return FairShares(ByPriority() if name == "priority" else FirstComeFirstServed(), usage)
 
 
 def _from_last(request: Request) -> tuple[int, float, int, int]:

@@ -280,7 +280,7 @@ def test_blocks_of_different_sizes_end_a_hit_together():
     first = requests.make(range(112))
     coordinator.attach(1, NOTHING_COMPUTED)
     assert coordinator.extend(1, 112) == [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11]]
-    coordinator.settle(1, first, 112)
+    coordinator.register_full_blocks(1, first, 112)
     hashes = first.block_hashes
     for max_tokens in (112, 96):
         computed = coordinator.find_longest_hit(hashes, max_tokens)

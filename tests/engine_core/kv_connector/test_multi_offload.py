@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import pytest
 
-from engine_core.kv_cache.pool import PoolHolds
+from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.multi import MultiScheduler
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
@@ -42,7 +42,7 @@ class TwoMedia(EngineHarness):
         geometry = KVCacheGeometry(1, 1, 8, "float32", 64, (KVGroup(None),))
         self.parts: list[list[OffloadMetadata]] = []
 
-        def connect(holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
+        def connect(holds: TransferRefs, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
             context = SchedulerContext(
                 geometry,
                 BLOCK_SIZE,
@@ -125,7 +125,7 @@ def test_who_fails_while_one_medium_loads_is_not_stored_on_the_other() -> None:
 def test_what_is_copied_for_a_request_that_began_anew_is_waited_for(engine: TwoMedia) -> None:
     request = engine.begin_loading()
     engine.scheduler.reset_prefix_cache(preempting=True)
-    assert not engine.scheduler.external.is_sound(request.handle)
+    assert not engine.scheduler.kv_transfer.is_sound(request.handle)
     engine.step()
     engine.report(KVConnectorOutput(finished_recving=[request.handle]))
-    assert engine.scheduler.external.is_sound(request.handle)
+    assert engine.scheduler.kv_transfer.is_sound(request.handle)

@@ -10,7 +10,7 @@ def turns(*jobs):
     made = []
     for job_arrival, arrival, is_kept in jobs:
         request = engine.add_one([1], arrival_time=float(arrival))
-        request.job_arrival, request.finds_pin = float(job_arrival), is_kept
+        request.job_arrival, request.finds_retained_prefix = float(job_arrival), is_kept
         made.append(request)
     return made
 

@@ -103,9 +103,9 @@ def test_it_tells_who_comes_and_whose_line_was_empty():
     filled(queue, requests)
     assert standings.entered == requests
     assert standings.lined_up == [7]
-    queue.set_aside(first)
-    queue.set_aside(second)
-    queue.bring_back(second)
+    queue.park(first)
+    queue.park(second)
+    queue.unpark(second)
     assert standings.lined_up == [7, 7]
     queue.restore(queue.pop())
     assert standings.stopped == [second]
@@ -115,10 +115,10 @@ def test_it_tells_who_comes_and_whose_line_was_empty():
 def test_a_tenant_whose_requests_are_all_set_aside_is_passed_over():
     held, other = requests_of([1, 2])
     queue = filled(first_come(FakeStandings(t2=50)), [held, other])
-    queue.set_aside(held)
+    queue.park(held)
     assert queue.peek() is other
     assert (queue.num_ready, len(queue)) == (1, 2)
-    queue.bring_back(held)
+    queue.unpark(held)
     assert queue.peek() is held
     queue.remove(held)
     assert queue.pop() is other
@@ -165,10 +165,10 @@ def test_it_agrees_with_a_search_through_all_lines(make_queue, seed):
             ready.append(first)
         elif kind == 2 and ready:
             aside.append(ready.pop(rng.randrange(len(ready))))
-            queue.set_aside(aside[-1])
+            queue.park(aside[-1])
         elif kind == 3 and aside:
             ready.append(aside.pop(rng.randrange(len(aside))))
-            queue.bring_back(ready[-1])
+            queue.unpark(ready[-1])
         elif kind == 4 and ready + aside:
             gone = rng.choice(ready + aside)
             (ready if gone in ready else aside).remove(gone)

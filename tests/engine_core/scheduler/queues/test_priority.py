@@ -58,14 +58,14 @@ def test_who_is_set_aside_keeps_the_place(queue_class):
     queue = queue_class()
     for each in requests:
         queue.add(each)
-    queue.set_aside(requests[0])
-    queue.set_aside(requests[3])
+    queue.park(requests[0])
+    queue.park(requests[3])
     assert queue.peek() is requests[1]
     assert list(queue) == requests
     assert (len(queue), queue.num_ready) == (5, 3)
     assert queue.pop() is requests[1]
-    queue.bring_back(requests[3])
-    queue.bring_back(requests[0])
+    queue.unpark(requests[3])
+    queue.unpark(requests[0])
     assert popped(queue) == [requests[0], requests[2], requests[3], requests[4]]
     assert len(queue) == 0
 
@@ -75,9 +75,9 @@ def test_a_preempted_request_goes_before_one_that_was_set_aside():
     queue = FCFSQueue()
     for each in requests[1:]:
         queue.add(each)
-    queue.set_aside(requests[1])
+    queue.park(requests[1])
     queue.restore(requests[0])
-    queue.bring_back(requests[1])
+    queue.unpark(requests[1])
     assert popped(queue) == requests
 
 
@@ -87,11 +87,11 @@ def test_who_is_set_aside_can_leave(queue_class):
     queue = queue_class()
     queue.add(first)
     queue.add(second)
-    queue.set_aside(first)
+    queue.park(first)
     queue.remove(first)
     assert list(queue) == [second]
     with pytest.raises(KeyError):
-        queue.bring_back(first)
+        queue.unpark(first)
     with pytest.raises(KeyError):
         queue.remove(first)
 
@@ -103,8 +103,8 @@ def test_who_comes_back_into_the_line_is_there_once(queue_class):
     queue.add(first)
     queue.add(second)
     for _ in range(3):
-        queue.set_aside(first)
-        queue.bring_back(first)
+        queue.park(first)
+        queue.unpark(first)
         queue.remove(second)
         queue.restore(second)
     assert sorted(each.handle for each in popped(queue)) == [first.handle, second.handle]
@@ -132,7 +132,7 @@ def test_any_sequence_of_operations_agrees_with_a_sorted_list(queue_class):
     line, aside, key, last = [], [], {}, 0
     for step in range(1500):
         outside = [each for each in requests if each not in line and each not in aside]
-        action = rng.choice(["add", "restore", "pop", "remove", "set_aside", "bring_back"])
+        action = rng.choice(["add", "restore", "pop", "remove", "park", "unpark"])
         if action in ("add", "restore") and outside:
             each = rng.choice(outside)
             last = step + 1 if action == "add" else -step - 1
@@ -146,14 +146,14 @@ def test_any_sequence_of_operations_agrees_with_a_sorted_list(queue_class):
             each = rng.choice(line + aside)
             queue.remove(each)
             (line if each in line else aside).remove(each)
-        elif action == "set_aside" and line:
+        elif action == "park" and line:
             each = rng.choice(line)
-            queue.set_aside(each)
+            queue.park(each)
             line.remove(each)
             aside.append(each)
-        elif action == "bring_back" and aside:
+        elif action == "unpark" and aside:
             each = aside.pop(rng.randrange(len(aside)))
-            queue.bring_back(each)
+            queue.unpark(each)
             line.append(each)
         assert list(queue) == sorted(line + aside, key=key.get)
         assert queue.num_ready == len(line)

@@ -1,4 +1,4 @@
-"""Jobs of agents: which turns of theirs came, and what they wait for between two.
+"""Sessions of agents: the turns of each, and the tool that it waits for between two turns.
 
     arrives ─▶ … ─▶ turn ends ─▶ TurnEnded: its tool is known ─▶ arrives ─▶ … ─▶ last turn ends
                         └────────── the tool's duration ────────────┘
@@ -10,8 +10,8 @@ a duration without end.
 The KV of a job that is over is overwritten before any other, but for what others have found too,
 and for that of the prompt it began with: others often begin with the same.
 
-Owns the jobs, and says when their KV is pinned. The pins are kept by `Pins`, for as long as
-the `PinRule` says; without it nothing is pinned, and jobs are counted all the same.
+Owns the sessions and decides when their KV is retained. `RetainedPrefixes` keeps it for as long as
+the `TTLRule` says; with `NoRetention` nothing is kept, and sessions are counted all the same.
 """
 
 import math
@@ -20,8 +20,8 @@ from typing import ClassVar, Final
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.retention.retained_prefixes import Pins
-from engine_core.retention.ttl_rule import PROVISIONAL_SECONDS, PinRule, by_client
+from engine_core.retention.retained_prefixes import RetainedPrefixes
+from engine_core.retention.ttl_rule import PROVISIONAL_SECONDS, TTLRule, by_client
 from engine_core.scheduler.hooks import Candidate, Wake
 from engine_core.scheduler.step_plan import StepPlan
 
@@ -74,21 +74,21 @@ class Job:
         self.was_last = False
 
 
-class Jobs:
+class AgentSessions:
     """By name. A gate that holds nobody, so that it hears who begins and who is over."""
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING
 
     def __init__(
         self,
-        pins: Pins,
-        rule: PinRule,
+        pins: RetainedPrefixes,
+        rule: TTLRule,
         kv_cache: KVCacheManager,
         clock: Callable[[], float],
         *,
         retires: bool,
     ) -> None:
-        self._pins = pins
+        self._retained_prefixes = pins
         self._rule = rule
         self._kv_cache = kv_cache
         self._retires = retires
@@ -108,7 +108,7 @@ class Jobs:
         if not name:
             return
         now = self._clock()
-        self._pins.sweep(now)
+        self._retained_prefixes.sweep(now)
         job = self._jobs.pop(name, None) or Job(request.arrival_time)
         self._jobs[name] = job
         job.num_here += 1
@@ -119,10 +119,10 @@ class Jobs:
             self._forget_old(now)
         request.job_arrival = job.arrival
         request.continues_job = job.num_turns > 1 and not request.agent.is_last_step
-        pin = self._pins.of(name)
+        pin = self._retained_prefixes.of(name)
         if pin is not None:
-            request.finds_pin = True
-            self._pins.wait_for_turn(pin)
+            request.finds_retained_prefix = True
+            self._retained_prefixes.wait_for_turn(pin)
 
     def end_turn(self, request_id: int, name: str, tool: str) -> None:
         """The answer of a turn was read: its job waits for this tool."""
@@ -146,7 +146,7 @@ class Jobs:
         job.ended = now
         job.was_last = request.agent.is_last_step
         if job.was_last:
-            self._pins.drop(name, "last step")
+            self._retained_prefixes.drop(name, "last step")
             if self._retires:
                 blocks = self._kv_cache.findable_blocks(request, job.num_first_tokens)
                 self._spent[request.handle] = blocks
@@ -156,20 +156,20 @@ class Jobs:
     @property
     def seconds_to_next_end(self) -> float | None:
         """Until the time of a pin is over; None for never."""
-        deadline = self._pins.next_deadline
+        deadline = self._retained_prefixes.next_deadline
         return None if deadline is None else max(0.0, deadline - self._clock())
 
     def end_overdue(self) -> bool:
         """Give up the pins whose time is over, also while no step does; False if none was."""
-        num_pins = len(self._pins)
-        self._pins.sweep(self._clock())
-        return len(self._pins) < num_pins
+        num_pins = len(self._retained_prefixes)
+        self._retained_prefixes.sweep(self._clock())
+        return len(self._retained_prefixes) < num_pins
 
     def disown(self, request: Request) -> None:
         """What a turn has computed cannot be found any more: nothing is gained by keeping it."""
-        pin = self._pins.of(request.agent.job) if request.agent.job else None
+        pin = self._retained_prefixes.of(request.agent.job) if request.agent.job else None
         if pin is not None and pin.request_id == request.request_id:
-            self._pins.drop(pin.job, "corrupt")
+            self._retained_prefixes.drop(pin.job, "corrupt")
 
     def take_seconds(self) -> tuple[list[float], list[float]]:
         """Of jobs that are over, and of tools, since the last call."""
@@ -185,7 +185,7 @@ class Jobs:
     def begin(self, plan: StepPlan) -> None:
         """Nothing changes by a step."""
 
-    def holds(self, candidate: Candidate) -> bool:
+    def is_blocked(self, candidate: Candidate) -> bool:
         return False
 
     def admitted(self, request: Request, num_new_tokens: int) -> None:
@@ -194,10 +194,14 @@ class Jobs:
         if not request.agent.job:
             return
         self._wait_no_more(request)
-        pin = self._pins.of(request.agent.job)
+        pin = self._retained_prefixes.of(request.agent.job)
         if pin is not None and pin.request_id != request.request_id:
-            self._pins.use(pin, found=request.num_cached_tokens > 0)
-        elif request.continues_job and not request.finds_pin and not request.num_preemptions:
+            self._retained_prefixes.use(pin, found=request.num_cached_tokens > 0)
+        elif (
+            request.continues_job
+            and not request.finds_retained_prefix
+            and not request.num_preemptions
+        ):
             assert request.queued_at is not None
             self._rule.learn_delay(self._clock() - request.queued_at)
 
@@ -207,7 +211,7 @@ class Jobs:
             return
         self._wait_no_more(request)
         if request.handle in self._spent:  # it has given back its blocks by now
-            self._kv_cache.pool.retire(self._spent.pop(request.handle))
+            self._kv_cache.pool.evict_first(self._spent.pop(request.handle))
         job, now = self._jobs[name], self._clock()
         job.num_here -= 1
         if not job.num_here:
@@ -216,9 +220,9 @@ class Jobs:
                 return
             job.seen = now
             self._jobs[name] = self._jobs.pop(name)
-        pin = self._pins.of(name)
+        pin = self._retained_prefixes.of(name)
         if pin is not None and pin.is_awaited and not job.num_waiting:
-            self._pins.wait_no_more(pin, now + PROVISIONAL_SECONDS)
+            self._retained_prefixes.wait_no_more(pin, now + PROVISIONAL_SECONDS)
 
     # Parts of the above
 
@@ -256,24 +260,26 @@ class Jobs:
         job.ended = job.tool = None
 
     def _settle_pin(self, request_id: int, name: str, tool: str) -> None:
-        pin = self._pins.of(name)
+        pin = self._retained_prefixes.of(name)
         if pin is None or pin.request_id != request_id or pin.is_awaited:
             return
         worth = self._rule.decide(tool, pin.num_tokens)
         if pin.by_client:
-            self._pins.set_value(pin, worth.gain)
+            self._retained_prefixes.set_value(pin, worth.gain)
         else:
-            self._pins.grant(pin, worth.seconds, worth.gain, self._clock())
+            self._retained_prefixes.grant(pin, worth.seconds, worth.gain, self._clock())
 
     def _pin(self, request: Request, now: float) -> None:
         worth = self._rule.provisional(request.num_tokens)
         wanted = by_client(request.agent.ttl_ms)
         seconds = worth.seconds if wanted is None else wanted
         if not worth.seconds or not seconds:
-            self._pins.drop(request.agent.job, "newer turn")
+            self._retained_prefixes.drop(request.agent.job, "newer turn")
             return
         blocks = self._kv_cache.findable_blocks(request)
-        self._pins.take(request, blocks, seconds, worth.gain, now, by_client=wanted is not None)
+        self._retained_prefixes.take(
+            request, blocks, seconds, worth.gain, now, by_client=wanted is not None
+        )
 
     def _end(self, name: str, job: Job) -> None:
         """A job has had its last turn."""
@@ -291,7 +297,7 @@ class Jobs:
             return
         if len(self._jobs) <= MAX_JOBS and now - job.seen < FORGET_SECONDS:
             return
-        self._pins.drop(name, "forgotten")
+        self._retained_prefixes.drop(name, "forgotten")
         if job.ended is not None:
             self._rule.observe(job.tool or "", math.inf)
         self._rule.learn_turns(job.num_turns)
