@@ -27,7 +27,7 @@ from engine_core.kv_events import KVEventSink, make_kv_events
 from engine_core.orders import Orders
 from engine_core.outbox import Outbox
 from engine_core.pool_plan import PoolPlan, plan_pool, weight_memory
-from engine_core.scheduler.hooks import Wake
+from engine_core.scheduler.hooks import Unblock
 from engine_core.scheduler.kv_transfer import Connect, IsSound
 from engine_core.scheduler.limits import ChunkRule, queue_capacity
 from engine_core.scheduler.scheduler import Scheduler
@@ -248,7 +248,7 @@ def connect_of(
 ) -> Connect:
     """How the scheduler comes to the connector that is configured; raises ConfigError there."""
 
-    def connect(holds: TransferRefs, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
+    def connect(holds: TransferRefs, unblock: Unblock, is_sound: IsSound) -> SchedulerConnector:
         context = SchedulerContext(
             worker.geometry,
             plan.block_size,
@@ -257,7 +257,7 @@ def connect_of(
             config.parallel.tensor_parallel_size,
             holds,
             block_ids,
-            wake,
+            unblock,
             config,
             is_sound,
         )

@@ -22,7 +22,7 @@ from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.retention.retained_prefixes import RetainedPrefixes
 from engine_core.retention.ttl_rule import PROVISIONAL_SECONDS, TTLRule, by_client
-from engine_core.scheduler.hooks import Candidate, Wake
+from engine_core.scheduler.hooks import Candidate, Unblock
 from engine_core.scheduler.step_plan import StepPlan
 
 MAX_JOBS: Final = 16_384
@@ -179,16 +179,16 @@ class AgentSessions:
 
     # As a gate
 
-    def attach(self, wake: Wake) -> None:
+    def attach(self, unblock: Unblock) -> None:
         """Nobody is held, so nobody is woken."""
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_admission(self, plan: StepPlan) -> None:
         """Nothing changes by a step."""
 
     def is_blocked(self, candidate: Candidate) -> bool:
         return False
 
-    def admitted(self, request: Request, num_new_tokens: int) -> None:
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         if self._retires and not request.num_preemptions:
             self._see_found(request)
         if not request.agent.job:
@@ -205,7 +205,7 @@ class AgentSessions:
             assert request.queued_at is not None
             self._rule.learn_delay(self._clock() - request.queued_at)
 
-    def forget(self, request: Request) -> None:
+    def on_released(self, request: Request) -> None:
         name = request.agent.job
         if not name:
             return

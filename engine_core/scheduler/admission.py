@@ -13,7 +13,7 @@ from typing import ClassVar, Final, Protocol
 from engine_core.kv_cache.manager import NOTHING_COMPUTED, ComputedBlocks, KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.fairness import TenantFairness
-from engine_core.scheduler.hooks import AdmissionGate, Candidate, Wake
+from engine_core.scheduler.hooks import AdmissionGate, Candidate, Unblock
 from engine_core.scheduler.kv_transfer import KVTransferManager
 from engine_core.scheduler.limits import ChunkRule
 from engine_core.scheduler.preemption import KVWatermarks, NonRunningBlocks, NoPressure, Pressure
@@ -62,12 +62,12 @@ class Pause:
         self._mode = None
         held, self._held = self._held, {}
         for request in held.values():
-            self._wake(request)
+            self._unblock(request)
 
-    def attach(self, wake: Wake) -> None:
-        self._wake = wake
+    def attach(self, unblock: Unblock) -> None:
+        self._unblock = unblock
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_admission(self, plan: StepPlan) -> None:
         """Nothing changes by a step."""
 
     def stops(self, request: Request) -> bool:
@@ -83,10 +83,10 @@ class Pause:
         self._held[request.handle] = request
         return True
 
-    def admitted(self, request: Request, num_new_tokens: int) -> None:
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         self._begun.add(request.request_id)
 
-    def forget(self, request: Request) -> None:
+    def on_released(self, request: Request) -> None:
         self._held.pop(request.handle, None)
         if len(self._choices[request.request_id]) == 1:
             self._begun.discard(request.request_id)
@@ -241,7 +241,7 @@ class AdmissionPass:
 
     def run(self, plan: StepPlan) -> None:
         for gate in self._gates:
-            gate.begin(plan)
+            gate.begin_admission(plan)
         waiting = self._waiting
         while self._has_budget(plan) and waiting.num_ready and self._may_have_seat():
             request = waiting.peek()
@@ -347,7 +347,7 @@ class AdmissionPass:
         plan.budget -= num_new
         plan.prompt_budget -= num_new
         for gate in self._gates:
-            gate.admitted(request, num_new)
+            gate.on_admitted(request, num_new)
         return True
 
     def _load(self, candidate: Candidate, plan: StepPlan) -> bool:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Candidate, Wake
+from engine_core.scheduler.hooks import Candidate, Unblock
 from engine_core.scheduler.output import ForcedTokens
 from engine_core.scheduler.preemption import Preemption
 from engine_core.scheduler.step_plan import StepPlan
@@ -85,7 +85,7 @@ class BeamGroups:
     ) -> None:
         self._kv_cache = kv_cache
         self._preemption = preemption
-        self._dictation = forced_tokens
+        self._forced_tokens = forced_tokens
         self._groups: dict[int, BeamGroup] = {}
         self._reporting: dict[int, BeamGroup] = {}  # those of which some rows have reported
 
@@ -128,10 +128,10 @@ class BeamGroups:
 
     # As a gate
 
-    def attach(self, wake: Wake) -> None:
-        self._wake = wake
+    def attach(self, unblock: Unblock) -> None:
+        self._unblock = unblock
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_admission(self, plan: StepPlan) -> None:
         """Rows that have reported give way while another row of theirs waits for room.
 
         It is to have that room in this very pass, or a lone search would have a step without
@@ -155,13 +155,13 @@ class BeamGroups:
             return False
         return request.choice >= group.search.num_slots or request.choice in group.reported
 
-    def admitted(self, request: Request, num_new_tokens: int) -> None:
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         """Rows are admitted one by one, as there is room."""
 
-    def forget(self, request: Request) -> None:
+    def on_released(self, request: Request) -> None:
         self._groups.pop(request.request_id, None)
         self._reporting.pop(request.request_id, None)
-        self._dictation.forget(request.handle)
+        self._forced_tokens.forget(request.handle)
 
     # Parts of the above
 
@@ -172,8 +172,8 @@ class BeamGroups:
                 self._take_over(group.rows[slot], group.rows[branch.parent])
         for row, branch in zip(group.living, branches, strict=bool(branches)):
             row.all_token_ids.append(branch.token_id)
-            self._dictation.append(row, branch.token_id)
-            self._wake(row)
+            self._forced_tokens.append(row, branch.token_id)
+            self._unblock(row)
         return bool(branches)
 
     def _take_over(self, row: Request, source: Request) -> None:
@@ -183,4 +183,4 @@ class BeamGroups:
         row.take_over(source)
         if row.status is RequestStatus.RUNNING:
             row.num_computed_tokens = self._kv_cache.branch(row, source, source.num_tokens)
-            self._dictation.replace(row)
+            self._forced_tokens.replace(row)

@@ -38,7 +38,7 @@ from collections.abc import Callable
 from typing import ClassVar, Final, Protocol
 
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Candidate, Wake
+from engine_core.scheduler.hooks import Candidate, Unblock
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
 from proto.engine_io import EngineCoreOutput, FinishReason
@@ -195,10 +195,10 @@ class CrashIsolation:
             if record.of_engine and record.request.status is RequestStatus.RUNNING
         ]
 
-    def attach(self, wake: Wake) -> None:
-        self._wake = wake
+    def attach(self, unblock: Unblock) -> None:
+        self._unblock = unblock
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_admission(self, plan: StepPlan) -> None:
         if not self._records:
             return
         for record in list(self._records.values()):
@@ -225,9 +225,9 @@ class CrashIsolation:
         self._say_begun(request)
         return False
 
-    def admitted(self, request: Request, num_new_tokens: int) -> None: ...
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None: ...
 
-    def forget(self, request: Request) -> None:
+    def on_released(self, request: Request) -> None:
         self._held.pop(request.handle, None)
         self._records.pop(request.handle, None)
         if self._suspects:
@@ -278,7 +278,7 @@ class CrashIsolation:
     def _let_go(self) -> None:
         held, self._held = self._held, {}
         for each in held.values():
-            self._wake(each)
+            self._unblock(each)
 
 
 def is_repeated_crash(crash_count: int, crashes_until_alone: int) -> bool:

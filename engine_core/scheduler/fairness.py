@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Final
 
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Candidate, Wake
+from engine_core.scheduler.hooks import Candidate, Unblock
 from engine_core.scheduler.limits import ChunkRule
 from engine_core.scheduler.preemption import Preemption, PreemptionOrder
 from engine_core.scheduler.queues.base import RequestQueue
@@ -108,20 +108,20 @@ class TenantFairness:
 
     # As a gate
 
-    def attach(self, wake: Wake) -> None:
+    def attach(self, unblock: Unblock) -> None:
         """Nobody is ever held."""
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_admission(self, plan: StepPlan) -> None:
         """All was done before running requests were planned."""
 
     def is_blocked(self, candidate: Candidate) -> bool:
         return False
 
-    def admitted(self, request: Request, num_new_tokens: int) -> None:
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         self._preemption_order.admit(request)
         self._usage.admit(request, num_new_tokens)
 
-    def forget(self, request: Request) -> None:
+    def on_released(self, request: Request) -> None:
         if self._usage.runs(request):
             self._preemption_order.leave(request)
         self._usage.leave(request)

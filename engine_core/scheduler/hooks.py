@@ -18,7 +18,7 @@ from proto.model_runner_output import ModelRunnerOutput
 if TYPE_CHECKING:
     from engine_core.retention.retained_prefixes import RetainedPrefix
 
-Wake = Callable[[Request], None]
+Unblock = Callable[[Request], None]
 """Puts a request that is held back into the line; does nothing for any other."""
 
 
@@ -71,11 +71,11 @@ class AdmissionGate(Protocol):
 
     status: ClassVar[RequestStatus]
 
-    def attach(self, wake: Wake) -> None:
+    def attach(self, unblock: Unblock) -> None:
         """Called once, before everything else, with the way to wake a request."""
         ...
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_admission(self, plan: StepPlan) -> None:
         """An admission pass begins; running requests have been planned."""
         ...
 
@@ -86,11 +86,11 @@ class AdmissionGate(Protocol):
         """
         ...
 
-    def admitted(self, request: Request, num_new_tokens: int) -> None:
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         """A request was given blocks; it computes so many tokens in this step."""
         ...
 
-    def forget(self, request: Request) -> None:
+    def on_released(self, request: Request) -> None:
         """A request is over, whatever state it was in."""
         ...
 
@@ -106,15 +106,15 @@ class Constraints(Protocol):
 
     status: ClassVar[RequestStatus]
 
-    def attach(self, wake: Wake) -> None: ...
+    def attach(self, unblock: Unblock) -> None: ...
 
-    def begin(self, plan: StepPlan) -> None: ...
+    def begin_admission(self, plan: StepPlan) -> None: ...
 
     def is_blocked(self, candidate: Candidate) -> bool: ...
 
-    def admitted(self, request: Request, num_new_tokens: int) -> None: ...
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None: ...
 
-    def forget(self, request: Request) -> None: ...
+    def on_released(self, request: Request) -> None: ...
 
     def handles_of(self, plan: StepPlan) -> list[int]:
         """Constrained sequences that sample in this step; before the counters advance."""
@@ -126,16 +126,16 @@ class NoConstraints:
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_GRAMMAR
 
-    def attach(self, wake: Wake) -> None: ...
+    def attach(self, unblock: Unblock) -> None: ...
 
-    def begin(self, plan: StepPlan) -> None: ...
+    def begin_admission(self, plan: StepPlan) -> None: ...
 
     def is_blocked(self, candidate: Candidate) -> bool:
         return False
 
-    def admitted(self, request: Request, num_new_tokens: int) -> None: ...
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None: ...
 
-    def forget(self, request: Request) -> None: ...
+    def on_released(self, request: Request) -> None: ...
 
     def handles_of(self, plan: StepPlan) -> list[int]:
         return []

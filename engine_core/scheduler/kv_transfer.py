@@ -30,7 +30,7 @@ from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import SchedulerConnector
 from engine_core.kv_connector.nothing import NO_CONNECTOR
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Candidate, SchedulerObserver, Wake
+from engine_core.scheduler.hooks import Candidate, SchedulerObserver, Unblock
 from engine_core.scheduler.preemption import NonRunningBlocks, SwapRule
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
@@ -107,12 +107,12 @@ class UnconfirmedLoads:
 
 
 IsSound = Callable[[int], bool]
-Connect = Callable[[TransferRefs, Wake, IsSound], SchedulerConnector]
+Connect = Callable[[TransferRefs, Unblock, IsSound], SchedulerConnector]
 """Makes a connector from the references it may take, the way to wake who was told to wait, and
 whether what a request computes, by handle, may be stored."""
 
 
-def no_connector(holds: TransferRefs, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
+def no_connector(holds: TransferRefs, unblock: Unblock, is_sound: IsSound) -> SchedulerConnector:
     """Connect to nothing."""
     return NO_CONNECTOR
 
@@ -177,10 +177,10 @@ class KVTransferManager:
 
     # As a gate
 
-    def attach(self, wake: Wake) -> None:
-        self._wake = wake
+    def attach(self, unblock: Unblock) -> None:
+        self._unblock = unblock
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_admission(self, plan: StepPlan) -> None:
         self._plan = plan
 
     def is_blocked(self, candidate: Candidate) -> bool:
@@ -202,10 +202,10 @@ class KVTransferManager:
         candidate.loads_async = match.is_async and candidate.num_external_tokens > 0
         return False
 
-    def admitted(self, request: Request, num_new_tokens: int) -> None:
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         self._loaded.pop(request.handle, None)
 
-    def forget(self, request: Request) -> None:
+    def on_released(self, request: Request) -> None:
         """It is over; `on_finish` has seen to its blocks."""
         handle = request.handle
         self._asked.pop(handle, None)
@@ -486,7 +486,7 @@ class KVTransferManager:
     def _unblock_asked(self, request: Request) -> None:
         """The connector has an answer for who was told to ask again."""
         if self._asked.pop(request.handle, None) is not None:
-            self._wake(request)
+            self._unblock(request)
 
     def _end_load(self, handle: int) -> None:
         """All ranks have ended a load; one that nobody waits for gives its blocks back."""
@@ -510,13 +510,13 @@ class KVTransferManager:
         else:
             kv_cache.free(request)
             request.num_computed_tokens = 0
-        self._wake(request)
+        self._unblock(request)
 
     def _abandon(self, request: Request) -> None:
         """It waits as one of which nothing is computed."""
         self._kv_cache.free(request)
         request.num_computed_tokens = 0
-        self._wake(request)
+        self._unblock(request)
 
     def _rewind(self, request: Request, num_sound: int, step: int) -> None:
         """Back to the last token whose KV is good; what steps in flight make of it is void."""

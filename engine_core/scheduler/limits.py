@@ -9,7 +9,7 @@ from math import inf
 from typing import ClassVar, Final, Protocol
 
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Candidate, Wake
+from engine_core.scheduler.hooks import Candidate, Unblock
 from engine_core.scheduler.step_plan import StepPlan
 from proto.config import SchedulerConfig, flag_name
 from proto.engine_io import EngineCoreRequest
@@ -222,19 +222,19 @@ class QueueLimits:
         """An estimate of when all that wait now will have left, for those who may come again."""
         return self._drain_rate.seconds_for(len(self))
 
-    def attach(self, wake: Wake) -> None:
+    def attach(self, unblock: Unblock) -> None:
         """Nobody is held, so nobody is woken."""
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_admission(self, plan: StepPlan) -> None:
         """Nothing changes by a step."""
 
     def is_blocked(self, candidate: Candidate) -> bool:
         return False
 
-    def admitted(self, request: Request, num_new_tokens: int) -> None:
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         self._leave(request)
 
-    def forget(self, request: Request) -> None:
+    def on_released(self, request: Request) -> None:
         self._leave(request)
 
     def _leave(self, request: Request) -> None:
@@ -326,21 +326,21 @@ class Deadlines:
                 overdue.append(Overdue(request_id, limited.client_index, error))
         return overdue
 
-    def attach(self, wake: Wake) -> None:
+    def attach(self, unblock: Unblock) -> None:
         """Nobody is held, so nobody is woken."""
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_admission(self, plan: StepPlan) -> None:
         """Nothing changes by a step."""
 
     def is_blocked(self, candidate: Candidate) -> bool:
         return False
 
-    def admitted(self, request: Request, num_new_tokens: int) -> None:
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         limited = self._limited.get(request.request_id)
         if limited is not None:
             limited.queue_deadline = inf
 
-    def forget(self, request: Request) -> None:
+    def on_released(self, request: Request) -> None:
         limited = self._limited.get(request.request_id)
         if limited is None:
             return

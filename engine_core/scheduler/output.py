@@ -65,7 +65,7 @@ class OutputBuilder:
     ) -> None:
         self._kv_cache = kv_cache
         self._constraints = constraints
-        self._dictation = forced_tokens
+        self._forced_tokens = forced_tokens
         self.epoch = epoch
         self._known: set[int] = set()
         self._finished: list[int] = []
@@ -91,7 +91,7 @@ class OutputBuilder:
     def build(self, plan: StepPlan) -> SchedulerOutput:
         """The message for the next step; call it before the counters advance."""
         self.step += 1
-        dictated = self._dictation.take(plan)
+        dictated = self._forced_tokens.take(plan)
         new: list[NewRequestData] = []
         resumed: list[Request] = []
         resumed_tokens: list[int] = []

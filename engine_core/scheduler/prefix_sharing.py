@@ -16,7 +16,7 @@ from typing import ClassVar, Final
 
 from engine_core.kv_cache.manager import NOTHING_COMPUTED, ComputedBlocks, KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Candidate, Wake
+from engine_core.scheduler.hooks import Candidate, Unblock
 from engine_core.scheduler.step_plan import StepPlan
 
 PATIENCE: Final = 8
@@ -92,10 +92,10 @@ class PrefixWait:
         self._waiters: dict[int, _Waiter] = {}
         self._num_lost: dict[int, int] = {}
 
-    def attach(self, wake: Wake) -> None:
-        self._wake = wake
+    def attach(self, unblock: Unblock) -> None:
+        self._unblock = unblock
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_admission(self, plan: StepPlan) -> None:
         if self._leaders:
             self._follow_leaders(plan)
 
@@ -126,7 +126,7 @@ class PrefixWait:
                     return True
         return False
 
-    def admitted(self, request: Request, num_new_tokens: int) -> None:
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         self._num_lost.pop(request.handle, None)
         reached = request.num_computed_tokens + num_new_tokens
         if reached < request.num_tokens and (hashes := request.block_hashes):
@@ -134,7 +134,7 @@ class PrefixWait:
             self._leaders[request.handle] = leader
             self._by_first_block.setdefault(hashes[0], {})[request.handle] = leader
 
-    def forget(self, request: Request) -> None:
+    def on_released(self, request: Request) -> None:
         self._num_lost.pop(request.handle, None)
         self._waiters.pop(request.handle, None)
         leader = self._leaders.get(request.handle)
@@ -186,7 +186,7 @@ class PrefixWait:
             return
         del self._waiters[handle]
         self._num_lost[handle] = num_lost - waiter.origin
-        self._wake(waiter.request)
+        self._unblock(waiter.request)
 
 
 def _num_shared(ours: Sequence[bytes], theirs: Sequence[bytes], known: int, most: int) -> int:
@@ -244,10 +244,10 @@ class SiblingForks:
         self._just_admitted: set[Request] = set()
         self._over: set[int] = set()  # ids of requests with a choice that has come to its end
 
-    def attach(self, wake: Wake) -> None:
-        self._wake = wake
+    def attach(self, unblock: Unblock) -> None:
+        self._unblock = unblock
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_admission(self, plan: StepPlan) -> None:
         self._just_admitted.clear()
         for request_id, wait in list(self._waits.items()):
             if not self._is_computing(wait.source):
@@ -269,7 +269,7 @@ class SiblingForks:
         wait.waiters.append(request)
         return True
 
-    def admitted(self, request: Request, num_new_tokens: int) -> None:
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         siblings = self._choices[request.request_id]
         if len(siblings) == 1:
             return
@@ -279,7 +279,7 @@ class SiblingForks:
             each.num_cached_tokens for each in siblings.values() if each.scheduled_at is not None
         )
 
-    def forget(self, request: Request) -> None:
+    def on_released(self, request: Request) -> None:
         if len(self._choices[request.request_id]) == 1:
             self._over.discard(request.request_id)
         elif request.status is not RequestStatus.FINISHED_ABORTED:
@@ -323,7 +323,7 @@ class SiblingForks:
 
     def _release(self, request_id: int) -> None:
         for request in self._waits.pop(request_id).waiters:
-            self._wake(request)
+            self._unblock(request)
 
 
 def _num_common_tokens(request: Request, source: Request) -> int:

@@ -196,7 +196,7 @@ class Scheduler:
             self.kv_transfer,
         )
         for gate in self._gates:
-            gate.attach(self._wake)
+            gate.attach(self._unblock)
         self._admission_pass = AdmissionPass(
             self.waiting,
             self.running,
@@ -514,7 +514,7 @@ class Scheduler:
             num_missing += request.num_tokens - request.num_computed_tokens
         return self._prefill_throttle.prompt_tokens(len(self.running) - len(prefills), num_missing)
 
-    def _wake(self, request: Request) -> None:
+    def _unblock(self, request: Request) -> None:
         """A gate lets go of a request."""
         if request.status.is_blocked:
             preempted = request.num_preemptions > 0
@@ -565,7 +565,7 @@ class Scheduler:
             self._request_preemptions.append(request.num_preemptions)
         self._output_builder.forget(request.handle)
         for gate in self._gates:
-            gate.forget(request)
+            gate.on_released(request)
         del self._requests[request.handle]
         choices = self._choices[request.request_id]
         del choices[request.choice]

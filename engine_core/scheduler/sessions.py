@@ -24,7 +24,7 @@ import msgspec
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Candidate, Wake
+from engine_core.scheduler.hooks import Candidate, Unblock
 from engine_core.scheduler.preemption import NonRunningBlocks
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.result import ClientOutputs
@@ -222,24 +222,24 @@ class Sessions:
         request.queued_at = self._clock()
         del self._resting_since[request.request_id]
         self.non_running_blocks.line_up(request)
-        self._wake(request)
+        self._unblock(request)
 
     # As a gate
 
-    def attach(self, wake: Wake) -> None:
-        self._wake = wake
+    def attach(self, unblock: Unblock) -> None:
+        self._unblock = unblock
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_admission(self, plan: StepPlan) -> None:
         """Nothing changes by a step."""
 
     def is_blocked(self, candidate: Candidate) -> bool:
         """Nobody: who is at rest was set aside before anyone could ask."""
         return False
 
-    def admitted(self, request: Request, num_new_tokens: int) -> None:
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         self.non_running_blocks.forget(request)
 
-    def forget(self, request: Request) -> None:
+    def on_released(self, request: Request) -> None:
         """The session is over with its request, unless that was a turn with another to follow."""
         self.non_running_blocks.forget(request)
         session = self._open.get(request.request_id)

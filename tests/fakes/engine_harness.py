@@ -20,7 +20,7 @@ from engine_core.scheduler.hooks import (
     Constraints,
     Gate,
     SchedulerObserver,
-    Wake,
+    Unblock,
 )
 from engine_core.scheduler.kv_transfer import IsSound
 from engine_core.scheduler.limits import ChunkRule
@@ -102,8 +102,10 @@ class EngineHarness:
         self.outputs: dict[tuple[int, int], list[EngineCoreOutput]] = {}
         self.final: dict[tuple[int, int], FinishReason] = {}
 
-    def _connect(self, holds: TransferRefs, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
-        self.transfer_refs, self.wake, self.is_sound = holds, wake, is_sound
+    def _connect(
+        self, holds: TransferRefs, unblock: Unblock, is_sound: IsSound
+    ) -> SchedulerConnector:
+        self.transfer_refs, self.wake, self.is_sound = holds, unblock, is_sound
         return NO_CONNECTOR if self.connector is None else self.connector
 
     def add(

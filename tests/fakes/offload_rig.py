@@ -12,7 +12,7 @@ from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
 from engine_core.request import Request
-from engine_core.scheduler.hooks import Wake
+from engine_core.scheduler.hooks import Unblock
 from engine_core.scheduler.kv_transfer import IsSound
 from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
@@ -136,7 +136,7 @@ class OffloadRig(EngineHarness):
         self.stores: list[TransferJob] = []
         self.half = CopyingHalf(size // block_size, num_ranks)
 
-        def connect(holds: TransferRefs, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
+        def connect(holds: TransferRefs, unblock: Unblock, is_sound: IsSound) -> SchedulerConnector:
             context = SchedulerContext(
                 geometry,
                 block_size,
@@ -145,7 +145,7 @@ class OffloadRig(EngineHarness):
                 num_ranks,
                 holds,
                 self.kv_cache.block_ids,
-                wake,
+                unblock,
                 is_sound=lambda handle: self.trusts and is_sound(handle),
             )
             self.deciding = OffloadingScheduler(transfer, context)

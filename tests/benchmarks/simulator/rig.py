@@ -12,7 +12,7 @@ from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
 from engine_core.request import Request
 from engine_core.retention.retained_prefixes import RetainedPrefix
-from engine_core.scheduler.hooks import SchedulerObserver, Wake
+from engine_core.scheduler.hooks import SchedulerObserver, Unblock
 from engine_core.scheduler.kv_transfer import Connect, IsSound, no_connector
 from engine_core.scheduler.limits import ChunkRule
 from engine_core.scheduler.queues.base import RequestQueue
@@ -101,7 +101,7 @@ class SimulatedTier:
             kv_connector="OffloadingConnector", kv_connector_extra_config=extra
         )
 
-        def made(holds: TransferRefs, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
+        def made(holds: TransferRefs, unblock: Unblock, is_sound: IsSound) -> SchedulerConnector:
             context = SchedulerContext(
                 geometry=KVCacheGeometry(1, 1, 1, "none", 1, header.groups),
                 block_size=header.block_size,
@@ -110,7 +110,7 @@ class SimulatedTier:
                 num_ranks=_RANKS,
                 holds=holds,
                 block_ids=kv_cache.block_ids,
-                wake=wake,
+                wake=unblock,
                 is_sound=is_sound,
             )
             return OffloadingScheduler(config, context)

@@ -9,7 +9,7 @@ from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.multi import MultiScheduler
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Wake
+from engine_core.scheduler.hooks import Unblock
 from engine_core.scheduler.kv_transfer import IsSound
 from engine_core.scheduler.scheduler import Scheduler
 from proto.config import SchedulerConfig
@@ -42,7 +42,7 @@ class TwoMedia(EngineHarness):
         geometry = KVCacheGeometry(1, 1, 8, "float32", 64, (KVGroup(None),))
         self.parts: list[list[OffloadMetadata]] = []
 
-        def connect(holds: TransferRefs, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
+        def connect(holds: TransferRefs, unblock: Unblock, is_sound: IsSound) -> SchedulerConnector:
             context = SchedulerContext(
                 geometry,
                 BLOCK_SIZE,
@@ -51,7 +51,7 @@ class TwoMedia(EngineHarness):
                 1,
                 holds,
                 self.kv_cache.block_ids,
-                wake,
+                unblock,
                 is_sound=is_sound,
             )
             self.deciding = MultiScheduler(config, context)

@@ -320,10 +320,10 @@ def test_a_step_looks_at_nobody_who_waits_for_the_prompt():
         assert gate.is_blocked(Candidate(each, engine.kv_cache))
     choices.num_looks = 0
     for _ in range(10):
-        gate.begin(StepPlan(100, 0.0, 100))
+        gate.begin_admission(StepPlan(100, 0.0, 100))
     assert (choices.num_looks, woken) == (0, [])
     first.num_computed_tokens = len(PROMPT)
-    gate.begin(StepPlan(100, 0.0, 100))
+    gate.begin_admission(StepPlan(100, 0.0, 100))
     assert woken == requests[1:]
     assert choices.num_looks == 0
 
