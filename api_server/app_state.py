@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from api_server.engine_client import EngineClient
-from api_server.health import Door, Health, Visitors
-from api_server.live_view.publisher import Feed
+from api_server.health import DrainState, Health, InFlightCounter
+from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.collector import Metrics
 from api_server.parsers.reasoning import ReasoningStyle, style_of
 from api_server.parsers.tool_calling import ToolCaller
@@ -22,7 +22,7 @@ from api_server.sampling import seeds
 from api_server.stream import OpenStreams
 from api_server.text.chat_template import load_chat_template, read_chat_template
 from api_server.text.prompts import PromptReader
-from api_server.text.rendering import TimedRendering
+from api_server.text.rendering import TemplateRenderer
 from api_server.text.tokenizer import ModelTokenizer, special_token_texts
 from proto.config import FrontEndConfig, ModelConfig, ServeConfig
 from proto.errors import UnknownModelError
@@ -36,7 +36,7 @@ class ModelTexts:
     """vocabulary: hex digest of tokenizer.json and the tokens that end an answer."""
 
     tokenizer: ModelTokenizer
-    chat_template: TimedRendering
+    chat_template: TemplateRenderer
     vocabulary: str
 
     @classmethod
@@ -52,21 +52,21 @@ class ModelTexts:
             template = read_chat_template(Path(config.chat_template), variables)
         digest = hashlib.sha256(repr(model.eos_token_ids).encode())
         digest.update(Path(folder, "tokenizer.json").read_bytes())
-        return cls(tokenizer, TimedRendering(template), digest.hexdigest())
+        return cls(tokenizer, TemplateRenderer(template), digest.hexdigest())
 
 
-SERVICES: Final = "tokend.services"
+APP_STATE: Final = "tokend.app_state"
 """Where a request's scope holds what it is answered with."""
 
 
 @dataclass(frozen=True, slots=True)
-class Services:
+class AppState:
     """Dependencies of the application.
 
-    model_name: as clients call it. seeds: for requests without a seed. visitors: the
-    requests that are answered with these services. epoch: of the engine that they go to, as
+    model_name: as clients call it. seeds: for requests without a seed. in_flight: the
+    requests that are answered with these app_state. epoch: of the engine that they go to, as
     long as that one is there. vocabulary: changes with what token ids mean. under_way: of this
-    front end, whichever engine has them. ask_abort: has all front ends end requests with these
+    front end, whichever engine has them. request_abort: has all front ends end requests with these
     ids, of the key of this name or of any (None). responses: those of /v1/responses that are kept
     or under way. feed: of the live view. background: tasks whose clients do not wait.
     """
@@ -78,16 +78,16 @@ class Services:
     metrics: Metrics
     tokenizer: ModelTokenizer
     health: Health
-    chat_template: TimedRendering
-    door: Door
+    chat_template: TemplateRenderer
+    drain_state: DrainState
     epoch: int
     vocabulary: str
     settings: ServeConfig
-    ask_abort: Callable[[list[str], str | None], None]
+    request_abort: Callable[[list[str], str | None], None]
     open_streams: OpenStreams
     responses: StoredResponses
-    feed: Feed
-    visitors: Visitors = field(default_factory=Visitors)
+    live_view: LiveViewPublisher
+    in_flight: InFlightCounter = field(default_factory=InFlightCounter)
     background: set[asyncio.Task[None]] = field(default_factory=set)
     seeds: Iterator[int] = field(default_factory=lambda: seeds(None, 0))
     created: int = field(default_factory=lambda: int(time.time()))

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, Protocol
 
 from api_server.engine_connection import FLUSH_SECONDS, EngineConnection, FromEngine
 from api_server.errors import NotAvailableError
-from api_server.live_view.publisher import NO_AUDIENCE, Audience
+from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.collector import Metrics
 from proto.agents import TurnEnded
 from proto.codec import changed
@@ -48,7 +48,7 @@ from proto.view import EngineView, Watch
 # Requests under way, and what it takes to send them to another engine.
 
 
-NOBODY: Final = 0
+NO_ENGINE: Final = 0
 """In the place of an epoch: no engine has it."""
 
 
@@ -120,7 +120,7 @@ class OpenRequest:
 
     request: EngineCoreRequest
     stream: OutputStream
-    sent_to: int = NOBODY
+    sent_to: int = NO_ENGINE
     alone: bool = False
     begun: bool = False
     accepted: bool = False
@@ -170,12 +170,12 @@ class OpenRequest:
         if num_tokens > self._num_tokens or 0 < self._died_at <= self._computed:
             self.crash_count = 0
         only_waited = self.crash_count > 0 and others_begun and not self.begun
-        if crashes_until_alone is not None and self.sent_to != NOBODY and not only_waited:
+        if crashes_until_alone is not None and self.sent_to != NO_ENGINE and not only_waited:
             self.crash_count += self.alone or self.crash_count < crashes_until_alone
             self._died_at = self._under_way
         self._num_tokens = num_tokens
         self._computed = self._under_way = 0
-        self.sent_to, self.alone, self.begun = NOBODY, False, False
+        self.sent_to, self.alone, self.begun = NO_ENGINE, False, False
 
     def message(self, epoch: int) -> EngineCoreRequest:
         """What the engine of an epoch is asked: to go on where the stream ends."""
@@ -225,8 +225,8 @@ class EngineClient:
         self._num_calls = 0
         self._engine: EngineReady | None = None
         self._closed = False
-        self._on_nonsense: Callable[[int], None] = lambda epoch: None
-        self._audience: Audience = NO_AUDIENCE
+        self._on_invalid_message: Callable[[int], None] = lambda epoch: None
+        self._live_view: LiveViewPublisher | None = None
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, EngineConnection] = {}
         self._without_heir: set[int] = set()
@@ -237,22 +237,26 @@ class EngineClient:
         """Of the engine that is asked."""
         return self._current.epoch
 
-    def when_nonsense(self, tell: Callable[[int], None]) -> None:
+    def on_invalid_message(self, tell: Callable[[int], None]) -> None:
         """Have `tell` called with the epoch of an engine that sends what is no message.
 
         What that was meant to say is lost, so nothing more is heard of that engine; its requests
         wait for the next one.
         """
-        self._on_nonsense = tell
+        self._on_invalid_message = tell
 
-    def seat(self, audience: Audience) -> None:
-        """Have the views of the engine of now shown to them, while they watch."""
-        self._audience = audience
+    def attach_live_view(self, live_view: LiveViewPublisher) -> None:
+        """Pass the views of the current engine to this publisher."""
+        self._live_view = live_view
+
+    @property
+    def _is_watched(self) -> bool:
+        return self._live_view is not None and self._live_view.is_watched
 
     def watch(self) -> None:
-        """Tell the engine of now whether anybody watches."""
+        """Tell the current engine whether the live view has subscribers."""
         if self._current.ready and not self._closed:
-            self._current.send(Watch(self.epoch, self._audience.watches))
+            self._current.send(Watch(self.epoch, self._is_watched))
 
     @property
     def engine(self) -> EngineReady:
@@ -299,7 +303,7 @@ class EngineClient:
         entry = OpenRequest(request, stream)
         connection = self._connections.get(request.epoch, self._current)
         if connection.ready:
-            self._ask(connection, entry.message(connection.epoch))
+            self._send_or_refuse(connection, entry.message(connection.epoch))
             entry.sent_to = connection.epoch
         elif len(self._open) >= MAX_WAITING:
             self._metrics.admission_rejected("restart")
@@ -313,9 +317,9 @@ class EngineClient:
         """
         entry = self._open.get(message.request_id)
         if entry is not None:
-            self._ask(self._connections.get(entry.sent_to, self._current), message)
+            self._send_or_refuse(self._connections.get(entry.sent_to, self._current), message)
 
-    def abandon(self, stream: OutputStream) -> None:
+    def abort_request(self, stream: OutputStream) -> None:
         """Nobody waits for this request any more: forget it and tell the engine."""
         entry = self._open.pop(stream.request_id, None)
         if entry is not None:
@@ -357,22 +361,22 @@ class EngineClient:
             link.close()
             return
         old, self._current = self._current, self._connect(link, epoch)
-        self._lose(old.epoch, died)
-        self._watch_gap(epoch)
+        self._lose_engine(old.epoch, died)
+        self._check_deadlines(epoch)
 
-    def meet(self, link: Link, epoch: int) -> EngineConnection:
+    def connect_next(self, link: Link, epoch: int) -> EngineConnection:
         """Get to know an engine that may take over later (`switch`), or never (`drop`)."""
         return self._connect(link, epoch)
 
     def switch(self, epoch: int) -> None:
         """Ask the engine of this epoch from now on, which was ready; what is open stays."""
-        if self._audience.watches and self._current.ready:
+        if self._is_watched and self._current.ready:
             self._current.send(Watch(self.epoch, False))
         self._current = self._connections[epoch]
         if self.connected:
-            self._engaged()
+            self._on_engine_ready()
         else:
-            self._distrust(epoch)
+            self._report_invalid_message(epoch)
 
     def drop(self, epoch: int, *, movable: bool = True) -> None:
         """An engine beside that of now is gone; what is open there goes to the one of now.
@@ -383,7 +387,7 @@ class EngineClient:
         if epoch not in self._connections or self._closed:
             return
         held = [entry for entry in self._open.values() if entry.sent_to == epoch]
-        self._lose(epoch, died=True)
+        self._lose_engine(epoch, died=True)
         if not movable:
             self._without_heir.add(epoch)
             for entry in held:
@@ -398,14 +402,15 @@ class EngineClient:
         self._closed = True
         for entry in list(self._open.values()):
             entry.stream.fail(error)
-        self._audience.dismiss()
+        if self._live_view is not None:
+            self._live_view.close()
         for _, reply in self._calls.values():
             reply.cancel()
         self._open.clear()
         for connection in self._connections.values():
             connection.close()
 
-    def _watch_gap(self, epoch: int) -> None:
+    def _check_deadlines(self, epoch: int) -> None:
         """Until the engine of an epoch is there, nobody else ends requests whose time is over."""
         if self._closed or self._current.ready or epoch != self.epoch:
             return
@@ -417,27 +422,27 @@ class EngineClient:
                 entry.check_time(now)
             except RequestError as error:
                 self._fail(entry.stream, error)
-        self._loop.call_later(GAP_SECONDS, self._watch_gap, epoch)
+        self._loop.call_later(GAP_SECONDS, self._check_deadlines, epoch)
 
     def _connect(self, link: Link, epoch: int) -> EngineConnection:
         def dispatch(message: Any) -> None:
             if not self._closed:
                 self._dispatch(epoch, message)
 
-        connection = EngineConnection(link, epoch, dispatch, self._distrust)
+        connection = EngineConnection(link, epoch, dispatch, self._report_invalid_message)
         self._connections[epoch] = connection
         self._metrics.meet_engine(epoch)
         return connection
 
-    def _distrust(self, epoch: int) -> None:
+    def _report_invalid_message(self, epoch: int) -> None:
         """An engine sent what is no message.
 
         Of one that is to come nobody wants to know until it has come (`switch`).
         """
         if epoch <= self.epoch:
-            self._on_nonsense(epoch)
+            self._on_invalid_message(epoch)
 
-    def _lose(self, epoch: int, died: bool) -> None:
+    def _lose_engine(self, epoch: int, died: bool) -> None:
         """The engine of this epoch is no more: what is open there belongs to nobody now."""
         connection = self._connections[epoch]
         connection.drain()  # what it said before it died counts
@@ -453,7 +458,9 @@ class EngineClient:
                 del self._open[entry.request.request_id]
                 entry.stream.fail(InternalRequestError("the session ended with its engine"))
 
-    def _ask(self, connection: EngineConnection, message: EngineCoreRequest | SessionInput) -> None:
+    def _send_or_refuse(
+        self, connection: EngineConnection, message: EngineCoreRequest | SessionInput
+    ) -> None:
         if connection.stalled:
             raise OverloadedError("the engine does not keep up")
         connection.send(message)
@@ -471,16 +478,16 @@ class EngineClient:
             self._on_outputs(message)
         elif isinstance(message, EngineReady):
             if epoch == self.epoch:
-                self._engaged()
+                self._on_engine_ready()
         elif isinstance(message, EngineView):
-            if epoch == self.epoch:
-                self._audience.show(message)
+            if epoch == self.epoch and self._live_view is not None:
+                self._live_view.publish(message)
         else:
             _, reply = self._calls.pop(message.call_id, (None, None))
             if reply is not None and not reply.done():
                 reply.set_result(message)
 
-    def _engaged(self) -> None:
+    def _on_engine_ready(self) -> None:
         """The engine of now is ready."""
         engine = self._engine = self._current.engine
         assert engine is not None, "it is ready"
@@ -489,8 +496,9 @@ class EngineClient:
         self._metrics.cache_config(block_size=engine.block_size, num_gpu_blocks=engine.num_blocks)
         for call, _ in self._calls.values():
             self._current.send(changed(call, epoch=self.epoch))
-        self._audience.meet(engine)
-        if self._audience.watches:
+        if self._live_view is not None:
+            self._live_view.on_engine_ready(engine)
+        if self._is_watched:
             self.watch()
         self._send_waiting()
 
@@ -501,7 +509,7 @@ class EngineClient:
         """
         if self._closed or not self._current.ready:
             return
-        entries = [entry for entry in self._open.values() if entry.sent_to == NOBODY]
+        entries = [entry for entry in self._open.values() if entry.sent_to == NO_ENGINE]
         for entry in sorted(entries, key=lambda each: -each.crash_count):
             if self._current.stalled:
                 self._loop.call_later(FLUSH_SECONDS, self._send_waiting)
@@ -562,4 +570,4 @@ class EngineClient:
 
     def _fail(self, stream: OutputStream, error: RequestError) -> None:
         stream.fail(error)
-        self.abandon(stream)
+        self.abort_request(stream)

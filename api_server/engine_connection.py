@@ -29,7 +29,7 @@ class EngineConnection:
     """From the meeting with an engine to its end.
 
     link: receives `FromEngine`. on_message: is given what the engine of this epoch says;
-    EngineReady comes to it once the version has been looked at. on_nonsense: is given the
+    EngineReady comes to it once the version has been looked at. on_invalid_message: is given the
     epoch of an engine that sends what is no message. What that was meant to say is lost, so
     nothing more is heard of it.
     """
@@ -39,12 +39,12 @@ class EngineConnection:
         link: Link,
         epoch: int,
         on_message: Callable[[Any], None],
-        on_nonsense: Callable[[int], None],
+        on_invalid_message: Callable[[int], None],
     ) -> None:
         self._link = link
         self.epoch = epoch
         self._on_message = on_message
-        self._on_nonsense = on_nonsense
+        self._on_invalid_message = on_invalid_message
         self._engine: EngineReady | None = None
         self._refusal: ProtocolError | None = None
         self._settled = asyncio.Event()
@@ -96,7 +96,7 @@ class EngineConnection:
             logger.error("the engine sent what is no message: waiting for the next one")
             self._deaf = True
             self._settled.clear()
-            self._on_nonsense(self.epoch)
+            self._on_invalid_message(self.epoch)
             return  # what came with it may have a hole in it
         for message in messages:
             self._take(message)

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api_server.app_state import SERVICES, Services
+from api_server.app_state import APP_STATE, AppState
 from api_server.errors import DrainingError, error_response
 from api_server.http_protocol import has_left
 from proto.api_keys import ApiKey
@@ -36,7 +36,7 @@ The live view is among them, because a drain would wait for whoever watches it, 
 it ("" is that of /), to show that it drains."""
 
 
-class KnowKeys:
+class ApiKeyMiddleware:
     """Answers 401 unless a key comes as `Authorization: Bearer` or `x-api-key`.
 
     Whose key it is, is `key_name` in the state of the request, and `is_operator` whether it is
@@ -73,21 +73,21 @@ class KnowKeys:
         return known
 
 
-class PassTheDoor:
+class DrainMiddleware:
     """Counts who is inside, and answers 503 when nobody is let in any more."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services: Services = scope["app"].state.services
-        scope[SERVICES] = services
+        app_state: AppState = scope["app"].state.app_state
+        scope[APP_STATE] = app_state
         if scope["type"] != "http" or _first_part(scope["path"]) in OPERATORS:
             await self._app(scope, receive, send)
-        elif services.door.closed:
+        elif app_state.drain_state.closed:
             await error_response(DrainingError(), scope["path"])(scope, receive, send)
         else:
-            with services.visitors, services.metrics.in_flight:
+            with app_state.in_flight, app_state.metrics.in_flight:
                 await self._app(scope, receive, send)
 
 
@@ -103,11 +103,11 @@ def _first_part(path: str) -> str:
 
 # The short way to the routes that generate: past routing, dependencies and their many layers.
 #
-#     key ─▶ door ─▶ ShortWay ── POST /v1/completions ──▶ endpoint ─▶ response
+#     key ─▶ door ─▶ FastPath ── POST /v1/completions ──▶ endpoint ─▶ response
 #                       └─────── anything else ─────────▶ router ─▶ …
 
 
-MOMENT_SECONDS: Final = 0.002
+DISCONNECT_GRACE_SECONDS: Final = 0.002
 """What a request waits for its client to leave, while there are others."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -124,7 +124,7 @@ def endpoints_of(*routers: APIRouter) -> dict[str, Endpoint]:
     return found
 
 
-class ShortWay:
+class FastPath:
     """Calls an endpoint with the request, and answers what it raises as the application would."""
 
     def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
@@ -136,11 +136,11 @@ class ShortWay:
         if endpoint is None or scope.get("method") != "POST":
             await self._app(scope, receive, send)
             return
-        services: Services = scope[SERVICES]
-        if services.client.num_open:
-            await asyncio.sleep(MOMENT_SECONDS)
+        app_state: AppState = scope[APP_STATE]
+        if app_state.client.num_open:
+            await asyncio.sleep(DISCONNECT_GRACE_SECONDS)
         if has_left(scope):
-            services.metrics.cut_short("disconnect")
+            app_state.metrics.cut_short("disconnect")
             await _gone(receive)
             return
         try:

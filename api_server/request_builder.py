@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from api_server.app_state import Services
-from api_server.parsers.called_tool import NO_TURN, HeardTurn, KnownTurn, Turn
+from api_server.app_state import AppState
+from api_server.parsers.called_tool import NO_TURN, DeclaredTurn, ParsedTurn, Turn
 from api_server.parsers.parts import PLAIN_TEXT, PartsParser
 from api_server.parsers.thinking import NO_THOUGHTS, Thoughts
 from api_server.parsers.tool_calling import Calling, no_calling
@@ -73,7 +73,7 @@ class RequestBuilder:
 
     def __init__(
         self,
-        services: Services,
+        app_state: AppState,
         request: GenerationRequest,
         id_prefix: str,
         tenant: int,
@@ -87,8 +87,8 @@ class RequestBuilder:
         self._grammar = checked_grammar(request, calling.grammar)
         self._marks = calling.marks
         self._agent = agent_hint(request, tenant)
-        services.check_model(request.model)
-        self._services = services
+        app_state.check_model(request.model)
+        self._app_state = app_state
         self._request = request
         self._tenant = tenant
         self._key_name = key_name
@@ -104,12 +104,12 @@ class RequestBuilder:
 
     def shape(self, top: int | None) -> Shape:
         """What the answer shows. `top`: alternatives per token, None for no logprobs."""
-        request, tokenizer = self._request, self._services.tokenizer
+        request, tokenizer = self._request, self._app_state.tokenizer
         named = len(request.logprob_token_ids)
         return Shape(
             id=self.id,
             created=int(time.time()),
-            model=self._services.model_name,
+            model=self._app_state.model_name,
             names=TokenIdNames(tokenizer) if request.return_tokens_as_token_ids else tokenizer,
             prompt_names=tokenizer,
             top=top if top is None or not named else named,
@@ -131,7 +131,7 @@ class RequestBuilder:
                 f"got {num_prompts * n}",
                 "n" if n > 1 else "prompt",
             )
-        most = self._services.client.engine.max_num_queued_reqs
+        most = self._app_state.client.engine.max_num_queued_reqs
         if num_prompts > 1 and 0 < most < num_prompts * n:
             raise InvalidRequestError(
                 f"the prompts have {num_prompts * n} choices together, and --max-num-queued-reqs "
@@ -176,17 +176,17 @@ class RequestBuilder:
             )
             for place, request in enumerate(requests)
         ]
-        services = self._services
+        app_state = self._app_state
         return TokenStream(
             self.id,
-            services.client,
-            services.metrics,
+            app_state.client,
+            app_state.metrics,
             notifier,
             requests,
             streams,
-            log=not services.config.disable_log_requests,
+            log=not app_state.config.disable_log_requests,
             send_buffer=self._send_buffer,
-            open_streams=services.open_streams,
+            open_streams=app_state.open_streams,
             ignored=str(self._ignored),
             owner=self._key_name,
         )
@@ -202,7 +202,7 @@ class RequestBuilder:
             stream,
             answer,
             as_events=self._request.stream,
-            keep_alive=self._services.config.sse_keep_alive,
+            keep_alive=self._app_state.config.sse_keep_alive,
             more_headers=[*self.headers(), *more_headers],
         )
 
@@ -214,14 +214,14 @@ class RequestBuilder:
     def truncation(self, max_tokens: int | None) -> Truncation:
         """What is kept of prompts; max_tokens: as given, or what is meant where it is not."""
         request = self._request
-        room = self._services.client.engine.max_model_len - max(max_tokens or 1, 1)
+        room = self._app_state.client.engine.max_model_len - max(max_tokens or 1, 1)
         return truncation(request.truncate_prompt_tokens, request.truncation_side, room)
 
     async def prompt_texts(self, prompts: Sequence[Prompt]) -> Sequence[str | None]:
         """The prompts as the model saw them, if they are asked for; None otherwise."""
         if not self._request.return_prompt_text:
             return [None] * len(prompts)
-        tokenizer = self._services.tokenizer
+        tokenizer = self._app_state.tokenizer
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return await tokenizer.apart(num_tokens, _prompt_texts, prompts, tokenizer)
 
@@ -230,7 +230,7 @@ class RequestBuilder:
 
         One prompt alone always has a place in an empty queue. num_tokens: of each prompt.
         """
-        most = self._services.client.engine.max_num_queued_tokens
+        most = self._app_state.client.engine.max_num_queued_tokens
         if len(num_tokens) > 1 and 0 < most < sum(num_tokens):
             raise InvalidRequestError(
                 f"the prompts have {sum(num_tokens)} tokens together, and --max-num-queued-tokens "
@@ -246,13 +246,13 @@ class RequestBuilder:
     def _seed(self) -> int:
         """64 bits; a client's negative seed wraps around."""
         seed = self._request.seed
-        return next(self._services.seeds) if seed is None else seed & SEED_MASK
+        return next(self._app_state.seeds) if seed is None else seed & SEED_MASK
 
     def _engine_request(
         self, prompt: Prompt, options: EndpointOptions, seed: int
     ) -> EngineCoreRequest:
-        services = self._services
-        engine = services.client.engine
+        app_state = self._app_state
+        engine = app_state.client.engine
         params = sampling_params(
             self._request,
             max_tokens=options.max_tokens,
@@ -262,13 +262,13 @@ class RequestBuilder:
             num_prompt_tokens=len(prompt.token_ids),
             max_model_len=engine.max_model_len,
             vocab_size=engine.vocab_size,
-            eos_token_ids=services.model.eos_token_ids,
+            eos_token_ids=app_state.model.eos_token_ids,
             max_tokens_field=options.max_tokens_field,
             edits=options.edits,
         )
         return EngineCoreRequest(
-            epoch=services.epoch,
-            request_id=services.client.next_request_id(),
+            epoch=app_state.epoch,
+            request_id=app_state.client.next_request_id(),
             prompt_token_ids=prompt.token_ids,
             sampling_params=params,
             seed=seed,
@@ -278,7 +278,7 @@ class RequestBuilder:
             cache_salt=hidden_salt(self._request.cache_salt),
             tenant=self._tenant,
             queue_deadline=self._deadline(
-                self._request.queue_timeout_ms, services.config.queue_timeout * 1000
+                self._request.queue_timeout_ms, app_state.config.queue_timeout * 1000
             ),
             deadline=self._deadline(self._request.timeout_ms),
             grammar=self._grammar,
@@ -294,8 +294,8 @@ class RequestBuilder:
             return NO_TURN
         name, hint = partial(tool_name, tenant=self._tenant), self._request.agent_hint
         if hint is not None and hint.tool is not None:
-            return KnownTurn(name(hint.tool))
-        return HeardTurn(make_parser, name)
+            return DeclaredTurn(name(hint.tool))
+        return ParsedTurn(make_parser, name)
 
     def _stream(
         self,
@@ -306,7 +306,7 @@ class RequestBuilder:
         turn: Turn,
         thoughts: Thoughts,
     ) -> RequestStream:
-        services, asked = self._services, self._request
+        app_state, asked = self._app_state, self._request
         ids = request.prompt_token_ids
         marks = {**self._marks, **thoughts.markers}
         detokenizers = [self._detokenizer(ids, marks) for _ in range(request.n)]
@@ -319,7 +319,7 @@ class RequestBuilder:
                 min_tokens=asked.min_tokens,
                 text_start=text_start,
                 shows_stop=asked.include_stop_str_in_output,
-                interval=asked.stream_interval or services.config.stream_interval,
+                interval=asked.stream_interval or app_state.config.stream_interval,
                 counts_tokens=not asked.detokenize,
                 send_buffer=self._send_buffer,
                 text_listener=turn.listener(),
@@ -332,7 +332,7 @@ class RequestBuilder:
             ids,
             choices,
             notifier,
-            services.metrics,
+            app_state.metrics,
             Timeline(self._arrival),
             prompt_rows=[None] * len(ids) if has_rows else [],
             may_expire_in_queue=request.queue_deadline < math.inf,
@@ -348,7 +348,7 @@ class RequestBuilder:
         """marks: special tokens that have text all the same."""
         if not self._request.detokenize:
             return NoText()
-        inner = self._services.tokenizer.detokenizer(
+        inner = self._app_state.tokenizer.detokenizer(
             prompt_token_ids,
             skip_special_tokens=self._request.skip_special_tokens,
             spaces_between_special_tokens=self._request.spaces_between_special_tokens,

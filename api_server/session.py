@@ -134,7 +134,7 @@ async def generate(
             yield output
     finally:
         sending.cancel()
-        client.abandon(stream)
+        client.abort_request(stream)
 
 
 async def _send(
@@ -147,4 +147,4 @@ async def _send(
         client.send_input(SessionInput(epoch, request_id, [], last=True))
     except Exception as error:
         stream.fail(error)
-        client.abandon(stream)
+        client.abort_request(stream)

@@ -611,7 +611,7 @@ class TokenStream:
             self.metrics.cut_short("cancel")
         for stream in self.streams:
             stream.cut()
-            self.client.abandon(stream)
+            self.client.abort_request(stream)
 
     def close(self) -> None:
         """Abort what still runs, count and log the request; further calls do nothing."""
@@ -645,7 +645,7 @@ class TokenStream:
         if stream.error is not None:
             reason, cause = "error", stream.error.cause
         running = [choice for choice in stream.choices if not choice.finished]
-        self.client.abandon(stream)
+        self.client.abort_request(stream)
         if running and cause:
             self.metrics.cut_short(cause)
         if isinstance(stream.error, QueueFullError):

@@ -140,7 +140,7 @@ class HttpCounters:
         yield seconds
 
 
-class CountRequests:
+class RequestCountMiddleware:
     """Middleware that counts what goes through it."""
 
     def __init__(self, app: ASGIApp, counters: HttpCounters) -> None:

@@ -145,7 +145,7 @@ class NoTurn:
 NO_TURN: Final = NoTurn()
 
 
-class HeardTurn:
+class ParsedTurn:
     """make_parser: of what a choice's text means. name: from a tool's name to the engine's."""
 
     def __init__(self, make_parser: Callable[[], PartsParser], name: Callable[[str], str]) -> None:
@@ -169,7 +169,7 @@ class HeardTurn:
         return self._name(tool_of(self._make_parser(), choice.text()))
 
 
-class KnownTurn:
+class DeclaredTurn:
     """tool: the engine's name of what the client says that the job waits for."""
 
     def __init__(self, tool: str) -> None:

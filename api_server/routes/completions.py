@@ -10,7 +10,7 @@ from api_server.protocol.answers import CompletionAnswer, Echo
 from api_server.protocol.completion import DEFAULT_MAX_TOKENS, CompletionRequest
 from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields, parse
 from api_server.request_builder import EndpointOptions, RequestBuilder, prompt_text
-from api_server.routes.common import read_fields, services_of
+from api_server.routes.common import app_state_of, read_fields
 from api_server.sampling import logit_edits
 from api_server.tenants import key_name_of, tenant_of
 from api_server.text.prompts import Prompt, num_prompts
@@ -22,20 +22,20 @@ router = APIRouter()
 
 @router.post("/v1/completions")
 async def create_completion(request: Request) -> Response:
-    services = services_of(request)
-    tenant = tenant_of(request, services.config.tenant_by)
-    reader = services.prompt_reader("prompt")
+    app_state = app_state_of(request)
+    tenant = tenant_of(request, app_state.config.tenant_by)
+    reader = app_state.prompt_reader("prompt")
     ignored = IgnoredFields()
     fields = await read_fields(request, ignored)
     asked = parse(CompletionRequest, fields, COMPLETION_NEUTRAL, ignored)
-    builder = RequestBuilder(services, asked, "cmpl-", tenant, key_name_of(request), ignored)
+    builder = RequestBuilder(app_state, asked, "cmpl-", tenant, key_name_of(request), ignored)
     builder.check_choices(num_prompts(asked.prompt))
     reader = reader.keeping(builder.truncation(asked.max_tokens))
     prompts = await reader.read(asked.prompt, add_special_tokens=asked.add_special_tokens)
     echoed = sum(len(prompt.token_ids) for prompt in prompts) if asked.echo else 0
-    edits = await logit_edits(asked, services.tokenizer)
+    edits = await logit_edits(asked, app_state.tokenizer)
     requests = builder.build_requests(prompts, _options(asked, edits))
-    echoes = await services.tokenizer.apart(echoed, _echoes, asked, prompts, services.tokenizer)
+    echoes = await app_state.tokenizer.apart(echoed, _echoes, asked, prompts, app_state.tokenizer)
     prompt_texts = await builder.prompt_texts(prompts)
     stream = builder.build_stream(requests, [len(echo.text) for echo in echoes])
     answer = CompletionAnswer(

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from api_server.app_state import Services
+from api_server.app_state import AppState
 from api_server.errors import new_request_id
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import IgnoredFields
@@ -23,7 +23,7 @@ from api_server.protocol.messages.request import (
     shows_thoughts,
 )
 from api_server.routes.chat import ChatTurn, count_tokens, is_of_template, prepare_turn
-from api_server.routes.common import read_fields, services_of
+from api_server.routes.common import app_state_of, read_fields
 from api_server.tenants import key_name_of, tenant_of
 from proto.errors import InvalidRequestError
 
@@ -34,15 +34,15 @@ _Made = TypeVar("_Made")
 
 @router.post("/v1/messages")
 async def create_message(request: Request) -> Response:
-    services = services_of(request)
-    tenant, key_name = tenant_of(request, services.config.tenant_by), key_name_of(request)
+    app_state = app_state_of(request)
+    tenant, key_name = tenant_of(request, app_state.config.tenant_by), key_name_of(request)
     ignored = IgnoredFields()
     asked, passed = parse_request(MessagesRequest, await read_fields(request, ignored), ignored)
-    words = _words(services, asked, passed, ignored)
+    words = _words(app_state, asked, passed, ignored)
 
     async def prepare(chat: ChatCompletionRequest) -> ChatTurn:
         return await prepare_turn(
-            services,
+            app_state,
             chat,
             id_prefix=ID_PREFIX,
             tenant=tenant,
@@ -73,13 +73,13 @@ async def create_message(request: Request) -> Response:
 @router.post("/v1/messages/count_tokens")
 async def count_message_tokens(request: Request) -> Response:
     """How many tokens the same request to /v1/messages would read; the engine is not asked."""
-    services = services_of(request)
+    app_state = app_state_of(request)
     ignored = IgnoredFields()
     asked, passed = parse_request(Conversing, await read_fields(request, ignored), ignored)
-    words = _words(services, asked, passed, ignored)
+    words = _words(app_state, asked, passed, ignored)
 
     async def count(chat: ChatCompletionRequest) -> int:
-        return await count_tokens(services, chat, ignored)
+        return await count_tokens(app_state, chat, ignored)
 
     number = await _as_the_template_takes_it(words, count)
     response = JSONResponse({"input_tokens": number})
@@ -89,15 +89,15 @@ async def count_message_tokens(request: Request) -> Response:
 
 
 def _words(
-    services: Services, asked: Conversing, passed: Mapping[str, Any], ignored: IgnoredFields
+    app_state: AppState, asked: Conversing, passed: Mapping[str, Any], ignored: IgnoredFields
 ) -> ChatWords:
     return ChatWords(
         asked,
         passed,
         system_text(asked.system, ignored),
         ignored,
-        template_names=services.chat_template.facts.names,
-        thinks=services.reasoning_style.thinks,
+        template_names=app_state.chat_template.facts.names,
+        thinks=app_state.reasoning_style.thinks,
     )
 
 

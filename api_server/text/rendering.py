@@ -30,7 +30,7 @@ class _OvertimeError(BaseException):
     """Raised inside a render. No Exception, so that nothing in a template's way catches it."""
 
 
-class TimedRendering:
+class TemplateRenderer:
     """Renders a template within a limit, in seconds; so long again is waited for the turn."""
 
     def __init__(self, template: ChatTemplate, limit: float = RENDER_SECONDS) -> None:

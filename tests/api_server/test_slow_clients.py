@@ -73,7 +73,7 @@ async def test_a_stream_that_nobody_reads_is_ended_at_its_bound(
         abort = await asyncio.wait_for(aborted, 20)
         await talking
         assert (abort.request_id, abort.choice) == (request.request_id, None)
-        assert front_end.services.client.num_open == 0
+        assert front_end.app_state.client.num_open == 0
         # Others are served meanwhile, and after.
         other = asyncio.create_task(front_end.complete())
         front_end.engine.emit(
@@ -140,7 +140,7 @@ async def test_a_connection_that_takes_nothing_is_cut_off(start, tokenizer, monk
             found = await samples(front_end)
             assert found["tokend:requests_cut_short_total,slow_reader"] == 1
             assert found["tokend:requests_cut_short_total,disconnect"] == 0
-        assert front_end.services.client.num_open == 0
+        assert front_end.app_state.client.num_open == 0
 
 
 async def test_a_slow_reader_that_reads_is_not_cut_off(start, tokenizer, monkeypatch):

@@ -471,7 +471,7 @@ API_SERVER = (
         "abort_not_sent_on_disconnect",
         "api_server/stream.py",
         "        running = [choice for choice in stream.choices if not choice.finished]\n"
-        "        self.client.abandon(stream)\n",
+        "        self.client.abort_request(stream)\n",
         "        running = [choice for choice in stream.choices if not choice.finished]\n",
         "The engine goes on computing for clients that have left.",
         ("tests/api_server/test_streams.py", "tests/api_server/test_stream_failures.py"),
@@ -543,8 +543,8 @@ API_SERVER = (
     Fault(
         "seed_ignored",
         "api_server/request_builder.py",
-        "return next(self._services.seeds) if seed is None else seed & SEED_MASK",
-        "return next(self._services.seeds)",
+        "return next(self._app_state.seeds) if seed is None else seed & SEED_MASK",
+        "return next(self._app_state.seeds)",
         "Two requests with the same seed get different answers.",
         ("tests/api_server/test_parameters.py", "tests/api_server/test_completions.py"),
     ),
@@ -575,7 +575,7 @@ API_SERVER = (
     Fault(
         "drain_takes_new_requests",
         "api_server/middleware.py",
-        "        elif services.door.closed:\n",
+        "        elif app_state.drain_state.closed:\n",
         "        elif False:\n",
         "A daemon that drains takes new requests and aborts them when its time is over.",
         ("tests/api_server/test_drain.py",),
@@ -607,8 +607,8 @@ API_SERVER = (
     Fault(
         "readiness_ignores_the_supervisor",
         "api_server/health.py",
-        "return [*self._own(), *told]",
-        "return self._own()",
+        "return [*self._local_reasons(), *reported]",
+        "return self._local_reasons()",
         "A load balancer sends requests to a daemon whose worker hangs.",
         ("tests/api_server/test_system.py",),
     ),

@@ -11,14 +11,14 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from api_server.engine_connection import FromEngine
-from api_server.engine_switch import Changeover
+from api_server.engine_switch import EngineSwitch
 from proto.config import ModelConfig
 from proto.engine_io import FinishReason
 from proto.lifecycle import EngineLeft, NewEngine, NextEngine, NextReady, Switched
 from proto.sockets import Link, front_end_path
 from proto.stats import SchedulerStats
 from proto.view import Watch
-from tests.api_server.test_view import view, watching
+from tests.api_server.test_live_view import view, watching
 from tests.fakes.fake_engine import FakeEngine
 
 LIMIT_SECONDS = 20
@@ -32,7 +32,7 @@ class Case:
         self.engines = {1: front_end.engine}
         self.told = asyncio.Queue()
         config = ModelConfig()
-        self.changeover = Changeover(
+        self.engine_switch = EngineSwitch(
             0, front_end.app.state, config, self.meet, self.told.put_nowait
         )
 
@@ -71,14 +71,14 @@ class Case:
     async def side_by_side(self, epoch, model):
         """Up to the moment before the switch."""
         engine = self.bear(epoch)
-        self.changeover.prepare(NextEngine(epoch, model, in_place=False))
+        self.engine_switch.prepare(NextEngine(epoch, model, in_place=False))
         engine.announce()
         assert await self.next() == NextReady(0, epoch)
         return engine
 
     async def switch(self, epoch):
         """From the engine of before, which is another one."""
-        self.changeover.switch(epoch)
+        self.engine_switch.switch(epoch)
         assert await self.next() == Switched(0, epoch)
 
     async def close(self):
@@ -98,7 +98,7 @@ async def case(start):
 async def test_who_is_inside_stays_and_who_comes_goes_to_the_next_engine(case, model):
     old, first = await case.begin()
     engine = case.bear(2)
-    case.changeover.prepare(NextEngine(2, model, in_place=False))
+    case.engine_switch.prepare(NextEngine(2, model, in_place=False))
     before, second = await case.begin()
     assert case.told.empty(), "the next engine has not announced itself"
     engine.announce()
@@ -120,7 +120,7 @@ async def test_an_operators_call_that_is_under_way_at_the_switch_reaches_both_en
     """Whichever answers, the daemon is paused."""
     await case.side_by_side(2, model)
     call = asyncio.create_task(
-        case.front_end.services.client.admin("pause", pause_mode="finish_running")
+        case.front_end.app_state.client.admin("pause", pause_mode="finish_running")
     )
     await asyncio.sleep(0)  # it is sent, and not answered
     assert case.engines[1].calls == []
@@ -172,7 +172,7 @@ async def test_requests_of_an_engine_that_dies_while_it_is_left_go_on_at_the_nex
     case.engines[1].emit(request, [40])
     await case.side_by_side(2, model)
     await case.switch(2)
-    case.changeover.drop(1)
+    case.engine_switch.drop(1)
     async with asyncio.timeout(LIMIT_SECONDS):
         again = await case.engines[2].requests.get()
     assert (again.epoch, again.request_id, again.crash_count) == (2, request.request_id, 1)
@@ -188,13 +188,13 @@ async def test_an_engine_that_is_left_and_sends_garbage_is_left_to_the_superviso
     await case.side_by_side(2, model)
     await case.switch(2)
     distrusted = asyncio.Queue()
-    case.front_end.services.client.when_nonsense(distrusted.put_nowait)
+    case.front_end.app_state.client.on_invalid_message(distrusted.put_nowait)
     case.engines[1].link.zmq_socket.send(b"\xc1")
     case.engines[1].emit(request, [99])
     async with asyncio.timeout(LIMIT_SECONDS):
         assert await distrusted.get() == 1
     assert case.engines[2].requests.empty()
-    case.changeover.drop(1)
+    case.engine_switch.drop(1)
     async with asyncio.timeout(LIMIT_SECONDS):
         again = await case.engines[2].requests.get()
     assert again.output_token_ids == ((),)
@@ -210,7 +210,7 @@ async def test_the_next_engine_may_die_as_any_other(case, model):
     await case.switch(2)
     new, _ = await case.begin(2)
     await case.engines.pop(2).close()
-    case.changeover.replace_engine(NewEngine(3, 3))
+    case.engine_switch.replace_engine(NewEngine(3, 3))
     engine = case.bear(3)
     engine.announce()
     async with asyncio.timeout(LIMIT_SECONDS):
@@ -225,10 +225,10 @@ async def test_the_next_engine_may_die_as_any_other(case, model):
 
 async def test_a_next_engine_that_does_not_come_about_leaves_no_trace(case, model):
     case.bear(2)
-    case.changeover.prepare(NextEngine(2, model, in_place=False))
+    case.engine_switch.prepare(NextEngine(2, model, in_place=False))
     await asyncio.sleep(0)
-    case.changeover.drop(2)
-    case.changeover.switch(2)
+    case.engine_switch.drop(2)
+    case.engine_switch.switch(2)
     answer, request = await case.begin()
     case.engines[1].emit(request, [40, 41], finish=FinishReason.LENGTH)
     assert await case.tokens(answer) == [40, 41]
@@ -237,7 +237,7 @@ async def test_a_next_engine_that_does_not_come_about_leaves_no_trace(case, mode
 
 async def test_a_model_that_cannot_be_read_is_said(case, model, tmp_path):
     empty = msgspec.structs.replace(model, folder=str(tmp_path))
-    case.changeover.prepare(NextEngine(2, empty, in_place=True))
+    case.engine_switch.prepare(NextEngine(2, empty, in_place=True))
     said = await case.next()
     assert (said.index, said.epoch) == (0, 2)
     assert said.error is not None
@@ -247,9 +247,9 @@ async def test_a_model_that_cannot_be_read_is_said(case, model, tmp_path):
 async def test_a_next_engine_that_sends_garbage_before_its_time_is_replaced_when_that_comes(
     case, model
 ):
-    client = case.front_end.services.client
+    client = case.front_end.app_state.client
     distrusted = []
-    client.when_nonsense(distrusted.append)
+    client.on_invalid_message(distrusted.append)
     engine = await case.side_by_side(2, model)
     engine.link.zmq_socket.send(b"\xc1")
     async with asyncio.timeout(LIMIT_SECONDS):
@@ -262,7 +262,7 @@ async def test_a_next_engine_that_sends_garbage_before_its_time_is_replaced_when
     late = asyncio.create_task(case.front_end.complete(return_token_ids=True, max_tokens=1))
     while not client.num_open:
         await asyncio.sleep(0.001)
-    case.changeover.replace_engine(NewEngine(3, 3))
+    case.engine_switch.replace_engine(NewEngine(3, 3))
     following = case.bear(3)
     following.announce()
     async with asyncio.timeout(LIMIT_SECONDS):
@@ -275,9 +275,9 @@ async def test_a_next_engine_that_sends_garbage_before_its_time_is_replaced_when
 async def test_in_place_the_next_engine_hears_who_was_accepted(case, model):
     """Their status may be sent, so no limit of a queue refuses them."""
     answer, request = await case.begin()
-    while not case.front_end.services.client._open[request.request_id].accepted:
+    while not case.front_end.app_state.client._open[request.request_id].accepted:
         await asyncio.sleep(0)
-    case.changeover.replace_engine(NewEngine(2, 2, died=False))
+    case.engine_switch.replace_engine(NewEngine(2, 2, died=False))
     engine = case.bear(2)
     engine.announce()
     async with asyncio.timeout(LIMIT_SECONDS):
@@ -289,7 +289,7 @@ async def test_in_place_the_next_engine_hears_who_was_accepted(case, model):
 
 async def test_an_engine_of_another_version_is_said(case, model):
     engine = case.bear(2)
-    case.changeover.prepare(NextEngine(2, model, in_place=False))
+    case.engine_switch.prepare(NextEngine(2, model, in_place=False))
     engine.announce(protocol_version=99)
     said = await case.next()
     assert said.error is not None
@@ -320,13 +320,13 @@ async def test_the_next_engine_is_asked_with_the_tokenizer_of_its_model(case, mo
     for request in (second, third):
         case.engines[2].emit(request, [40], finish=FinishReason.LENGTH)
     assert (await new).status_code == (await chat).status_code == 200
-    case.changeover.drop(1)
+    case.engine_switch.drop(1)
     assert (await old).status_code == 500, "its tokens mean something else to the next engine"
 
 
 async def test_in_place_another_tokenizer_is_refused(case, model, tmp_path):
     changed = other_version(model, tmp_path / "other")
-    case.changeover.prepare(NextEngine(2, changed, in_place=True))
+    case.engine_switch.prepare(NextEngine(2, changed, in_place=True))
     said = await case.next()
     assert said.error is not None
     assert "another tokenizer" in said.error.message
@@ -340,11 +340,11 @@ async def test_in_place_everybody_waits_for_the_next_engine_and_nobody_is_blamed
     changed = msgspec.structs.replace(model, folder=str(tmp_path / "other"))
     answer, request = await case.begin()
     case.engines[1].emit(request, [40])
-    case.changeover.prepare(NextEngine(2, changed, in_place=True))
+    case.engine_switch.prepare(NextEngine(2, changed, in_place=True))
     assert await case.next() == NextReady(0, 2)
-    case.changeover.replace_engine(NewEngine(2, 2, died=False))
+    case.engine_switch.replace_engine(NewEngine(2, 2, died=False))
     late = asyncio.create_task(case.front_end.complete(max_tokens=1))
-    while case.front_end.services.client.num_open < 2:
+    while case.front_end.app_state.client.num_open < 2:
         await asyncio.sleep(0.001)
     engine = case.bear(2)
     engine.announce()
@@ -355,10 +355,10 @@ async def test_in_place_everybody_waits_for_the_next_engine_and_nobody_is_blamed
     engine.emit(other, [42], finish=FinishReason.LENGTH)
     assert await case.tokens(answer) == [40, 41]
     assert (await late).status_code == 200
-    case.changeover.switch(2)
+    case.engine_switch.switch(2)
     chat = asyncio.create_task(case.front_end.chat(max_tokens=1))
     third = await engine.requests.get()
-    fox = case.front_end.services.tokenizer._tokenizer.encode("fox", add_special_tokens=False)
+    fox = case.front_end.app_state.tokenizer._tokenizer.encode("fox", add_special_tokens=False)
     assert third.prompt_token_ids == fox.ids
     engine.emit(third, [40], finish=FinishReason.LENGTH)
     assert (await chat).status_code == 200
@@ -394,8 +394,8 @@ async def test_a_drain_waits_for_those_at_either_engine(case, model):
     await case.side_by_side(2, model)
     await case.switch(2)
     new, second = await case.begin(2)
-    assert case.changeover.num_inside == 2
-    gone = asyncio.create_task(case.changeover.all_gone())
+    assert case.engine_switch.num_in_flight == 2
+    gone = asyncio.create_task(case.engine_switch.wait_until_idle())
     case.engines[2].emit(second, [40], finish=FinishReason.LENGTH)
     await new
     assert not gone.done()
@@ -413,7 +413,7 @@ async def inside(case, model):
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode())
     await case.side_by_side(2, model)
-    while not case.changeover.num_inside:
+    while not case.engine_switch.num_in_flight:
         await asyncio.sleep(0)
     await case.switch(2)
     assert case.told.empty()
@@ -434,7 +434,7 @@ async def test_a_request_whose_body_came_before_the_switch_is_the_old_engines(ca
 
 async def test_it_fails_where_that_one_died_and_no_other_has_its_tokenizer(case, model, tmp_path):
     async with inside(case, other_version(model, tmp_path / "other")) as (reader, go_on):
-        case.changeover.drop(1)
+        case.engine_switch.drop(1)
         go_on()
         assert b"500" in await reader.readline()
         assert case.engines[2].requests.empty()
@@ -442,7 +442,7 @@ async def test_it_fails_where_that_one_died_and_no_other_has_its_tokenizer(case,
 
 async def test_it_is_the_next_engines_where_that_one_died(case, model):
     async with inside(case, model) as (reader, go_on):
-        case.changeover.drop(1)
+        case.engine_switch.drop(1)
         go_on()
         async with asyncio.timeout(LIMIT_SECONDS):
             request = await case.engines[2].requests.get()

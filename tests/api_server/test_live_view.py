@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from api_server.live_view import publisher as feeds
+from api_server.live_view import publisher
 from api_server.live_view.events import rate
 from api_server.live_view.publisher import MAX_UNREAD
 from proto.config import FrontEndConfig
@@ -106,7 +106,7 @@ async def test_hello_then_views_in_the_form_of_the_feed(start: StartFrontEnd) ->
         front_end.engine.show(view(requests=(request,)))
         kind, shown = await stream.next()
         assert kind == "view"
-        assert shown.pop("time_s") == round(100.0 - front_end.services.feed._began, 3)
+        assert shown.pop("time_s") == round(100.0 - front_end.app_state.live_view._began, 3)
         assert shown == {
             "step": 7,
             "running": 1,
@@ -149,7 +149,7 @@ async def test_one_subscription_for_all_watchers(start: StartFrontEnd) -> None:
                 assert (await second.next())[1]["step"] == 4
             assert front_end.engine.watches.empty()
         assert not await watches(front_end)
-        assert not front_end.services.feed.watches
+        assert not front_end.app_state.live_view.is_watched
 
 
 async def test_the_engine_hears_the_id_of_an_answer(start: StartFrontEnd) -> None:
@@ -210,14 +210,14 @@ async def test_the_stream_goes_on_after_the_engine_died(start: StartFrontEnd) ->
             engine.max_model_len = max_model_len
             engine.announce()
             assert await watches(front_end)
-            front_end.services.feed.restarted("engine_core", hung=False)
+            front_end.app_state.live_view.restarted("engine_core", hung=False)
             engine.show(view(epoch=engine.epoch, step=1))
             if max_model_len == 128:
                 kind, hello = await stream.next()
                 assert (kind, hello["max_model_len"]) == ("hello", 128)
             kind, notice = await stream.next()
             assert (kind, notice["kind"]) == ("notice", "restart")
-            assert notice["text"] == "engine was started again"
+            assert notice["text"] == "engine was restarted"
             assert (await stream.next())[1]["step"] == 1
 
 
@@ -230,7 +230,7 @@ async def test_what_happens_is_told(start: StartFrontEnd) -> None:
         kind, notice = await stream.next()
         assert (kind, notice["kind"]) == ("notice", "preemption")
         assert notice["text"].startswith("2 requests")
-        front_end.services.feed.restarted("worker", hung=True)
+        front_end.app_state.live_view.restarted("worker", hung=True)
         assert (await stream.next())[1]["kind"] == "watchdog"
 
 
@@ -244,31 +244,31 @@ async def test_a_view_that_makes_no_sense_costs_nothing_else(
         front_end.engine.show(view(requests=(RequestView(1, 0, "cmpl-1", 9, 1, 1, 1, 1, 1),)))
         front_end.engine.show(view(step=8))
         assert (await stream.next())[1]["step"] == 8
-        assert len([each for each in caplog.records if "into words" in each.message]) == 2
+        assert len([each for each in caplog.records if "could not be encoded" in each.message]) == 2
 
 
 async def test_who_does_not_read_loses_the_stream_and_nobody_else_does(
     start: StartFrontEnd,
 ) -> None:
     async with start() as front_end:
-        feed = front_end.services.feed
+        live_view = front_end.app_state.live_view
         async with watching(front_end) as reader:
             await reader.next()
             assert await watches(front_end)
-            (response_watcher,) = feed._watchers
-            lazy = feed.join(response_watcher.watching)
+            (response_watcher,) = live_view._subscribers
+            lazy = live_view.subscribe(response_watcher.scope)
             for step in range(MAX_UNREAD + 1):
                 front_end.engine.show(view(step=step))
                 assert (await reader.next())[1]["step"] == step
-            assert lazy.over
-            assert feed._watchers == [response_watcher]
+            assert lazy.finished
+            assert live_view._subscribers == [response_watcher]
             assert await lazy.take(None) == b""
 
 
 async def test_there_is_a_most_of_watchers(
     start: StartFrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeds, "MAX_WATCHERS", 1)
+    monkeypatch.setattr(publisher, "MAX_SUBSCRIBERS", 1)
     async with start() as front_end:
         async with watching(front_end) as stream:
             await stream.next()
@@ -283,7 +283,7 @@ async def test_there_is_a_most_of_watchers(
 async def test_the_end_of_the_server_ends_the_stream(start: StartFrontEnd) -> None:
     async with start() as front_end, watching(front_end) as stream:
         await stream.next()
-        front_end.services.client.close()
+        front_end.app_state.client.close()
         assert all(line in ("", ": keep-alive") for line in await stream.rest())
 
 
@@ -298,8 +298,8 @@ async def test_silence_is_broken_by_comments(start: StartFrontEnd) -> None:
 async def test_a_drain_does_not_wait_for_watchers(start: StartFrontEnd) -> None:
     async with start() as front_end, watching(front_end) as stream:
         await stream.next()
-        assert front_end.services.visitors.number == 0
-        front_end.services.door.close()
+        assert front_end.app_state.in_flight.number == 0
+        front_end.app_state.drain_state.close()
         assert (await front_end.complete()).status_code == 503
         async with watching(front_end) as late:
             assert (await late.next())[0] == "hello"
@@ -312,7 +312,7 @@ async def test_it_is_for_pages_of_this_server_and_can_be_switched_off(
         foreign = {"sec-fetch-site": "cross-site"}
         response = await front_end.http.get("/view/events", headers=foreign)
         assert response.status_code == 403
-        assert not front_end.services.feed.watches
+        assert not front_end.app_state.live_view.is_watched
     async with start(config=FrontEndConfig(page=False)) as front_end:
         assert (await front_end.http.get("/view/events")).status_code == 404
 

@@ -46,7 +46,7 @@ async def test_who_left_before_the_work_is_counted_and_nothing_else(start, caplo
         await until_left(front_end)
         assert front_end.engine.requests.empty()
         assert front_end.engine.aborts.empty()
-        assert front_end.services.client.num_open == 1
+        assert front_end.app_state.client.num_open == 1
         front_end.engine.emit(running, [5, 2])
         other.cancel()
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
