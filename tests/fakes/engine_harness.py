@@ -17,8 +17,8 @@ from engine_core.request import Request, choices_of
 from engine_core.scheduler.hooks import (
     NO_CONSTRAINTS,
     NO_OBSERVER,
+    AdmissionGate,
     Constraints,
-    Gate,
     SchedulerObserver,
     Unblock,
 )
@@ -58,7 +58,7 @@ class EngineHarness:
         enable_prefix_caching: bool = True,
         next_token: NextToken = hashed_token,
         windows: Sequence[int | None] = (None,),
-        gates: Sequence[Gate] = (),
+        gates: Sequence[AdmissionGate] = (),
         observers: Sequence[PoolObserver] = (),
         clock: Callable[[], float] = time.monotonic,
         constraints: Constraints = NO_CONSTRAINTS,

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from engine_core.kv_cache.integrity import check
-from engine_core.retention import sessions as jobs_module
+from engine_core.retention import agent_sessions as jobs_module
 from engine_core.retention.ttl_rule import ExpectedBenefitTTL, GuardedTTL, Worth, by_client
 from engine_core.trace.recorder import Recorder
 from proto.agents import AgentHint
