@@ -19,6 +19,7 @@ from api_server.protocol.answers import Answer, Shape
 from api_server.protocol.common import (
     MAX_CHOICES_PER_REQUEST,
     MAX_LOGPROB_ENTRIES,
+    SAMPLING_NUMBERS,
     GenerationRequest,
 )
 from api_server.protocol.fields import IgnoredFields
@@ -434,29 +435,29 @@ def check_thoughts(request: GenerationRequest, rule: ThinkingRule | None) -> Non
 
 _NEUTRAL_TO_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
     "stream": (False,),
-    "temperature": (0.0,),
-    "top_p": (1.0,),
     "top_k": (0, -1),
-    "min_p": (0.0,),
     "stop": ([],),
     "prompt_logprobs": (),
     "logprob_token_ids": ([],),
     "include_stop_str_in_output": (False,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
     "logit_bias": ({},),
     "bad_words": ([],),
     "allowed_token_ids": (),
     "repetition_detection": (),
 }
-"""Fields that a beam search has no use for, and what they may say all the same."""
+"""Further fields that a beam search does not support, with the values that it accepts."""
 
 
 def check_beams(request: GenerationRequest) -> None:
     """Raise InvalidRequestError for what only a beam search has, or what it cannot do."""
     given = request.model_fields_set
     if request.use_beam_search:
+        for name, number in SAMPLING_NUMBERS.items():
+            allowed = number.beam_value
+            if allowed is None:
+                allowed = type(request).model_fields[name].default
+            if name in given and request.number(name) != allowed:
+                raise InvalidRequestError(f"{name} does not go with use_beam_search", name)
         for name, neutral in _NEUTRAL_TO_BEAMS.items():
             if name in given and getattr(request, name) not in neutral:
                 raise InvalidRequestError(f"{name} does not go with use_beam_search", name)

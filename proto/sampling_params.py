@@ -5,13 +5,13 @@ limits, the worker uses the rest. Stop *strings* are not here: only the front
 end knows text.
 """
 
-import math
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from proto.errors import require, shown
 from proto.logit_edits import LogitEdits, require_token_ids
+from proto.parameters import Number, numbers_of
 from proto.repetition import RepetitionDetection
 
 MAX_STOP_TOKEN_IDS: Final = 128
@@ -27,14 +27,11 @@ GREEDY_TEMPERATURE: Final = 1e-5
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """Sampling and stopping rules of one request.
+    """Sampling and stopping rules of one request; see docs/api.md for those that are a Number.
 
     max_tokens: most output tokens, at least 1.
     min_tokens: stop tokens are not drawn before this many outputs.
-    temperature: 0 is greedy.
     top_k: keep the k best tokens; 0 keeps all.
-    top_p: keep the smallest set of tokens whose probability reaches p.
-    min_p: drop tokens less likely than p times the best.
     stop_token_ids: end the request; the last token stays in the output ids.
     eos_token_ids: the model's own end tokens, off with ignore_eos.
     logprobs / prompt_logprobs: how many top alternatives beside the chosen
@@ -50,10 +47,21 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
 
     max_tokens: int
     min_tokens: int = 0
-    temperature: float = 1.0
+    temperature: Annotated[
+        float,
+        Number("0 takes the likeliest token.", 0.0, MAX_TEMPERATURE, beam_value=0.0),
+    ] = 1.0
     top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    top_p: Annotated[
+        float,
+        Number(
+            "Draw from the smallest set of tokens with this probability.", 0.0, 1.0, above_low=True
+        ),
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        Number("Leave out tokens less likely than this part of the likeliest.", 0.0, 1.0),
+    ] = 0.0
     stop_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -94,14 +102,9 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
             "min_tokens",
             f"must be between 0 and max_tokens ({self.max_tokens}), got {shown(self.min_tokens)}",
         )
-        require(
-            math.isfinite(self.temperature) and 0.0 <= self.temperature <= MAX_TEMPERATURE,
-            "temperature",
-            f"must be between 0 and {MAX_TEMPERATURE:g}, got {self.temperature}",
-        )
         require(self.top_k >= 0, "top_k", f"must be 0 (all) or more, got {shown(self.top_k)}")
-        require(0.0 < self.top_p <= 1.0, "top_p", f"must be in (0, 1], got {self.top_p}")
-        require(0.0 <= self.min_p <= 1.0, "min_p", f"must be in [0, 1], got {self.min_p}")
+        for name, number in NUMBERS.items():
+            number.check(name, getattr(self, name))
         require(
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             "stop_token_ids",
@@ -145,3 +148,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
             f"must be between -{MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}, "
             f"got {self.length_penalty}",
         )
+
+
+NUMBERS: Final = numbers_of(SamplingParams)
+"""Fields that clients send under the same name."""
