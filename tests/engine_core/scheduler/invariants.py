@@ -349,7 +349,7 @@ class Watch:
 
         ready: waiting, and held by no gate.
         """
-        ledger = self._engine.scheduler._ledger
+        ledger = self._engine.scheduler._usage
         by_priority = self._engine.policy == "priority"
         last = {request.tenant: request for request in self._admitted}
         for request in self._admitted:

@@ -553,8 +553,8 @@ class Life:
         """What belongs to requests is gone with them."""
         scheduler = self.engine.scheduler
         assert len(scheduler.queue_limits) == scheduler.queue_limits.num_tokens == 0
-        assert scheduler._ledger.num_tenants == 0
-        assert not scheduler._ledger.prefills
+        assert scheduler._usage.num_tenants == 0
+        assert not scheduler._usage.prefills
         assert scheduler.kv_transfer.discard_until_step == {}
         for gate in scheduler._gates:
             if isinstance(gate, PrefixWait):

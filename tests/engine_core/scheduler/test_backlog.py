@@ -15,7 +15,7 @@ def queue(engine: EngineHarness, *prompts: list[int], **fields: object) -> list:
     added = []
     for prompt in prompts:
         for each in engine.add(prompt, **fields):
-            engine.scheduler.queue_capacity.enter(each)
+            engine.scheduler.queue_limits.enter(each)
             added.append(each)
     return added
 
@@ -159,7 +159,7 @@ def test_tokens_are_shared_as_well():
 
 def test_a_tenant_that_has_left_has_no_share():
     engine = EngineHarness()
-    backlog = engine.scheduler.queue_capacity
+    backlog = engine.scheduler.queue_limits
     queue(engine, [1, 2], tenant=7)
     queue(engine, [3, 4], tenant=8)
     assert len(backlog._shares) == 2

@@ -399,7 +399,7 @@ class TestStartOver:
         request = engine.add_one(prompt(40), max_tokens=3)
         engine.step()
         (table,) = engine.kv_cache.block_ids(request.handle)
-        engine.holds.hold(table)
+        engine.transfer_refs.hold(table)
         finish(engine)
         assert num_free(engine) == engine.kv_cache.num_usable_blocks - len(table)
         assert check(engine.kv_cache) == []
