@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from engine_core.request import Request
-from engine_core.scheduler.constraints import NO_CONSTRAINTS, Constraints
+from engine_core.scheduler.hooks import NO_CONSTRAINTS, Constraints
 from engine_core.structured_output.base import GrammarBackend, GrammarError, MaskRow
 from engine_core.structured_output.cache import GrammarCache
 from engine_core.structured_output.compiler import GrammarCompiler

@@ -32,7 +32,7 @@ from api_server.text.prompts import MAX_PROMPTS
 from api_server.text.rendering import RENDER_SECONDS
 from deploy.flags import all_flags
 from deploy.serve_help import field_helps, markdown_table
-from engine_core.scheduler.backlog import (
+from engine_core.scheduler.limits import (
     FEWEST_REQUESTS,
     FEWEST_TOKENS,
     LONGEST_RETRY_SECONDS,

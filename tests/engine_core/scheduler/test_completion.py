@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.scheduler.completion import completion
+from engine_core.scheduler.result import completion
 from proto.engine_io import FinishReason
 from proto.sampling_params import RepetitionDetection
 from tests.fakes.engine_harness import EOS, EngineHarness
