@@ -158,7 +158,9 @@ class OpenRequest:
         self._computed = max(self._computed, progress.num_computed_tokens)
         self._under_way = max(self._under_way, progress.num_tokens_under_way)
 
-    def lose_engine(self, crashes_until_alone: int | None, *, others_begun: bool = False) -> None:
+    def lose_engine(
+        self, crashes_until_isolated: int | None, *, others_begun: bool = False
+    ) -> None:
         """No engine has it any more. None: nobody died. others_begun: as `begun`, of any request.
 
         Who is a suspect by now is blamed only for what it did alone, and who saw an engine die
@@ -170,8 +172,8 @@ class OpenRequest:
         if num_tokens > self._num_tokens or 0 < self._died_at <= self._computed:
             self.crash_count = 0
         only_waited = self.crash_count > 0 and others_begun and not self.begun
-        if crashes_until_alone is not None and self.sent_to != NO_ENGINE and not only_waited:
-            self.crash_count += self.alone or self.crash_count < crashes_until_alone
+        if crashes_until_isolated is not None and self.sent_to != NO_ENGINE and not only_waited:
+            self.crash_count += self.alone or self.crash_count < crashes_until_isolated
             self._died_at = self._under_way
         self._num_tokens = num_tokens
         self._computed = self._under_way = 0
@@ -206,7 +208,7 @@ class EngineClient:
     """A front end's way to the engine of now, and to others that come or go beside it.
 
     link: to the engine of `epoch`; receives `FromEngine`. request_ids: mints the internal
-    ids. crashes_until_alone: as in the settings of the scheduler.
+    ids. crashes_until_isolated: as in the settings of the scheduler.
     """
 
     def __init__(
@@ -215,9 +217,9 @@ class EngineClient:
         epoch: int,
         request_ids: Iterator[int],
         metrics: Metrics,
-        crashes_until_alone: int,
+        crashes_until_isolated: int,
     ) -> None:
-        self._crashes_until_alone = crashes_until_alone
+        self._crashes_until_isolated = crashes_until_isolated
         self._request_ids = request_ids
         self._metrics = metrics
         self._open: dict[int, OpenRequest] = {}
@@ -453,7 +455,9 @@ class EngineClient:
         lost = [each for each in self._open.values() if each.sent_to not in self._connections]
         any_begun = any(each.begun for each in lost)
         for entry in lost:
-            entry.lose_engine(self._crashes_until_alone if died else None, others_begun=any_begun)
+            entry.lose_engine(
+                self._crashes_until_isolated if died else None, others_begun=any_begun
+            )
             if entry.request.resumable:
                 del self._open[entry.request.request_id]
                 entry.stream.fail(InternalRequestError("the session ended with its engine"))
