@@ -1,7 +1,4 @@
-"""What the routes work with, made once per process and passed in.
-
-Owns nothing itself; a test makes one with a scripted engine behind it.
-"""
+"""What the routes use: the model's texts, the engine client, metrics and settings."""
 
 import asyncio
 import hashlib
@@ -12,23 +9,23 @@ from pathlib import Path
 from typing import Final
 
 from api_server.engine_client import EngineClient
-from api_server.health import Door, Health, Visitors
-from api_server.live_view.publisher import Feed
+from api_server.health import DrainState, Health, InFlightCounter
+from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.collector import Metrics
 from api_server.parsers.reasoning import ReasoningStyle, style_of
 from api_server.parsers.tool_calling import ToolCaller
 from api_server.protocol.responses.stored import StoredResponses
 from api_server.sampling import seeds
-from api_server.stream import OpenGenerations
+from api_server.stream import OpenStreams
 from api_server.text.chat_template import load_chat_template, read_chat_template
 from api_server.text.prompts import PromptReader
-from api_server.text.rendering import TimedRendering
+from api_server.text.rendering import TemplateRenderer
 from api_server.text.tokenizer import ModelTokenizer, special_token_texts
 from proto.config import FrontEndConfig, ModelConfig, ServeConfig
 from proto.errors import UnknownModelError
 from proto.prepared_model import PreparedModel
 
-# What a front end reads of a model: its tokenizer and its chat template.
+# What an API server reads from a model's folder: tokenizer and chat template.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +33,7 @@ class ModelTexts:
     """vocabulary: hex digest of tokenizer.json and the tokens that end an answer."""
 
     tokenizer: ModelTokenizer
-    chat_template: TimedRendering
+    chat_template: TemplateRenderer
     vocabulary: str
 
     @classmethod
@@ -52,23 +49,23 @@ class ModelTexts:
             template = read_chat_template(Path(config.chat_template), variables)
         digest = hashlib.sha256(repr(model.eos_token_ids).encode())
         digest.update(Path(folder, "tokenizer.json").read_bytes())
-        return cls(tokenizer, TimedRendering(template), digest.hexdigest())
+        return cls(tokenizer, TemplateRenderer(template), digest.hexdigest())
 
 
-SERVICES: Final = "tokend.services"
+APP_STATE: Final = "tokend.app_state"
 """Where a request's scope holds what it is answered with."""
 
 
 @dataclass(frozen=True, slots=True)
-class Services:
-    """Dependencies of the application.
+class AppState:
+    """What the routes use. A reload replaces it as a whole.
 
-    model_name: as clients call it. seeds: for requests without a seed. visitors: the
-    requests that are answered with these services. epoch: of the engine that they go to, as
-    long as that one is there. vocabulary: changes with what token ids mean. under_way: of this
-    front end, whichever engine has them. ask_abort: has all front ends end requests with these
-    ids, of the key of this name or of any (None). responses: those of /v1/responses that are kept
-    or under way. feed: of the live view. background: tasks whose clients do not wait.
+    model_name: as clients call it. seeds: for requests without a seed. in_flight: the HTTP requests
+    that use this state. epoch: of the engine that they are sent to. vocabulary: a fingerprint that
+    differs if token ids have another meaning. open_streams: of all engines. request_abort: abort,
+    in all API servers, the requests with these ids, of the key with this name or of any (None).
+    responses: of /v1/responses, stored or running. background: tasks of responses whose clients do
+    not wait.
     """
 
     model: PreparedModel
@@ -78,16 +75,16 @@ class Services:
     metrics: Metrics
     tokenizer: ModelTokenizer
     health: Health
-    chat_template: TimedRendering
-    door: Door
+    chat_template: TemplateRenderer
+    drain_state: DrainState
     epoch: int
     vocabulary: str
     settings: ServeConfig
-    ask_abort: Callable[[list[str], str | None], None]
-    under_way: OpenGenerations
+    request_abort: Callable[[list[str], str | None], None]
+    open_streams: OpenStreams
     responses: StoredResponses
-    feed: Feed
-    visitors: Visitors = field(default_factory=Visitors)
+    live_view: LiveViewPublisher
+    in_flight: InFlightCounter = field(default_factory=InFlightCounter)
     background: set[asyncio.Task[None]] = field(default_factory=set)
     seeds: Iterator[int] = field(default_factory=lambda: seeds(None, 0))
     created: int = field(default_factory=lambda: int(time.time()))

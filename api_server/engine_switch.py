@@ -1,11 +1,11 @@
-"""A reload as a front end sees it: another engine is met, then asked, and the old one left.
+"""A reload as an API server sees it: connect to the next engine, switch, leave the old engine.
 
-    NextEngine ─▶ tokenizer, template, a link to it ─▶ NextReady
-    SwitchEngine ─▶ who comes from now on goes there; who is inside stays with the old one
-                 ─▶ Switched ─ the last of them leaves ─▶ EngineLeft
+    NextEngine ─▶ tokenizer, template, connection ─▶ NextReady
+    SwitchEngine ─▶ new requests go to the next engine; running ones stay with the old one
+                 ─▶ Switched ─ the last of them ends ─▶ EngineLeft
 
-Owns which services requests get: they are replaced as a whole. In place there is one engine
-after the other, and who is inside goes on with the new one.
+The application state is replaced as a whole. In an in-place reload one engine follows the other,
+and running requests continue on the new one.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from dataclasses import replace
 
 from starlette.datastructures import State
 
-from api_server.app_state import ModelTexts, Services
-from api_server.health import Visitors
+from api_server.app_state import AppState, ModelTexts
+from api_server.health import InFlightCounter
 from proto.codec import Message
 from proto.config import ModelConfig
 from proto.errors import ModelError
@@ -27,11 +27,12 @@ from proto.sockets import Link
 logger = logging.getLogger("tokend.api")
 
 
-class Changeover:
-    """index: of this front end.
+class EngineSwitch:
+    """Replace the application state when the engine changes.
 
-    state: of the application, whose `services` are those of now. config: of the model.
-    meet: makes the link to the engine of an epoch. tell: sends to the supervisor.
+    index: of this API server. state: of the application; its `app_state` answers new requests.
+    config: of the model. connect: returns a link to the engine of an epoch. send: to the
+    supervisor.
     """
 
     def __init__(
@@ -39,94 +40,94 @@ class Changeover:
         index: int,
         state: State,
         config: ModelConfig,
-        meet: Callable[[int], Link],
-        tell: Callable[[Message], None],
+        connect: Callable[[int], Link],
+        send: Callable[[Message], None],
     ) -> None:
         self._index = index
         self._state = state
         self._config = config
-        self._meet = meet
-        self._tell = tell
+        self._connect = connect
+        self._send = send
         self._preparing: dict[int, asyncio.Task[None]] = {}
-        self._coming: dict[int, Services] = {}
+        self._coming: dict[int, AppState] = {}
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._vocabularies: dict[int, str] = {}
-        self._visitors: list[Visitors] = [self.services.visitors]
+        self._in_flight: list[InFlightCounter] = [self.app_state.in_flight]
 
     @property
-    def services(self) -> Services:
-        """Those that a request gets that comes now."""
-        services: Services = self._state.services
-        return services
+    def app_state(self) -> AppState:
+        """The state that answers new requests."""
+        app_state: AppState = self._state.app_state
+        return app_state
 
     @property
-    def num_inside(self) -> int:
-        """HTTP requests under way, at whatever engine."""
-        return sum(each.number for each in self._visitors)
+    def num_in_flight(self) -> int:
+        """HTTP requests in flight, whichever engine they use."""
+        return sum(each.number for each in self._in_flight)
 
-    async def all_gone(self) -> None:
-        """Return when nobody is inside; the door must be closed."""
-        for visitors in list(self._visitors):
-            await visitors.gone()
+    async def wait_until_idle(self) -> None:
+        """Return when no request is in flight; new ones must be refused by now."""
+        for counter in list(self._in_flight):
+            await counter.wait_until_idle()
 
     def replace_engine(self, message: NewEngine) -> None:
-        """Another one takes the place of the engine of now, which is gone."""
-        client, epoch = self.services.client, message.epoch
+        """Connect to the engine that replaces the current one, which has ended."""
+        client, epoch = self.app_state.client, message.epoch
         how = "died" if message.died else "makes room for another one"
         logger.warning("the engine %s: %d requests wait", how, client.num_open)
-        client.reconnect(self._meet(epoch), epoch, died=message.died)
-        self._state.services = replace(self.services, epoch=epoch)
+        client.reconnect(self._connect(epoch), epoch, died=message.died)
+        self._state.app_state = replace(self.app_state, epoch=epoch)
 
     def prepare(self, message: NextEngine) -> None:
-        """Get ready for another engine; NextReady says when, or why not."""
+        """Prepare for the next engine and answer with NextReady, or with the reason against it."""
         task = asyncio.create_task(self._prepare(message))
         self._preparing[message.epoch] = task
         task.add_done_callback(lambda _: self._preparing.pop(message.epoch, None))
 
     def switch(self, epoch: int) -> None:
-        """From now on requests go to that engine; in place they do already."""
+        """Send new requests to the engine of this epoch (in place, they go there already)."""
         coming = self._coming.pop(epoch, None)
-        old, client = self.services, self.services.client
+        old, client = self.app_state, self.app_state.client
         if coming is None:
-            if client.epoch != epoch:  # otherwise this process was born for that engine
+            if client.epoch != epoch:  # otherwise this process was started for that engine
                 logger.error("there is no engine of epoch %d to switch to", epoch)
             return
-        self._state.services = coming
-        coming.feed.notice("reload", "requests go to the engine that a reload has brought")
+        self._state.app_state = coming
+        coming.live_view.notice("reload", "requests go to the engine that a reload has brought")
         if client.epoch == epoch:
             return
         client.switch(epoch)
-        self._visitors = [each for each in self._visitors if each.number] + [coming.visitors]
-        self._tell(Switched(self._index, epoch))
+        self._in_flight = [each for each in self._in_flight if each.number] + [coming.in_flight]
+        self._send(Switched(self._index, epoch))
         self._vocabularies[old.epoch] = old.vocabulary
-        self._leaving[old.epoch] = asyncio.create_task(self._leave(old))
+        self._leaving[old.epoch] = asyncio.create_task(self._leave_engine(old))
 
     def drop(self, epoch: int) -> None:
-        """An engine beside that of now is gone: it was to come, or to be left."""
+        """Forget an engine other than the current one: the next one, or one that was to be left."""
         for tasks in (self._preparing, self._leaving):
             task = tasks.pop(epoch, None)
             if task is not None:
                 task.cancel()
         self._coming.pop(epoch, None)
-        services = self.services
-        vocabulary = self._vocabularies.pop(epoch, services.vocabulary)
-        if epoch != services.client.epoch:
-            services.client.drop(epoch, movable=vocabulary == services.vocabulary)
+        app_state = self.app_state
+        vocabulary = self._vocabularies.pop(epoch, app_state.vocabulary)
+        if epoch != app_state.client.epoch:
+            app_state.client.drop(epoch, movable=vocabulary == app_state.vocabulary)
 
     async def _prepare(self, message: NextEngine) -> None:
         epoch = message.epoch
         try:
             texts = await asyncio.to_thread(ModelTexts.load, self._config, message.model)
-            old = self.services
+            old = self.app_state
             if not message.in_place:
-                await old.client.meet(self._meet(epoch), epoch).settled()
+                await old.client.connect_next(self._connect(epoch), epoch).settled()
             elif texts.vocabulary != old.vocabulary:
                 raise ModelError(
                     "the new version of the model has another tokenizer, and the requests under "
                     "way cannot go on with it: reload side by side, or restart"
                 )
-        except Exception as error:  # whatever is wrong, the engine of now goes on
-            self._tell(NextReady(self._index, epoch, describe(error)))
+        except Exception as error:  # the current engine continues
+            self._send(NextReady(self._index, epoch, describe(error)))
             return
         self._coming[epoch] = replace(
             old,
@@ -135,13 +136,13 @@ class Changeover:
             chat_template=texts.chat_template,
             vocabulary=texts.vocabulary,
             epoch=epoch,
-            visitors=old.visitors if message.in_place else Visitors(),
+            in_flight=old.in_flight if message.in_place else InFlightCounter(),
         )
-        self._tell(NextReady(self._index, epoch))
+        self._send(NextReady(self._index, epoch))
 
-    async def _leave(self, old: Services) -> None:
-        """The last request of the old engine ends, and with it all ties."""
-        await old.visitors.gone()
+    async def _leave_engine(self, old: AppState) -> None:
+        """Disconnect from the old engine after its last request."""
+        await old.in_flight.wait_until_idle()
         del self._leaving[old.epoch], self._vocabularies[old.epoch]
         old.client.drop(old.epoch)
-        self._tell(EngineLeft(self._index, old.epoch))
+        self._send(EngineLeft(self._index, old.epoch))

@@ -1,8 +1,4 @@
-"""Why requests should not come here just now.
-
-Owns what the supervisor said last; it sees all processes. The rest is what this front
-end knows by itself.
-"""
+"""Whether requests should be sent to this server: drain state and readiness."""
 
 import asyncio
 import time
@@ -12,81 +8,86 @@ from api_server.engine_client import EngineClient
 from api_server.errors import DrainingError, NotAvailableError
 from proto.lifecycle import Condition
 
-# The door of a front end: whether requests still come in, and how many are inside.
-#
-#     open ─ drain ─▶ closed: who comes gets 503 and loses the connection,
-#                     who is inside goes on ─ the last one leaves ─▶ the supervisor is told
 
+class DrainState:
+    """Whether the daemon drains: running requests continue, new ones get 503.
 
-class Door:
-    """Open until the daemon drains. ask_drain: tells the supervisor that an operator wants that."""
+    ask_supervisor: asks the supervisor to drain the daemon, on behalf of an operator.
+    """
 
-    def __init__(self, ask_drain: Callable[[], None]) -> None:
-        self._ask_drain = ask_drain
+    def __init__(self, ask_supervisor: Callable[[], None]) -> None:
+        self._ask_supervisor = ask_supervisor
         self.closed = False
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Refuse new requests from now on."""
         self.closed = True
 
     def check(self) -> None:
-        """Raise DrainingError when it is closed."""
+        """Raise DrainingError while draining."""
         if self.closed:
             raise DrainingError()
 
     def ask_drain(self) -> None:
-        """Close, here at once, and ask the supervisor for the end of the daemon."""
+        """Refuse new requests here at once, and ask the supervisor to drain the daemon."""
         self.close()
-        self._ask_drain()
+        self._ask_supervisor()
 
 
-class Visitors:
-    """Counts HTTP requests under way, each from its headers to its last byte."""
+class InFlightCounter:
+    """Context manager that counts HTTP requests, from the headers to the last byte."""
 
     def __init__(self) -> None:
         self.number = 0
-        self._none = asyncio.Event()
-        self._none.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def __enter__(self) -> None:
         self.number += 1
-        self._none.clear()
+        self._idle.clear()
 
     def __exit__(self, *how: object) -> None:
         self.number -= 1
         if not self.number:
-            self._none.set()
+            self._idle.set()
 
-    async def gone(self) -> None:
-        """Return when nobody is inside."""
-        await self._none.wait()
+    async def wait_until_idle(self) -> None:
+        """Return when no request is in flight."""
+        await self._idle.wait()
 
 
 class Health:
-    """Of the whole daemon, as far as one front end is told."""
+    """Reasons why the daemon is not ready, as far as one API server knows them.
+
+    The supervisor reports on the other processes; the connection to the engine and the drain state
+    are known here.
+    """
 
     def __init__(
-        self, client: EngineClient, door: Door, clock: Callable[[], float] = time.monotonic
+        self,
+        client: EngineClient,
+        drain_state: DrainState,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
-        self._door = door
+        self._drain_state = drain_state
         self._clock = clock
-        self._told = Condition()
+        self._reported = Condition()
 
-    def hear(self, condition: Condition) -> None:
-        """The word of the supervisor, in place of its last one."""
-        self._told = condition
+    def update(self, condition: Condition) -> None:
+        """Replace the last report of the supervisor."""
+        self._reported = condition
 
     def reasons(self) -> list[str]:
-        """One line each; none when all is well."""
+        """Return one line per reason; none when the daemon is ready."""
         now = self._clock()
-        told = [f"{each.what} for {now - each.since:.0f} s" for each in self._told.reasons]
-        return [*self._own(), *told]
+        reported = [f"{each.what} for {now - each.since:.0f} s" for each in self._reported.reasons]
+        return [*self._local_reasons(), *reported]
 
-    def _own(self) -> list[str]:
+    def _local_reasons(self) -> list[str]:
         try:
             _ = self._client.engine
         except NotAvailableError as error:
             return [error.message]
-        draining = ["draining"] if self._door.closed else []
+        draining = ["draining"] if self._drain_state.closed else []
         return draining if self._client.connected else [*draining, "no engine is connected"]

@@ -1,8 +1,8 @@
 """HTTP/1.1 on one connection: uvicorn's protocol with limits in bytes and in time.
 
-Owns the limits of what stands before the body, of how long a client may take to send it or
-to read an answer, and the reply to who exceeds them; lets a response that has begun say
-that it is the last one of its connection. Knows nothing of routes.
+A subclass, because uvicorn has no option for the size of the headers, for timeouts while a request
+is received or a response is not read, for writing a chunk without waking the request's task (see
+docs/benchmarks/frontend.md), or for closing a connection after a response that has begun.
 
     connection ─▶ headers ─▶ body ─▶ answer ─▶ headers …
     |HEADER_SECONDS|  (routes)  |STALL_SECONDS without a byte taken|
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -41,7 +41,7 @@ _LEFT: Final = "tokend.client_left"
 """Names of ASGI extensions: functions without arguments."""
 
 _WRITER: Final = "tokend.body_writer"
-"""Name of an ASGI extension: a BodyWriter."""
+"""Name of an ASGI extension: a ChunkWriter."""
 
 LINGER_SECONDS: Final = 1.0
 """A refused client may still be sending; closing at once would reset what it should read."""
@@ -58,30 +58,11 @@ def has_left(scope: Scope) -> bool:
     return bool(scope.get("extensions", {}).get(_LEFT, _nothing)())
 
 
-class BodyWriter(Protocol):
-    """Writes to a response that has begun, past the coroutines of its server."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether the connection takes more of the body now, without any wait."""
-        ...
-
-    def write(self, body: bytes) -> None:
-        """More of the body, but not the last of it; only while `ready`."""
-        ...
-
-
-class NoWriter:
-    """Of a server that has no such extension."""
-
-    ready = False
-
-    def write(self, body: bytes) -> None:
-        raise AssertionError("it is never ready")
-
-
 class ChunkWriter:
-    """cycle: of a request, whose answer has no length beforehand (RFC 9112, 7.1)."""
+    """Write chunks of a response body (RFC 9112, 7.1) past the coroutines of the server.
+
+    cycle: of a request whose response has begun and has no content-length.
+    """
 
     __slots__ = ("_cycle",)
 
@@ -90,6 +71,7 @@ class ChunkWriter:
 
     @property
     def ready(self) -> bool:
+        """The connection accepts more of the body now, without suspending."""
         cycle = self._cycle
         return (
             cycle.chunked_encoding is True
@@ -99,16 +81,14 @@ class ChunkWriter:
         )
 
     def write(self, body: bytes) -> None:
+        """Write more of the body, but not the end of it; only while `ready`."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
-def body_writer(scope: Scope) -> BodyWriter:
-    """Of the response to this request."""
-    writer: BodyWriter = scope.get("extensions", {}).get(_WRITER, NO_WRITER)
+def chunk_writer(scope: Scope) -> ChunkWriter | None:
+    """Return the writer of the response to this request, None under another HTTP server."""
+    writer: ChunkWriter | None = scope.get("extensions", {}).get(_WRITER)
     return writer
-
-
-NO_WRITER: Final = NoWriter()
 
 
 def is_stalled(scope: Scope) -> bool:
@@ -275,7 +255,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         )
 
     def _headers_overdue(self) -> None:
-        """Who has not begun a request is owed no answer."""
+        """Close a connection without an answer if no request has begun."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._arrival.set(HEADER_SECONDS, self._headers_overdue)  # an answer is under way
         elif self._in_headers:

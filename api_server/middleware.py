@@ -1,7 +1,7 @@
-"""What happens to a request before its route: the key, and the door.
+"""What happens to a request before its route: API key, drain state, fast path.
 
 Denies by default: a path is open only when it is listed, exactly as routing sees it. What
-only operators may do is not told by paths: its routes look themselves (`routes/access.py`)
+only operators may do is not told by paths: its routes look themselves (`routes/common.py`)
 whether the key was an operator's.
 """
 
@@ -16,11 +16,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api_server.app_state import SERVICES, Services
+from api_server.app_state import APP_STATE, AppState
 from api_server.errors import DrainingError, error_response
 from api_server.http_protocol import has_left
-from proto.api_keys import ApiKey
 from proto.errors import AuthenticationError, RequestError
+from proto.security import ApiKey
 
 OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/version"})
 OPERATORS: Final = frozenset(
@@ -30,13 +30,13 @@ OPERATORS: Final = frozenset(
         *("", "page", "view"),
     }
 )
-"""First parts of paths that pass by the door: they answer to the end, which waits for none.
+"""First path components that are answered while draining, and that a drain does not wait for.
 
-The live view is among them, because a drain would wait for whoever watches it, and the page with
+The live view is among them, because a drain would wait for its subscribers, and the page with
 it ("" is that of /), to show that it drains."""
 
 
-class KnowKeys:
+class ApiKeyMiddleware:
     """Answers 401 unless a key comes as `Authorization: Bearer` or `x-api-key`.
 
     Whose key it is, is `key_name` in the state of the request, and `is_operator` whether it is
@@ -64,7 +64,7 @@ class KnowKeys:
         await self._app(scope, receive, send)
 
     def _known(self, scope: Scope) -> list[ApiKey]:
-        """Of the keys that came, each compared with all there are."""
+        """Return the known keys among those sent; compares each with all, in constant time."""
         known = []
         for name, value in scope["headers"]:
             given = _bearer(value) if name == b"authorization" else value
@@ -73,21 +73,21 @@ class KnowKeys:
         return known
 
 
-class PassTheDoor:
-    """Counts who is inside, and answers 503 when nobody is let in any more."""
+class DrainMiddleware:
+    """Count requests in flight; answer 503 while draining."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services: Services = scope["app"].state.services
-        scope[SERVICES] = services
+        app_state: AppState = scope["app"].state.app_state
+        scope[APP_STATE] = app_state
         if scope["type"] != "http" or _first_part(scope["path"]) in OPERATORS:
             await self._app(scope, receive, send)
-        elif services.door.closed:
+        elif app_state.drain_state.closed:
             await error_response(DrainingError(), scope["path"])(scope, receive, send)
         else:
-            with services.visitors, services.metrics.in_flight:
+            with app_state.in_flight, app_state.metrics.in_flight:
                 await self._app(scope, receive, send)
 
 
@@ -97,35 +97,35 @@ def _bearer(value: bytes) -> bytes | None:
 
 
 def _first_part(path: str) -> str:
-    """What stands between the first two slashes."""
+    """Return the part between the first two slashes."""
     return path.removeprefix("/").partition("/")[0]
 
 
-# The short way to the routes that generate: past routing, dependencies and their many layers.
+# The fast path to the generating routes: past routing and dependency injection.
 #
-#     key ─▶ door ─▶ ShortWay ── POST /v1/completions ──▶ endpoint ─▶ response
-#                       └─────── anything else ─────────▶ router ─▶ …
+#     key ─▶ drain ─▶ FastPath ── POST /v1/completions ──▶ endpoint ─▶ response
+#                        └─────── anything else ─────────▶ router ─▶ …
 
 
-MOMENT_SECONDS: Final = 0.002
-"""What a request waits for its client to leave, while there are others."""
+DISCONNECT_GRACE_SECONDS: Final = 0.002
+"""How long a request waits for the disconnect of its client, while others are served."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def endpoints_of(*routers: APIRouter) -> dict[str, Endpoint]:
-    """By path: what these routers do for a POST. They take the request and nothing else."""
+    """Return the POST endpoints of these routers by path; they take only the request."""
     found = {}
     for router in routers:
         for route in router.routes:
             if isinstance(route, APIRoute) and "POST" in (route.methods or ()):
-                assert not route.dependencies, "what a route depends on is not asked on this way"
+                assert not route.dependencies, "the fast path resolves no dependencies"
                 found[route.path] = route.endpoint
     return found
 
 
-class ShortWay:
-    """Calls an endpoint with the request, and answers what it raises as the application would."""
+class FastPath:
+    """Call an endpoint directly, and answer its exceptions as the application would."""
 
     def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
         self._app = app
@@ -136,11 +136,11 @@ class ShortWay:
         if endpoint is None or scope.get("method") != "POST":
             await self._app(scope, receive, send)
             return
-        services: Services = scope[SERVICES]
-        if services.client.num_open:
-            await asyncio.sleep(MOMENT_SECONDS)
+        app_state: AppState = scope[APP_STATE]
+        if app_state.client.num_open:
+            await asyncio.sleep(DISCONNECT_GRACE_SECONDS)
         if has_left(scope):
-            services.metrics.cut_short("disconnect")
+            app_state.metrics.cut_short("disconnect")
             await _gone(receive)
             return
         try:
@@ -149,10 +149,10 @@ class ShortWay:
         except RequestError as error:
             await error_response(error, scope["path"])(scope, receive, send)
         except ClientDisconnect:
-            return  # it left during its upload: nobody reads an answer
+            return  # it left during its upload: no answer is read
 
 
 async def _gone(receive: Receive) -> None:
-    """Return when the server knows it as well, and expects no answer any more."""
+    """Return when the HTTP server has seen the disconnect, and expects no answer."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,7 +1,4 @@
-"""From a validated request to engine requests and the streams that answer them.
-
-What both endpoints do alike: parameters, ids, seeds, choices.
-"""
+"""From a validated body to engine requests and the token stream that receives their output."""
 
 import hashlib
 import math
@@ -12,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from api_server.app_state import Services
-from api_server.parsers.called_tool import NO_TURN, HeardTurn, KnownTurn, Turn
+from api_server.app_state import AppState
+from api_server.parsers.called_tool import NO_TURN, DeclaredTurn, ParsedTurn, Turn
 from api_server.parsers.parts import PLAIN_TEXT, PartsParser
 from api_server.parsers.thinking import NO_THOUGHTS, Thoughts
 from api_server.parsers.tool_calling import Calling, no_calling
@@ -22,6 +19,7 @@ from api_server.protocol.answers import Answer, Shape
 from api_server.protocol.common import (
     MAX_CHOICES_PER_REQUEST,
     MAX_LOGPROB_ENTRIES,
+    SAMPLING_NUMBERS,
     GenerationRequest,
 )
 from api_server.protocol.fields import IgnoredFields
@@ -29,12 +27,12 @@ from api_server.response import GenerationResponse
 from api_server.sampling import SEED_MASK, sampling_params
 from api_server.stream import (
     MAX_UNSENT_BYTES,
-    Bell,
     Choice,
-    Generation,
     RequestStream,
+    SendBuffer,
+    StreamNotifier,
     Timeline,
-    Unsent,
+    TokenStream,
 )
 from api_server.tenants import reader_of
 from api_server.text.detokenizer import Detokenizer, MarkedDetokenizer, NoText
@@ -46,15 +44,15 @@ from proto.engine_io import EngineCoreRequest
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource
 from proto.logit_edits import LogitEdits
-from proto.thinking import ThinkingRule
+from proto.sampling_params import ThinkingRule
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What the endpoints ask for in different words.
+class EndpointOptions:
+    """Options that the endpoints have under different names.
 
     max_tokens: None when not given. logprobs: alternatives, None for none at all.
-    max_tokens_field: what the client calls max_tokens. edits: changes of the scores.
+    max_tokens_field: what the client calls max_tokens. edits: of the logits.
     thinking: how the answer begins with thoughts, where the engine has to know.
     """
 
@@ -67,16 +65,17 @@ class Wishes:
     thinking: ThinkingRule | None = None
 
 
-class Preparation:
-    """One HTTP request on its way to the engine. Made when the request arrives.
+class RequestBuilder:
+    """Builds the engine requests, the token stream and the response of one HTTP request.
 
-    ignored: names of fields that nobody defines. calling: what the request's tools ask of its
-    answers; None for a request that knows none.
+    Constructed when the request arrives.
+
+    ignored: unknown fields. calling: the format of tool calls; None for a request without tools.
     """
 
     def __init__(
         self,
-        services: Services,
+        app_state: AppState,
         request: GenerationRequest,
         id_prefix: str,
         tenant: int,
@@ -90,29 +89,29 @@ class Preparation:
         self._grammar = checked_grammar(request, calling.grammar)
         self._marks = calling.marks
         self._agent = agent_hint(request, tenant)
-        services.check_model(request.model)
-        self._services = services
+        app_state.check_model(request.model)
+        self._app_state = app_state
         self._request = request
         self._tenant = tenant
         self._key_name = key_name
         self._ignored = ignored
         self._arrival = time.monotonic()
-        self._unsent = Unsent(MAX_UNSENT_BYTES if request.stream else math.inf)
+        self._send_buffer = SendBuffer(MAX_UNSENT_BYTES if request.stream else math.inf)
         self.id = id_prefix + (request.request_id or secrets.token_hex(16))
 
     @property
     def has_grammar(self) -> bool:
-        """The answer has to be of some form."""
+        """A grammar constrains the answer."""
         return self._grammar is not None
 
     def shape(self, top: int | None) -> Shape:
-        """What the answer shows. `top`: alternatives per token, None for no logprobs."""
-        request, tokenizer = self._request, self._services.tokenizer
+        """Return what the answer shows. top: alternatives per token, None for no logprobs."""
+        request, tokenizer = self._request, self._app_state.tokenizer
         named = len(request.logprob_token_ids)
         return Shape(
             id=self.id,
             created=int(time.time()),
-            model=self._services.model_name,
+            model=self._app_state.model_name,
             names=TokenIdNames(tokenizer) if request.return_tokens_as_token_ids else tokenizer,
             prompt_names=tokenizer,
             top=top if top is None or not named else named,
@@ -123,7 +122,7 @@ class Preparation:
         )
 
     def check_choices(self, num_prompts: int) -> None:
-        """Raise InvalidRequestError for too many; worth asking before any work on prompts."""
+        """Raise InvalidRequestError for too many choices, before any work on prompts."""
         n = self._request.n
         if num_prompts > 1 and self._agent is not None:
             field = self._request.job_field
@@ -134,7 +133,7 @@ class Preparation:
                 f"got {num_prompts * n}",
                 "n" if n > 1 else "prompt",
             )
-        most = self._services.client.engine.max_num_queued_reqs
+        most = self._app_state.client.engine.max_num_queued_reqs
         if num_prompts > 1 and 0 < most < num_prompts * n:
             raise InvalidRequestError(
                 f"the prompts have {num_prompts * n} choices together, and --max-num-queued-reqs "
@@ -142,92 +141,98 @@ class Preparation:
                 "prompt",
             )
 
-    def requests(self, prompts: Sequence[Prompt], wishes: Wishes) -> list[EngineCoreRequest]:
-        """What the engine is asked, one for each prompt."""
-        if self._request.use_beam_search and wishes.logprobs is not None:
+    def build_requests(
+        self, prompts: Sequence[Prompt], options: EndpointOptions
+    ) -> list[EngineCoreRequest]:
+        """Return the engine requests, one per prompt."""
+        if self._request.use_beam_search and options.logprobs is not None:
             raise InvalidRequestError("logprobs does not go with use_beam_search", "logprobs")
         self._check_queue([len(prompt.token_ids) for prompt in prompts])
         seed = self._seed()
-        requests = [self._engine_request(prompt, wishes, seed) for prompt in prompts]
+        requests = [self._engine_request(prompt, options, seed) for prompt in prompts]
         entries = sum(map(_num_logprob_entries, requests))
         if entries > MAX_LOGPROB_ENTRIES:
             raise InvalidRequestError(
                 f"the answer could hold {entries} log-probabilities, at most "
                 f"{MAX_LOGPROB_ENTRIES} are given: ask for fewer tokens, choices or alternatives",
-                "logprobs" if wishes.logprobs is not None else "prompt_logprobs",
+                "logprobs" if options.logprobs is not None else "prompt_logprobs",
             )
         return requests
 
-    def generation(
+    def build_stream(
         self,
         requests: Sequence[EngineCoreRequest],
         text_starts: Sequence[int],
         make_parser: Callable[[], PartsParser] = lambda: PLAIN_TEXT,
         thoughts: Thoughts = NO_THOUGHTS,
-    ) -> Generation:
-        """The streams of these requests; nothing is sent yet.
+    ) -> TokenStream:
+        """Return the stream of these requests, which `TokenStream.submit` sends.
 
-        text_starts: characters before the first output, for each request. make_parser: of what
-        the text of one choice means, for turns of jobs. thoughts: of the answers.
+        text_starts: characters before the first output, for each request. make_parser: returns
+        the parser of one choice, for the tool calls of agents. thoughts: of the answers.
         """
-        bell = Bell()
+        notifier = StreamNotifier()
         streams = [
             self._stream(
-                request, bell, place, text_starts[place], self._turn(make_parser), thoughts
+                request, notifier, place, text_starts[place], self._turn(make_parser), thoughts
             )
             for place, request in enumerate(requests)
         ]
-        services = self._services
-        log = not services.config.disable_log_requests
-        return Generation(
+        app_state = self._app_state
+        return TokenStream(
             self.id,
-            services.client,
-            services.metrics,
-            bell,
+            app_state.client,
+            app_state.metrics,
+            notifier,
             requests,
             streams,
-            log,
-            self._unsent,
+            log=not app_state.config.disable_log_requests,
+            send_buffer=self._send_buffer,
+            open_streams=app_state.open_streams,
             ignored=str(self._ignored),
             owner=self._key_name,
-            under_way=services.under_way,
         )
 
-    def response(self, generation: Generation, answer: Answer) -> GenerationResponse:
-        """The response to that generation, which answers as `answer` words it."""
+    def response(
+        self,
+        stream: TokenStream,
+        answer: Answer,
+        more_headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> GenerationResponse:
+        """Return the response to a submitted stream, in the format of `answer`."""
         return GenerationResponse(
-            generation,
+            stream,
             answer,
-            stream=self._request.stream,
-            keep_alive=self._services.config.sse_keep_alive,
-            more_headers=self.headers(),
+            as_events=self._request.stream,
+            keep_alive=self._app_state.config.sse_keep_alive,
+            more_headers=[*self.headers(), *more_headers],
         )
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Of its answer, beside those of every answer."""
+        """Return the headers of this request's answer."""
         name = self._request.request_id or self.id
         return [(b"x-request-id", name.encode()), *self._ignored.headers()]
 
     def truncation(self, max_tokens: int | None) -> Truncation:
-        """What is kept of prompts; max_tokens: as given, or what is meant where it is not."""
+        """Return how prompts are truncated. max_tokens: as given, or the default."""
         request = self._request
-        room = self._services.client.engine.max_model_len - max(max_tokens or 1, 1)
+        room = self._app_state.client.engine.max_model_len - max(max_tokens or 1, 1)
         return truncation(request.truncate_prompt_tokens, request.truncation_side, room)
 
     async def prompt_texts(self, prompts: Sequence[Prompt]) -> Sequence[str | None]:
-        """The prompts as the model saw them, if they are asked for; None otherwise."""
+        """Return the prompts as the model saw them if the client asked for them, else None."""
         if not self._request.return_prompt_text:
             return [None] * len(prompts)
-        tokenizer = self._services.tokenizer
+        tokenizer = self._app_state.tokenizer
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return await tokenizer.apart(num_tokens, _prompt_texts, prompts, tokenizer)
 
     def _check_queue(self, num_tokens: list[int]) -> None:
-        """Refuse for good what the engine would refuse however often it came.
+        """Raise InvalidRequestError for prompts that would never fit into the queue.
 
         One prompt alone always has a place in an empty queue. num_tokens: of each prompt.
         """
-        most = self._services.client.engine.max_num_queued_tokens
+        most = self._app_state.client.engine.max_num_queued_tokens
         if len(num_tokens) > 1 and 0 < most < sum(num_tokens):
             raise InvalidRequestError(
                 f"the prompts have {sum(num_tokens)} tokens together, and --max-num-queued-tokens "
@@ -236,34 +241,36 @@ class Preparation:
             )
 
     def _deadline(self, *milliseconds: float | None) -> float:
-        """The moment at which the shortest of these times is over; infinite for none."""
+        """Return the earliest of these deadlines, in monotonic seconds; infinite for none."""
         given = [each for each in milliseconds if each]
         return self._arrival + min(given) / 1000 if given else math.inf
 
     def _seed(self) -> int:
         """64 bits; a client's negative seed wraps around."""
         seed = self._request.seed
-        return next(self._services.seeds) if seed is None else seed & SEED_MASK
+        return next(self._app_state.seeds) if seed is None else seed & SEED_MASK
 
-    def _engine_request(self, prompt: Prompt, wishes: Wishes, seed: int) -> EngineCoreRequest:
-        services = self._services
-        engine = services.client.engine
+    def _engine_request(
+        self, prompt: Prompt, options: EndpointOptions, seed: int
+    ) -> EngineCoreRequest:
+        app_state = self._app_state
+        engine = app_state.client.engine
         params = sampling_params(
             self._request,
-            max_tokens=wishes.max_tokens,
-            default_max_tokens=wishes.default_max_tokens,
-            logprobs=wishes.logprobs,
-            prompt_logprobs=wishes.prompt_logprobs,
+            max_tokens=options.max_tokens,
+            default_max_tokens=options.default_max_tokens,
+            logprobs=options.logprobs,
+            prompt_logprobs=options.prompt_logprobs,
             num_prompt_tokens=len(prompt.token_ids),
             max_model_len=engine.max_model_len,
             vocab_size=engine.vocab_size,
-            eos_token_ids=services.model.eos_token_ids,
-            max_tokens_field=wishes.max_tokens_field,
-            edits=wishes.edits,
+            eos_token_ids=app_state.model.eos_token_ids,
+            max_tokens_field=options.max_tokens_field,
+            edits=options.edits,
         )
         return EngineCoreRequest(
-            epoch=services.epoch,
-            request_id=services.client.next_request_id(),
+            epoch=app_state.epoch,
+            request_id=app_state.client.next_request_id(),
             prompt_token_ids=prompt.token_ids,
             sampling_params=params,
             seed=seed,
@@ -273,35 +280,35 @@ class Preparation:
             cache_salt=hidden_salt(self._request.cache_salt),
             tenant=self._tenant,
             queue_deadline=self._deadline(
-                self._request.queue_timeout_ms, services.config.queue_timeout * 1000
+                self._request.queue_timeout_ms, app_state.config.queue_timeout * 1000
             ),
             deadline=self._deadline(self._request.timeout_ms),
             grammar=self._grammar,
             agent=self._agent,
-            thinking=wishes.thinking,
+            thinking=options.thinking,
             label=self.id,
             reader=reader_of(self._tenant, self._key_name),
         )
 
     def _turn(self, make_parser: Callable[[], PartsParser]) -> Turn:
-        """Who finds out which tool the job calls: the client's word comes first."""
+        """Return what finds the tool that the agent calls; the client's hint comes first."""
         if self._agent is None:
             return NO_TURN
         name, hint = partial(tool_name, tenant=self._tenant), self._request.agent_hint
         if hint is not None and hint.tool is not None:
-            return KnownTurn(name(hint.tool))
-        return HeardTurn(make_parser, name)
+            return DeclaredTurn(name(hint.tool))
+        return ParsedTurn(make_parser, name)
 
     def _stream(
         self,
         request: EngineCoreRequest,
-        bell: Bell,
+        notifier: StreamNotifier,
         place: int,
         text_start: int,
         turn: Turn,
         thoughts: Thoughts,
     ) -> RequestStream:
-        services, asked = self._services, self._request
+        app_state, asked = self._app_state, self._request
         ids = request.prompt_token_ids
         marks = {**self._marks, **thoughts.markers}
         detokenizers = [self._detokenizer(ids, marks) for _ in range(request.n)]
@@ -314,10 +321,10 @@ class Preparation:
                 min_tokens=asked.min_tokens,
                 text_start=text_start,
                 shows_stop=asked.include_stop_str_in_output,
-                interval=asked.stream_interval or services.config.stream_interval,
+                interval=asked.stream_interval or app_state.config.stream_interval,
                 counts_tokens=not asked.detokenize,
-                unsent=self._unsent,
-                heard=turn.listener(),
+                send_buffer=self._send_buffer,
+                text_listener=turn.listener(),
             )
             for number in range(request.n)
         ]
@@ -326,12 +333,12 @@ class Preparation:
             request.request_id,
             ids,
             choices,
-            bell,
-            services.metrics,
+            notifier,
+            app_state.metrics,
             Timeline(self._arrival),
             prompt_rows=[None] * len(ids) if has_rows else [],
             may_expire_in_queue=request.queue_deadline < math.inf,
-            unsent=self._unsent,
+            send_buffer=self._send_buffer,
             turn=turn,
             thought_counts=counts,
             max_tokens=request.sampling_params.max_tokens,
@@ -343,7 +350,7 @@ class Preparation:
         """marks: special tokens that have text all the same."""
         if not self._request.detokenize:
             return NoText()
-        inner = self._services.tokenizer.detokenizer(
+        inner = self._app_state.tokenizer.detokenizer(
             prompt_token_ids,
             skip_special_tokens=self._request.skip_special_tokens,
             spaces_between_special_tokens=self._request.spaces_between_special_tokens,
@@ -365,12 +372,12 @@ def _prompt_texts(prompts: Sequence[Prompt], tokenizer: ModelTokenizer) -> list[
 
 
 def hidden_salt(salt: str | None) -> str | None:
-    """A client's salt as the rest of the system knows it: of one length, and of its own choice."""
+    """Return the hash of a client's cache salt, which has a fixed length."""
     return None if salt is None else hashlib.sha256(salt.encode()).hexdigest()
 
 
 def _num_logprob_entries(request: EngineCoreRequest) -> int:
-    """The most log-probabilities that the answer can hold; a prompt's may be in every choice."""
+    """Return the most log-probabilities that the answer can hold."""
     params = request.sampling_params
     entries = 0
     if params.logprobs is not None:
@@ -398,7 +405,7 @@ def check_request(request: GenerationRequest) -> None:
 def checked_grammar(
     request: GenerationRequest, grammar: GrammarSource | None
 ) -> GrammarSource | None:
-    """What the answer has to be; raises InvalidRequestError for what does not go with it.
+    """Return the grammar; raise InvalidRequestError for fields that conflict with it.
 
     The grammar says where the text ends, so nothing else may keep it from ending there; and
     what tokens are left to choose from, so that no other rule may leave none.
@@ -429,29 +436,29 @@ def check_thoughts(request: GenerationRequest, rule: ThinkingRule | None) -> Non
 
 _NEUTRAL_TO_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
     "stream": (False,),
-    "temperature": (0.0,),
-    "top_p": (1.0,),
     "top_k": (0, -1),
-    "min_p": (0.0,),
     "stop": ([],),
     "prompt_logprobs": (),
     "logprob_token_ids": ([],),
     "include_stop_str_in_output": (False,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
     "logit_bias": ({},),
     "bad_words": ([],),
     "allowed_token_ids": (),
     "repetition_detection": (),
 }
-"""Fields that a beam search has no use for, and what they may say all the same."""
+"""Further fields that a beam search does not support, with the values that it accepts."""
 
 
 def check_beams(request: GenerationRequest) -> None:
     """Raise InvalidRequestError for what only a beam search has, or what it cannot do."""
     given = request.model_fields_set
     if request.use_beam_search:
+        for name, number in SAMPLING_NUMBERS.items():
+            allowed = number.beam_value
+            if allowed is None:
+                allowed = type(request).model_fields[name].default
+            if name in given and request.number(name) != allowed:
+                raise InvalidRequestError(f"{name} does not go with use_beam_search", name)
         for name, neutral in _NEUTRAL_TO_BEAMS.items():
             if name in given and getattr(request, name) not in neutral:
                 raise InvalidRequestError(f"{name} does not go with use_beam_search", name)

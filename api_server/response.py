@@ -1,27 +1,21 @@
-"""From a generation to an HTTP response, streamed or whole.
+"""From a token stream to an HTTP response, streamed or whole.
 
-Owns the order of things: no status before the engine accepted the request, then
-the events, and an abort as soon as the client goes away. Speaks ASGI itself: one
-wake-up and one send for each new piece of text, or, where the connection takes it at
-once, just one write.
+The status is sent first, after `TokenStream.submit` has returned, then one server-sent event for
+each delta. Speaks ASGI itself: one wake-up and one send per delta, or a single write where the
+connection accepts it at once.
 """
 
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api_server.http_protocol import (
-    BodyWriter,
-    body_writer,
-    close_after_response,
-    has_left,
-    is_stalled,
-)
+from api_server.http_protocol import ChunkWriter, chunk_writer, close_after_response
 from api_server.protocol.answers import Answer
-from api_server.stream import Generation, KeepAlive
+from api_server.stream import TokenStream
 from proto.errors import InternalRequestError, RequestError
 
 logger = logging.getLogger("tokend.api")
@@ -33,72 +27,95 @@ EVENT_STREAM_HEADERS = [
 ]
 
 
-class GenerationResponse(Response):
-    """The response to one generation.
+class KeepAlive:
+    """Timer of one event stream that asks for a sign of life after a period of silence.
 
-    stream: as server-sent events. keep_alive: seconds of silence after which a stream gets a
+    Proxies close a connection that is silent for long. seconds: of silence; 0 for never.
+    notify: called when the sign is due, to have the response `take` it. sign: the event to send.
+    """
+
+    def __init__(self, seconds: float, notify: Callable[[], None], sign: str) -> None:
+        self._seconds = seconds
+        self._notify = notify
+        self._sign = sign
+        self._loop = asyncio.get_running_loop()
+        self._due = False
+        self._last_write = self._loop.time()
+        self._timer = self._loop.call_later(seconds, self._check) if seconds else None
+
+    def record_write(self) -> None:
+        """Restart the period of silence."""
+        self._due = False
+        self._last_write = self._loop.time()
+
+    def take(self) -> str:
+        """Return the sign if it is due, "" otherwise."""
+        return self._sign if self._due else ""
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _check(self) -> None:
+        """Run the only timer of the stream, which usually finds that something was written."""
+        left = self._last_write + self._seconds - self._loop.time()
+        if left <= 0.0:
+            self._due = True
+            self._notify()
+            left = self._seconds
+        self._timer = self._loop.call_later(left, self._check)
+
+
+class GenerationResponse(Response):
+    """The response to one token stream, which has been submitted.
+
+    as_events: as server-sent events. keep_alive: seconds of silence after which a stream gets a
     sign of life, 0 for never. more_headers: beside those of every answer.
     """
 
     def __init__(
         self,
-        generation: Generation,
+        stream: TokenStream,
         answer: Answer,
         *,
-        stream: bool,
+        as_events: bool,
         keep_alive: float,
         more_headers: list[tuple[bytes, bytes]],
     ) -> None:
         super().__init__()
-        self._more_headers = more_headers
-        self._generation = generation
-        self._answer = answer
         self._stream = stream
+        self._answer = answer
+        self._as_events = as_events
         self._keep_alive = keep_alive
+        self._more_headers = more_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generation = self._generation
-        watch = asyncio.create_task(self._watch(scope, receive))
         try:
-            if has_left(scope):
-                await watch  # which hears of it in a moment
+            if self._stream.disconnected:
                 return
-            await generation.start()
-            if generation.disconnected:
-                return
-            if self._stream:
+            if self._as_events:
                 await self._send_events(scope, send)
             else:
                 await self._send_whole(send)
         finally:
-            watch.cancel()
-            generation.close()
-
-    async def _watch(self, scope: Scope, receive: Receive) -> None:
-        """End the generation when the client goes away."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._generation.disconnect("slow_reader" if is_stalled(scope) else "disconnect")
+            self._stream.close()
 
     async def _send_events(self, scope: Scope, send: Send) -> None:
-        """Event by event. A failure is an event, the last one, then the end of the connection."""
+        """Send the events. A failure is the last event; the connection is closed after it."""
         headers = EVENT_STREAM_HEADERS + self._more_headers
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        keep_alive = KeepAlive(
-            self._keep_alive, self._generation.bell.ring, self._answer.keep_alive
-        )
+        notify = self._stream.notifier.notify
+        keep_alive = KeepAlive(self._keep_alive, notify, self._answer.keep_alive)
         try:
-            await self._send_until_over(scope, send, keep_alive)
+            await self._send_until_finished(scope, send, keep_alive)
         finally:
             keep_alive.close()
 
-    async def _send_until_over(self, scope: Scope, send: Send, keep_alive: KeepAlive) -> None:
-        generation, begin = self._generation, self._answer.begin()
-        writer = body_writer(scope)
-        while True:  # look, then wait: what came with the acceptance has rung already
-            if generation.disconnected:
-                return
-            events, over, error = self._next_events()
+    async def _send_until_finished(self, scope: Scope, send: Send, keep_alive: KeepAlive) -> None:
+        stream, begin = self._stream, self._answer.begin()
+        writer = chunk_writer(scope)
+        while not stream.disconnected:
+            events, is_last, error = self._next_events()
             if error is not None:
                 close_after_response(scope)
                 events += self._answer.failure(error)
@@ -106,54 +123,57 @@ class GenerationResponse(Response):
             begin = ""
             if events:
                 body = events.encode()
-                generation.unsent.is_blocked = True  # seen by others only if `send` has to wait
-                await send({"type": "http.response.body", "body": body, "more_body": not over})
-                generation.unsent.is_blocked = False
-                keep_alive.spoke()
-            if over:
+                stream.send_buffer.is_blocked = True  # visible to others only if `send` suspends
+                await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+                stream.send_buffer.is_blocked = False
+                keep_alive.record_write()
+            if is_last:
                 return
-            await generation.wait(lambda: self._tell(writer, keep_alive))
+            await stream.wait(lambda: self._write_chunk(writer, keep_alive))
 
-    def _tell(self, writer: BodyWriter, keep_alive: KeepAlive) -> bool:
-        """Write what there is if the answer just goes on; False where there is more to it."""
-        generation = self._generation
-        if not (writer.ready and generation.goes_on):
+    def _write_chunk(self, writer: ChunkWriter | None, keep_alive: KeepAlive) -> bool:
+        """Write the pending deltas of a running stream past the coroutines of the server.
+
+        False, having done nothing, if the connection is blocked or the stream has ended.
+        """
+        stream = self._stream
+        if writer is None or not (writer.ready and stream.is_running):
             return False
         try:
-            events = "".join([self._answer.chunk(delta) for delta in generation.take()])
+            events = "".join([self._answer.chunk(delta) for delta in stream.take_deltas()])
         except Exception:
-            logger.exception("%s: an answer could not be put into words", generation.label)
-            generation.fail(InternalRequestError("internal error"))
+            logger.exception("%s: the answer could not be encoded", stream.label)
+            stream.fail(InternalRequestError("internal error"))
             return False
         events = events or keep_alive.take()
         if events:
             writer.write(events.encode())
-            keep_alive.spoke()
+            keep_alive.record_write()
         return True
 
     def _next_events(self) -> tuple[str, bool, RequestError | None]:
-        """What there is to send, whether it is the last, and the failure that makes it so."""
-        generation = self._generation
+        """Return the pending events, whether they are the last, and the failure if it is one."""
+        stream = self._stream
         try:
-            events = "".join([self._answer.chunk(delta) for delta in generation.take()])
-            if generation.error is not None:
-                return events, True, generation.error
-            if generation.finished:
-                events += self._answer.end(generation.usage())
-            return events, generation.finished, None
+            events = "".join([self._answer.chunk(delta) for delta in stream.take_deltas()])
+            if stream.error is not None:
+                return events, True, stream.error
+            if stream.finished:
+                events += self._answer.end(stream.usage())
+            return events, stream.finished, None
         except Exception:  # the status is sent: no other handler could tell the client
-            logger.exception("%s: an answer could not be put into words", generation.label)
+            logger.exception("%s: the answer could not be encoded", stream.label)
             return "", True, InternalRequestError("internal error")
 
     async def _send_whole(self, send: Send) -> None:
-        generation = self._generation
-        while not generation.finished and generation.error is None:
-            await generation.wait()
-            if generation.disconnected:
+        stream = self._stream
+        while not stream.finished and stream.error is None:
+            await stream.wait()
+            if stream.disconnected:
                 return
-        if generation.error is not None:
-            raise generation.error
-        body = json.dumps(self._answer.body(generation.take(), generation.usage())).encode()
+        if stream.error is not None:
+            raise stream.error
+        body = json.dumps(self._answer.body(stream.take_deltas(), stream.usage())).encode()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),

@@ -11,9 +11,9 @@ from typing import Final
 from api_server.protocol.common import GenerationRequest
 from api_server.text.tokenizer import ModelTokenizer
 from proto.errors import InvalidRequestError, shown
+from proto.logit_edits import NUMBERS as EDIT_NUMBERS
 from proto.logit_edits import LogitEdits
-from proto.repetition import RepetitionDetection
-from proto.sampling_params import SamplingParams
+from proto.sampling_params import NUMBERS, RepetitionDetection, SamplingParams
 
 SEED_BITS: Final = 64
 SEED_MASK: Final = (1 << SEED_BITS) - 1
@@ -22,7 +22,7 @@ SEED_MASK: Final = (1 << SEED_BITS) - 1
 def seeds(seed: int | None, index: int) -> Iterator[int]:
     """64-bit seeds for requests without one; repeatable when the daemon was given a seed.
 
-    index: of this front end.
+    index: of this API server.
     """
     source = random.SystemRandom() if seed is None else random.Random(f"{seed}:{index}")
     while True:
@@ -65,13 +65,14 @@ def sampling_params(
             f"{max_model_len} tokens",
             max_tokens_field,
         )
+    numbers = {name: request.number(name) for name in NUMBERS}
+    if request.use_beam_search:
+        numbers["temperature"] = 0.0
     params = SamplingParams(
+        **numbers,
         max_tokens=wanted,
         min_tokens=request.min_tokens,
-        temperature=0.0 if request.use_beam_search else request.temperature,
         top_k=min(max(request.top_k, 0), vocab_size),
-        top_p=request.top_p,
-        min_p=request.min_p,
         stop_token_ids=tuple(request.stop_token_ids),
         eos_token_ids=eos_token_ids,
         ignore_eos=request.ignore_eos,
@@ -113,9 +114,7 @@ async def logit_edits(request: GenerationRequest, tokenizer: ModelTokenizer) -> 
     """What the request changes, None for nothing. Raises InvalidRequestError for a bad word
     that is none; what depends on the vocabulary is not looked at."""
     edits = LogitEdits(
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
-        repetition_penalty=request.repetition_penalty,
+        **{name: request.number(name) for name in EDIT_NUMBERS},
         bias_token_ids=tuple(request.logit_bias),
         bias_values=tuple(request.logit_bias.values()),
         bad_words=await _bad_words(request.bad_words, tokenizer),

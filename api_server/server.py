@@ -19,29 +19,28 @@ import uvloop
 from fastapi import FastAPI
 
 from api_server.app import create_app
-from api_server.app_state import ModelTexts, Services
+from api_server.app_state import AppState, ModelTexts
 from api_server.engine_client import EngineClient, FromEngine
-from api_server.engine_switch import Changeover
+from api_server.engine_switch import EngineSwitch
 from api_server.fair_listener import FairListener
-from api_server.health import Door, Health
+from api_server.health import DrainState, Health
 from api_server.http_protocol import LimitedHttpProtocol
-from api_server.live_view.events import Surroundings
-from api_server.live_view.publisher import Feed
+from api_server.live_view.events import ServerInfo
+from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.collector import Metrics
 from api_server.metrics.metric_sheet import Gauge, MetricSheet
 from api_server.protocol.responses.stored import StoredResponses
 from api_server.routes.system import daemon_version
 from api_server.sampling import seeds
-from api_server.stream import OpenGenerations
-from api_server.supervisor_link import Orders
+from api_server.stream import OpenStreams
+from api_server.supervisor_link import SupervisorLink
 from proto.codec import Message
 from proto.config import FrontEndConfig
-from proto.heap import REQUESTS, settle_heap
-from proto.ids import request_ids
-from proto.lifecycle import AbortRequests, DrainWanted, FrontEndReady, ProcessBoot
-from proto.phase_clock import PhaseClock
+from proto.engine_io import request_ids
+from proto.lifecycle import AbortRequests, DrainWanted, FrontEndReady, PhaseClock, ProcessBoot
+from proto.process import REQUEST_LOOP_GC, freeze_heap
+from proto.security import server_context
 from proto.sockets import Link, front_end_path
-from proto.tls import server_context
 
 logger = logging.getLogger("tokend.api")
 
@@ -81,14 +80,14 @@ class OneOfSeveral(Server):
 
 
 def main(boot: ProcessBoot, supervisor: Link) -> None:
-    """Serve until told to stop."""
+    """Serve until the supervisor stops this process."""
     clock = PhaseClock(boot.born_at)
     clock.end("imports")
     uvloop.run(_serve(boot, supervisor, clock))
 
 
 def make_server(app: FastAPI, frontend: FrontEndConfig, connections: Gauge) -> Server:
-    """uvicorn over the application; `serve(sockets=…)` runs it. connections: of all front ends."""
+    """uvicorn over the application; `serve(sockets=…)` runs it. connections: of all API servers."""
     config = uvicorn.Config(
         app,
         http=LimitedHttpProtocol,
@@ -111,21 +110,23 @@ def _tls(config: FrontEndConfig) -> ssl.SSLContext | None:
     return None if config.ssl_certfile is None else server_context(config)
 
 
-def make_services(
-    boot: ProcessBoot, link: Link, tell: Callable[[Message], None] = lambda message: None
-) -> Services:
-    """Everything the routes need, over a link to the engine. tell: sends to the supervisor."""
+def make_app_state(
+    boot: ProcessBoot, link: Link, send: Callable[[Message], None] = lambda message: None
+) -> AppState:
+    """Return what the routes need, over a link to the engine. send: to the supervisor."""
     model, config = boot.model, boot.config
     name = config.model.served_model_name or model.name
     metrics = Metrics(name, metric_sheet(boot), boot.incarnation, boot.num_hung)
     ids = request_ids(boot.index, boot.incarnation)
-    crashes_until_alone = config.scheduler.crashes_until_alone
-    client = EngineClient(link, boot.epoch, ids, metrics, crashes_until_alone)
-    feed = Feed(Surroundings(name, daemon_version(), config.scheduler.max_num_seqs), client)
-    client.seat(feed)
-    door = Door(partial(tell, DrainWanted(boot.index)))
+    crashes_until_isolated = config.scheduler.crashes_until_isolated
+    client = EngineClient(link, boot.epoch, ids, metrics, crashes_until_isolated)
+    live_view = LiveViewPublisher(
+        ServerInfo(name, daemon_version(), config.scheduler.max_num_seqs), client
+    )
+    client.attach_live_view(live_view)
+    drain_state = DrainState(partial(send, DrainWanted(boot.index)))
     texts = ModelTexts.load(config.model, model)
-    return Services(
+    return AppState(
         model=model,
         model_name=name,
         config=config.frontend,
@@ -133,27 +134,27 @@ def make_services(
         metrics=metrics,
         tokenizer=texts.tokenizer,
         chat_template=texts.chat_template,
-        health=Health(client, door),
-        door=door,
+        health=Health(client, drain_state),
+        drain_state=drain_state,
         epoch=boot.epoch,
         vocabulary=texts.vocabulary,
         settings=config,
-        ask_abort=lambda labels, owner: tell(AbortRequests(labels, owner)),
-        under_way=OpenGenerations(),
+        request_abort=lambda labels, owner: send(AbortRequests(labels, owner)),
+        open_streams=OpenStreams(),
         responses=stored_responses(config.frontend),
-        feed=feed,
+        live_view=live_view,
         seeds=seeds(config.model.seed, boot.index),
     )
 
 
 def stored_responses(config: FrontEndConfig) -> StoredResponses:
-    """Where this front end keeps responses."""
+    """Return the store of responses."""
     most = config.max_stored_responses_mib << 20
     return StoredResponses(most, config.stored_response_seconds, time.monotonic)
 
 
 def metric_sheet(boot: ProcessBoot) -> MetricSheet:
-    """Where this front end counts."""
+    """Return the metric sheet of this API server."""
     if boot.metrics_fd is None:
         return MetricSheet.of_one()
     return MetricSheet.shared(boot.metrics_fd, boot.index, boot.config.frontend.api_server_count)
@@ -161,38 +162,42 @@ def metric_sheet(boot: ProcessBoot) -> MetricSheet:
 
 async def _serve(boot: ProcessBoot, supervisor: Link, clock: PhaseClock) -> None:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    orders = Orders(supervisor, boot.index)
-    services = make_services(boot, connect(boot, boot.epoch), orders.tell)
+    supervisor_link = SupervisorLink(supervisor, boot.index)
+    app_state = make_app_state(boot, connect(boot, boot.epoch), supervisor_link.send)
     clock.end("tokenizer")
-    app = create_app(services)
-    server = make_server(app, services.config, services.metrics.connections)
-    settle_heap(REQUESTS)
+    app = create_app(app_state)
+    server = make_server(app, app_state.config, app_state.metrics.connections)
+    freeze_heap(REQUEST_LOOP_GC)
     meet = partial(connect, boot)
-    orders.obey(Changeover(boot.index, app.state, boot.config.model, meet, orders.tell))
+    supervisor_link.start(
+        EngineSwitch(boot.index, app.state, boot.config.model, meet, supervisor_link.send)
+    )
     sockets = [socket.socket(fileno=descriptor) for descriptor in boot.listen_fds]
     serving = asyncio.create_task(server.serve(sockets=sockets))
-    stopping = asyncio.create_task(orders.stopped.wait())
+    stopping = asyncio.create_task(supervisor_link.stopped.wait())
     clock.end("routes")
-    ready = asyncio.create_task(_announce(services.client, orders, boot.index, clock))
+    ready = asyncio.create_task(_announce(app_state.client, supervisor_link, boot.index, clock))
     waiting = {serving, stopping, ready}
     while not stopping.done() and not serving.done():
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
     ready.cancel()
-    services.client.close()
+    app_state.client.close()
     server.should_exit = True
     await serving
 
 
 def connect(boot: ProcessBoot, epoch: int) -> Link:
-    """This front end's link to the engine of an epoch."""
+    """Return a link to the engine of an epoch."""
     path = front_end_path(boot.run_dir, epoch, boot.index, boot.incarnation)
     return Link.connect(path, FromEngine)
 
 
-async def _announce(client: EngineClient, orders: Orders, index: int, clock: PhaseClock) -> None:
+async def _announce(
+    client: EngineClient, supervisor_link: SupervisorLink, index: int, clock: PhaseClock
+) -> None:
     engine = await client.wait_ready()
     logger.info("ready: up to %d tokens a request", engine.max_model_len)
     clock.end("engine")
-    orders.tell(FrontEndReady(index, clock.phases))
+    supervisor_link.send(FrontEndReady(index, clock.phases))

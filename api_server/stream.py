@@ -1,8 +1,14 @@
-"""Everything that one HTTP request asked of the engine: one stream for each prompt.
+"""Engine outputs on their way to the connection of a client: tokens → text → chunks.
 
-Owns sending the requests, waiting for their acceptance, and their orderly end: what
-is not finished when the client goes away or something fails is aborted, counted and
-logged here, once.
+    EngineClient ─ feed ─▶ RequestStream ─▶ Choice ─▶ detokenizer, stop strings ─▶ Delta
+                               │ notify                                           ▲
+                               ▼                                                  │ take_deltas
+                           StreamNotifier ─ write ─▶ GenerationResponse ──────────┘
+
+One HTTP request has one TokenStream. It submits one engine request per prompt, and each of these
+has a RequestStream with n choices. Whatever has not finished when the client disconnects or a
+part fails is aborted, counted and logged once, in `TokenStream.close`. Everything here runs on
+the event loop.
 """
 
 import asyncio
@@ -10,11 +16,15 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
+
+from starlette.requests import Request
 
 from api_server.engine_client import EngineClient
 from api_server.errors import SlowReaderError
+from api_server.http_protocol import has_left, is_stalled
 from api_server.metrics.collector import Metrics
 from api_server.parsers.called_tool import NO_TURN, Listener, Turn, unheard
 from api_server.parsers.reasoning import ThoughtCount
@@ -32,74 +42,74 @@ from proto.errors import (
 )
 from proto.log_lines import FIELDS
 
-# Wakes the one task that waits for news of an HTTP request, where it has to be woken at all.
-#
-#     ring ─▶ (end of this turn of the loop) ─▶ tell() ── True ──▶ all is told
-#                                                   └──── False ─▶ the task wakes
+logger = logging.getLogger("tokend.requests")
+
+DeltaWriter = Callable[[], bool]
+"""Write the pending deltas to the connection; False, having done nothing, if it cannot."""
 
 
-Tell = Callable[[], bool]
-"""Tells the client what there is; False, with nothing done, where only the task can."""
+class StreamNotifier:
+    """Notify the response of an HTTP request of new output.
 
+    Waking the response's task resumes every coroutine between the server and the response. For
+    most tokens a plain function (the DeltaWriter) can write the chunk instead, and the task stays
+    suspended. All notifications of one iteration of the event loop are handled together.
 
-def tell_nothing() -> bool:
-    """Leave it all to the task."""
-    return False
+        notify ─▶ (end of this iteration) ─▶ write() ── True ──▶ the task stays suspended
+                                                    └── False ─▶ the task is resumed
+    """
 
-
-class Bell:
-    """Rung for each piece of news; those of one turn of the loop are told together."""
-
-    __slots__ = ("_planned", "_rung", "_tell", "_waiter")
+    __slots__ = ("_pending", "_scheduled", "_waiter", "_write")
 
     def __init__(self) -> None:
-        self._rung = self._planned = False
+        self._pending = self._scheduled = False
         self._waiter: asyncio.Future[None] | None = None
-        self._tell: Tell = tell_nothing
+        self._write: DeltaWriter | None = None
 
-    def ring(self) -> None:
-        self._rung = True
+    def notify(self) -> None:
+        self._pending = True
         waiter = self._waiter
-        if waiter is not None and not self._planned:
-            self._planned = True
-            waiter.get_loop().call_soon(self._answer)
+        if waiter is not None and not self._scheduled:
+            self._scheduled = True
+            waiter.get_loop().call_soon(self._deliver)
 
-    async def wait(self, tell: Tell = tell_nothing) -> None:
-        """Return at once if it rang since the last call, or when it rings and `tell` is False."""
-        if not self._rung:
-            self._tell = tell
+    async def wait(self, write: DeltaWriter | None = None) -> None:
+        """Return when there is new output that `write` did not handle.
+
+        Returns at once after a notification that came since the last call.
+        """
+        if not self._pending:
+            self._write = write
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        self._rung = False
+        self._pending = False
 
-    def _answer(self) -> None:
-        self._planned = False
+    def _deliver(self) -> None:
+        self._scheduled = False
         waiter = self._waiter
         if waiter is None or waiter.done():
             return
-        if self._tell():
-            self._rung = False
+        if self._write is not None and self._write():
+            self._pending = False
         else:
             waiter.set_result(None)
 
 
-# What waits for a client that reads its stream more slowly than it is produced.
-
-
 MAX_UNSENT_BYTES: Final = 1 << 20
-"""Of text and log-probabilities that were produced and that the connection has not taken."""
+"""Most bytes of text and log-probabilities that may wait for a blocked connection."""
 ENTRY_BYTES: Final = 64
-"""What one log-probability with its token counts for."""
+"""Estimated size of one log-probability with its token."""
 
 
-class Unsent:
-    """limit: bytes; infinite for an answer that is sent as a whole.
+class SendBuffer:
+    """Count the output of one HTTP request that the connection has not accepted yet.
 
-    is_blocked: the connection takes nothing more just now. Otherwise all that waits is about
-    to be sent, however much a burst of the engine has brought.
+    limit: bytes; infinite for a response that is not streamed. is_blocked: the connection accepts
+    no more bytes for now; the limit applies only then, because otherwise a burst of the engine is
+    about to be sent. Connections that accept nothing at all are closed by `http_protocol`.
     """
 
     __slots__ = ("_limit", "is_blocked", "num_bytes")
@@ -112,23 +122,19 @@ class Unsent:
     def add_text(self, text: str) -> None:
         self.num_bytes += len(text.encode())
 
-    def add_entries(self, number: int) -> None:
-        """Log-probabilities."""
+    def add_logprobs(self, number: int) -> None:
         self.num_bytes += ENTRY_BYTES * number
 
     def clear(self) -> None:
-        """All of it is on its way to the connection."""
+        """Everything counted so far was passed to the connection."""
         self.num_bytes = 0
 
     def check(self) -> None:
-        """Raise SlowReaderError when too much waits."""
+        """Raise SlowReaderError when more than the limit waits for a blocked connection."""
         if self.is_blocked and self.num_bytes > self._limit:
             raise SlowReaderError(
                 f"the stream was ended: {self.num_bytes} bytes of it waited to be read"
             )
-
-
-# One choice of a request: its tokens, its text, how it ended.
 
 
 REPETITION_DETECTED: Final = "repetition_detected"
@@ -137,12 +143,12 @@ REPETITION_DETECTED: Final = "repetition_detected"
 
 @dataclass(slots=True)
 class Delta:
-    """What a choice gained since it was last looked at.
+    """What a choice gained since the last call of `Choice.take_delta`.
 
-    index: place of the choice in the answer.
-    tokens: where the text of each token begins, when log-probabilities were asked for.
-    num_tokens: output tokens of the choice so far, these included.
-    finish_reason: set in the last delta of a choice and in no other.
+    index: of the choice in the answer.
+    tokens: the text offset of each token, when log-probabilities were requested.
+    num_tokens: output tokens of the choice so far, including these.
+    finish_reason: set only in the last delta of a choice.
     """
 
     index: int
@@ -156,17 +162,16 @@ class Delta:
 
 @dataclass(slots=True)
 class Choice:
-    """Text of one choice, growing.
+    """The tokens and the text of one choice, and how it ended.
 
-    index: its place in the answer, over all prompts of the HTTP request.
-    text_start: characters before the first output (the prompt, when it is echoed);
-    offsets of tokens count from there.
+    index: of the choice in the answer, counted over all prompts of the HTTP request.
+    text_start: characters before the first output (an echoed prompt); token offsets include them.
     min_tokens: stop strings that are complete within so many tokens do not count.
-    shows_stop: the text of a stop token is part of the choice's.
-    interval: new tokens that make a piece of news, after the first one.
-    counts_tokens: tokens are news also where they bring no text.
-    unsent: of all choices of the HTTP request.
-    heard: is given all text that is shown.
+    shows_stop: the text of a stop token is part of the choice.
+    interval: new tokens per delta, after the first one.
+    counts_tokens: tokens without text make a delta too.
+    send_buffer: of the HTTP request.
+    text_listener: is called with all text that is shown.
     """
 
     index: int
@@ -177,8 +182,8 @@ class Choice:
     shows_stop: bool = False
     interval: int = 1
     counts_tokens: bool = False
-    unsent: Unsent = field(default_factory=Unsent)
-    heard: Listener = unheard
+    send_buffer: SendBuffer = field(default_factory=SendBuffer)
+    text_listener: Listener = unheard
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -194,7 +199,7 @@ class Choice:
 
     @property
     def has_news(self) -> bool:
-        """Whether a delta would show anything, and it is time for one."""
+        """A delta would show something, and the interval has passed."""
         if self.finished and not self._end_reported:
             return True
         num_new = len(self.token_ids) - self._num_taken
@@ -209,9 +214,9 @@ class Choice:
         finish_reason: FinishReason | None,
         stop_reason: int | None,
     ) -> int:
-        """Take in new tokens; returns how many count, fewer when a stop string ended the choice.
+        """Append new tokens; return how many count, fewer when a stop string ended the choice.
 
-        rows: one for each token, or none at all.
+        rows: one per token, or empty.
         """
         stopped = finish_reason is FinishReason.STOP and not self.shows_stop
         silent = len(token_ids) - 1 if stopped else len(token_ids)
@@ -220,7 +225,7 @@ class Choice:
             if rows:
                 offset = self.text_start + self._num_decoded_characters
                 self._new_tokens.append(TextToken(token_id, offset, rows[position]))
-                self.unsent.add_entries(len(rows[position].token_ids))
+                self.send_buffer.add_logprobs(len(rows[position].token_ids))
             if position >= silent:
                 break  # a stop token ends the choice and has no text
             if self._add_text(self.detokenizer.feed(token_id)):
@@ -229,8 +234,8 @@ class Choice:
             self._end(finish_reason, stop_reason)
         return len(token_ids)
 
-    def take(self) -> Delta:
-        """Everything since the last call; merges what came in between."""
+    def take_delta(self) -> Delta:
+        """Return everything since the last call."""
         text = "".join(self._pieces)
         tokens, self._new_tokens = self._new_tokens, []
         self._pieces.clear()
@@ -249,7 +254,7 @@ class Choice:
         return delta
 
     def _add_text(self, piece: str) -> bool:
-        """True when a stop string is complete."""
+        """Return True when a stop string is complete."""
         if not piece:
             return False
         self._num_decoded_characters += len(piece)
@@ -273,8 +278,8 @@ class Choice:
 
     def _show(self, text: str) -> None:
         self._pieces.append(text)
-        self.heard(text)
-        self.unsent.add_text(text)
+        self.text_listener(text)
+        self.send_buffer.add_text(text)
 
 
 # What one engine request produces: acceptance, choices, prompt log-probabilities, times.
@@ -282,7 +287,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Timeline:
-    """Monotonic seconds. None: did not happen (yet)."""
+    """Monotonic seconds of a request's events; None for one that has not happened."""
 
     arrival: float
     queued: float | None = None
@@ -292,30 +297,33 @@ class Timeline:
 
 @dataclass(slots=True)
 class RequestStream:
-    """One engine request, as its front end sees it.
+    """The output of one engine request: acceptance, choices, prompt log-probabilities, times.
 
-    request_id: the internal id.
+    An output that is repeated after an engine restart is recognised by its token index and
+    counted once.
+
+    request_id: the engine's id.
     prompt_token_ids: [num_prompt_tokens].
-    prompt_rows: [num_prompt_tokens] when prompt log-probabilities were asked for; the
-        first is None, as are those that have not come yet.
-    may_expire_in_queue: it may still be refused after it was accepted, for having waited.
-    unsent: of all streams of the HTTP request.
-    turn: what there is to know of it as a turn of a job.
-    max_tokens: of a choice, that were asked for.
-    thought_counts: one for each choice, where there may be thoughts.
-    kv_transfer_params: what the KV connector has the client told at the end of the choice that
-        ended last; empty for nothing.
+    prompt_rows: [num_prompt_tokens] when prompt log-probabilities were requested; the first
+        row is None, as are those that have not arrived yet.
+    may_expire_in_queue: it may be refused after its acceptance, for having waited too long.
+    send_buffer: of the HTTP request.
+    turn: which tool an agent's turn calls.
+    max_tokens: requested for each choice.
+    thought_counts: one per choice of a model with reasoning.
+    kv_transfer_params: what the KV connector reports to the client when a choice ends; of the
+        choice that ended last.
     """
 
     request_id: int
     prompt_token_ids: Sequence[int]
     choices: list[Choice]
-    bell: Bell
+    notifier: StreamNotifier
     metrics: Metrics
     timeline: Timeline
     prompt_rows: list[LogprobRow | None] = field(default_factory=list)
     may_expire_in_queue: bool = False
-    unsent: Unsent = field(default_factory=Unsent)
+    send_buffer: SendBuffer = field(default_factory=SendBuffer)
     turn: Turn = NO_TURN
     thought_counts: Sequence[ThoughtCount] = ()
     accepted: bool = False
@@ -327,7 +335,7 @@ class RequestStream:
 
     @property
     def finished(self) -> bool:
-        """Nothing more will come."""
+        """No more output will come."""
         if self.error is None:
             for choice in self.choices:
                 if choice.finish_reason is None:
@@ -336,13 +344,13 @@ class RequestStream:
 
     @property
     def ended_well(self) -> bool:
-        """All choices came to an end of their own."""
+        """All choices finished without an error or an abort."""
         reasons = [choice.finish_reason for choice in self.choices]
         return self.error is None and not {None, FinishReason.ABORT}.intersection(reasons)
 
     @property
-    def status_is_known(self) -> bool:
-        """It is accepted, and has begun where it could be refused until then."""
+    def is_answerable(self) -> bool:
+        """The request can no longer be refused, so the HTTP status is known."""
         has_begun = self.timeline.scheduled is not None or self.finished
         return self.accepted and (has_begun or not self.may_expire_in_queue)
 
@@ -356,16 +364,16 @@ class RequestStream:
 
     @property
     def output_token_ids(self) -> tuple[tuple[int, ...], ...]:
-        """What each choice has so far."""
+        """The output tokens of each choice so far."""
         return tuple(tuple(choice.token_ids) for choice in self.choices)
 
     @property
     def finished_choices(self) -> tuple[int, ...]:
-        """Numbers of the choices that need no more tokens."""
+        """Indices of the choices that need no more tokens."""
         return tuple(number for number, choice in enumerate(self.choices) if choice.finished)
 
     def count_end(self) -> None:
-        """All choices have ended by themselves."""
+        """Observe the histograms of a request whose choices all finished."""
         timeline, metrics = self.timeline, self.metrics.requests
         metrics.asked(len(self.choices), self.max_tokens)
         if timeline.scheduled is not None and timeline.first_token is not None:
@@ -374,20 +382,20 @@ class RequestStream:
             metrics.ended(timeline.scheduled, timeline.first_token, last, lengths)
 
     def accept(self) -> None:
-        """The engine took the request in."""
+        """Count the request as accepted by the engine."""
         if not self.accepted:
             self.accepted = True
             self.metrics.prompt_accepted(len(self.prompt_token_ids))
-            self.bell.ring()
+            self.notifier.notify()
 
     def fail(self, error: RequestError) -> None:
-        """End all choices that have not ended."""
+        """End every choice that has not finished with an error."""
         if not self.finished:
             self.error = error
-            self.bell.ring()
+            self.notifier.notify()
 
     def cut(self) -> None:
-        """End all choices that have not ended, as they are; before it is accepted it fails."""
+        """End every choice where it is; fail a request that has not been accepted yet."""
         if not self.accepted:
             self.fail(RequestCancelledError())
             return
@@ -395,18 +403,18 @@ class RequestStream:
             if not choice.finished and self.error is None:
                 choice.extend([], [], FinishReason.ABORT, None)
                 self.metrics.choice_ended(str(choice.finish_reason), len(choice.token_ids))
-        self.bell.ring()
+        self.notifier.notify()
 
     def called_tool(self) -> str:
-        """The engine's name of the tool that the answer calls; empty for none."""
+        """Return the engine's name of the tool that the answer calls, or ""."""
         return self.turn.tool()
 
     def feed(self, output: EngineCoreOutput, timestamp: float) -> bool:
-        """Take in one output; True when a stop string ended a choice that the engine goes on with.
+        """Take one output; True if a stop string ended a choice that the engine still computes.
 
         timestamp: monotonic seconds at which the tokens left the engine.
-        Raises InternalRequestError when outputs were lost, SlowReaderError when too much waits
-        to be read.
+        Raises InternalRequestError when outputs were lost, SlowReaderError when the client does
+        not read.
         """
         if output.error is not None:
             self.fail(output.error.to_exception())
@@ -435,12 +443,12 @@ class RequestStream:
         if choice.finished:
             self.metrics.choice_ended(str(choice.finish_reason), len(choice.token_ids))
         if choice.has_news:
-            self.bell.ring()
-        self.unsent.check()
+            self.notifier.notify()
+        self.send_buffer.check()
         return choice.finished and output.finish_reason is None
 
     def _num_known(self, choice: Choice, output: EngineCoreOutput) -> int:
-        """How many of the output's tokens came before."""
+        """Return how many of the output's tokens were received before."""
         have = len(choice.token_ids)
         if output.token_index > have:
             raise InternalRequestError("outputs of the engine were lost")
@@ -473,54 +481,9 @@ class RequestStream:
                 self.prompt_rows[position] = row
 
 
-# Requests under way by the id of their answers, for operators who end some of them.
-
-
-class Abortable(Protocol):
-    """What is under way. label: the answer's id. owner: name of the key it came with."""
-
-    @property
-    def label(self) -> str: ...
-
-    @property
-    def owner(self) -> str: ...
-
-    def abort(self) -> None:
-        """End it as one that an operator has ended."""
-        ...
-
-
-class OpenGenerations:
-    """Of one front end."""
-
-    def __init__(self) -> None:
-        self._by_label: dict[str, list[Abortable]] = {}
-
-    def enter(self, generation: Abortable) -> None:
-        self._by_label.setdefault(generation.label, []).append(generation)
-
-    def leave(self, generation: Abortable) -> None:
-        """It is over; nothing for one that is not here."""
-        namesakes = self._by_label.get(generation.label, [])
-        if generation in namesakes:
-            namesakes.remove(generation)
-            if not namesakes:
-                del self._by_label[generation.label]
-
-    def abort(self, labels: Collection[str], owner: str | None) -> None:
-        """End those with exactly these ids; owner: those of this key only, None for any."""
-        for label in labels:
-            for generation in list(self._by_label.get(label, ())):
-                if owner is None or generation.owner == owner:
-                    generation.abort()
-
-
-logger = logging.getLogger("tokend.requests")
-
-
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of an answer. reasoning_tokens: None where there can be no thoughts."""
+    """Token counts of an answer. reasoning_tokens: None for a model without reasoning."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -529,58 +492,69 @@ class Usage:
 
 
 @dataclass(slots=True, eq=False)
-class Generation:
-    """The streams of one HTTP request.
+class TokenStream:
+    """All output of one HTTP request.
 
-    label: the answer's id. owner: name of the key that it came with.
-    under_way: where it is entered while it is.
-    requests, streams: one each per prompt, in the same order.
-    unsent: what waits to be taken.
-    ignored: fields of the request that nobody defines, for the log.
-    disconnected: the client is gone; nothing needs to be sent any more.
+    label: the answer's id. owner: name of the API key of the client.
+    requests, streams: one per prompt, in the same order.
+    open_streams: lists this stream from its submission to its end.
+    ignored: unknown fields of the request, for the log.
+    cleanup: is closed when the stream ends, however it ends.
+    disconnected: the client has closed the connection; nothing more is sent.
     """
 
     label: str
     client: EngineClient
     metrics: Metrics
-    bell: Bell
+    notifier: StreamNotifier
     requests: Sequence[EngineCoreRequest]
     streams: Sequence[RequestStream]
     log: bool
-    unsent: Unsent = field(default_factory=Unsent)
+    send_buffer: SendBuffer
+    open_streams: "OpenStreams"
     ignored: str = ""
     owner: str = ""
-    under_way: OpenGenerations = field(default_factory=OpenGenerations)
+    cleanup: ExitStack = field(default_factory=ExitStack, init=False)
     disconnected: bool = field(default=False, init=False)
     _cause: str = field(default="", init=False)
     _closed: bool = field(default=False, init=False)
 
-    async def start(self) -> None:
-        """Return when a status can be sent for every prompt, or the client is gone.
+    async def submit(self, connection: Request | None = None) -> None:
+        """Send the requests; return when the engine has accepted all of them.
 
-        Raises the RequestError of the first prompt that was refused.
+        A request that may expire in the queue counts as accepted once it is scheduled.
+        connection: of the client; when it closes, at any time until the stream ends, the engine
+        requests are aborted, and this returns with `disconnected` set. None: the client need not
+        wait for the answer. Raises the RequestError of the first prompt that is refused.
         """
-        self.under_way.enter(self)
-        for request, stream in zip(self.requests, self.streams, strict=True):
-            try:
-                self.client.submit(request, stream)
-            except RequestError as error:
-                stream.fail(error)  # counted and logged as what it is
-                raise
-        while not self.disconnected and not all(each.status_is_known for each in self.streams):
+        try:
+            if connection is not None:
+                watch = asyncio.create_task(self._watch_client(connection))
+                self.cleanup.callback(watch.cancel)
+                if has_left(connection.scope):
+                    await asyncio.wait([watch])
+                    return
+            self._send_requests()
+            while not self.disconnected and not all(each.is_answerable for each in self.streams):
+                self._raise_error()
+                await self.notifier.wait()
             self._raise_error()
-            await self.bell.wait()
-        self._raise_error()
+        except BaseException:
+            self.close()
+            raise
 
-    async def wait(self, tell: Tell = tell_nothing) -> None:
-        """Return when there is something to take that `tell` leaves, or the end."""
-        await self.bell.wait(tell)
+    async def wait(self, write: DeltaWriter | None = None) -> None:
+        """Return when there is output that `write` did not handle, or at the end."""
+        await self.notifier.wait(write)
 
-    def take(self) -> list[Delta]:
-        """What each choice gained since the last call; nothing for those without news."""
-        self.unsent.clear()
+    def take_deltas(self) -> list[Delta]:
+        """Return what each choice gained since the last call, without unchanged choices."""
+        self.send_buffer.clear()
         return [
-            choice.take() for stream in self.streams for choice in stream.choices if choice.has_news
+            choice.take_delta()
+            for stream in self.streams
+            for choice in stream.choices
+            if choice.has_news
         ]
 
     @property
@@ -596,70 +570,82 @@ class Generation:
         return all(stream.finished for stream in self.streams)
 
     @property
-    def goes_on(self) -> bool:
-        """Neither is it over nor has any of it failed, and somebody listens."""
+    def is_running(self) -> bool:
+        """The client is connected, no prompt has failed, and some choice has not finished."""
         if self.disconnected:
             return False
-        over = True
+        finished = True
         for stream in self.streams:
             if stream.error is not None:
                 return False
-            over = over and stream.finished
-        return not over
+            finished = finished and stream.finished
+        return not finished
 
     def usage(self) -> Usage:
+        thoughts = [count for stream in self.streams for count in stream.thought_counts]
         return Usage(
             sum(len(stream.prompt_token_ids) for stream in self.streams),
             sum(stream.num_completion_tokens for stream in self.streams),
             sum(stream.num_cached_tokens for stream in self.streams),
-            self._num_reasoning_tokens(),
+            sum(count.num_tokens for count in thoughts) if thoughts else None,
         )
 
-    def _num_reasoning_tokens(self) -> int | None:
-        counts = [count for stream in self.streams for count in stream.thought_counts]
-        return sum(count.num_tokens for count in counts) if counts else None
-
     def disconnect(self, cause: Literal["disconnect", "slow_reader"]) -> None:
-        """The client is gone, or was cut off because it did not read: stop at once."""
+        """Stop at once: the client left, or was cut off because it did not read."""
         self.disconnected, self._cause = True, cause
         self.close()
-        self.bell.ring()
+        self.notifier.notify()
 
     def abort(self) -> None:
-        """An operator ends it: an error, not a finish reason, tells the client."""
+        """End the stream on behalf of an operator; the client gets an error, no finish reason."""
         self.fail(RequestAbortedError())
 
     def fail(self, error: RequestError) -> None:
-        """End all that has not ended."""
+        """End every choice that has not finished with an error."""
         for stream in self.streams:
             stream.fail(error)
 
     def cancel(self) -> None:
-        """Whoever asked wants no more of it: what there is stands, as an answer cut short."""
+        """End the answer where it is, on behalf of its client."""
         if not self.finished and all(stream.accepted for stream in self.streams):
             self.metrics.cut_short("cancel")
         for stream in self.streams:
             stream.cut()
-            self.client.abandon(stream)
+            self.client.abort_request(stream)
 
     def close(self) -> None:
-        """Abort what still runs, count and log the request; later calls do nothing."""
+        """Abort what still runs, count and log the request; further calls do nothing."""
         if self._closed:
             return
         self._closed = True
-        self.under_way.leave(self)
+        self.open_streams.remove(self)
         now = time.monotonic()
         for stream in self.streams:
             self._close_stream(stream, now)
         if self.log:
             self._log(now)
+        self.cleanup.close()
+
+    def _send_requests(self) -> None:
+        self.open_streams.add(self)
+        for request, stream in zip(self.requests, self.streams, strict=True):
+            try:
+                self.client.submit(request, stream)
+            except RequestError as error:
+                stream.fail(error)  # `close` counts and logs it by its type
+                raise
+
+    async def _watch_client(self, connection: Request) -> None:
+        while (await connection.receive())["type"] != "http.disconnect":
+            pass
+        self.disconnect("slow_reader" if is_stalled(connection.scope) else "disconnect")
 
     def _close_stream(self, stream: RequestStream, now: float) -> None:
         reason, cause = "abort", self._cause
         if stream.error is not None:
             reason, cause = "error", stream.error.cause
         running = [choice for choice in stream.choices if not choice.finished]
-        self.client.abandon(stream)
+        self.client.abort_request(stream)
         if running and cause:
             self.metrics.cut_short(cause)
         if isinstance(stream.error, QueueFullError):
@@ -711,53 +697,35 @@ def _seconds(start: float | None, end: float | None) -> float | None:
 
 
 def _shown(value: str | float | None) -> str:
-    """In a line for people; seconds are the only numbers that are not whole."""
+    """Format a value of the log line; every float is a time in seconds."""
     if value is None:
         return "-"
     return f"{value:.3f}s" if isinstance(value, float) else str(value)
 
 
-# A sign of life for a stream that has nothing to say: proxies end what is silent for long.
+class OpenStreams:
+    """The token streams of this API server by label, so that an operator can abort them.
 
-
-COMMENT: Final = ": keep-alive\n\n"
-"""Clients skip lines that begin with a colon (HTML standard, server-sent events)."""
-
-
-class KeepAlive:
-    """From the first byte of a stream to its end (`close`).
-
-    seconds: of silence, after which a comment is due; 0 for never. wake: called at that moment,
-    to have somebody `take` it. sign: what is written then.
+    Clients may choose the label, so different keys may use the same one.
     """
 
-    def __init__(self, seconds: float, wake: Callable[[], None], sign: str = COMMENT) -> None:
-        self._seconds = seconds
-        self._wake = wake
-        self._sign = sign
-        self._loop = asyncio.get_running_loop()
-        self._due = False
-        self._spoke_at = self._loop.time()
-        self._look_again = self._loop.call_later(seconds, self._look) if seconds else None
+    def __init__(self) -> None:
+        self._by_label: dict[str, list[TokenStream]] = {}
 
-    def spoke(self) -> None:
-        """Something was written just now."""
-        self._due = False
-        self._spoke_at = self._loop.time()
+    def add(self, stream: TokenStream) -> None:
+        self._by_label.setdefault(stream.label, []).append(stream)
 
-    def take(self) -> str:
-        """The sign if it is due, nothing otherwise."""
-        return self._sign if self._due else ""
+    def remove(self, stream: TokenStream) -> None:
+        """Remove a stream; nothing for one that is not listed."""
+        namesakes = self._by_label.get(stream.label, [])
+        if stream in namesakes:
+            namesakes.remove(stream)
+            if not namesakes:
+                del self._by_label[stream.label]
 
-    def close(self) -> None:
-        if self._look_again is not None:
-            self._look_again.cancel()
-
-    def _look(self) -> None:
-        """One timer for the whole stream: most of the time it finds that something was written."""
-        left = self._spoke_at + self._seconds - self._loop.time()
-        if left <= 0.0:
-            self._due = True
-            self._wake()
-            left = self._seconds
-        self._look_again = self._loop.call_later(left, self._look)
+    def abort(self, labels: Collection[str], owner: str | None) -> None:
+        """Abort the streams with exactly these labels. owner: only those of this key."""
+        for label in labels:
+            for stream in list(self._by_label.get(label, ())):
+                if owner is None or stream.owner == owner:
+                    stream.abort()

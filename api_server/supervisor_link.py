@@ -1,25 +1,22 @@
-"""What the supervisor asks of a front end, and what it is told.
-
-Owns this process's end of that link, on the event loop.
-"""
+"""Commands of the supervisor to an API server, and what the API server reports."""
 
 import asyncio
 import signal
 from collections.abc import Coroutine
 from typing import Any
 
-from api_server.engine_switch import Changeover
+from api_server.engine_switch import EngineSwitch
 from proto.codec import Message
 from proto.lifecycle import (
     AbortRequests,
     Alive,
     Condition,
-    Distrust,
     Drain,
     DropEngine,
     NewEngine,
     NextEngine,
     Ping,
+    ProtocolViolation,
     Restarted,
     Shutdown,
     SwitchEngine,
@@ -28,10 +25,10 @@ from proto.lifecycle import (
 from proto.sockets import Link
 
 
-class Orders:
-    """The word of the supervisor.
+class SupervisorLink:
+    """The API server's end of its link to the supervisor, on the event loop.
 
-    index: of this front end. stopped: set when it asks for the end, or at SIGTERM.
+    index: of this API server. stopped: set by the command to shut down, or by SIGTERM.
     """
 
     def __init__(self, link: Link, index: int) -> None:
@@ -41,61 +38,63 @@ class Orders:
         self._tasks: set[asyncio.Task[None]] = set()
         self.stopped = asyncio.Event()
 
-    def tell(self, message: Message) -> None:
-        """Send something; a send may swallow the wake-up for what comes in."""
+    def send(self, message: Message) -> None:
+        """Send a message, then receive: sending may consume the descriptor's edge."""
         self._link.send(message)
         self._loop.call_soon(self._receive)
 
-    def obey(self, changeover: Changeover) -> None:
-        """Do what is asked from now on."""
-        self._changeover = changeover
-        changeover.services.client.when_nonsense(self._distrust)
+    def start(self, engine_switch: EngineSwitch) -> None:
+        """Carry out commands from now on."""
+        self._engine_switch = engine_switch
+        engine_switch.app_state.client.on_invalid_message(self._report_invalid_message)
         self._loop.add_signal_handler(signal.SIGTERM, self.stopped.set)
         self._loop.add_reader(self._link.fileno(), self._receive)
         self._loop.call_soon(self._receive)
 
     def _receive(self) -> None:
         for message in self._link.receive():
-            self._handle(message)
+            self._run_command(message)
 
-    def _handle(self, message: Any) -> None:
-        changeover = self._changeover
+    def _run_command(self, message: Any) -> None:
+        engine_switch = self._engine_switch
         if isinstance(message, Shutdown):
             self.stopped.set()
         elif isinstance(message, Drain):
-            changeover.services.door.close()
-            changeover.services.feed.notice("drain", "no more requests are taken: the daemon ends")
-            self._begin(self._report_under_way())
+            engine_switch.app_state.drain_state.close()
+            engine_switch.app_state.live_view.notice(
+                "drain", "no more requests are taken: the daemon ends"
+            )
+            self._start_task(self._report_in_flight())
         elif isinstance(message, AbortRequests):
-            changeover.services.under_way.abort(message.request_ids, message.owner)
+            engine_switch.app_state.open_streams.abort(message.request_ids, message.owner)
         elif isinstance(message, NewEngine):
-            changeover.replace_engine(message)
+            engine_switch.replace_engine(message)
         elif isinstance(message, Restarted):
-            changeover.services.metrics.restarted(message.role, message.hung)
-            changeover.services.feed.restarted(message.role, hung=message.hung)
+            engine_switch.app_state.metrics.restarted(message.role, message.hung)
+            engine_switch.app_state.live_view.restarted(message.role, hung=message.hung)
         elif isinstance(message, Condition):
-            changeover.services.health.hear(message)
+            engine_switch.app_state.health.update(message)
         elif isinstance(message, Ping):
-            self.tell(Alive())
+            self.send(Alive())
         elif isinstance(message, NextEngine):
-            changeover.prepare(message)
+            engine_switch.prepare(message)
         elif isinstance(message, SwitchEngine):
-            changeover.switch(message.epoch)
+            engine_switch.switch(message.epoch)
         elif isinstance(message, DropEngine):
-            changeover.drop(message.epoch)
+            engine_switch.drop(message.epoch)
 
-    def _distrust(self, epoch: int) -> None:
-        self.tell(Distrust("engine_core", 0, epoch, "it sent what is no message"))
+    def _report_invalid_message(self, epoch: int) -> None:
+        self.send(ProtocolViolation("engine_core", 0, epoch, "it sent what is no message"))
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something that takes time; the loop itself keeps no hold of a task."""
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine; the event loop itself holds no reference to a task."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _report_under_way(self) -> None:
-        number = self._changeover.num_inside
+    async def _report_in_flight(self) -> None:
+        number = self._engine_switch.num_in_flight
         if number:
-            self.tell(UnderWay(self._index, number))
-            await self._changeover.all_gone()
-        self.tell(UnderWay(self._index, 0))
+            self.send(UnderWay(self._index, number))
+            await self._engine_switch.wait_until_idle()
+        self.send(UnderWay(self._index, 0))

@@ -29,7 +29,8 @@ SUFFIX: Final = EXTENSION_SUFFIXES[0]
 """Names the Python version and the machine, as in .cpython-311-x86_64-linux-gnu.so."""
 
 _HOT: Final = (
-    *("request.py", "queues/*.py", "kv_cache/*.py", "scheduler/*.py"),
+    *("request.py", "kv_cache/*.py", "retention/*.py"),
+    *("scheduler/*.py", "scheduler/queues/*.py"),
     *("kv_connector/offload/jobs.py", "kv_connector/offload/keys.py"),
     *("kv_connector/offload/requests.py", "kv_connector/offload/*_planner.py"),
 )

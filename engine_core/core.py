@@ -17,20 +17,19 @@ from engine_core.executor.local import LocalExecutor
 from engine_core.executor.sabotaged import SabotagedExecutor
 from engine_core.intake import Intake
 from engine_core.kv_cache.block import BlockIds
-from engine_core.kv_cache.holds import PoolHolds
+from engine_core.kv_cache.events import ResidencyMeter
 from engine_core.kv_cache.integrity import check, check_in_slices
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.kv_cache.residency import ResidencyMeter
+from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.factory import create_scheduler_connector
 from engine_core.kv_events import KVEventSink, make_kv_events
 from engine_core.orders import Orders
 from engine_core.outbox import Outbox
 from engine_core.pool_plan import PoolPlan, plan_pool, weight_memory
-from engine_core.scheduler.backlog import queue_limits
-from engine_core.scheduler.chunking import ChunkRule
-from engine_core.scheduler.external_kv import Connect, IsSound
-from engine_core.scheduler.gates import Wake
+from engine_core.scheduler.hooks import Unblock
+from engine_core.scheduler.kv_transfer import Connect, IsSound
+from engine_core.scheduler.limits import ChunkRule, queue_capacity
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.service import Service
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS, Stepper
@@ -43,11 +42,10 @@ from engine_core.vitals import Vitals, awaits_copies, owes_step
 from proto import PROTOCOL_VERSION
 from proto.config import SchedulerConfig, ServeConfig
 from proto.errors import TokendError
-from proto.faults import Saboteur
-from proto.heap import settle_heap
+from proto.faults import FaultInjector
 from proto.kv_transfer_config import KVTransferConfig, kv_transfer_config
-from proto.lifecycle import EngineReady, Notice, ProcessBoot, ProcessStart, WorkerReady
-from proto.phase_clock import PhaseClock
+from proto.lifecycle import EngineReady, Notice, PhaseClock, ProcessBoot, ProcessStart, WorkerReady
+from proto.process import freeze_heap
 from proto.sockets import Link, Poller
 
 logger = logging.getLogger("tokend.engine")
@@ -88,7 +86,7 @@ def _serve(
         stepper = _build(
             boot, crew, front_ends, orders, poller, kv_events, vitals, grammars, tracing
         )
-        settle_heap()
+        freeze_heap()
         clock.end("books")
         _announce(boot, crew, front_ends, supervisor, clock)
         with closing(stepper):
@@ -110,7 +108,7 @@ def _trace(boot: ProcessBoot, crew: Crew) -> Tracing:
 def _executors(boot: ProcessBoot) -> Callable[[int], Executor]:
     """Reaches the workers of an epoch."""
     run_dir, world_size = boot.run_dir, boot.config.parallel.tensor_parallel_size
-    saboteur = Saboteur.of(boot.faults, boot.role, boot.index, boot.incarnation)
+    saboteur = FaultInjector.of(boot.faults, boot.role, boot.index, boot.incarnation)
     if saboteur.idle:
         return lambda epoch: LocalExecutor(run_dir, epoch, world_size)
     return lambda epoch: SabotagedExecutor(run_dir, epoch, world_size, saboteur)
@@ -146,7 +144,7 @@ def _announce(
     clock: PhaseClock,
 ) -> None:
     worker, plan = crew.workers[0], crew.plan
-    queue = queue_limits(boot.config.scheduler, plan.num_usable_blocks, plan.block_size)
+    queue = queue_capacity(boot.config.scheduler, plan.num_usable_blocks, plan.block_size)
     ready = EngineReady(
         PROTOCOL_VERSION,
         boot.epoch,
@@ -229,12 +227,12 @@ def build_parts(
         EngineViews(front_ends, scheduler, kv_cache, epoch) if config.frontend.page else NO_VIEWS
     )
     outbox = Outbox(front_ends, scheduler, epoch, kv_events=kv_events, views=views)
-    scheduler.tell_begun(outbox)
+    scheduler.report_crash_progress_to(outbox)
     limits = RequestLimits(
         worker.vocab_size,
         plan.max_model_len,
         config.scheduler.scheduling_policy == "priority",
-        config.scheduler.crashes_until_alone,
+        config.scheduler.crashes_until_isolated,
     )
     intake = Intake(scheduler, kv_cache, outbox, limits, lambda: check(kv_cache), grammars, views)
     return EngineParts(scheduler, kv_cache, intake, outbox, views)
@@ -249,7 +247,7 @@ def connect_of(
 ) -> Connect:
     """How the scheduler comes to the connector that is configured; raises ConfigError there."""
 
-    def connect(holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
+    def connect(holds: TransferRefs, unblock: Unblock, is_sound: IsSound) -> SchedulerConnector:
         context = SchedulerContext(
             worker.geometry,
             plan.block_size,
@@ -258,7 +256,7 @@ def connect_of(
             config.parallel.tensor_parallel_size,
             holds,
             block_ids,
-            wake,
+            unblock,
             config,
             is_sound,
         )
@@ -313,7 +311,11 @@ def _build(
             if found:
                 raise IntegrityError("; ".join(found))
             yield
-        num_lost = kv_cache.num_usable_blocks - kv_cache.num_free_blocks - kv_cache.holds.num_blocks
+        num_lost = (
+            kv_cache.num_usable_blocks
+            - kv_cache.num_free_blocks
+            - kv_cache.transfer_refs.num_blocks
+        )
         if num_lost > 0 and not parts.scheduler.num_unfinished:
             raise IntegrityError(f"leak: {num_lost} blocks are in use by nobody")
 

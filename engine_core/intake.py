@@ -11,13 +11,12 @@ from typing import Final
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.outbox import Outbox
 from engine_core.request import Request, choices_of
-from engine_core.scheduler.completion import completion, stop_token
-from engine_core.scheduler.quarantine import is_poisonous, poison_error
+from engine_core.scheduler.crash_isolation import is_repeated_crash, repeated_crash_error
+from engine_core.scheduler.result import completion, stop_token
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars
 from engine_core.validation import RequestLimits, validate_input, validate_request
 from engine_core.view.views import NO_VIEWS, Views
-from proto.agents import TurnEnded
 from proto.engine_io import (
     Abort,
     AdminCall,
@@ -27,6 +26,7 @@ from proto.engine_io import (
     FinishReason,
     SessionInput,
     ToEngine,
+    TurnEnded,
 )
 from proto.errors import ErrorInfo, InvalidRequestError, QueueFullError
 from proto.view import Watch
@@ -110,10 +110,10 @@ class Intake:
             return
         try:
             validate_request(message, self._limits)
-            if is_poisonous(message.crash_count, self._limits.crashes_until_alone):
-                self._refuse(client, message, poison_error(message.crash_count))
+            if is_repeated_crash(message.crash_count, self._limits.crashes_until_isolated):
+                self._refuse(client, message, repeated_crash_error(message.crash_count))
                 return
-            self._scheduler.backlog.check(message)
+            self._scheduler.queue_limits.check(message)
             accepted = self._grammars.admit(client, message)
             mint_handle = self._scheduler.mint_handle
             for request in choices_of(message, mint_handle, client, self._kv_cache.hasher):
@@ -137,7 +137,7 @@ class Intake:
         status = completion(request, self._limits.max_model_len)
         if not status.is_finished:
             self._scheduler.add_request(request)
-            self._scheduler.backlog.enter(request)
+            self._scheduler.queue_limits.enter(request)
             self._scheduler.deadlines.enter(request, message)
             self._grammars.enter(request, message)
             return
@@ -185,7 +185,7 @@ class Intake:
             case "reset_prefix_cache":
                 ok = self._scheduler.reset_prefix_cache(preempting=message.reset_running_requests)
                 detail = "" if ok else f"{self._scheduler.num_unfinished} requests are unfinished"
-                if ok and message.reset_external and not self._scheduler.external.reset_cache():
+                if ok and message.reset_external and not self._scheduler.kv_transfer.reset_cache():
                     ok, detail = False, "copies of the KV connector are under way"
             case "pause":
                 if message.ends_unfinished:

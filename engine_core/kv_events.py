@@ -12,8 +12,7 @@ from typing import Final, Protocol
 
 import zmq
 
-from engine_core.kv_cache.event_log import KVEventLog
-from engine_core.kv_cache.observers import PoolObserver
+from engine_core.kv_cache.events import KVEventLog, PoolObserver
 from proto.codec import encode
 from proto.errors import ConfigError
 from proto.kv_events import KVEvent, KVEventBatch

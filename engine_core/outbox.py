@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from engine_core.kv_events import NO_KV_EVENTS, KVEventSink
 from engine_core.request import Request
-from engine_core.scheduler.client_outputs import ClientOutputs
+from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.transport import FrontEndLinks
 from engine_core.view.views import NO_VIEWS, Views
@@ -81,7 +81,7 @@ class Outbox:
 
         They ride with what one front end is told anyway, if it is alive.
         """
-        self._kv_events.publish(self._scheduler.external.take_events())
+        self._kv_events.publish(self._scheduler.kv_transfer.take_events())
         replies, self._replies = self._replies, []
         for client, reply in replies:
             self._front_ends.send(client, reply)

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine_core.kv_cache.sizing import longest_request
-from engine_core.scheduler.chunking import ChunkRule
+from engine_core.kv_cache.coordinator import longest_request
+from engine_core.scheduler.limits import ChunkRule
 from proto.config import ServeConfig
 from proto.errors import ConfigError
 from proto.lifecycle import WeightMemory, WorkerReady

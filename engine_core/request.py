@@ -7,10 +7,8 @@ of queues, blocks or text.
 import enum
 from collections.abc import Callable, Iterable, Sequence
 
-from engine_core.kv_cache.extra_keys import ExtraKeys
-from engine_core.kv_cache.hashing import Hasher
-from proto.agents import NO_AGENT, AgentHint
-from proto.engine_io import EngineCoreRequest, FinishReason
+from engine_core.kv_cache.hashing import ExtraKeys, Hasher
+from proto.engine_io import NO_AGENT, AgentHint, EngineCoreRequest, FinishReason
 from proto.sampling_params import SamplingParams
 
 
@@ -36,7 +34,7 @@ class RequestStatus(enum.IntEnum):
     WAITING_FOR_RESUME = 5
     WAITING_FOR_FORK = 6
     WAITING_FOR_BEAMS = 7
-    WAITING_FOR_TRIAL = 8
+    WAITING_FOR_ISOLATION = 8
     RUNNING = 10
     PREEMPTED = 11
     FINISHED_STOPPED = 20
@@ -81,7 +79,7 @@ class Request:
             which in the live view only `reader` is told.
         agent: which job it is a turn of; its name is empty for none. job_arrival: seconds, when
             the job's first turn came; continues_job: it is not the first, nor the last.
-            finds_pin: when it arrived, its job had kept the KV of the turn before.
+            finds_retained_prefix: when it arrived, its job had kept the KV of the turn before.
         stop_ids: token ids that end it. repetition: so do outputs that repeat themselves, if set.
         seed, choice: key of its draws.
         order: (priority, arrival, request id, choice); the lower goes first, where
@@ -120,7 +118,7 @@ class Request:
         "client_index",
         "continues_job",
         "crash_count",
-        "finds_pin",
+        "finds_retained_prefix",
         "first_info_sent",
         "handle",
         "job_arrival",
@@ -190,7 +188,7 @@ class Request:
         self.label = label
         self.reader = reader
         self.job_arrival = arrival_time
-        self.continues_job = self.finds_pin = False
+        self.continues_job = self.finds_retained_prefix = False
         self.order = (priority, arrival_time, request_id, choice)
 
         self.all_token_ids: list[int] = [*prompt_token_ids, *output_token_ids]

@@ -12,12 +12,12 @@ from engine_core.orders import Orders
 from engine_core.outbox import Outbox
 from engine_core.pulse import Pulse
 from engine_core.request import Request
-from engine_core.scheduler.client_outputs import ClientOutputs
+from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars
 from engine_core.transport import FrontEndLinks
 from engine_core.view.views import NO_VIEWS, Views
-from proto.bell import NO_DESCRIPTOR
+from proto.event_fd import NO_DESCRIPTOR
 from proto.lifecycle import FrontEndStalled, Notice, Paused
 from proto.sockets import Link, Poller
 
@@ -54,7 +54,7 @@ class Service:
         for link in front_ends.links:
             poller.add(link)
         self._grammars = grammars
-        self._connector = scheduler.external.connector
+        self._connector = scheduler.kv_transfer.connector
         for descriptor in (grammars.descriptor, self._connector.fileno()):
             if descriptor != NO_DESCRIPTOR:
                 poller.add(descriptor)
@@ -81,7 +81,7 @@ class Service:
             self._views.seconds_to_next,
             self._scheduler.sessions.seconds_to_next_end,
             self._scheduler.deadlines.seconds_to_next_end,
-            self._scheduler.jobs.seconds_to_next_end,
+            self._scheduler.agent_sessions.seconds_to_next_end,
         )
         ready = self._wait(min((each for each in limits if each is not None), default=None))
         received = self._front_ends.receive()
@@ -89,7 +89,7 @@ class Service:
             self._intake.take(client, message)
         resting = self._scheduler.sessions.end_overdue()
         self._outbox.add_step(resting)
-        expired = self._scheduler.jobs.end_overdue()
+        expired = self._scheduler.agent_sessions.end_overdue()
         overdue = self._intake.end_overdue() or bool(resting) or expired
         if self._grammars.descriptor in ready:
             self._grammars.silence()

@@ -13,8 +13,8 @@ from typing import Final
 
 from engine_core.executor.base import WorkerFailedError
 from engine_core.executor.crew import Crew
+from engine_core.scheduler.result import ImpossibleResultError
 from engine_core.scheduler.scheduler import Scheduler
-from engine_core.scheduler.step_results import ImpossibleResultError
 from engine_core.service import Service
 from engine_core.structured_output.grammars import NO_GRAMMARS, EarlyAnswerError, Grammars
 from proto.kv_transfer import KVConnectorOutput
@@ -86,7 +86,7 @@ class Stepper:
 
     def close(self) -> None:
         """The engine ends."""
-        self._scheduler.external.close()
+        self._scheduler.kv_transfer.close()
 
     def _listen(self, may_have_work: bool) -> None:
         """Serve what has arrived, or wait for something if there is nothing else to do."""
@@ -106,8 +106,8 @@ class Stepper:
             return False
         if not self._crew.ready:
             return False
-        wanted = self._scheduler.external.wants_step
-        self._scheduler.convene()
+        wanted = self._scheduler.kv_transfer.wants_step
+        self._scheduler.isolate_suspect()
         output = self._scheduler.schedule()
         self._service.announce(self._scheduler.crash_progress())
         if output.total_num_scheduled_tokens:
@@ -127,7 +127,7 @@ class Stepper:
     def _may_wait(self) -> bool:
         """Something will come that lets somebody go on, or nobody wants to."""
         scheduler = self._scheduler
-        return bool(self._in_flight or scheduler.external.is_awaited or not scheduler.has_work)
+        return bool(self._in_flight or scheduler.kv_transfer.is_awaited or not scheduler.has_work)
 
     def _note(self, report: KVConnectorOutput) -> None:
         """Copies of the KV connector are over; who relied on one that failed may be as well.

@@ -60,7 +60,7 @@ def owes_step(scheduler: Scheduler) -> bool:
     """
     if not scheduler.has_work:
         return False
-    return bool(scheduler.running) or not scheduler.external.keeps_waiting
+    return bool(scheduler.running) or not scheduler.kv_transfer.keeps_waiting
 
 
 def awaits_copies(scheduler: Scheduler) -> bool:
@@ -69,7 +69,7 @@ def awaits_copies(scheduler: Scheduler) -> bool:
     Media that may be slow give a copy up by themselves, long before a step takes too long; so who
     reports none for so long hangs, and ends with what its copies hold.
     """
-    return not scheduler.running and scheduler.external.awaits_copies
+    return not scheduler.running and scheduler.kv_transfer.awaits_copies
 
 
 def _nothing_yet() -> bool:

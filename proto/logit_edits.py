@@ -6,11 +6,12 @@ the changes are made is the sampler's, see worker/sample/sampler.py.
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
 from proto.errors import require, shown
+from proto.parameters import Number, numbers_of
 
 MAX_PENALTY: Final = 2.0
 MIN_REPETITION_PENALTY: Final = 0.01
@@ -28,18 +29,37 @@ WAYS_TO_SPELL: Final = 2
 class LogitEdits(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """Changes of the scores of one request's tokens; the defaults change nothing.
 
-    presence_penalty: off the score of every token that is among the outputs.
-    frequency_penalty: off the score of a token, for each time it is among the outputs.
-    repetition_penalty: of every token of prompt and outputs, a positive score is divided
-        by it and a negative one multiplied (Keskar et al. 2019, CTRL, section 4.1).
+    repetition_penalty: Keskar et al. 2019, CTRL, section 4.1.
     bias_token_ids, bias_values: added to the scores of these tokens; of the same length.
     bad_words: sequences of token ids that the outputs do not come to hold, [tokens] each.
     allowed_token_ids: no other token can be chosen; None allows all.
     """
 
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    presence_penalty: Annotated[
+        float,
+        Number(
+            "Subtracted from the logit of every token that is among the outputs (-2 to 2).",
+            -MAX_PENALTY,
+            MAX_PENALTY,
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        Number(
+            "Subtracted from the logit of a token each time it is among the outputs (-2 to 2).",
+            -MAX_PENALTY,
+            MAX_PENALTY,
+        ),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Number(
+            "Divides logits of tokens of prompt and outputs, multiplies those below 0 "
+            "(0.01 to 100).",
+            MIN_REPETITION_PENALTY,
+            MAX_REPETITION_PENALTY,
+        ),
+    ] = 1.0
     bias_token_ids: tuple[int, ...] = ()
     bias_values: tuple[float, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -59,19 +79,8 @@ class LogitEdits(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
         late_ids: tokens that cannot be chosen for a while, whatever is said here.
         """
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            require(
-                -MAX_PENALTY <= value <= MAX_PENALTY,
-                name,
-                f"must be between -{MAX_PENALTY:g} and {MAX_PENALTY:g}, got {value}",
-            )
-        require(
-            MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
-            "repetition_penalty",
-            f"must be between {MIN_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g} "
-            f"(1 changes nothing), got {self.repetition_penalty}",
-        )
+        for name, number in NUMBERS.items():
+            number.check(name, getattr(self, name))
         self._validate_bias(vocab_size)
         self._validate_bad_words(vocab_size)
         self._validate_allowed(vocab_size, late_ids)
@@ -131,6 +140,10 @@ class LogitEdits(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
             "allowed_token_ids",
             "leaves no token to choose beside what bad_words and min_tokens forbid",
         )
+
+
+NUMBERS: Final = numbers_of(LogitEdits)
+"""Fields that clients send under the same name."""
 
 
 def require_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:

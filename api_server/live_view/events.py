@@ -22,15 +22,15 @@ LEAST_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Watching:
-    """As whom somebody watches. reader: see `reader_of`. sees_all: an operator, who may."""
+class SubscriberScope:
+    """What a subscriber may see. reader: see `reader_of`. sees_all: it is an operator."""
 
     reader: int
     sees_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class ServerInfo:
     """What is the same in every hello of a daemon. max_num_seqs: that run at once."""
 
     model: str
@@ -38,9 +38,9 @@ class Surroundings:
     max_num_seqs: int
 
 
-def hello_event(around: Surroundings, engine: EngineReady) -> bytes:
+def hello_event(around: ServerInfo, engine: EngineReady) -> bytes:
     """What the views that follow are of."""
-    num_blocks = engine.num_blocks + 1  # block 0, which nobody can use, is shown as well
+    num_blocks = engine.num_blocks + 1  # block 0, which no request can use, is shown as well
     hello = {
         "model": around.model,
         "version": around.version,
@@ -67,16 +67,16 @@ class ShownView:
         self._view = view
         self._time_s = time_s
         self._cells = to_compact_json(cells_of(view.blocks))
-        self._events: dict[Watching, bytes] = {}
+        self._events: dict[SubscriberScope, bytes] = {}
 
-    def event(self, watching: Watching) -> bytes:
+    def event(self, watching: SubscriberScope) -> bytes:
         """As this one may see it."""
         event = self._events.get(watching)
         if event is None:
             event = self._events[watching] = self._make(watching)
         return event
 
-    def _make(self, watching: Watching) -> bytes:
+    def _make(self, watching: SubscriberScope) -> bytes:
         view = self._view
         facts: dict[str, Any] = {
             "time_s": round(self._time_s, 3),

@@ -1,10 +1,10 @@
-"""The live view of one front end: its watchers, and the one subscription for all of them.
+"""The live view of one API server: its subscribers, and the one subscription of the engine.
 
-    first watcher ─ Watch(wanted) ─▶ engine ─ EngineView ─▶ event for each kind of watcher ─▶ queues
-    last one leaves ─ Watch(not wanted) ─▶ engine, which counts and sends nothing any more
+    first subscriber ─ Watch(wanted) ─▶ engine ─ EngineView ─▶ one event per scope ─▶ queues
+    last one leaves ─ Watch(not wanted) ─▶ the engine sends no more views
 
-Owns who watches and what they were shown last. An engine that takes over is asked anew; its shape
-is told again if it is another one. Who does not read loses the stream, and nobody waits for it.
+A new engine is asked again; its shape is sent again if it differs. A subscriber that does not read
+its stream is dropped.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ from typing import Final, Protocol
 
 from api_server.live_view.events import (
     NoticeKind,
+    ServerInfo,
     ShownView,
-    Surroundings,
-    Watching,
+    SubscriberScope,
     hello_event,
     notice_event,
 )
@@ -26,83 +26,44 @@ from proto.errors import OverloadedError
 from proto.lifecycle import EngineReady, Role, process_title
 from proto.view import EngineView
 
-# Who the engine client tells of the engine: those who watch it, or nobody.
-
-
-class Audience(Protocol):
-    """Of one front end."""
-
-    @property
-    def watches(self) -> bool:
-        """Somebody is there."""
-        ...
-
-    def meet(self, engine: EngineReady) -> None:
-        """This is the engine of now."""
-        ...
-
-    def show(self, view: EngineView) -> None:
-        """It has told this of itself."""
-        ...
-
-    def dismiss(self) -> None:
-        """There is nothing more to see."""
-        ...
-
-
-class NoAudience:
-    """Nobody may watch."""
-
-    watches: bool = False
-
-    def meet(self, engine: EngineReady) -> None: ...
-
-    def show(self, view: EngineView) -> None: ...
-
-    def dismiss(self) -> None: ...
-
-
-NO_AUDIENCE: Final = NoAudience()
-
-
-# One who watches: the events that wait to be written.
-
-
 MAX_UNREAD: Final = 16
-"""Events, of a quarter of a second each."""
+"""Events in a queue, one per quarter of a second."""
 
 
-class Watcher:
-    """watching: as whom. over: the stream is to end when what waits is written."""
+class Subscriber:
+    """The queue of events of one client.
 
-    def __init__(self, watching: Watching) -> None:
-        self.watching = watching
-        self.over = False
+    scope: what it may see. finished: the stream ends when the queue is empty.
+    """
+
+    def __init__(self, scope: SubscriberScope) -> None:
+        self.scope = scope
+        self.finished = False
         self._events: deque[bytes] = deque()
-        self._bell = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def put(self, event: bytes) -> None:
-        """An event to be written. One too many ends the stream, and what waits is forgotten."""
-        if self.over:
+        """Queue an event; if the queue is full, clear it and end the stream."""
+        if self.finished:
             return
         if len(self._events) == MAX_UNREAD:
             self._events.clear()
             self.end()
             return
         self._events.append(event)
-        self._bell.set()
+        self._changed.set()
 
     def end(self) -> None:
-        """Nothing follows."""
-        self.over = True
-        self._bell.set()
+        """End the stream after the queued events."""
+        self.finished = True
+        self._changed.set()
 
     async def take(self, seconds: float | None) -> bytes:
-        """All that waits, as soon as there is something; empty when that time is over."""
-        if not self._events and not self.over:
-            self._bell.clear()
+        """Return all queued events once there is one; empty after this time."""
+        if not self._events and not self.finished:
+            self._changed.clear()
             try:
-                await asyncio.wait_for(self._bell.wait(), seconds)
+                await asyncio.wait_for(self._changed.wait(), seconds)
             except TimeoutError:
                 return b""
         events = b"".join(self._events)
@@ -112,12 +73,12 @@ class Watcher:
 
 logger = logging.getLogger("tokend.api")
 
-MAX_WATCHERS: Final = 16
-"""Of one front end."""
+MAX_SUBSCRIBERS: Final = 16
+"""Of one API server."""
 
 
 class Engine(Protocol):
-    """The way to the engine."""
+    """The engine client, as far as the live view needs it."""
 
     @property
     def engine(self) -> EngineReady: ...
@@ -125,94 +86,98 @@ class Engine(Protocol):
     def watch(self) -> None: ...
 
 
-class Feed:
-    """An audience of the engine client. clock: the machine's monotonic one."""
+class LiveViewPublisher:
+    """Publish the views of the current engine to the subscribers. clock: monotonic."""
 
     def __init__(
-        self, around: Surroundings, client: Engine, clock: Callable[[], float] = time.monotonic
+        self, around: ServerInfo, client: Engine, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._around = around
         self._client = client
         self._clock = clock
         self._began = clock()
-        self._watchers: list[Watcher] = []
+        self._subscribers: list[Subscriber] = []
         self._hello = b""
         self._shown: ShownView | None = None
 
     @property
-    def watches(self) -> bool:
-        return bool(self._watchers)
+    def is_watched(self) -> bool:
+        return bool(self._subscribers)
 
-    def join(self, watching: Watching) -> Watcher:
-        """Somebody who sees hello, what was shown last, and all that follows.
+    def subscribe(self, scope: SubscriberScope) -> Subscriber:
+        """Add a subscriber; it gets the hello event, the last view, and all that follow.
 
-        Raises OverloadedError for one too many and NotAvailableError where there is no engine yet.
+        Raises OverloadedError when there are MAX_SUBSCRIBERS, NotAvailableError before an engine is
+        connected.
         """
         self._hello = hello_event(self._around, self._client.engine)
-        if len(self._watchers) >= MAX_WATCHERS:
-            raise OverloadedError(f"{MAX_WATCHERS} watch already")
-        watcher = Watcher(watching)
-        watcher.put(self._hello)
+        if len(self._subscribers) >= MAX_SUBSCRIBERS:
+            raise OverloadedError(f"{MAX_SUBSCRIBERS} clients watch already")
+        subscriber = Subscriber(scope)
+        subscriber.put(self._hello)
         if self._shown is not None:
-            watcher.put(self._shown.event(watching))
-        self._watchers.append(watcher)
-        if len(self._watchers) == 1:
+            subscriber.put(self._shown.event(scope))
+        self._subscribers.append(subscriber)
+        if len(self._subscribers) == 1:
             self._client.watch()
-        return watcher
+        return subscriber
 
-    def leave(self, watcher: Watcher) -> None:
-        """It is gone; nothing for one that has left before."""
-        if watcher not in self._watchers:
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        """Remove a subscriber; nothing for one that was removed before."""
+        if subscriber not in self._subscribers:
             return
-        self._watchers.remove(watcher)
-        if not self._watchers:
+        self._subscribers.remove(subscriber)
+        if not self._subscribers:
             self._shown = None
             self._client.watch()
 
-    def meet(self, engine: EngineReady) -> None:
+    def on_engine_ready(self, engine: EngineReady) -> None:
+        """Send hello again if the current engine has another shape."""
         hello = hello_event(self._around, engine)
         self._shown = None  # of another engine
         if hello != self._hello:
             self._hello = hello
             self._put(hello)
 
-    def show(self, view: EngineView) -> None:
-        if not self._watchers:
+    def publish(self, view: EngineView) -> None:
+        """Send a view of the current engine to all subscribers."""
+        if not self._subscribers:
             return
         try:
             shown = ShownView(view, view.timestamp - self._began)
-            events = {each.watching: shown.event(each.watching) for each in self._watchers}
-        except Exception:  # what an engine says of itself must not cost what else it says
-            logger.exception("a view could not be put into words")
+            events = {each.scope: shown.event(each.scope) for each in self._subscribers}
+        except Exception:  # a bad view must not stop the engine's outputs
+            logger.exception("a view could not be encoded")
             return
         self._shown = shown
-        self._put_each(lambda watcher: events[watcher.watching])
+        self._put_all(lambda subscriber: events[subscriber.scope])
         if view.preemptions:
             requests = "request" if view.preemptions == 1 else "requests"
-            self.notice("preemption", f"{view.preemptions} {requests} gave way to others")
+            self.notice("preemption", f"{view.preemptions} {requests} were preempted")
 
-    def dismiss(self) -> None:
-        for watcher in self._watchers:
-            watcher.end()
+    def close(self) -> None:
+        """End all streams."""
+        for subscriber in self._subscribers:
+            subscriber.end()
 
     def notice(self, kind: NoticeKind, text: str) -> None:
-        """Something happened that all may know."""
-        if self._watchers:
+        """Send an event about the daemon to all subscribers."""
+        if self._subscribers:
             self._put(notice_event(self._clock() - self._began, kind, text))
 
     def restarted(self, role: Role, *, hung: bool) -> None:
-        """A process was started again. hung: it did not move, and was ended for that."""
+        """Report that a process was restarted. hung: its watchdog had killed it."""
         title = process_title(role)
         if hung:
-            self.notice("watchdog", f"{title} did not move: it was ended and started again")
+            self.notice("watchdog", f"{title} hung: it was killed and restarted")
         else:
-            self.notice("restart", f"{title} was started again")
+            self.notice("restart", f"{title} was restarted")
 
     def _put(self, event: bytes) -> None:
-        self._put_each(lambda watcher: event)
+        self._put_all(lambda subscriber: event)
 
-    def _put_each(self, event_for: Callable[[Watcher], bytes]) -> None:
-        for watcher in list(self._watchers):
-            watcher.put(event_for(watcher))
-            if watcher.over:  # it does not read
-                self.leave(watcher)
+    def _put_all(self, event_for: Callable[[Subscriber], bytes]) -> None:
+        for subscriber in list(self._subscribers):
+            subscriber.put(event_for(subscriber))
+            if subscriber.finished:  # it does not read
+                self.unsubscribe(subscriber)

@@ -21,8 +21,8 @@ from pydantic import (
 )
 
 from api_server.protocol.fields import given_fields, ignored_of
-from api_server.tenants import NOBODY
-from proto.agents import AgentHint
+from api_server.tenants import NO_ENGINE
+from proto.engine_io import AgentHint
 from proto.errors import InvalidRequestError
 
 MAX_JOB_CHARACTERS: Final = 256
@@ -101,7 +101,7 @@ _ODD: Final = re.compile(r"[^A-Za-z0-9_.:/-]")
 
 
 def agent_hint(request: AgentFields, tenant: int) -> AgentHint | None:
-    """Whose turn a request is; None for nobody's.
+    """Return the agent hint of a request; None for a request of no agent.
 
     Raises InvalidRequestError for a hint without a job.
     """
@@ -126,4 +126,4 @@ def job_name(job_id: str, tenant: int) -> str:
 def tool_name(tool: str, tenant: int) -> str:
     """Of a tenant's tool, as a model may have written it; empty for none."""
     plain = _ODD.sub("_", tool[:MAX_TOOL_CHARACTERS])
-    return f"{tenant:016x}/{plain}" if plain and tenant != NOBODY else plain
+    return f"{tenant:016x}/{plain}" if plain and tenant != NO_ENGINE else plain

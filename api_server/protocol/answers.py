@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from api_server.errors import error_body
-from api_server.stream import COMMENT, Delta, RequestStream, Usage
+from api_server.stream import Delta, RequestStream, Usage
 from api_server.text.logprobs import (
     TextToken,
     TokenNames,
@@ -22,6 +22,8 @@ from api_server.text.logprobs import (
 from proto.errors import RequestError
 
 DONE: Final = "data: [DONE]\n\n"
+KEEP_ALIVE_COMMENT: Final = ": keep-alive\n\n"
+"""Clients skip lines that begin with a colon (HTML standard, server-sent events)."""
 encode_string: Final = json.encoder.encode_basestring_ascii
 
 
@@ -42,7 +44,7 @@ class Answer(Protocol):
         ...
 
     def chunk(self, delta: Delta) -> str:
-        """The events that tell what a choice gained; the first ones of a choice open it."""
+        """Return the events of a delta; the first ones of a choice open it."""
         ...
 
     def end(self, usage: Usage) -> str:
@@ -108,7 +110,7 @@ class Echo:
 class OpenAIStream:
     """What the streams of OpenAI's older endpoints have in common: they end with [DONE]."""
 
-    keep_alive = COMMENT
+    keep_alive = KEEP_ALIVE_COMMENT
 
     def __init__(self, shape: Shape, chunk_kind: str) -> None:
         self._shape = shape

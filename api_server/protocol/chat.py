@@ -40,8 +40,7 @@ from api_server.protocol.tools import ToolFields
 from api_server.stream import Delta, RequestStream, Usage
 from api_server.text.logprobs import chat_logprobs
 from proto.errors import InvalidRequestError
-from proto.sampling_params import MAX_LOGPROBS
-from proto.thinking import MAX_BUDGET
+from proto.sampling_params import MAX_BUDGET, MAX_LOGPROBS
 
 MAX_MESSAGES: Final = 4096
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -321,7 +320,7 @@ class ChatAnswer(OpenAIStream):
         return body | self._prompt
 
     def _opening(self, index: int) -> str:
-        """The chunk that tells the role; the first of all has the prompt's ids too."""
+        """Return the chunk with the role; the first of all has the prompt's ids too."""
         first = not self._readers
         self._readers[index] = _Reader(self._make_parser())
         choice = {
@@ -379,7 +378,7 @@ class _Reader:
 
 
 def delta_fields(parts: Sequence[Part]) -> dict[str, Any]:
-    """The `delta` of a chunk that tells these parts."""
+    """Return the `delta` of a chunk with these parts."""
     fields = _texts(parts)
     calls: list[dict[str, Any]] = []
     for part in parts:

@@ -4,7 +4,7 @@ Owns the fields, their types and those limits that do not depend on the model.
 Values are taken strictly: a number in quotes is not a number.
 """
 
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -16,14 +16,22 @@ from pydantic import (
     StringConstraints,
     ValidationInfo,
     WithJsonSchema,
+    create_model,
 )
 
 from api_server.protocol.agents import AgentFields
 from api_server.protocol.fields import STREAM_OPTIONS_NEUTRAL, nested_fields
 from api_server.protocol.structured import StructuredFields
+from proto import logit_edits, sampling_params
 from proto.engine_io import MAX_CHOICES
-from proto.logit_edits import MAX_BAD_WORDS, MAX_BIASED_TOKENS
-from proto.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_STOP_TOKEN_IDS, EarlyStopping
+from proto.logit_edits import MAX_BAD_WORDS, MAX_BIASED_TOKENS, LogitEdits
+from proto.parameters import default_of
+from proto.sampling_params import (
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_STOP_TOKEN_IDS,
+    EarlyStopping,
+    SamplingParams,
+)
 
 MAX_CHOICES_PER_REQUEST: Final = 1024
 """Most choices of all prompts of a request together."""
@@ -115,7 +123,29 @@ def _repetition_detection(value: Any, info: ValidationInfo) -> Any:
     return nested_fields(value, RepetitionPattern, {}, info, "repetition_detection.")
 
 
-class GenerationRequest(AgentFields, StructuredFields, Strict):
+SAMPLING_NUMBERS: Final = sampling_params.NUMBERS | logit_edits.NUMBERS
+"""Sampling parameters that are one number; a new one is added to proto/sampling_params.py only."""
+
+
+def _number_field(name: str) -> Any:
+    struct = SamplingParams if name in sampling_params.NUMBERS else LogitEdits
+    field = Field(default=default_of(struct, name), description=SAMPLING_NUMBERS[name].meaning)
+    return float, field
+
+
+if TYPE_CHECKING:
+
+    class SamplingNumbers(Strict):
+        """A field for each of SAMPLING_NUMBERS; read them with `number`."""
+else:
+    SamplingNumbers = create_model(
+        "SamplingNumbers",
+        __base__=Strict,
+        **{name: _number_field(name) for name in SAMPLING_NUMBERS},
+    )
+
+
+class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers):
     """Fields of /v1/completions and /v1/chat/completions alike."""
 
     model: Text | None = None
@@ -123,7 +153,7 @@ class GenerationRequest(AgentFields, StructuredFields, Strict):
     stream: bool = False
     """Answer with server-sent events."""
     stream_options: Annotated[StreamOptions | None, BeforeValidator(_stream_options)] = None
-    """What a stream tells of its usage: include_usage, continuous_usage_stats; only with stream."""
+    """The usage in a stream: include_usage, continuous_usage_stats; only with stream."""
     stream_interval: int | None = Field(default=None, ge=1, le=INT64_MAX)
     """Tokens of a choice between two of its events, after the first one; by default 1, or what
     --stream-interval says."""
@@ -159,20 +189,8 @@ class GenerationRequest(AgentFields, StructuredFields, Strict):
     """Let the text end with the stop string or the text of the stop token."""
     stop_token_ids: Annotated[list[int], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] = []
     """Tokens at which a choice ends."""
-    temperature: float = 1.0
-    """0 takes the likeliest token."""
-    top_p: float = 1.0
-    """Draw from the smallest set of tokens with this probability."""
     top_k: int = Field(default=0, ge=-1)
     """Draw from this many likeliest tokens; 0 and -1 for all."""
-    min_p: float = 0.0
-    """Leave out tokens less likely than this part of the likeliest."""
-    presence_penalty: float = 0.0
-    """Taken off the score of every token that is among the outputs (-2 to 2)."""
-    frequency_penalty: float = 0.0
-    """Taken off the score of a token each time it is among the outputs (-2 to 2)."""
-    repetition_penalty: float = 1.0
-    """Divides scores of tokens of prompt and outputs, multiplies those below 0 (0.01 to 100)."""
     logit_bias: Annotated[dict[int, float], BeforeValidator(_bias)] = {}
     """Token id → number that is added to its score (-100 to 100); up to 1024 tokens."""
     bad_words: Annotated[list[BadWord], FailFast(), Field(max_length=MAX_BAD_WORDS)] = []
@@ -195,7 +213,7 @@ class GenerationRequest(AgentFields, StructuredFields, Strict):
     logprob_token_ids: Annotated[
         list[int], FailFast(), Field(max_length=MAX_LOGPROB_TOKEN_IDS)
     ] = []
-    """Up to 128 tokens that logprobs tells of in place of the likeliest."""
+    """Up to 128 tokens whose log-probabilities replace those of the likeliest."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT64_MAX)
     """Keep at most so many tokens of a prompt; -1: as many as the context leaves."""
     truncation_side: Literal["left", "right"] = "left"
@@ -220,6 +238,11 @@ class GenerationRequest(AgentFields, StructuredFields, Strict):
     """Milliseconds after its arrival at which it is refused if nothing of it was computed."""
     request_id: str | None = Field(default=None, pattern=REQUEST_ID)
     """Part of the answer's id and of the log line; also as X-Request-Id."""
+
+    def number(self, name: str) -> float:
+        """Return one of SAMPLING_NUMBERS."""
+        value: float = getattr(self, name)
+        return value
 
     @property
     def includes_usage(self) -> bool:

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from api_server.protocol.chat import ChatCompletionRequest
-from api_server.protocol.common import GenerationRequest
+from api_server.protocol.common import GenerationRequest, SamplingNumbers
 from api_server.protocol.completion import CompletionRequest
 from api_server.protocol.fields import ANTHROPIC, HARMLESS, NEUTRAL, OPENAI, VLLM
 from api_server.protocol.messages.request import PASSED as PASSED_BY_MESSAGES
@@ -80,8 +80,12 @@ def _names(names: frozenset[str]) -> str:
 
 def _texts(model: type[BaseModel]) -> dict[str, str]:
     """The string literal under each field, of the class and those that it is made of."""
-    texts: dict[str, str] = {}
+    texts = {
+        name: field.description for name, field in model.model_fields.items() if field.description
+    }
     for each in model.__mro__[: model.__mro__.index(BaseModel)]:
+        if each is SamplingNumbers:
+            continue  # made from the table of proto/sampling_params.py
         (body,) = ast.parse(inspect.getsource(each)).body
         assert isinstance(body, ast.ClassDef)
         for field, after in zip(body.body, body.body[1:], strict=False):

@@ -1,7 +1,7 @@
 """Routes that change what the daemon does, or show how it is set: for operators.
 
 Every route here is behind `check_operator`. The engine is asked by AdminCall; what concerns
-all front ends goes by way of the supervisor.
+all API servers goes through the supervisor.
 """
 
 import json
@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from api_server.protocol.common import Strict
 from api_server.protocol.fields import IgnoredFields, parse
-from api_server.routes.common import check_operator, has_operators_key, read_json, services_of
+from api_server.routes.common import app_state_of, check_operator, has_operators_key, read_json
 from api_server.routes.system import daemon_version
 from api_server.tenants import key_name_of
 from proto.codec import to_json_line
@@ -47,10 +47,10 @@ class AbortBody(Strict):
 @router.post("/admin/drain")
 async def drain(request: Request) -> Response:
     """202: no more requests are taken; the daemon ends when those under way have finished."""
-    services = services_of(request)
-    services.door.ask_drain()
+    app_state = app_state_of(request)
+    app_state.drain_state.ask_drain()
     return JSONResponse(
-        {"status": "draining", "requests_under_way": services.visitors.number}, status_code=202
+        {"status": "draining", "requests_under_way": app_state.in_flight.number}, status_code=202
     )
 
 
@@ -64,7 +64,7 @@ async def pause(request: Request) -> Response:
     mode, ends_unfinished = _word(request, "mode", _PAUSES, "wait")
     if _word(request, "clear_cache", _TRUTHS, "false"):
         raise InvalidRequestError("clear_cache: use POST /reset_prefix_cache", "clear_cache")
-    await services_of(request).client.admin(
+    await app_state_of(request).client.admin(
         "pause", pause_mode=mode, ends_unfinished=ends_unfinished
     )
     return JSONResponse({"status": "paused"})
@@ -72,15 +72,15 @@ async def pause(request: Request) -> Response:
 
 @router.post("/resume")
 async def resume(request: Request) -> Response:
-    """200: the pause is over, if there was one."""
-    await services_of(request).client.admin("resume")
+    """200: the engine is not paused."""
+    await app_state_of(request).client.admin("resume")
     return JSONResponse({"status": "resumed"})
 
 
 @router.get("/is_paused")
 async def is_paused(request: Request) -> Response:
     """Whether a pause lasts."""
-    reply = await services_of(request).client.admin("get_pause")
+    reply = await app_state_of(request).client.admin("get_pause")
     return JSONResponse({"is_paused": bool(reply.value)})
 
 
@@ -93,7 +93,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     """
     running = _word(request, "reset_running_requests", _TRUTHS, "false")
     external = _word(request, "reset_external", _TRUTHS, "false")
-    client = services_of(request).client
+    client = app_state_of(request).client
     reply = await client.admin(
         "reset_prefix_cache", reset_running_requests=running, reset_external=external
     )
@@ -104,14 +104,14 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 @router.post("/abort_requests")
 async def abort_requests(request: Request) -> Response:
-    """202: at every front end, what is under way with one of these ids ends with an error (410).
+    """202: every API server aborts requests with one of these ids (error 410).
 
-    With a key of operators anybody's; else what came with the same key.
+    With an operator's key those of all clients, else those of the same key.
     """
     ignored = IgnoredFields()
     asked = parse(AbortBody, await read_json(request), {}, ignored)
     owner = None if has_operators_key(request) else key_name_of(request)
-    services_of(request).ask_abort(asked.request_ids, owner)
+    app_state_of(request).request_abort(asked.request_ids, owner)
     response = JSONResponse({"status": "aborting"}, status_code=202)
     response.raw_headers += ignored.headers()
     return response
@@ -120,16 +120,16 @@ async def abort_requests(request: Request) -> Response:
 @router.get("/server_info")
 async def server_info(request: Request) -> Response:
     """Version, model, engine and all settings but for the secret ones."""
-    services = services_of(request)
-    settings = json.loads(to_json_line(services.settings))
+    app_state = app_state_of(request)
+    settings = json.loads(to_json_line(app_state.settings))
     for section in settings.values():
         for field in SECRET_FIELDS & section.keys():
             section[field] = None if section[field] is None else "***"
-    engine = services.client.engine
+    engine = app_state.client.engine
     return JSONResponse(
         {
             "version": daemon_version(),
-            "model": json.loads(to_json_line(services.model)),
+            "model": json.loads(to_json_line(app_state.model)),
             "engine": {
                 "device": engine.device_name,
                 "max_model_len": engine.max_model_len,

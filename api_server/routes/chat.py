@@ -8,18 +8,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api_server.app_state import Services
+from api_server.app_state import AppState
 from api_server.parsers.parts import CountedParser, PartsParser
 from api_server.parsers.thinking import switches, thoughts_of
 from api_server.parsers.tool_calling import Calling
-from api_server.protocol.answers import Answer, Shape
+from api_server.protocol.answers import Shape
 from api_server.protocol.chat import ChatAnswer, ChatCompletionRequest
 from api_server.protocol.fields import CHAT_NEUTRAL, IgnoredFields, parse
-from api_server.request_builder import Preparation, Wishes, check_thoughts
-from api_server.response import GenerationResponse
-from api_server.routes.common import read_fields, services_of
+from api_server.request_builder import EndpointOptions, RequestBuilder, check_thoughts
+from api_server.routes.common import app_state_of, read_fields
 from api_server.sampling import logit_edits
-from api_server.stream import Generation
+from api_server.stream import TokenStream
 from api_server.tenants import key_name_of, tenant_of
 from api_server.text.chat_prompt import conversation_of, num_characters
 from api_server.text.chat_template import Conversation
@@ -47,23 +46,15 @@ class ChatTurn:
     prompt_text: None is not shown. make_parser: for the text of one choice.
     """
 
-    preparation: Preparation
-    generation: Generation
+    builder: RequestBuilder
+    stream: TokenStream
     shape: Shape
     prompt_text: str | None
     make_parser: Callable[[], PartsParser]
 
-    def response(self, answer: Answer) -> GenerationResponse:
-        """The response that words it so."""
-        return self.preparation.response(self.generation, answer)
-
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """Of an answer that is no such response."""
-        return self.preparation.headers()
-
 
 async def prepare_turn(
-    services: Services,
+    app_state: AppState,
     asked: ChatCompletionRequest,
     *,
     id_prefix: str,
@@ -73,30 +64,30 @@ async def prepare_turn(
     at_most: int | None = None,
     leaves_room: bool = False,
 ) -> ChatTurn:
-    """The generation that a request asks for; nothing is sent yet.
+    """Build the engine request of a chat and its token stream; `TokenStream.submit` sends it.
 
     id_prefix: of the answer's id. tenant, key_name: whose it is. at_most: output tokens where the
     request says nothing of them; fewer where the context leaves fewer. leaves_room: a prompt that
     is cut to fit leaves more than a token to such an answer. Raises InvalidRequestError.
     """
-    calling = services.tool_caller.calling(asked, asked.grammar_source)
-    preparation = Preparation(services, asked, id_prefix, tenant, key_name, ignored, calling)
-    reader = services.prompt_reader("messages")
+    calling = app_state.tool_caller.calling(asked, asked.grammar_source)
+    builder = RequestBuilder(app_state, asked, id_prefix, tenant, key_name, ignored, calling)
+    reader = app_state.prompt_reader("messages")
     wanted = asked.wanted_max_tokens
     if wanted is None and leaves_room:
-        share = services.client.engine.max_model_len // ANSWERS_SHARE
+        share = app_state.client.engine.max_model_len // ANSWERS_SHARE
         wanted = share if at_most is None else min(at_most, share)
-    reader = reader.keeping(preparation.truncation(wanted))
-    style = services.reasoning_style
-    conversation, text = await _rendered(services, asked, reader, ignored)
+    reader = reader.keeping(builder.truncation(wanted))
+    style = app_state.reasoning_style
+    conversation, text = await _rendered(app_state, asked, reader, ignored)
     prompts = await reader.encode([text], add_special_tokens=False)
     thoughts = await thoughts_of(
         style,
-        services.tokenizer,
+        app_state.tokenizer,
         conversation,
         text,
         budget=asked.thinking_token_budget,
-        has_grammar=preparation.has_grammar,
+        has_grammar=builder.has_grammar,
         shows=asked.include_reasoning,
     )
     check_thoughts(asked, thoughts.rule)
@@ -104,56 +95,56 @@ async def prepare_turn(
     def make_parser() -> PartsParser:
         return thoughts.parser(calling.make_parser())
 
-    wishes = Wishes(
+    options = EndpointOptions(
         max_tokens=asked.wanted_max_tokens,
         default_max_tokens=at_most,
         logprobs=asked.num_logprobs,
         prompt_logprobs=asked.prompt_logprobs,
         max_tokens_field=asked.max_tokens_field,
-        edits=await logit_edits(asked, services.tokenizer),
+        edits=await logit_edits(asked, app_state.tokenizer),
         thinking=thoughts.rule,
     )
-    (prompt_text,) = await preparation.prompt_texts(prompts)
-    requests = preparation.requests(prompts, wishes)
-    generation = preparation.generation(requests, [0], make_parser, thoughts)
-    shape = preparation.shape(asked.num_logprobs)
-    answered = _counting(services, calling, make_parser)
-    return ChatTurn(preparation, generation, shape, prompt_text, answered)
+    (prompt_text,) = await builder.prompt_texts(prompts)
+    requests = builder.build_requests(prompts, options)
+    stream = builder.build_stream(requests, [0], make_parser, thoughts)
+    shape = builder.shape(asked.num_logprobs)
+    answered = _counting(app_state, calling, make_parser)
+    return ChatTurn(builder, stream, shape, prompt_text, answered)
 
 
 def _counting(
-    services: Services, calling: Calling, make_parser: Callable[[], PartsParser]
+    app_state: AppState, calling: Calling, make_parser: Callable[[], PartsParser]
 ) -> Callable[[], PartsParser]:
     """The parser of an answer, which counts; nothing is counted where nothing may be called."""
     if calling.format is None:
         return make_parser
-    return lambda: CountedParser(make_parser(), services.metrics.choice_parsed)
+    return lambda: CountedParser(make_parser(), app_state.metrics.choice_parsed)
 
 
 async def count_tokens(
-    services: Services, asked: ChatCompletionRequest, ignored: IgnoredFields
+    app_state: AppState, asked: ChatCompletionRequest, ignored: IgnoredFields
 ) -> int:
     """Of the prompt that `prepare_turn` makes of it, which may be longer than any that is answered.
 
     Raises InvalidRequestError.
     """
-    services.check_model(asked.model)
-    reader = services.prompt_reader("messages")
-    _, text = await _rendered(services, asked, reader, ignored)
+    app_state.check_model(asked.model)
+    reader = app_state.prompt_reader("messages")
+    _, text = await _rendered(app_state, asked, reader, ignored)
     reader.check_text(text)
-    (ids,) = await services.tokenizer.encode([text], add_special_tokens=False)
+    (ids,) = await app_state.tokenizer.encode([text], add_special_tokens=False)
     return len(ids)
 
 
 async def _rendered(
-    services: Services, asked: ChatCompletionRequest, reader: PromptReader, ignored: IgnoredFields
+    app_state: AppState, asked: ChatCompletionRequest, reader: PromptReader, ignored: IgnoredFields
 ) -> tuple[Conversation, str]:
     """The conversation and the prompt's text. reader: limits what the template is given."""
-    template = services.chat_template
-    variables = switches(asked.reasoning_effort, template.facts, services.reasoning_style)
-    tools = services.tool_caller.shown(asked)
+    template = app_state.chat_template
+    variables = switches(asked.reasoning_effort, template.facts, app_state.reasoning_style)
+    tools = app_state.tool_caller.shown(asked)
     conversation = conversation_of(asked, template.facts, ignored, tools, variables)
-    conversation = services.tool_caller.told(conversation)
+    conversation = app_state.tool_caller.told(conversation)
     told = [conversation.messages, conversation.documents, conversation.tools]
     reader.check_characters(num_characters(told))
     return conversation, await template.render(conversation)
@@ -164,20 +155,21 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(request: Request) -> Response:
-    services = services_of(request)
-    tenant = tenant_of(request, services.config.tenant_by)
+    app_state = app_state_of(request)
+    tenant = tenant_of(request, app_state.config.tenant_by)
     ignored = IgnoredFields()
     fields = await read_fields(request, ignored)
     asked = parse(ChatCompletionRequest, fields, CHAT_NEUTRAL, ignored)
     if asked.top_logprobs and not asked.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs", "top_logprobs")
     turn = await prepare_turn(
-        services,
+        app_state,
         asked,
         id_prefix="chatcmpl-",
         tenant=tenant,
         key_name=key_name_of(request),
         ignored=ignored,
     )
-    answer = ChatAnswer(turn.shape, turn.generation.streams[0], turn.prompt_text, turn.make_parser)
-    return turn.response(answer)
+    answer = ChatAnswer(turn.shape, turn.stream.streams[0], turn.prompt_text, turn.make_parser)
+    await turn.stream.submit(request)
+    return turn.builder.response(turn.stream, answer)

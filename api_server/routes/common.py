@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 
 from starlette.requests import Request
 
-from api_server.app_state import SERVICES, Services
+from api_server.app_state import APP_STATE, AppState
 from api_server.errors import BodyTooLargeError, SlowUploadError
 from api_server.protocol.common import REQUEST_ID
 from api_server.protocol.fields import IgnoredFields
@@ -20,16 +20,16 @@ from proto.errors import (
     shown,
 )
 
-# How a route comes by its services, and which requests are an operator's.
+# How a route comes by its app_state, and which requests are an operator's.
 
 
 _SIGNS_OF_OTHERS: Final = ("origin", "sec-fetch-site", "forwarded", "x-forwarded-for", "via")
 """Headers of browsers and proxies."""
 
 
-def services_of(request: Request) -> Services:
-    """The services that the request got at the door: a reload may have brought others since."""
-    return cast(Services, request.scope[SERVICES])
+def app_state_of(request: Request) -> AppState:
+    """The app_state that the request got at the door: a reload may have brought others since."""
+    return cast(AppState, request.scope[APP_STATE])
 
 
 def has_operators_key(request: Request) -> bool:
@@ -38,11 +38,11 @@ def has_operators_key(request: Request) -> bool:
 
 
 def check_operator(request: Request) -> None:
-    """Raise AuthenticationError or ForbiddenError for whoever is no operator; of every admin route.
+    """Raise AuthenticationError or ForbiddenError unless the client is an operator.
 
     401 says that a key is missing or wrong, 403 that a client's is not enough.
     """
-    config = services_of(request).config
+    config = app_state_of(request).config
     if not config.has_admin_keys:
         _check_is_local(request)
     elif not has_operators_key(request):
@@ -89,7 +89,7 @@ SECONDS_PER_MIB: Final = 60.0
 async def read_fields(request: Request, ignored: IgnoredFields) -> Any:
     """The decoded body; a header that stands for a field counts where the body has none.
 
-    ignored: is told of an X-Request-Id that is none; proxies put all sorts of things there.
+    ignored: collects an invalid X-Request-Id, as some proxies send it.
     Raises what `read_json` does.
     """
     fields = await read_json(request)

@@ -9,8 +9,8 @@ from starlette.responses import Response
 from api_server.protocol.answers import CompletionAnswer, Echo
 from api_server.protocol.completion import DEFAULT_MAX_TOKENS, CompletionRequest
 from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields, parse
-from api_server.request_builder import Preparation, Wishes, prompt_text
-from api_server.routes.common import read_fields, services_of
+from api_server.request_builder import EndpointOptions, RequestBuilder, prompt_text
+from api_server.routes.common import app_state_of, read_fields
 from api_server.sampling import logit_edits
 from api_server.tenants import key_name_of, tenant_of
 from api_server.text.prompts import Prompt, num_prompts
@@ -22,37 +22,38 @@ router = APIRouter()
 
 @router.post("/v1/completions")
 async def create_completion(request: Request) -> Response:
-    services = services_of(request)
-    tenant = tenant_of(request, services.config.tenant_by)
-    reader = services.prompt_reader("prompt")
+    app_state = app_state_of(request)
+    tenant = tenant_of(request, app_state.config.tenant_by)
+    reader = app_state.prompt_reader("prompt")
     ignored = IgnoredFields()
     fields = await read_fields(request, ignored)
     asked = parse(CompletionRequest, fields, COMPLETION_NEUTRAL, ignored)
-    preparation = Preparation(services, asked, "cmpl-", tenant, key_name_of(request), ignored)
-    preparation.check_choices(num_prompts(asked.prompt))
-    reader = reader.keeping(preparation.truncation(asked.max_tokens))
+    builder = RequestBuilder(app_state, asked, "cmpl-", tenant, key_name_of(request), ignored)
+    builder.check_choices(num_prompts(asked.prompt))
+    reader = reader.keeping(builder.truncation(asked.max_tokens))
     prompts = await reader.read(asked.prompt, add_special_tokens=asked.add_special_tokens)
     echoed = sum(len(prompt.token_ids) for prompt in prompts) if asked.echo else 0
-    edits = await logit_edits(asked, services.tokenizer)
-    requests = preparation.requests(prompts, _wishes(asked, edits))
-    echoes = await services.tokenizer.apart(echoed, _echoes, asked, prompts, services.tokenizer)
-    prompt_texts = await preparation.prompt_texts(prompts)
-    generation = preparation.generation(requests, [len(echo.text) for echo in echoes])
+    edits = await logit_edits(asked, app_state.tokenizer)
+    requests = builder.build_requests(prompts, _options(asked, edits))
+    echoes = await app_state.tokenizer.apart(echoed, _echoes, asked, prompts, app_state.tokenizer)
+    prompt_texts = await builder.prompt_texts(prompts)
+    stream = builder.build_stream(requests, [len(echo.text) for echo in echoes])
     answer = CompletionAnswer(
-        preparation.shape(asked.logprobs),
-        generation.streams,
+        builder.shape(asked.logprobs),
+        stream.streams,
         echoes,
         prompt_texts,
         asked.only_echoes,
     )
-    return preparation.response(generation, answer)
+    await stream.submit(request)
+    return builder.response(stream, answer)
 
 
-def _wishes(asked: CompletionRequest, edits: LogitEdits | None) -> Wishes:
+def _options(asked: CompletionRequest, edits: LogitEdits | None) -> EndpointOptions:
     """The engine always draws a token: an echo alone asks for one and drops it."""
     prompt_logprobs = [asked.prompt_logprobs, asked.logprobs if asked.echo else None]
     given = [number for number in prompt_logprobs if number is not None]
-    return Wishes(
+    return EndpointOptions(
         max_tokens=1 if asked.only_echoes else asked.wanted_max_tokens,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         logprobs=asked.logprobs,

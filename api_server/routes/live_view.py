@@ -1,4 +1,4 @@
-"""`GET /view/events`: the live view, as server-sent events for as long as somebody watches."""
+"""`GET /view/events`: the live view as server-sent events."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,15 +10,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api_server.http_protocol import close_after_response
-from api_server.live_view.events import COMMENT, Watching
-from api_server.live_view.publisher import Feed, Watcher
+from api_server.live_view.events import COMMENT, SubscriberScope
+from api_server.live_view.publisher import LiveViewPublisher, Subscriber
 from api_server.page.files import PageFile
 from api_server.response import EVENT_STREAM_HEADERS
-from api_server.routes.common import has_operators_key, services_of
+from api_server.routes.common import app_state_of, has_operators_key
 from api_server.tenants import key_name_of, reader_of, tenant_of
 from proto.errors import ForbiddenError
 
-# `GET /` and `/page/…`: the page, for everybody who reaches the server; what it asks for is not.
+# `GET /` and `/page/…`: the page; it needs no key, unlike the routes that it calls.
 
 
 def router_of(files: Sequence[PageFile]) -> APIRouter:
@@ -41,7 +41,7 @@ def _endpoint(file: PageFile) -> Callable[[Request], Awaitable[Response]]:
 router = APIRouter()
 
 _FOREIGN: Final = frozenset({"cross-site", "same-site"})
-"""Values of Sec-Fetch-Site: a page of somebody else asks, which could not read the answer."""
+"""Values of Sec-Fetch-Site: the request comes from another site's page."""
 
 
 # Not in the schema: a program that tries all operations would wait for its end.
@@ -51,23 +51,25 @@ async def view_events(request: Request) -> Response:
 
     Requests of other tenants are shown without id and counts.
     """
-    services = services_of(request)
+    app_state = app_state_of(request)
     if request.headers.get("sec-fetch-site") in _FOREIGN:
         raise ForbiddenError("the live view is for pages of this server")
-    tenant = tenant_of(request, services.config.tenant_by)
+    tenant = tenant_of(request, app_state.config.tenant_by)
     reader = reader_of(tenant, key_name_of(request))
-    feed = services.feed
-    watcher = feed.join(Watching(reader, sees_all=has_operators_key(request)))
-    return ViewResponse(feed, watcher, services.config.sse_keep_alive)
+    live_view = app_state.live_view
+    subscriber = live_view.subscribe(SubscriberScope(reader, sees_all=has_operators_key(request)))
+    return LiveViewResponse(live_view, subscriber, app_state.config.sse_keep_alive)
 
 
-class ViewResponse(Response):
-    """The stream of one watcher. keep_alive: seconds of silence before a comment; 0 for never."""
+class LiveViewResponse(Response):
+    """The event stream of one subscriber. keep_alive: seconds of silence before a comment."""
 
-    def __init__(self, feed: Feed, watcher: Watcher, keep_alive: float) -> None:
+    def __init__(
+        self, live_view: LiveViewPublisher, subscriber: Subscriber, keep_alive: float
+    ) -> None:
         super().__init__()
-        self._feed = feed
-        self._watcher = watcher
+        self._live_view = live_view
+        self._subscriber = subscriber
         self._keep_alive = keep_alive or None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,19 +81,23 @@ class ViewResponse(Response):
             if writing in done:
                 writing.result()
         finally:
-            self._feed.leave(self._watcher)
+            self._live_view.unsubscribe(self._subscriber)
             writing.cancel()
 
     async def _write(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
-        watcher = self._watcher
+        subscriber = self._subscriber
         while True:
-            events = await watcher.take(self._keep_alive) or COMMENT
-            if watcher.over:
+            events = await subscriber.take(self._keep_alive) or COMMENT
+            if subscriber.finished:
                 close_after_response(scope)
-            body = {"type": "http.response.body", "body": events, "more_body": not watcher.over}
+            body = {
+                "type": "http.response.body",
+                "body": events,
+                "more_body": not subscriber.finished,
+            }
             await send(body)
-            if watcher.over:
+            if subscriber.finished:
                 return
 
 

@@ -8,9 +8,8 @@ from typing import Any, Final, TypeVar
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Receive, Scope, Send
 
-from api_server.app_state import Services
+from api_server.app_state import AppState
 from api_server.errors import new_request_id
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import IgnoredFields
@@ -24,7 +23,7 @@ from api_server.protocol.messages.request import (
     shows_thoughts,
 )
 from api_server.routes.chat import ChatTurn, count_tokens, is_of_template, prepare_turn
-from api_server.routes.common import read_fields, services_of
+from api_server.routes.common import app_state_of, read_fields
 from api_server.tenants import key_name_of, tenant_of
 from proto.errors import InvalidRequestError
 
@@ -35,15 +34,15 @@ _Made = TypeVar("_Made")
 
 @router.post("/v1/messages")
 async def create_message(request: Request) -> Response:
-    services = services_of(request)
-    tenant, key_name = tenant_of(request, services.config.tenant_by), key_name_of(request)
+    app_state = app_state_of(request)
+    tenant, key_name = tenant_of(request, app_state.config.tenant_by), key_name_of(request)
     ignored = IgnoredFields()
     asked, passed = parse_request(MessagesRequest, await read_fields(request, ignored), ignored)
-    words = _words(services, asked, passed, ignored)
+    words = _words(app_state, asked, passed, ignored)
 
     async def prepare(chat: ChatCompletionRequest) -> ChatTurn:
         return await prepare_turn(
-            services,
+            app_state,
             chat,
             id_prefix=ID_PREFIX,
             tenant=tenant,
@@ -58,24 +57,29 @@ async def create_message(request: Request) -> Response:
         turn.shape.id,
         turn.shape.model,
         turn.make_parser(),
-        num_prompt_tokens=len(turn.generation.streams[0].prompt_token_ids),
+        num_prompt_tokens=len(turn.stream.streams[0].prompt_token_ids),
         max_tokens=asked.max_tokens,
         shows_thoughts=shows_thoughts(asked),
         reworded=words.reworded,
     )
-    return _RewordedResponse(words, turn.shape.id, turn.response(answer))
+    try:
+        await turn.stream.submit(request)
+    except InvalidRequestError as error:
+        raise words.reworded(error) from None
+    request_id = (b"request-id", turn.shape.id.encode())
+    return turn.builder.response(turn.stream, answer, [request_id])
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_message_tokens(request: Request) -> Response:
     """How many tokens the same request to /v1/messages would read; the engine is not asked."""
-    services = services_of(request)
+    app_state = app_state_of(request)
     ignored = IgnoredFields()
     asked, passed = parse_request(Conversing, await read_fields(request, ignored), ignored)
-    words = _words(services, asked, passed, ignored)
+    words = _words(app_state, asked, passed, ignored)
 
     async def count(chat: ChatCompletionRequest) -> int:
-        return await count_tokens(services, chat, ignored)
+        return await count_tokens(app_state, chat, ignored)
 
     number = await _as_the_template_takes_it(words, count)
     response = JSONResponse({"input_tokens": number})
@@ -85,15 +89,15 @@ async def count_message_tokens(request: Request) -> Response:
 
 
 def _words(
-    services: Services, asked: Conversing, passed: Mapping[str, Any], ignored: IgnoredFields
+    app_state: AppState, asked: Conversing, passed: Mapping[str, Any], ignored: IgnoredFields
 ) -> ChatWords:
     return ChatWords(
         asked,
         passed,
         system_text(asked.system, ignored),
         ignored,
-        template_names=services.chat_template.facts.names,
-        thinks=services.reasoning_style.thinks,
+        template_names=app_state.chat_template.facts.names,
+        thinks=app_state.reasoning_style.thinks,
     )
 
 
@@ -115,27 +119,3 @@ async def _as_the_template_takes_it(
         return await make(folded)
     except InvalidRequestError as error:
         raise words.reworded(error) from None
-
-
-class _RewordedResponse(Response):
-    """A response whose refusals by the engine are in the client's words.
-
-    name: told in the header in which clients of this API look for it.
-    """
-
-    def __init__(self, words: ChatWords, name: str, response: Response) -> None:
-        super().__init__()
-        self._words = words
-        self._name = name.encode()
-        self._response = response
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"request-id", self._name)]
-            await send(message)
-
-        try:
-            await self._response(scope, receive, send_named)
-        except InvalidRequestError as error:
-            raise self._words.reworded(error) from None

@@ -1,20 +1,17 @@
 """POST /v1/responses: OpenAI's newer API of chat, on the same turn as /v1/chat/completions.
 
-Owns how such a response is begun, ended by its client, and kept. Nothing is stored unless
-`store` asks for it.
+A response may run in the background, be cancelled, and be stored if `store` asks for it.
 """
 
 import asyncio
 import logging
-from contextlib import ExitStack
 from typing import Any, Final
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
 
-from api_server.app_state import Services
+from api_server.app_state import AppState
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.responses.answer import ResponsesAnswer, conversation_after
@@ -28,8 +25,7 @@ from api_server.protocol.responses.request import (
 from api_server.protocol.responses.stored import Owner, num_bytes
 from api_server.protocol.responses.tools import OfferedTools
 from api_server.routes.chat import ChatTurn, is_of_template, prepare_turn
-from api_server.routes.common import read_fields, services_of
-from api_server.stream import Generation
+from api_server.routes.common import app_state_of, read_fields
 from api_server.tenants import key_name_of, tenant_of
 from proto.errors import InternalRequestError, InvalidRequestError, UnknownPathError, shown
 
@@ -40,20 +36,20 @@ ID_PREFIX: Final = "resp_"
 
 @router.post("/v1/responses")
 async def create_response(request: Request) -> Response:
-    services = services_of(request)
-    owner = (tenant_of(request, services.config.tenant_by), key_name_of(request))
+    app_state = app_state_of(request)
+    owner = (tenant_of(request, app_state.config.tenant_by), key_name_of(request))
     ignored = IgnoredFields()
     asked, passed = parse_request(await read_fields(request, ignored), ignored)
-    items = _conversation(services, owner, asked)
+    items = _conversation(app_state, owner, asked)
     tools = OfferedTools(asked.tools, asked.tool_choice, ignored)
 
     def chat(*, is_folded: bool) -> ChatCompletionRequest:
-        names = services.chat_template.facts.names
+        names = app_state.chat_template.facts.names
         return chat_request(asked, passed, items, tools, names, ignored, is_folded=is_folded)
 
     async def prepare(chat: ChatCompletionRequest) -> ChatTurn:
         return await prepare_turn(
-            services,
+            app_state,
             chat,
             id_prefix=ID_PREFIX,
             tenant=owner[0],
@@ -73,120 +69,95 @@ async def create_response(request: Request) -> Response:
             turn = await prepare(another)
     except InvalidRequestError as error:
         raise in_clients_words(error, tools) from None
-    running = RunningResponse(services, owner, asked, turn, tools, items)
+    running = RunningResponse(app_state, owner, asked, turn, tools, items)
+    turn.stream.cleanup.enter_context(running)
+    try:
+        await turn.stream.submit(None if asked.background else request)
+    except InvalidRequestError as error:
+        raise in_clients_words(error, tools) from None
     if asked.background:
-        return await running.in_background()
-    return ForegroundResponse(running, turn.response(running.answer))
+        return running.continue_in_background()
+    return turn.builder.response(turn.stream, running.answer)
 
 
 class RunningResponse:
     """One response from its beginning to its end.
 
-    items: the conversation that it answers to. Is in the front end's list while it goes on.
+    items: the conversation so far. A context manager that lists it as running.
     """
 
     def __init__(
         self,
-        services: Services,
+        app_state: AppState,
         owner: Owner,
         asked: ResponsesRequest,
         turn: ChatTurn,
         tools: OfferedTools,
         items: list[Item],
     ) -> None:
-        self._services = services
+        self._app_state = app_state
         self._owner = owner
         self._items = items
         self._turn = turn
-        self._tools = tools
         self._cancelled = False
         self.stored = asked.store
         self.answer = ResponsesAnswer(turn.shape, asked, turn.make_parser(), tools, self._keep)
 
-    @property
-    def _generation(self) -> Generation:
-        return self._turn.generation
-
     def __enter__(self) -> None:
-        self._services.responses.enter(self._owner, self._turn.shape.id, self)
+        self._app_state.responses.enter(self._owner, self._turn.shape.id, self)
 
     def __exit__(self, *how: object) -> None:
-        self._services.responses.leave(self._owner, self._turn.shape.id, self)
+        self._app_state.responses.leave(self._owner, self._turn.shape.id, self)
 
     def so_far(self) -> dict[str, Any]:
         return self.answer.so_far("cancelled" if self._cancelled else "in_progress")
 
     def cancel(self) -> dict[str, Any]:
         self._cancelled = True
-        self._generation.cancel()
+        self._turn.stream.cancel()
         return self.so_far()
 
-    def in_clients_words(self, error: InvalidRequestError) -> InvalidRequestError:
-        return in_clients_words(error, self._tools)
-
-    async def in_background(self) -> Response:
-        """Begin, and answer as soon as the engine has accepted it."""
-        services, generation = self._services, self._generation
-        with ExitStack() as ties:
-            ties.enter_context(self)
-            ties.callback(generation.close)
-            try:
-                await generation.start()
-            except InvalidRequestError as error:
-                raise self.in_clients_words(error) from None
-            ties.enter_context(services.visitors)  # who reloads or drains waits for it
-            task = asyncio.create_task(self._go_on(ties.pop_all()))
-        services.background.add(task)
-        task.add_done_callback(services.background.discard)
-        headers = {name.decode(): value.decode() for name, value in self._turn.headers()}
+    def continue_in_background(self) -> Response:
+        """Return the response so far; a task completes it."""
+        app_state = self._app_state
+        self._turn.stream.cleanup.enter_context(app_state.in_flight)  # a drain waits for it
+        task = asyncio.create_task(self._complete())
+        app_state.background.add(task)
+        task.add_done_callback(app_state.background.discard)
+        headers = {name.decode(): value.decode() for name, value in self._turn.builder.headers()}
         return JSONResponse(self.so_far(), headers=headers)
 
-    async def _go_on(self, ties: ExitStack) -> None:
-        generation, answer = self._generation, self.answer
-        with ties:
-            try:
-                while not generation.finished and generation.error is None:
-                    for delta in generation.take():
-                        answer.chunk(delta)
-                    await generation.wait()
-                if generation.error is not None:
-                    answer.failure(generation.error)
-                else:
-                    answer.body(generation.take(), generation.usage())
-            except Exception:  # nobody waits for this task: the response itself has to tell
-                logger.exception("%s: an answer could not be put into words", generation.label)
-                answer.failure(InternalRequestError("internal error"))
+    async def _complete(self) -> None:
+        stream, answer = self._turn.stream, self.answer
+        try:
+            while not stream.finished and stream.error is None:
+                for delta in stream.take_deltas():
+                    answer.chunk(delta)
+                await stream.wait()
+            if stream.error is not None:
+                answer.failure(stream.error)
+            else:
+                answer.body(stream.take_deltas(), stream.usage())
+        except Exception:  # no caller sees the exception: the response itself reports the failure
+            logger.exception("%s: the answer could not be encoded", stream.label)
+            answer.failure(InternalRequestError("internal error"))
+        finally:
+            stream.close()
 
     def _keep(self, response: dict[str, Any]) -> None:
         if self.stored:
             items = conversation_after(self._items, response)
-            self._services.responses.keep(self._owner, response, items)
+            self._app_state.responses.keep(self._owner, response, items)
 
 
-class ForegroundResponse(Response):
-    """The response to a client that waits for it, and is listed as long as it goes on."""
-
-    def __init__(self, running: RunningResponse, response: Response) -> None:
-        super().__init__()
-        self._running = running
-        self._response = response
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._running:
-            try:
-                await self._response(scope, receive, send)
-            except InvalidRequestError as error:
-                raise self._running.in_clients_words(error) from None
-
-
-def _conversation(services: Services, owner: Owner, asked: ResponsesRequest) -> list[Item]:
+def _conversation(app_state: AppState, owner: Owner, asked: ResponsesRequest) -> list[Item]:
     """The items that the answer is to follow; raises InvalidRequestError.
 
     What cannot be stored is refused before it is generated.
     """
     items: list[Item] = []
     if asked.previous_response_id is not None:
-        found = services.responses.find(owner, asked.previous_response_id)
+        found = app_state.responses.find(owner, asked.previous_response_id)
         if found is None:
             raise InvalidRequestError(
                 "previous_response_id: there is no such response; only those with store are kept, "
@@ -203,20 +174,20 @@ def _conversation(services: Services, owner: Owner, asked: ResponsesRequest) -> 
             f"input: at most {MAX_ITEMS} items with those before them, got {len(items)}", "input"
         )
     if asked.store:
-        _check_store(services, items)
+        _check_store(app_state, items)
     return items
 
 
-def _check_store(services: Services, items: list[Item]) -> None:
+def _check_store(app_state: AppState, items: list[Item]) -> None:
     """Raise InvalidRequestError for what cannot be kept."""
-    most = services.responses.max_entry_bytes
+    most = app_state.responses.max_entry_bytes
     if not most:
         raise InvalidRequestError(
             "store: nothing is kept here (--max-stored-responses-mib is 0)", "store"
         )
-    if services.config.api_server_count > 1:
+    if app_state.config.api_server_count > 1:
         raise InvalidRequestError(
-            "store: a response is kept by the front end that made it, and "
+            "store: a response is kept by the API server that made it, and "
             "--api-server-count lets others be asked for it",
             "store",
         )
@@ -236,7 +207,7 @@ stored_router = APIRouter()
 async def get_response(request: Request, response_id: str) -> dict[str, Any]:
     if request.query_params.get("stream", "false").lower() != "false":
         raise InvalidRequestError("stream: a response that is kept is told as a whole", "stream")
-    responses, owner = services_of(request).responses, _owner(request)
+    responses, owner = app_state_of(request).responses, _owner(request)
     running = responses.under_way(owner, response_id)
     if running is not None and running.stored:
         return running.so_far()
@@ -248,8 +219,8 @@ async def get_response(request: Request, response_id: str) -> dict[str, Any]:
 
 @stored_router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
-    """Of one that is over nothing changes."""
-    responses, owner = services_of(request).responses, _owner(request)
+    """Cancel a running response; a finished one does not change."""
+    responses, owner = app_state_of(request).responses, _owner(request)
     running = responses.under_way(owner, response_id)
     if running is not None:
         return running.cancel()
@@ -261,13 +232,13 @@ async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
 
 @stored_router.delete("/v1/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
-    if not services_of(request).responses.drop(_owner(request), response_id):
+    if not app_state_of(request).responses.drop(_owner(request), response_id):
         raise _unknown(response_id)
     return {"id": response_id, "object": "response.deleted", "deleted": True}
 
 
 def _owner(request: Request) -> tuple[int, str]:
-    tenant_by = services_of(request).config.tenant_by
+    tenant_by = app_state_of(request).config.tenant_by
     return tenant_of(request, tenant_by), key_name_of(request)
 
 

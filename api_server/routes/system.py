@@ -8,8 +8,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from api_server.app_state import Services
-from api_server.routes.common import services_of
+from api_server.app_state import AppState
+from api_server.routes.common import app_state_of
 
 router = APIRouter()
 
@@ -24,9 +24,9 @@ async def health(request: Request) -> Response:
 
     Also while a process is restarted, because requests wait for it.
     """
-    services = services_of(request)
-    services.door.check()
-    _ = services.client.engine
+    app_state = app_state_of(request)
+    app_state.drain_state.check()
+    _ = app_state.client.engine
     return Response()
 
 
@@ -41,7 +41,7 @@ async def live() -> Response:
 @router.head("/health/ready", include_in_schema=False)
 async def ready(request: Request) -> Response:
     """200 while requests come along as they should; 503 with the reasons why not."""
-    reasons = services_of(request).health.reasons()
+    reasons = app_state_of(request).health.reasons()
     if reasons:
         body = {"ready": False, "reasons": reasons}
         return JSONResponse(body, 503, {"retry-after": "1"})
@@ -55,15 +55,15 @@ async def show_version() -> dict[str, str]:
 
 @router.get("/load")
 async def load(request: Request) -> dict[str, int]:
-    """Requests that are answered now, by all front ends."""
-    return {"server_load": int(services_of(request).metrics.in_flight.value)}
+    """Requests in flight, in all API servers."""
+    return {"server_load": int(app_state_of(request).metrics.in_flight.value)}
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     return Response(
-        services_of(request).metrics.text(),
+        app_state_of(request).metrics.text(),
         media_type="text/plain; version=0.0.4; charset=utf-8",
     )
 
@@ -82,23 +82,23 @@ def daemon_version() -> str:
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_card(services_of(request))]}
+    return {"object": "list", "data": [_card(app_state_of(request))]}
 
 
 @router.get("/v1/models/{name:path}")
 async def show_model(request: Request, name: str) -> dict[str, Any]:
-    services = services_of(request)
-    services.check_model(name)
-    return _card(services)
+    app_state = app_state_of(request)
+    app_state.check_model(name)
+    return _card(app_state)
 
 
-def _card(services: Services) -> dict[str, Any]:
+def _card(app_state: AppState) -> dict[str, Any]:
     return {
-        "id": services.model_name,
+        "id": app_state.model_name,
         "object": "model",
-        "created": services.created,
+        "created": app_state.created,
         "owned_by": "tokend",
-        "root": services.model.name,
+        "root": app_state.model.name,
         "parent": None,
-        "max_model_len": services.client.engine.max_model_len,
+        "max_model_len": app_state.client.engine.max_model_len,
     }

@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from api_server.app_state import Services
+from api_server.app_state import AppState
 from api_server.protocol.fields import IgnoredFields, parse
 from api_server.protocol.tokens import (
     TOKENIZE_CHAT_NEUTRAL,
@@ -21,7 +21,7 @@ from api_server.protocol.tokens import (
     TokenizeChat,
     TokenizeText,
 )
-from api_server.routes.common import read_json, services_of
+from api_server.routes.common import app_state_of, read_json
 from api_server.text.chat_prompt import conversation_of, num_characters
 from proto.codec import to_compact_json
 from proto.errors import InvalidRequestError, UnknownPathError, shown
@@ -32,26 +32,26 @@ router = APIRouter()
 @router.post("/tokenize")
 async def tokenize(request: Request) -> Response:
     """The token ids of a text, or of a conversation as the chat template writes it."""
-    services = services_of(request)
+    app_state = app_state_of(request)
     body = await read_json(request)
     ignored = IgnoredFields()
     if isinstance(body, dict) and body.get("messages") is not None:
         chat = parse(TokenizeChat, body, TOKENIZE_CHAT_NEUTRAL, ignored)
-        services.check_model(chat.model)
-        caller = services.tool_caller
+        app_state.check_model(chat.model)
+        caller = app_state.tool_caller
         conversation = caller.told(
-            conversation_of(chat, services.chat_template.facts, ignored, caller.shown(chat))
+            conversation_of(chat, app_state.chat_template.facts, ignored, caller.shown(chat))
         )
         size = num_characters([conversation.messages, conversation.documents, conversation.tools])
-        _check_size(services, "messages", size)
-        text = await services.chat_template.render(conversation)
+        _check_size(app_state, "messages", size)
+        text = await app_state.chat_template.render(conversation)
         return await _tokens(
-            services, "messages", text, chat.add_special_tokens, chat.return_token_strs, ignored
+            app_state, "messages", text, chat.add_special_tokens, chat.return_token_strs, ignored
         )
     asked = parse(TokenizeText, body, {}, ignored)
-    services.check_model(asked.model)
+    app_state.check_model(asked.model)
     return await _tokens(
-        services,
+        app_state,
         "prompt",
         asked.prompt,
         asked.add_special_tokens,
@@ -63,17 +63,17 @@ async def tokenize(request: Request) -> Response:
 @router.post("/detokenize")
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special ones included."""
-    services = services_of(request)
+    app_state = app_state_of(request)
     ignored = IgnoredFields()
     asked = parse(Detokenize, await read_json(request), {}, ignored)
-    services.check_model(asked.model)
-    ids, size = asked.tokens, services.client.engine.vocab_size
+    app_state.check_model(asked.model)
+    ids, size = asked.tokens, app_state.client.engine.vocab_size
     for bound in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= bound < size:
             raise InvalidRequestError(
                 f"token id {shown(bound)} is outside the vocabulary [0, {size})", "tokens"
             )
-    tokenizer = services.tokenizer
+    tokenizer = app_state.tokenizer
     text = await tokenizer.apart(len(ids), tokenizer.decode, ids, skip_special_tokens=False)
     return _json({"prompt": text}, ignored)
 
@@ -81,25 +81,25 @@ async def detokenize(request: Request) -> Response:
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request) -> Response:
     """tokenizer_config.json and the chat template; where it is asked for by a setting."""
-    services = services_of(request)
-    if not services.config.enable_tokenizer_info_endpoint:
+    app_state = app_state_of(request)
+    if not app_state.config.enable_tokenizer_info_endpoint:
         raise UnknownPathError("/tokenizer_info needs --enable-tokenizer-info-endpoint")
-    folder = services.settings.model.tokenizer or services.model.folder
+    folder = app_state.settings.model.tokenizer or app_state.model.folder
     settings = await asyncio.to_thread(_tokenizer_settings, folder)
-    return JSONResponse(settings | {"chat_template": services.chat_template.source})
+    return JSONResponse(settings | {"chat_template": app_state.chat_template.source})
 
 
 async def _tokens(
-    services: Services,
+    app_state: AppState,
     field: str,
     text: str,
     add_special_tokens: bool,
     names: bool,
     ignored: IgnoredFields,
 ) -> Response:
-    reader = services.prompt_reader(field)
+    reader = app_state.prompt_reader(field)
     reader.check_text(text)
-    tokenizer = services.tokenizer
+    tokenizer = app_state.tokenizer
     (ids,) = await tokenizer.encode([text], add_special_tokens=add_special_tokens)
     found = await tokenizer.apart(len(ids), tokenizer.token_names, ids) if names else None
     return _json(
@@ -113,9 +113,9 @@ async def _tokens(
     )
 
 
-def _check_size(services: Services, field: str, number: int) -> None:
+def _check_size(app_state: AppState, field: str, number: int) -> None:
     """Before a template makes a text of so many characters."""
-    services.prompt_reader(field).check_characters(number)
+    app_state.prompt_reader(field).check_characters(number)
 
 
 def _tokenizer_settings(folder: str) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _tokenizer_settings(folder: str) -> dict[str, Any]:
 
 
 def _json(body: dict[str, Any], ignored: IgnoredFields) -> Response:
-    """The answer; fields of the request that nobody defines are named in a header."""
+    """Return the answer; unknown fields are named in a header."""
     response = Response(to_compact_json(body), media_type="application/json")
     response.raw_headers += ignored.headers()
     return response

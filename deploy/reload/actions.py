@@ -12,8 +12,8 @@ from deploy.supervisor.processes import Child
 from proto.codec import Message, from_json
 from proto.config import ServeConfig
 from proto.errors import ModelError, ProtocolError
+from proto.host_resources import available_memory, resident_memory
 from proto.lifecycle import EngineReady, ProcessBoot
-from proto.memory import available_memory, resident_memory
 from proto.prepared_model import PreparedModel
 from proto.sockets import Poller
 

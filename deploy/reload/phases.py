@@ -24,7 +24,6 @@ from deploy.supervisor.shutdown import AFTER_A_DEATH, ON_REQUEST, Ending, Shutdo
 from proto.codec import Message
 from proto.errors import ModelError
 from proto.lifecycle import (
-    Distrust,
     DropEngine,
     EngineLeft,
     EngineReady,
@@ -32,6 +31,7 @@ from proto.lifecycle import (
     NextEngine,
     NextReady,
     Paused,
+    ProtocolViolation,
     Switched,
     SwitchEngine,
 )
@@ -193,7 +193,7 @@ class Meeting(Phase):
         return max(0.0, self._deadline - self._context.clock())
 
     def note(self, message: Message) -> Phase:
-        if _is_distrust(message, self._epochs):
+        if _is_violation(message, self._epochs):
             return self.give_up("one of its processes is not to be trusted")
         if isinstance(message, Paused) and message.mode != self._epochs.pause_mode:
             # who is born knows of another pause, or of none
@@ -250,7 +250,7 @@ class Leaving(Phase):
             self._switched(message.index)
         elif isinstance(message, EngineLeft) and message.epoch == self._old.epoch:
             return self._left(message.index)
-        elif _is_distrust(message, self._old):
+        elif _is_violation(message, self._old):
             return self._abandon()
         elif isinstance(message, Paused):
             _pause_all(self._context, self._old, message)
@@ -388,9 +388,9 @@ def _pause_all(context: ReloadContext, beside: EpochCounter, message: Paused) ->
                 each.tell(message)
 
 
-def _is_distrust(message: Message, epochs: EpochCounter) -> bool:
+def _is_violation(message: Message, epochs: EpochCounter) -> bool:
     """Somebody has said what it cannot mean, and belongs to these."""
-    if not isinstance(message, Distrust):
+    if not isinstance(message, ProtocolViolation):
         return False
     return message.epoch == (epochs.worker_epoch if message.role == "worker" else epochs.epoch)
 

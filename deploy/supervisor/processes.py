@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from proto.codec import Message, changed, encode
 from proto.config import DeviceConfig
-from proto.cores import allowed_cores, cores_of_worker
 from proto.errors import ErrorInfo
+from proto.host_resources import allowed_cores, cores_of_worker
 from proto.lifecycle import Fatal, ProcessBoot, Role, Shutdown, ToSupervisor, process_name
 from proto.sockets import Link, Poller, supervisor_path
 

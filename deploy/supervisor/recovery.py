@@ -18,13 +18,13 @@ from deploy.supervisor.epochs import Announcement, EpochCounter
 from deploy.supervisor.exit_report import Child
 from proto.codec import Message
 from proto.lifecycle import (
-    Distrust,
     EngineReady,
     FrontEndReady,
     Heartbeat,
     NotReady,
     Paused,
     ProcessBoot,
+    ProtocolViolation,
     Restarted,
     Role,
     WorkersReady,
@@ -214,7 +214,7 @@ class Recovery:
                 self._close(("engine_core", 0))
         elif isinstance(message, FrontEndReady):
             self._close(("api_server", message.index))
-        elif isinstance(message, Distrust):
+        elif isinstance(message, ProtocolViolation):
             self._note_distrust(message)
 
     def _succeed(self, place: Place) -> Replacement:
@@ -243,7 +243,7 @@ class Recovery:
             seconds = self._clock() - gap.since
             self._reporter.notice(f"is back after {seconds:.1f} s", process_name(*place))
 
-    def _note_distrust(self, message: Distrust) -> None:
+    def _note_distrust(self, message: ProtocolViolation) -> None:
         """Of whoever lives in the present epoch; an older one has gone already."""
         is_news = self._distrusted.get(message.role) != message.epoch
         if is_news and message.epoch == self._epoch_of(message.role):

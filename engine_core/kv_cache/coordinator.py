@@ -10,17 +10,63 @@ still hold. Which one is wired depends on the model and on the configuration:
 The tables are the groups', the blocks are the pool's; requests are unknown here.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Final
 
 from engine_core.kv_cache.block import BlockIds
-from engine_core.kv_cache.group_keys import GroupKeys
-from engine_core.kv_cache.groups import FullAttentionGroup, KVGroup
+from engine_core.kv_cache.groups import FullAttentionGroup, KVGroup, SlidingWindowGroup
+from engine_core.kv_cache.hashing import GroupKeys
 from engine_core.kv_cache.pool import BlockPool, HashedTokens
-from engine_core.kv_cache.sliding_window import SlidingWindowGroup
 from proto.lifecycle import KVGroup as KVGroupSpec
+
+# How many blocks a request holds at most, and the longest request for which a pool has room.
+#
+# Pure functions of the model's KV groups.
+
+
+def blocks_of_request(
+    groups: Sequence[KVGroupSpec], num_tokens: int, block_size: int, longest_chunk: int | None
+) -> int:
+    """Most blocks that a request holds while its `num_tokens` tokens are computed.
+
+    longest_chunk: most tokens of it in one step; None for all of them.
+
+    A window group holds what the first token of a step sees and what the step
+    computes. It touches most blocks where the first of these tokens ends a block:
+
+            |<- window - 1 ->|<- chunk ->|
+      | . . . . | . . . . | . . . . | . . . . |
+    """
+    num_whole = -(-num_tokens // block_size)
+    chunk = num_tokens if longest_chunk is None else min(longest_chunk, num_tokens)
+    total = 0
+    for group in groups:
+        if group.sliding_window is None:
+            total += num_whole
+        else:
+            num_near = group.sliding_window - 1 + chunk
+            total += min(num_whole, 1 + -(-(num_near - 1) // block_size))
+    return total
+
+
+def longest_request(
+    groups: Sequence[KVGroupSpec],
+    num_usable_blocks: int,
+    block_size: int,
+    longest_chunk: int | None,
+    most: int,
+) -> int:
+    """Most tokens, up to `most`, of a request that has the whole pool to itself."""
+    counts = range(-(-most // block_size) + 1)
+    num_fitting = bisect_right(
+        counts,
+        num_usable_blocks,
+        key=lambda count: blocks_of_request(groups, count * block_size, block_size, longest_chunk),
+    )
+    return min((num_fitting - 1) * block_size, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +125,14 @@ class NoCacheCoordinator:
         """Append new blocks until every table has room; returns them per group."""
         return [group.extend(handle, num_slots) for group in self.groups]
 
-    def settle(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
+    def register_full_blocks(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
         """Make what the first `num_tokens` tokens filled findable.
 
         Returns a number of slots: as long as fewer are wanted, no group has work.
         """
-        return min([group.settle(handle, content, num_tokens) for group in self.groups])
+        return min(
+            [group.register_full_blocks(handle, content, num_tokens) for group in self.groups]
+        )
 
     def rename(self, handle: int, new_handle: int) -> None:
         """The sequence, which has tables, goes by another handle from now on."""
@@ -116,8 +164,8 @@ class UnitaryCoordinator(NoCacheCoordinator):
         num_hits = len(computed.block_ids[0]) if computed.num_tokens else 0
         return self._only.num_new_blocks(handle, num_slots, num_hits, num_computed)
 
-    def settle(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
-        return self._only.settle(handle, content, num_tokens)
+    def register_full_blocks(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
+        return self._only.register_full_blocks(handle, content, num_tokens)
 
 
 class HybridCoordinator(NoCacheCoordinator):

@@ -16,7 +16,7 @@ class FreeQueue:
 
     Blocks leave at the front and come back at the end, so the block that nobody
     has used for longest is overwritten first, but for those that nobody will want
-    again (`advance`). Of blocks released together the first
+    again (`move_to_front`). Of blocks released together the first
     in the given order goes first: callers release a request's last block first, so
     that the start of a prompt outlives its end. A block that a request finds
     through its hash is unlinked from the middle. At the start the order is that
@@ -126,7 +126,7 @@ class FreeQueue:
         ref_counts[NULL_BLOCK] = 0  # whatever was counted: nobody holds it
         self.num_free -= len(blocks) - num_staying
 
-    def advance(self, blocks: Sequence[int]) -> None:
+    def move_to_front(self, blocks: Sequence[int]) -> None:
         """Those that are in the queue go next, in this order; others are left where they are."""
         next_of, prev_of, ref_counts = self.next_of, self.prev_of, self.ref_counts
         for block in reversed(blocks):

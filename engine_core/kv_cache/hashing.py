@@ -11,13 +11,215 @@ drawn per process, so restarts, ranks and stores on disk agree; SHA-256 because 
 collision would show one client the KV of another.
 """
 
+import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from ctypes import c_char_p, c_int, c_int64
+from dataclasses import dataclass
 from hashlib import sha256
+from itertools import chain, islice
+from pathlib import Path
 from typing import Final, Protocol
 
-from engine_core.kv_cache.extra_keys import NO_EXTRA_KEYS, ExtraKeys
-from engine_core.kv_cache.hash_chain import load_hash_chain
+from engine_core import build_native
+
+# What the KV of a block depends on besides tokens, and who may find it.
+#
+#     cache_salt   separates clients from each other
+#     adapter      name of the adapter that the request is computed with
+#     media        images and the like, whose placeholder tokens all look alike
+#
+# Salt and adapter enter the first block and through the chain all others; a medium
+# enters the blocks that it overlaps.
+
+
+_SALT_TAG: Final = b"cache_salt:"
+_ADAPTER_TAG: Final = b"adapter:"
+_MEDIA_TAG: Final = b"media:"
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """A medium at the positions [start, end) of a request.
+
+    content_hash: of what it shows, the same in every process.
+    """
+
+    content_hash: bytes
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraKeys:
+    """All extra keys of one request. media: in the order of their positions."""
+
+    cache_salt: str | None = None
+    adapter: str | None = None
+    media: tuple[MediaItem, ...] = ()
+
+    def of_block(self, start: int, end: int) -> bytes:
+        """The bytes that enter the hash of the block with the positions [start, end).
+
+        Each key is tagged with its kind, so that a salt never equals an adapter. A
+        medium comes with its offset in the block: the same picture one token further
+        on is other KV.
+        """
+        keys = b""
+        if start == 0 and self.cache_salt is not None:
+            keys += _with_length(_SALT_TAG + self.cache_salt.encode())
+        if start == 0 and self.adapter is not None:
+            keys += _with_length(_ADAPTER_TAG + self.adapter.encode())
+        for item in self.media:
+            if item.start < end and start < item.end:
+                offset = struct.pack("<q", item.start - start)
+                keys += _with_length(_MEDIA_TAG + offset + item.content_hash)
+        return keys
+
+
+NO_EXTRA_KEYS: Final = ExtraKeys()
+
+
+def _with_length(key: bytes) -> bytes:
+    return struct.pack("<I", len(key)) + key
+
+
+# How the blocks of a KV group are named in the prefix index.
+#
+# Every group holds other layers, so the same tokens are other content in each: a
+# key is the block hash followed by the group's number. Nothing follows for group
+# 0, so that a model with one group is looked up by its hashes as they are.
+#
+# A hash covers `hash_block_size` tokens and, through the chain, all before them. A
+# group with larger blocks takes the hash that ends where its block ends:
+#
+#     hashes           | h0 | h1 | h2 | h3 |
+#     blocks twice as  |   h1    |   h3    |
+#     large are known as
+
+
+HASH_BYTES: Final = 32
+
+
+class GroupKeys:
+    """Names the blocks of group `number`, which hold `block_size` tokens each.
+
+    block_size is a multiple of hash_block_size.
+    """
+
+    __slots__ = ("_stride", "_suffix", "block_size", "number")
+
+    def __init__(self, number: int, block_size: int, hash_block_size: int) -> None:
+        assert block_size % hash_block_size == 0, f"hashes of {hash_block_size} in {block_size}"
+        self.number = number
+        self.block_size = block_size
+        self._stride = block_size // hash_block_size
+        self._suffix = bytes([number]) if number else b""
+
+    def key(self, block_hashes: Sequence[bytes], index: int) -> bytes:
+        """The key of the group's block `index` of a sequence with these hashes."""
+        return block_hashes[(index + 1) * self._stride - 1] + self._suffix
+
+    def leading(self, block_hashes: Sequence[bytes], count: int) -> Iterator[bytes]:
+        """The keys of the first `count` blocks, or of those that have a hash."""
+        stride, suffix = self._stride, self._suffix
+        ends = islice(block_hashes, stride - 1, count * stride, stride)
+        return (block_hash + suffix for block_hash in ends) if suffix else ends
+
+    def hashes(self, block_hashes: Sequence[bytes], first: int, end: int) -> list[bytes]:
+        """The hashes, without the group, of the blocks [first, end)."""
+        stride = self._stride
+        return list(block_hashes[(first + 1) * stride - 1 : end * stride : stride])
+
+    def count(self, block_hashes: Sequence[bytes]) -> int:
+        """Blocks that have a hash."""
+        return len(block_hashes) // self._stride
+
+
+def parts(key: bytes) -> tuple[bytes, int]:
+    """(block hash, number of the group) of a key."""
+    return key[:HASH_BYTES], key[HASH_BYTES] if len(key) > HASH_BYTES else 0
+
+
+# Chains of SHA-256: the digest of each block enters the message of the next one.
+#
+#     parent ──▶ SHA-256(parent ‖ block 0) ──▶ SHA-256(· ‖ block 1) ──▶ …
+#
+# Owns the choice between hashlib and the compiled function of csrc/block_hash.c, which
+# hashes a whole run of blocks in one call; the digests are the same. A message is two
+# chunks of SHA-256, so that most of a call of hashlib is the way there and back.
+
+
+DIGEST_BYTES: Final = 32
+
+_SHORT: Final = 4
+"""Blocks of a run that hashlib has hashed before a call through ctypes has begun: a
+request that decodes fills one at a time."""
+
+
+class HashChain(Protocol):
+    """Hashes runs of blocks that are all equally long."""
+
+    def digests(self, parent: bytes, blocks: bytes) -> Iterable[bytes]:
+        """A digest for each block.
+
+        parent: [32]. blocks: [num_blocks, block_bytes], block after block.
+        """
+
+
+class HashlibChain:
+    """Works everywhere."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._split = struct.Struct(f"{block_bytes}s").iter_unpack
+
+    def digests(self, parent: bytes, blocks: bytes) -> Iterable[bytes]:
+        digests = []
+        for (block,) in self._split(blocks):
+            parent = sha256(parent + block).digest()
+            digests.append(parent)
+        return digests
+
+
+class NativeChain:
+    """Long runs in one call, short ones with hashlib.
+
+    with_instructions: use the CPU's SHA-256 instructions; only if it has them.
+    """
+
+    def __init__(self, block_bytes: int, library: ctypes.CDLL, with_instructions: bool) -> None:
+        """Raises AttributeError for a library without the function."""
+        self._block_bytes = block_bytes
+        self._short_bytes = _SHORT * block_bytes
+        self._hash_blocks = library.tokend_hash_blocks
+        self._hash_blocks.argtypes = [c_int, c_char_p, c_char_p, c_int64, c_int64, c_char_p]
+        self._hash_blocks.restype = c_int
+        self._with_instructions = with_instructions
+        self._short = HashlibChain(block_bytes).digests
+        self._split = struct.Struct(f"{DIGEST_BYTES}s").iter_unpack
+
+    def digests(self, parent: bytes, blocks: bytes) -> Iterable[bytes]:
+        if len(blocks) <= self._short_bytes:
+            return self._short(parent, blocks)
+        block_bytes = self._block_bytes
+        num_blocks = len(blocks) // block_bytes
+        written = ctypes.create_string_buffer(num_blocks * DIGEST_BYTES)
+        if self._hash_blocks(
+            self._with_instructions, parent, blocks, num_blocks, block_bytes, written
+        ):
+            raise MemoryError("no memory for the message of a block")
+        return chain.from_iterable(self._split(written))
+
+
+def load_hash_chain(block_bytes: int, folder: Path = build_native.SOURCE.parent) -> HashChain:
+    """The compiled function if there is one in `folder`, otherwise hashlib."""
+    try:
+        # Keeps the interpreter's lock: a call is shorter than giving it away may take.
+        library = ctypes.PyDLL(str(build_native.library(folder)))
+        return NativeChain(block_bytes, library, bool(library.tokend_has_sha_instructions()))
+    except (OSError, AttributeError):
+        return HashlibChain(block_bytes)
+
 
 ROOT: Final = b"tokend kv block hash, version 1\n"
 _TOKEN_BYTES: Final = 4

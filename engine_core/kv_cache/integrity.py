@@ -33,7 +33,7 @@ def check_in_slices(manager: KVCacheManager) -> Iterator[list[str]]:
     """
     tables = [table for group in manager.groups for table in group.tables().values()]
     yield from check_pool(
-        manager.pool, [*tables, *manager.holds.tables(), *manager.pool.pinned.tables()]
+        manager.pool, [*tables, *manager.transfer_refs.tables(), *manager.pool.pinned.tables()]
     )
     yield manager.pool.pinned.violations()
     yield from manager.violations()

@@ -10,16 +10,22 @@ from itertools import chain
 from typing import Final, Protocol
 
 from engine_core.kv_cache.block import BlockIds
-from engine_core.kv_cache.coordinator import NOTHING_COMPUTED, ComputedBlocks, make_coordinator
+from engine_core.kv_cache.coordinator import (
+    NOTHING_COMPUTED,
+    ComputedBlocks,
+    blocks_of_request,
+    make_coordinator,
+)
+from engine_core.kv_cache.events import (
+    NO_RESIDENCY,
+    ObservedBlockPool,
+    PoolObserver,
+    ResidencyMeter,
+)
 from engine_core.kv_cache.fork import BlockCopies, fork_of
 from engine_core.kv_cache.groups import KVGroup
 from engine_core.kv_cache.hashing import BlockHasher, Hasher, NoHashing
-from engine_core.kv_cache.holds import PoolHolds
-from engine_core.kv_cache.observed_pool import ObservedBlockPool
-from engine_core.kv_cache.observers import PoolObserver
-from engine_core.kv_cache.pool import BlockPool
-from engine_core.kv_cache.residency import NO_RESIDENCY, ResidencyMeter
-from engine_core.kv_cache.sizing import blocks_of_request
+from engine_core.kv_cache.pool import BlockPool, TransferRefs
 from engine_core.request import Request
 from proto.lifecycle import KVGroup as KVGroupSpec
 from proto.stats import KVEviction
@@ -83,10 +89,10 @@ class KVCacheManager:
         self._residency = residency
         self._coordinator = make_coordinator(self.pool, groups, block_size)
         self._copies = BlockCopies()
-        self.holds = PoolHolds(self.pool)
+        self.transfer_refs = TransferRefs(self.pool)
         self.reserve: Reserve = NoReserve()
-        self._quiet_until: dict[int, int] = {}
-        self._proven_until: dict[int, int] = {}  # those with KV that is still to be loaded
+        self._recheck_after: dict[int, int] = {}
+        self._confirmed_until: dict[int, int] = {}  # those with KV that is still to be loaded
         self._num_queried = 0
         self._num_hit = 0
 
@@ -98,7 +104,7 @@ class KVCacheManager:
         """
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return NOTHING_COMPUTED
-        if request.handle in self._quiet_until:
+        if request.handle in self._recheck_after:
             return NOTHING_COMPUTED
         return self._coordinator.find_longest_hit(request.block_hashes, request.num_tokens - 1)
 
@@ -109,7 +115,7 @@ class KVCacheManager:
         where a window of the source has passed what the next token sees, or where it is not known
         yet whether its KV was loaded. Changes nothing.
         """
-        if source.handle in self._proven_until:
+        if source.handle in self._confirmed_until:
             return NOTHING_COMPUTED
         return fork_of(self.groups, source.handle, num_tokens)
 
@@ -119,7 +125,7 @@ class KVCacheManager:
         Returns how many tokens it holds now: whole blocks only where there is none for the
         copy of the last one, and nothing where the source holds nothing itself.
         """
-        if source.handle not in self._quiet_until:
+        if source.handle not in self._recheck_after:
             return 0
         for shared in (num_tokens, num_tokens - num_tokens % self.block_size):
             computed = self.fork(source, shared)
@@ -154,7 +160,7 @@ class KVCacheManager:
                    request.num_tokens
 
         external: between hit and new, tokens whose KV is loaded into their blocks; neither
-        they nor what follows is findable before `prove`. A window has blocks only for what
+        they nor what follows is findable before `confirm_loaded`. A window has blocks only for what
         the tokens behind them see.
         comp: request.num_computed_tokens, without the hits. hit: `computed`, cached or
         forked (then its end, if it is part of a block, is copied into the first new
@@ -171,7 +177,7 @@ class KVCacheManager:
         """
         num_slots = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
         # Most calls are a decode inside its last block: one comparison decides.
-        if num_slots < self._quiet_until.get(request.handle, 0):
+        if num_slots < self._recheck_after.get(request.handle, 0):
             return NO_NEW_BLOCKS
         return self._allocate(
             request, num_new_tokens, computed, num_lookahead_tokens, num_external_tokens
@@ -189,14 +195,14 @@ class KVCacheManager:
         num_new = self._coordinator.num_new_blocks(request.handle, num_slots, computed)
         return num_new + self._num_free_hits(computed)
 
-    def prove(self, request: Request, num_tokens: int) -> None:
+    def confirm_loaded(self, request: Request, num_tokens: int) -> None:
         """What was loaded for a request holds what it should.
 
         It may be found from now on, with what is computed on top of it: up to `num_tokens`.
         """
-        if self._proven_until.pop(request.handle, None) is not None:
+        if self._confirmed_until.pop(request.handle, None) is not None:
             self._coordinator.release_passed(request.handle, num_tokens)
-            self._quiet_until[request.handle] = self._coordinator.settle(
+            self._recheck_after[request.handle] = self._coordinator.register_full_blocks(
                 request.handle, request, min(num_tokens, request.num_tokens)
             )
 
@@ -214,7 +220,7 @@ class KVCacheManager:
 
     def rewind(self, request: Request, num_tokens: int) -> None:
         """Only the first tokens of a request have the KV that they should; it keeps the blocks."""
-        self._proven_until.pop(request.handle, None)
+        self._confirmed_until.pop(request.handle, None)
         self.withdraw(request, num_tokens)
 
     def withdraw(self, request: Request, num_valid_tokens: int) -> None:
@@ -242,12 +248,12 @@ class KVCacheManager:
         What the blocks hold after these tokens will be overwritten, so nobody is to
         find it. Nothing happens where the request has no blocks.
         """
-        quiet_until = self._quiet_until.pop(request.handle, None)
-        self._proven_until.pop(request.handle, None)
-        if quiet_until is not None:
+        recheck_after = self._recheck_after.pop(request.handle, None)
+        self._confirmed_until.pop(request.handle, None)
+        if recheck_after is not None:
             self.withdraw(request, num_shared_tokens)
             self._coordinator.rename(request.handle, heir.handle)
-            self._quiet_until[heir.handle] = quiet_until
+            self._recheck_after[heir.handle] = recheck_after
 
     def free(self, request: Request) -> None:
         """Give back all blocks of a request, last one first; nothing if it has none.
@@ -255,16 +261,16 @@ class KVCacheManager:
         First they become findable as far as they are computed and their tokens are
         known: a block may have filled before the id of its last token was.
         """
-        quiet_until = self._quiet_until.pop(request.handle, None)
-        if quiet_until is None:
+        recheck_after = self._recheck_after.pop(request.handle, None)
+        if recheck_after is None:
             return
         num_verified = min(
             request.num_computed_tokens,
-            self._proven_until.pop(request.handle, request.num_tokens),
+            self._confirmed_until.pop(request.handle, request.num_tokens),
             request.num_tokens,
         )
-        if num_verified >= quiet_until:
-            self._coordinator.settle(request.handle, request, num_verified)
+        if num_verified >= recheck_after:
+            self._coordinator.register_full_blocks(request.handle, request, num_verified)
         if self._copies.pending:
             self._copies.cancel(chain.from_iterable(self.block_ids(request.handle)))
         self._coordinator.free(request.handle)
@@ -281,11 +287,11 @@ class KVCacheManager:
         Of all groups, in the order of their tokens, from the one of `first_token` on. To be asked
         before `free`, which would make them findable.
         """
-        if request.handle not in self._quiet_until:
+        if request.handle not in self._recheck_after:
             return []
-        proven = self._proven_until.get(request.handle, request.num_tokens)
+        proven = self._confirmed_until.get(request.handle, request.num_tokens)
         num_verified = min(request.num_computed_tokens, proven, request.num_tokens)
-        self._coordinator.settle(request.handle, request, num_verified)
+        self._coordinator.register_full_blocks(request.handle, request, num_verified)
         hashes = self.pool.hashes
         tables = [group.table(request.handle) for group in self.groups]
         sizes = [group.block_size for group in self.groups]
@@ -309,7 +315,7 @@ class KVCacheManager:
 
         Blocks that are only held, for a copy, do not count as in use.
         """
-        return self.pool.reset_prefix_cache(self.holds.num_alone)
+        return self.pool.reset_prefix_cache(self.transfer_refs.num_alone)
 
     def is_cached(self, block_hash: bytes) -> bool:
         """Whether a block with this content can be found now."""
@@ -344,17 +350,17 @@ class KVCacheManager:
         """
         for number, group in enumerate(self.groups):
             tables = group.tables()
-            if tables.keys() != self._quiet_until.keys():
-                odd = sorted(tables.keys() ^ self._quiet_until.keys())
+            if tables.keys() != self._recheck_after.keys():
+                odd = sorted(tables.keys() ^ self._recheck_after.keys())
                 yield [f"sequences: group {number} and the manager disagree on handles {odd}"]
             for handle, table in tables.items():
                 found = group.violations(handle)
                 room = len(table) * group.block_size
-                quiet_until = self._quiet_until.get(handle, 0)
-                if quiet_until > room + 1:
+                recheck_after = self._recheck_after.get(handle, 0)
+                if recheck_after > room + 1:
                     found.append(
                         f"room: sequence {handle} has {room} slots in group {number}, but is "
-                        f"not looked at before {quiet_until} are wanted"
+                        f"not looked at before {recheck_after} are wanted"
                     )
                 yield found
 
@@ -376,7 +382,7 @@ class KVCacheManager:
     @property
     def num_sequences(self) -> int:
         """Requests that hold blocks."""
-        return len(self._quiet_until)
+        return len(self._recheck_after)
 
     @property
     def num_free_blocks(self) -> int:
@@ -406,7 +412,7 @@ class KVCacheManager:
         room = self.pool.num_available - num_new_blocks
         if room < 0 or (computed.num_tokens and not self._fit(computed, room)):
             return None
-        if handle not in self._quiet_until:
+        if handle not in self._recheck_after:
             coordinator.attach(handle, computed)
             self._count_lookup(request, computed)
             if num_external:
@@ -420,11 +426,13 @@ class KVCacheManager:
             self._copies.promise(computed, new_blocks)
         # Drafts and lookahead may still be rejected; only verified tokens are findable.
         if num_external:
-            self._proven_until[handle] = num_computed - num_external
+            self._confirmed_until[handle] = num_computed - num_external
         num_verified = min(
-            num_tokens, len(request.all_token_ids), self._proven_until.get(handle, num_tokens)
+            num_tokens, len(request.all_token_ids), self._confirmed_until.get(handle, num_tokens)
         )
-        self._quiet_until[handle] = coordinator.settle(handle, request, num_verified)
+        self._recheck_after[handle] = coordinator.register_full_blocks(
+            handle, request, num_verified
+        )
         return new_blocks if any(new_blocks) else NO_NEW_BLOCKS
 
     def _fit(self, computed: ComputedBlocks, num_free: int) -> bool:

@@ -10,14 +10,97 @@ A block is in one of three states:
     free        reference count 0, in the free queue, no hash
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from engine_core.kv_cache.block import NULL_BLOCK
 from engine_core.kv_cache.free_queue import FreeQueue
-from engine_core.kv_cache.group_keys import GroupKeys
-from engine_core.kv_cache.pinned import PinnedBlocks
+from engine_core.kv_cache.hashing import GroupKeys
 from engine_core.kv_cache.prefix_index import PrefixIndex
+
+# References on blocks that jobs have between two turns, and how many could be taken back.
+#
+#     block 7    a table, a pin       in use all the same: giving up the pin frees nothing
+#     block 8    a pin, a pin         alone: free once both are given up
+#     block 9    a pin                alone
+#
+# Owns the count of pins by block, and the number of blocks that nothing but pins references, which
+# is kept up to date whenever a reference comes or goes. Knows neither jobs nor times.
+
+
+class PinnedBlocks:
+    """Of one pool, which tells of its references while there are pins.
+
+    counts: pins by block; read only. num_alone: blocks that only pins keep out of the free queue.
+    """
+
+    __slots__ = ("_ref_counts", "counts", "num_alone")
+
+    def __init__(self, ref_counts: list[int]) -> None:
+        """ref_counts: the pool's own list."""
+        self._ref_counts = ref_counts
+        self.counts: dict[int, int] = {}
+        self.num_alone = 0
+
+    def add(self, blocks: Sequence[int]) -> None:
+        """Pins of blocks that are referenced already; their references are about to grow."""
+        counts, ref_counts = self.counts, self._ref_counts
+        for block in blocks:
+            assert ref_counts[block] > 0, f"block {block} is pinned and free"
+            counts[block] = counts.get(block, 0) + 1
+
+    def remove(self, blocks: Iterable[int]) -> None:
+        """Pins are given up; the references of their blocks are about to fall."""
+        counts, ref_counts = self.counts, self._ref_counts
+        for block in blocks:
+            count = counts.get(block, 0)
+            assert count > 0, f"block {block} is unpinned but not pinned"
+            if count > 1:
+                counts[block] = count - 1
+            else:
+                del counts[block]
+                self.num_alone -= ref_counts[block] == 1
+
+    def before_touch(self, blocks: Iterable[int]) -> None:
+        """Somebody else is about to reference blocks."""
+        counts, ref_counts = self.counts, self._ref_counts
+        for block in blocks:
+            count = counts.get(block, 0)
+            if count and ref_counts[block] == count:
+                self.num_alone -= 1
+
+    def after_release(self, blocks: Iterable[int]) -> None:
+        """Somebody else has given up a reference on blocks."""
+        counts, ref_counts = self.counts, self._ref_counts
+        for block in blocks:
+            count = counts.get(block, 0)
+            if count and ref_counts[block] == count:
+                self.num_alone += 1
+
+    def is_available(self, block: int) -> bool:
+        """It is free, or would be without pins."""
+        return self._ref_counts[block] == self.counts.get(block, 0)
+
+    def tables(self) -> list[list[int]]:
+        """All pins, each block at most once in a list: as the tables of sequences are."""
+        return tables_of(self.counts)
+
+    def violations(self) -> list[str]:
+        """Where the counts disagree; takes time in proportion to the pinned blocks."""
+        num_alone = sum(map(self.is_available, self.counts))
+        if num_alone == self.num_alone:
+            return []
+        return [f"pins: {num_alone} blocks are only pinned, {self.num_alone} are recorded"]
+
+
+def tables_of(counts: Mapping[int, int]) -> list[list[int]]:
+    """So many references by block, each block at most once in a list."""
+    tables: list[list[int]] = []
+    level = 0
+    while blocks := [block for block, count in counts.items() if count > level]:
+        tables.append(blocks)
+        level += 1
+    return tables
 
 
 class HashedTokens(Protocol):
@@ -121,7 +204,7 @@ class BlockPool:
             if self.hashes[block] is not None:
                 self.shared[block] = 1
 
-    def retire(self, blocks: Sequence[int]) -> None:
+    def evict_first(self, blocks: Sequence[int]) -> None:
         """Nobody is expected to ask for these again: those that are free are overwritten first.
 
         The last one of them first of all; shared ones stay where they are. Until then they can be
@@ -129,7 +212,7 @@ class BlockPool:
         """
         queue = self.free_queue
         if self.hashes[queue.next_of[NULL_BLOCK]] is not None:
-            queue.advance([block for block in reversed(blocks) if not self.shared[block]])
+            queue.move_to_front([block for block in reversed(blocks) if not self.shared[block]])
 
     def num_evictable(self, blocks: Iterable[int]) -> int:
         """How many of these blocks are free now, or would be without pins."""
@@ -189,3 +272,71 @@ class BlockPool:
         self.index.remove(block_hash, block)
         self.hashes[block] = None
         self.shared[block] = 0
+
+
+# References on blocks that no table has: those of copies that are under way.
+#
+# A copy out of a block, or into it, is not to find somebody else's content there. So whoever
+# copies holds the block meanwhile, whatever becomes of the request it was filled for.
+#
+# Owns the count of such references by block. Knows nothing of who took them.
+
+
+class TransferRefs:
+    """Holds on the blocks of one pool; null blocks are passed over."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._counts: dict[int, int] = {}
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Reference blocks once more each."""
+        self._pool.touch(block_ids)
+        counts = self._counts
+        for block in block_ids:
+            if block != NULL_BLOCK:
+                counts[block] = counts.get(block, 0) + 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Give up references taken by `hold`, last block first; free ones stay findable."""
+        counts = self._counts
+        for block in block_ids:
+            if block == NULL_BLOCK:
+                continue
+            count = counts.get(block, 0)
+            assert count > 0, f"block {block} is released but not held"
+            if count == 1:
+                del counts[block]
+            else:
+                counts[block] = count - 1
+        self._pool.free_blocks(block_ids[::-1])
+
+    def release_all(self) -> None:
+        """Nothing is copied any more."""
+        for table in self.tables():
+            self._pool.free_blocks(table)
+        self._counts.clear()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are held, whoever else references them."""
+        return len(self._counts)
+
+    @property
+    def blocks(self) -> Collection[int]:
+        """Those blocks, each once."""
+        return self._counts.keys()
+
+    @property
+    def num_alone(self) -> int:
+        """Blocks that would be free, or only pinned, but for holds."""
+        ref_counts, pins = self._pool.ref_counts, self._pool.pinned.counts
+        return sum(
+            1
+            for block, count in self._counts.items()
+            if ref_counts[block] == count + pins.get(block, 0)
+        )
+
+    def tables(self) -> list[list[int]]:
+        """All references, each block at most once in a list: as the tables of sequences are."""
+        return tables_of(self._counts)

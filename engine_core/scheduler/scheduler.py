@@ -14,45 +14,59 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.admission_pass import AdmissionPass
-from engine_core.scheduler.admission_rules import pressure_of, rules_of
-from engine_core.scheduler.backlog import Backlog, queue_limits
-from engine_core.scheduler.beams import BeamGroups
-from engine_core.scheduler.chunking import ChunkRule
-from engine_core.scheduler.client_outputs import ClientOutputs
-from engine_core.scheduler.completion import stop_token
-from engine_core.scheduler.constraints import NO_CONSTRAINTS, Constraints
-from engine_core.scheduler.corruption import error_output
-from engine_core.scheduler.courtesy import Courtesy
-from engine_core.scheduler.deadlines import Deadlines
-from engine_core.scheduler.dictation import Dictation
-from engine_core.scheduler.external_kv import Connect, ExternalKV, no_connector
-from engine_core.scheduler.gates import Gate
-from engine_core.scheduler.idle_blocks import IdleBlocks
-from engine_core.scheduler.jobs import Jobs
-from engine_core.scheduler.observer import NO_OBSERVER, SchedulerObserver
-from engine_core.scheduler.output_builder import OutputBuilder
-from engine_core.scheduler.pause import Pause
-from engine_core.scheduler.pin_rule import NoPins, pin_rule_of
-from engine_core.scheduler.pins import PinLimits, Pins
-from engine_core.scheduler.placeholders import NoPlaceholders, OutputPlaceholders, Placeholders
-from engine_core.scheduler.policies import policy_of
-from engine_core.scheduler.preemption import Preemption
-from engine_core.scheduler.prefix_wait import PrefixWait
-from engine_core.scheduler.prompt_pace import pace_of
-from engine_core.scheduler.quarantine import Herald, Quarantine, poison_output
-from engine_core.scheduler.restart import start_over
-from engine_core.scheduler.result_pass import ResultPass
-from engine_core.scheduler.running_pass import RunningPass
+from engine_core.retention.agent_sessions import AgentSessions
+from engine_core.retention.retained_prefixes import RetainedPrefixes, RetentionLimits
+from engine_core.retention.ttl_rule import NoRetention, make_ttl_rule
+from engine_core.scheduler.admission import AdmissionPass, Pause, make_kv_watermarks, rules_of
+from engine_core.scheduler.beam_groups import BeamGroups
+from engine_core.scheduler.crash_isolation import (
+    CrashIsolation,
+    CrashProgressSink,
+    repeated_crash_output,
+)
+from engine_core.scheduler.fairness import TenantFairness
+from engine_core.scheduler.hooks import (
+    NO_CONSTRAINTS,
+    NO_OBSERVER,
+    AdmissionGate,
+    Constraints,
+    SchedulerObserver,
+)
+from engine_core.scheduler.kv_transfer import Connect, KVTransferManager, no_connector
+from engine_core.scheduler.limits import (
+    ChunkRule,
+    Deadlines,
+    QueueLimits,
+    make_prefill_throttle,
+    queue_capacity,
+)
+from engine_core.scheduler.output import ForcedTokens, OutputBuilder
+from engine_core.scheduler.preemption import (
+    NonRunningBlocks,
+    Preemption,
+    PreemptionOrder,
+    make_swap_rule,
+    start_over,
+)
+from engine_core.scheduler.prefix_sharing import PrefixWait, SiblingForks
+from engine_core.scheduler.queues.base import RequestQueue
+from engine_core.scheduler.queues.registry import policy_of
+from engine_core.scheduler.result import (
+    ClientOutputs,
+    ImpossibleResultError,
+    NoPlaceholders,
+    OutputPlaceholders,
+    Placeholders,
+    ResultPass,
+    check_result,
+    error_output,
+    stop_token,
+)
+from engine_core.scheduler.running import RunningPass
 from engine_core.scheduler.sessions import Sessions
-from engine_core.scheduler.sibling_forks import SiblingForks
 from engine_core.scheduler.step_plan import StepPlan
-from engine_core.scheduler.step_results import ImpossibleResultError, check_result
-from engine_core.scheduler.swap_rule import swap_rule_of
-from engine_core.scheduler.tenants import TenantLedger
-from engine_core.scheduler.victims import Victims
+from engine_core.scheduler.tenant_usage import TenantUsage
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput, FinishReason, PauseMode
 from proto.errors import ErrorInfo
@@ -90,7 +104,7 @@ class Scheduler:
         epoch: int,
         max_model_len: int,
         vocab_size: int,
-        gates: Sequence[Gate] = (),
+        gates: Sequence[AdmissionGate] = (),
         clock: Callable[[], float] = time.monotonic,
         constraints: Constraints = NO_CONSTRAINTS,
         connect: Connect = no_connector,
@@ -101,8 +115,8 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._clock = clock
-        ledger = self._ledger = TenantLedger(max_model_len)
-        policy = policy_of(config.scheduling_policy, ledger)
+        usage = self._usage = TenantUsage(max_model_len)
+        policy = policy_of(config.scheduling_policy, usage)
         self.mint_handle: Callable[[], int] = itertools.count().__next__
         self.waiting: RequestQueue = policy.make_queue()
         self.running: list[Request] = []
@@ -111,74 +125,78 @@ class Scheduler:
         chunks = ChunkRule.from_config(config)
         self._step_budget = chunks.step_budget
         self._max_num_seqs = config.max_num_seqs
-        self._pace = pace_of(chunks.step_budget, config.max_step_stretch, chunked=chunks.chunked)
-        pressure = pressure_of(config, kv_cache)
-        idle_blocks = IdleBlocks(kv_cache)
-        victims = Victims(policy)
-        self._preemption = Preemption(
-            victims, self.waiting, self.running, kv_cache, pressure, idle_blocks
+        self._prefill_throttle = make_prefill_throttle(
+            chunks.step_budget, config.max_prefill_slowdown, chunked=chunks.chunked
         )
-        self._courtesy = Courtesy(
-            ledger, policy, victims, self.waiting, self.running, self._preemption, chunks
+        pressure = make_kv_watermarks(config, kv_cache)
+        non_running_blocks = NonRunningBlocks(kv_cache)
+        preemption_order = PreemptionOrder(policy)
+        self._preemption = Preemption(
+            preemption_order, self.waiting, self.running, kv_cache, pressure, non_running_blocks
+        )
+        self._fairness = TenantFairness(
+            usage, policy, preemption_order, self.waiting, self.running, self._preemption, chunks
         )
         self._running_pass = RunningPass(self.running, kv_cache, chunks, self._preemption)
         self._pause = Pause(self._choices)
-        dictation = Dictation()
-        self._beams = BeamGroups(kv_cache, self._preemption, dictation)
+        forced_tokens = ForcedTokens()
+        self._beams = BeamGroups(kv_cache, self._preemption, forced_tokens)
         self.sessions = Sessions(
             self,
             self.waiting,
             kv_cache,
-            idle_blocks,
+            non_running_blocks,
             max_model_len=max_model_len,
             timeout=config.session_timeout,
             clock=clock,
         )
-        limits = queue_limits(config, kv_cache.num_usable_blocks, kv_cache.block_size)
-        self.backlog = Backlog(limits, clock)
+        limits = queue_capacity(config, kv_cache.num_usable_blocks, kv_cache.block_size)
+        self.queue_limits = QueueLimits(limits, clock)
         self.deadlines = Deadlines(clock)
-        self._quarantine = Quarantine(
+        self._crash_isolation = CrashIsolation(
             self.running,
             self.waiting,
             self._pause.stops,
-            self._preemption.evict_running,
-            config.crashes_until_alone,
+            self._preemption.preempt_running,
+            config.crashes_until_isolated,
         )
-        self._swap_rule = swap_rule_of(config.preemption)
-        limits_of_pins = PinLimits(
+        self._swap_rule = make_swap_rule(config.preemption)
+        limits_of_pins = RetentionLimits(
             kv_cache.num_usable_blocks, config.max_pinned_share, config.max_pinned_share_per_tenant
         )
-        self._pins = Pins(kv_cache, limits_of_pins, observer)
+        self._retained_prefixes = RetainedPrefixes(kv_cache, limits_of_pins, observer)
         keeps = config.scheduling_policy == "continuum" and kv_cache.enable_caching
-        pin_rule = pin_rule_of(config.pin_policy, self._swap_rule) if keeps else NoPins()
-        self.jobs = Jobs(self._pins, pin_rule, kv_cache, clock, retires=keeps)
-        self.external = ExternalKV(
+        pin_rule = make_ttl_rule(config.pin_policy, self._swap_rule) if keeps else NoRetention()
+        self.agent_sessions = AgentSessions(
+            self._retained_prefixes, pin_rule, kv_cache, clock, retires=keeps
+        )
+        self.kv_transfer = KVTransferManager(
             connect,
             kv_cache,
             self.waiting,
-            idle_blocks,
+            non_running_blocks,
             load_failure_policy,
             observer,
             self._swap_rule,
             clock,
         )
-        self._gates: tuple[Gate, ...] = (
+        self._gates: tuple[AdmissionGate, ...] = (
             self._pause,
-            self._quarantine,
-            self._courtesy,
+            self._crash_isolation,
+            self._fairness,
             self.sessions,
-            self.jobs,
-            self.backlog,
+            self.agent_sessions,
+            self.queue_limits,
             self.deadlines,
             *gates,
             constraints,
             self._beams,
             SiblingForks(kv_cache, self._choices),
             PrefixWait(kv_cache.block_size, chunks.longest_chunk),
-            self.external,
+            self.kv_transfer,
         )
         for gate in self._gates:
-            gate.attach(self._wake)
+            gate.attach(self._unblock)
         self._admission_pass = AdmissionPass(
             self.waiting,
             self.running,
@@ -187,11 +205,11 @@ class Scheduler:
             config.max_num_seqs,
             rules_of(config, kv_cache, self.running, pressure),
             self._gates,
-            idle_blocks,
-            self._courtesy,
-            self.external,
+            non_running_blocks,
+            self._fairness,
+            self.kv_transfer,
         )
-        self._output_builder = OutputBuilder(kv_cache, dictation, constraints, epoch)
+        self._output_builder = OutputBuilder(kv_cache, forced_tokens, constraints, epoch)
         self._result_pass = ResultPass(
             self._requests,
             kv_cache,
@@ -200,7 +218,7 @@ class Scheduler:
             self._finish,
             self.abort,
             self._withdraw,
-            self.external.void_until,
+            self.kv_transfer.discard_until_step,
         )
         self._placeholders: Placeholders = (
             OutputPlaceholders() if config.async_scheduling else NoPlaceholders()
@@ -223,9 +241,9 @@ class Scheduler:
             request.max_tokens, self._max_model_len - request.num_prompt_tokens
         )
         request.queued_at = self._clock()
-        self.jobs.enter(request)
+        self.agent_sessions.enter(request)
         self._beams.add(request)
-        self._quarantine.enter(request)
+        self._crash_isolation.enter(request)
         self.waiting.add(request)
         self._observer.added(request)
 
@@ -246,10 +264,10 @@ class Scheduler:
     def end_turn(self, request_id: int, job: str, tool: str) -> None:
         """A turn that is over was read: its job waits for this tool, or for none ("").
 
-        Jobs that are over, or unknown, and turns that are not the last one are passed over.
+        Ignores sessions that have ended or are unknown, and turns that are not the last one.
         """
         self._observer.turn_ended(request_id, job, tool)
-        self.jobs.end_turn(request_id, job, tool)
+        self.agent_sessions.end_turn(request_id, job, tool)
 
     def abort_client(self, client_index: int) -> int:
         """End every request of one front end; returns the number of choices that ended."""
@@ -289,7 +307,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """A step would compute something or tell the workers what they can forget."""
-        if self._output_builder.has_finished_handles or self.external.wants_step:
+        if self._output_builder.has_finished_handles or self.kv_transfer.wants_step:
             return True
         return bool(self.running or self.waiting.num_ready) and not self._pause.frozen
 
@@ -325,24 +343,24 @@ class Scheduler:
         final outputs of requests that have crashed the workers too often.
         """
         self._observer.happened("restart", f"workers of epoch {epoch}")
-        poisonous = self._quarantine.note_crash()
-        self.external.start_over()
-        self._pins.drop_all("restart")
+        poisonous = self._crash_isolation.note_crash()
+        self.kv_transfer.start_over()
+        self._retained_prefixes.drop_all("restart")
         start_over(self._requests.values(), self._preemption, self._kv_cache, self._clock())
         self._output_builder.begin_epoch(epoch)
         outputs: ClientOutputs = {}
         for request in poisonous:
             if request.handle in self._requests:
-                self._result_pass.end_with(poison_output(request), request, outputs)
+                self._result_pass.end_with(repeated_crash_output(request), request, outputs)
         return outputs
 
-    def tell_begun(self, herald: Herald) -> None:
+    def report_crash_progress_to(self, herald: CrashProgressSink) -> None:
         """Who tells front ends of requests that an engine may die of, while a step is decided."""
-        self._quarantine.tell(herald)
+        self._crash_isolation.tell(herald)
 
     def crash_progress(self) -> list[tuple[Request, int]]:
         """Running requests that an engine may have died of, and their tokens in complete steps."""
-        return self._quarantine.progress()
+        return self._crash_isolation.progress()
 
     def reset_prefix_cache(self, *, preempting: bool = False) -> bool:
         """Forget all cached prefixes; False, changing nothing, while any block is in use.
@@ -351,30 +369,30 @@ class Scheduler:
         queue again, in the order of admission, and to the workers is a new sequence.
         """
         if preempting:
-            self.external.drop_loads()
-            victims = self._preemption.evict_all(self._clock())
-            for victim in victims:
+            self.kv_transfer.drop_loads()
+            preemption_order = self._preemption.preempt_all(self._clock())
+            for victim in preemption_order:
                 self._output_builder.forget(victim.handle)
-            self._num_preemptions += len(victims)
+            self._num_preemptions += len(preemption_order)
         if not self._kv_cache.num_sequences:
-            self._pins.drop_all("reset")
+            self._retained_prefixes.drop_all("reset")
         self._observer.happened("reset", "preempting" if preempting else "")
         return self._kv_cache.reset_prefix_cache()
 
     # A step
 
-    def convene(self) -> None:
-        """Before a step that may be the last thing this engine does: see `Quarantine`."""
-        self._quarantine.convene()
+    def isolate_suspect(self) -> None:
+        """Before a step that may be the last thing this engine does: see `CrashIsolation`."""
+        self._crash_isolation.isolate_suspect()
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step. Where running requests had to give way, nothing is admitted."""
         plan = StepPlan(self._step_budget, self._clock(), self._step_budget)
-        self._pins.sweep(plan.now)
+        self._retained_prefixes.sweep(plan.now)
         self._observer.step_begins(plan)
         if not self._pause.frozen:
             self._preemption.relieve(plan)
-            late = self._courtesy.line_up()
+            late = self._fairness.line_up()
             plan.prompt_budget = self._prompt_budget()
             self._running_pass.run(plan, late)
             if not plan.preempted:
@@ -386,8 +404,8 @@ class Scheduler:
         assert plan.budget >= 0, "more tokens are scheduled than a step has"
         num_tokens = sum(plan.continued_tokens) + sum(plan.admitted_tokens)
         assert num_tokens == self._step_budget - plan.budget, "the budget was not kept"
-        self.external.describe_rewound(plan)
-        output = self.external.complete(self._output_builder.build(plan))
+        self.kv_transfer.describe_rewound(plan)
+        output = self.kv_transfer.complete(self._output_builder.build(plan))
         self._observer.step_decided(output.step, plan)
         self._advance(plan)
         self._placeholders.reserve(plan)
@@ -407,17 +425,17 @@ class Scheduler:
         check_result(output, result, self._vocab_size)
         outputs: ClientOutputs = {}
         num_unfinished = len(self._requests)
-        self.external.prove(output.step)
+        self.kv_transfer.confirm_loads(output.step)
         wrong = self._result_pass.run(output, result, outputs)
         if len(self._requests) < num_unfinished:
             self._clear_running()
             self.sessions.begin_turns(outputs)
         if wrong:
             raise ImpossibleResultError(wrong, outputs)
-        self._placeholders.fill(self._requests, result, self.external.void_until)
+        self._placeholders.fill(self._requests, result, self.kv_transfer.discard_until_step)
         num_decoding = output.cached_requests.num_scheduled_tokens.count(1)
         num_prompt_tokens = output.total_num_scheduled_tokens - num_decoding
-        self._pace.learn(num_decoding, num_prompt_tokens, result.compute_seconds)
+        self._prefill_throttle.learn(num_decoding, num_prompt_tokens, result.compute_seconds)
         self._swap_rule.learn_step(num_prompt_tokens, result.compute_seconds)
         return outputs
 
@@ -428,11 +446,11 @@ class Scheduler:
         """
         outputs: ClientOutputs = {}
         if report.invalid_block_ids:
-            ended = self.external.invalidate(
+            ended = self.kv_transfer.invalidate(
                 report.invalid_block_ids, self._requests.values(), self.step
             )
             outputs = self.end_with_errors({each.handle: LOAD_ERROR for each in ended})
-        self.external.note(report)
+        self.kv_transfer.note(report)
         return outputs
 
     def end_with_errors(self, errors: Mapping[int, ErrorInfo]) -> ClientOutputs:
@@ -449,9 +467,9 @@ class Scheduler:
     def take_stats(self) -> SchedulerStats:
         """Gauges of now, and deltas since the last call."""
         queries, hits = self._kv_cache.take_prefix_cache_stats()
-        external_queries, external_hits = self.external.take_stats()
-        job_seconds, tool_seconds = self.jobs.take_seconds()
-        num_taken, num_hit, num_expired, num_given_up = self._pins.take_counts()
+        external_queries, external_hits = self.kv_transfer.take_stats()
+        job_seconds, tool_seconds = self.agent_sessions.take_seconds()
+        num_taken, num_hit, num_expired, num_given_up = self._retained_prefixes.take_counts()
         stats = SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
@@ -463,13 +481,13 @@ class Scheduler:
             kv_evictions=self._kv_cache.take_evictions(),
             num_deferred=len(self.waiting) - self.waiting.num_ready,
             num_corrupted=self._result_pass.take_num_corrupted(),
-            num_queued_reqs=len(self.backlog),
-            num_queued_tokens=self.backlog.num_tokens,
+            num_queued_reqs=len(self.queue_limits),
+            num_queued_tokens=self.queue_limits.num_tokens,
             external_prefix_cache_queries=external_queries,
             external_prefix_cache_hits=external_hits,
-            kv_media=self.external.connector.take_stats(),
-            num_pinned_blocks=self._pins.num_blocks,
-            num_pinned_jobs=len(self._pins),
+            kv_media=self.kv_transfer.connector.take_stats(),
+            num_pinned_blocks=self._retained_prefixes.num_blocks,
+            num_pinned_jobs=len(self._retained_prefixes),
             num_pins_taken=num_taken,
             num_pins_hit=num_hit,
             num_pins_expired=num_expired,
@@ -487,21 +505,21 @@ class Scheduler:
 
     def _prompt_budget(self) -> int:
         """Tokens of prompts that the step may have beside those who decode."""
-        prefills = self._ledger.prefills
+        prefills = self._usage.prefills
         num_missing = 0
-        if num_waiting := len(self.backlog):  # as much of it as has seats
+        if num_waiting := len(self.queue_limits):  # as much of it as has seats
             num_seated = min(num_waiting, self._admission_pass.num_free_seats)
-            num_missing = self.backlog.num_tokens * num_seated // num_waiting
+            num_missing = self.queue_limits.num_tokens * num_seated // num_waiting
         for request in prefills.values():
             num_missing += request.num_tokens - request.num_computed_tokens
-        return self._pace.prompt_tokens(len(self.running) - len(prefills), num_missing)
+        return self._prefill_throttle.prompt_tokens(len(self.running) - len(prefills), num_missing)
 
-    def _wake(self, request: Request) -> None:
+    def _unblock(self, request: Request) -> None:
         """A gate lets go of a request."""
         if request.status.is_blocked:
             preempted = request.num_preemptions > 0
             request.status = RequestStatus.PREEMPTED if preempted else RequestStatus.WAITING
-            self.waiting.bring_back(request)
+            self.waiting.unpark(request)
 
     def _advance(self, plan: StepPlan) -> None:
         """Count the tokens of the plan as computed: by the time anyone relies on it they are."""
@@ -519,9 +537,9 @@ class Scheduler:
         if status is RequestStatus.FINISHED_STOPPED:
             request.stop_reason = stop_token(request)
         request.status = status
-        self.external.depart(request)
+        self.kv_transfer.on_finish(request)
         self.sessions.end_turn(request)
-        self.jobs.finish(request, well=status is not RequestStatus.FINISHED_ERROR)
+        self.agent_sessions.finish(request, well=status is not RequestStatus.FINISHED_ERROR)
         self._release(request)
 
     def _abort_all(self, requests: list[Request], *, stopped: bool = False) -> None:
@@ -529,15 +547,15 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 self.waiting.remove(request)
             request.status = RequestStatus.FINISHED_ABORTED
-            self.external.depart(request)
-            self.jobs.finish(request, well=stopped)
+            self.kv_transfer.on_finish(request)
+            self.agent_sessions.finish(request, well=stopped)
             self._release(request)
         self._clear_running()
 
     def _withdraw(self, request: Request) -> None:
         """What a request computed is wrong: nobody is to find it, or to keep it."""
-        self.external.withdraw(request)
-        self.jobs.disown(request)
+        self.kv_transfer.invalidate_cache(request)
+        self.agent_sessions.disown(request)
 
     def _release(self, request: Request) -> None:
         self._kv_cache.free(request)
@@ -547,7 +565,7 @@ class Scheduler:
             self._request_preemptions.append(request.num_preemptions)
         self._output_builder.forget(request.handle)
         for gate in self._gates:
-            gate.forget(request)
+            gate.on_released(request)
         del self._requests[request.handle]
         choices = self._choices[request.request_id]
         del choices[request.choice]

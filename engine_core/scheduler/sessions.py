@@ -11,7 +11,7 @@ was under way when a turn ended is nobody's.
                     closed    closed, aborted, overdue
 
 A session at rest has its place in the queue, as of the end of its last turn, and holds
-its blocks until somebody lacks room (`IdleBlocks`).
+its blocks until somebody lacks room (`NonRunningBlocks`).
 """
 
 import logging
@@ -23,11 +23,11 @@ from typing import ClassVar, Final, Protocol
 import msgspec
 
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.client_outputs import ClientOutputs
-from engine_core.scheduler.gates import Candidate, Wake
-from engine_core.scheduler.idle_blocks import IdleBlocks
+from engine_core.scheduler.hooks import Candidate, Unblock
+from engine_core.scheduler.preemption import NonRunningBlocks
+from engine_core.scheduler.queues.base import RequestQueue
+from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.validation import check_length
 from proto.engine_io import EngineCoreOutput, FinishReason, SessionInput
@@ -77,7 +77,7 @@ class _Session:
 class Sessions:
     """Open sessions by request id. A gate, so that it hears who begins and who is over.
 
-    idle_blocks: those of sessions that do not run.
+    non_running_blocks: those of sessions that do not run.
     max_model_len: usable length, in tokens, of all there is of a session.
     timeout: seconds that a session may be at rest.
     """
@@ -89,7 +89,7 @@ class Sessions:
         roster: Roster,
         waiting: RequestQueue,
         kv_cache: KVCacheManager,
-        idle_blocks: IdleBlocks,
+        non_running_blocks: NonRunningBlocks,
         *,
         max_model_len: int,
         timeout: float,
@@ -98,7 +98,7 @@ class Sessions:
         self._roster = roster
         self._waiting = waiting
         self._kv_cache = kv_cache
-        self.idle_blocks = idle_blocks
+        self.non_running_blocks = non_running_blocks
         self._max_model_len = max_model_len
         self._timeout = timeout
         self._clock = clock
@@ -193,9 +193,9 @@ class Sessions:
     def _rest(self, session: _Session) -> None:
         request = session.request
         self._roster.add_request(request)
-        self._waiting.set_aside(request)
+        self._waiting.park(request)
         request.status = self.status
-        self.idle_blocks.rest(request)
+        self.non_running_blocks.rest(request)
         self._resting_since[request.request_id] = self._clock()
 
     def _go_on(self, session: _Session) -> list[EngineCoreOutput]:
@@ -221,27 +221,27 @@ class Sessions:
         request.take_input(message.prompt_token_ids, params)
         request.queued_at = self._clock()
         del self._resting_since[request.request_id]
-        self.idle_blocks.line_up(request)
-        self._wake(request)
+        self.non_running_blocks.line_up(request)
+        self._unblock(request)
 
     # As a gate
 
-    def attach(self, wake: Wake) -> None:
-        self._wake = wake
+    def attach(self, unblock: Unblock) -> None:
+        self._unblock = unblock
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_admission(self, plan: StepPlan) -> None:
         """Nothing changes by a step."""
 
-    def holds(self, candidate: Candidate) -> bool:
+    def is_blocked(self, candidate: Candidate) -> bool:
         """Nobody: who is at rest was set aside before anyone could ask."""
         return False
 
-    def admitted(self, request: Request, num_new_tokens: int) -> None:
-        self.idle_blocks.forget(request)
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None:
+        self.non_running_blocks.forget(request)
 
-    def forget(self, request: Request) -> None:
+    def on_released(self, request: Request) -> None:
         """The session is over with its request, unless that was a turn with another to follow."""
-        self.idle_blocks.forget(request)
+        self.non_running_blocks.forget(request)
         session = self._open.get(request.request_id)
         if session is not None and session.request is request:
             del self._open[request.request_id]

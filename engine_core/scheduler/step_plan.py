@@ -56,7 +56,7 @@ class StepPlan:
                 found[request.handle] = num_tokens
         return found
 
-    def describe_anew(self, request: Request) -> None:
+    def resend_full(self, request: Request) -> None:
         """Tell the workers of a continued request as of one that came from the queue."""
         index = self.continued.index(request)
         del self.continued[index], self.continued_blocks[index]

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.gates import Candidate, Wake
+from engine_core.scheduler.hooks import Candidate, Unblock
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.structured_output.base import GrammarBackend, Matcher
 from engine_core.structured_output.dormant import Texts
 from engine_core.structured_output.masker import MaskJob
 from engine_core.structured_output.thinking import FreeMatcher, ThinkingMatcher
+from proto.sampling_params import ThinkingRule
 from proto.scheduler_output import SchedulerOutput
-from proto.thinking import ThinkingRule
 
 
 @dataclass(slots=True)
@@ -63,21 +63,21 @@ class GrammarGate:
                 continue
             del self._waiting[request.handle]
             self._rows[request.handle] = _row(request, matcher.copy(), thinking, texts)
-            self._wake(request)
+            self._unblock(request)
 
-    def attach(self, wake: Wake) -> None:
-        self._wake = wake
+    def attach(self, unblock: Unblock) -> None:
+        self._unblock = unblock
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_admission(self, plan: StepPlan) -> None:
         """Nothing changes by a step."""
 
-    def holds(self, candidate: Candidate) -> bool:
+    def is_blocked(self, candidate: Candidate) -> bool:
         return candidate.request.handle in self._waiting
 
-    def admitted(self, request: Request, num_new_tokens: int) -> None:
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         """Its matcher goes on where it stood."""
 
-    def forget(self, request: Request) -> None:
+    def on_released(self, request: Request) -> None:
         self._waiting.pop(request.handle, None)
         self._rows.pop(request.handle, None)
 

@@ -11,11 +11,11 @@ from typing import Final
 
 import msgspec
 
-from engine_core.kv_cache.census import CachedCensus
+from engine_core.kv_cache.events import ReusableBlockCounter
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.pin_order import Pin
+from engine_core.retention.retained_prefixes import RetainedPrefix
+from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.trace.contents import Contents
 from proto.model_runner_output import ModelRunnerOutput
@@ -58,7 +58,7 @@ class Recorder:
         num_seats: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.census = CachedCensus()
+        self.census = ReusableBlockCounter()
         self._put = put
         self._clock = clock
         self._started = started
@@ -70,7 +70,7 @@ class Recorder:
         self._tokenless: set[int] = set()
         self._elsewhere: dict[int, tuple[int, str, bool]] = {}
         self._snapshot: Snapshot | None = None
-        self._pins: dict[str, Pin] = {}
+        self._retained_prefixes: dict[str, RetainedPrefix] = {}
 
     def watch(
         self, waiting: RequestQueue, running: Collection[Request], kv_cache: KVCacheManager
@@ -105,7 +105,7 @@ class Recorder:
         if self._is_stale:
             self._look_again()
         num_free, num_pinned = kv_cache.pool.num_free, kv_cache.pool.pinned.num_alone
-        num_cached, num_held = self.census.num_cached, kv_cache.holds.num_alone
+        num_cached, num_held = self.census.num_cached, kv_cache.transfer_refs.num_alone
         blocked: dict[str, int] = {}
         num_ready = queue.num_ready
         if num_ready < len(self._waiting):
@@ -127,9 +127,9 @@ class Recorder:
             ),
             pins=[
                 PinUse(each.job, len(each.blocks))
-                for each in islice(reversed(self._pins.values()), MAX_PINS)
+                for each in islice(reversed(self._retained_prefixes.values()), MAX_PINS)
             ],
-            num_pins=len(self._pins),
+            num_pins=len(self._retained_prefixes),
             token_budget=plan.budget,
             seats=self._num_seats,
         )
@@ -188,9 +188,9 @@ class Recorder:
     def turn_ended(self, request_id: int, job: str, tool: str) -> None:
         self._put(TurnEnd(time_us=self._now(), request_id=request_id, job=job, tool=tool))
 
-    def pinned(self, pin: Pin, ttl: float) -> None:
-        self._pins.pop(pin.job, None)
-        self._pins[pin.job] = pin  # those that were granted last are at the end
+    def pinned(self, pin: RetainedPrefix, ttl: float) -> None:
+        self._retained_prefixes.pop(pin.job, None)
+        self._retained_prefixes[pin.job] = pin  # those that were granted last are at the end
         self._put(
             PinBegin(
                 time_us=self._now(),
@@ -201,8 +201,8 @@ class Recorder:
             )
         )
 
-    def unpinned(self, pin: Pin, reason: str) -> None:
-        self._pins.pop(pin.job, None)
+    def unpinned(self, pin: RetainedPrefix, reason: str) -> None:
+        self._retained_prefixes.pop(pin.job, None)
         self._put(PinEnd(time_us=self._now(), job=pin.job, reason=reason))
 
     def happened(self, what: str, detail: str) -> None:

@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from engine_core.kv_cache.observers import PoolObserver
+from engine_core.kv_cache.events import PoolObserver
 from engine_core.pool_plan import PoolPlan
-from engine_core.scheduler.observer import NO_OBSERVER, SchedulerObserver
+from engine_core.scheduler.hooks import NO_OBSERVER, SchedulerObserver
 from engine_core.trace.file import TraceFile, path_of_epoch
 from engine_core.trace.recorder import Recorder
 from proto.config import SchedulerConfig, TraceConfig

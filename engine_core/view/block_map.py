@@ -48,7 +48,7 @@ def block_states(kv_cache: KVCacheManager, numbers: Mapping[int, int]) -> tuple[
     owners[NULL_BLOCK] = 0
     states = np.zeros(pool.num_blocks, np.int32)
     states[_array(pool.index.blocks())] = CACHED
-    states[_array(kv_cache.holds.blocks)] = HELD
+    states[_array(kv_cache.transfer_refs.blocks)] = HELD
     num_tables = np.bincount(held, minlength=pool.num_blocks)
     states[num_tables == 1] = HELD
     states[num_tables > 1] = SHARED

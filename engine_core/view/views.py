@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.scheduler.client_outputs import ClientOutputs
+from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.transport import FrontEndLinks
 from engine_core.view.block_map import block_map

@@ -18,9 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from api_server.app import create_app
-from api_server.app_state import Services
+from api_server.app_state import AppState
 from api_server.engine_client import FromEngine
-from api_server.server import Server, make_server, make_services
+from api_server.server import Server, make_app_state, make_server
 from proto.config import FrontEndConfig, ModelConfig, ServeConfig
 from proto.engine_io import FinishReason
 from proto.lifecycle import ProcessBoot
@@ -105,7 +105,7 @@ def make_boot(
 class FrontEnd:
     """A running front end, its scripted engine and a client."""
 
-    services: Services
+    app_state: AppState
     engine: FakeEngine
     http: httpx.AsyncClient
     url: str
@@ -119,8 +119,8 @@ class FrontEnd:
         epoch, old = self.engine.epoch + 1, self.engine
         path = front_end_path(self.run_dir, epoch, 0)
         self.engine = FakeEngine(path, vocab_size=old.vocab_size, epoch=epoch, accepts=old.accepts)
-        self.services.client.reconnect(Link.connect(path, FromEngine), epoch)
-        self.app.state.services = dataclasses.replace(self.services, epoch=epoch)
+        self.app_state.client.reconnect(Link.connect(path, FromEngine), epoch)
+        self.app.state.app_state = dataclasses.replace(self.app_state, epoch=epoch)
         return self.engine
 
     async def complete(self, **fields: object) -> httpx.Response:
@@ -211,12 +211,12 @@ async def serving(
         accepts=accepts,
     )
     boot = make_boot(run_dir, model, config or FrontEndConfig(), seed)
-    services = make_services(boot, Link.connect(path, FromEngine))
+    app_state = make_app_state(boot, Link.connect(path, FromEngine))
     if ready:
         engine.announce()
-        await services.client.wait_ready()
-    app = create_app(services)
-    server = make_server(app, services.config, services.metrics.connections)
+        await app_state.client.wait_ready()
+    app = create_app(app_state)
+    server = make_server(app, app_state.config, app_state.metrics.connections)
     listener = socket.create_server(("127.0.0.1", port))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server.lifespan = server.config.lifespan_class(server.config)
@@ -227,10 +227,10 @@ async def serving(
         # Hundreds of requests that a test sends at once may wait for each other's connections.
         timeout = httpx.Timeout(60, pool=None)
         async with httpx.AsyncClient(base_url=url, timeout=timeout, verify=False) as http:
-            front_end = FrontEnd(services, engine, http, url, run_dir, server, app)
+            front_end = FrontEnd(app_state, engine, http, url, run_dir, server, app)
             yield front_end
     finally:
-        services.client.close()
+        app_state.client.close()
         ticking.cancel()
         await _close(server)
         await front_end.engine.close()

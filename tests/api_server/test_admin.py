@@ -56,7 +56,7 @@ async def test_an_operators_key_and_nothing_else(start, tmp_path, method, path):
             assert refused.status_code == status, headers
             assert set(refused.json()["error"]) == JSON_ERROR
         assert front_end.engine.calls == []
-        assert not front_end.services.door.closed
+        assert not front_end.app_state.drain_state.closed
         afar = {"x-forwarded-for": "192.0.2.1", "origin": "https://example.org"}
         for key in ("op", "op2"):
             heard = await ask(front_end, method, path, {"x-api-key": key, **afar})
@@ -152,7 +152,7 @@ async def test_a_pause_that_ends_what_is_unfinished(start):
         ends = [each["choices"][0] for each in (await streamed)[:-1]]
         reasons = {(each["index"], each["finish_reason"]) for each in ends}
         assert reasons >= {(0, "abort"), (1, "abort")}
-        assert front_end.services.client.num_open == 0
+        assert front_end.app_state.client.num_open == 0
         engine.calls.clear()
         await front_end.http.post("/pause?mode=wait")
         assert [each.ends_unfinished for each in engine.calls] == [False]
@@ -195,9 +195,9 @@ def wired(front_end) -> list[AbortRequests]:
 
     def pass_on(request_ids: list[str], owner: str | None) -> None:
         heard.append(AbortRequests(request_ids, owner))
-        front_end.services.under_way.abort(request_ids, owner)
+        front_end.app_state.open_streams.abort(request_ids, owner)
 
-    object.__setattr__(front_end.services, "ask_abort", pass_on)
+    object.__setattr__(front_end.app_state, "request_abort", pass_on)
     return heard
 
 
@@ -234,7 +234,7 @@ async def test_an_operator_aborts_anybodys_request(start, tmp_path):
         (left,) = (each for each in requests if each.request_id not in gone)
         front_end.engine.emit(left, [41], finish=FinishReason.LENGTH)
         assert (await other).status_code == 200
-        assert front_end.services.client.num_open == 0
+        assert front_end.app_state.client.num_open == 0
         counts = (await front_end.http.get("/metrics", headers=OPERATOR)).text
         assert 'tokend:requests_cut_short_total{cause="operator"} 2.0' in counts
 
@@ -288,7 +288,7 @@ async def test_what_is_under_way_is_forgotten_when_it_ends(start, say):
     async with start(say("!")) as front_end:
         await front_end.complete(request_id="x")
         await front_end.events("/v1/completions", prompt="hello", request_id="x")
-        assert front_end.services.under_way._by_label == {}
+        assert front_end.app_state.open_streams._by_label == {}
 
 
 async def test_load_counts_what_is_answered(start):

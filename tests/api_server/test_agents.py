@@ -7,9 +7,8 @@ import re
 import pytest
 
 from api_server.protocol.agents import MAX_TTL_MS, job_name, tool_name
-from proto.agents import MAX_NAME_LENGTH, AgentHint
 from proto.config import FrontEndConfig
-from proto.engine_io import FinishReason
+from proto.engine_io import MAX_NAME_LENGTH, AgentHint, FinishReason
 from proto.errors import ErrorInfo
 from tests.api_server.test_engine_restart import begin, have, restart
 
@@ -213,7 +212,7 @@ async def test_a_client_that_has_left_after_the_last_token_ends_its_turn(start, 
             lines = response.aiter_lines()  # httpx hangs up when this iterator is collected
             await anext(lines)
             front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
-            while front_end.services.client.num_open:
+            while front_end.app_state.client.num_open:
                 await asyncio.sleep(0)
         assert (await front_end.engine.turns.get()).request_id == request.request_id
         assert front_end.engine.aborts.empty()
@@ -259,7 +258,7 @@ async def test_a_request_that_is_resumed_carries_its_hint(start):
 async def test_a_turn_of_an_engine_that_is_gone_is_told_to_nobody(start, monkeypatch):
     """Its last words are read when its death is known: the turn ends between two engines."""
     async with start(accepts=True) as front_end:
-        client, old = front_end.services.client, front_end.engine
+        client, old = front_end.app_state.client, front_end.engine
         answer, request = await begin(front_end, session_id="s", max_tokens=6)
         entry = client._open[request.request_id]
         while not entry.accepted:

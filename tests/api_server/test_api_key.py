@@ -98,7 +98,7 @@ async def test_metrics_without_a_key_where_that_is_wanted(start):
 async def test_the_key_guards_every_other_route(start):
     """Every route that the application has, whether or not it is documented."""
     async with start(config=FrontEndConfig(api_key="k", admin_api_key="op")) as front_end:
-        paths = all_paths(create_app(front_end.services))
+        paths = all_paths(create_app(front_end.app_state))
         assert {"/v1/completions", "/v1/chat/completions", "/metrics", "/tokenize"} <= paths
         assert OPEN & paths >= middleware.OPEN_PATHS
         page = {each.path for each in page_files()}

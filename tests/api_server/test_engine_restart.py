@@ -20,7 +20,7 @@ async def begin(front_end, **fields):
 
 async def have(front_end, request, num_tokens):
     """Until the front end has taken in so many tokens."""
-    stream = front_end.services.client._open[request.request_id].stream
+    stream = front_end.app_state.client._open[request.request_id].stream
     while sum(map(len, stream.output_token_ids)) < num_tokens:
         await asyncio.sleep(0)
 
@@ -49,7 +49,7 @@ async def test_a_request_goes_on_with_what_it_has(start):
         body = (await answer).json()
         assert body["choices"][0]["token_ids"] == [40, 41, 42, 43, 44, 45]
         assert body["usage"]["completion_tokens"] == 6
-        assert front_end.services.client.num_open == 0
+        assert front_end.app_state.client.num_open == 0
 
 
 async def test_a_repeated_token_is_dropped_and_a_missing_one_is_an_error(start):
@@ -104,7 +104,7 @@ async def test_what_comes_in_the_gap_waits_and_whoever_leaves_in_it_is_forgotten
         engine = await front_end.lose_engine()
         leaving.cancel()
         late = asyncio.create_task(front_end.complete(prompt="sea"))
-        while front_end.services.client.num_open != 2 or not leaving.done():
+        while front_end.app_state.client.num_open != 2 or not leaving.done():
             await asyncio.sleep(0.001)
         assert (await front_end.http.get("/health")).status_code == 200
         assert engine.requests.empty()
@@ -142,7 +142,7 @@ async def test_crashes_are_counted_until_there_is_a_token_and_then_only_alone(st
         assert counts == [1, 2, 3, 3, 3], "it is not said that it was computed alone"
         for count in (4, 5):
             front_end.engine.say_alone(request)
-            entry = front_end.services.client._open[request.request_id]
+            entry = front_end.app_state.client._open[request.request_id]
             while not entry.alone:
                 await asyncio.sleep(0)
             engine, request = await restart(front_end)
@@ -161,7 +161,7 @@ async def test_who_got_further_than_where_the_last_engine_died_is_not_blamed(sta
     """By what the engines said: none says it before a first crash."""
     async with start(accepts=True) as front_end:
         answer, request = await begin(front_end)
-        entry = front_end.services.client._open[request.request_id]
+        entry = front_end.app_state.client._open[request.request_id]
         counts = []
         for computed, under_way in [(0, 0), (0, 16), (15, 31), (30, 40), (40, 50), (49, 60)]:
             if under_way:
@@ -183,7 +183,7 @@ async def test_who_only_waited_is_not_blamed_from_the_second_death_on(start):
         for num_begun in (0, 1, 1, 0):
             if num_begun:
                 front_end.engine.say_progress(guilty, 0, 0)
-                entry = front_end.services.client._open[guilty.request_id]
+                entry = front_end.app_state.client._open[guilty.request_id]
                 while not entry.begun:
                     await asyncio.sleep(0)
             engine = await front_end.lose_engine()
@@ -250,7 +250,7 @@ async def test_log_probabilities_stand_at_their_places(start):
 async def test_an_operators_call_is_made_again(start):
     async with start(accepts=True) as front_end:
         engine = await front_end.lose_engine()
-        call = asyncio.create_task(front_end.services.client.admin("pause", pause_mode="freeze"))
+        call = asyncio.create_task(front_end.app_state.client.admin("pause", pause_mode="freeze"))
         await asyncio.sleep(0)
         engine.announce()
         assert (await call).ok
@@ -264,7 +264,7 @@ async def test_a_session_ends_with_its_engine(start):
         await asyncio.Event().wait()
 
     async with start(accepts=True) as front_end:
-        session = generate(front_end.services.client, inputs())
+        session = generate(front_end.app_state.client, inputs())
         first = asyncio.create_task(anext(session))
         request = await front_end.engine.requests.get()
         front_end.engine.emit(request, [40])
@@ -273,7 +273,7 @@ async def test_a_session_ends_with_its_engine(start):
         with pytest.raises(InternalRequestError, match="session"):
             await anext(session)
         engine.announce()
-        assert front_end.services.client.num_open == 0
+        assert front_end.app_state.client.num_open == 0
 
 
 async def test_gauges_of_the_dead_engine_are_forgotten(start):
@@ -292,7 +292,7 @@ async def test_the_end_of_the_server_ends_what_waits(start):
     async with start(accepts=True) as front_end:
         answer, _ = await begin(front_end)
         await front_end.lose_engine()
-        front_end.services.client.close()
+        front_end.app_state.client.close()
         assert (await answer).status_code == 503
 
 
@@ -300,7 +300,7 @@ async def test_an_engine_that_sends_garbage_is_given_up_and_requests_wait_for_th
     """What was lost may have been the end of a stream, so nothing more is taken from it."""
     async with start(accepts=True) as front_end:
         told = []
-        front_end.services.client.when_nonsense(told.append)
+        front_end.app_state.client.on_invalid_message(told.append)
         answer, request = await begin(front_end, max_tokens=3)
         front_end.engine.emit(request, [40])
         await have(front_end, request, 1)
@@ -310,7 +310,7 @@ async def test_an_engine_that_sends_garbage_is_given_up_and_requests_wait_for_th
             while not told:
                 await asyncio.sleep(0.01)
         assert told == [1]
-        ready_again = asyncio.create_task(front_end.services.client.wait_ready())
+        ready_again = asyncio.create_task(front_end.app_state.client.wait_ready())
         await asyncio.sleep(0)
         assert not ready_again.done()
         late = asyncio.create_task(front_end.complete(max_tokens=1))

@@ -6,7 +6,8 @@ import json
 import openai
 import pytest
 
-from api_server.stream import COMMENT, KeepAlive
+from api_server.protocol.answers import KEEP_ALIVE_COMMENT as COMMENT
+from api_server.response import KeepAlive
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 
@@ -47,7 +48,7 @@ async def test_an_answer_that_is_sent_as_a_whole_has_none(start):
         answer = asyncio.create_task(front_end.complete(max_tokens=1))
         request = await front_end.engine.requests.get()
         ticks = asyncio.Event()
-        KeepAlive(0.1, ticks.set)
+        KeepAlive(0.1, ticks.set, COMMENT)
         await ticks.wait()
         front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
         assert (await answer).json()["choices"][0]["finish_reason"] == "length"
@@ -61,7 +62,7 @@ async def test_the_openai_client_takes_no_notice(start):
         )
         request = await front_end.engine.requests.get()
         ticks = asyncio.Event()
-        KeepAlive(0.1, ticks.set)
+        KeepAlive(0.1, ticks.set, COMMENT)
         await ticks.wait()
         front_end.engine.emit(request, [40], finish=FinishReason.LENGTH)
         (chunk,) = [chunk async for chunk in stream]
@@ -86,26 +87,26 @@ async def test_whoever_speaks_is_not_silent():
     """The one timer of a stream looks again when the silence since the last word is over."""
     loop = asyncio.get_running_loop()
     woken = asyncio.Event()
-    keep_alive = KeepAlive(3600.0, woken.set)
-    first = keep_alive._look_again
-    keep_alive._spoke_at = loop.time() - 3599.0
-    keep_alive.spoke()
-    keep_alive._look()
+    keep_alive = KeepAlive(3600.0, woken.set, COMMENT)
+    first = keep_alive._timer
+    keep_alive._last_write = loop.time() - 3599.0
+    keep_alive.record_write()
+    keep_alive._check()
     assert not woken.is_set()
     assert keep_alive.take() == ""
-    keep_alive._spoke_at -= 3601.0
-    keep_alive._look()
+    keep_alive._last_write -= 3601.0
+    keep_alive._check()
     assert woken.is_set()
     assert keep_alive.take() == COMMENT
-    keep_alive.spoke()
+    keep_alive.record_write()
     assert keep_alive.take() == ""
     first.cancel()
     keep_alive.close()
-    assert keep_alive._look_again.cancelled()
+    assert keep_alive._timer.cancelled()
 
 
 async def test_none_where_none_are_wanted(monkeypatch):
     monkeypatch.setattr(asyncio.get_running_loop(), "call_later", None, raising=False)
-    keep_alive = KeepAlive(0.0, lambda: None)
+    keep_alive = KeepAlive(0.0, lambda: None, COMMENT)
     assert keep_alive.take() == ""
     keep_alive.close()

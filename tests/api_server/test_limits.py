@@ -92,7 +92,7 @@ async def test_a_body_of_a_gigabyte_takes_no_memory(start, announced):
 @pytest.mark.parametrize("prompts", [["x"] * 10**5, [[1]] * 10**5], ids=["texts", "ids"])
 async def test_too_many_prompts_are_refused_before_any_is_read(start, say, monkeypatch, prompts):
     async with start(say("!")) as front_end:
-        monkeypatch.setattr(type(front_end.services.tokenizer), "encode", None)
+        monkeypatch.setattr(type(front_end.app_state.tokenizer), "encode", None)
         content = json.dumps({"prompt": prompts}).encode()
         error = await expect_error(front_end, PATH, content, 400)
         assert error["param"] == "prompt"

@@ -38,7 +38,7 @@ async def test_metrics(start, say, tokenizer):
                 external_prefix_cache_hits=7,
             )
         )
-        await front_end.services.client.admin("check_integrity")
+        await front_end.app_state.client.admin("check_integrity")
         found = await samples(front_end)
         output = len(tokenizer.encode(" world").ids) + 1
         prompt = len(tokenizer.encode("hello").ids)
@@ -92,7 +92,7 @@ async def test_pins_and_jobs(start):
         )
         for stats in (first, second):
             front_end.engine.send_outputs(stats=stats)
-        await front_end.services.client.admin("check_integrity")
+        await front_end.app_state.client.admin("check_integrity")
         found = await samples(front_end)
         assert found["tokend:pinned_blocks"] == 3
         assert found["tokend:pinned_jobs"] == 1
@@ -124,7 +124,7 @@ async def test_memory_of_the_weights_by_form(start):
     async with start(ready=False) as front_end:
         weights = (WeightMemory("packed", 90), WeightMemory("bf16", 250))
         front_end.engine._send(boots.engine_ready(weights=weights))
-        await front_end.services.client.wait_ready()
+        await front_end.app_state.client.wait_ready()
         found = await samples(front_end)
         assert found["tokend:weights_bytes,packed"] == 90
         assert found["tokend:weights_bytes,bf16"] == 250

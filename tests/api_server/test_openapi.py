@@ -108,7 +108,7 @@ async def test_the_document_itself_wants_the_key(start):
 
 async def test_it_is_made_once_and_when_it_is_asked_for(start):
     async with start() as front_end:
-        app = create_app(front_end.services)
+        app = create_app(front_end.app_state)
         assert app.openapi_schema is None
         assert app.openapi() is app.openapi()
         assert {path for path, _ in openapi.OPERATIONS} >= {

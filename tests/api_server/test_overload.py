@@ -72,7 +72,7 @@ async def test_prompts_that_could_never_wait_together_are_refused_for_good(start
                 vocab_size=vocab_size, max_num_queued_reqs=4, max_num_queued_tokens=30
             )
         )
-        await front_end.services.client.wait_ready()
+        await front_end.app_state.client.wait_ready()
         for fields, word in (
             ({"prompt": ["one"] * 5}, "--max-num-queued-reqs lets 4 wait"),
             ({"prompt": ["one"] * 3, "n": 2}, "6 choices"),
@@ -217,7 +217,7 @@ async def test_the_time_in_the_queue_goes_on_while_there_is_no_engine(start, mon
         waiting, _ = await begin(front_end, queue_timeout_ms=1)
         begun, request = await begin(front_end, queue_timeout_ms=1)
         front_end.engine.emit(request, [40])
-        stream = front_end.services.client._open[request.request_id].stream
+        stream = front_end.app_state.client._open[request.request_id].stream
         while not stream.output_token_ids[0]:
             await asyncio.sleep(0)
         engine = await front_end.lose_engine()
@@ -244,10 +244,10 @@ def stall(monkeypatch, client):
 
 async def test_what_a_stalled_engine_is_not_asked_it_never_hears_of(start, monkeypatch, caplog):
     async with start(accepts=True) as front_end:
-        go_on = stall(monkeypatch, front_end.services.client)
+        go_on = stall(monkeypatch, front_end.app_state.client)
         first = asyncio.create_task(front_end.complete(prompt="hello"))
         async with asyncio.timeout(20):
-            while not front_end.services.client.num_open:
+            while not front_end.app_state.client.num_open:
                 await asyncio.sleep(0.001)
         with caplog.at_level(logging.INFO, logger="tokend.requests"):
             refused = await front_end.complete(prompt="fox")
@@ -267,7 +267,7 @@ async def test_who_waits_is_sent_as_fast_as_the_next_engine_takes_it(start, monk
     async with start(accepts=True) as front_end:
         answers = [(await begin(front_end, max_tokens=1))[0] for _ in range(3)]
         engine = await front_end.lose_engine()
-        client = front_end.services.client
+        client = front_end.app_state.client
         go_on = stall(monkeypatch, client)
         engine.announce()
         while not client.connected:
@@ -287,7 +287,7 @@ async def test_an_engine_that_follows_hears_who_was_accepted(start):
         answers = [await begin(front_end, timeout_ms=1_000_000) for _ in range(2)]
         (_, accepted), (_, other) = answers
         front_end.engine.accept(accepted)
-        while not front_end.services.client._open[accepted.request_id].accepted:
+        while not front_end.app_state.client._open[accepted.request_id].accepted:
             await asyncio.sleep(0)
         engine = await front_end.lose_engine()
         engine.announce()

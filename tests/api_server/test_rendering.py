@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from api_server.text.chat_template import Conversation, JinjaChatTemplate
-from api_server.text.rendering import TimedRendering
+from api_server.text.rendering import TemplateRenderer
 from proto.errors import InvalidRequestError, ModelError, OverloadedError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -23,8 +23,8 @@ ENDLESS = {
 SLOW = "{% if messages|length > 1 %}" + ENDLESS["loops"] + "{% endif %}done"
 
 
-def timed(source: str, limit: float = 0.2) -> TimedRendering:
-    return TimedRendering(JinjaChatTemplate(source, {}), limit)
+def timed(source: str, limit: float = 0.2) -> TemplateRenderer:
+    return TemplateRenderer(JinjaChatTemplate(source, {}), limit)
 
 
 def num_renders() -> int:
@@ -144,7 +144,7 @@ async def test_the_route_answers_400(start, model, tmp_path) -> None:
     (tmp_path / "m" / "chat_template.jinja").write_text(ENDLESS["loops"])
     served = msgspec.structs.replace(model, folder=str(tmp_path / "m"))
     async with start(served=served, accepts=True) as front_end:
-        front_end.services.chat_template._limit = 0.2
+        front_end.app_state.chat_template._limit = 0.2
         response = await front_end.chat()
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "messages"

@@ -48,7 +48,7 @@ async def test_whoever_leaves_or_is_refused_is_in_no_phase(start):
 
 async def test_prompt_tokens_by_source_add_up(start, say):
     async with start(say("!")) as front_end:
-        metrics = front_end.services.metrics
+        metrics = front_end.app_state.metrics
         metrics.requests.begun(100, 64, 48)
         metrics.requests.begun(10, 0, 0)
         found = await samples(front_end)
@@ -67,7 +67,7 @@ async def test_a_prompt_counts_once_whichever_engine_computes_it(start):
         waiting = asyncio.create_task(front_end.complete(max_tokens=3))
         request = await front_end.engine.requests.get()
         front_end.engine.emit(request, [40])
-        await front_end.services.client.admin("check_integrity")
+        await front_end.app_state.client.admin("check_integrity")
         before = await samples(front_end)
         engine = await front_end.lose_engine()
         engine.announce()

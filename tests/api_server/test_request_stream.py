@@ -5,7 +5,7 @@ from tokenizers import Tokenizer
 
 from api_server.metrics.collector import Metrics
 from api_server.metrics.metric_sheet import MetricSheet
-from api_server.stream import Bell, Choice, RequestStream, Timeline
+from api_server.stream import Choice, RequestStream, StreamNotifier, Timeline
 from api_server.text.stop_strings import stop_matcher
 from api_server.text.tokenizer import ModelTokenizer
 from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
@@ -26,7 +26,7 @@ def make(tokenizer: Tokenizer, metrics: Metrics):
             Choice(index, model.detokenizer(()), stop_matcher(stop or []), min_tokens)
             for index in range(n)
         ]
-        return RequestStream(7, [5, 6, 7], choices, Bell(), metrics, Timeline(100.0))
+        return RequestStream(7, [5, 6, 7], choices, StreamNotifier(), metrics, Timeline(100.0))
 
     return stream
 
@@ -50,7 +50,7 @@ def test_repeats_are_counted_once(make, metrics, tokenizer):
     stream.feed(output(ids[:2], 0), 102.0)
     stream.feed(output(ids[1:4], 1), 103.0)
     assert stream.choices[0].token_ids == ids[:4]
-    assert stream.choices[0].take().text == tokenizer.decode(ids[:4])
+    assert stream.choices[0].take_delta().text == tokenizer.decode(ids[:4])
     assert sample(metrics, "time_to_first_token_seconds_count") == 1
     assert sample(metrics, "inter_token_latency_seconds_count") == 1
     assert sample(metrics, "inter_token_latency_seconds_sum") == 2.0
@@ -64,7 +64,7 @@ def test_a_repeat_that_ends_the_choice_ends_it(make):
     stream.feed(output([40, 41], 0), 101.0)
     stream.feed(output([40, 41], 0, FinishReason.LENGTH), 102.0)
     assert stream.finished
-    assert stream.choices[0].take().finish_reason == "length"
+    assert stream.choices[0].take_delta().finish_reason == "length"
 
 
 def test_a_gap_is_an_error(make):
@@ -78,7 +78,7 @@ def test_repeated_logprobs_are_dropped_with_their_tokens(make):
     stream = make()
     stream.feed(output([40], 0, logprobs=made_up_logprobs([40], 1)), 101.0)
     stream.feed(output([40, 41], 0, logprobs=made_up_logprobs([40, 41], 1)), 102.0)
-    assert [token.token_id for token in stream.choices[0].take().tokens] == [40, 41]
+    assert [token.token_id for token in stream.choices[0].take_delta().tokens] == [40, 41]
 
 
 def test_stop_string_cuts_tokens_text_and_logprobs(make, tokenizer, metrics):
@@ -86,7 +86,7 @@ def test_stop_string_cuts_tokens_text_and_logprobs(make, tokenizer, metrics):
     assert len(ids) > 5
     stream = make(stop=["de"])
     engine_goes_on = stream.feed(output(ids, 0, logprobs=made_up_logprobs(ids, 0)), 101.0)
-    delta = stream.choices[0].take()
+    delta = stream.choices[0].take_delta()
     assert engine_goes_on
     assert delta.text == "abc"
     assert delta.finish_reason == "stop"
@@ -102,7 +102,7 @@ def test_stop_string_before_a_stop_token_wins(make, tokenizer):
     ids = [*tokenizer.encode("abcde").ids, 2]
     stream = make(stop=["cd"])
     assert not stream.feed(output(ids, 0, FinishReason.STOP), 101.0), "the engine ended it too"
-    delta = stream.choices[0].take()
+    delta = stream.choices[0].take_delta()
     assert (delta.text, delta.stop_reason) == ("ab", "cd")
 
 
@@ -110,14 +110,14 @@ def test_min_tokens_shield_from_stop_strings(make, tokenizer):
     ids = tokenizer.encode("e e e e").ids
     stream = make(stop=["e"], min_tokens=len(ids) - 1)
     stream.feed(output(ids, 0), 101.0)
-    assert stream.choices[0].take().text == tokenizer.decode(ids)[:-1]
+    assert stream.choices[0].take_delta().text == tokenizer.decode(ids)[:-1]
 
 
 def test_a_stop_token_has_no_text_but_counts(make, tokenizer):
     ids = tokenizer.encode("text!").ids
     stream = make()
     stream.feed(output(ids, 0, FinishReason.STOP, stop_reason=ids[-1]), 101.0)
-    delta = stream.choices[0].take()
+    delta = stream.choices[0].take_delta()
     assert delta.text == tokenizer.decode(ids[:-1])
     assert delta.num_tokens == len(ids)
     assert delta.stop_reason == ids[-1]
@@ -127,7 +127,7 @@ def test_held_text_comes_at_the_end(make, tokenizer):
     ids = tokenizer.encode("to sto").ids
     stream = make(stop=["stop"])
     stream.feed(output(ids, 0, FinishReason.LENGTH), 101.0)
-    assert stream.choices[0].take().text == "to sto"
+    assert stream.choices[0].take_delta().text == "to sto"
 
 
 def test_slow_readers_get_merged_deltas(make, tokenizer):
@@ -135,7 +135,7 @@ def test_slow_readers_get_merged_deltas(make, tokenizer):
     stream = make()
     for index, token_id in enumerate(ids):
         stream.feed(output([token_id], index), 101.0 + index)
-    delta = stream.choices[0].take()
+    delta = stream.choices[0].take_delta()
     assert delta.text == "slow reader"
     assert delta.token_ids == ids
     assert not stream.choices[0].has_news

@@ -423,7 +423,7 @@ async def test_nothing_is_stored_unasked(start, say):
     async with start(say(TEXT)) as front_end:
         found = await answer(front_end)
         await events(front_end)
-        assert len(front_end.services.responses) == 0
+        assert len(front_end.app_state.responses) == 0
         for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel")):
             response = await front_end.http.request(method, f"{PATH}/{found['id']}{path}")
             assert response.status_code == 404
@@ -481,16 +481,16 @@ async def test_background(start):
     async with start(accepts=True) as front_end, client(front_end) as api:
         made = await api.responses.create(model="toy", input="x", background=True, store=True)
         assert made.status == "in_progress"
-        assert front_end.services.visitors.number == 1
+        assert front_end.app_state.in_flight.number == 1
         request = await front_end.engine.requests.get()
         assert (await api.responses.retrieve(made.id)).output == []
         front_end.engine.emit(request, [5], finish=FinishReason.LENGTH)
-        (task,) = front_end.services.background
+        (task,) = front_end.app_state.background
         await task
         found = await api.responses.retrieve(made.id)
         assert found.status == "incomplete"
         assert found.usage.output_tokens == 1
-        assert front_end.services.visitors.number == 0
+        assert front_end.app_state.in_flight.number == 0
         assert (await api.responses.cancel(made.id)).status == "incomplete"
 
 
@@ -498,7 +498,7 @@ async def test_a_background_response_that_fails_says_so(start):
     async with start(accepts=True) as front_end, client(front_end) as api:
         made = await api.responses.create(model="toy", input="x", background=True, store=True)
         request = await front_end.engine.requests.get()
-        (task,) = front_end.services.background
+        (task,) = front_end.app_state.background
         front_end.engine.refuse(request, ErrorInfo("internal", "it broke"))
         await task
         found = await api.responses.retrieve(made.id)
@@ -509,7 +509,7 @@ async def test_cancelling_what_is_in_the_background(start):
     async with start(accepts=True) as front_end, client(front_end) as api:
         made = await api.responses.create(model="toy", input="x", background=True, store=True)
         request = await front_end.engine.requests.get()
-        (task,) = front_end.services.background
+        (task,) = front_end.app_state.background
         assert (await api.responses.cancel(made.id)).status == "cancelled"
         assert (await front_end.engine.aborts.get()).request_id == request.request_id
         await task
@@ -533,7 +533,7 @@ async def test_cancelling_a_stream(start, tokenizer, store):
         assert last.type == "response.incomplete"
         assert last.response.status == "cancelled"
         assert last.response.output_text == tokenizer.decode([5])
-        assert bool(len(front_end.services.responses)) == store
+        assert bool(len(front_end.app_state.responses)) == store
 
 
 async def test_cancelling_before_it_is_accepted(start):
@@ -552,7 +552,7 @@ async def test_leaving_a_stream_aborts_and_stores_nothing(start):
         request = await front_end.engine.requests.get()
         await stream.close()
         assert (await front_end.engine.aborts.get()).request_id == request.request_id
-        assert len(front_end.services.responses) == 0
+        assert len(front_end.app_state.responses) == 0
 
 
 async def test_a_kept_response_is_not_streamed_again(start, say):

@@ -33,7 +33,7 @@ async def read(session, outputs):
 async def test_two_inputs_give_three_outputs_the_last_of_which_is_final(start):
     """STR-12."""
     async with start() as front_end:
-        engine, client = front_end.engine, front_end.services.client
+        engine, client = front_end.engine, front_end.app_state.client
         inputs = inputs_of(TurnInput([1, 2, 3], PARAMS), TurnInput([4, 5], OTHERS))
         session = generate(client, inputs, seed=9)
         outputs = []
@@ -60,7 +60,7 @@ async def test_two_inputs_give_three_outputs_the_last_of_which_is_final(start):
 
 async def test_an_input_is_sent_when_it_comes(start):
     async with start() as front_end:
-        engine, client = front_end.engine, front_end.services.client
+        engine, client = front_end.engine, front_end.app_state.client
         come = asyncio.Event()
         come.set()
         inputs = inputs_of(TurnInput([1], PARAMS), TurnInput([2], PARAMS), before_each=come)
@@ -81,7 +81,7 @@ async def test_an_input_is_sent_when_it_comes(start):
 
 async def test_who_leaves_early_aborts_the_session(start):
     async with start() as front_end:
-        engine, client = front_end.engine, front_end.services.client
+        engine, client = front_end.engine, front_end.app_state.client
         session = generate(client, inputs_of(TurnInput([1], PARAMS)))
         reading = asyncio.ensure_future(anext(session))
         request = await engine.requests.get()
@@ -96,7 +96,7 @@ async def test_an_exception_of_the_inputs_is_raised_and_aborts_the_session(start
     async with start() as front_end:
         engine = front_end.engine
         inputs = inputs_of(TurnInput([1], PARAMS), end=KeyError("microphone"))
-        session = generate(front_end.services.client, inputs)
+        session = generate(front_end.app_state.client, inputs)
         with pytest.raises(KeyError, match="microphone"):
             await anext(session)
         request = await engine.requests.get()
@@ -114,7 +114,7 @@ async def test_an_exception_of_the_inputs_is_raised_and_aborts_the_session(start
 async def test_what_the_engine_refuses_or_loses_is_raised(start, fields, error):
     async with start() as front_end:
         engine = front_end.engine
-        session = generate(front_end.services.client, inputs_of(TurnInput([1], PARAMS)))
+        session = generate(front_end.app_state.client, inputs_of(TurnInput([1], PARAMS)))
         reading = asyncio.ensure_future(anext(session))
         request = await engine.requests.get()
         defaults = {"choice": 0, "token_index": 0, "new_token_ids": []}
@@ -125,7 +125,7 @@ async def test_what_the_engine_refuses_or_loses_is_raised(start, fields, error):
 
 async def test_the_end_of_the_server_ends_a_session(start):
     async with start() as front_end:
-        client = front_end.services.client
+        client = front_end.app_state.client
         session = generate(client, inputs_of(TurnInput([1], PARAMS)))
         reading = asyncio.ensure_future(anext(session))
         await front_end.engine.requests.get()
@@ -136,7 +136,7 @@ async def test_the_end_of_the_server_ends_a_session(start):
 
 async def test_a_reset_at_the_cost_of_running_requests_reaches_the_engine(start):
     async with start() as front_end:
-        reply = await front_end.services.client.admin(
+        reply = await front_end.app_state.client.admin(
             "reset_prefix_cache", reset_running_requests=True
         )
         assert reply.ok

@@ -10,7 +10,7 @@ import pytest
 
 from api_server import http_protocol
 from api_server import stream as unsent
-from api_server.stream import Unsent
+from api_server.stream import SendBuffer
 from proto.engine_io import FinishReason
 from tests.api_server.conftest import samples
 
@@ -73,7 +73,7 @@ async def test_a_stream_that_nobody_reads_is_ended_at_its_bound(
         abort = await asyncio.wait_for(aborted, 20)
         await talking
         assert (abort.request_id, abort.choice) == (request.request_id, None)
-        assert front_end.services.client.num_open == 0
+        assert front_end.app_state.client.num_open == 0
         # Others are served meanwhile, and after.
         other = asyncio.create_task(front_end.complete())
         front_end.engine.emit(
@@ -140,7 +140,7 @@ async def test_a_connection_that_takes_nothing_is_cut_off(start, tokenizer, monk
             found = await samples(front_end)
             assert found["tokend:requests_cut_short_total,slow_reader"] == 1
             assert found["tokend:requests_cut_short_total,disconnect"] == 0
-        assert front_end.services.client.num_open == 0
+        assert front_end.app_state.client.num_open == 0
 
 
 async def test_a_slow_reader_that_reads_is_not_cut_off(start, tokenizer, monkeypatch):
@@ -243,11 +243,11 @@ async def test_the_rest_of_a_body_that_was_answered_already(start, monkeypatch):
 
 
 def test_unsent_counts_bytes_and_forgets_what_was_taken():
-    waiting = Unsent(1000)
+    waiting = SendBuffer(1000)
     waiting.is_blocked = True
     waiting.add_text("é" * 400)
     waiting.check()
-    waiting.add_entries(4)
+    waiting.add_logprobs(4)
     with pytest.raises(unsent.SlowReaderError, match="1056 bytes"):
         waiting.check()
     waiting.is_blocked = False
@@ -258,7 +258,7 @@ def test_unsent_counts_bytes_and_forgets_what_was_taken():
 
 
 def test_an_answer_that_is_sent_as_a_whole_waits_without_a_bound():
-    waiting = Unsent()
+    waiting = SendBuffer()
     waiting.is_blocked = True
     waiting.add_text("x" * 10_000_000)
     waiting.check()

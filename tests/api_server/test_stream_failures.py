@@ -70,9 +70,9 @@ async def test_the_end_of_the_daemon(start):
     async with start(accepts=True) as front_end:
         connection, request = await ask(front_end)
         front_end.engine.emit(request, [40])
-        while not front_end.services.metrics._generation_tokens.value:
+        while not front_end.app_state.metrics._generation_tokens.value:
             await asyncio.sleep(0)
-        front_end.services.client.close()
+        front_end.app_state.client.close()
         await connection.read_stream()
         assert '"code": 503' in connection.events[-2]
         assert not any('"finish_reason": "' in each for each in connection.events)
@@ -135,5 +135,5 @@ async def test_tokens_are_told_past_the_task_and_words_that_fail_end_the_stream(
         assert '"message": "internal error"' in connection.events[0]
         assert connection.events[1:] == ["data: [DONE]"]
         assert await connection.is_closed()
-        assert front_end.services.client.num_open == 0
+        assert front_end.app_state.client.num_open == 0
         connection.writer.close()

@@ -47,7 +47,7 @@ async def test_a_refusal_is_a_status(start, path, stream, kind, status):
         assert (error["message"], error["param"]) == ("not this one", "prompt")
         assert ("retry-after" in response.headers) == (status == 503)
         assert "secret" not in response.text
-        assert front_end.services.client.num_open == 0
+        assert front_end.app_state.client.num_open == 0
 
 
 async def test_status_comes_with_acceptance(start):
@@ -71,7 +71,7 @@ async def test_one_refused_prompt_ends_all(start):
         assert (await answer).status_code == 503
         abort = await front_end.engine.aborts.get()
         assert abort.request_id == first.request_id
-        assert front_end.services.client.num_open == 0
+        assert front_end.app_state.client.num_open == 0
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -90,7 +90,7 @@ async def test_a_failure_in_a_stream(start, path):
         assert error["message"] == "broken"
         assert error["code"] == 500
         assert not any('"finish_reason": "' in event for event in events)
-        assert front_end.services.client.num_open == 0
+        assert front_end.app_state.client.num_open == 0
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -142,7 +142,7 @@ async def test_a_detokenizer_that_fails_ends_only_its_request(start, monkeypatch
         assert [each.status_code for each in answers] == [200, 500]
         assert answers[1].json()["error"]["message"] == "internal error"
         assert (await front_end.engine.aborts.get()).request_id == first.request_id
-        assert front_end.services.client.num_open == 0
+        assert front_end.app_state.client.num_open == 0
 
 
 async def test_repeated_outputs_change_nothing(start, tokenizer):
@@ -176,10 +176,10 @@ async def test_a_disconnect_aborts(start, path, stream, state):
         abort = await asyncio.wait_for(front_end.engine.aborts.get(), 10)
         assert abort.request_id == request.request_id
         assert (abort.reason, abort.choice) == ("disconnect", None)
-        assert front_end.services.client.num_open == 0
+        assert front_end.app_state.client.num_open == 0
         front_end.engine.emit(request, [41])
         assert (await front_end.http.get("/health")).status_code == 200
-        metrics = front_end.services.metrics.text().decode()
+        metrics = front_end.app_state.metrics.text().decode()
         aborted = 0.0 if state == "queued" else 2.0
         line = f'finished_reason="abort",model_name="toy"}} {aborted}'
         assert line in metrics
@@ -202,7 +202,7 @@ async def test_who_leaves_at_once_costs_the_engine_nothing(start, stream):
                 await asyncio.sleep(0)
         assert front_end.engine.requests.empty()
         assert front_end.engine.aborts.empty()
-        assert front_end.services.client.num_open == 0
+        assert front_end.app_state.client.num_open == 0
 
 
 async def test_a_finished_request_is_not_aborted(start, say):
@@ -211,7 +211,7 @@ async def test_a_finished_request_is_not_aborted(start, say):
         await front_end.events("/v1/completions", prompt="hello")
         assert (await front_end.http.get("/health")).status_code == 200
         assert front_end.engine.aborts.empty()
-        assert front_end.services.client.num_open == 0
+        assert front_end.app_state.client.num_open == 0
 
 
 async def test_a_slow_reader_gets_everything_in_few_chunks(start, tokenizer):
@@ -250,7 +250,7 @@ async def test_shutdown_ends_streams_with_an_error(start):
             front_end.engine.emit(request, [40])
             waiting = post(front_end, "/v1/completions")
             await front_end.engine.requests.get()
-            front_end.services.client.close()
+            front_end.app_state.client.close()
             text = (await response.aread()).decode()
         assert '"code": 503' in text
         assert text.endswith("data: [DONE]\n\n")
@@ -272,6 +272,6 @@ async def test_messages_of_another_epoch_are_dropped(start):
 
 async def test_calls_of_an_operator(start):
     async with start() as front_end:
-        reply = await front_end.services.client.admin("reset_prefix_cache")
+        reply = await front_end.app_state.client.admin("reset_prefix_cache")
         assert reply.ok
         assert reply.detail == ""

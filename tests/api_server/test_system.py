@@ -33,7 +33,7 @@ async def test_before_the_engine_is_ready(start):
         assert (await front_end.http.get("/metrics")).status_code == 200
         assert (await front_end.http.head("/health")).status_code == 503
         front_end.engine.announce()
-        await front_end.services.client.wait_ready()
+        await front_end.app_state.client.wait_ready()
         assert (await front_end.http.get("/health")).status_code == 200
         head = await front_end.http.head("/health")
         assert (head.status_code, head.content) == (200, b"")
@@ -55,16 +55,16 @@ async def test_ready_follows_this_front_ends_own_engine(start):
         assert (await front_end.http.get("/health/live")).status_code == 200
         assert await readiness(front_end) == (503, ["the server is starting"])
         front_end.engine.announce()
-        await front_end.services.client.wait_ready()
+        await front_end.app_state.client.wait_ready()
         assert await readiness(front_end) == (200, [])
         engine = await front_end.lose_engine()
         assert await readiness(front_end) == (503, ["no engine is connected"])
         assert (await front_end.http.get("/health")).status_code == 200, "requests wait for it"
         engine.announce()
-        while not front_end.services.client.connected:
+        while not front_end.app_state.client.connected:
             await asyncio.sleep(0)
         assert await readiness(front_end) == (200, [])
-        front_end.services.client.close()
+        front_end.app_state.client.close()
         assert await readiness(front_end) == (503, ["the server is shutting down"])
         assert (await front_end.http.get("/health")).status_code == 503
         assert (await front_end.http.head("/health/live")).status_code == 200
@@ -73,8 +73,8 @@ async def test_ready_follows_this_front_ends_own_engine(start):
 async def test_ready_says_what_the_supervisor_said(start, monkeypatch):
     async with start() as front_end:
         now = time.monotonic()
-        monkeypatch.setattr(front_end.services.health, "_clock", lambda: now)
-        front_end.services.health.hear(
+        monkeypatch.setattr(front_end.app_state.health, "_clock", lambda: now)
+        front_end.app_state.health.update(
             Condition(
                 (NotReady("worker 0: no completed step", now - 42), NotReady("draining", now))
             )
@@ -82,7 +82,7 @@ async def test_ready_says_what_the_supervisor_said(start, monkeypatch):
         status, reasons = await readiness(front_end)
         assert status == 503
         assert reasons == ["worker 0: no completed step for 42 s", "draining for 0 s"]
-        front_end.services.health.hear(Condition())
+        front_end.app_state.health.update(Condition())
         assert await readiness(front_end) == (200, [])
 
 

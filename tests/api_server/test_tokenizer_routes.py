@@ -160,6 +160,6 @@ async def test_a_stream_goes_on_while_a_long_text_becomes_tokens(start, path):
 
 async def test_short_texts_are_not_worth_a_thread(start, monkeypatch):
     async with start() as front_end:
-        monkeypatch.setattr(front_end.services.tokenizer, "_threads", None)
+        monkeypatch.setattr(front_end.app_state.tokenizer, "_threads", None)
         short = "x" * tokenizers.INLINE_SIZE
         assert (await front_end.http.post("/tokenize", json={"prompt": short})).is_success

@@ -10,7 +10,7 @@ engine ── SchedulerOutput ──▶ FakeWorker ── ModelRunnerOutput ─�
 import argparse
 import time
 
-from engine_core.scheduler.step_results import ends_of_rows
+from engine_core.scheduler.result import ends_of_rows
 from proto import PROTOCOL_VERSION
 from proto.lifecycle import (
     CacheReady,

@@ -31,7 +31,7 @@ from api_server.stream import MAX_UNSENT_BYTES
 from api_server.text.prompts import MAX_PROMPTS
 from api_server.text.rendering import RENDER_SECONDS
 from deploy.flags import all_flags, field_helps, markdown_table
-from engine_core.scheduler.backlog import (
+from engine_core.scheduler.limits import (
     FEWEST_REQUESTS,
     FEWEST_TOKENS,
     LONGEST_RETRY_SECONDS,
@@ -39,8 +39,12 @@ from engine_core.scheduler.backlog import (
 )
 from proto.engine_io import MAX_CHOICES
 from proto.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_TOKENS
-from proto.repetition import MAX_PATTERN_SIZE, MAX_REPEATED_TOKENS
-from proto.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_STOP_TOKEN_IDS
+from proto.sampling_params import (
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_PATTERN_SIZE,
+    MAX_REPEATED_TOKENS,
+    MAX_STOP_TOKEN_IDS,
+)
 
 ROOT = Path(__file__).parents[2]
 

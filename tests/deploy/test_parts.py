@@ -20,10 +20,17 @@ from deploy.supervisor.processes import child_environment
 from deploy.supervisor.shutdown import Ending, ShutdownLimits
 from deploy.supervisor.signals import SignalInbox
 from proto.config import DeviceConfig, FrontEndConfig, ModelConfig, ServeConfig
-from proto.cores import allowed_cores, usable_cores
 from proto.errors import ConfigError, ErrorInfo, ModelError
-from proto.lifecycle import FrontEndReady, Phase, ProcessStart, Role, WeightMemory, process_name
-from proto.phase_clock import PhaseClock
+from proto.host_resources import allowed_cores, usable_cores
+from proto.lifecycle import (
+    FrontEndReady,
+    Phase,
+    PhaseClock,
+    ProcessStart,
+    Role,
+    WeightMemory,
+    process_name,
+)
 from proto.process import describe
 from tests.fakes import boots
 

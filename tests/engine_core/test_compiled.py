@@ -34,7 +34,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_a_step_runs_through_is_compiled() -> None:
     names = {path.relative_to(build_compiled.PACKAGE).as_posix() for path in
              build_compiled.hot_modules()}  # fmt: skip
-    assert {"request.py", "queues/fcfs.py", "kv_cache/pool.py", "scheduler/scheduler.py"} <= names
+    assert {"request.py", "kv_cache/pool.py", "scheduler/queues/fcfs.py"} <= names
+    assert {"scheduler/scheduler.py", "retention/agent_sessions.py"} <= names
     assert "kv_connector/offload/store_planner.py" in names
     assert not any(name.endswith("__init__.py") for name in names)
 
@@ -61,15 +62,15 @@ def test_sources_without_extensions_are_interpreted(tmp_path: Path, monkeypatch)
 
 
 def test_only_what_lies_in_the_folder_is_found(tmp_path: Path) -> None:
-    extension = tmp_path / "engine_core" / "queues" / f"fcfs{SUFFIX}"
+    extension = tmp_path / "engine_core" / "scheduler" / "queues" / f"fcfs{SUFFIX}"
     extension.parent.mkdir(parents=True)
     extension.touch()
     finder = compiled.CompiledFinder(tmp_path)
-    spec = finder.find_spec("engine_core.queues.fcfs")
+    spec = finder.find_spec("engine_core.scheduler.queues.fcfs")
     assert spec is not None
     assert spec.origin == str(extension)
-    assert finder.find_spec("engine_core.queues.priority") is None
-    assert finder.find_spec("engine_core.queues") is None
+    assert finder.find_spec("engine_core.scheduler.queues.priority") is None
+    assert finder.find_spec("engine_core.scheduler.queues") is None
 
 
 def test_without_mypyc_the_reason_is_named(tmp_path: Path, monkeypatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from api_server.engine_client import OpenRequest
 from engine_core.request import RequestStatus
-from engine_core.scheduler.quarantine import TRIALS
+from engine_core.scheduler.crash_isolation import TRIALS
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreRequest, FinishReason, RequestProgress
 from proto.sampling_params import SamplingParams
@@ -18,7 +18,7 @@ from tests.fakes.engine_harness import EOS
 from tests.fakes.intake_desk import Desk
 from tests.fakes.paged_runner import undisturbed
 
-CRASHES = SchedulerConfig().crashes_until_alone
+CRASHES = SchedulerConfig().crashes_until_isolated
 GUILTY = [1, 2, 3]
 
 
@@ -39,18 +39,18 @@ class DeadlyGate:
 
     status = RequestStatus.WAITING
 
-    def attach(self, wake): ...
+    def attach(self, unblock): ...
 
-    def begin(self, plan): ...
+    def begin_admission(self, plan): ...
 
-    def holds(self, candidate):
+    def is_blocked(self, candidate):
         if candidate.request.prompt_token_ids == GUILTY:
             raise EngineDiesError
         return False
 
-    def admitted(self, request, num_new_tokens): ...
+    def on_admitted(self, request, num_new_tokens): ...
 
-    def forget(self, request): ...
+    def on_released(self, request): ...
 
 
 class EngineDiesError(Exception):
@@ -85,7 +85,7 @@ class FrontEnd:
     def meet(self, epoch):
         """An engine that has everything that is open."""
         desk = Desk(gates=[DeadlyGate()])
-        desk.engine.scheduler.tell_begun(self)
+        desk.engine.scheduler.report_crash_progress_to(self)
         for entry in sorted(self.unfinished, key=lambda each: -each.crash_count):
             entry.sent_to = epoch
             desk.take(entry.message(epoch))
@@ -117,7 +117,7 @@ class FrontEnd:
 def step(engine):
     """One that kills where the guilty one is in the line, or runs."""
     scheduler = engine.scheduler
-    scheduler.convene()
+    scheduler.isolate_suspect()
     ready = [each for each in scheduler.waiting if not each.status.is_blocked]
     if any(each.prompt_token_ids == GUILTY for each in [*scheduler.running, *ready]):
         raise EngineDiesError

@@ -7,11 +7,17 @@ import pytest
 
 from engine_core.intake import Intake
 from engine_core.validation import RequestLimits
-from proto.agents import AgentHint, TurnEnded
-from proto.engine_io import MAX_CHOICES, Abort, AdminCall, AdminReply, FinishReason
+from proto.engine_io import (
+    MAX_CHOICES,
+    Abort,
+    AdminCall,
+    AdminReply,
+    AgentHint,
+    FinishReason,
+    TurnEnded,
+)
 from proto.logit_edits import LogitEdits
-from proto.repetition import RepetitionDetection
-from proto.sampling_params import SamplingParams
+from proto.sampling_params import RepetitionDetection, SamplingParams
 from tests.fakes.engine_harness import EOS
 from tests.fakes.intake_desk import Desk
 from tests.fakes.kv_connector import FakeConnector
@@ -176,11 +182,11 @@ def test_a_turn_that_ended_is_passed_on_and_a_stop_string_ends_one_like_any_othe
     desk.take(msgspec.structs.replace(request(1, prompt=range(40)), agent=agent))
     desk.engine.step()
     desk.take(Abort(1, 1, "stop_string", 0))
-    (pin,) = desk.engine.scheduler._pins
+    (pin,) = desk.engine.scheduler._retained_prefixes
     assert (pin.job, pin.request_id) == ("job", 1)
     desk.take(TurnEnded(1, 1, "job", "shell"))
     desk.take(TurnEnded(1, 7, "nobody's", "shell"))
-    assert desk.engine.scheduler.jobs._jobs["job"].tool == "shell"
+    assert desk.engine.scheduler.agent_sessions._jobs["job"].tool == "shell"
 
 
 def test_calls_are_answered():

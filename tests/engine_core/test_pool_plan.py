@@ -5,9 +5,9 @@ import itertools
 import msgspec
 import pytest
 
-from engine_core.kv_cache.sizing import blocks_of_request, longest_request
+from engine_core.kv_cache.coordinator import blocks_of_request, longest_request
 from engine_core.pool_plan import plan_pool, weight_memory
-from engine_core.scheduler.chunking import ChunkRule
+from engine_core.scheduler.limits import ChunkRule
 from proto.config import CacheConfig, ModelConfig, SchedulerConfig, ServeConfig
 from proto.errors import ConfigError
 from proto.lifecycle import KVGroup, WeightMemory

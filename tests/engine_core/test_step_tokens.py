@@ -1,7 +1,7 @@
 """The token budget of a step: what is set, or what the workers have room for."""
 
 from engine_core.core import with_step_tokens
-from engine_core.scheduler.chunking import ChunkRule
+from engine_core.scheduler.limits import ChunkRule
 from proto.config import SchedulerConfig, ServeConfig
 from proto.lifecycle import KVCacheGeometry, WorkerReady
 

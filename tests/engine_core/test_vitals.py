@@ -18,7 +18,7 @@ def test_a_store_that_is_never_reported_does_not_hide_that_nobody_steps() -> Non
     rig.step()
     rig.step()
     assert rig.half.under_way
-    assert rig.kv_cache.holds.num_blocks
+    assert rig.kv_cache.transfer_refs.num_blocks
     assert owes_step(rig.scheduler)
     second = rig.add_one([*range(300, 320)], 2)
     assert owes_step(rig.scheduler)
@@ -28,7 +28,7 @@ def test_a_store_that_is_never_reported_does_not_hide_that_nobody_steps() -> Non
         rig.step()
     assert rig.half.under_way
     assert not owes_step(rig.scheduler), "idle"
-    assert rig.kv_cache.holds.num_alone
+    assert rig.kv_cache.transfer_refs.num_alone
     rig.add_one(PROMPT[:20], 1)
     assert owes_step(rig.scheduler), "there is room for it"
 
@@ -37,9 +37,9 @@ def test_who_waits_for_room_that_a_copy_gives_back_owes_nothing() -> None:
     rig = OffloadRig(num_blocks=12, finishes=lambda job: None)
     first = rig.add_one(PROMPT, 1)
     rig.run_until_over(first)
-    assert rig.kv_cache.holds.num_alone == 9
+    assert rig.kv_cache.transfer_refs.num_alone == 9
     rig.add_one([*range(300, 340)], 1)
-    while rig.scheduler.external.wants_step:
+    while rig.scheduler.kv_transfer.wants_step:
         rig.step()
     assert rig.step().total_num_scheduled_tokens == 0
     assert rig.scheduler.has_work
@@ -59,7 +59,7 @@ def test_who_is_loaded_for_owes_nothing_until_somebody_runs() -> None:
     rig.add_one(PROMPT, 2)
     while rig.scheduler.has_work:
         rig.step()
-    assert rig.scheduler.external.is_loading
+    assert rig.scheduler.kv_transfer.is_loading
     assert not owes_step(rig.scheduler)
     rig.add_one([*range(300, 320)], 9)
     rig.step()
@@ -100,7 +100,7 @@ def test_workers_that_never_report_a_copy_for_which_all_wait_are_found_to_hang()
     rig = OffloadRig(num_blocks=12, finishes=lambda job: None)
     rig.run_until_over(rig.add_one(PROMPT, 1))
     rig.add_one([*range(300, 340)], 1)
-    while rig.scheduler.external.wants_step:
+    while rig.scheduler.kv_transfer.wants_step:
         rig.step()
     rig.step()
     workers = Workers()

@@ -7,19 +7,24 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from engine_core.kv_cache.holds import PoolHolds
+from engine_core.kv_cache.events import PoolObserver
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.kv_cache.observers import PoolObserver
+from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import SchedulerConnector
 from engine_core.kv_connector.nothing import NO_CONNECTOR
 from engine_core.request import Request, choices_of
-from engine_core.scheduler.chunking import ChunkRule
-from engine_core.scheduler.client_outputs import ClientOutputs
-from engine_core.scheduler.constraints import NO_CONSTRAINTS, Constraints
-from engine_core.scheduler.external_kv import IsSound
-from engine_core.scheduler.gates import Gate, Wake
-from engine_core.scheduler.observer import NO_OBSERVER, SchedulerObserver
+from engine_core.scheduler.hooks import (
+    NO_CONSTRAINTS,
+    NO_OBSERVER,
+    AdmissionGate,
+    Constraints,
+    SchedulerObserver,
+    Unblock,
+)
+from engine_core.scheduler.kv_transfer import IsSound
+from engine_core.scheduler.limits import ChunkRule
+from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS
 from proto.config import SchedulerConfig
@@ -53,7 +58,7 @@ class EngineHarness:
         enable_prefix_caching: bool = True,
         next_token: NextToken = hashed_token,
         windows: Sequence[int | None] = (None,),
-        gates: Sequence[Gate] = (),
+        gates: Sequence[AdmissionGate] = (),
         observers: Sequence[PoolObserver] = (),
         clock: Callable[[], float] = time.monotonic,
         constraints: Constraints = NO_CONSTRAINTS,
@@ -97,8 +102,10 @@ class EngineHarness:
         self.outputs: dict[tuple[int, int], list[EngineCoreOutput]] = {}
         self.final: dict[tuple[int, int], FinishReason] = {}
 
-    def _connect(self, holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
-        self.holds, self.wake, self.is_sound = holds, wake, is_sound
+    def _connect(
+        self, holds: TransferRefs, unblock: Unblock, is_sound: IsSound
+    ) -> SchedulerConnector:
+        self.transfer_refs, self.wake, self.is_sound = holds, unblock, is_sound
         return NO_CONNECTOR if self.connector is None else self.connector
 
     def add(
@@ -170,7 +177,7 @@ class EngineHarness:
 
     def send(self) -> SchedulerOutput:
         """Schedule a step."""
-        self.scheduler.convene()
+        self.scheduler.isolate_suspect()
         output = self.scheduler.schedule()
         self.in_flight.append(output)
         return output
@@ -258,7 +265,7 @@ class EngineHarness:
         assert not self.scheduler.running
         assert not self.scheduler.waiting
         assert self.kv_cache.usage == 0
-        assert len(self.scheduler.sessions.idle_blocks) == 0
+        assert len(self.scheduler.sessions.non_running_blocks) == 0
         assert check(self.kv_cache) == []
         assert self.runner.rows == {}
 

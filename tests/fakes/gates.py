@@ -13,24 +13,24 @@ class FakeGate:
         self.admitted_tokens = {}
         self.forgotten = []
 
-    def attach(self, wake):
-        self._wake = wake
+    def attach(self, unblock):
+        self._unblock = unblock
 
-    def begin(self, plan):
+    def begin_admission(self, plan):
         pass
 
-    def holds(self, candidate):
+    def is_blocked(self, candidate):
         self.asked.append(candidate.request)
         return candidate.request in self.closed_for
 
-    def admitted(self, request, num_new_tokens):
+    def on_admitted(self, request, num_new_tokens):
         self.admitted_tokens[request] = num_new_tokens
 
-    def forget(self, request):
+    def on_released(self, request):
         self.forgotten.append(request)
 
     def open_for(self, *requests):
         """What they waited for is there."""
         for each in requests:
             self.closed_for.discard(each)
-            self._wake(each)
+            self._unblock(each)

@@ -1,6 +1,6 @@
 """A subscriber of KV events that keeps what they say is cached."""
 
-from engine_core.kv_cache.group_keys import parts
+from engine_core.kv_cache.hashing import parts
 from engine_core.kv_cache.prefix_index import PrefixIndex
 from proto.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 

@@ -8,13 +8,13 @@ found before it is loaded, is found out by the runner, which reads every positio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine_core.kv_cache.holds import PoolHolds
+from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
 from engine_core.request import Request
-from engine_core.scheduler.client_outputs import ClientOutputs
-from engine_core.scheduler.external_kv import IsSound
-from engine_core.scheduler.gates import Wake
+from engine_core.scheduler.hooks import Unblock
+from engine_core.scheduler.kv_transfer import IsSound
+from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput
@@ -136,7 +136,7 @@ class OffloadRig(EngineHarness):
         self.stores: list[TransferJob] = []
         self.half = CopyingHalf(size // block_size, num_ranks)
 
-        def connect(holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
+        def connect(holds: TransferRefs, unblock: Unblock, is_sound: IsSound) -> SchedulerConnector:
             context = SchedulerContext(
                 geometry,
                 block_size,
@@ -145,7 +145,7 @@ class OffloadRig(EngineHarness):
                 num_ranks,
                 holds,
                 self.kv_cache.block_ids,
-                wake,
+                unblock,
                 is_sound=lambda handle: self.trusts and is_sound(handle),
             )
             self.deciding = OffloadingScheduler(transfer, context)
@@ -215,4 +215,4 @@ class OffloadRig(EngineHarness):
         super().assert_at_rest()
         assert not self.half.under_way
         assert not self.half.put_off
-        assert len(self.kv_cache.holds.tables()) == 0
+        assert len(self.kv_cache.transfer_refs.tables()) == 0

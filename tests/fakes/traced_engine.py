@@ -7,8 +7,8 @@ import msgspec
 
 from engine_core.request import Request
 from engine_core.trace.recorder import Recorder
-from proto.agents import AgentHint
 from proto.config import SchedulerConfig
+from proto.engine_io import AgentHint
 from proto.sched_trace import Arrival, Finish, TraceHeader, TraceLine, read_line
 from tests.benchmarks.simulator.recording import Recording
 from tests.fakes.clock import FakeClock
@@ -125,7 +125,7 @@ def agents_load(seed: int, engine: TracedEngine, num_jobs: int = 8) -> None:
     under_way: dict[str, Request] = {}
     while num_left or under_way:
         clock.now += 0.01
-        harness.scheduler.jobs.end_overdue()
+        harness.scheduler.agent_sessions.end_overdue()
         for name in [each for each in num_left if each not in under_way and due[each] <= clock.now]:
             num_left[name] -= 1
             is_last = not num_left[name]

@@ -19,7 +19,7 @@ from engine_core.executor.local import FromWorker
 from engine_core.intake import Intake
 from engine_core.kv_cache.integrity import check
 from engine_core.outbox import Outbox
-from engine_core.scheduler.step_results import ImpossibleResultError
+from engine_core.scheduler.result import ImpossibleResultError
 from engine_core.validation import RequestLimits
 from proto.codec import MessageDecoder, encode
 from proto.engine_io import ToEngine

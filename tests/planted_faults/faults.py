@@ -42,7 +42,7 @@ PROTO = (
     ),
     Fault(
         "repetition_found_one_pattern_early",
-        "proto/repetition.py",
+        "proto/sampling_params.py",
         "            length = size * self.min_count\n",
         "            length = size * (self.min_count - 1)\n",
         "An answer ends as repetitive although it has repeated itself less often than allowed.",
@@ -104,7 +104,7 @@ KV_CACHE = (
     ),
     Fault(
         "window_released_one_token_early",
-        "engine_core/kv_cache/sliding_window.py",
+        "engine_core/kv_cache/groups.py",
         "start, end = sequence.num_passed, (num_computed - self._window + 1) // self.block_size",
         "start, end = sequence.num_passed, (num_computed - self._window + 2) // self.block_size",
         "Models with a sliding window lose a block that the next token still reads.",
@@ -128,7 +128,7 @@ KV_CACHE = (
     ),
     Fault(
         "window_hit_lacks_a_block",
-        "engine_core/kv_cache/sliding_window.py",
+        "engine_core/kv_cache/groups.py",
         "        wanted = self._num_seen_blocks\n",
         "        wanted = max(1, self._num_seen_blocks - 1)\n",
         "Models with a sliding window start from a prefix that is not all there.",
@@ -148,7 +148,7 @@ KV_CACHE = (
 SCHEDULER = (
     Fault(
         "watermark_ignored",
-        "engine_core/scheduler/admission_rules.py",
+        "engine_core/scheduler/admission.py",
         "return needed + self._num_reserved <= self._kv_cache.num_free_blocks",
         "return needed <= self._kv_cache.num_free_blocks",
         "--watermark has no effect: requests are admitted and preempted again at once.",
@@ -159,7 +159,7 @@ SCHEDULER = (
     ),
     Fault(
         "admission_resumes_too_soon",
-        "engine_core/scheduler/pressure.py",
+        "engine_core/scheduler/preemption.py",
         "        elif in_use < self._resume_below:\n",
         "        else:\n",
         "--resume-admission-below has no effect: admission flutters around one threshold.",
@@ -167,7 +167,7 @@ SCHEDULER = (
     ),
     Fault(
         "preempted_request_loses_a_token",
-        "engine_core/scheduler/output_builder.py",
+        "engine_core/scheduler/output.py",
         "resumed_output_token_ids=[request.output_token_ids for request in resumed],",
         "resumed_output_token_ids=[request.output_token_ids[:-1] for request in resumed],",
         "A request that was preempted goes on without the last token that its client has.",
@@ -175,7 +175,7 @@ SCHEDULER = (
     ),
     Fault(
         "deadline_ignored",
-        "engine_core/scheduler/deadlines.py",
+        "engine_core/scheduler/limits.py",
         "for moment in {queue_deadline, message.deadline} - {inf}:",
         "for moment in {queue_deadline} - {inf}:",
         "A request with a time limit runs on after it.",
@@ -183,7 +183,7 @@ SCHEDULER = (
     ),
     Fault(
         "queue_limit_ignored",
-        "engine_core/scheduler/backlog.py",
+        "engine_core/scheduler/limits.py",
         "if not self.limit or self.waiting + self.more <= self.limit:",
         "if not self.limit or self.waiting <= self.limit + self.more:",
         "An overloaded server queues requests beyond --max-num-queued-reqs instead of refusing.",
@@ -191,7 +191,7 @@ SCHEDULER = (
     ),
     Fault(
         "tenant_share_ignored",
-        "engine_core/scheduler/tenants.py",
+        "engine_core/scheduler/tenant_usage.py",
         "            account.served += num_missing\n",
         "            account.served += 0\n",
         "One tenant with long prompts takes the whole server from the others.",
@@ -199,7 +199,7 @@ SCHEDULER = (
     ),
     Fault(
         "pin_never_expires",
-        "engine_core/scheduler/pins.py",
+        "engine_core/retention/retained_prefixes.py",
         "while (pin := self._deadlines.first_up_to(now)) is not None:",
         "while (pin := self._deadlines.first_up_to(now - 1e9)) is not None:",
         "KV of agents that never come back stays pinned.",
@@ -207,7 +207,7 @@ SCHEDULER = (
     ),
     Fault(
         "worker_crash_not_counted",
-        "engine_core/scheduler/quarantine.py",
+        "engine_core/scheduler/crash_isolation.py",
         "            request.crash_count += 1\n",
         "            request.crash_count += 0\n",
         "A request that kills the worker is tried again for ever and takes all others along.",
@@ -215,7 +215,7 @@ SCHEDULER = (
     ),
     Fault(
         "nonfinite_kv_stays_findable",
-        "engine_core/scheduler/result_pass.py",
+        "engine_core/scheduler/result.py",
         "                self._withdraw(request)\n"
         "                request.num_computed_tokens = 0\n",
         "                request.num_computed_tokens = 0\n",
@@ -224,7 +224,7 @@ SCHEDULER = (
     ),
     Fault(
         "failed_load_taken_for_loaded",
-        "engine_core/scheduler/external_kv.py",
+        "engine_core/scheduler/kv_transfer.py",
         "                load.num_tokens = min(load.num_tokens, num_sound)\n",
         "",
         "A request computes on KV that a connector failed to load, and answers nonsense.",
@@ -232,7 +232,7 @@ SCHEDULER = (
     ),
     Fault(
         "stop_token_ends_before_min_tokens",
-        "engine_core/scheduler/completion.py",
+        "engine_core/scheduler/result.py",
         "        and num_output_tokens >= request.sampling_params.min_tokens\n    ):\n"
         "        return RequestStatus.FINISHED_STOPPED\n",
         "    ):\n        return RequestStatus.FINISHED_STOPPED\n",
@@ -257,16 +257,16 @@ SCHEDULER = (
     ),
     Fault(
         "least_urgent_admitted_first",
-        "engine_core/queues/priority.py",
+        "engine_core/scheduler/queues/priority.py",
         "def add(self, request: Request) -> None:\n        self.put(request, request.order)",
         "def add(self, request: Request) -> None:\n"
         "        self.put(request, (-request.priority, *request.order[1:]))",
         "With --scheduling-policy priority urgent requests wait longest.",
-        ("tests/engine_core/queues/test_priority.py",),
+        ("tests/engine_core/scheduler/queues/test_priority.py",),
     ),
     Fault(
         "most_urgent_preempted_first",
-        "engine_core/scheduler/policies.py",
+        "engine_core/scheduler/queues/registry.py",
         "return -priority, -arrival, -request_id, -choice",
         "return priority, -arrival, -request_id, -choice",
         "With --scheduling-policy priority urgent requests are preempted for others.",
@@ -277,15 +277,15 @@ SCHEDULER = (
     ),
     Fault(
         "preempted_request_goes_to_the_end",
-        "engine_core/queues/fcfs.py",
+        "engine_core/scheduler/queues/fcfs.py",
         "        self._first -= 1\n        self.put(request, self._first)",
         "        self.add(request)",
         "A request that was preempted waits behind all that came after it.",
-        ("tests/engine_core/queues/test_fcfs.py",),
+        ("tests/engine_core/scheduler/queues/test_fcfs.py",),
     ),
     Fault(
         "one_request_more_than_max_num_seqs",
-        "engine_core/scheduler/admission_pass.py",
+        "engine_core/scheduler/admission.py",
         "        return len(self._running) < self._num_seats\n",
         "        return len(self._running) <= self._num_seats\n",
         "--max-num-seqs is exceeded.",
@@ -293,7 +293,7 @@ SCHEDULER = (
     ),
     Fault(
         "followers_never_woken",
-        "engine_core/scheduler/prefix_wait.py",
+        "engine_core/scheduler/prefix_sharing.py",
         "        for _, ticket in leader.waiters:\n"
         "            self._release(ticket, leader.num_lost + 1)",
         "        leader.waiters.clear()",
@@ -302,8 +302,8 @@ SCHEDULER = (
     ),
     Fault(
         "copied_blocks_given_away",
-        "engine_core/scheduler/external_kv.py",
-        "        if delays:\n            self._kv_cache.holds.hold(blocks)\n",
+        "engine_core/scheduler/kv_transfer.py",
+        "        if delays:\n            self._kv_cache.transfer_refs.hold(blocks)\n",
         "        if delays:\n",
         "A KV connector reads blocks that already hold another request.",
         ("tests/engine_core/scheduler/test_external_kv.py",),
@@ -471,7 +471,7 @@ API_SERVER = (
         "abort_not_sent_on_disconnect",
         "api_server/stream.py",
         "        running = [choice for choice in stream.choices if not choice.finished]\n"
-        "        self.client.abandon(stream)\n",
+        "        self.client.abort_request(stream)\n",
         "        running = [choice for choice in stream.choices if not choice.finished]\n",
         "The engine goes on computing for clients that have left.",
         ("tests/api_server/test_streams.py", "tests/api_server/test_stream_failures.py"),
@@ -511,7 +511,7 @@ API_SERVER = (
     Fault(
         "engine_crash_not_counted",
         "api_server/engine_client.py",
-        "self.crash_count += self.alone or self.crash_count < crashes_until_alone",
+        "self.crash_count += self.alone or self.crash_count < crashes_until_isolated",
         "self.crash_count += 0",
         "A request that kills the engine is sent to each next one and kills it as well.",
         ("tests/api_server/test_engine_restart.py",),
@@ -543,8 +543,8 @@ API_SERVER = (
     Fault(
         "seed_ignored",
         "api_server/request_builder.py",
-        "return next(self._services.seeds) if seed is None else seed & SEED_MASK",
-        "return next(self._services.seeds)",
+        "return next(self._app_state.seeds) if seed is None else seed & SEED_MASK",
+        "return next(self._app_state.seeds)",
         "Two requests with the same seed get different answers.",
         ("tests/api_server/test_parameters.py", "tests/api_server/test_completions.py"),
     ),
@@ -575,7 +575,7 @@ API_SERVER = (
     Fault(
         "drain_takes_new_requests",
         "api_server/middleware.py",
-        "        elif services.door.closed:\n",
+        "        elif app_state.drain_state.closed:\n",
         "        elif False:\n",
         "A daemon that drains takes new requests and aborts them when its time is over.",
         ("tests/api_server/test_drain.py",),
@@ -607,8 +607,8 @@ API_SERVER = (
     Fault(
         "readiness_ignores_the_supervisor",
         "api_server/health.py",
-        "return [*self._own(), *told]",
-        "return self._own()",
+        "return [*self._local_reasons(), *reported]",
+        "return self._local_reasons()",
         "A load balancer sends requests to a daemon whose worker hangs.",
         ("tests/api_server/test_system.py",),
     ),
@@ -626,7 +626,7 @@ DEPLOY = (
     Fault(
         "heartbeat_of_dead_workers_renews_the_budget",
         "deploy/supervisor/recovery.py",
-        "            if message.worker_epoch == self._births.worker_epoch:\n"
+        "            if message.worker_epoch == self._epochs.worker_epoch:\n"
         "                self._budget.renew()\n",
         "            self._budget.renew()\n",
         "A daemon whose new workers die at once restarts them for ever.",
@@ -675,8 +675,8 @@ DEPLOY = (
     Fault(
         "stubborn_process_not_killed",
         "deploy/supervisor/shutdown.py",
-        "(begin + patience.until_kill, signal.SIGKILL),",
-        "(begin + patience.until_kill, signal.SIGTERM),",
+        "(begin + limits.until_kill, signal.SIGKILL),",
+        "(begin + limits.until_kill, signal.SIGTERM),",
         "The daemon never ends when one of its processes ignores SIGTERM.",
         ("tests/deploy/test_supervisor.py",),
     ),

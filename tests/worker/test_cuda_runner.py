@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine_core.scheduler.constraints import NoConstraints
+from engine_core.scheduler.hooks import NoConstraints
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.stepper import OVERLAPPED
 from proto.config import DeviceConfig

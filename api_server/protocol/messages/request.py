@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, TypeVar
 from pydantic import BeforeValidator, Field
 
 from api_server.protocol.chat import ChatCompletionRequest, not_too_many
-from api_server.protocol.common import StopString, Strict, Text
+from api_server.protocol.common import SAMPLING_NUMBERS, StopString, Strict, Text
 from api_server.protocol.fields import (
     CHAT_NEUTRAL,
     MESSAGES_HINTS,
@@ -30,8 +30,8 @@ PASSED: Final = frozenset(
     {
         *("agent_hint", "session_id", "request_id", "cache_salt", "priority", "seed"),
         *("timeout_ms", "queue_timeout_ms", "stream_interval", "structured_outputs"),
-        *("stop_token_ids", "min_p", "min_tokens", "ignore_eos", "logit_bias", "bad_words"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+        *("stop_token_ids", "min_tokens", "ignore_eos", "logit_bias", "bad_words"),
+        *(SAMPLING_NUMBERS.keys() - {"temperature", "top_p"}),
         *("chat_template_kwargs", "truncate_prompt_tokens", "truncation_side"),
     }
 )
@@ -117,7 +117,7 @@ def parse_request(
 ) -> tuple[Asked, dict[str, Any]]:
     """The request, and those of its fields that are passed on to chat as they are.
 
-    ignored: is told of what has no effect. Raises InvalidRequestError.
+    ignored: collects what has no effect. Raises InvalidRequestError.
     """
     if not isinstance(body, dict):
         raise InvalidRequestError("the body must be a JSON object")

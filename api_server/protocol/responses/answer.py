@@ -20,7 +20,7 @@ from api_server.parsers.parts import (
     PartsParser,
     Reasoning,
 )
-from api_server.protocol.answers import Shape
+from api_server.protocol.answers import KEEP_ALIVE_COMMENT, Shape
 from api_server.protocol.responses.items import Item
 from api_server.protocol.responses.output import (
     CallItem,
@@ -34,7 +34,7 @@ from api_server.protocol.responses.output import (
 )
 from api_server.protocol.responses.request import ResponsesRequest, in_clients_words
 from api_server.protocol.responses.tools import OfferedTools
-from api_server.stream import COMMENT, Delta, Usage
+from api_server.stream import Delta, Usage
 from api_server.text.logprobs import TextToken, chat_logprobs
 from proto.errors import InvalidRequestError, OverloadedError, RequestError
 
@@ -51,10 +51,10 @@ class ResponsesAnswer:
     """An answer that grows by deltas of one choice. Implements `Answer`.
 
     asked: as the client put it. parser: for the text. tools: what the model could call.
-    ended: is told the whole response when there is nothing to come.
+    ended: is called with the whole response at the end.
     """
 
-    keep_alive = COMMENT
+    keep_alive = KEEP_ALIVE_COMMENT
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class ResponsesAnswer:
             self._open = None
 
     def _logprobs(self, tokens: list[TextToken]) -> list[Json]:
-        """None where nobody asked for them."""
+        """None if they were not requested."""
         shape = self._shape
         if shape.top is None:
             return []

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
-from engine_core.kv_cache.group_keys import HASH_BYTES
+from engine_core.kv_cache.hashing import HASH_BYTES
 from engine_core.kv_connector.offload.base import OffloadKey
 
 _SUFFIX: Final = struct.Struct("<BHH")

@@ -59,7 +59,7 @@ def message_of(response) -> dict:
 
 
 def prompt_of(front_end, request) -> str:
-    return front_end.services.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+    return front_end.app_state.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
 
 
 def accumulated(events, index=0) -> tuple[str, list[dict], str]:
@@ -211,7 +211,7 @@ async def test_a_template_without_tools(start, say):
         assert "<tool_response>" in prompt
         body = {"messages": messages, "tools": TOOLS}
         response = await front_end.http.post("/tokenize", json=body)
-        assert response.json()["count"] > len(front_end.services.tokenizer.longest_token * "a")
+        assert response.json()["count"] > len(front_end.app_state.tokenizer.longest_token * "a")
 
 
 async def test_a_template_with_tools_and_a_mark(start, marked, say):

@@ -9,7 +9,7 @@ from collections import deque
 
 import msgspec
 
-from engine_core.scheduler.pins import EXPIRED
+from engine_core.retention.retained_prefixes import EXPIRED
 from engine_core.trace.recorder import Recorder
 from proto.model_runner_output import ModelRunnerOutput
 from proto.sched_trace import (
@@ -82,7 +82,7 @@ class Follower:
             case TurnEnd():
                 scheduler.end_turn(line.request_id, line.job, line.tool)
             case PinEnd() if line.reason == EXPIRED:
-                scheduler.jobs.end_overdue()  # while no step did it, perhaps
+                scheduler.agent_sessions.end_overdue()  # while no step did it, perhaps
             case Event():
                 self._event(line)
             case Dropped():
@@ -91,7 +91,7 @@ class Follower:
 
     def _step(self, line: Step) -> str:
         scheduler = self._rig.scheduler
-        scheduler.convene()
+        scheduler.isolate_suspect()
         output = scheduler.schedule()
         result = self._rig.worker.answer(output)
         self._in_flight.append((output, result))

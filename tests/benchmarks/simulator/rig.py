@@ -5,24 +5,23 @@ from typing import Final, Protocol
 
 import msgspec
 
-from engine_core.kv_cache.holds import PoolHolds
+from engine_core.kv_cache.events import PoolObserver
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.kv_cache.observers import PoolObserver
+from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
-from engine_core.queues.base import RequestQueue
 from engine_core.request import Request
-from engine_core.scheduler.chunking import ChunkRule
-from engine_core.scheduler.external_kv import Connect, IsSound, no_connector
-from engine_core.scheduler.gates import Wake
-from engine_core.scheduler.observer import SchedulerObserver
-from engine_core.scheduler.pin_order import Pin
+from engine_core.retention.retained_prefixes import RetainedPrefix
+from engine_core.scheduler.hooks import SchedulerObserver, Unblock
+from engine_core.scheduler.kv_transfer import Connect, IsSound, no_connector
+from engine_core.scheduler.limits import ChunkRule
+from engine_core.scheduler.queues.base import RequestQueue
+from engine_core.scheduler.result import ends_of_rows
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.scheduler.step_plan import StepPlan
-from engine_core.scheduler.step_results import ends_of_rows
 from engine_core.trace.file import TraceFile
 from engine_core.trace.recorder import Recorder
-from proto.agents import NO_AGENT, AgentHint
+from proto.engine_io import NO_AGENT, AgentHint
 from proto.kv_offload import FinishedJob, OffloadMetadata, OffloadReport, TransferJob
 from proto.kv_transfer import NO_PAYLOAD, KVConnectorOutput, Payload, pack, unpack
 from proto.kv_transfer_config import KVTransferConfig
@@ -102,7 +101,7 @@ class SimulatedTier:
             kv_connector="OffloadingConnector", kv_connector_extra_config=extra
         )
 
-        def made(holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
+        def made(holds: TransferRefs, unblock: Unblock, is_sound: IsSound) -> SchedulerConnector:
             context = SchedulerContext(
                 geometry=KVCacheGeometry(1, 1, 1, "none", 1, header.groups),
                 block_size=header.block_size,
@@ -111,7 +110,7 @@ class SimulatedTier:
                 num_ranks=_RANKS,
                 holds=holds,
                 block_ids=kv_cache.block_ids,
-                wake=wake,
+                wake=unblock,
                 is_sound=is_sound,
             )
             return OffloadingScheduler(config, context)
@@ -255,7 +254,7 @@ class Rig:
     def _add(self, request: Request) -> None:
         """As the engine's intake does."""
         self.scheduler.add_request(request)
-        self.scheduler.backlog.enter(request)
+        self.scheduler.queue_limits.enter(request)
 
 
 def _end(sequence: RecordedRequest, aborts: bool) -> int:
@@ -393,11 +392,11 @@ class Both:
         for each in self._observers:
             each.turn_ended(request_id, job, tool)
 
-    def pinned(self, pin: Pin, ttl: float) -> None:
+    def pinned(self, pin: RetainedPrefix, ttl: float) -> None:
         for each in self._observers:
             each.pinned(pin, ttl)
 
-    def unpinned(self, pin: Pin, reason: str) -> None:
+    def unpinned(self, pin: RetainedPrefix, reason: str) -> None:
         for each in self._observers:
             each.unpinned(pin, reason)
 

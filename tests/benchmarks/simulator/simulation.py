@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.queues.base import RequestQueue
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.pin_order import Pin
+from engine_core.retention.retained_prefixes import RetainedPrefix
+from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.stepper import OVERLAPPED, SYNCHRONOUS
 from engine_core.trace.tracing import NO_TRACING, Tracing
@@ -266,8 +266,8 @@ class Simulation:
         scheduler = self._rig.scheduler
         if not scheduler.has_work or len(self._in_flight) == self._max_in_flight:
             return False
-        wanted = scheduler.external.wants_step
-        scheduler.convene()
+        wanted = scheduler.kv_transfer.wants_step
+        scheduler.isolate_suspect()
         output = scheduler.schedule()
         result = self._rig.worker.answer(output)
         may_begin = self._tier.begin(output.connector_metadata, self.now)
@@ -336,9 +336,9 @@ class _Meter:
 
     def turn_ended(self, request_id: int, job: str, tool: str) -> None: ...
 
-    def pinned(self, pin: Pin, ttl: float) -> None: ...
+    def pinned(self, pin: RetainedPrefix, ttl: float) -> None: ...
 
-    def unpinned(self, pin: Pin, reason: str) -> None: ...
+    def unpinned(self, pin: RetainedPrefix, reason: str) -> None: ...
 
     def happened(self, what: str, detail: str) -> None: ...
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 )
 
 from engine_core.kv_cache import integrity
-from engine_core.kv_cache.event_log import KVEventLog
+from engine_core.kv_cache.events import KVEventLog
 from engine_core.kv_cache.manager import NO_NEW_BLOCKS, NOTHING_COMPUTED
 from engine_core.request import Request
 from tests.fakes.kv_events import CachedHashes, indexed

@@ -2,7 +2,7 @@
 
 import random
 
-from engine_core.kv_cache.census import CachedCensus
+from engine_core.kv_cache.events import ReusableBlockCounter
 from tests.fakes.kv_requests import Requests, make_manager
 
 
@@ -18,7 +18,7 @@ def test_the_count_is_the_pools_own_after_anything() -> None:
     """Allocate, find, free, withdraw, forget and reset, with full layers and with windows."""
     for seed in range(6):
         rng = random.Random(seed)
-        census = CachedCensus()
+        census = ReusableBlockCounter()
         windows = (None,) if seed % 2 else (None, 32)
         manager = make_manager(24, 16, windows=windows, observers=(census,))
         requests, live, most = Requests(manager), [], 0
@@ -43,7 +43,7 @@ def test_the_count_is_the_pools_own_after_anything() -> None:
 
 
 def test_found_blocks_are_somebodys_again() -> None:
-    census = CachedCensus()
+    census = ReusableBlockCounter()
     manager = make_manager(10, 16, observers=(census,))
     requests = Requests(manager)
     first = requests.make([1] * 40)

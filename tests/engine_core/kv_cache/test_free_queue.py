@@ -177,7 +177,7 @@ def test_the_null_block_is_never_free_nor_counted(num_taken):
 def test_what_is_advanced_goes_next(advanced, order):
     queue = reordered([6, 7, 1, 2, 3, 4, 5])
     queue.popleft_n(2)
-    queue.advance(advanced)
+    queue.move_to_front(advanced)
     assert_order(queue, order)
 
 
@@ -206,7 +206,7 @@ def test_long_random_sequences_agree_with_a_plain_list():
                 free += [each for each in released if each not in in_use]
             case 3:
                 advanced = rng.sample(range(30), 5)
-                queue.advance(advanced)
+                queue.move_to_front(advanced)
                 first = [each for each in advanced if each in free]
                 free = first + [each for each in free if each not in first]
         assert_order(queue, free)

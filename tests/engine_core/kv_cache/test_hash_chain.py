@@ -12,13 +12,13 @@ import pytest
 from engine_core import build_native
 from engine_core.build_native import NativeBuildError
 from engine_core.kv_cache import hashing
-from engine_core.kv_cache.hash_chain import (
+from engine_core.kv_cache.hashing import (
+    BlockHasher,
     HashChain,
     HashlibChain,
     NativeChain,
     load_hash_chain,
 )
-from engine_core.kv_cache.hashing import BlockHasher
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,14 @@ from hashlib import sha256
 
 import pytest
 
-from engine_core.kv_cache.extra_keys import NO_EXTRA_KEYS, ExtraKeys, MediaItem
-from engine_core.kv_cache.hashing import ROOT, BlockHasher, NoHashing
+from engine_core.kv_cache.hashing import (
+    NO_EXTRA_KEYS,
+    ROOT,
+    BlockHasher,
+    ExtraKeys,
+    MediaItem,
+    NoHashing,
+)
 
 FINGERPRINT = b"\x07" * 32
 

@@ -4,10 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_core.kv_cache.coordinator import HybridCoordinator
-from engine_core.kv_cache.group_keys import GroupKeys
-from engine_core.kv_cache.groups import FullAttentionGroup
+from engine_core.kv_cache.groups import FullAttentionGroup, SlidingWindowGroup
+from engine_core.kv_cache.hashing import GroupKeys
 from engine_core.kv_cache.pool import BlockPool
-from engine_core.kv_cache.sliding_window import SlidingWindowGroup
 
 NUM_HASHES = 16
 HASH_BLOCK_SIZE = 2

@@ -4,11 +4,10 @@ import pytest
 
 from engine_core.kv_cache import integrity
 from engine_core.kv_cache.coordinator import HybridCoordinator, NoCacheCoordinator
-from engine_core.kv_cache.group_keys import GroupKeys
-from engine_core.kv_cache.groups import FullAttentionGroup
+from engine_core.kv_cache.groups import FullAttentionGroup, SlidingWindowGroup
+from engine_core.kv_cache.hashing import GroupKeys
 from engine_core.kv_cache.manager import NO_NEW_BLOCKS, NOTHING_COMPUTED, KVCacheManager
 from engine_core.kv_cache.pool import BlockPool
-from engine_core.kv_cache.sliding_window import SlidingWindowGroup
 from engine_core.request import Request
 from tests.fakes.kv_requests import Requests, make_manager
 
@@ -281,7 +280,7 @@ def test_blocks_of_different_sizes_end_a_hit_together():
     first = requests.make(range(112))
     coordinator.attach(1, NOTHING_COMPUTED)
     assert coordinator.extend(1, 112) == [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11]]
-    coordinator.settle(1, first, 112)
+    coordinator.register_full_blocks(1, first, 112)
     hashes = first.block_hashes
     for max_tokens in (112, 96):
         computed = coordinator.find_longest_hit(hashes, max_tokens)

@@ -133,7 +133,7 @@ def cached_count_too_low(scene: Scene) -> None:
 
 
 def table_of_a_forgotten_sequence(scene: Scene) -> None:
-    scene.manager._quiet_until.pop(scene.first.handle)
+    scene.manager._recheck_after.pop(scene.first.handle)
 
 
 def shortened_table(scene: Scene) -> None:

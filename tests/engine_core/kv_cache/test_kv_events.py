@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.kv_cache.event_log import KVEventLog
+from engine_core.kv_cache.events import KVEventLog
 from engine_core.kv_cache.pool import BlockPool
 from proto.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.fakes.kv_events import CachedHashes, indexed

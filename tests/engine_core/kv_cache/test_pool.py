@@ -70,7 +70,7 @@ def test_what_is_retired_is_overwritten_first_and_found_until_then():
         pool.cache_full_block(block, bytes([block]))
     pool.free_blocks([2, 1])
     pool.free_blocks([5, 4])
-    pool.retire([3, 4, 5])  # 3 is in use
+    pool.evict_first([3, 4, 5])  # 3 is in use
     assert list(pool.free_queue) == [5, 4, 2, 1]
     assert pool.index.get(bytes([5])) == 5
     assert not any(check_pool(pool, [[3]]))
@@ -82,7 +82,7 @@ def test_nothing_is_retired_while_there_is_room_without_content():
     for block in (1, 2, 3):
         pool.cache_full_block(block, bytes([block]))
     pool.free_blocks([3, 2, 1])
-    pool.retire([1, 2])
+    pool.evict_first([1, 2])
     assert list(pool.free_queue) == [4, 5, 3, 2, 1]
 
 

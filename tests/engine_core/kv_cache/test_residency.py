@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from engine_core.kv_cache.events import MAX_GAPS, ResidencyMeter
 from engine_core.kv_cache.pool import BlockPool
-from engine_core.kv_cache.residency import MAX_GAPS, ResidencyMeter
 from proto.stats import KVEviction
 from tests.fakes.kv_requests import Requests, make_manager
 

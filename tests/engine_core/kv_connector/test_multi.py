@@ -9,8 +9,8 @@ from engine_core.kv_connector import multi
 from engine_core.kv_connector.base import ASK_AGAIN, NO_MATCH, Match
 from engine_core.kv_connector.multi import MultiScheduler
 from engine_core.kv_connector.nothing import NoConnector
-from proto.bell import Bell
 from proto.errors import ConfigError
+from proto.event_fd import Bell
 from proto.kv_stacked import MultiReport, MultiStep
 from proto.kv_transfer import KVConnectorOutput, pack, unpack
 from proto.kv_transfer_config import KVTransferConfig
@@ -69,7 +69,7 @@ def parts(monkeypatch):
     config = KVTransferConfig(
         kv_connector="MultiConnector", kv_connector_extra_config={"connectors": [document] * 2}
     )
-    values = {**context().__dict__, "holds": setup.manager.holds, "num_ranks": 2}
+    values = {**context().__dict__, "holds": setup.manager.transfer_refs, "num_ranks": 2}
     connector = MultiScheduler(config, type(context())(**values))
     yield connector, connector.children, setup
     connector.close()
@@ -122,7 +122,7 @@ def test_blocks_stay_until_each_child_that_delays_has_sent_them_on_all_ranks(par
         connector.update_connector_output(
             KVConnectorOutput(worker_metadata=pack(MultiReport([b"", b""], sending)))
         )
-    assert setup.manager.holds.num_blocks == len(table)
+    assert setup.manager.transfer_refs.num_blocks == len(table)
     connector.update_connector_output(
         KVConnectorOutput(worker_metadata=pack(MultiReport([b"", b""], [[0], []])))
     )

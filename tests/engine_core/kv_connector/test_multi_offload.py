@@ -4,13 +4,13 @@ from typing import Any, cast
 
 import pytest
 
-from engine_core.kv_cache.holds import PoolHolds
+from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.multi import MultiScheduler
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.external_kv import IsSound
-from engine_core.scheduler.gates import Wake
+from engine_core.scheduler.hooks import Unblock
+from engine_core.scheduler.kv_transfer import IsSound
 from engine_core.scheduler.scheduler import Scheduler
 from proto.config import SchedulerConfig
 from proto.kv_offload import OffloadMetadata
@@ -42,7 +42,7 @@ class TwoMedia(EngineHarness):
         geometry = KVCacheGeometry(1, 1, 8, "float32", 64, (KVGroup(None),))
         self.parts: list[list[OffloadMetadata]] = []
 
-        def connect(holds: PoolHolds, wake: Wake, is_sound: IsSound) -> SchedulerConnector:
+        def connect(holds: TransferRefs, unblock: Unblock, is_sound: IsSound) -> SchedulerConnector:
             context = SchedulerContext(
                 geometry,
                 BLOCK_SIZE,
@@ -51,7 +51,7 @@ class TwoMedia(EngineHarness):
                 1,
                 holds,
                 self.kv_cache.block_ids,
-                wake,
+                unblock,
                 is_sound=is_sound,
             )
             self.deciding = MultiScheduler(config, context)
@@ -125,7 +125,7 @@ def test_who_fails_while_one_medium_loads_is_not_stored_on_the_other() -> None:
 def test_what_is_copied_for_a_request_that_began_anew_is_waited_for(engine: TwoMedia) -> None:
     request = engine.begin_loading()
     engine.scheduler.reset_prefix_cache(preempting=True)
-    assert not engine.scheduler.external.is_sound(request.handle)
+    assert not engine.scheduler.kv_transfer.is_sound(request.handle)
     engine.step()
     engine.report(KVConnectorOutput(finished_recving=[request.handle]))
-    assert engine.scheduler.external.is_sound(request.handle)
+    assert engine.scheduler.kv_transfer.is_sound(request.handle)

@@ -17,7 +17,7 @@ from typing import Any
 
 from engine_core.kv_cache.hashing import ROOT
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.gates import Candidate
+from engine_core.scheduler.hooks import Candidate
 from engine_core.scheduler.step_plan import StepPlan
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.gates import FakeGate
@@ -142,7 +142,10 @@ class CheckedEngine(EngineHarness):
         kv_cache, pool = self.kv_cache, self.kv_cache.pool
         tables = [table for each in self.scheduler.requests for table in kv_cache.block_ids(
             each.handle)]  # fmt: skip
-        tables += [*kv_cache.holds.tables(), *(pin.blocks for pin in self.scheduler._pins)]
+        tables += [
+            *kv_cache.transfer_refs.tables(),
+            *(pin.blocks for pin in self.scheduler._retained_prefixes),
+        ]
         counts = Counter(block for table in tables for block in table if block)
         free = list(pool.free_queue)
         assert 0 not in free
@@ -210,14 +213,14 @@ class ProbingGate(FakeGate):
         super().__init__()
         self._engine = engine
 
-    def holds(self, candidate: Candidate) -> bool:
+    def is_blocked(self, candidate: Candidate) -> bool:
         request, engine = candidate.request, self._engine
         if not request.num_computed_tokens:
             wanted = 0
             if engine.kv_cache.enable_caching and not request.skip_reading_prefix_cache:
                 wanted = engine.longest_cached(request)
             assert candidate.computed.num_tokens == wanted, f"{wanted} of {request!r} are cached"
-        return super().holds(candidate)
+        return super().is_blocked(candidate)
 
 
 class Watch:
@@ -346,7 +349,7 @@ class Watch:
 
         ready: waiting, and held by no gate.
         """
-        ledger = self._engine.scheduler._ledger
+        ledger = self._engine.scheduler._usage
         by_priority = self._engine.policy == "priority"
         last = {request.tenant: request for request in self._admitted}
         for request in self._admitted:
@@ -395,7 +398,7 @@ class Watch:
             ahead = min(ahead, request.num_prompt_tokens + request.max_tokens - 1)
             missing = ahead - request.num_computed_tokens
             number = numbers.get(request.handle, 0)
-            if missing == 1 or not self._engine.settings.get("max_step_stretch"):
+            if missing == 1 or not self._engine.settings.get("max_prefill_slowdown"):
                 assert number or missing <= 0, f"{request!r} got nothing"
                 wanted = min(missing, self._engine.longest_chunk)
                 if missing > 0 and not plan.preempted:

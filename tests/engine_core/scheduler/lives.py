@@ -17,10 +17,8 @@ from typing import Any
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_connector.base import ASK_AGAIN, NO_MATCH, Match
 from engine_core.request import Request
-from engine_core.scheduler.prefix_wait import PrefixWait
-from engine_core.scheduler.sibling_forks import SiblingForks
-from proto.agents import AgentHint
-from proto.engine_io import FinishReason
+from engine_core.scheduler.prefix_sharing import PrefixWait, SiblingForks
+from proto.engine_io import AgentHint, FinishReason
 from proto.errors import InvalidRequestError
 from proto.kv_transfer import KVConnectorOutput
 from tests.engine_core.scheduler.invariants import CheckedEngine
@@ -67,7 +65,7 @@ class Kind:
             "max_num_seqs": rng.choice([1, 4, 8, 8, 16, 16]),
             "scheduling_policy": ("fcfs", "priority")[seed // 2 % 2],
             "async_scheduling": seed % 2 == 1,
-            "crashes_until_alone": 10**6,
+            "crashes_until_isolated": 10**6,
             "session_timeout": TIMEOUT,
             **self.draw(rng),
         }
@@ -95,7 +93,7 @@ def with_pressure(rng: random.Random) -> dict[str, Any]:
         "preempt_above": preempt,
         "watermark": rng.choice([0.0, 0.1, 0.3]),
         "scheduler_reserve_full_isl": rng.random() < 0.3,
-        "max_step_stretch": rng.choice([0.0, 0.0, 1.1]),
+        "max_prefill_slowdown": rng.choice([0.0, 0.0, 1.1]),
     }
 
 
@@ -304,7 +302,7 @@ class Life:
         self.num_of["copies"] += len(output.block_copies) // 2
         if not output.total_num_scheduled_tokens and not waits:
             scheduler = engine.scheduler
-            assert not scheduler.has_work or scheduler.external.is_awaited, "a step for nothing"
+            assert not scheduler.has_work or scheduler.kv_transfer.is_awaited, "a step for nothing"
 
     def add(
         self, prompt: list[int], max_tokens: int, n: int, stops: bool, more: dict[str, Any]
@@ -429,7 +427,7 @@ class Life:
             talk.is_ended |= talk.request_id in ended
         self.engine.note(overdue)
 
-    # Jobs
+    # AgentSessions
 
     def read(self, index: int, tool: str) -> None:
         if self.talks:
@@ -444,7 +442,7 @@ class Life:
 
     def _check_pins(self) -> None:
         scheduler, pool = self.engine.scheduler, self.engine.kv_cache.pool
-        pins = list(scheduler._pins)
+        pins = list(scheduler._retained_prefixes)
         counts = Counter(block for pin in pins for block in pin.blocks)
         assert counts == pool.pinned.counts
         assert all(pin.blocks and len(set(pin.blocks)) == len(pin.blocks) for pin in pins)
@@ -543,7 +541,7 @@ class Life:
             self.clock.now += 10_000
             self.engine.step()
             self.engine.step()
-            assert len(scheduler._pins) == 0
+            assert len(scheduler._retained_prefixes) == 0
         self.engine.assert_at_rest()
         self._assert_forgotten()
         for talk in self.talks:
@@ -553,10 +551,10 @@ class Life:
     def _assert_forgotten(self) -> None:
         """What belongs to requests is gone with them."""
         scheduler = self.engine.scheduler
-        assert len(scheduler.backlog) == scheduler.backlog.num_tokens == 0
-        assert scheduler._ledger.num_tenants == 0
-        assert not scheduler._ledger.prefills
-        assert scheduler.external.void_until == {}
+        assert len(scheduler.queue_limits) == scheduler.queue_limits.num_tokens == 0
+        assert scheduler._usage.num_tenants == 0
+        assert not scheduler._usage.prefills
+        assert scheduler.kv_transfer.discard_until_step == {}
         for gate in scheduler._gates:
             if isinstance(gate, PrefixWait):
                 left = (gate._leaders, gate._by_first_block, gate._waiters, gate._num_lost)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.scheduler.backlog import Backlog, Pace, QueueLimits, queue_limits
+from engine_core.scheduler.limits import QueueCapacity, QueueDrainRate, QueueLimits, queue_capacity
 from proto.config import SchedulerConfig
 from proto.errors import QueueFullError
 from tests.fakes.clock import FakeClock
@@ -15,7 +15,7 @@ def queue(engine: EngineHarness, *prompts: list[int], **fields: object) -> list:
     added = []
     for prompt in prompts:
         for each in engine.add(prompt, **fields):
-            engine.scheduler.backlog.enter(each)
+            engine.scheduler.queue_limits.enter(each)
             added.append(each)
     return added
 
@@ -27,11 +27,11 @@ def counts(engine: EngineHarness) -> tuple[int, int]:
 
 def test_the_limits_follow_from_the_pool_and_the_seats():
     config = SchedulerConfig(max_num_seqs=100)
-    assert queue_limits(config, 10_000, 16) == QueueLimits(400, 640_000)
-    assert queue_limits(config, 50, 1024) == QueueLimits(200, 204_800), "a seat needs a block"
-    assert queue_limits(config, 10, 16) == QueueLimits(64, 65_536), "the least"
+    assert queue_capacity(config, 10_000, 16) == QueueCapacity(400, 640_000)
+    assert queue_capacity(config, 50, 1024) == QueueCapacity(200, 204_800), "a seat needs a block"
+    assert queue_capacity(config, 10, 16) == QueueCapacity(64, 65_536), "the least"
     given = SchedulerConfig(max_num_queued_reqs=3, max_num_queued_tokens=0)
-    assert queue_limits(given, 10_000, 16) == QueueLimits(3, 0)
+    assert queue_capacity(given, 10_000, 16) == QueueCapacity(3, 0)
 
 
 def test_who_has_begun_or_is_over_counts_no_more():
@@ -88,7 +88,7 @@ def test_choices_count_one_by_one_and_their_prompt_once():
     ],
 )
 def test_more_than_may_wait_is_refused_with_the_limit(message, param, words):
-    backlog = Backlog(QueueLimits(9, 100), FakeClock())
+    backlog = QueueLimits(QueueCapacity(9, 100), FakeClock())
     for handle in range(6):
         backlog.enter(make_request(handle, list(range(10))))
     with pytest.raises(QueueFullError) as caught:
@@ -100,7 +100,7 @@ def test_more_than_may_wait_is_refused_with_the_limit(message, param, words):
 
 
 def test_what_just_fits_and_what_was_accepted_before_may_wait():
-    backlog = Backlog(QueueLimits(9, 100), FakeClock())
+    backlog = QueueLimits(QueueCapacity(9, 100), FakeClock())
     for handle in range(6):
         backlog.enter(make_request(handle, list(range(10))))
     backlog.check(request(n=3, prompt=[1] * 40))
@@ -108,11 +108,11 @@ def test_what_just_fits_and_what_was_accepted_before_may_wait():
 
 
 def test_an_empty_queue_takes_anything():
-    Backlog(QueueLimits(1, 1), FakeClock()).check(request(n=128, prompt=[1] * 1000))
+    QueueLimits(QueueCapacity(1, 1), FakeClock()).check(request(n=128, prompt=[1] * 1000))
 
 
 def test_no_limits():
-    backlog = Backlog(QueueLimits(), FakeClock())
+    backlog = QueueLimits(QueueCapacity(), FakeClock())
     backlog.enter(make_request(1, [1] * 10))
     backlog.check(request(n=128, prompt=[1] * 1000))
 
@@ -131,7 +131,7 @@ def is_full_for(backlog, tenant, **fields):
 
 
 def test_a_flood_of_one_tenant_shuts_no_other_out():
-    backlog = Backlog(QueueLimits(10, 0), FakeClock())
+    backlog = QueueLimits(QueueCapacity(10, 0), FakeClock())
     fill(backlog, 1, 10, 0)
     assert is_full_for(backlog, 1)
     assert not is_full_for(backlog, 2, n=9), "it has nothing there yet"
@@ -148,7 +148,7 @@ def test_a_flood_of_one_tenant_shuts_no_other_out():
 
 
 def test_tokens_are_shared_as_well():
-    backlog = Backlog(QueueLimits(0, 100), FakeClock())
+    backlog = QueueLimits(QueueCapacity(0, 100), FakeClock())
     fill(backlog, 1, 10, 0)
     assert is_full_for(backlog, 1)
     assert not is_full_for(backlog, 2, prompt=[1] * 500)
@@ -159,7 +159,7 @@ def test_tokens_are_shared_as_well():
 
 def test_a_tenant_that_has_left_has_no_share():
     engine = EngineHarness()
-    backlog = engine.scheduler.backlog
+    backlog = engine.scheduler.queue_limits
     queue(engine, [1, 2], tenant=7)
     queue(engine, [3, 4], tenant=8)
     assert len(backlog._shares) == 2
@@ -172,7 +172,7 @@ class TestPace:
 
     def setup_method(self):
         self.clock = FakeClock()
-        self.pace = Pace(self.clock)
+        self.pace = QueueDrainRate(self.clock)
         self.pace.begin()
 
     def leave(self, number: int, seconds: float) -> None:

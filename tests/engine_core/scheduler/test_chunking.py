@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.scheduler.chunking import ChunkRule
+from engine_core.scheduler.limits import ChunkRule
 
 
 @pytest.mark.parametrize(

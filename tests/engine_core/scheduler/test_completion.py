@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine_core.scheduler.completion import completion
+from engine_core.scheduler.result import completion
 from proto.engine_io import FinishReason
-from proto.repetition import RepetitionDetection
+from proto.sampling_params import RepetitionDetection
 from tests.fakes.engine_harness import EOS, EngineHarness
 
 

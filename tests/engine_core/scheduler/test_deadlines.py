@@ -5,7 +5,7 @@ from math import inf
 import pytest
 
 from engine_core.request import RequestStatus
-from engine_core.scheduler.deadlines import Deadlines
+from engine_core.scheduler.limits import Deadlines
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EngineHarness
 from tests.fakes.messages import make_request, request
@@ -56,7 +56,7 @@ def test_who_has_begun_waits_no_more():
     begun = watch.enter(1, queue_deadline=110.0)
     both = watch.enter(2, queue_deadline=110.0, deadline=120.0)
     for each in (begun, both):
-        watch.deadlines.admitted(each, 1)
+        watch.deadlines.on_admitted(each, 1)
     assert watch.overdue(119.0) == []
     assert watch.overdue(120.0) == [(2, "time_limit")]
 
@@ -64,7 +64,7 @@ def test_who_has_begun_waits_no_more():
 def test_one_choice_that_begins_is_enough():
     watch = Watch()
     first, _ = [watch.enter(1, choice, queue_deadline=110.0) for choice in range(2)]
-    watch.deadlines.admitted(first, 1)
+    watch.deadlines.on_admitted(first, 1)
     assert watch.overdue(110.0) == []
 
 
@@ -78,11 +78,11 @@ def test_tokens_from_before_a_crash_say_that_it_has_begun():
 def test_it_is_over_with_its_last_choice():
     watch = Watch()
     choices = [watch.enter(1, choice, deadline=110.0) for choice in range(2)]
-    watch.deadlines.forget(choices[0])
+    watch.deadlines.on_released(choices[0])
     assert watch.overdue(110.0) == [(1, "time_limit")]
     choices = [watch.enter(2, choice, deadline=120.0) for choice in range(2)]
     for each in choices:
-        watch.deadlines.forget(each)
+        watch.deadlines.on_released(each)
     assert watch.overdue(120.0) == []
 
 
@@ -90,7 +90,7 @@ def test_what_is_over_long_before_its_time_costs_no_memory():
     watch = Watch()
     watch.enter(0, deadline=50_000.0)
     for request_id in range(1, 2_000):
-        watch.deadlines.forget(watch.enter(request_id, deadline=1e6, queue_deadline=1e5))
+        watch.deadlines.on_released(watch.enter(request_id, deadline=1e6, queue_deadline=1e5))
     assert len(watch.deadlines._moments) < 100
     assert watch.overdue(inf) == [(0, "time_limit")]
 

@@ -265,7 +265,7 @@ class TestAborts:
         assert check(engine.kv_cache) == []
         engine.finish_load(request)
         assert num_free(engine) == free
-        assert engine.kv_cache.holds.num_blocks == 0
+        assert engine.kv_cache.transfer_refs.num_blocks == 0
         assert len(engine.kv_cache.pool.index) == 0, "nobody knows whether it is good"
         engine.step()
         engine.assert_at_rest()
@@ -279,7 +279,7 @@ class TestAborts:
         engine.finish_load(request)
         engine.scheduler.abort(request.request_id)
         assert num_free(engine) == free
-        assert engine.kv_cache.holds.num_blocks == 0
+        assert engine.kv_cache.transfer_refs.num_blocks == 0
 
     def test_a_late_signal_is_ignored(self):
         """Row 24: of handles that nobody knows, or that were reported before."""
@@ -322,7 +322,7 @@ class TestRequestFinished:
         (blocks,) = json.loads(request.kv_transfer_params)["remote_block_ids"]
         assert len(blocks) == 3, "the one in which the prompt ends among them (KVC-20)"
         assert num_free(engine) == free - 3
-        assert engine.scheduler.external.is_awaited
+        assert engine.scheduler.kv_transfer.is_awaited
         assert check(engine.kv_cache) == []
         engine.step()
         engine.report(engine.connector.sent(request.handle))
@@ -383,11 +383,11 @@ class TestStartOver:
         loading, gone = engine.add_one(prompt(40, 2), max_tokens=2), engine.add_one(prompt(40, 3))
         engine.step()
         engine.scheduler.abort(gone.request_id)
-        assert engine.kv_cache.holds.num_blocks > 0
+        assert engine.kv_cache.transfer_refs.num_blocks > 0
         engine.lose_workers()
         assert engine.connector.num_epochs == 2
         assert engine.kv_cache.usage == 0
-        assert engine.kv_cache.holds.num_blocks == 0
+        assert engine.kv_cache.transfer_refs.num_blocks == 0
         finish(engine)
         assert engine.tokens_of(loading) == undisturbed(loading.prompt_token_ids, 2)
         for handle in list(engine.connector.sending):
@@ -399,7 +399,7 @@ class TestStartOver:
         request = engine.add_one(prompt(40), max_tokens=3)
         engine.step()
         (table,) = engine.kv_cache.block_ids(request.handle)
-        engine.holds.hold(table)
+        engine.transfer_refs.hold(table)
         finish(engine)
         assert num_free(engine) == engine.kv_cache.num_usable_blocks - len(table)
         assert check(engine.kv_cache) == []

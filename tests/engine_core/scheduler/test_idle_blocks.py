@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.scheduler.idle_blocks import IdleBlocks
+from engine_core.scheduler.preemption import NonRunningBlocks
 from tests.fakes.kv_requests import Requests, make_manager
 
 
@@ -14,7 +14,7 @@ def manager():
 
 @pytest.fixture
 def idle(manager):
-    return IdleBlocks(manager)
+    return NonRunningBlocks(manager)
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from engine_core.kv_cache.integrity import check
-from engine_core.scheduler import jobs as jobs_module
-from engine_core.scheduler.pin_rule import ByOdds, Guarded, Worth, by_client
+from engine_core.retention import agent_sessions as jobs_module
+from engine_core.retention.ttl_rule import ExpectedBenefitTTL, GuardedTTL, Worth, by_client
 from engine_core.trace.recorder import Recorder
-from proto.agents import AgentHint
+from proto.engine_io import AgentHint
 from proto.sched_trace import MAX_PINS, Arrival, PinBegin, PinEnd, Step
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EngineHarness
@@ -34,7 +34,7 @@ class Engine(EngineHarness):
             "clock": self.clock,
         }
         super().__init__(**{**settings, **config})
-        self.pins = self.scheduler._pins
+        self.pins = self.scheduler._retained_prefixes
 
     def turn(self, job, prompt, max_tokens=4, *, last=False, ttl_ms=None, **more):
         """A turn that is over."""
@@ -108,7 +108,7 @@ def test_a_turn_does_not_find_a_pin_whose_time_was_over_before_it_came():
     engine.turn("a", tokens(0, 20))
     engine.clock.now += 2.1
     late = engine.add_one(tokens(0, 24), 4, agent=AgentHint("a"))
-    assert not late.finds_pin
+    assert not late.finds_retained_prefix
     engine.run()
     stats = engine.scheduler.take_stats()
     assert (stats.num_pins_hit, stats.num_pins_expired) == (0, 1)
@@ -200,7 +200,7 @@ def test_durations_run_from_the_end_of_a_turn_to_the_next_arrival():
     """Also where the turn came before the news of its tool."""
     engine = Engine()
     seen = []
-    engine.scheduler.jobs._rule = rule = Notes(seen)
+    engine.scheduler.agent_sessions._rule = rule = Notes(seen)
     first = engine.turn("a", tokens(0, 20))
     engine.scheduler.end_turn(first.request_id, "a", "shell")
     engine.clock.now += 1.5
@@ -214,7 +214,7 @@ def test_durations_run_from_the_end_of_a_turn_to_the_next_arrival():
     engine.scheduler.end_turn(third.request_id, "b", "unknown")
     assert seen == [("shell", 1.5), ("search", 0.25)]
     assert engine.scheduler.take_stats().tool_seconds == [1.5, 0.25]
-    assert rule is engine.scheduler.jobs._rule
+    assert rule is engine.scheduler.agent_sessions._rule
 
 
 class Notes:
@@ -346,7 +346,7 @@ def test_a_job_is_not_forgotten_for_a_turn_that_took_long():
     """It is away from the end of its turn on, not from the arrival."""
     engine = Engine()
     seen = []
-    engine.scheduler.jobs._rule = Notes(seen)
+    engine.scheduler.agent_sessions._rule = Notes(seen)
     engine.add_one(tokens(0, 20), 4, agent=AgentHint("a"))
     engine.step()
     engine.clock.now += 2 * jobs_module.FORGET_SECONDS
@@ -357,7 +357,7 @@ def test_a_job_is_not_forgotten_for_a_turn_that_took_long():
     engine.clock.now += jobs_module.FORGET_SECONDS
     engine.add_one(tokens(600, 8), 4, agent=AgentHint("c"))
     assert seen == [("", math.inf)]
-    assert "a" not in engine.scheduler.jobs._jobs
+    assert "a" not in engine.scheduler.agent_sessions._jobs
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_what_a_pin_is_worth_follows_from_its_tokens_not_from_the_groups_of_its_
 ):
     engine = Engine(windows=windows)
     asked = []
-    engine.scheduler.jobs._rule = rule = Notes([])
+    engine.scheduler.agent_sessions._rule = rule = Notes([])
     rule.decide = lambda tool, num_tokens: asked.append(num_tokens) or Worth(1.0, 1.0)
     turn = engine.turn("a", tokens(0, 20))
     assert engine.pinned() == {"a": num_blocks}
@@ -384,7 +384,7 @@ def test_row_39_sessions_that_never_return_cost_bounded_memory():
         engine.turn(f"job {each}", [each % 900, each // 900, *tokens(0, 6)], 1)
         engine.clock.now += 0.001
     assert engine.pins.num_blocks <= 200
-    assert len(engine.scheduler.jobs) <= jobs_module.MAX_JOBS
+    assert len(engine.scheduler.agent_sessions) <= jobs_module.MAX_JOBS
     assert len(engine.pins._deadlines._heap) <= 2 * len(engine.pins) + 64
     assert len(engine.pins._values._heap) <= 2 * len(engine.pins) + 64
     engine.clock.now += 1e9
@@ -395,7 +395,7 @@ def test_row_39_sessions_that_never_return_cost_bounded_memory():
 def test_row_39_nobody_reads_a_clock_that_can_be_set():
     for path in [
         *(ROOT / "engine_core/scheduler").glob("*.py"),
-        *(ROOT / "engine_core/queues").glob("*.py"),
+        *(ROOT / "engine_core/scheduler/queues").glob("*.py"),
     ]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -418,7 +418,7 @@ def test_row_39_a_client_that_lies_about_its_tools_loses_its_pins_first():
     engine.step_seconds = lambda output: 5.0
     liar = engine.turn("liar", tokens(0, 60), ttl_ms=1e9)
     honest = engine.turn("honest", tokens(100, 60))
-    rule = engine.scheduler.jobs._rule
+    rule = engine.scheduler.agent_sessions._rule
     for _ in range(101):
         rule.observe("slow", 1000.0)
         rule.observe("quick", 0.1)
@@ -435,7 +435,7 @@ def test_an_estimator_that_fails_costs_pins_and_no_step(caplog):
             raise ZeroDivisionError
 
     engine = Engine()
-    engine.scheduler.jobs._rule = Guarded(Broken([]))
+    engine.scheduler.agent_sessions._rule = GuardedTTL(Broken([]))
     first = engine.turn("a", tokens(0, 20))
     engine.scheduler.end_turn(first.request_id, "a", "shell")
     assert engine.pinned() == {}
@@ -450,7 +450,7 @@ def test_what_is_gained_is_the_delay_and_the_context():
         def seconds(self, num_tokens):
             return num_tokens / 100
 
-    rule = ByOdds(Costs())
+    rule = ExpectedBenefitTTL(Costs())
     assert rule.decide("x", 50).seconds == 0.0  # B = 0.5: the cold start says no
     rule.learn_delay(2.0)
     assert rule.decide("x", 50).seconds == pytest.approx(0.9162907)  # ln 2.5
@@ -463,7 +463,7 @@ def test_what_is_gained_is_the_delay_and_the_context():
 def test_who_lost_its_kv_says_what_a_place_in_the_queue_costs():
     engine = Engine()
     heard = []
-    engine.scheduler.jobs._rule = rule = Notes([])
+    engine.scheduler.agent_sessions._rule = rule = Notes([])
     rule.learn_delay = heard.append
     rule.provisional = lambda num_tokens: Worth(0.0, 0.0)
     engine.turn("a", tokens(0, 20))
@@ -479,4 +479,4 @@ def test_a_job_is_as_long_as_from_its_first_arrival_to_the_end_of_its_last_step(
     engine.clock.now += 5.0
     engine.turn("a", tokens(0, 24), last=True, arrival_time=engine.clock())
     assert engine.scheduler.take_stats().job_seconds == [5.0]
-    assert len(engine.scheduler.jobs) == 0
+    assert len(engine.scheduler.agent_sessions) == 0

@@ -2,12 +2,12 @@
 
 import pytest
 
-from engine_core.scheduler.prompt_pace import (
+from engine_core.scheduler.limits import (
     PATIENCE_STEPS,
     SHORT_SECONDS,
-    FullPace,
-    LearntPace,
-    pace_of,
+    LearntThrottle,
+    NoThrottle,
+    make_prefill_throttle,
 )
 from proto.scheduler_output import SchedulerOutput
 from tests.fakes.engine_harness import EngineHarness
@@ -26,8 +26,8 @@ def seconds_of_step(output: SchedulerOutput) -> float:
     return seconds_of(num_decoding, output.total_num_scheduled_tokens - num_decoding)
 
 
-def learnt(stretch: float = 2.0, step_budget: int = 256) -> LearntPace:
-    pace = LearntPace(step_budget, stretch)
+def learnt(stretch: float = 2.0, step_budget: int = 256) -> LearntThrottle:
+    pace = LearntThrottle(step_budget, stretch)
     pace.learn(16, 0, seconds_of(16, 0))
     pace.learn(15, 200, seconds_of(15, 200))
     return pace
@@ -47,7 +47,7 @@ def test_a_number_that_was_never_seen_lies_between_those_that_were(
     num_decoding: int, expected: int
 ) -> None:
     """0.04 s with 2, 0.06 with 9, 0.08 with 16; beyond them as the last."""
-    pace = LearntPace(256, 2.0)
+    pace = LearntThrottle(256, 2.0)
     pace.learn(16, 0, 0.08)
     pace.learn(2, 0, 0.04)
     pace.learn(9, 100, 0.06 + 100 * TOKEN)
@@ -59,7 +59,7 @@ def test_nobody_waits_for_a_prompt_where_nobody_decodes() -> None:
 
 
 def test_until_both_times_are_known_a_step_is_full() -> None:
-    pace = LearntPace(256, 2.0)
+    pace = LearntThrottle(256, 2.0)
     pace.learn(3, 200, 0.3)  # what of it is the prompt's nobody knows
     assert pace.prompt_tokens(16, 0) == 256
     pace.learn(16, 0, DECODE)
@@ -77,7 +77,7 @@ def test_workers_that_say_nothing_teach_nothing(seconds: float) -> None:
 
 
 def test_a_short_step_is_not_cut() -> None:
-    pace = LearntPace(256, 2.0)
+    pace = LearntThrottle(256, 2.0)
     pace.learn(1, 0, 0.005)
     pace.learn(1, 100, 0.005 + 100 * 0.00025)
     assert pace.prompt_tokens(1, 0) == int((SHORT_SECONDS - 0.005) / 0.00025) // 16 * 16
@@ -100,10 +100,10 @@ def test_one_slow_step_is_soon_forgotten() -> None:
 
 
 def test_the_setting_chooses() -> None:
-    assert isinstance(pace_of(256, 0.0, chunked=True), FullPace)
-    assert isinstance(pace_of(256, 2.0, chunked=False), FullPace)
-    assert isinstance(pace_of(256, 2.0, chunked=True), LearntPace)
-    full = FullPace(256)
+    assert isinstance(make_prefill_throttle(256, 0.0, chunked=True), NoThrottle)
+    assert isinstance(make_prefill_throttle(256, 2.0, chunked=False), NoThrottle)
+    assert isinstance(make_prefill_throttle(256, 2.0, chunked=True), LearntThrottle)
+    full = NoThrottle(256)
     full.learn(16, 0, 1.0)
     assert full.prompt_tokens(16, 0) == 256
 
@@ -135,12 +135,12 @@ def chunks_beside(engine: EngineHarness, num_tokens: int) -> list[int]:
 
 
 def test_a_prompt_is_spread_beside_those_who_decode() -> None:
-    assert chunks_beside(decoding_engine(max_step_stretch=2.0), 240) == [96, 96, 48]
-    assert chunks_beside(decoding_engine(max_step_stretch=0), 240) == [240]
+    assert chunks_beside(decoding_engine(max_prefill_slowdown=2.0), 240) == [96, 96, 48]
+    assert chunks_beside(decoding_engine(max_prefill_slowdown=0), 240) == [240]
 
 
 def test_prompts_share_what_a_step_has_for_them() -> None:
-    engine = decoding_engine(max_step_stretch=2.0)
+    engine = decoding_engine(max_prefill_slowdown=2.0)
     engine.add([30] * 60, 3)
     engine.add([31] * 60, 3)
     output = engine.step()
@@ -151,7 +151,7 @@ def test_prompts_share_what_a_step_has_for_them() -> None:
 
 
 def test_a_prompt_that_stands_before_others_takes_no_token_of_theirs() -> None:
-    engine = decoding_engine(max_step_stretch=2.0)
+    engine = decoding_engine(max_prefill_slowdown=2.0)
     first = engine.scheduler.running[0]
     first.num_computed_tokens = 0  # as if it had lost its KV and kept its place
     output = engine.scheduler.schedule()

@@ -10,12 +10,12 @@ from tests.fakes.paged_runner import undisturbed
 BOTH = pytest.mark.parametrize("overlapped", [False, True])
 
 
-class Herald:
+class CrashProgressSink:
     """told: whose beginning was told, and whether it is alone."""
 
     def __init__(self, engine):
         self.told = []
-        engine.scheduler.tell_begun(self)
+        engine.scheduler.report_crash_progress_to(self)
 
     def begins(self, request, *, alone):
         self.told.append((request, alone))
@@ -33,18 +33,18 @@ class DeadlyGate:
     def __init__(self, prompt):
         self._prompt = prompt
 
-    def attach(self, wake): ...
+    def attach(self, unblock): ...
 
-    def begin(self, plan): ...
+    def begin_admission(self, plan): ...
 
-    def holds(self, candidate):
+    def is_blocked(self, candidate):
         if candidate.request.prompt_token_ids == self._prompt:
             raise ZeroDivisionError
         return False
 
-    def admitted(self, request, num_new_tokens): ...
+    def on_admitted(self, request, num_new_tokens): ...
 
-    def forget(self, request): ...
+    def on_released(self, request): ...
 
 
 def crash(engine):
@@ -57,7 +57,7 @@ def crash(engine):
 @BOTH
 def test_three_crashes_without_a_token_make_suspects_who_are_tried_one_by_one(overlapped):
     engine = EngineHarness(async_scheduling=overlapped)
-    herald = Herald(engine)
+    herald = CrashProgressSink(engine)
     requests = [engine.add_one([each], 3) for each in range(1, 4)]
     for _ in range(3):
         sent, _ = crash(engine)
@@ -68,7 +68,7 @@ def test_three_crashes_without_a_token_make_suspects_who_are_tried_one_by_one(ov
         output = engine.step()
         assert set(scheduled(output)) == {suspect.handle}
         assert herald.trials[-1] is suspect
-        assert late.status in (RequestStatus.WAITING_FOR_TRIAL, RequestStatus.WAITING)
+        assert late.status in (RequestStatus.WAITING_FOR_ISOLATION, RequestStatus.WAITING)
         while not engine.tokens_of(suspect):
             assert set(scheduled(engine.step())) <= {suspect.handle}
     engine.run()
@@ -99,7 +99,7 @@ def test_the_one_that_crashes_alone_is_ended_and_the_others_go_on():
 
 def test_a_token_in_between_starts_the_count_anew():
     engine = EngineHarness()
-    herald = Herald(engine)
+    herald = CrashProgressSink(engine)
     request = engine.add_one([1], 20)
     for _ in range(6):
         crash(engine)
@@ -113,7 +113,7 @@ def test_a_token_in_between_starts_the_count_anew():
 @BOTH
 def test_a_long_prompt_that_gets_further_each_time_is_no_suspect(overlapped):
     engine = EngineHarness(async_scheduling=overlapped, max_num_batched_tokens=8)
-    herald = Herald(engine)
+    herald = CrashProgressSink(engine)
     request = engine.add_one(list(range(200)), 3)
     for num_steps in range(2, 20, 3):
         for _ in range(num_steps):
@@ -252,7 +252,7 @@ def test_a_suspect_with_a_long_prompt_keeps_its_trial_until_its_token():
 
 def test_a_trial_is_told_before_the_engine_can_die_of_deciding_its_step():
     engine = EngineHarness(gates=[DeadlyGate([1])])
-    herald = Herald(engine)
+    herald = CrashProgressSink(engine)
     poison = engine.add_one([1], 3, crash_count=3)
     engine.add_one([2], 3, crash_count=3)
     with pytest.raises(ZeroDivisionError):
@@ -262,7 +262,7 @@ def test_a_trial_is_told_before_the_engine_can_die_of_deciding_its_step():
 
 def test_who_saw_an_engine_die_is_told_of_when_it_is_begun_with_and_not_while_it_waits():
     engine = EngineHarness(max_num_seqs=1, gates=[DeadlyGate([3])])
-    herald = Herald(engine)
+    herald = CrashProgressSink(engine)
     first, second, third = [engine.add_one([each], 3, crash_count=1) for each in range(1, 4)]
     engine.step()
     assert herald.told == [(first, False)]
@@ -274,7 +274,7 @@ def test_who_saw_an_engine_die_is_told_of_when_it_is_begun_with_and_not_while_it
 
 def test_who_finds_no_room_is_told_of_once():
     engine = EngineHarness(num_blocks=5, block_size=4, max_model_len=16)
-    herald = Herald(engine)
+    herald = CrashProgressSink(engine)
     engine.add_one([1] * 12, 4, ignore_eos=True)
     waits = engine.add_one([2] * 12, 4, crash_count=1)
     for _ in range(3):
@@ -286,19 +286,19 @@ def test_who_finds_no_room_is_told_of_once():
 def test_who_is_tried_is_told_before_its_step_is_decided_and_all_others_leave_the_line():
     """What the engine dies of without asking anybody is the fault of what it looks at."""
     engine = EngineHarness()
-    herald = Herald(engine)
+    herald = CrashProgressSink(engine)
     first, second = [engine.add_one([each], 3, crash_count=3) for each in (1, 2)]
     late = engine.add_one([9], 3)
     for _ in range(2):
-        engine.scheduler.convene()
+        engine.scheduler.isolate_suspect()
         assert herald.told == [(first, True)]
         assert next(iter(engine.scheduler.waiting)) is first
         assert engine.scheduler.waiting.num_ready == 1
-        assert {second.status, late.status} == {RequestStatus.WAITING_FOR_TRIAL}
+        assert {second.status, late.status} == {RequestStatus.WAITING_FOR_ISOLATION}
     engine.step()
     newcomer = engine.add_one([8], 3)
-    engine.scheduler.convene()
-    assert newcomer.status is RequestStatus.WAITING_FOR_TRIAL
+    engine.scheduler.isolate_suspect()
+    assert newcomer.status is RequestStatus.WAITING_FOR_ISOLATION
     assert engine.scheduler.waiting.num_ready == 0
     engine.run()
     assert herald.trials == [first, second]
@@ -311,17 +311,17 @@ def test_without_suspects_nobody_leaves_the_line():
     engine = EngineHarness(max_num_seqs=1)
     requests = [engine.add_one([each], 3, crash_count=2) for each in (1, 2)]
     engine.step()
-    engine.scheduler.convene()
+    engine.scheduler.isolate_suspect()
     assert [each.status for each in requests] == [RequestStatus.RUNNING, RequestStatus.WAITING]
 
 
 def test_those_who_run_are_heard_to_the_end_of_the_step_that_is_under_way():
     engine = EngineHarness()
-    herald = Herald(engine)
+    herald = CrashProgressSink(engine)
     running = engine.add_one([1], 5)
     engine.step()
     engine.add_one([9], 5, crash_count=3)
-    engine.scheduler.convene()
+    engine.scheduler.isolate_suspect()
     assert herald.told == [], "it is not alone yet"
     assert running.status is RequestStatus.RUNNING
     assert engine.scheduler.waiting.num_ready == 1
@@ -329,7 +329,7 @@ def test_those_who_run_are_heard_to_the_end_of_the_step_that_is_under_way():
 
 def test_who_may_not_begin_in_a_pause_keeps_nobody_from_a_trial():
     engine = EngineHarness()
-    herald = Herald(engine)
+    herald = CrashProgressSink(engine)
     fresh = engine.add_one([1], 3, crash_count=3)
     begun = engine.add_one([2], 3, crash_count=3, output_token_ids=(tuple(undisturbed([2], 1)),))
     engine.scheduler.pause("finish_running")
@@ -348,18 +348,18 @@ def test_who_may_not_begin_in_a_pause_keeps_nobody_from_a_trial():
 def test_who_waits_for_a_trial_that_a_pause_forbids_goes_on():
     """The trial comes when the pause is over, and then the others wait for it again."""
     engine = EngineHarness()
-    herald = Herald(engine)
+    herald = CrashProgressSink(engine)
     begun = engine.add_one([2], 6, output_token_ids=(tuple(undisturbed([2], 1)),))
     suspect = engine.add_one([1], 3, crash_count=3)
-    engine.scheduler.convene()
-    assert begun.status is RequestStatus.WAITING_FOR_TRIAL
+    engine.scheduler.isolate_suspect()
+    assert begun.status is RequestStatus.WAITING_FOR_ISOLATION
     engine.scheduler.pause("finish_running")
     engine.step()
     assert begun.status is RequestStatus.RUNNING
     assert suspect.num_output_tokens == 0
     engine.scheduler.resume()
     engine.step()
-    assert begun.status is RequestStatus.WAITING_FOR_TRIAL
+    assert begun.status is RequestStatus.WAITING_FOR_ISOLATION
     assert suspect.num_output_tokens > 0
     engine.run()
     assert herald.trials[-1] is suspect

@@ -3,8 +3,8 @@
 import pytest
 
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.gates import Candidate
-from engine_core.scheduler.sibling_forks import SiblingForks
+from engine_core.scheduler.hooks import Candidate
+from engine_core.scheduler.prefix_sharing import SiblingForks
 from engine_core.scheduler.step_plan import StepPlan
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.gates import FakeGate
@@ -317,13 +317,13 @@ def test_a_step_looks_at_nobody_who_waits_for_the_prompt():
     first = requests[0]
     first.status = RequestStatus.RUNNING
     for each in requests[1:]:
-        assert gate.holds(Candidate(each, engine.kv_cache))
+        assert gate.is_blocked(Candidate(each, engine.kv_cache))
     choices.num_looks = 0
     for _ in range(10):
-        gate.begin(StepPlan(100, 0.0, 100))
+        gate.begin_admission(StepPlan(100, 0.0, 100))
     assert (choices.num_looks, woken) == (0, [])
     first.num_computed_tokens = len(PROMPT)
-    gate.begin(StepPlan(100, 0.0, 100))
+    gate.begin_admission(StepPlan(100, 0.0, 100))
     assert woken == requests[1:]
     assert choices.num_looks == 0
 
@@ -333,9 +333,9 @@ def test_who_gives_way_in_the_pass_itself_does_not_wait_for_its_own_prompt():
     first, second = engine.add(PROMPT, max_tokens=2, n=2)
     gate = SiblingForks(engine.kv_cache, {first.request_id: {0: first, 1: second}})
     first.status = RequestStatus.RUNNING
-    assert gate.holds(Candidate(second, engine.kv_cache))
+    assert gate.is_blocked(Candidate(second, engine.kv_cache))
     first.status = RequestStatus.PREEMPTED
-    assert not gate.holds(Candidate(first, engine.kv_cache))
+    assert not gate.is_blocked(Candidate(first, engine.kv_cache))
 
 
 def test_where_one_that_computes_the_prompt_gives_way_another_is_waited_for():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.kv_cache.event_log import KVEventLog
+from engine_core.kv_cache.events import KVEventLog
 from engine_core.request import RequestStatus
 from proto.kv_events import AllBlocksCleared, BlockStored
 from tests.fakes.engine_harness import EngineHarness, scheduled

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.scheduler.swap_rule import ByRates, swap_rule_of
+from engine_core.scheduler.preemption import ByRates, make_swap_rule
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.kv_connector import FakeConnector, always
 from tests.fakes.paged_runner import undisturbed
@@ -18,7 +18,7 @@ def measured(setup: float, load_token: float, compute_token: float) -> ByRates:
 
 
 def test_the_settings_decide_alone() -> None:
-    recompute, swap = swap_rule_of("recompute"), swap_rule_of("swap")
+    recompute, swap = make_swap_rule("recompute"), make_swap_rule("swap")
     for rule in (recompute, swap):
         rule.learn_load(100, 1000.0)
         rule.learn_step(100, 0.001)
@@ -27,7 +27,7 @@ def test_the_settings_decide_alone() -> None:
 
 
 def test_auto_loads_until_both_rates_are_known() -> None:
-    rule = swap_rule_of("auto")
+    rule = make_swap_rule("auto")
     assert rule.loads(1)
     rule.learn_load(100, 1000.0)
     assert rule.loads(1)

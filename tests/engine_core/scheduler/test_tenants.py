@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.scheduler.tenants import MAX_DEBTS, OUTPUT_WEIGHT, TenantLedger
+from engine_core.scheduler.tenant_usage import MAX_DEBTS, OUTPUT_WEIGHT, TenantUsage
 from tests.fakes.engine_harness import EngineHarness
 
 CREDIT = 100
@@ -12,7 +12,7 @@ class Book:
     """A ledger, with requests that a test moves about."""
 
     def __init__(self, credit=CREDIT):
-        self.ledger = TenantLedger(credit)
+        self.ledger = TenantUsage(credit)
         self.engine = EngineHarness()
 
     def waiting(self, tenant, length=10):

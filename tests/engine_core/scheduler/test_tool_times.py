@@ -6,7 +6,7 @@ from statistics import correlation
 
 import pytest
 
-from engine_core.scheduler.tool_times import (
+from engine_core.retention.ttl_rule import (
     FEW,
     FEWEST,
     MAX_TOOLS,
@@ -14,8 +14,8 @@ from engine_core.scheduler.tool_times import (
     WINDOW,
     Durations,
     ToolTimes,
+    TurnCounts,
 )
-from engine_core.scheduler.turn_counts import TurnCounts
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from engine_core.scheduler.policies import policy_of
-from engine_core.scheduler.tenants import TenantLedger
-from engine_core.scheduler.victims import Victims, index_of
+from engine_core.scheduler.preemption import PreemptionOrder, index_of
+from engine_core.scheduler.queues.registry import policy_of
+from engine_core.scheduler.tenant_usage import TenantUsage
 from tests.fakes.engine_harness import EngineHarness
 
 
@@ -14,9 +14,9 @@ class Book:
     """A running list, told to victims and ledger as the scheduler does; `served` is drawn."""
 
     def __init__(self, policy: str) -> None:
-        self.ledger = TenantLedger(0)
+        self.ledger = TenantUsage(0)
         self.policy = policy_of(policy, self.ledger)
-        self.victims = Victims(self.policy)
+        self.victims = PreemptionOrder(self.policy)
         self.running = []
         self.engine = EngineHarness()
 
@@ -86,15 +86,15 @@ def test_a_victim_costs_a_look_at_each_tenant():
     looks = 0
 
     class Counting:
-        make_victim_order = book.policy.make_victim_order
-        victim_rank = book.policy.victim_rank
+        make_preemption_queue = book.policy.make_preemption_queue
+        preemption_rank = book.policy.preemption_rank
 
         def served(self, tenant):
             nonlocal looks
             looks += 1
             return book.ledger.served(tenant)
 
-    victims = Victims(Counting())
+    victims = PreemptionOrder(Counting())
     for request in book.running:
         victims.admit(request)
     assert victims.first() is book.running[-1]

@@ -144,7 +144,7 @@ def test_a_block_that_is_only_held_for_a_copy_is_nobodys():
     request = requests.make([1] * 40)
     assert requests.schedule(request) is not None
     table = manager.block_ids(request.handle)[0]
-    manager.holds.hold(table)
+    manager.transfer_refs.hold(table)
     manager.free(request)
     cells = spread(decoded(block_map(manager, {})))
     assert cells == truth(manager, {})

@@ -1,0 +1,408 @@
+"""The second half of a step: requests that wait.
+
+Owns the memory of the last refusal; moves requests from the head of the queue to
+the end of the running list. The first one without room ends the pass, so that
+nobody overtakes it; one that a gate holds is set aside, and the next one's turn
+has come.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final, Protocol
+
+from engine_core.kv_cache.manager import NOTHING_COMPUTED, ComputedBlocks, KVCacheManager
+from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.fairness import TenantFairness
+from engine_core.scheduler.hooks import AdmissionGate, Candidate, Unblock
+from engine_core.scheduler.kv_transfer import KVTransferManager
+from engine_core.scheduler.limits import ChunkRule
+from engine_core.scheduler.preemption import KVWatermarks, NonRunningBlocks, NoPressure, Pressure
+from engine_core.scheduler.queues.base import RequestQueue
+from engine_core.scheduler.step_plan import StepPlan
+from proto.config import SchedulerConfig
+from proto.engine_io import PauseMode
+
+# Pausing: no new request starts, or nothing is scheduled at all.
+#
+# Owns the mode and the requests that wait for its end.
+
+
+class Pause:
+    """A gate that is open, unless an operator has asked otherwise.
+
+    finish_running: requests that have not begun are held; the others go on to their
+    end, with all their choices, also those that are preempted meanwhile or come from an
+    engine that died. freeze: the scheduler plans nothing.
+    """
+
+    status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_RESUME
+
+    def __init__(self, choices: Mapping[int, Mapping[int, Request]]) -> None:
+        """choices: unfinished choices by number, by request id; read only."""
+        self._choices = choices
+        self._begun: set[int] = set()  # ids of requests that have begun with some choice
+        self._mode: PauseMode | None = None
+        self._held: dict[int, Request] = {}
+
+    @property
+    def mode(self) -> PauseMode | None:
+        """None without a pause."""
+        return self._mode
+
+    @property
+    def frozen(self) -> bool:
+        return self._mode == "freeze"
+
+    def begin_pause(self, mode: PauseMode) -> None:
+        """Pause, or change the mode of the pause."""
+        self._mode = mode
+
+    def end_pause(self) -> None:
+        """Let everyone back into the line; nothing happens without a pause."""
+        self._mode = None
+        held, self._held = self._held, {}
+        for request in held.values():
+            self._unblock(request)
+
+    def attach(self, unblock: Unblock) -> None:
+        self._unblock = unblock
+
+    def begin_admission(self, plan: StepPlan) -> None:
+        """Nothing changes by a step."""
+
+    def stops(self, request: Request) -> bool:
+        """Whether a request is not to begin as long as this lasts."""
+        if self._mode is None or request.request_id in self._begun:
+            return False
+        return not request.num_output_tokens
+
+    def is_blocked(self, candidate: Candidate) -> bool:
+        request = candidate.request
+        if not self.stops(request):
+            return False
+        self._held[request.handle] = request
+        return True
+
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None:
+        self._begun.add(request.request_id)
+
+    def on_released(self, request: Request) -> None:
+        self._held.pop(request.handle, None)
+        if len(self._choices[request.request_id]) == 1:
+            self._begun.discard(request.request_id)
+
+
+# Rules about room that hold for whoever is next, beyond "its next tokens fit".
+#
+# A rule that says no stops the line for this step: no later request overtakes for want of
+# room. No rule is asked while nothing runs or loads, so that there is always progress.
+
+
+DEFAULT_HYSTERESIS: Final = 0.9
+"""Where nothing else is said, admission goes on below this part of where it stopped."""
+
+
+class AdmissionRule(Protocol):
+    """A condition on the pool for letting one more request in."""
+
+    def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
+        """Whether `request` may start with `num_new_tokens` after its cached blocks.
+
+        Less room in the pool never turns a no into a yes.
+        """
+        ...
+
+
+class Watermark:
+    """Some blocks stay free when a request comes in, for those that run and grow."""
+
+    def __init__(self, kv_cache: KVCacheManager, fraction: float) -> None:
+        self._kv_cache = kv_cache
+        self._num_reserved = int(fraction * kv_cache.num_usable_blocks)
+
+    def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
+        needed = self._kv_cache.num_blocks_needed(request, num_new_tokens, computed)
+        return needed + self._num_reserved <= self._kv_cache.num_free_blocks
+
+
+class WholeSequence:
+    """All tokens a request has by now must fit, not just the first chunk of them.
+
+    So must what the prompts of running requests have yet to take.
+    """
+
+    def __init__(self, kv_cache: KVCacheManager, running: Sequence[Request]) -> None:
+        self._kv_cache = kv_cache
+        self._running = running
+
+    def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
+        num_missing = request.num_tokens - request.num_computed_tokens - computed.num_tokens
+        needed = self._needed(request, num_missing, computed)
+        for each in self._running:
+            num_missing = each.num_tokens - each.num_computed_tokens
+            if num_missing > 1:
+                needed += self._needed(each, num_missing, NOTHING_COMPUTED)
+        return needed <= self._kv_cache.num_free_blocks
+
+    def _needed(self, request: Request, num_missing: int, computed: ComputedBlocks) -> int:
+        """Blocks that the missing tokens take; a window gives some back on the way."""
+        kv_cache = self._kv_cache
+        return min(
+            kv_cache.num_blocks_needed(request, num_missing, computed),
+            kv_cache.most_blocks(request.num_tokens),
+        )
+
+
+def make_kv_watermarks(config: SchedulerConfig, kv_cache: KVCacheManager) -> Pressure:
+    """The thresholds of a configuration, if it sets any below the whole pool."""
+    stop, preempt = config.stop_admission_above, config.preempt_above
+    if stop == preempt == 1.0:
+        return NoPressure()
+    resume = config.resume_admission_below
+    if resume is None:
+        resume = DEFAULT_HYSTERESIS * stop
+    return KVWatermarks(kv_cache, resume, stop, preempt)
+
+
+def rules_of(
+    config: SchedulerConfig,
+    kv_cache: KVCacheManager,
+    running: Sequence[Request],
+    pressure: Pressure,
+) -> tuple[AdmissionRule, ...]:
+    """The rules that a configuration asks for; none by default."""
+    rules: list[AdmissionRule] = []
+    if not isinstance(pressure, NoPressure):
+        rules.append(pressure)
+    if config.scheduler_reserve_full_isl:
+        rules.append(WholeSequence(kv_cache, running))
+    if config.watermark:
+        rules.append(Watermark(kv_cache, config.watermark))
+    return tuple(rules)
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """The head of the line found no room; how things stood then.
+
+    num_missing, num_new: tokens without KV, and those of them it wanted to begin with.
+    found, next_one: hash of the last block of its computed prefix, and of the block after
+    it; empty where there is none.
+
+    Nothing is remembered where there are rules or KV elsewhere: they look at more than this;
+    nor where there are windows, in which a block before the last one may be lost, or a later one
+    found; nor in a step that admitted somebody, whose fork the request may be in the next.
+    Otherwise, until the pool is freer, or a request at rest holds blocks, or somebody has to
+    give way, or fewer tokens are wanted, or that prefix is shorter (a chunk that begins earlier
+    needs fewer blocks) or longer, looking again is in vain.
+    """
+
+    request: Request
+    num_missing: int
+    num_new: int
+    num_free: int
+    found: Sequence[bytes]
+    next_one: Sequence[bytes]
+
+
+class AdmissionPass:
+    """Admits waiting requests while budget, seats and blocks last."""
+
+    def __init__(
+        self,
+        waiting: RequestQueue,
+        running: list[Request],
+        kv_cache: KVCacheManager,
+        chunks: ChunkRule,
+        max_num_seqs: int,
+        rules: Sequence[AdmissionRule],
+        gates: Sequence[AdmissionGate],
+        non_running_blocks: NonRunningBlocks,
+        fairness: TenantFairness,
+        kv_transfer: KVTransferManager,
+    ) -> None:
+        self._waiting = waiting
+        self._running = running
+        self._kv_cache = kv_cache
+        self._chunks = chunks
+        self._num_seats = min(max_num_seqs, chunks.step_budget)  # a token each in a step
+        self._rules = rules
+        self._gates = gates
+        self._non_running_blocks = non_running_blocks
+        self._fairness = fairness
+        self._kv_transfer = kv_transfer
+        self._refusal: _Refusal | None = None
+        self._remembers = not rules and not kv_transfer.connected and not kv_cache.has_windows
+
+    @property
+    def num_free_seats(self) -> int:
+        """So many more requests may run at once."""
+        return max(0, self._num_seats - len(self._running))
+
+    def run(self, plan: StepPlan) -> None:
+        for gate in self._gates:
+            gate.begin_admission(plan)
+        waiting = self._waiting
+        while self._has_budget(plan) and waiting.num_ready and self._may_have_seat():
+            request = waiting.peek()
+            if self._refusal is not None and self._is_refused(request, self._refusal, plan):
+                return
+            candidate = Candidate(request, self._kv_cache)
+            if not self._is_held(candidate) and not self._admit(candidate, plan):
+                return
+
+    @staticmethod
+    def _has_budget(plan: StepPlan) -> bool:
+        return plan.budget > 0 and plan.prompt_budget > 0
+
+    def _has_seat(self) -> bool:
+        return len(self._running) < self._num_seats
+
+    def _may_have_seat(self) -> bool:
+        return self._has_seat() or self._fairness.may_claim(self._waiting.peek())
+
+    def _is_refused(self, request: Request, refusal: _Refusal, plan: StepPlan) -> bool:
+        kv_cache = self._kv_cache
+        return (
+            refusal.request is request
+            and bool(self._running)
+            and not self._non_running_blocks.any_at_rest
+            and not self._fairness.may_claim(request)
+            and kv_cache.num_free_blocks <= refusal.num_free
+            and self._first_chunk(refusal.num_missing, plan) >= refusal.num_new
+            and all(map(kv_cache.is_cached, refusal.found))
+            and not any(map(kv_cache.is_cached, refusal.next_one))
+        )
+
+    def _first_chunk(self, num_missing: int, plan: StepPlan) -> int:
+        return self._chunks.first_chunk(num_missing, min(plan.budget, plan.prompt_budget))
+
+    def _refuse(self, candidate: Candidate, num_new: int, plan: StepPlan) -> None:
+        if not self._remembers or plan.admitted:
+            return
+        request, num_computed = candidate.request, candidate.num_computed_tokens
+        num_blocks = num_computed // self._kv_cache.block_size
+        self._refusal = _Refusal(
+            request,
+            num_missing=request.num_tokens - num_computed,
+            num_new=num_new,
+            num_free=self._kv_cache.num_free_blocks,
+            found=request.block_hashes[max(num_blocks - 1, 0) : num_blocks],
+            next_one=request.block_hashes[num_blocks : num_blocks + 1],
+        )
+
+    def _is_held(self, candidate: Candidate) -> bool:
+        for gate in self._gates:
+            if gate.is_blocked(candidate):
+                candidate.request.status = gate.status
+                self._waiting.park(candidate.request)
+                return True
+        return False
+
+    def _admit(self, candidate: Candidate, plan: StepPlan) -> bool:
+        """Take in the head of the queue; False, with nothing changed, if it has to wait.
+
+        True without that where somebody has given way: it is to be looked at once more, as
+        what it found in the cache may be gone.
+
+        0                       num_computed                  num_tokens
+        |---its own-or--|            |           |                 |
+        |---in cache----|--external--|--num_new--|---later steps---|
+        """
+        request = candidate.request
+        num_computed = candidate.num_computed_tokens + candidate.num_external_tokens
+        num_computed = min(num_computed, request.num_tokens - 1)
+        if request.num_output_placeholders:
+            return False  # preempted; until its late token is here, nobody knows what to compute
+        if request in plan.preempted:
+            return False  # it gave way in this pass, and is not to take the room back in it
+        if self._fairness.is_behind(request):
+            return False
+        if candidate.loads_async:
+            return self._load(candidate, plan)
+        if not self._has_seat():
+            return self._fairness.claim(request, plan)
+        num_missing = request.num_tokens - num_computed
+        num_new = self._first_chunk(num_missing, plan)
+        if num_new == 0:
+            return False
+        if not self._has_room(request, num_new, candidate):
+            if self._fairness.claim(request, plan):
+                return True
+            if candidate.num_external_tokens and not self._running:
+                return self._admit(candidate.without_external(), plan)
+            self._refuse(candidate, num_new, plan)
+            return False
+        self._refusal = None
+        self._waiting.pop()
+        self._running.append(request)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = num_computed
+        if request.scheduled_at is None:
+            request.scheduled_at = plan.now
+            request.num_cached_tokens = num_computed
+        self._kv_transfer.begin_request(candidate)
+        plan.admitted.append(request)
+        plan.admitted_tokens.append(num_new)
+        plan.budget -= num_new
+        plan.prompt_budget -= num_new
+        for gate in self._gates:
+            gate.on_admitted(request, num_new)
+        return True
+
+    def _load(self, candidate: Candidate, plan: StepPlan) -> bool:
+        """Set the head of the queue aside with blocks for what is loaded; False if it has to wait.
+
+        The rules about room hold for it as for a request that runs at once: its blocks are taken
+        now. As long as nothing runs whose end would give room, nor any load is under way, requests
+        in line give up what they hold: else each might wait for the others' blocks. Where even
+        that does not do, all of it is computed, which may take fewer at a time.
+        """
+        external, non_running_blocks = self._kv_transfer, self._non_running_blocks
+        others = bool(self._running) or external.is_loading
+        while not (
+            external.has_room_to_load(candidate)
+            and (not others or self._rules_admit(candidate, 0))
+            and self._take_blocks(candidate, 0)
+        ):
+            if non_running_blocks.take_from_rest():
+                continue
+            if others:
+                return False
+            if not non_running_blocks.take_from_line(candidate.request):
+                return self._admit(candidate.without_external(), plan)
+        external.begin_load(candidate)
+        return True
+
+    def _has_room(self, request: Request, num_new: int, candidate: Candidate) -> bool:
+        """Allocates if the rules allow it and there are blocks, those that nobody uses included."""
+        non_running_blocks = self._non_running_blocks
+        while not self._fits(num_new, candidate):
+            if non_running_blocks.take_from_rest():
+                continue
+            if self._running or not non_running_blocks.take_from_line(request):
+                return False
+        return True
+
+    def _fits(self, num_new: int, candidate: Candidate) -> bool:
+        if self._running and not self._rules_admit(candidate, num_new):
+            return False
+        return self._take_blocks(candidate, num_new)
+
+    def _rules_admit(self, candidate: Candidate, num_new: int) -> bool:
+        """Whether every rule about room admits what is loaded and `num_new` tokens after it."""
+        num_wanted = candidate.num_external_tokens + num_new
+        for rule in self._rules:
+            if not rule.admits(candidate.request, num_wanted, candidate.computed):
+                return False
+        return True
+
+    def _take_blocks(self, candidate: Candidate, num_new: int) -> bool:
+        request, num_external = candidate.request, candidate.num_external_tokens
+        # What is loaded may reach the last token, which is computed all the same.
+        num_here = candidate.num_computed_tokens + num_external
+        num_new = min(num_new, request.num_tokens - num_here)
+        blocks = self._kv_cache.allocate_slots(
+            request, num_new, candidate.computed, num_external_tokens=num_external
+        )
+        return blocks is not None

@@ -1,0 +1,37 @@
+"""First come, first served, by jobs: a turn has the arrival of its job's first one.
+
+    preempted │ turns whose prefix is kept, by job │ all others, by job
+
+So a job that has begun gets done before younger ones, and finds its KV. A turn whose prefix is
+kept goes before jobs that came up to LEAD_SECONDS earlier: in practice before all others. A job's
+age counts for OLDEST_SECONDS at most, so that a client that puts all it asks for into one job
+does not overtake everybody for ever. What belongs to no job is a job of one turn.
+"""
+
+from typing import Final
+
+from engine_core.request import Request
+from engine_core.scheduler.queues.base import OrderedQueue
+
+LEAD_SECONDS: Final = 600.0
+OLDEST_SECONDS: Final = 3600.0
+
+
+class ContinuumQueue(OrderedQueue):
+    """Requests by job; a preempted one goes back to the head.
+
+    Preemption takes the youngest first, so several victims stand in their old order again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_restored = 0
+
+    def add(self, request: Request) -> None:
+        came = max(request.job_arrival, request.arrival_time - OLDEST_SECONDS)
+        came -= LEAD_SECONDS if request.finds_retained_prefix else 0.0
+        self.put(request, (1, came, request.arrival_time, request.request_id, request.choice))
+
+    def restore(self, request: Request) -> None:
+        self._num_restored += 1
+        self.put(request, (0, -self._num_restored))

@@ -1,0 +1,25 @@
+"""First come, first served."""
+
+from engine_core.request import Request
+from engine_core.scheduler.queues.base import OrderedQueue
+
+
+class FCFSQueue(OrderedQueue):
+    """Requests in order of arrival; a preempted one goes back to the head.
+
+    Preemption takes the youngest running request first, so several victims put
+    back one after the other stand in their old order again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = 0
+        self._first = 0
+
+    def add(self, request: Request) -> None:
+        self._last += 1
+        self.put(request, self._last)
+
+    def restore(self, request: Request) -> None:
+        self._first -= 1
+        self.put(request, self._first)

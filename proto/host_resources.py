@@ -1,0 +1,162 @@
+"""CPU cores and memory that this process may use: affinity, control groups, /proc."""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+_MOUNT: Final = "sys/fs/cgroup"
+_HYBRID: Final = "sys/fs/cgroup/unified"
+_OWN: Final = "proc/self/cgroup"
+
+
+def cpu_limit(root: Path) -> float | None:
+    """CPU seconds a second that may be used; None for no limit.
+
+    root: holds the `proc` and `sys` trees that describe the machine.
+    """
+    limits = [
+        limit
+        for folder in _folders(root, "cpu")
+        for limit in (_quota(folder / "cpu.max"), _old_quota(folder))
+        if limit is not None
+    ]
+    return min(limits, default=None)
+
+
+def memory_left(root: Path) -> int | None:
+    """Bytes that may be allocated beyond what is; cached files make room. None for no limit."""
+    left = [
+        _left(folder, *names)
+        for folder in _folders(root, "memory")
+        for names in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        )
+    ]
+    return min((each for each in left if each is not None), default=None)
+
+
+def _folders(root: Path, controller: str) -> Iterator[Path]:
+    """Where limits for a controller may be, of both versions."""
+    for name, group in _own_groups(root):
+        if name == "":
+            mounts = [root / _MOUNT, root / _HYBRID]
+        elif controller in name.split(","):
+            mounts = [root / _MOUNT / name, root / _MOUNT / controller]
+        else:
+            continue
+        inside = PurePosixPath(group.lstrip("/"))
+        for mount in mounts:
+            yield from (mount / each for each in (inside, *inside.parents))
+
+
+def _own_groups(root: Path) -> list[tuple[str, str]]:
+    """Controllers, none for version 2, and the group; the root of version 2 where nothing tells."""
+    try:
+        lines = (root / _OWN).read_text().splitlines()
+    except OSError:
+        return [("", "/")]
+    fields = [line.split(":", 2) for line in lines]
+    return [(each[1], each[2]) for each in fields if len(each) == 3]
+
+
+def _quota(file: Path) -> float | None:
+    """Of a cpu.max: microseconds, or the word max, and the period."""
+    match _words(file):
+        case [quota, period] if quota.isdigit() and period.isdigit() and int(period):
+            return int(quota) / int(period)
+    return None
+
+
+def _old_quota(folder: Path) -> float | None:
+    """Of version 1, where -1 is no limit."""
+    quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    return quota / period if quota and period else None
+
+
+def _left(folder: Path, limit_name: str, used_name: str, cached_name: str) -> int | None:
+    limit, used = _number(folder / limit_name), _number(folder / used_name)
+    if limit is None or used is None:
+        return None
+    words = _words(folder / "memory.stat")
+    stat = dict(zip(words[::2], words[1::2], strict=False))
+    return max(0, limit - used + int(stat.get(cached_name, "0")))
+
+
+def _number(file: Path) -> int | None:
+    """The number in a file; None where there is no such file or something else in it."""
+    words = _words(file)
+    return int(words[0]) if len(words) == 1 and words[0].isdigit() else None
+
+
+def _words(file: Path) -> list[str]:
+    try:
+        return file.read_text().split()
+    except OSError:
+        return []
+
+
+# ---- CPU cores ----
+
+
+ALLOWED_CPUS: Final = frozenset(os.sched_getaffinity(0))
+"""What this process may run on. OpenMP may bind the thread that loads its library to one of
+them, so whoever loads it imports this first."""
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores of the affinity mask, or fewer where a control group grants less time; at least 1.
+
+    root: holds the `proc` and `sys` trees that describe the machine.
+    """
+    cores, limit = allowed_cores(root), cpu_limit(root)
+    return cores if limit is None else max(1, min(cores, math.ceil(limit)))
+
+
+def allowed_cores(root: Path = Path("/")) -> int:
+    """Cores of the affinity mask, whatever time is granted on them.
+
+    Two hardware threads of a core count once: they share what multiplies.
+    """
+    return len({_core(root, cpu) for cpu in ALLOWED_CPUS})
+
+
+def cores_of_worker(num_workers: int, root: Path = Path("/")) -> int:
+    """Cores for each of so many workers of this machine; at least 1."""
+    return max(1, usable_cores(root) // num_workers)
+
+
+def _core(root: Path, cpu: int) -> str:
+    """A name that the hardware threads of a core share."""
+    path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+# ---- Memory ----
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that can be allocated without swapping, within the limits of the control groups.
+
+    root: holds the `proc` and `sys` trees that describe the machine.
+    """
+    fields = dict(
+        line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if line
+    )
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    left = memory_left(root)
+    return free if left is None else min(free, left)
+
+
+def resident_memory(pid: int, root: Path = Path("/")) -> int:
+    """Bytes of a process that are in memory; 0 for one that is gone."""
+    try:
+        pages = int((root / f"proc/{pid}/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,121 @@
+"""TLS and API keys of the HTTP port, loaded from the files that the settings name.
+
+The supervisor loads both before the model, to report errors early; each API server loads its own.
+"""
+
+import ssl
+from dataclasses import dataclass, field
+from typing import Final
+
+from proto.config import FrontEndConfig, flag_name
+from proto.errors import ConfigError
+
+MAX_KEYS: Final = 1024
+"""Every request with a key is compared with all of them."""
+MAX_NAME_CHARACTERS: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """name: of the tenant whose key it is; empty for one from the settings, and for operators'."""
+
+    name: str
+    key: bytes = field(repr=False)
+    operator: bool = False
+
+
+def read_api_keys(config: FrontEndConfig) -> tuple[ApiKey, ...]:
+    """All keys, none where everyone may come; raises ConfigError naming file and line."""
+    keys = []
+    if config.api_key is not None:
+        keys.append(ApiKey("", config.api_key.encode()))
+    if config.api_key_file is not None:
+        keys += _read_file("api_key_file", config.api_key_file)
+    if config.admin_api_key is not None:
+        keys.append(ApiKey("", config.admin_api_key.encode(), operator=True))
+    if config.admin_api_key_file is not None:
+        named = _read_file("admin_api_key_file", config.admin_api_key_file)
+        keys += [ApiKey("", each.key, operator=True) for each in named]
+    if len({each.key for each in keys}) < len(keys):
+        raise ConfigError("the same API key was given twice", "api_key_file")
+    return tuple(keys)
+
+
+def _read_file(setting: str, path: str) -> list[ApiKey]:
+    try:
+        with open(path, encoding="utf-8") as stream:
+            lines = stream.read().splitlines()
+    except OSError as error:
+        raise _wrong(setting, path, error.strerror or "cannot be read") from None
+    except UnicodeDecodeError:
+        raise _wrong(setting, path, "is not UTF-8 text") from None
+    keys = []
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2 or len(words[0]) > MAX_NAME_CHARACTERS:
+            raise _wrong(setting, path, f"line {number} is not a name and a key")
+        keys.append(ApiKey(words[0], words[1].encode()))
+    if not keys:
+        raise _wrong(setting, path, "there is no key in it")
+    if len(keys) > MAX_KEYS:
+        raise _wrong(setting, path, f"more than {MAX_KEYS} keys")
+    return keys
+
+
+def _wrong(setting: str, path: str, what: str) -> ConfigError:
+    return ConfigError(f"{flag_name(setting)} {path}: {what}", setting)
+
+
+_CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
+"""For TLS 1.2: forward secrecy and authenticated encryption; 1.3 has nothing else."""
+
+
+def server_context(config: FrontEndConfig) -> ssl.SSLContext:
+    """What connections are encrypted with; raises ConfigError naming the file at fault.
+
+    `config.ssl_certfile` must be given; without a key file it holds the key, too.
+    """
+    assert config.ssl_certfile is not None, "nothing says that there is TLS"
+    for setting in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        _check_readable(setting, getattr(config, setting))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers(_CIPHERS)
+    try:
+        # without a password of ours OpenSSL would ask the terminal for one
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(
+            f"--ssl-certfile {config.ssl_certfile} with the key in "
+            f"{config.ssl_keyfile or 'the same file'}: {_reason(error)}",
+            "ssl_certfile",
+        ) from None
+    if config.ssl_ca_certs is not None:
+        try:
+            context.load_verify_locations(config.ssl_ca_certs)
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"--ssl-ca-certs {config.ssl_ca_certs}: {_reason(error)}", "ssl_ca_certs"
+            ) from None
+    context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
+    return context
+
+
+def _check_readable(field: str, path: str | None) -> None:
+    if path is None:
+        return
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{flag_name(field)} {path}: {error.strerror}", field) from None
+
+
+def _reason(error: Exception) -> str:
+    """OpenSSL's words, without its numbers: "key values mismatch"."""
+    reason = getattr(error, "reason", None)
+    if not reason:
+        return "not what belongs in a PEM file, or encrypted with a password"
+    return str(reason).replace("_", " ").lower()

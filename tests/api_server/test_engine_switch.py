@@ -1,0 +1,450 @@
+"""A reload as clients of the front end see it: not at all."""
+
+import asyncio
+import json
+import shutil
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from api_server.engine_connection import FromEngine
+from api_server.engine_switch import EngineSwitch
+from proto.config import ModelConfig
+from proto.engine_io import FinishReason
+from proto.lifecycle import EngineLeft, NewEngine, NextEngine, NextReady, Switched
+from proto.sockets import Link, front_end_path
+from proto.stats import SchedulerStats
+from proto.view import Watch
+from tests.api_server.test_live_view import view, watching
+from tests.fakes.fake_engine import FakeEngine
+
+LIMIT_SECONDS = 20
+
+
+class Case:
+    """A front end whose engine has epoch 1, with the test as its supervisor."""
+
+    def __init__(self, front_end):
+        self.front_end = front_end
+        self.engines = {1: front_end.engine}
+        self.told = asyncio.Queue()
+        config = ModelConfig()
+        self.engine_switch = EngineSwitch(
+            0, front_end.app.state, config, self.meet, self.told.put_nowait
+        )
+
+    def path(self, epoch):
+        return front_end_path(self.front_end.run_dir, epoch, 0)
+
+    def meet(self, epoch):
+        return Link.connect(self.path(epoch), FromEngine)
+
+    def bear(self, epoch, **fields):
+        """Another engine; it has not announced itself."""
+        vocab_size = self.engines[1].vocab_size + 1  # room for another token
+        engine = FakeEngine(
+            self.path(epoch), vocab_size=vocab_size, epoch=epoch, accepts=True, **fields
+        )
+        self.engines[epoch] = engine
+        return engine
+
+    async def next(self):
+        async with asyncio.timeout(LIMIT_SECONDS):
+            return await self.told.get()
+
+    async def begin(self, epoch=1, **fields):
+        """A completion under way at the engine of this epoch."""
+        answer = asyncio.create_task(
+            self.front_end.complete(return_token_ids=True, max_tokens=2, **fields)
+        )
+        async with asyncio.timeout(LIMIT_SECONDS):
+            return answer, await self.engines[epoch].requests.get()
+
+    async def tokens(self, answer):
+        response = await answer
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]["token_ids"]
+
+    async def side_by_side(self, epoch, model):
+        """Up to the moment before the switch."""
+        engine = self.bear(epoch)
+        self.engine_switch.prepare(NextEngine(epoch, model, in_place=False))
+        engine.announce()
+        assert await self.next() == NextReady(0, epoch)
+        return engine
+
+    async def switch(self, epoch):
+        """From the engine of before, which is another one."""
+        self.engine_switch.switch(epoch)
+        assert await self.next() == Switched(0, epoch)
+
+    async def close(self):
+        for engine in self.engines.values():
+            if engine is not self.front_end.engine:
+                await engine.close()
+
+
+@pytest.fixture
+async def case(start):
+    async with start(accepts=True) as front_end:
+        each = Case(front_end)
+        yield each
+        await each.close()
+
+
+async def test_who_is_inside_stays_and_who_comes_goes_to_the_next_engine(case, model):
+    old, first = await case.begin()
+    engine = case.bear(2)
+    case.engine_switch.prepare(NextEngine(2, model, in_place=False))
+    before, second = await case.begin()
+    assert case.told.empty(), "the next engine has not announced itself"
+    engine.announce()
+    assert await case.next() == NextReady(0, 2)
+    await case.switch(2)
+    new, third = await case.begin(2)
+    assert (first.epoch, second.epoch, third.epoch) == (1, 1, 2)
+    engine.emit(third, [42, 43], finish=FinishReason.LENGTH)
+    assert await case.tokens(new) == [42, 43]
+    for request in (first, second):
+        case.engines[1].emit(request, [40, 41], finish=FinishReason.LENGTH)
+        assert case.told.empty()
+        assert await case.tokens(old if request is first else before) == [40, 41]
+    assert await case.next() == EngineLeft(0, 1)
+    assert len({first.request_id, second.request_id, third.request_id}) == 3
+
+
+async def test_an_operators_call_that_is_under_way_at_the_switch_reaches_both_engines(case, model):
+    """Whichever answers, the daemon is paused."""
+    await case.side_by_side(2, model)
+    call = asyncio.create_task(
+        case.front_end.app_state.client.admin("pause", pause_mode="finish_running")
+    )
+    await asyncio.sleep(0)  # it is sent, and not answered
+    assert case.engines[1].calls == []
+    await case.switch(2)
+    assert (await call).ok
+    async with asyncio.timeout(LIMIT_SECONDS):
+        while not (case.engines[1].calls and case.engines[2].calls):
+            await asyncio.sleep(0)
+    for epoch in (1, 2):
+        (made,) = case.engines[epoch].calls
+        assert (made.epoch, made.name, made.pause_mode) == (epoch, "pause", "finish_running")
+
+
+async def test_who_watches_sees_the_engine_that_is_asked_now(case, model):
+    """Before the switch the old one, after it the new one, and that there was a reload."""
+    async with asyncio.timeout(LIMIT_SECONDS), watching(case.front_end) as stream:
+        old = case.engines[1]
+        assert (await stream.next())[0] == "hello"
+        assert await old.watches.get() == Watch(1, True)
+        new = await case.side_by_side(2, model)
+        new.show(view(epoch=2, step=20))
+        old.show(view(epoch=1, step=10))
+        assert (await stream.next())[1]["step"] == 10
+        assert new.watches.empty()
+        await case.switch(2)
+        assert await old.watches.get() == Watch(1, False)
+        assert await new.watches.get() == Watch(2, True)
+        old.show(view(epoch=1, step=11))
+        new.show(view(epoch=2, step=21))
+        kind, notice = await stream.next()
+        assert (kind, notice["kind"]) == ("notice", "reload")
+        assert (await stream.next())[1]["step"] == 21
+
+
+async def test_an_abort_goes_to_the_engine_that_has_the_request(case, model):
+    answer, request = await case.begin(stream=True)
+    await case.side_by_side(2, model)
+    await case.switch(2)
+    answer.cancel()
+    async with asyncio.timeout(LIMIT_SECONDS):
+        abort = await case.engines[1].aborts.get()
+    assert (abort.epoch, abort.request_id) == (1, request.request_id)
+    assert await case.next() == EngineLeft(0, 1)
+    assert case.engines[2].aborts.empty()
+
+
+async def test_requests_of_an_engine_that_dies_while_it_is_left_go_on_at_the_next(case, model):
+    answer, request = await case.begin()
+    case.engines[1].emit(request, [40])
+    await case.side_by_side(2, model)
+    await case.switch(2)
+    case.engine_switch.drop(1)
+    async with asyncio.timeout(LIMIT_SECONDS):
+        again = await case.engines[2].requests.get()
+    assert (again.epoch, again.request_id, again.crash_count) == (2, request.request_id, 1)
+    assert again.output_token_ids == ((40,),)
+    case.engines[2].emit(again, [41], finish=FinishReason.LENGTH)
+    assert await case.tokens(answer) == [40, 41]
+    assert case.told.empty(), "it is known that there is nobody to leave"
+
+
+async def test_an_engine_that_is_left_and_sends_garbage_is_left_to_the_supervisor(case, model):
+    """What was lost may have been the end of a stream: its requests wait until it is dropped."""
+    answer, request = await case.begin()
+    await case.side_by_side(2, model)
+    await case.switch(2)
+    distrusted = asyncio.Queue()
+    case.front_end.app_state.client.on_invalid_message(distrusted.put_nowait)
+    case.engines[1].link.zmq_socket.send(b"\xc1")
+    case.engines[1].emit(request, [99])
+    async with asyncio.timeout(LIMIT_SECONDS):
+        assert await distrusted.get() == 1
+    assert case.engines[2].requests.empty()
+    case.engine_switch.drop(1)
+    async with asyncio.timeout(LIMIT_SECONDS):
+        again = await case.engines[2].requests.get()
+    assert again.output_token_ids == ((),)
+    case.engines[2].emit(again, [40, 41], finish=FinishReason.LENGTH)
+    assert await case.tokens(answer) == [40, 41]
+    assert distrusted.empty()
+
+
+async def test_the_next_engine_may_die_as_any_other(case, model):
+    """Requests at the one that is left are not touched by that."""
+    old, first = await case.begin()
+    await case.side_by_side(2, model)
+    await case.switch(2)
+    new, _ = await case.begin(2)
+    await case.engines.pop(2).close()
+    case.engine_switch.replace_engine(NewEngine(3, 3))
+    engine = case.bear(3)
+    engine.announce()
+    async with asyncio.timeout(LIMIT_SECONDS):
+        again = await engine.requests.get()
+    assert engine.requests.empty()
+    engine.emit(again, [42, 43], finish=FinishReason.LENGTH)
+    assert await case.tokens(new) == [42, 43]
+    case.engines[1].emit(first, [40, 41], finish=FinishReason.LENGTH)
+    assert await case.tokens(old) == [40, 41]
+    assert await case.next() == EngineLeft(0, 1)
+
+
+async def test_a_next_engine_that_does_not_come_about_leaves_no_trace(case, model):
+    case.bear(2)
+    case.engine_switch.prepare(NextEngine(2, model, in_place=False))
+    await asyncio.sleep(0)
+    case.engine_switch.drop(2)
+    case.engine_switch.switch(2)
+    answer, request = await case.begin()
+    case.engines[1].emit(request, [40, 41], finish=FinishReason.LENGTH)
+    assert await case.tokens(answer) == [40, 41]
+    assert case.told.empty()
+
+
+async def test_a_model_that_cannot_be_read_is_said(case, model, tmp_path):
+    empty = msgspec.structs.replace(model, folder=str(tmp_path))
+    case.engine_switch.prepare(NextEngine(2, empty, in_place=True))
+    said = await case.next()
+    assert (said.index, said.epoch) == (0, 2)
+    assert said.error is not None
+    assert "tokenizer.json" in said.error.message
+
+
+async def test_a_next_engine_that_sends_garbage_before_its_time_is_replaced_when_that_comes(
+    case, model
+):
+    client = case.front_end.app_state.client
+    distrusted = []
+    client.on_invalid_message(distrusted.append)
+    engine = await case.side_by_side(2, model)
+    engine.link.zmq_socket.send(b"\xc1")
+    async with asyncio.timeout(LIMIT_SECONDS):
+        while client._connections[2].ready:
+            await asyncio.sleep(0.001)
+    assert distrusted == [], "nobody asks it yet"
+    await case.switch(2)
+    assert distrusted == [2]
+    assert await case.next() == EngineLeft(0, 1)
+    late = asyncio.create_task(case.front_end.complete(return_token_ids=True, max_tokens=1))
+    while not client.num_open:
+        await asyncio.sleep(0.001)
+    case.engine_switch.replace_engine(NewEngine(3, 3))
+    following = case.bear(3)
+    following.announce()
+    async with asyncio.timeout(LIMIT_SECONDS):
+        request = await following.requests.get()
+    following.emit(request, [40], finish=FinishReason.LENGTH)
+    assert await case.tokens(late) == [40]
+    assert engine.requests.empty()
+
+
+async def test_in_place_the_next_engine_hears_who_was_accepted(case, model):
+    """Their status may be sent, so no limit of a queue refuses them."""
+    answer, request = await case.begin()
+    while not case.front_end.app_state.client._open[request.request_id].accepted:
+        await asyncio.sleep(0)
+    case.engine_switch.replace_engine(NewEngine(2, 2, died=False))
+    engine = case.bear(2)
+    engine.announce()
+    async with asyncio.timeout(LIMIT_SECONDS):
+        again = await engine.requests.get()
+    assert (again.accepted, again.crash_count) == (True, 0)
+    engine.emit(again, [40], finish=FinishReason.LENGTH)
+    assert await case.tokens(answer) == [40]
+
+
+async def test_an_engine_of_another_version_is_said(case, model):
+    engine = case.bear(2)
+    case.engine_switch.prepare(NextEngine(2, model, in_place=False))
+    engine.announce(protocol_version=99)
+    said = await case.next()
+    assert said.error is not None
+    assert "protocol 99" in said.error.message
+
+
+def other_version(model, folder: Path):
+    """The model with another tokenizer, and a template that says something else."""
+    shutil.copytree(model.folder, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken("hello", special=False)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    return msgspec.structs.replace(model, folder=str(folder))
+
+
+async def test_the_next_engine_is_asked_with_the_tokenizer_of_its_model(case, model, tmp_path):
+    """Also by requests on their way at the switch; those under way keep the old one."""
+    changed = other_version(model, tmp_path / "other")
+    old, first = await case.begin()
+    await case.side_by_side(2, changed)
+    await case.switch(2)
+    new, second = await case.begin(2)
+    assert len(second.prompt_token_ids) == 1 < len(first.prompt_token_ids)
+    chat = asyncio.create_task(case.front_end.chat(max_tokens=1))
+    third = await case.engines[2].requests.get()
+    assert third.prompt_token_ids == second.prompt_token_ids
+    for request in (second, third):
+        case.engines[2].emit(request, [40], finish=FinishReason.LENGTH)
+    assert (await new).status_code == (await chat).status_code == 200
+    case.engine_switch.drop(1)
+    assert (await old).status_code == 500, "its tokens mean something else to the next engine"
+
+
+async def test_in_place_another_tokenizer_is_refused(case, model, tmp_path):
+    changed = other_version(model, tmp_path / "other")
+    case.engine_switch.prepare(NextEngine(2, changed, in_place=True))
+    said = await case.next()
+    assert said.error is not None
+    assert "another tokenizer" in said.error.message
+
+
+async def test_in_place_everybody_waits_for_the_next_engine_and_nobody_is_blamed(
+    case, model, tmp_path
+):
+    shutil.copytree(model.folder, tmp_path / "other")
+    (tmp_path / "other" / "chat_template.jinja").write_text("fox")
+    changed = msgspec.structs.replace(model, folder=str(tmp_path / "other"))
+    answer, request = await case.begin()
+    case.engines[1].emit(request, [40])
+    case.engine_switch.prepare(NextEngine(2, changed, in_place=True))
+    assert await case.next() == NextReady(0, 2)
+    case.engine_switch.replace_engine(NewEngine(2, 2, died=False))
+    late = asyncio.create_task(case.front_end.complete(max_tokens=1))
+    while case.front_end.app_state.client.num_open < 2:
+        await asyncio.sleep(0.001)
+    engine = case.bear(2)
+    engine.announce()
+    again, other = await engine.requests.get(), await engine.requests.get()
+    assert (again.request_id, again.crash_count) == (request.request_id, 0)
+    assert again.output_token_ids == ((40,),)
+    engine.emit(again, [41], finish=FinishReason.LENGTH)
+    engine.emit(other, [42], finish=FinishReason.LENGTH)
+    assert await case.tokens(answer) == [40, 41]
+    assert (await late).status_code == 200
+    case.engine_switch.switch(2)
+    chat = asyncio.create_task(case.front_end.chat(max_tokens=1))
+    third = await engine.requests.get()
+    fox = case.front_end.app_state.tokenizer._tokenizer.encode("fox", add_special_tokens=False)
+    assert third.prompt_token_ids == fox.ids
+    engine.emit(third, [40], finish=FinishReason.LENGTH)
+    assert (await chat).status_code == 200
+    assert case.told.empty()
+
+
+async def test_gauges_are_those_of_both_engines(case, model):
+    _, request = await case.begin()
+    await case.side_by_side(2, model)
+    await case.switch(2)
+    case.engines[1].send_outputs(stats=SchedulerStats(1, 2, 0.5))
+    case.engines[2].send_outputs(stats=SchedulerStats(3, 0, 0.25))
+
+    async def shown(running, waiting, usage):
+        text = (await case.front_end.http.get("/metrics")).text
+        values = {"num_requests_running": running, "num_requests_waiting": waiting}
+        values["kv_cache_usage_perc"] = usage
+        return all(
+            f'vllm:{name}{{engine="0",model_name="toy"}} {value}\n' in text
+            for name, value in values.items()
+        )
+
+    async with asyncio.timeout(LIMIT_SECONDS):
+        while not await shown(4.0, 2.0, 0.5):
+            await asyncio.sleep(0)
+        case.engines[1].emit(request, [40, 41], finish=FinishReason.LENGTH)
+        while not await shown(3.0, 0.0, 0.25):
+            await asyncio.sleep(0)
+
+
+async def test_a_drain_waits_for_those_at_either_engine(case, model):
+    old, first = await case.begin()
+    await case.side_by_side(2, model)
+    await case.switch(2)
+    new, second = await case.begin(2)
+    assert case.engine_switch.num_in_flight == 2
+    gone = asyncio.create_task(case.engine_switch.wait_until_idle())
+    case.engines[2].emit(second, [40], finish=FinishReason.LENGTH)
+    await new
+    assert not gone.done()
+    case.engines[1].emit(first, [40], finish=FinishReason.LENGTH)
+    await old
+    await gone
+
+
+@asynccontextmanager
+async def inside(case, model):
+    """A request that is let in before the switch, and its body comes after it."""
+    port = case.front_end.http.base_url.port
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode())
+    await case.side_by_side(2, model)
+    while not case.engine_switch.num_in_flight:
+        await asyncio.sleep(0)
+    await case.switch(2)
+    assert case.told.empty()
+    yield reader, lambda: writer.write(body)
+    writer.close()
+
+
+async def test_a_request_whose_body_came_before_the_switch_is_the_old_engines(case, model):
+    """It was let in with the old tokenizer."""
+    async with inside(case, model) as (reader, go_on):
+        go_on()
+        async with asyncio.timeout(LIMIT_SECONDS):
+            request = await case.engines[1].requests.get()
+        case.engines[1].emit(request, [40], finish=FinishReason.LENGTH)
+        assert b"200 OK" in await reader.readline()
+        assert await case.next() == EngineLeft(0, 1)
+
+
+async def test_it_fails_where_that_one_died_and_no_other_has_its_tokenizer(case, model, tmp_path):
+    async with inside(case, other_version(model, tmp_path / "other")) as (reader, go_on):
+        case.engine_switch.drop(1)
+        go_on()
+        assert b"500" in await reader.readline()
+        assert case.engines[2].requests.empty()
+
+
+async def test_it_is_the_next_engines_where_that_one_died(case, model):
+    async with inside(case, model) as (reader, go_on):
+        case.engine_switch.drop(1)
+        go_on()
+        async with asyncio.timeout(LIMIT_SECONDS):
+            request = await case.engines[2].requests.get()
+        case.engines[2].emit(request, [40], finish=FinishReason.LENGTH)
+        assert b"200 OK" in await reader.readline()

@@ -1,0 +1,51 @@
+"""Turns in the order of their jobs, those whose KV is kept first."""
+
+from engine_core.scheduler.queues.continuum import LEAD_SECONDS, OLDEST_SECONDS, ContinuumQueue
+from tests.fakes.engine_harness import EngineHarness
+
+
+def turns(*jobs):
+    """Requests from (arrival of the job, of the turn, its KV is kept)."""
+    engine = EngineHarness()
+    made = []
+    for job_arrival, arrival, is_kept in jobs:
+        request = engine.add_one([1], arrival_time=float(arrival))
+        request.job_arrival, request.finds_retained_prefix = float(job_arrival), is_kept
+        made.append(request)
+    return made
+
+
+def order(queue, requests):
+    return [requests.index(queue.pop()) for _ in range(queue.num_ready)]
+
+
+def filled(requests):
+    queue = ContinuumQueue()
+    for each in reversed(requests):
+        queue.add(each)
+    return queue
+
+
+def test_a_turn_has_the_place_of_its_job_and_one_whose_kv_is_kept_goes_first():
+    requests = turns((5, 5, False), (1, 9, False), (4, 8, True), (3, 3, False), (2, 10, True))
+    assert order(filled(requests), requests) == [4, 2, 1, 3, 0]
+
+
+def test_nobody_waits_for_ever_for_younger_jobs_whose_kv_is_kept():
+    late = LEAD_SECONDS + 1
+    requests = turns((0, 0, False), (late, late, True))
+    assert order(filled(requests), requests) == [0, 1]
+
+
+def test_nobody_waits_for_ever_for_turns_of_a_job_without_an_end():
+    bound = OLDEST_SECONDS + LEAD_SECONDS
+    requests = turns((5, 5, False), (0, bound, True), (0, bound + 10, True))
+    assert order(filled(requests), requests) == [1, 0, 2]
+
+
+def test_the_preempted_stand_at_the_head_in_their_old_order():
+    requests = turns((1, 1, True), (2, 2, False), (3, 3, False))
+    queue = filled(requests[:1])
+    queue.restore(requests[2])
+    queue.restore(requests[1])
+    assert order(queue, requests) == [1, 2, 0]

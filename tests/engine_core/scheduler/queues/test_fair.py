@@ -1,0 +1,182 @@
+"""The order among tenants: who was served least goes first, each in the order of its own line."""
+
+import random
+
+import pytest
+
+from engine_core.scheduler.queues.fair import FairQueue
+from engine_core.scheduler.queues.fcfs import FCFSQueue
+from engine_core.scheduler.queues.priority import PriorityQueue
+from tests.fakes.engine_harness import EngineHarness
+
+
+class FakeStandings:
+    """Counters that a test sets; remembers what it was told."""
+
+    def __init__(self, **served):
+        self.counters = {int(name.removeprefix("t")): float(n) for name, n in served.items()}
+        self.entered, self.lined_up, self.stopped = [], [], []
+
+    def served(self, tenant):
+        return self.counters.get(tenant, 0.0)
+
+    def enter(self, request):
+        self.entered.append(request)
+
+    def line_up(self, tenant):
+        self.lined_up.append(tenant)
+
+    def stop(self, request):
+        self.stopped.append(request)
+
+
+def first_come(standings):
+    return FairQueue(FCFSQueue, lambda request: 0, standings)
+
+
+def by_priority(standings):
+    return FairQueue(PriorityQueue, lambda request: request.priority, standings)
+
+
+def requests_of(tenants, priorities=None):
+    engine = EngineHarness()
+    priorities = priorities or [0] * len(tenants)
+    return [
+        engine.add_one([1], tenant=tenant, priority=priority, arrival_time=float(number))
+        for number, (tenant, priority) in enumerate(zip(tenants, priorities, strict=True))
+    ]
+
+
+def filled(queue, requests):
+    for each in requests:
+        queue.add(each)
+    return queue
+
+
+def test_the_tenant_served_least_goes_first_and_charges_change_the_order():
+    standings = FakeStandings(t1=10, t2=20, t3=5)
+    one, other, two, three = requests = requests_of([1, 1, 2, 3])
+    queue = filled(first_come(standings), requests)
+    assert queue.pop() is three
+    assert queue.peek() is one
+    assert queue.pop() is one
+    standings.counters[1] = 30
+    assert queue.pop() is two
+    assert queue.pop() is other
+    assert len(queue) == queue.num_ready == 0
+
+
+def test_one_tenant_has_the_order_of_its_line():
+    requests = requests_of([4] * 4, priorities=[2, 0, 1, 0])
+    assert list(filled(first_come(FakeStandings()), requests)) == requests
+    queue = filled(by_priority(FakeStandings()), requests)
+    assert [queue.pop() for _ in requests] == [requests[each] for each in (1, 3, 2, 0)]
+
+
+def test_urgency_goes_before_fairness_and_fairness_before_arrival():
+    standings = FakeStandings(t1=100, t2=0)
+    requests = requests_of([1, 1, 2, 2], priorities=[0, 1, 1, 2])
+    queue = filled(by_priority(standings), requests)
+    assert list(queue) == [requests[each] for each in (0, 2, 1, 3)]
+    assert [queue.pop() for _ in requests] == [requests[each] for each in (0, 2, 1, 3)]
+
+
+def test_a_more_urgent_request_moves_its_tenant_up():
+    standings = FakeStandings(t1=100, t2=0)
+    slow, fast, urgent = requests_of([1, 2, 1], priorities=[3, 2, 1])
+    queue = filled(by_priority(standings), [slow, fast])
+    assert queue.peek() is fast
+    queue.add(urgent)
+    assert [queue.pop() for _ in range(3)] == [urgent, fast, slow]
+
+
+def test_at_equal_service_the_head_that_arrived_first_goes_first():
+    requests = requests_of([9, 3, 5])
+    queue = filled(first_come(FakeStandings()), requests)
+    assert [queue.pop() for _ in requests] == requests
+
+
+def test_it_tells_who_comes_and_whose_line_was_empty():
+    standings = FakeStandings()
+    queue = first_come(standings)
+    first, second = requests = requests_of([7, 7])
+    filled(queue, requests)
+    assert standings.entered == requests
+    assert standings.lined_up == [7]
+    queue.park(first)
+    queue.park(second)
+    queue.unpark(second)
+    assert standings.lined_up == [7, 7]
+    queue.restore(queue.pop())
+    assert standings.stopped == [second]
+    assert standings.lined_up == [7, 7, 7]
+
+
+def test_a_tenant_whose_requests_are_all_set_aside_is_passed_over():
+    held, other = requests_of([1, 2])
+    queue = filled(first_come(FakeStandings(t2=50)), [held, other])
+    queue.park(held)
+    assert queue.peek() is other
+    assert (queue.num_ready, len(queue)) == (1, 2)
+    queue.unpark(held)
+    assert queue.peek() is held
+    queue.remove(held)
+    assert queue.pop() is other
+    with pytest.raises(KeyError):
+        queue.remove(held)
+
+
+def test_tenants_that_give_up_by_the_thousand_leave_nothing():
+    queue = first_come(FakeStandings())
+    stays = requests_of([0])[0]
+    queue.add(stays)
+    for request in requests_of(range(1, 500)):
+        queue.add(request)
+        queue.remove(request)
+    assert len(queue._heap) < 100
+    assert len(queue._lines) == 1
+    assert queue.pop() is stays
+
+
+@pytest.mark.parametrize("make_queue", [first_come, by_priority])
+@pytest.mark.parametrize("seed", range(4))
+def test_it_agrees_with_a_search_through_all_lines(make_queue, seed):
+    """Counters grow between any two operations, as those of running tenants do."""
+    rng = random.Random(seed)
+    standings = FakeStandings()
+    queue = make_queue(standings)
+    spare = requests_of(rng.choices(range(6), k=40), rng.choices(range(3), k=40))
+    ready, aside = [], []
+
+    def rank(request):
+        return queue._urgency(request), standings.served(request.tenant)
+
+    for _ in range(600):
+        kind = rng.randrange(6)
+        if kind == 0 and spare:
+            ready.append(spare.pop(rng.randrange(len(spare))))
+            queue.add(ready[-1])
+        elif kind == 1 and ready:
+            least = min(map(rank, ready))
+            first = queue.pop()
+            assert rank(first) == least
+            ready.remove(first)
+            (queue.restore if rng.random() < 0.5 else queue.add)(first)
+            ready.append(first)
+        elif kind == 2 and ready:
+            aside.append(ready.pop(rng.randrange(len(ready))))
+            queue.park(aside[-1])
+        elif kind == 3 and aside:
+            ready.append(aside.pop(rng.randrange(len(aside))))
+            queue.unpark(ready[-1])
+        elif kind == 4 and ready + aside:
+            gone = rng.choice(ready + aside)
+            (ready if gone in ready else aside).remove(gone)
+            queue.remove(gone)
+            spare.append(gone)
+        else:
+            tenant = rng.randrange(6)
+            standings.counters[tenant] = standings.served(tenant) + rng.random()
+        assert (queue.num_ready, len(queue)) == (len(ready), len(ready) + len(aside))
+        if ready:
+            assert rank(queue.peek()) == min(map(rank, ready))

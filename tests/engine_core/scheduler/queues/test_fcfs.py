@@ -1,0 +1,43 @@
+"""First come, first served, and the way back for preempted requests."""
+
+import pytest
+
+from engine_core.scheduler.queues.fcfs import FCFSQueue
+from tests.fakes.engine_harness import EngineHarness
+
+
+@pytest.fixture
+def requests():
+    engine = EngineHarness()
+    return [engine.add_one([each]) for each in range(5)]
+
+
+def test_order_of_arrival(requests):
+    queue = FCFSQueue()
+    for each in requests:
+        queue.add(each)
+    assert list(queue) == requests
+    assert queue.peek() is requests[0]
+    assert [queue.pop() for _ in requests] == requests
+    assert len(queue) == 0
+
+
+def test_victims_stand_in_their_old_order_at_the_head(requests):
+    queue = FCFSQueue()
+    for each in requests[3:]:
+        queue.add(each)
+    for each in reversed(requests[:3]):  # the youngest is preempted first
+        queue.restore(each)
+    assert list(queue) == requests
+
+
+def test_removal_from_anywhere(requests):
+    queue = FCFSQueue()
+    for each in requests:
+        queue.add(each)
+    for index in (2, 0, 4):
+        queue.remove(requests[index])
+    assert list(queue) == [requests[1], requests[3]]
+    assert queue.peek() is requests[1]
+    with pytest.raises(KeyError):
+        queue.remove(requests[0])

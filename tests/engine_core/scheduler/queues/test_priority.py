@@ -1,0 +1,159 @@
+"""Order by priority and arrival, and what set-aside requests keep, in both queues."""
+
+import random
+
+import pytest
+
+from engine_core.scheduler.queues.fcfs import FCFSQueue
+from engine_core.scheduler.queues.priority import PriorityQueue
+from tests.fakes.engine_harness import EngineHarness
+
+QUEUES = [FCFSQueue, PriorityQueue]
+
+
+def requests_with(priorities, arrivals=None):
+    engine = EngineHarness()
+    arrivals = arrivals or [0.0] * len(priorities)
+    return [
+        engine.add_one([1], priority=priority, arrival_time=float(arrival))
+        for priority, arrival in zip(priorities, arrivals, strict=True)
+    ]
+
+
+def popped(queue):
+    return [queue.pop() for _ in range(queue.num_ready)]
+
+
+@pytest.mark.parametrize(
+    ("priorities", "arrivals", "order"),
+    [
+        ([2, 0, 1], [0, 0, 0], [1, 2, 0]),
+        ([0, 0, 0], [3, 1, 2], [1, 2, 0]),
+        ([2, 1, 1, 0], [1, 3, 2, 4], [3, 2, 1, 0]),
+        ([-1, 0, -(1 << 63)], [0, 0, 0], [2, 0, 1]),
+        ([5, 5, 5], [1, 1, 1], [0, 1, 2]),
+    ],
+)
+def test_order_by_priority_arrival_and_id(priorities, arrivals, order):
+    requests = requests_with(priorities, arrivals)
+    queue = PriorityQueue()
+    for each in reversed(requests):
+        queue.add(each)
+    expected = [requests[each] for each in order]
+    assert list(queue) == expected
+    assert popped(queue) == expected
+
+
+def test_a_preempted_request_has_no_precedence_by_priority():
+    first, second = requests_with([0, 1])
+    queue = PriorityQueue()
+    queue.add(first)
+    queue.restore(second)
+    assert popped(queue) == [first, second]
+
+
+@pytest.mark.parametrize("queue_class", QUEUES)
+def test_who_is_set_aside_keeps_the_place(queue_class):
+    requests = requests_with([0] * 5)
+    queue = queue_class()
+    for each in requests:
+        queue.add(each)
+    queue.park(requests[0])
+    queue.park(requests[3])
+    assert queue.peek() is requests[1]
+    assert list(queue) == requests
+    assert (len(queue), queue.num_ready) == (5, 3)
+    assert queue.pop() is requests[1]
+    queue.unpark(requests[3])
+    queue.unpark(requests[0])
+    assert popped(queue) == [requests[0], requests[2], requests[3], requests[4]]
+    assert len(queue) == 0
+
+
+def test_a_preempted_request_goes_before_one_that_was_set_aside():
+    requests = requests_with([0] * 3)
+    queue = FCFSQueue()
+    for each in requests[1:]:
+        queue.add(each)
+    queue.park(requests[1])
+    queue.restore(requests[0])
+    queue.unpark(requests[1])
+    assert popped(queue) == requests
+
+
+@pytest.mark.parametrize("queue_class", QUEUES)
+def test_who_is_set_aside_can_leave(queue_class):
+    first, second = requests_with([0, 0])
+    queue = queue_class()
+    queue.add(first)
+    queue.add(second)
+    queue.park(first)
+    queue.remove(first)
+    assert list(queue) == [second]
+    with pytest.raises(KeyError):
+        queue.unpark(first)
+    with pytest.raises(KeyError):
+        queue.remove(first)
+
+
+@pytest.mark.parametrize("queue_class", QUEUES)
+def test_who_comes_back_into_the_line_is_there_once(queue_class):
+    first, second = requests_with([0, 0])
+    queue = queue_class()
+    queue.add(first)
+    queue.add(second)
+    for _ in range(3):
+        queue.park(first)
+        queue.unpark(first)
+        queue.remove(second)
+        queue.restore(second)
+    assert sorted(each.handle for each in popped(queue)) == [first.handle, second.handle]
+
+
+@pytest.mark.parametrize("queue_class", QUEUES)
+def test_left_overs_do_not_pile_up(queue_class):
+    first, *others = requests_with([0] * 50)
+    queue = queue_class()
+    queue.add(first)
+    for _ in range(100):
+        for each in others:
+            queue.add(each)
+        for each in others:
+            queue.remove(each)
+    assert len(queue._heap) < 200
+    assert popped(queue) == [first]
+
+
+@pytest.mark.parametrize("queue_class", QUEUES)
+def test_any_sequence_of_operations_agrees_with_a_sorted_list(queue_class):
+    rng = random.Random(7)
+    requests = requests_with([rng.randrange(3) for _ in range(20)])
+    queue = queue_class()
+    line, aside, key, last = [], [], {}, 0
+    for step in range(1500):
+        outside = [each for each in requests if each not in line and each not in aside]
+        action = rng.choice(["add", "restore", "pop", "remove", "park", "unpark"])
+        if action in ("add", "restore") and outside:
+            each = rng.choice(outside)
+            last = step + 1 if action == "add" else -step - 1
+            key[each] = last if queue_class is FCFSQueue else each.order
+            getattr(queue, action)(each)
+            line.append(each)
+        elif action == "pop" and line:
+            assert queue.peek() is min(line, key=key.get)
+            line.remove(queue.pop())
+        elif action == "remove" and line + aside:
+            each = rng.choice(line + aside)
+            queue.remove(each)
+            (line if each in line else aside).remove(each)
+        elif action == "park" and line:
+            each = rng.choice(line)
+            queue.park(each)
+            line.remove(each)
+            aside.append(each)
+        elif action == "unpark" and aside:
+            each = aside.pop(rng.randrange(len(aside)))
+            queue.unpark(each)
+            line.append(each)
+        assert list(queue) == sorted(line + aside, key=key.get)
+        assert queue.num_ready == len(line)
