@@ -159,13 +159,15 @@ class OpenRequest:
         self._computed = max(self._computed, progress.num_computed_tokens)
         self._under_way = max(self._under_way, progress.num_tokens_under_way)
 
-    def lose_engine(self, crashes_until_alone: int | None, *, others_begun: bool = False) -> None:
+    def lose_engine(
+        self, crashes_until_isolated: int | None, *, others_begun: bool = False
+    ) -> None:
         """Note that the request's engine is gone, and count the crash if the request is suspect.
 
-        crashes_until_alone: None if the engine did not die. others_begun: some request of that
+        crashes_until_isolated: None if the engine did not die. others_begun: some request of that
         engine had `begun`.
 
-        A request that has reached `crashes_until_alone` is blamed only for crashes while it ran
+        A request that has reached `crashes_until_isolated` is blamed only for crashes while it ran
         alone; one that has seen a crash before only if this engine had begun it, or none. Progress
         clears the blame: a new token, or all tokens that were being computed in the last crash.
         """
@@ -173,8 +175,8 @@ class OpenRequest:
         if num_tokens > self._num_tokens or 0 < self._died_at <= self._computed:
             self.crash_count = 0
         only_waited = self.crash_count > 0 and others_begun and not self.begun
-        if crashes_until_alone is not None and self.sent_to != NO_ENGINE and not only_waited:
-            self.crash_count += self.alone or self.crash_count < crashes_until_alone
+        if crashes_until_isolated is not None and self.sent_to != NO_ENGINE and not only_waited:
+            self.crash_count += self.alone or self.crash_count < crashes_until_isolated
             self._died_at = self._under_way
         self._num_tokens = num_tokens
         self._computed = self._under_way = 0
@@ -209,7 +211,7 @@ class EngineClient:
     """Sends requests to the current engine and routes the outputs of all engines to their streams.
 
     link: to the engine of `epoch`; receives `FromEngine`. request_ids: mints the internal
-    ids. crashes_until_alone: as in the settings of the scheduler.
+    ids. crashes_until_isolated: as in the settings of the scheduler.
     """
 
     def __init__(
@@ -218,9 +220,9 @@ class EngineClient:
         epoch: int,
         request_ids: Iterator[int],
         metrics: Metrics,
-        crashes_until_alone: int,
+        crashes_until_isolated: int,
     ) -> None:
-        self._crashes_until_alone = crashes_until_alone
+        self._crashes_until_isolated = crashes_until_isolated
         self._request_ids = request_ids
         self._metrics = metrics
         self._open: dict[int, OpenRequest] = {}
@@ -456,7 +458,9 @@ class EngineClient:
         lost = [each for each in self._open.values() if each.sent_to not in self._connections]
         any_begun = any(each.begun for each in lost)
         for entry in lost:
-            entry.lose_engine(self._crashes_until_alone if died else None, others_begun=any_begun)
+            entry.lose_engine(
+                self._crashes_until_isolated if died else None, others_begun=any_begun
+            )
             if entry.request.resumable:
                 del self._open[entry.request.request_id]
                 entry.stream.fail(InternalRequestError("the session ended with its engine"))

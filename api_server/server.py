@@ -118,8 +118,8 @@ def make_app_state(
     name = config.model.served_model_name or model.name
     metrics = Metrics(name, metric_sheet(boot), boot.incarnation, boot.num_hung)
     ids = request_ids(boot.index, boot.incarnation)
-    crashes_until_alone = config.scheduler.crashes_until_alone
-    client = EngineClient(link, boot.epoch, ids, metrics, crashes_until_alone)
+    crashes_until_isolated = config.scheduler.crashes_until_isolated
+    client = EngineClient(link, boot.epoch, ids, metrics, crashes_until_isolated)
     live_view = LiveViewPublisher(
         ServerInfo(name, daemon_version(), config.scheduler.max_num_seqs), client
     )

@@ -126,7 +126,7 @@ class Scheduler:
         self._step_budget = chunks.step_budget
         self._max_num_seqs = config.max_num_seqs
         self._prefill_throttle = make_prefill_throttle(
-            chunks.step_budget, config.max_step_stretch, chunked=chunks.chunked
+            chunks.step_budget, config.max_prefill_slowdown, chunked=chunks.chunked
         )
         pressure = make_kv_watermarks(config, kv_cache)
         non_running_blocks = NonRunningBlocks(kv_cache)
@@ -158,7 +158,7 @@ class Scheduler:
             self.waiting,
             self._pause.stops,
             self._preemption.preempt_running,
-            config.crashes_until_alone,
+            config.crashes_until_isolated,
         )
         self._swap_rule = make_swap_rule(config.preemption)
         limits_of_pins = RetentionLimits(
