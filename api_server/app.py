@@ -23,7 +23,7 @@ from api_server.routes import (
     system,
     tokenizer,
 )
-from proto.api_keys import read_api_keys
+from proto.security import read_api_keys
 
 
 def create_app(app_state: AppState) -> FastAPI:

@@ -20,7 +20,6 @@ from api_server.engine_connection import FLUSH_SECONDS, EngineConnection, FromEn
 from api_server.errors import NotAvailableError
 from api_server.live_view.publisher import LiveViewPublisher
 from api_server.metrics.collector import Metrics
-from proto.agents import TurnEnded
 from proto.codec import changed
 from proto.engine_io import (
     Abort,
@@ -33,6 +32,7 @@ from proto.engine_io import (
     PauseMode,
     RequestProgress,
     SessionInput,
+    TurnEnded,
 )
 from proto.errors import (
     InternalRequestError,

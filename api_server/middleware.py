@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api_server.app_state import APP_STATE, AppState
 from api_server.errors import DrainingError, error_response
 from api_server.http_protocol import has_left
-from proto.api_keys import ApiKey
 from proto.errors import AuthenticationError, RequestError
+from proto.security import ApiKey
 
 OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/version"})
 OPERATORS: Final = frozenset(

@@ -44,7 +44,7 @@ from proto.engine_io import EngineCoreRequest
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource
 from proto.logit_edits import LogitEdits
-from proto.thinking import ThinkingRule
+from proto.sampling_params import ThinkingRule
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from api_server.text.tokenizer import ModelTokenizer
 from proto.errors import InvalidRequestError, shown
 from proto.logit_edits import NUMBERS as EDIT_NUMBERS
 from proto.logit_edits import LogitEdits
-from proto.repetition import RepetitionDetection
-from proto.sampling_params import NUMBERS, SamplingParams
+from proto.sampling_params import NUMBERS, RepetitionDetection, SamplingParams
 
 SEED_BITS: Final = 64
 SEED_MASK: Final = (1 << SEED_BITS) - 1

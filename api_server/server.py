@@ -36,12 +36,11 @@ from api_server.stream import OpenStreams
 from api_server.supervisor_link import SupervisorLink
 from proto.codec import Message
 from proto.config import FrontEndConfig
-from proto.heap import REQUESTS, settle_heap
-from proto.ids import request_ids
-from proto.lifecycle import AbortRequests, DrainWanted, FrontEndReady, ProcessBoot
-from proto.phase_clock import PhaseClock
+from proto.engine_io import request_ids
+from proto.lifecycle import AbortRequests, DrainWanted, FrontEndReady, PhaseClock, ProcessBoot
+from proto.process import REQUEST_LOOP_GC, freeze_heap
+from proto.security import server_context
 from proto.sockets import Link, front_end_path
-from proto.tls import server_context
 
 logger = logging.getLogger("tokend.api")
 
@@ -168,7 +167,7 @@ async def _serve(boot: ProcessBoot, supervisor: Link, clock: PhaseClock) -> None
     clock.end("tokenizer")
     app = create_app(app_state)
     server = make_server(app, app_state.config, app_state.metrics.connections)
-    settle_heap(REQUESTS)
+    freeze_heap(REQUEST_LOOP_GC)
     meet = partial(connect, boot)
     supervisor_link.start(
         EngineSwitch(boot.index, app.state, boot.config.model, meet, supervisor_link.send)

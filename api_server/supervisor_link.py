@@ -11,12 +11,12 @@ from proto.lifecycle import (
     AbortRequests,
     Alive,
     Condition,
-    Distrust,
     Drain,
     DropEngine,
     NewEngine,
     NextEngine,
     Ping,
+    ProtocolViolation,
     Restarted,
     Shutdown,
     SwitchEngine,
@@ -84,7 +84,7 @@ class SupervisorLink:
             engine_switch.drop(message.epoch)
 
     def _report_invalid_message(self, epoch: int) -> None:
-        self.send(Distrust("engine_core", 0, epoch, "it sent what is no message"))
+        self.send(ProtocolViolation("engine_core", 0, epoch, "it sent what is no message"))
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine; the event loop itself holds no reference to a task."""

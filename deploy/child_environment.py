@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from proto.config import DeviceConfig
-from proto.cores import allowed_cores, cores_of_worker
+from proto.host_resources import allowed_cores, cores_of_worker
 from proto.lifecycle import Role
 
 _THREADS: Final = "OMP_NUM_THREADS"

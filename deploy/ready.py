@@ -6,8 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from proto.codec import Message
 from proto.config import ServeConfig
-from proto.lifecycle import EngineReady, FrontEndReady, Phase, ProcessStart, process_name
-from proto.phase_clock import PhaseClock
+from proto.lifecycle import (
+    EngineReady,
+    FrontEndReady,
+    Phase,
+    PhaseClock,
+    ProcessStart,
+    process_name,
+)
 from proto.prepared_model import PreparedModel
 
 

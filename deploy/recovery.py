@@ -18,13 +18,13 @@ from deploy.reporting import Reporter
 from deploy.restart_budget import RestartBudget
 from proto.codec import Message
 from proto.lifecycle import (
-    Distrust,
     EngineReady,
     FrontEndReady,
     Heartbeat,
     NotReady,
     Paused,
     ProcessBoot,
+    ProtocolViolation,
     Restarted,
     Role,
     WorkersReady,
@@ -165,7 +165,7 @@ class Recovery:
                 self._close(("engine_core", 0))
         elif isinstance(message, FrontEndReady):
             self._close(("api_server", message.index))
-        elif isinstance(message, Distrust):
+        elif isinstance(message, ProtocolViolation):
             self._note_distrust(message)
 
     def _succeed(self, place: Place) -> Succession:
@@ -194,7 +194,7 @@ class Recovery:
             seconds = self._clock() - gap.since
             self._reporter.notice(f"is back after {seconds:.1f} s", process_name(*place))
 
-    def _note_distrust(self, message: Distrust) -> None:
+    def _note_distrust(self, message: ProtocolViolation) -> None:
         """Of whoever lives in the present epoch; an older one has gone already."""
         is_news = self._distrusted.get(message.role) != message.epoch
         if is_news and message.epoch == self._epoch_of(message.role):

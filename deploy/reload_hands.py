@@ -10,8 +10,8 @@ from deploy.child import Child
 from deploy.preparation import Preparation
 from proto.codec import Message
 from proto.config import ServeConfig
+from proto.host_resources import available_memory, resident_memory
 from proto.lifecycle import EngineReady, ProcessBoot
-from proto.memory import available_memory, resident_memory
 from proto.sockets import Poller
 
 

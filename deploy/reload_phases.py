@@ -20,7 +20,6 @@ from deploy.reload_surface import Idle, Member, Phase, Surface
 from proto.codec import Message
 from proto.errors import ModelError
 from proto.lifecycle import (
-    Distrust,
     DropEngine,
     EngineLeft,
     EngineReady,
@@ -28,6 +27,7 @@ from proto.lifecycle import (
     NextEngine,
     NextReady,
     Paused,
+    ProtocolViolation,
     Switched,
     SwitchEngine,
 )
@@ -308,7 +308,7 @@ def _pause_all(on: Surface, beside: Births, message: Paused) -> None:
 
 def _is_distrust(message: Message, births: Births) -> bool:
     """Somebody has said what it cannot mean, and belongs to these."""
-    if not isinstance(message, Distrust):
+    if not isinstance(message, ProtocolViolation):
         return False
     return message.epoch == (births.worker_epoch if message.role == "worker" else births.epoch)
 

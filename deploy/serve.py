@@ -16,12 +16,12 @@ from deploy.prepare.store import prepared_model
 from deploy.process_age import process_age
 from deploy.supervisor import Supervisor
 from deploy.surroundings import FAULTS_VARIABLE, Surroundings
-from proto.api_keys import read_api_keys
 from proto.config import ServeConfig
 from proto.errors import ConfigError
 from proto.faults import Fault, parse_faults
-from proto.phase_clock import PhaseClock
+from proto.lifecycle import PhaseClock
 from proto.prepared_model import PreparedModel
+from proto.security import read_api_keys
 
 
 def serve(config: ServeConfig, around: Surroundings, commands: Commands) -> int:
@@ -73,7 +73,7 @@ def _scheme(config: ServeConfig) -> str:
     """http, or https when there is a certificate that can be used; raises ConfigError."""
     if config.frontend.ssl_certfile is None:
         return "http"
-    from proto.tls import server_context
+    from proto.security import server_context
 
     server_context(config.frontend)
     return "https"

@@ -39,7 +39,6 @@ from deploy.signals import SignalInbox
 from proto import PROTOCOL_VERSION
 from proto.lifecycle import (
     AbortRequests,
-    Distrust,
     Drain,
     DrainWanted,
     EngineReady,
@@ -49,6 +48,7 @@ from proto.lifecycle import (
     Notice,
     ProcessBoot,
     Progress,
+    ProtocolViolation,
     Role,
     UnderWay,
 )
@@ -284,7 +284,7 @@ class Supervisor:
             for each in self._running:
                 if each.role == "api_server":
                     each.tell(message)
-        elif self._readiness.complete or isinstance(message, Distrust):
+        elif self._readiness.complete or isinstance(message, ProtocolViolation):
             self._reload.note(message)
             self._readiness.note_again(message)
             if self._reload.is_of_now(child):

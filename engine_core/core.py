@@ -42,11 +42,10 @@ from engine_core.vitals import Vitals, awaits_copies, owes_step
 from proto import PROTOCOL_VERSION
 from proto.config import SchedulerConfig, ServeConfig
 from proto.errors import TokendError
-from proto.faults import Saboteur
-from proto.heap import settle_heap
+from proto.faults import FaultInjector
 from proto.kv_transfer_config import KVTransferConfig, kv_transfer_config
-from proto.lifecycle import EngineReady, Notice, ProcessBoot, ProcessStart, WorkerReady
-from proto.phase_clock import PhaseClock
+from proto.lifecycle import EngineReady, Notice, PhaseClock, ProcessBoot, ProcessStart, WorkerReady
+from proto.process import freeze_heap
 from proto.sockets import Link, Poller
 
 logger = logging.getLogger("tokend.engine")
@@ -87,7 +86,7 @@ def _serve(
         stepper = _build(
             boot, crew, front_ends, orders, poller, kv_events, vitals, grammars, tracing
         )
-        settle_heap()
+        freeze_heap()
         clock.end("books")
         _announce(boot, crew, front_ends, supervisor, clock)
         with closing(stepper):
@@ -109,7 +108,7 @@ def _trace(boot: ProcessBoot, crew: Crew) -> Tracing:
 def _executors(boot: ProcessBoot) -> Callable[[int], Executor]:
     """Reaches the workers of an epoch."""
     run_dir, world_size = boot.run_dir, boot.config.parallel.tensor_parallel_size
-    saboteur = Saboteur.of(boot.faults, boot.role, boot.index, boot.incarnation)
+    saboteur = FaultInjector.of(boot.faults, boot.role, boot.index, boot.incarnation)
     if saboteur.idle:
         return lambda epoch: LocalExecutor(run_dir, epoch, world_size)
     return lambda epoch: SabotagedExecutor(run_dir, epoch, world_size, saboteur)

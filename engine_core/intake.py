@@ -17,7 +17,6 @@ from engine_core.scheduler.scheduler import Scheduler
 from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars
 from engine_core.validation import RequestLimits, validate_input, validate_request
 from engine_core.view.views import NO_VIEWS, Views
-from proto.agents import TurnEnded
 from proto.engine_io import (
     Abort,
     AdminCall,
@@ -27,6 +26,7 @@ from proto.engine_io import (
     FinishReason,
     SessionInput,
     ToEngine,
+    TurnEnded,
 )
 from proto.errors import ErrorInfo, InvalidRequestError, QueueFullError
 from proto.view import Watch

@@ -8,8 +8,7 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 
 from engine_core.kv_cache.hashing import ExtraKeys, Hasher
-from proto.agents import NO_AGENT, AgentHint
-from proto.engine_io import EngineCoreRequest, FinishReason
+from proto.engine_io import NO_AGENT, AgentHint, EngineCoreRequest, FinishReason
 from proto.sampling_params import SamplingParams
 
 

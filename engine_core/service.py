@@ -17,7 +17,7 @@ from engine_core.scheduler.scheduler import Scheduler
 from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars
 from engine_core.transport import FrontEndLinks
 from engine_core.view.views import NO_VIEWS, Views
-from proto.bell import NO_DESCRIPTOR
+from proto.event_fd import NO_DESCRIPTOR
 from proto.lifecycle import FrontEndStalled, Notice, Paused
 from proto.sockets import Link, Poller
 

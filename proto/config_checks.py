@@ -23,8 +23,8 @@ from proto.config import (
     ServeConfig,
     flag_name,
 )
+from proto.engine_io import MAX_CLIENTS
 from proto.errors import ConfigError
-from proto.ids import MAX_CLIENTS
 from proto.kv_media_checks import check_media, check_preemption
 from proto.kv_transfer_config import FIELD as KV_TRANSFER_FIELD
 from proto.kv_transfer_config import kv_transfer_config

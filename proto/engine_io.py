@@ -18,17 +18,68 @@ was drawn and never computed), and the new part:
 
 import enum
 import math
+from collections.abc import Iterator
+from itertools import count
 from typing import Final, Literal
 
 import msgspec
 
-from proto.agents import AgentHint, TurnEnded
 from proto.errors import ErrorInfo
 from proto.grammar import GrammarSource
-from proto.sampling_params import SamplingParams
+from proto.sampling_params import SamplingParams, ThinkingRule
 from proto.stats import SchedulerStats
-from proto.thinking import ThinkingRule
 from proto.view import Watch
+
+MAX_CLIENTS = 1 << 8
+MAX_INCARNATIONS = 1 << 15
+
+
+def request_ids(client_index: int, incarnation: int) -> Iterator[int]:
+    """The request ids of one incarnation of one front end, in order.
+
+    Raises ValueError for an index outside [0, 256) or an incarnation outside
+    [0, 32768).
+    """
+    if not 0 <= client_index < MAX_CLIENTS:
+        raise ValueError(f"client_index {client_index} is outside [0, {MAX_CLIENTS})")
+    if not 0 <= incarnation < MAX_INCARNATIONS:
+        raise ValueError(f"incarnation {incarnation} is outside [0, {MAX_INCARNATIONS})")
+    return count((client_index << 55) | (incarnation << 40))
+
+
+MAX_NAME_LENGTH: Final = 256
+"""Characters of the name of a job or a tool."""
+
+
+class AgentHint(msgspec.Struct, array_like=True, frozen=True):
+    """Whose turn a request is.
+
+    job: name of the agent's work; is_last_step: no turn follows this one.
+    ttl_ms: milliseconds for which its KV is worth keeping when it ends, by the client's own
+        account; None leaves it to the engine.
+    """
+
+    job: str
+    is_last_step: bool = False
+    ttl_ms: float | None = None
+
+
+NO_AGENT: Final = AgentHint("")
+"""Of a request that is nobody's turn."""
+
+
+class TurnEnded(msgspec.Struct, array_like=True, tag=7, frozen=True):
+    """The answer of a turn has been read: what the job does until its next one.
+
+    request_id: of the turn. tool: the name of the tool that it waits for now; empty where it
+    called none. A job that is over, or unknown, is passed over.
+    """
+
+    epoch: int
+    request_id: int
+    job: str
+    tool: str = ""
+
 
 PauseMode = Literal["finish_running", "freeze"]
 """finish_running: no request begins, those that have begun go on. freeze: nothing is computed."""

@@ -59,7 +59,7 @@ def _parse(word: str) -> Fault:
     return Fault(role, int(found[2] or 0), action, int(found[4]), int(found[5] or 1))
 
 
-class Saboteur:
+class FaultInjector:
     """Carries out the faults of one life of one process; without any it does nothing."""
 
     def __init__(
@@ -71,7 +71,9 @@ class Saboteur:
         self.breaks_numbers = False
 
     @classmethod
-    def of(cls, faults: Iterable[Fault], role: str, index: int, incarnation: int) -> "Saboteur":
+    def of(
+        cls, faults: Iterable[Fault], role: str, index: int, incarnation: int
+    ) -> "FaultInjector":
         """Of those that are meant for this life of this process."""
         return cls(
             each

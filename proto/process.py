@@ -8,6 +8,7 @@ them.
 
 import argparse
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from typing import Final
 
 import zmq
 
@@ -75,6 +77,28 @@ def describe(error: BaseException, rank: int | None = None) -> ErrorInfo:
         rank=rank,
         traceback="".join(traceback.format_exception(error)),
     )
+
+
+GCThresholds = tuple[int, int, int]
+"""Objects in the youngest generation, then collections of one before one of the next."""
+STEP_LOOP_GC: Final = (50_000, 20, 100)
+"""More objects than a step leaves alive; reference cycles left by errors are still collected."""
+REQUEST_LOOP_GC: Final = (3_000, 5, 5)
+"""For a process whose requests leave reference cycles and a few objects per token: old generations
+are collected about as often as with Python's thresholds, the youngest less often."""
+
+
+def freeze_heap(thresholds: GCThresholds = STEP_LOOP_GC) -> None:
+    """Exempt the objects that are alive now from garbage collection; call it before serving.
+
+    With Python's own thresholds a step of 1,024 requests starts six collections, and every
+    twentieth step waits 15 to 30 ms for one of the whole heap. Most of the heap is permanent
+    (modules, weights, block tables of the pool), and what a step allocates is freed by reference
+    counts.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*thresholds)
 
 
 def _read_boot() -> ProcessBoot:

@@ -5,14 +5,114 @@ limits, the worker uses the rest. Stop *strings* are not here: only the front
 end knows text.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
 import msgspec
 
-from proto.errors import require, shown
+from proto.errors import InvalidRequestError, require, shown
 from proto.logit_edits import LogitEdits, require_token_ids
 from proto.parameters import Number, numbers_of
-from proto.repetition import RepetitionDetection
+
+MAX_PATTERN_SIZE: Final = 256
+MAX_REPEATED_TOKENS: Final = 4096
+"""Of a pattern times how often it is there: they are looked at with every token."""
+
+
+class RepetitionDetection(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """Ends a request whose outputs end with the same tokens over and over.
+
+    min_pattern_size, max_pattern_size: tokens of what is repeated.
+    min_count: how many times in a row are too many.
+    """
+
+    max_pattern_size: int
+    min_count: int
+    min_pattern_size: int = 1
+
+    def validate(self) -> None:
+        """Raise InvalidRequestError for what is out of range."""
+        name = "repetition_detection"
+        require(
+            1 <= self.max_pattern_size <= MAX_PATTERN_SIZE,
+            name,
+            f"takes a max_pattern_size between 1 and {MAX_PATTERN_SIZE}, "
+            f"got {shown(self.max_pattern_size)}",
+        )
+        require(
+            1 <= self.min_pattern_size <= self.max_pattern_size,
+            name,
+            f"takes a min_pattern_size between 1 and max_pattern_size, "
+            f"got {shown(self.min_pattern_size)}",
+        )
+        require(
+            self.min_count >= 2 and self.min_count * self.max_pattern_size <= MAX_REPEATED_TOKENS,
+            name,
+            f"takes a min_count of 2 or more, and at most {MAX_REPEATED_TOKENS} tokens of "
+            f"min_count times max_pattern_size, got {shown(self.min_count)}",
+        )
+
+    def is_found(self, token_ids: Sequence[int]) -> bool:
+        """Whether they end with a pattern that is there `min_count` times in a row.
+
+        size 2, count 3     x a b a b a b       the last 6, but for the first 2,
+                              |-------|         are the last 6 but for the last 2
+                                  |-------|
+        """
+        for size in range(self.min_pattern_size, self.max_pattern_size + 1):
+            length = size * self.min_count
+            if length > len(token_ids):
+                return False
+            if token_ids[-1] == token_ids[-1 - size]:
+                tail = token_ids[-length:]
+                if tail[size:] == tail[:-size]:
+                    return True
+        return False
+
+
+MAX_MARKER_BYTES: Final = 64
+MAX_MARKER_TOKENS: Final = 64
+MAX_BUDGET: Final = 1 << 31
+BLANKS: Final = " \t\n\r\v\f"
+"""What may stand before a start, each one byte and one character long."""
+MAX_BLANKS: Final = 64
+"""Of them at the most: what follows more is an answer."""
+
+
+class ThinkingRule(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """The output begins with thoughts, or may.
+
+        prompt | <think> Which city? ... | </think> | What a grammar is for.
+                         budget             forced
+
+    begun: the prompt holds the start already, or the model needs none.
+    start, end: texts of the markers; start_token_id: of a start that is one token.
+    end_token_ids: the end, as tokens; they follow once the budget is used up.
+    budget: most tokens between the markers; None for no limit.
+    """
+
+    begun: bool
+    start: str
+    end: str
+    end_token_ids: tuple[int, ...]
+    start_token_id: int | None = None
+    budget: int | None = None
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise InvalidRequestError for what no front end of ours sends."""
+        ids = self.end_token_ids
+        if not (self.start and self.end and 0 < len(ids) <= MAX_MARKER_TOKENS):
+            raise InvalidRequestError("a marker of thinking is empty")
+        if max(len(self.start), len(self.end)) > MAX_MARKER_BYTES:
+            raise InvalidRequestError("a marker of thinking is too long")
+        known = ids if self.start_token_id is None else (*ids, self.start_token_id)
+        if not all(0 <= each < vocab_size for each in known):
+            raise InvalidRequestError("a marker of thinking is outside the vocabulary")
+        if self.budget is not None and not 0 <= self.budget <= MAX_BUDGET:
+            raise InvalidRequestError(
+                f"must be between 0 and {MAX_BUDGET}, got {self.budget}", "thinking_token_budget"
+            )
+
 
 MAX_STOP_TOKEN_IDS: Final = 128
 MAX_LOGPROBS: Final = 20

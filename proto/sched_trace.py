@@ -23,7 +23,7 @@ import msgspec
 from proto.codec import from_json
 from proto.config import SchedulerConfig
 from proto.errors import ProtocolError
-from proto.lifecycle.start import KVGroup
+from proto.lifecycle import KVGroup
 
 VERSION: Final = 1
 """Of the format; another one where a reader of this one would be misled."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from proto.faults import Saboteur
+from proto.faults import FaultInjector
 from worker.attention.base import AttentionBackend
 from worker.models.decoder import Decoder
 
@@ -10,7 +10,7 @@ from worker.models.decoder import Decoder
 class FaultyModel(Decoder):
     """The same model, weights shared, but for the steps that are to be broken."""
 
-    def __init__(self, model: Decoder, saboteur: Saboteur) -> None:
+    def __init__(self, model: Decoder, saboteur: FaultInjector) -> None:
         vars(self).update(vars(model))
         self._model = model
         self._saboteur = saboteur

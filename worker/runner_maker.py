@@ -5,7 +5,7 @@ free by then. Knows nothing of links.
 """
 
 from proto.config import ServeConfig
-from proto.faults import Saboteur
+from proto.faults import FaultInjector
 from proto.kv_transfer_config import kv_transfer_config
 from proto.lifecycle import InitializeCache
 from worker.ahead import AtOnce, Runner
@@ -38,7 +38,7 @@ class RunnerMaker:
     """
 
     def __init__(
-        self, config: ServeConfig, loaded: LoadedModel, saboteur: Saboteur, reports: Reports
+        self, config: ServeConfig, loaded: LoadedModel, saboteur: FaultInjector, reports: Reports
     ) -> None:
         self._config = config
         self._loaded = loaded

@@ -21,21 +21,20 @@ from contextlib import contextmanager
 
 from proto import PROTOCOL_VERSION
 from proto.errors import ProtocolError
-from proto.faults import Saboteur
-from proto.heap import settle_heap
+from proto.faults import FaultInjector
 from proto.lifecycle import (
     AwaitsRanks,
     CacheReady,
-    Distrust,
     InitializeCache,
     NewEngine,
+    PhaseClock,
     ProcessBoot,
+    ProtocolViolation,
     Shutdown,
     WorkerReady,
 )
 from proto.model_runner_output import ModelRunnerOutput
-from proto.phase_clock import PhaseClock
-from proto.process import describe
+from proto.process import describe, freeze_heap
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.sockets import Link, Poller, worker_path
 from worker.ahead import Launched, Runner
@@ -83,7 +82,7 @@ class Service:
         self._engine_wait = EngineWait()
         self._runner: Runner | None = None
         self._launched: deque[tuple[SchedulerOutput, Launched]] = deque()
-        self._saboteur = Saboteur.of(boot.faults, "worker", boot.index, boot.incarnation)
+        self._saboteur = FaultInjector.of(boot.faults, "worker", boot.index, boot.incarnation)
         self._has_lost_group = False
         config, reports = boot.config, SupervisorReports(supervisor, boot.index)
         device = create_device(config, boot.index)
@@ -116,7 +115,7 @@ class Service:
 
     def _run(self) -> None:
         self._engine.send(self._ready())
-        settle_heap()  # while the engine plans; what follows must not wait for it
+        freeze_heap()  # while the engine plans; what follows must not wait for it
         while not self._stopped:
             # A device that computes may be done before anything arrives: then it is looked at.
             self._receive(0.0 if self._launched else self._engine_wait.seconds_left())
@@ -163,7 +162,9 @@ class Service:
         if not self._distrusts_engine:
             self._distrusts_engine = True
             self._supervisor.send(
-                Distrust("engine_core", 0, self._engine_epoch, "it sent what is no message")
+                ProtocolViolation(
+                    "engine_core", 0, self._engine_epoch, "it sent what is no message"
+                )
             )
 
     def _change_engine(self, epoch: int) -> None:

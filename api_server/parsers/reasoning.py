@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from api_server.parsers.parts import Part, PartsParser, Reasoning
 from api_server.text.detokenizer import Detokenizer
-from proto.thinking import BLANKS, MAX_BLANKS
+from proto.sampling_params import BLANKS, MAX_BLANKS
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from api_server.text.chat_template import Conversation, TemplateFacts
 from api_server.text.detokenizer import Detokenizer
 from api_server.text.tokenizer import ModelTokenizer
 from proto.errors import InvalidRequestError
-from proto.thinking import ThinkingRule
+from proto.sampling_params import ThinkingRule
 
 _SWITCHES: Final[tuple[str, ...]] = ("enable_thinking", "thinking")
 """Variables by which templates have a model think or not."""

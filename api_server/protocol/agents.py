@@ -22,7 +22,7 @@ from pydantic import (
 
 from api_server.protocol.fields import given_fields, ignored_of
 from api_server.tenants import NO_ENGINE
-from proto.agents import AgentHint
+from proto.engine_io import AgentHint
 from proto.errors import InvalidRequestError
 
 MAX_JOB_CHARACTERS: Final = 256

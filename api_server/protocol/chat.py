@@ -40,8 +40,7 @@ from api_server.protocol.tools import ToolFields
 from api_server.stream import Delta, RequestStream, Usage
 from api_server.text.logprobs import chat_logprobs
 from proto.errors import InvalidRequestError
-from proto.sampling_params import MAX_LOGPROBS
-from proto.thinking import MAX_BUDGET
+from proto.sampling_params import MAX_BUDGET, MAX_LOGPROBS
 
 MAX_MESSAGES: Final = 4096
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

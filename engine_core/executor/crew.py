@@ -19,7 +19,7 @@ from engine_core.pool_plan import PoolPlan
 from proto.codec import Message
 from proto.errors import ModelError
 from proto.kv_transfer import KVConnectorOutput
-from proto.lifecycle import Distrust, WorkerReady, WorkersReady
+from proto.lifecycle import ProtocolViolation, WorkerReady, WorkersReady
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.sockets import Poller
@@ -98,7 +98,7 @@ class Crew:
         self._let_go()
         self._ready = False
         self._executor = Nobody()
-        self._tell(Distrust("worker", error.rank, self._epoch, str(error)))
+        self._tell(ProtocolViolation("worker", error.rank, self._epoch, str(error)))
 
     def submit(self, output: SchedulerOutput) -> None:
         """Hand a step to the workers, which must be ready; never blocks."""

@@ -19,7 +19,7 @@ from engine_core.scheduler.step_plan import StepPlan
 from proto.engine_io import EngineCoreOutput, FinishReason, FirstTokenInfo
 from proto.errors import ErrorInfo, ProtocolError
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
-from proto.repetition import MAX_REPEATED_TOKENS
+from proto.sampling_params import MAX_REPEATED_TOKENS
 from proto.scheduler_output import SchedulerOutput
 
 # What front ends are to be told.

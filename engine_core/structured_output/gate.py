@@ -15,8 +15,8 @@ from engine_core.structured_output.base import GrammarBackend, Matcher
 from engine_core.structured_output.dormant import Texts
 from engine_core.structured_output.masker import MaskJob
 from engine_core.structured_output.thinking import FreeMatcher, ThinkingMatcher
+from proto.sampling_params import ThinkingRule
 from proto.scheduler_output import SchedulerOutput
-from proto.thinking import ThinkingRule
 
 
 @dataclass(slots=True)

@@ -22,11 +22,11 @@ from engine_core.structured_output.llguidance_backend import LLGuidanceBackend
 from engine_core.structured_output.masker import Masker, StepMasks
 from engine_core.structured_output.trial import TRIAL_SECONDS, ProcessTrial
 from engine_core.structured_output.trial_process import TrialSetup
-from proto.bell import NO_DESCRIPTOR, Bell
-from proto.cores import usable_cores
 from proto.engine_io import EngineCoreRequest
 from proto.errors import ErrorInfo, ProtocolError
+from proto.event_fd import NO_DESCRIPTOR, Bell
 from proto.grammar import FREE_TEXT, GrammarSource
+from proto.host_resources import usable_cores
 from proto.lifecycle import ProcessBoot
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import GrammarOutput, SchedulerOutput

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from engine_core.structured_output.base import GrammarBackend, MaskRow, Matcher
 from engine_core.structured_output.dormant import Texts
-from proto.thinking import BLANKS, MAX_BLANKS, ThinkingRule
+from proto.sampling_params import BLANKS, MAX_BLANKS, ThinkingRule
 
 _BLANKS: Final = BLANKS.encode()
 

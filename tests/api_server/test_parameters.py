@@ -8,7 +8,7 @@ import pytest
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 from proto.logit_edits import LogitEdits
-from proto.repetition import RepetitionDetection
+from proto.sampling_params import RepetitionDetection
 from tests.fakes.fake_engine import pack_logprobs
 
 PATH = "/v1/completions"

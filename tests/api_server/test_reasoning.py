@@ -16,7 +16,7 @@ from api_server.parsers.reasoning import (
 )
 from api_server.text.detokenizer import Detokenizer, MarkedDetokenizer
 from proto.config import FrontEndConfig, ReasoningParserName
-from proto.thinking import BLANKS, MAX_BLANKS
+from proto.sampling_params import BLANKS, MAX_BLANKS
 
 THINK = STYLES["qwen3"]
 INSIDE, UNKNOWN = Opening.INSIDE, Opening.UNKNOWN

@@ -5,7 +5,7 @@ from tokenizers import AddedToken
 
 from proto.config import FrontEndConfig
 from proto.grammar import GrammarSource
-from proto.thinking import ThinkingRule
+from proto.sampling_params import ThinkingRule
 from tests.api_server.conftest import byte_level_tokenizer, prepared
 
 PATH = "/v1/chat/completions"

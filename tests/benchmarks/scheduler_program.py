@@ -30,9 +30,9 @@ from proto.codec import MessageDecoder, encode, from_json, to_json_line
 from proto.config import CacheConfig, SchedulerConfig, ServeConfig, TraceConfig
 from proto.config_checks import validate
 from proto.engine_io import EngineCoreOutputs, EngineCoreRequest
-from proto.heap import settle_heap
 from proto.lifecycle import WorkerReady
 from proto.model_runner_output import ModelRunnerOutput
+from proto.process import freeze_heap
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import SchedulerOutput
 from tests.benchmarks.messages import RequestRecipe, SchedulerTimings, SchedulerWorkload, Timing
@@ -140,7 +140,7 @@ class BenchEngine:
             assert isinstance(self.parts.views, EngineViews), "the page is on by default"
             self.parts.views.watch(_CLIENT, wanted=True)
             self.views.append(self.parts.views)
-        settle_heap()
+        freeze_heap()
         self._requests = requests_of(workload)
         self._concurrency = workload.concurrency
 

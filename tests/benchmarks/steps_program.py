@@ -17,7 +17,7 @@ import torch
 from proto import PROTOCOL_VERSION
 from proto.codec import from_json, to_json_line
 from proto.config import ServeConfig
-from proto.faults import Saboteur
+from proto.faults import FaultInjector
 from proto.lifecycle import InitializeCache
 from proto.model_runner_output import ModelRunnerOutput
 from proto.prepared_model import PreparedModel
@@ -51,7 +51,7 @@ class BenchWorker:
         loaded = load(config, prepared, device, Alone(), reports, around)
         self.loaded = replace(loaded, model=ClockedModel(loaded.model, self.clock))
         self._block_size = config.cache.block_size
-        saboteur = Saboteur.of((), "worker", 0, 0)
+        saboteur = FaultInjector.of((), "worker", 0, 0)
         self._runners = RunnerMaker(config, self.loaded, saboteur, reports)
 
     def runner(self, num_blocks: int, max_model_len: int) -> ModelRunner:

@@ -40,8 +40,12 @@ from engine_core.scheduler.limits import (
 )
 from proto.engine_io import MAX_CHOICES
 from proto.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_TOKENS
-from proto.repetition import MAX_PATTERN_SIZE, MAX_REPEATED_TOKENS
-from proto.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_STOP_TOKEN_IDS
+from proto.sampling_params import (
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_PATTERN_SIZE,
+    MAX_REPEATED_TOKENS,
+    MAX_STOP_TOKEN_IDS,
+)
 
 ROOT = Path(__file__).parents[2]
 

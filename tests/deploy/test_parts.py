@@ -19,10 +19,17 @@ from deploy.listening import listen, url_of
 from deploy.signals import SignalInbox
 from deploy.surroundings import Surroundings
 from proto.config import DeviceConfig, FrontEndConfig, ModelConfig, ServeConfig
-from proto.cores import allowed_cores, usable_cores
 from proto.errors import ConfigError, ErrorInfo, ModelError
-from proto.lifecycle import FrontEndReady, Phase, ProcessStart, Role, WeightMemory, process_name
-from proto.phase_clock import PhaseClock
+from proto.host_resources import allowed_cores, usable_cores
+from proto.lifecycle import (
+    FrontEndReady,
+    Phase,
+    PhaseClock,
+    ProcessStart,
+    Role,
+    WeightMemory,
+    process_name,
+)
 from proto.process import describe
 from tests.fakes import boots
 

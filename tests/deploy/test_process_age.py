@@ -5,7 +5,7 @@ import sys
 import time
 
 from deploy.process_age import process_age
-from proto.phase_clock import PhaseClock
+from proto.lifecycle import PhaseClock
 
 
 def test_the_age_counts_from_the_command() -> None:

@@ -11,7 +11,6 @@ from deploy.restart_budget import RestartBudget
 from proto.config import FrontEndConfig, ParallelConfig, ServeConfig
 from proto.errors import ErrorInfo, ModelError
 from proto.lifecycle import (
-    Distrust,
     FrontEndReady,
     Heartbeat,
     NewEngine,
@@ -19,6 +18,7 @@ from proto.lifecycle import (
     NewWorkers,
     NotReady,
     Paused,
+    ProtocolViolation,
     Restarted,
     Role,
     WorkersReady,
@@ -109,7 +109,7 @@ def test_a_worker_dies_with_those_that_compute_with_it() -> None:
 
 def test_a_worker_that_is_not_to_be_trusted_goes_and_takes_the_others_with_it() -> None:
     case = Case()
-    case.recovery.note(Distrust("worker", 1, 1, "it babbles"))
+    case.recovery.note(ProtocolViolation("worker", 1, 1, "it babbles"))
     assert case.recovery.must_go("worker")
     assert not case.recovery.must_go("engine_core")
     assert case.due(0, 1, 2, 3, 4) == []
@@ -118,7 +118,7 @@ def test_a_worker_that_is_not_to_be_trusted_goes_and_takes_the_others_with_it() 
     (succession,) = case.due(2, 3, 4)
     assert [each.index for each in succession.boots] == [0, 1]
     assert not case.recovery.must_go("worker"), "those who follow are others"
-    case.recovery.note(Distrust("worker", 1, 1, "it is late"))
+    case.recovery.note(ProtocolViolation("worker", 1, 1, "it is late"))
     assert not case.recovery.must_go("worker")
     assert case.notices.lines == [
         "worker 1: is not to be trusted and is ended: it babbles",
@@ -128,8 +128,8 @@ def test_a_worker_that_is_not_to_be_trusted_goes_and_takes_the_others_with_it() 
 
 def test_an_engine_that_is_not_to_be_trusted_goes_alone() -> None:
     case = Case()
-    case.recovery.note(Distrust("engine_core", 0, 1, "it babbles"))
-    case.recovery.note(Distrust("engine_core", 0, 1, "another front end says so"))
+    case.recovery.note(ProtocolViolation("engine_core", 0, 1, "it babbles"))
+    case.recovery.note(ProtocolViolation("engine_core", 0, 1, "another front end says so"))
     assert case.recovery.must_go("engine_core")
     assert not case.recovery.must_go("worker")
     assert case.die(2)
@@ -140,10 +140,10 @@ def test_an_engine_that_is_not_to_be_trusted_goes_alone() -> None:
 
 def test_who_is_not_to_be_trusted_again_and_again_ends_the_daemon() -> None:
     case = Case(max_restarts=1)
-    case.recovery.note(Distrust("engine_core", 0, 1, "it babbles"))
+    case.recovery.note(ProtocolViolation("engine_core", 0, 1, "it babbles"))
     assert case.die(2)
     case.due(0, 1, 3, 4)
-    case.recovery.note(Distrust("engine_core", 0, 2, "it babbles"))
+    case.recovery.note(ProtocolViolation("engine_core", 0, 2, "it babbles"))
     assert not case.die(2)
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from proto.errors import ModelError
 from proto.lifecycle import (
-    Distrust,
     DropEngine,
     EngineLeft,
     EngineReady,
@@ -14,6 +13,7 @@ from proto.lifecycle import (
     NextEngine,
     NextReady,
     Paused,
+    ProtocolViolation,
     Switched,
     SwitchEngine,
     WorkersReady,
@@ -100,9 +100,9 @@ def test_what_a_front_end_cannot_read_changes_nothing() -> None:
 def test_what_is_not_to_be_trusted_changes_nothing() -> None:
     case = Case()
     case.ask()
-    case.say(Distrust("worker", 0, 1, "it babbles"))
+    case.say(ProtocolViolation("worker", 0, 1, "it babbles"))
     assert case.ended == [], "of the generation of now"
-    case.say(Distrust("worker", 0, 2, "it babbles"))
+    case.say(ProtocolViolation("worker", 0, 2, "it babbles"))
     assert case.ended == [("one of its processes is not to be trusted", False)]
     case.end(2)
     assert case.told[-1] == DropEngine(2)

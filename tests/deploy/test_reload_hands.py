@@ -8,7 +8,7 @@ import pytest
 
 from deploy.reload_hands import ReloadHands
 from proto.config import GIB, CacheConfig, DeviceConfig, ServeConfig
-from proto.memory import resident_memory
+from proto.host_resources import resident_memory
 from proto.sockets import Poller
 from tests.fakes import boots
 

@@ -6,11 +6,11 @@ import pytest
 
 from proto.codec import Message
 from proto.lifecycle import (
-    Distrust,
     DropEngine,
     EngineLeft,
     NextReady,
     Paused,
+    ProtocolViolation,
     Switched,
     SwitchEngine,
 )
@@ -121,9 +121,9 @@ def test_one_that_is_not_to_be_trusted_is_left_at_once(
     role: Literal["engine_core", "worker"],
 ) -> None:
     case = switched()
-    case.say(Distrust(role, 0, 2, "it babbles"))
+    case.say(ProtocolViolation(role, 0, 2, "it babbles"))
     assert case.told[-1] == SwitchEngine(2), "of the generation of now"
-    case.say(Distrust(role, 0, 1, "it babbles"))
+    case.say(ProtocolViolation(role, 0, 1, "it babbles"))
     assert case.told[-1] == DropEngine(1)
     case.end(1)
     assert all(not each.asked for each in case.members(2))

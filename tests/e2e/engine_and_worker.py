@@ -11,7 +11,7 @@ from api_server.metrics.metric_sheet import MetricSheet
 from deploy.child_environment import child_environment
 from proto.codec import encode
 from proto.config import ServeConfig
-from proto.ids import request_ids
+from proto.engine_io import request_ids
 from proto.lifecycle import Role, Shutdown, ToSupervisor
 from proto.run_directory import RunDirectory
 from proto.sockets import Link, front_end_path, supervisor_path

@@ -7,11 +7,17 @@ import pytest
 
 from engine_core.intake import Intake
 from engine_core.validation import RequestLimits
-from proto.agents import AgentHint, TurnEnded
-from proto.engine_io import MAX_CHOICES, Abort, AdminCall, AdminReply, FinishReason
+from proto.engine_io import (
+    MAX_CHOICES,
+    Abort,
+    AdminCall,
+    AdminReply,
+    AgentHint,
+    FinishReason,
+    TurnEnded,
+)
 from proto.logit_edits import LogitEdits
-from proto.repetition import RepetitionDetection
-from proto.sampling_params import SamplingParams
+from proto.sampling_params import RepetitionDetection, SamplingParams
 from tests.fakes.engine_harness import EOS
 from tests.fakes.intake_desk import Desk
 from tests.fakes.kv_connector import FakeConnector

@@ -10,7 +10,6 @@ from proto.engine_io import Abort, AdminCall, AdminReply, EngineCoreOutputs
 from proto.errors import ErrorInfo
 from proto.lifecycle import (
     CacheReady,
-    Distrust,
     EngineAlive,
     EngineReady,
     Fatal,
@@ -19,6 +18,7 @@ from proto.lifecycle import (
     NewFrontEnd,
     NewWorkers,
     Ping,
+    ProtocolViolation,
     WorkersReady,
 )
 from proto.model_runner_output import ModelRunnerOutput
@@ -125,7 +125,7 @@ def test_a_worker_whose_result_cannot_be_is_given_up(start, tokens):
     engine.front_ends[0].send(engine.request(1, [1], 10))
     step = engine.expect(engine.worker, SchedulerOutput)
     engine.worker.send(ModelRunnerOutput(EPOCH, step.step, [0], tokens))
-    assert "worker 0" in engine.expect(engine.supervisor, Distrust).reason
+    assert "worker 0" in engine.expect(engine.supervisor, ProtocolViolation).reason
     assert engine.shutdown() == 0
 
 
@@ -136,7 +136,7 @@ def test_a_worker_that_sends_garbage_is_given_up_and_its_requests_go_on(start):
     front_end.send(engine.request(1, [1, 2], 5))
     engine.answer_step()
     engine.worker.zmq_socket.send(b"\xc1 not a message")
-    distrust = engine.expect(engine.supervisor, Distrust)
+    distrust = engine.expect(engine.supervisor, ProtocolViolation)
     assert (distrust.role, distrust.index, distrust.epoch) == ("worker", 0, EPOCH)
     front_end.send(AdminCall(EPOCH, 1, "get_num_unfinished"))
     assert engine.expect(front_end, AdminReply).value == 1

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 from engine_core.outbox import Outbox
 from engine_core.service import Service
-from proto.agents import AgentHint
-from proto.engine_io import AdminCall, AdminReply
+from proto.engine_io import AdminCall, AdminReply, AgentHint
 from proto.lifecycle import Paused
 from tests.fakes.clock import FakeClock
 from tests.fakes.intake_desk import Desk

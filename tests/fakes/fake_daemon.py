@@ -21,7 +21,7 @@ from deploy.supervisor import Supervisor
 from deploy.surroundings import Surroundings
 from proto.codec import to_json_line
 from proto.config import FrontEndConfig, ReliabilityConfig, ServeConfig
-from proto.phase_clock import PhaseClock
+from proto.lifecycle import PhaseClock
 from proto.prepared_model import PreparedModel
 
 ROLES = ("worker", "engine_core", "api_server")

@@ -14,7 +14,6 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from proto import PROTOCOL_VERSION
-from proto.agents import TurnEnded
 from proto.engine_io import (
     Abort,
     AdminCall,
@@ -29,6 +28,7 @@ from proto.engine_io import (
     RequestProgress,
     SessionInput,
     ToEngine,
+    TurnEnded,
 )
 from proto.errors import ErrorInfo
 from proto.sockets import Link

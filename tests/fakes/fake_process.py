@@ -30,7 +30,6 @@ from proto.errors import ModelError
 from proto.lifecycle import (
     AbortRequests,
     Alive,
-    Distrust,
     Drain,
     DrainWanted,
     DropEngine,
@@ -47,6 +46,7 @@ from proto.lifecycle import (
     Ping,
     ProcessBoot,
     Progress,
+    ProtocolViolation,
     Shutdown,
     Switched,
     SwitchEngine,
@@ -68,7 +68,7 @@ def main(boot: ProcessBoot, supervisor: Link, behaviour: str) -> None:
     waits: list[int] = []
     signal.signal(signal.SIGHUP, lambda number, frame: waits.append(number))
     signal.signal(signal.SIGIO, lambda *_: supervisor.send(FrontEndStalled(0, 0)))
-    babbles = Distrust("worker", 0, boot.worker_epoch, "it babbles")
+    babbles = ProtocolViolation("worker", 0, boot.worker_epoch, "it babbles")
     signal.signal(signal.SIGALRM, lambda *_: supervisor.send(babbles))
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

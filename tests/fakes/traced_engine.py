@@ -7,8 +7,8 @@ import msgspec
 
 from engine_core.request import Request
 from engine_core.trace.recorder import Recorder
-from proto.agents import AgentHint
 from proto.config import SchedulerConfig
+from proto.engine_io import AgentHint
 from proto.sched_trace import Arrival, Finish, TraceHeader, TraceLine, read_line
 from tests.benchmarks.simulator.recording import Recording
 from tests.fakes.clock import FakeClock

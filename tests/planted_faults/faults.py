@@ -42,7 +42,7 @@ PROTO = (
     ),
     Fault(
         "repetition_found_one_pattern_early",
-        "proto/repetition.py",
+        "proto/sampling_params.py",
         "            length = size * self.min_count\n",
         "            length = size * (self.min_count - 1)\n",
         "An answer ends as repetitive although it has repeated itself less often than allowed.",

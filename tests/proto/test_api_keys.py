@@ -2,9 +2,9 @@
 
 import pytest
 
-from proto.api_keys import MAX_KEYS, ApiKey, read_api_keys
 from proto.config import FrontEndConfig
 from proto.errors import ConfigError
+from proto.security import MAX_KEYS, ApiKey, read_api_keys
 
 
 @pytest.fixture

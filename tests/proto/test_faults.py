@@ -3,7 +3,7 @@
 import pytest
 
 from proto.errors import ConfigError
-from proto.faults import SLOW_SECONDS, Fault, InjectedFaultError, Saboteur, parse_faults
+from proto.faults import SLOW_SECONDS, Fault, FaultInjector, InjectedFaultError, parse_faults
 
 
 def test_the_text_form():
@@ -22,7 +22,7 @@ def test_what_is_no_fault(text):
 
 
 def test_it_comes_at_its_step_and_not_again():
-    saboteur = Saboteur([Fault("worker", 0, "raise", 3)])
+    saboteur = FaultInjector([Fault("worker", 0, "raise", 3)])
     saboteur.begin_step()
     saboteur.begin_step()
     with pytest.raises(InjectedFaultError):
@@ -33,7 +33,7 @@ def test_it_comes_at_its_step_and_not_again():
 def test_numbers_break_for_one_step_and_slowness_stays():
     slept = []
     faults = [Fault("worker", 0, "nan", 2), Fault("worker", 0, "slow", 2)]
-    saboteur = Saboteur(faults, slept.append)
+    saboteur = FaultInjector(faults, slept.append)
     broken = []
     for _ in range(4):
         saboteur.begin_step()
@@ -44,7 +44,7 @@ def test_numbers_break_for_one_step_and_slowness_stays():
 
 def test_it_is_meant_for_one_process_and_so_many_lives():
     faults = parse_faults("worker1:kill@5x2")
-    assert not Saboteur.of(faults, "worker", 1, 1).idle
-    assert Saboteur.of(faults, "worker", 1, 2).idle
-    assert Saboteur.of(faults, "worker", 0, 0).idle
-    assert Saboteur.of(faults, "engine_core", 1, 0).idle
+    assert not FaultInjector.of(faults, "worker", 1, 1).idle
+    assert FaultInjector.of(faults, "worker", 1, 2).idle
+    assert FaultInjector.of(faults, "worker", 0, 0).idle
+    assert FaultInjector.of(faults, "engine_core", 1, 0).idle

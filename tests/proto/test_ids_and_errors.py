@@ -5,6 +5,7 @@ from itertools import islice
 import pytest
 
 import proto
+from proto.engine_io import MAX_CLIENTS, MAX_INCARNATIONS, request_ids
 from proto.errors import (
     ErrorInfo,
     InternalRequestError,
@@ -13,7 +14,6 @@ from proto.errors import (
     RequestError,
     TokendError,
 )
-from proto.ids import MAX_CLIENTS, MAX_INCARNATIONS, request_ids
 from proto.process import describe
 
 

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from proto.control_group import cpu_limit
-from proto.cores import allowed_cores, usable_cores
-from proto.memory import available_memory
+from proto.host_resources import allowed_cores, available_memory, cpu_limit, usable_cores
 
 GIB = 1 << 30
 
@@ -66,7 +64,7 @@ def test_the_least_cpu_limit_of_all_groups_counts(
 def test_threads_follow_affinity_hardware_threads_and_quota(
     quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proto.cores.ALLOWED_CPUS", frozenset({0, 1, 2, 5}))
+    monkeypatch.setattr("proto.host_resources.ALLOWED_CPUS", frozenset({0, 1, 2, 5}))
     siblings = {0: "0,2", 1: "1,3", 2: "0,2"}
     files = {
         f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{text}\n"

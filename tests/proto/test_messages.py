@@ -4,13 +4,13 @@ import msgspec
 import pytest
 
 from proto import engine_io, lifecycle, view
-from proto.agents import AgentHint, TurnEnded
 from proto.codec import MessageDecoder, encode, from_json, to_json
 from proto.config import ServeConfig
 from proto.engine_io import (
     Abort,
     AdminCall,
     AdminReply,
+    AgentHint,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -20,6 +20,7 @@ from proto.engine_io import (
     RequestProgress,
     SessionInput,
     ToEngine,
+    TurnEnded,
 )
 from proto.errors import ErrorInfo, ProtocolError
 from proto.faults import Fault
@@ -30,7 +31,6 @@ from proto.lifecycle import (
     AwaitsRanks,
     CacheReady,
     Condition,
-    Distrust,
     Drain,
     DrainWanted,
     DropEngine,
@@ -58,6 +58,7 @@ from proto.lifecycle import (
     ProcessBoot,
     ProcessStart,
     Progress,
+    ProtocolViolation,
     Restarted,
     Shutdown,
     Switched,
@@ -71,8 +72,7 @@ from proto.lifecycle import (
 from proto.logit_edits import LogitEdits
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.prepared_model import PreparedModel, TensorEntry, TensorIndex
-from proto.repetition import RepetitionDetection
-from proto.sampling_params import SamplingParams
+from proto.sampling_params import RepetitionDetection, SamplingParams
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from proto.stats import KVEviction, SchedulerStats
 from proto.view import BlockMap, EngineView, RequestView, Watch
@@ -260,7 +260,7 @@ MESSAGES = [
     Alive(),
     EngineAlive(3, 100, (0, 2), True, True),
     Condition((NotReady("engine 0 is being restarted", 12.5),)),
-    Distrust("worker", 1, 3, "it babbles"),
+    ProtocolViolation("worker", 1, 3, "it babbles"),
     AwaitsRanks(1),
     Drain(),
     UnderWay(1, 7),

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from proto.codec import changed
 from proto.errors import InvalidRequestError
 from proto.logit_edits import LogitEdits
-from proto.repetition import RepetitionDetection
-from proto.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from proto.sampling_params import MAX_STOP_TOKEN_IDS, RepetitionDetection, SamplingParams
 
 VOCAB_SIZE = 100
 

@@ -9,7 +9,7 @@ import pytest
 from proto.config import FrontEndConfig, ServeConfig
 from proto.config_checks import validate
 from proto.errors import ConfigError
-from proto.tls import server_context
+from proto.security import server_context
 from tests.fakes.certificates import Authority, needs_openssl
 
 

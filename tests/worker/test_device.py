@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from proto.config import GIB, CacheConfig, DeviceConfig
-from proto.cores import usable_cores
 from proto.errors import ConfigError
+from proto.host_resources import usable_cores
 from worker.device.cpu import CpuDevice
 
 

@@ -4,14 +4,14 @@ from unittest.mock import Mock
 
 import torch
 
-from proto.faults import Fault, Saboteur
+from proto.faults import Fault, FaultInjector
 from worker.faulty_model import FaultyModel
 
 
 def test_only_the_step_that_is_meant_is_broken() -> None:
     model = Mock(spec=["forward"])
     model.forward.return_value = torch.ones(2, 3)
-    saboteur = Saboteur([Fault("worker", 0, "nan", 2)])
+    saboteur = FaultInjector([Fault("worker", 0, "nan", 2)])
     faulty = FaultyModel(model, saboteur)
     broken = []
     for _ in range(3):

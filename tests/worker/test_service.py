@@ -16,10 +16,10 @@ from proto.config import CacheConfig, CpuWeights, ModelConfig, SchedulerConfig, 
 from proto.errors import ConfigError, TokendError
 from proto.lifecycle import (
     CacheReady,
-    Distrust,
     InitializeCache,
     NewEngine,
     Notice,
+    ProtocolViolation,
     Shutdown,
     ToSupervisor,
     WorkerReady,
@@ -223,7 +223,9 @@ def test_an_engine_that_sends_garbage_is_told_of_once_and_the_next_one_served(
         thread.start()
         assert heard(engine)[0].epoch == 1
         engine.zmq_socket.send(b"\xc1")
-        assert heard(supervisor) == [Distrust("engine_core", 0, 1, "it sent what is no message")]
+        assert heard(supervisor) == [
+            ProtocolViolation("engine_core", 0, 1, "it sent what is no message")
+        ]
         engine.zmq_socket.send(b"\xc1")
         engine.send(InitializeCache(PROTOCOL_VERSION, 1, 10, 16, 100))
         following = Link.bind(worker_path(run_dir, 8, 0), answers)

@@ -12,9 +12,8 @@ from typing import Final
 import torch
 
 from proto.config import GIB, CacheConfig, DeviceConfig, DType, KVCacheDType, SchedulerConfig
-from proto.cores import cores_of_worker
 from proto.errors import ConfigError
-from proto.memory import available_memory
+from proto.host_resources import available_memory, cores_of_worker
 from worker.device.base import ALL, DTYPES, gib
 
 DEFAULT_KV_CACHE_BYTES: Final = 4 * GIB

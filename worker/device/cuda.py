@@ -16,7 +16,7 @@ import torch
 
 from proto.config import GIB, CacheConfig, DType, KVCacheDType, SchedulerConfig
 from proto.errors import ConfigError
-from proto.memory import available_memory
+from proto.host_resources import available_memory
 from worker.device.base import ALL, DTYPES, gib
 
 logger = logging.getLogger("tokend.device")

@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from proto.cores import ALLOWED_CPUS
+from proto.host_resources import ALLOWED_CPUS
 from proto.prepared_model import PreparedModel
 from worker.layers.embedding import Embedding, Table
 from worker.layers.linear import Linear

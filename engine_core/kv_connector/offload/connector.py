@@ -23,7 +23,7 @@ from engine_core.kv_connector.offload.specs import create_manager
 from engine_core.kv_connector.offload.statistics import CopyStatistics
 from engine_core.kv_connector.offload.store_planner import StorePlanner
 from engine_core.request import Request, RequestStatus
-from proto.bell import Bell
+from proto.event_fd import Bell
 from proto.kv_events import BlockRemoved, BlockStored, KVEvent
 from proto.kv_offload import OffloadMetadata, OffloadReport
 from proto.kv_transfer import NO_PAYLOAD, KVConnectorOutput, Payload, pack, unpack

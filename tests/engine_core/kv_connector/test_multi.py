@@ -9,8 +9,8 @@ from engine_core.kv_connector import multi
 from engine_core.kv_connector.base import ASK_AGAIN, NO_MATCH, Match
 from engine_core.kv_connector.multi import MultiScheduler
 from engine_core.kv_connector.nothing import NoConnector
-from proto.bell import Bell
 from proto.errors import ConfigError
+from proto.event_fd import Bell
 from proto.kv_stacked import MultiReport, MultiStep
 from proto.kv_transfer import KVConnectorOutput, pack, unpack
 from proto.kv_transfer_config import KVTransferConfig

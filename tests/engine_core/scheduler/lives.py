@@ -18,8 +18,7 @@ from engine_core.kv_cache.integrity import check
 from engine_core.kv_connector.base import ASK_AGAIN, NO_MATCH, Match
 from engine_core.request import Request
 from engine_core.scheduler.prefix_sharing import PrefixWait, SiblingForks
-from proto.agents import AgentHint
-from proto.engine_io import FinishReason
+from proto.engine_io import AgentHint, FinishReason
 from proto.errors import InvalidRequestError
 from proto.kv_transfer import KVConnectorOutput
 from tests.engine_core.scheduler.invariants import CheckedEngine

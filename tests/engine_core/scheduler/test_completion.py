@@ -4,7 +4,7 @@ import pytest
 
 from engine_core.scheduler.result import completion
 from proto.engine_io import FinishReason
-from proto.repetition import RepetitionDetection
+from proto.sampling_params import RepetitionDetection
 from tests.fakes.engine_harness import EOS, EngineHarness
 
 

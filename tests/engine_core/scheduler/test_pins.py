@@ -11,7 +11,7 @@ from engine_core.kv_cache.integrity import check
 from engine_core.retention import agent_sessions as jobs_module
 from engine_core.retention.ttl_rule import ExpectedBenefitTTL, GuardedTTL, Worth, by_client
 from engine_core.trace.recorder import Recorder
-from proto.agents import AgentHint
+from proto.engine_io import AgentHint
 from proto.sched_trace import MAX_PINS, Arrival, PinBegin, PinEnd, Step
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine_harness import EngineHarness

@@ -7,8 +7,8 @@ import pytest
 from engine_core.structured_output.base import GrammarError
 from engine_core.structured_output.cache import GrammarCache
 from engine_core.structured_output.compiler import GrammarCompiler
-from proto.bell import Bell
 from proto.errors import ModelError
+from proto.event_fd import Bell
 from proto.grammar import GrammarSource
 from tests.fakes.grammar_engine import LIMIT_SECONDS, NoTrial
 

@@ -13,7 +13,7 @@ from engine_core.structured_output.llguidance_backend import LLGuidanceBackend
 from engine_core.structured_output.thinking import FREE, Phase, ThinkingMatcher, fill
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource
-from proto.thinking import BLANKS, MAX_BLANKS, ThinkingRule
+from proto.sampling_params import BLANKS, MAX_BLANKS, ThinkingRule
 from tests.fakes.grammar_engine import GrammarEngine
 from tests.fakes.intake_desk import Desk, refused
 from tests.fakes.messages import request as make_message

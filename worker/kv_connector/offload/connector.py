@@ -10,7 +10,7 @@ Owns which copies were put off, and for whom loads are; the copies are the handl
 from collections.abc import Sequence
 from typing import ClassVar
 
-from proto.bell import Bell
+from proto.event_fd import Bell
 from proto.kv_offload import FinishedJob, OffloadMetadata, OffloadReport, TransferJob
 from proto.kv_transfer import NO_PAYLOAD, Payload, pack, unpack
 from proto.kv_transfer_config import KVTransferConfig

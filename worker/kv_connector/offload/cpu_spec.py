@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from proto.host_resources import available_memory
 from proto.kv_events import DEVICE_MEDIUM
-from proto.memory import available_memory
 from proto.offload_settings import cpu_settings, wrong
 from worker.device.accelerator import Cuda
 from worker.device.copy_stream import CudaCopyStream

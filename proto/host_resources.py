@@ -1,14 +1,7 @@
-"""What the control groups of this process leave it of the machine; versions 1 and 2.
+"""CPU cores and memory that this process may use: affinity, control groups, /proc."""
 
-A group is bound by its own limits and by those of every group around it, so each folder
-from its own up to the root counts:
-
-    /proc/self/cgroup   4:memory:/system/tokend          0::/system/tokend
-    limits in           sys/fs/cgroup/memory/system/…    sys/fs/cgroup/system/…
-
-In a container the first folders may not be there, because what is mounted begins further down.
-"""
-
+import math
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -103,3 +96,67 @@ def _words(file: Path) -> list[str]:
         return file.read_text().split()
     except OSError:
         return []
+
+
+# ---- CPU cores ----
+
+
+ALLOWED_CPUS: Final = frozenset(os.sched_getaffinity(0))
+"""What this process may run on. OpenMP may bind the thread that loads its library to one of
+them, so whoever loads it imports this first."""
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores of the affinity mask, or fewer where a control group grants less time; at least 1.
+
+    root: holds the `proc` and `sys` trees that describe the machine.
+    """
+    cores, limit = allowed_cores(root), cpu_limit(root)
+    return cores if limit is None else max(1, min(cores, math.ceil(limit)))
+
+
+def allowed_cores(root: Path = Path("/")) -> int:
+    """Cores of the affinity mask, whatever time is granted on them.
+
+    Two hardware threads of a core count once: they share what multiplies.
+    """
+    return len({_core(root, cpu) for cpu in ALLOWED_CPUS})
+
+
+def cores_of_worker(num_workers: int, root: Path = Path("/")) -> int:
+    """Cores for each of so many workers of this machine; at least 1."""
+    return max(1, usable_cores(root) // num_workers)
+
+
+def _core(root: Path, cpu: int) -> str:
+    """A name that the hardware threads of a core share."""
+    path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+# ---- Memory ----
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that can be allocated without swapping, within the limits of the control groups.
+
+    root: holds the `proc` and `sys` trees that describe the machine.
+    """
+    fields = dict(
+        line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if line
+    )
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    left = memory_left(root)
+    return free if left is None else min(free, left)
+
+
+def resident_memory(pid: int, root: Path = Path("/")) -> int:
+    """Bytes of a process that are in memory; 0 for one that is gone."""
+    try:
+        pages = int((root / f"proc/{pid}/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

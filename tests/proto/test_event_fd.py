@@ -3,7 +3,7 @@
 import os
 from select import select
 
-from proto.bell import Bell
+from proto.event_fd import Bell
 
 
 def is_readable(descriptor: int) -> bool:
