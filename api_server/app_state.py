@@ -1,7 +1,4 @@
-"""What the routes work with, made once per process and passed in.
-
-Owns nothing itself; a test makes one with a scripted engine behind it.
-"""
+"""What the routes use: the model's texts, the engine client, metrics and settings."""
 
 import asyncio
 import hashlib
@@ -28,7 +25,7 @@ from proto.config import FrontEndConfig, ModelConfig, ServeConfig
 from proto.errors import UnknownModelError
 from proto.prepared_model import PreparedModel
 
-# What a front end reads of a model: its tokenizer and its chat template.
+# What an API server reads from a model's folder: tokenizer and chat template.
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +58,14 @@ APP_STATE: Final = "tokend.app_state"
 
 @dataclass(frozen=True, slots=True)
 class AppState:
-    """Dependencies of the application.
+    """What the routes use. A reload replaces it as a whole.
 
-    model_name: as clients call it. seeds: for requests without a seed. in_flight: the
-    requests that are answered with these app_state. epoch: of the engine that they go to, as
-    long as that one is there. vocabulary: changes with what token ids mean. under_way: of this
-    front end, whichever engine has them. request_abort: has all front ends end requests with these
-    ids, of the key of this name or of any (None). responses: those of /v1/responses that are kept
-    or under way. feed: of the live view. background: tasks whose clients do not wait.
+    model_name: as clients call it. seeds: for requests without a seed. in_flight: the HTTP requests
+    that use this state. epoch: of the engine that they are sent to. vocabulary: a fingerprint that
+    differs if token ids have another meaning. open_streams: of all engines. request_abort: abort,
+    in all API servers, the requests with these ids, of the key with this name or of any (None).
+    responses: of /v1/responses, stored or running. background: tasks of responses whose clients do
+    not wait.
     """
 
     model: PreparedModel

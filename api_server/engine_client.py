@@ -1,4 +1,4 @@
-"""The one owner of open requests: sends them to an engine, hands out what comes back.
+"""Open requests: send them to an engine, hand its outputs to their streams, outlive its death.
 
 Runs on the event loop alone. Knows nothing of HTTP.
 
@@ -6,7 +6,7 @@ Runs on the event loop alone. Knows nothing of HTTP.
                                 by forgetting                                is sent what is open
 
     a reload    engine of epoch 2 ── what is open there ───────▶ its last request ends, or it
-                engine of epoch 3 ── whatever is asked anew ──▶  dies: then 3 is sent the rest
+                engine of epoch 3 ── all new requests ─────────▶  dies: then 3 is sent the rest
 """
 
 import asyncio
@@ -114,7 +114,8 @@ class OpenRequest:
     """request: as it was first asked. alone: the engine has said that nothing runs beside it.
 
     sent_to: the epoch of the engine that has it. accepted: by it or by one before.
-    begun: that engine has said that it computes it; it says so only of who saw another one die.
+    begun: that engine reported that it computes the request; engines report it only for requests
+    that have seen an engine die.
     crash_count: engines that died since it got further, as far as it may have been the reason.
     """
 
@@ -136,7 +137,7 @@ class OpenRequest:
         self.stream.accept()
 
     def check_time(self, now: float) -> None:
-        """Raise what an engine would answer when its time is over; now: monotonic seconds.
+        """Raise the error of an expired deadline; now: monotonic seconds.
 
         TimeLimitError, or QueueTimeoutError for a request that has no token.
         """
@@ -158,27 +159,31 @@ class OpenRequest:
         self._computed = max(self._computed, progress.num_computed_tokens)
         self._under_way = max(self._under_way, progress.num_tokens_under_way)
 
-    def lose_engine(self, crashes_until_alone: int | None, *, others_begun: bool = False) -> None:
-        """No engine has it any more. None: nobody died. others_begun: as `begun`, of any request.
+    def lose_engine(
+        self, crashes_until_isolated: int | None, *, others_begun: bool = False
+    ) -> None:
+        """Note that the request's engine is gone, and count the crash if the request is suspect.
 
-        Who is a suspect by now is blamed only for what it did alone, and who saw an engine die
-        before only if it was begun with, unless nothing was. Nobody is who has got
-        further: a token, or all that was under way when the engine before died (where that
-        is known: an engine says it only of those who have seen another one die).
+        crashes_until_isolated: None if the engine did not die. others_begun: some request of that
+        engine had `begun`.
+
+        A request that has reached `crashes_until_isolated` is blamed only for crashes while it ran
+        alone; one that has seen a crash before only if this engine had begun it, or none. Progress
+        clears the blame: a new token, or all tokens that were being computed in the last crash.
         """
         num_tokens = sum(map(len, self.stream.output_token_ids))
         if num_tokens > self._num_tokens or 0 < self._died_at <= self._computed:
             self.crash_count = 0
         only_waited = self.crash_count > 0 and others_begun and not self.begun
-        if crashes_until_alone is not None and self.sent_to != NO_ENGINE and not only_waited:
-            self.crash_count += self.alone or self.crash_count < crashes_until_alone
+        if crashes_until_isolated is not None and self.sent_to != NO_ENGINE and not only_waited:
+            self.crash_count += self.alone or self.crash_count < crashes_until_isolated
             self._died_at = self._under_way
         self._num_tokens = num_tokens
         self._computed = self._under_way = 0
         self.sent_to, self.alone, self.begun = NO_ENGINE, False, False
 
     def message(self, epoch: int) -> EngineCoreRequest:
-        """What the engine of an epoch is asked: to go on where the stream ends."""
+        """Return the request for the engine of an epoch, which continues where the stream ends."""
         if not (self.accepted or self.crash_count or self._num_tokens):
             same = self.request.epoch == epoch
             return self.request if same else changed(self.request, epoch=epoch)
@@ -197,16 +202,16 @@ __all__ = ["EngineClient", "FromEngine"]
 logger = logging.getLogger("tokend.api")
 
 GAP_SECONDS = 0.1
-"""How often to look, while there is no engine, for requests whose time is over."""
+"""Interval of the deadline checks while no engine is connected."""
 MAX_WAITING = 4096
 """Requests that wait for an engine that is being restarted; more are refused."""
 
 
 class EngineClient:
-    """A front end's way to the engine of now, and to others that come or go beside it.
+    """Sends requests to the current engine and routes the outputs of all engines to their streams.
 
     link: to the engine of `epoch`; receives `FromEngine`. request_ids: mints the internal
-    ids. crashes_until_alone: as in the settings of the scheduler.
+    ids. crashes_until_isolated: as in the settings of the scheduler.
     """
 
     def __init__(
@@ -215,9 +220,9 @@ class EngineClient:
         epoch: int,
         request_ids: Iterator[int],
         metrics: Metrics,
-        crashes_until_alone: int,
+        crashes_until_isolated: int,
     ) -> None:
-        self._crashes_until_alone = crashes_until_alone
+        self._crashes_until_isolated = crashes_until_isolated
         self._request_ids = request_ids
         self._metrics = metrics
         self._open: dict[int, OpenRequest] = {}
@@ -237,13 +242,13 @@ class EngineClient:
         """Of the engine that is asked."""
         return self._current.epoch
 
-    def on_invalid_message(self, tell: Callable[[int], None]) -> None:
-        """Have `tell` called with the epoch of an engine that sends what is no message.
+    def on_invalid_message(self, report: Callable[[int], None]) -> None:
+        """Call `report` with the epoch of an engine that sends an undecodable message.
 
-        What that was meant to say is lost, so nothing more is heard of that engine; its requests
-        wait for the next one.
+        Its content is lost, so the connection to that engine is no longer read; its requests wait
+        for the next engine.
         """
-        self._on_invalid_message = tell
+        self._on_invalid_message = report
 
     def attach_live_view(self, live_view: LiveViewPublisher) -> None:
         """Pass the views of the current engine to this publisher."""
@@ -260,9 +265,9 @@ class EngineClient:
 
     @property
     def engine(self) -> EngineReady:
-        """What the engine told of itself; raises NotAvailableError before that and at the end.
+        """The properties of the engine; raises NotAvailableError before it is ready and at the end.
 
-        While an engine is restarted this is what the last one told.
+        While an engine is restarted these are those of the last one.
         """
         if self._closed:
             raise NotAvailableError("the server is shutting down")
@@ -311,7 +316,7 @@ class EngineClient:
         self._open[request.request_id] = entry
 
     def send_input(self, message: SessionInput) -> None:
-        """Send the next part of a session's input; nothing for a session that is over.
+        """Send the next part of a session's input; nothing for a session that has ended.
 
         Raises OverloadedError when the engine does not keep up.
         """
@@ -320,7 +325,7 @@ class EngineClient:
             self._send_or_refuse(self._connections.get(entry.sent_to, self._current), message)
 
     def abort_request(self, stream: OutputStream) -> None:
-        """Nobody waits for this request any more: forget it and tell the engine."""
+        """Forget a request and send an Abort to its engine; nothing for one that is not open."""
         entry = self._open.pop(stream.request_id, None)
         if entry is not None:
             self._abort(entry, "disconnect", None)
@@ -411,7 +416,7 @@ class EngineClient:
             connection.close()
 
     def _check_deadlines(self, epoch: int) -> None:
-        """Until the engine of an epoch is there, nobody else ends requests whose time is over."""
+        """End requests whose deadline has passed, until the engine of an epoch is connected."""
         if self._closed or self._current.ready or epoch != self.epoch:
             return
         now = time.monotonic()
@@ -435,15 +440,15 @@ class EngineClient:
         return connection
 
     def _report_invalid_message(self, epoch: int) -> None:
-        """An engine sent what is no message.
+        """Report an engine that sent an undecodable message.
 
-        Of one that is to come nobody wants to know until it has come (`switch`).
+        For an engine that is not the current one yet, this waits until `switch`.
         """
         if epoch <= self.epoch:
             self._on_invalid_message(epoch)
 
     def _lose_engine(self, epoch: int, died: bool) -> None:
-        """The engine of this epoch is no more: what is open there belongs to nobody now."""
+        """Close the connection of an engine that is gone; its open requests wait for another."""
         connection = self._connections[epoch]
         connection.drain()  # what it said before it died counts
         connection.close()
@@ -453,7 +458,9 @@ class EngineClient:
         lost = [each for each in self._open.values() if each.sent_to not in self._connections]
         any_begun = any(each.begun for each in lost)
         for entry in lost:
-            entry.lose_engine(self._crashes_until_alone if died else None, others_begun=any_begun)
+            entry.lose_engine(
+                self._crashes_until_isolated if died else None, others_begun=any_begun
+            )
             if entry.request.resumable:
                 del self._open[entry.request.request_id]
                 entry.stream.fail(InternalRequestError("the session ended with its engine"))
@@ -556,10 +563,12 @@ class EngineClient:
         if stream.finished:
             self._open.pop(stream.request_id, None)
             if entry.request.agent is not None and stream.ended_well:
-                self._loop.call_soon(self._end_turn, entry)  # after whoever the bell has woken
+                self._loop.call_soon(
+                    self._end_turn, entry
+                )  # after the response has written the last chunk
 
     def _end_turn(self, entry: OpenRequest) -> None:
-        """Tell the engine that computed a turn what its job does now; if it died, no one."""
+        """Report the tool call of a finished turn to the engine that computed it, if it runs."""
         connection = self._connections.get(entry.sent_to)
         agent = entry.request.agent
         if agent is None or connection is None or self._closed:

@@ -1,7 +1,6 @@
-"""A front end's link to the engine of one epoch, on the event loop.
+"""The connection to the engine of one epoch, on the event loop.
 
-Owns the link and what its engine told of itself. Nothing here blocks: the link takes what
-is sent, and its descriptor wakes the loop. Knows no requests.
+Nothing here blocks: the link queues what is sent, and its descriptor wakes the event loop.
 """
 
 import asyncio
@@ -26,12 +25,12 @@ FLUSH_SECONDS: Final = 0.01
 
 
 class EngineConnection:
-    """From the meeting with an engine to its end.
+    """Send to one engine, and pass on what it sends, until the connection is closed.
 
     link: receives `FromEngine`. on_message: is given what the engine of this epoch says;
     EngineReady comes to it once the version has been looked at. on_invalid_message: is given the
-    epoch of an engine that sends what is no message. What that was meant to say is lost, so
-    nothing more is heard of it.
+    epoch of an engine that sends an undecodable message. Its content is lost, so the
+    link is no longer read.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class EngineConnection:
 
     @property
     def engine(self) -> EngineReady | None:
-        """What it told of itself; None before it is ready."""
+        """Its properties; None before it is ready."""
         return self._engine
 
     @property
@@ -93,7 +92,7 @@ class EngineConnection:
             self._loop.call_later(FLUSH_SECONDS, self._planned_drain)
         messages = self._link.receive()
         if self._link.num_undecodable and self.ready:
-            logger.error("the engine sent what is no message: waiting for the next one")
+            logger.error("the engine sent an undecodable message: waiting for the next engine")
             self._deaf = True
             self._settled.clear()
             self._on_invalid_message(self.epoch)

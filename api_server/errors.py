@@ -133,7 +133,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(_request: Request, _error: Exception) -> Response:
-    """The client left during its upload: nobody reads this answer."""
+    """The client left during its upload: the answer is not read."""
     return Response(status_code=400)
 
 
@@ -166,7 +166,7 @@ def is_of_messages(path: str) -> bool:
 
 
 def error_type(status: int) -> str:
-    """What clients of that API tell errors apart by."""
+    """The error types of that API."""
     return _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
 
 

@@ -1,7 +1,7 @@
 """Accepts connections from a socket that other processes accept from, too, and leaves them theirs.
 
     a connection ──▶ fewer here than elsewhere, or as many ──▶ accepted: one, then whatever else
-                └──▶ more ── HEAD_START_SECONDS ──▶ accepted, if nobody else did
+                └──▶ more ── HEAD_START_SECONDS ──▶ accepted, if no other process did
 
 A loop that accepts all that there is, as loops do, lets the process that wakes first have a burst
 of connections to itself, and with those that stay open all of the work. Owns when connections are

@@ -1,8 +1,8 @@
 """HTTP/1.1 on one connection: uvicorn's protocol with limits in bytes and in time.
 
-Owns the limits of what stands before the body, of how long a client may take to send it or
-to read an answer, and the reply to who exceeds them; lets a response that has begun say
-that it is the last one of its connection. Knows nothing of routes.
+A subclass, because uvicorn has no option for the size of the headers, for timeouts while a request
+is received or a response is not read, for writing a chunk without waking the request's task (see
+docs/benchmarks/frontend.md), or for closing a connection after a response that has begun.
 
     connection ─▶ headers ─▶ body ─▶ answer ─▶ headers …
     |HEADER_SECONDS|  (routes)  |STALL_SECONDS without a byte taken|
@@ -255,7 +255,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         )
 
     def _headers_overdue(self) -> None:
-        """Who has not begun a request is owed no answer."""
+        """Close a connection without an answer if no request has begun."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._arrival.set(HEADER_SECONDS, self._headers_overdue)  # an answer is under way
         elif self._in_headers:

@@ -1,7 +1,7 @@
-"""What happens to a request before its route: the key, and the door.
+"""What happens to a request before its route: API key, drain state, fast path.
 
 Denies by default: a path is open only when it is listed, exactly as routing sees it. What
-only operators may do is not told by paths: its routes look themselves (`routes/access.py`)
+only operators may do is not told by paths: its routes look themselves (`routes/common.py`)
 whether the key was an operator's.
 """
 
@@ -30,9 +30,9 @@ OPERATORS: Final = frozenset(
         *("", "page", "view"),
     }
 )
-"""First parts of paths that pass by the door: they answer to the end, which waits for none.
+"""First path components that are answered while draining, and that a drain does not wait for.
 
-The live view is among them, because a drain would wait for whoever watches it, and the page with
+The live view is among them, because a drain would wait for its subscribers, and the page with
 it ("" is that of /), to show that it drains."""
 
 
@@ -64,7 +64,7 @@ class ApiKeyMiddleware:
         await self._app(scope, receive, send)
 
     def _known(self, scope: Scope) -> list[ApiKey]:
-        """Of the keys that came, each compared with all there are."""
+        """Return the known keys among those sent; compares each with all, in constant time."""
         known = []
         for name, value in scope["headers"]:
             given = _bearer(value) if name == b"authorization" else value
@@ -74,7 +74,7 @@ class ApiKeyMiddleware:
 
 
 class DrainMiddleware:
-    """Counts who is inside, and answers 503 when nobody is let in any more."""
+    """Count requests in flight; answer 503 while draining."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -97,35 +97,35 @@ def _bearer(value: bytes) -> bytes | None:
 
 
 def _first_part(path: str) -> str:
-    """What stands between the first two slashes."""
+    """Return the part between the first two slashes."""
     return path.removeprefix("/").partition("/")[0]
 
 
-# The short way to the routes that generate: past routing, dependencies and their many layers.
+# The fast path to the generating routes: past routing and dependency injection.
 #
-#     key ─▶ door ─▶ FastPath ── POST /v1/completions ──▶ endpoint ─▶ response
-#                       └─────── anything else ─────────▶ router ─▶ …
+#     key ─▶ drain ─▶ FastPath ── POST /v1/completions ──▶ endpoint ─▶ response
+#                        └─────── anything else ─────────▶ router ─▶ …
 
 
 DISCONNECT_GRACE_SECONDS: Final = 0.002
-"""What a request waits for its client to leave, while there are others."""
+"""How long a request waits for the disconnect of its client, while others are served."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def endpoints_of(*routers: APIRouter) -> dict[str, Endpoint]:
-    """By path: what these routers do for a POST. They take the request and nothing else."""
+    """Return the POST endpoints of these routers by path; they take only the request."""
     found = {}
     for router in routers:
         for route in router.routes:
             if isinstance(route, APIRoute) and "POST" in (route.methods or ()):
-                assert not route.dependencies, "what a route depends on is not asked on this way"
+                assert not route.dependencies, "the fast path resolves no dependencies"
                 found[route.path] = route.endpoint
     return found
 
 
 class FastPath:
-    """Calls an endpoint with the request, and answers what it raises as the application would."""
+    """Call an endpoint directly, and answer its exceptions as the application would."""
 
     def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
         self._app = app
@@ -149,10 +149,10 @@ class FastPath:
         except RequestError as error:
             await error_response(error, scope["path"])(scope, receive, send)
         except ClientDisconnect:
-            return  # it left during its upload: nobody reads an answer
+            return  # it left during its upload: no answer is read
 
 
 async def _gone(receive: Receive) -> None:
-    """Return when the server knows it as well, and expects no answer any more."""
+    """Return when the HTTP server has seen the disconnect, and expects no answer."""
     while (await receive())["type"] != "http.disconnect":
         pass

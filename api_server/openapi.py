@@ -327,7 +327,7 @@ def _describe(described: dict[str, Any], operation: Operation, schemas: dict[str
 def _add(model: type[BaseModel], schemas: dict[str, Schema]) -> str:
     """A reference to the schema of a body.
 
-    A field that is null counts as not given, and one that nobody defines is ignored.
+    A field that is null counts as not given, and one that no API defines is ignored.
     """
     schema = model.model_json_schema(ref_template=_REFS)
     found = {**schema.pop("$defs", {}), model.__name__: schema}

@@ -49,10 +49,10 @@ from proto.sampling_params import ThinkingRule
 
 @dataclass(frozen=True, slots=True)
 class EndpointOptions:
-    """What the endpoints ask for in different words.
+    """Options that the endpoints have under different names.
 
     max_tokens: None when not given. logprobs: alternatives, None for none at all.
-    max_tokens_field: what the client calls max_tokens. edits: changes of the scores.
+    max_tokens_field: what the client calls max_tokens. edits: of the logits.
     thinking: how the answer begins with thoughts, where the engine has to know.
     """
 
@@ -66,10 +66,11 @@ class EndpointOptions:
 
 
 class RequestBuilder:
-    """One HTTP request on its way to the engine. Made when the request arrives.
+    """Builds the engine requests, the token stream and the response of one HTTP request.
 
-    ignored: names of fields that nobody defines. calling: what the request's tools ask of its
-    answers; None for a request that knows none.
+    Constructed when the request arrives.
+
+    ignored: unknown fields. calling: the format of tool calls; None for a request without tools.
     """
 
     def __init__(
@@ -100,11 +101,11 @@ class RequestBuilder:
 
     @property
     def has_grammar(self) -> bool:
-        """The answer has to be of some form."""
+        """A grammar constrains the answer."""
         return self._grammar is not None
 
     def shape(self, top: int | None) -> Shape:
-        """What the answer shows. `top`: alternatives per token, None for no logprobs."""
+        """Return what the answer shows. top: alternatives per token, None for no logprobs."""
         request, tokenizer = self._request, self._app_state.tokenizer
         named = len(request.logprob_token_ids)
         return Shape(
@@ -121,7 +122,7 @@ class RequestBuilder:
         )
 
     def check_choices(self, num_prompts: int) -> None:
-        """Raise InvalidRequestError for too many; worth asking before any work on prompts."""
+        """Raise InvalidRequestError for too many choices, before any work on prompts."""
         n = self._request.n
         if num_prompts > 1 and self._agent is not None:
             field = self._request.job_field
@@ -143,7 +144,7 @@ class RequestBuilder:
     def build_requests(
         self, prompts: Sequence[Prompt], options: EndpointOptions
     ) -> list[EngineCoreRequest]:
-        """What the engine is asked, one for each prompt."""
+        """Return the engine requests, one per prompt."""
         if self._request.use_beam_search and options.logprobs is not None:
             raise InvalidRequestError("logprobs does not go with use_beam_search", "logprobs")
         self._check_queue([len(prompt.token_ids) for prompt in prompts])
@@ -213,13 +214,13 @@ class RequestBuilder:
         return [(b"x-request-id", name.encode()), *self._ignored.headers()]
 
     def truncation(self, max_tokens: int | None) -> Truncation:
-        """What is kept of prompts; max_tokens: as given, or what is meant where it is not."""
+        """Return how prompts are truncated. max_tokens: as given, or the default."""
         request = self._request
         room = self._app_state.client.engine.max_model_len - max(max_tokens or 1, 1)
         return truncation(request.truncate_prompt_tokens, request.truncation_side, room)
 
     async def prompt_texts(self, prompts: Sequence[Prompt]) -> Sequence[str | None]:
-        """The prompts as the model saw them, if they are asked for; None otherwise."""
+        """Return the prompts as the model saw them if the client asked for them, else None."""
         if not self._request.return_prompt_text:
             return [None] * len(prompts)
         tokenizer = self._app_state.tokenizer
@@ -227,7 +228,7 @@ class RequestBuilder:
         return await tokenizer.apart(num_tokens, _prompt_texts, prompts, tokenizer)
 
     def _check_queue(self, num_tokens: list[int]) -> None:
-        """Refuse for good what the engine would refuse however often it came.
+        """Raise InvalidRequestError for prompts that would never fit into the queue.
 
         One prompt alone always has a place in an empty queue. num_tokens: of each prompt.
         """
@@ -240,7 +241,7 @@ class RequestBuilder:
             )
 
     def _deadline(self, *milliseconds: float | None) -> float:
-        """The moment at which the shortest of these times is over; infinite for none."""
+        """Return the earliest of these deadlines, in monotonic seconds; infinite for none."""
         given = [each for each in milliseconds if each]
         return self._arrival + min(given) / 1000 if given else math.inf
 
@@ -290,7 +291,7 @@ class RequestBuilder:
         )
 
     def _turn(self, make_parser: Callable[[], PartsParser]) -> Turn:
-        """Who finds out which tool the job calls: the client's word comes first."""
+        """Return what finds the tool that the agent calls; the client's hint comes first."""
         if self._agent is None:
             return NO_TURN
         name, hint = partial(tool_name, tenant=self._tenant), self._request.agent_hint
@@ -371,12 +372,12 @@ def _prompt_texts(prompts: Sequence[Prompt], tokenizer: ModelTokenizer) -> list[
 
 
 def hidden_salt(salt: str | None) -> str | None:
-    """A client's salt as the rest of the system knows it: of one length, and of its own choice."""
+    """Return the hash of a client's cache salt, which has a fixed length."""
     return None if salt is None else hashlib.sha256(salt.encode()).hexdigest()
 
 
 def _num_logprob_entries(request: EngineCoreRequest) -> int:
-    """The most log-probabilities that the answer can hold; a prompt's may be in every choice."""
+    """Return the most log-probabilities that the answer can hold."""
     params = request.sampling_params
     entries = 0
     if params.logprobs is not None:
@@ -404,7 +405,7 @@ def check_request(request: GenerationRequest) -> None:
 def checked_grammar(
     request: GenerationRequest, grammar: GrammarSource | None
 ) -> GrammarSource | None:
-    """What the answer has to be; raises InvalidRequestError for what does not go with it.
+    """Return the grammar; raise InvalidRequestError for fields that conflict with it.
 
     The grammar says where the text ends, so nothing else may keep it from ending there; and
     what tokens are left to choose from, so that no other rule may leave none.

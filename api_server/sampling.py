@@ -22,7 +22,7 @@ SEED_MASK: Final = (1 << SEED_BITS) - 1
 def seeds(seed: int | None, index: int) -> Iterator[int]:
     """64-bit seeds for requests without one; repeatable when the daemon was given a seed.
 
-    index: of this front end.
+    index: of this API server.
     """
     source = random.SystemRandom() if seed is None else random.Random(f"{seed}:{index}")
     while True:

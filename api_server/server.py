@@ -80,14 +80,14 @@ class OneOfSeveral(Server):
 
 
 def main(boot: ProcessBoot, supervisor: Link) -> None:
-    """Serve until told to stop."""
+    """Serve until the supervisor stops this process."""
     clock = PhaseClock(boot.born_at)
     clock.end("imports")
     uvloop.run(_serve(boot, supervisor, clock))
 
 
 def make_server(app: FastAPI, frontend: FrontEndConfig, connections: Gauge) -> Server:
-    """uvicorn over the application; `serve(sockets=…)` runs it. connections: of all front ends."""
+    """uvicorn over the application; `serve(sockets=…)` runs it. connections: of all API servers."""
     config = uvicorn.Config(
         app,
         http=LimitedHttpProtocol,
@@ -111,20 +111,20 @@ def _tls(config: FrontEndConfig) -> ssl.SSLContext | None:
 
 
 def make_app_state(
-    boot: ProcessBoot, link: Link, tell: Callable[[Message], None] = lambda message: None
+    boot: ProcessBoot, link: Link, send: Callable[[Message], None] = lambda message: None
 ) -> AppState:
-    """Everything the routes need, over a link to the engine. tell: sends to the supervisor."""
+    """Return what the routes need, over a link to the engine. send: to the supervisor."""
     model, config = boot.model, boot.config
     name = config.model.served_model_name or model.name
     metrics = Metrics(name, metric_sheet(boot), boot.incarnation, boot.num_hung)
     ids = request_ids(boot.index, boot.incarnation)
-    crashes_until_alone = config.scheduler.crashes_until_alone
-    client = EngineClient(link, boot.epoch, ids, metrics, crashes_until_alone)
+    crashes_until_isolated = config.scheduler.crashes_until_isolated
+    client = EngineClient(link, boot.epoch, ids, metrics, crashes_until_isolated)
     live_view = LiveViewPublisher(
         ServerInfo(name, daemon_version(), config.scheduler.max_num_seqs), client
     )
     client.attach_live_view(live_view)
-    drain_state = DrainState(partial(tell, DrainWanted(boot.index)))
+    drain_state = DrainState(partial(send, DrainWanted(boot.index)))
     texts = ModelTexts.load(config.model, model)
     return AppState(
         model=model,
@@ -139,7 +139,7 @@ def make_app_state(
         epoch=boot.epoch,
         vocabulary=texts.vocabulary,
         settings=config,
-        request_abort=lambda labels, owner: tell(AbortRequests(labels, owner)),
+        request_abort=lambda labels, owner: send(AbortRequests(labels, owner)),
         open_streams=OpenStreams(),
         responses=stored_responses(config.frontend),
         live_view=live_view,
@@ -148,13 +148,13 @@ def make_app_state(
 
 
 def stored_responses(config: FrontEndConfig) -> StoredResponses:
-    """Where this front end keeps responses."""
+    """Return the store of responses."""
     most = config.max_stored_responses_mib << 20
     return StoredResponses(most, config.stored_response_seconds, time.monotonic)
 
 
 def metric_sheet(boot: ProcessBoot) -> MetricSheet:
-    """Where this front end counts."""
+    """Return the metric sheet of this API server."""
     if boot.metrics_fd is None:
         return MetricSheet.of_one()
     return MetricSheet.shared(boot.metrics_fd, boot.index, boot.config.frontend.api_server_count)
@@ -189,7 +189,7 @@ async def _serve(boot: ProcessBoot, supervisor: Link, clock: PhaseClock) -> None
 
 
 def connect(boot: ProcessBoot, epoch: int) -> Link:
-    """This front end's link to the engine of an epoch."""
+    """Return a link to the engine of an epoch."""
     path = front_end_path(boot.run_dir, epoch, boot.index, boot.incarnation)
     return Link.connect(path, FromEngine)
 

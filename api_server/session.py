@@ -1,7 +1,6 @@
 """A session with the engine: input goes in part by part, tokens come out turn by turn.
 
-Owns the state of one session as its front end sees it. Token ids only: text, stop
-strings and metrics belong to an endpoint, and there is none yet.
+Token ids only: text, stop strings and metrics belong to an endpoint, and there is none yet.
 
     inputs    [1 2 3] ───────────────▶ [4 5] ───────────────────▶ (no more)
     outputs            10 · 11 stop ·          20 · 21 stop ·            finished
@@ -30,8 +29,8 @@ class TurnInput:
 class TurnOutput:
     """What a step brought.
 
-    finish_reason: the turn is over. finished: so is the session.
-    num_cached_tokens: of a turn's prompt, told with its first token; else 0.
+    finish_reason: set at the end of a turn. finished: the session has ended.
+    num_cached_tokens: of a turn's prompt, sent with its first token; else 0.
     """
 
     token_ids: list[int]
@@ -41,7 +40,7 @@ class TurnOutput:
 
 
 class SessionStream:
-    """Outputs of one session on their way from the engine client to whoever reads them."""
+    """Outputs of one session between the engine client and their reader."""
 
     num_choices = 1
     output_token_ids: tuple[tuple[int, ...], ...] = ()  # a session ends with its engine
@@ -59,11 +58,11 @@ class SessionStream:
         """The first output says as much."""
 
     def called_tool(self) -> str:
-        """Its text is nobody's here."""
+        """Return "": a session has no text."""
         return ""
 
     def fail(self, error: Exception) -> None:
-        """End the session, unless it is over; whoever reads it gets the error."""
+        """End the session with an error for its reader, unless it has ended."""
         if not self.finished:
             self.finished, self.error = True, error
             self._news.put_nowait(error)
@@ -109,7 +108,7 @@ async def generate(
 ) -> AsyncIterator[TurnOutput]:
     """Run a session: each input is sent when `inputs` gives it, also while a turn goes on.
 
-    The session ends when `inputs` has ended and the last turn is over; leaving the
+    The session ends when `inputs` has ended and the last turn is finished; leaving the
     iteration early, or an exception of `inputs` (which is raised here), aborts it. Raises
     RequestError for what the engine refuses.
     """

@@ -1,8 +1,8 @@
-"""Whose request it is: a tenant, as a number that only says who is the same.
+"""The tenant of a request, as a number without further meaning.
 
 It comes from the name of the API key and, where a proxy is trusted with that, from a header.
-The engine hears neither of them. Every front end makes the same number of the same names,
-so tenants stay who they are when processes die.
+The engine sees neither of them. Every API server derives the same number from the same names,
+so tenants survive the restart of a process.
 """
 
 import re
@@ -17,7 +17,7 @@ from proto.errors import InvalidRequestError
 TENANT_HEADER: Final = "X-Tenant-ID"
 MAX_TENANT_CHARACTERS: Final = 128
 NO_ENGINE: Final = 0
-"""The tenant of all whom nothing tells apart."""
+"""The tenant of all requests without a distinguishing mark."""
 
 _NAME: Final = re.compile(rf"[A-Za-z0-9._:@/+=-]{{1,{MAX_TENANT_CHARACTERS}}}")
 
@@ -36,9 +36,9 @@ def tenant_of(request: Request, by: TenantBy) -> int:
 
 
 def reader_of(tenant: int, key_name: str) -> int:
-    """Who may read of a request in the live view: its tenant.
+    """Return the reader of a request in the live view: its tenant.
 
-    Where nothing tells tenants apart, it is who has the same key.
+    Without tenants, it is the holder of the same key.
     """
     return tenant or _number(key_name, "")
 

@@ -232,7 +232,7 @@ def build_parts(
         worker.vocab_size,
         plan.max_model_len,
         config.scheduler.scheduling_policy == "priority",
-        config.scheduler.crashes_until_alone,
+        config.scheduler.crashes_until_isolated,
     )
     intake = Intake(scheduler, kv_cache, outbox, limits, lambda: check(kv_cache), grammars, views)
     return EngineParts(scheduler, kv_cache, intake, outbox, views)

@@ -110,7 +110,7 @@ class Intake:
             return
         try:
             validate_request(message, self._limits)
-            if is_repeated_crash(message.crash_count, self._limits.crashes_until_alone):
+            if is_repeated_crash(message.crash_count, self._limits.crashes_until_isolated):
                 self._refuse(client, message, repeated_crash_error(message.crash_count))
                 return
             self._scheduler.queue_limits.check(message)

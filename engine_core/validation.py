@@ -19,14 +19,14 @@ from proto.sampling_params import SamplingParams
 class RequestLimits:
     """vocab_size: token ids are below it. max_model_len: most tokens of prompt and output.
 
-    priorities: whether the scheduling policy heeds them. crashes_until_alone: as in the
+    priorities: whether the scheduling policy heeds them. crashes_until_isolated: as in the
     settings of the scheduler.
     """
 
     vocab_size: int
     max_model_len: int
     priorities: bool = False
-    crashes_until_alone: int = 3
+    crashes_until_isolated: int = 3
 
 
 def validate_request(message: EngineCoreRequest, limits: RequestLimits) -> None:

@@ -1,9 +1,8 @@
-"""Every setting of the daemon, with its default and its meaning.
+"""Settings of the daemon: names, defaults and help texts.
 
-The command line is generated from these Structs: a field is a flag
-(`max_num_seqs` is `--max-num-seqs`), the string under it is its help. Nothing
-else in tokend holds a default. Structs are frozen: what a process runs with is
-what it was given. Which values are possible together is in config_checks.py.
+The command line and docs/configuration.md are generated from these Structs: a field is a flag
+(`max_num_seqs` is `--max-num-seqs`) and the string below it is its help. Defaults are defined
+only here. Which values are valid, alone and together, is checked in config_checks.py.
 """
 
 from typing import Final, Literal
@@ -23,24 +22,24 @@ MAX_TENSOR_PARALLEL_SIZE: Final = 64
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Which model is served, and as what."""
+    """The model to serve, and how."""
 
     model: str = "smollm2-135m-instruct"
     """A Hugging Face folder, a .gguf file, or the name of a packaged model."""
     served_model_name: str | None = None
-    """Name that clients use; by default the name or last path part of the model."""
+    """Model name in the API; by default the name or last path component of the model."""
     tokenizer: str | None = None
-    """Folder with another tokenizer.json; by default the model's own."""
+    """Folder with a tokenizer.json to use instead of the model's own."""
     chat_template: str | None = None
-    """File with another chat template (Jinja); by default the model's own."""
+    """File with a chat template (Jinja) to use instead of the model's own."""
     dtype: DType = "auto"
-    """Arithmetic of weights and activations; auto takes what the device does best."""
+    """Data type of weights and activations; auto: the fastest one of the device."""
     cpu_weights: CpuWeights = "auto"
-    """Form of weights on a CPU; packed: the blocks of a GGUF; auto: f32 if --dtype is float32."""
+    """Weight format on a CPU; packed: GGUF blocks as stored; auto: f32 if --dtype is float32."""
     max_model_len: int | None = None
-    """Most tokens of prompt and output together; by default what the model was made for."""
+    """Maximum tokens of prompt and output together; by default the model's own maximum."""
     seed: int | None = None
-    """Makes the draws of requests without a seed repeatable from start to start."""
+    """Seed for requests without one, so that their sampling is the same after each start."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,107 +48,107 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     """Tokens in one KV block."""
     num_gpu_blocks_override: int | None = None
-    """Number of KV blocks, instead of as many as the memory holds."""
+    """Number of KV blocks, instead of as many as fit into memory."""
     kv_cache_dtype: KVCacheDType = "auto"
-    """What K and V are kept as: int8 has scales (CPU), fp8 is e4m3 (GPU), others are plain."""
+    """Data type of the KV cache: int8 has scales (CPU), fp8 is e4m3 (GPU); others are unscaled."""
     kv_cache_memory: int | None = None
-    """Bytes for the KV pool of all workers (suffixes K, M, G); on a CPU 4 GiB by default."""
+    """Bytes of the KV pool of all workers (suffixes K, M, G); on a CPU 4 GiB by default."""
     kv_cache_populate: bool = False
-    """On a CPU, take the memory of the KV pool at the start, not as tokens first need it."""
+    """On a CPU, allocate the memory of the KV pool at the start, not on first use."""
     enable_prefix_caching: bool = True
-    """Reuse the KV of prompts that begin alike."""
+    """Reuse the KV cache of prompts with a common prefix."""
     kv_events_endpoint: str | None = None
-    """Publish what the prefix cache holds (prompts' token ids): ipc, ipc://PATH or tcp://HOST:PORT."""
+    """Publish prefix cache events (with token ids) at ipc, ipc://PATH or tcp://HOST:PORT."""
     kv_cache_metrics_one_in: int = 0
-    """Measure how long one KV block in this many keeps its content; 0 measures none."""
+    """Measure the lifetime of one in this many KV blocks; 0: of none."""
     gpu_memory_utilization: float = 0.9
-    """Part of a GPU's memory that may be taken; the KV pool gets what weights and steps leave."""
+    """Share of GPU memory to use; the KV pool gets what weights and activations leave of it."""
     kv_transfer_config: str | None = None
-    """KV connector, as JSON (kv_connector, kv_connector_extra_config …): KV beyond the pool."""
+    """KV connector as JSON (kv_connector, kv_connector_extra_config …): KV outside the pool."""
 
     @property
     def has_fixed_kv_events_endpoint(self) -> bool:
-        """Only one engine at a time can publish there."""
+        """Whether only one engine at a time can bind the endpoint."""
         return self.kv_events_endpoint not in (None, "ipc")
 
 
 CPU_STEP_TOKENS: Final = 256
-"""An abort or a shutdown waits for a step, which takes a CPU a second with many more."""
+"""Default token budget of a step on a CPU. An abort waits for the end of a step."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How requests share a step."""
+    """Scheduling: which requests run, and how they share a step."""
 
     max_num_seqs: int = 256
-    """Most sequences that run at once."""
+    """Maximum number of sequences that run at the same time."""
     max_num_batched_tokens: int | None = None
-    """Token budget of a step, by default 256 on a CPU, 2048 to 8192 on a GPU by its memory; longer
+    """Maximum tokens per step, by default 256 on a CPU, 2048 to 8192 on a GPU by its memory; longer
     prompts are computed in chunks."""
     long_prefill_token_threshold: int = 0
-    """Most tokens of one prompt in a step; 0 sets no limit."""
+    """Maximum tokens of one prompt in a step; 0: no limit."""
     enable_chunked_prefill: bool = True
-    """Let a prompt be computed over several steps."""
-    max_step_stretch: float = 0.0
-    """Most that a prompt may stretch a step of others that decode, as a multiple; 0: no limit."""
+    """Compute long prompts in chunks over several steps."""
+    max_prefill_slowdown: float = 0.0
+    """Maximum step time with prefill, as a multiple of that of decoding alone; 0: no limit."""
     scheduling_policy: Literal["fcfs", "priority", "continuum"] = "fcfs"
-    """Order of waiting requests; continuum: of jobs, whose KV may be kept between two turns."""
+    """Order of waiting requests; continuum: by agent job, with KV retained between its turns."""
     pin_policy: PinPolicyName = "rule"
-    """How long continuum keeps it: by what it would cost and durations of tools, 2 s if they are
-    short, or not at all."""
+    """How long continuum retains KV between turns; rule: by recomputation cost and tool durations;
+    fixed: 2 s if tool calls are short; none: not at all."""
     max_pinned_share: float = 0.5
-    """Most of the KV blocks (0 to 1) that jobs keep between turns."""
+    """Maximum share of the KV blocks (0 to 1) retained between turns of jobs."""
     max_pinned_share_per_tenant: float = 0.5
-    """Most of the KV blocks (0 to 1, a part of all) that the jobs of one tenant keep between turns;
-    a limit of its own only where it is below --max-pinned-share."""
+    """Maximum share of all KV blocks (0 to 1) retained for the jobs of one tenant; has an effect
+    only below --max-pinned-share."""
     async_scheduling: bool | None = None
     """Schedule the next step while the current one computes; by default on a GPU only."""
     scheduler_reserve_full_isl: bool = False
-    """Admit a request only when its whole prompt has room, not just the first chunk."""
+    """Admit a request only if its whole prompt fits the KV pool, not just its first chunk."""
     watermark: float = 0.0
-    """Part of the KV blocks (0 to 1) left free when a request is admitted, for those that run."""
+    """Share of the KV blocks (0 to 1) that admission leaves free for running requests."""
     stop_admission_above: float = 1.0
-    """Admit nobody once more than this part of the KV blocks is in use."""
+    """Stop admitting requests when more than this share of the KV blocks is in use."""
     resume_admission_below: float | None = None
-    """After that, admit again below this part; by default nine tenths of it."""
+    """Resume admission below this share; by default 0.9 times --stop-admission-above."""
     preempt_above: float = 1.0
-    """Preempt, leaving one, while more than this part of the KV blocks is in use."""
+    """Preempt requests, down to one, while more than this share of the KV blocks is in use."""
     preemption: PreemptionMode = "auto"
-    """How preempted KV comes back: computed, loaded from host memory, or by what is faster."""
+    """How preempted KV is restored: recomputed, loaded from host memory, or by the faster way."""
     session_timeout: float = 600.0
-    """Seconds that a session (a request with input in parts) waits for input before it ends."""
-    crashes_until_alone: int = 3
-    """Crashes in a row, getting no further in between, after which a request is computed alone."""
+    """Seconds that a session (a request with input in parts) waits for its next input."""
+    crashes_until_isolated: int = 3
+    """Crashes without progress in between after which a request is computed alone."""
     max_num_queued_reqs: int | None = None
-    """Most choices waiting for their first step; by default 4 times what can run; 0: no limit."""
+    """Maximum choices before their first step; by default 4 times what can run; 0: no limit."""
     max_num_queued_tokens: int | None = None
-    """Most prompt tokens of those; by default 4 times what the KV pool holds; 0: no limit."""
+    """Maximum prompt tokens that wait; by default 4 times what fits the KV pool; 0: no limit."""
 
     @property
     def step_tokens(self) -> int:
-        """The token budget of a step; a CPU's where none is set and no worker has said one."""
+        """Token budget of a step; a CPU's default if none is set and no worker has reported one."""
         return self.max_num_batched_tokens or CPU_STEP_TOKENS
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How many devices share the model."""
+    """Distribution of the model over devices."""
 
     tensor_parallel_size: int = 1
-    """Workers that share each layer, one for each device; on a CPU they share the cores."""
+    """Number of workers (one per device) that share each layer; on a CPU they share the cores."""
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the worker computes on."""
+    """Device of the workers, and how it is used."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the workers."""
     attention_backend: Literal["auto", "cpu", "reference", "flashinfer"] = "auto"
-    """Attention kernels; reference is slow, plain torch."""
+    """Attention kernels; reference: plain torch, slow."""
     cpu_threads: int | None = None
-    """Threads of a CPU worker; by default one for each core, or its share of them."""
+    """OpenMP threads of a CPU worker; by default one per core, or its share of the cores."""
     enforce_eager: bool = False
-    """On a GPU, launch each kernel of a step by itself instead of replaying captured graphs."""
+    """On a GPU, launch kernels one by one instead of replaying CUDA graphs."""
     cascade_attention_from: int = 0
-    """Read a prefix of this many KV blocks once for all sequences of a step; 0: never. Eager."""
+    """Read a common prefix of at least this many KV blocks once per step; 0: never; eager only."""
 
 
 ReasoningParserName = Literal[
@@ -171,66 +170,65 @@ ReasoningParserName = Literal[
 
 
 class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The HTTP side."""
+    """API server: HTTP, keys, logs, parsers."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8000
-    """Port to listen on; 0 takes a free one and prints it."""
+    """Port to listen on; 0: any free port, which is printed."""
     api_key: str | None = None
     """Key that clients must send as a bearer token."""
     ssl_certfile: str | None = None
-    """Certificate chain (PEM); with it the port speaks TLS only."""
+    """Certificate chain (PEM); enables TLS, and only TLS, on the port."""
     ssl_keyfile: str | None = None
-    """Private key of the certificate (PEM), where it is not in the same file."""
+    """Private key of the certificate (PEM), if it is not in the same file."""
     ssl_ca_certs: str | None = None
-    """Authorities (PEM) that certificates of clients are checked against."""
+    """Certificate authorities (PEM) for client certificates."""
     ssl_cert_reqs: int = 0
-    """Whether clients show a certificate: 0 no, 1 if they have one, 2 always."""
+    """Client certificates: 0 not requested, 1 optional, 2 required."""
     api_server_count: int = 1
-    """Front-end processes."""
+    """Number of API server processes."""
     disable_log_requests: bool = False
     """Do not log a line for each request."""
     log_format: LogFormat = "text"
-    """Lines of the log for people, or each a JSON object."""
+    """Format of log lines: text, or one JSON object per line."""
     api_key_file: str | None = None
-    """File with a name and a key in each line; every name is a tenant."""
+    """File with a tenant name and an API key on each line."""
     tenant_by: TenantBy = "api-key"
-    """What tells tenants apart, who share fairly: their keys, X-Tenant-ID as well, or nothing."""
+    """How fair scheduling identifies tenants: by API key, by X-Tenant-ID too, or not at all."""
     queue_timeout: float = 0.0
-    """Seconds that a request may wait for its first step before it gets a 503; 0: no limit."""
+    """Seconds that a request may wait for its first step before a 503; 0: no limit."""
     sse_keep_alive: float = 15.0
-    """Seconds of silence after which a stream gets a comment, so that proxies keep it; 0: never."""
+    """Seconds without data after which a stream gets an SSE comment, for proxies; 0: never."""
     reasoning_parser: ReasoningParserName = "auto"
-    """Where a model's thoughts begin and end; auto looks into the chat template."""
+    """Parser of reasoning content; auto: detected from the chat template."""
     stream_interval: int = 1
-    """Tokens between two events of a streamed choice, where the request does not say."""
+    """Tokens per event of a stream, unless the request sets it."""
     admin_api_key: str | None = None
-    """Key that operators must send for the admin routes; without one they are for this machine."""
+    """Key for the admin routes; without one they accept local connections only."""
     admin_api_key_file: str | None = None
-    """File with a name and an operator's key in each line."""
+    """File with a name and an admin key on each line."""
     metrics_open: bool = False
-    """Let /metrics answer without a key."""
+    """Serve /metrics without a key."""
     tool_call_parser: ToolCallParser = "auto"
-    """How the model writes calls of tools; auto finds that in the chat template."""
+    """Parser of tool calls; auto: detected from the chat template."""
     enable_tokenizer_info_endpoint: bool = False
-    """Let /tokenizer_info show the tokenizer's settings and the chat template."""
+    """Serve the tokenizer's settings and the chat template at /tokenizer_info."""
     max_stored_responses_mib: int = 64
-    """Memory for responses that clients ask to be stored, a quarter of it for one client at most;
-    0 stores none."""
+    """MiB of memory for stored responses, at most a quarter of it per client; 0: store none."""
     stored_response_seconds: float = 3600.0
-    """How long such a response is kept."""
+    """Seconds after which a stored response is deleted."""
     page: bool = True
-    """Serve the page at / and the live view of the engine that it shows."""
+    """Serve the web page at / with the live view of the engine."""
 
     @property
     def has_client_keys(self) -> bool:
-        """Whether clients need a key."""
+        """Whether clients must send a key."""
         return self.api_key is not None or self.api_key_file is not None
 
     @property
     def has_admin_keys(self) -> bool:
-        """Whether operators have keys of their own."""
+        """Whether there are separate keys for the admin routes."""
         return self.admin_api_key is not None or self.admin_api_key_file is not None
 
 
@@ -238,39 +236,39 @@ class GrammarConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Structured output."""
 
     grammar_cache_entries: int = 256
-    """Compiled grammars that are kept, about 100 kB each; 0 compiles each request's anew."""
+    """Compiled grammars to cache, about 100 kB each; 0: compile for every request."""
     grammar_cache_bytes: int = 4 << 20
-    """Bytes of their sources, at most."""
+    """Maximum total bytes of the sources of cached grammars."""
 
 
 class ReliabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What happens when a process dies or hangs, and when the daemon ends."""
+    """Restarts, timeouts, shutdown and reload."""
 
     max_restarts: int = 8
-    """Restarts without a completed step in between; one death more ends the daemon."""
+    """Maximum restarts without a completed step in between; the next crash ends the daemon."""
     step_timeout: float = 60.0
-    """Seconds without progress after which a process is ended and restarted; 0 for never."""
+    """Seconds without progress after which a process is killed and restarted; 0: never."""
     start_timeout: float = 600.0
-    """Seconds without a sign of progress that a process may take to start; 0 for ever."""
+    """Seconds without progress after which a starting process is killed; 0: never."""
     enable_fault_injection: bool = False
-    """Let the environment variable TOKEND_FAULTS break things on purpose; for tests."""
+    """Inject the faults listed in the environment variable TOKEND_FAULTS; for tests."""
     shutdown_timeout: float = 30.0
-    """Seconds in which requests may finish after SIGTERM; what is left is aborted."""
+    """Seconds for requests to finish after SIGTERM; then the rest is aborted."""
     reload_strategy: Literal["auto", "side-by-side", "in-place"] = "auto"
-    """At a reload the new engine comes beside the old one, or after it; auto looks for memory."""
+    """Start the new engine beside the old one or after it; auto: by available memory."""
 
 
 class TraceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler decided, step by step, in a file: docs/trace.md."""
+    """Trace of scheduling decisions; see docs/trace.md."""
 
     sched_trace: str | None = None
-    """File (.jsonl) for the scheduler's trace; `tokend trace` shows and replays it."""
+    """File (.jsonl) for the scheduler's trace; see `tokend trace`."""
     sched_trace_max_bytes: int = 4 << 30
-    """The trace ends when its file is so long (suffixes K, M, G)."""
+    """Maximum size of the trace file (suffixes K, M, G); then tracing stops."""
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything `tokend serve` was told."""
+    """All settings of `tokend serve`."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
@@ -284,9 +282,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SECRET_FIELDS: Final = frozenset({"api_key", "admin_api_key"})
-"""Values that nobody is shown: not in messages, and not in the list of processes."""
+"""Fields whose values never appear in messages or process listings."""
 
 
 def flag_name(field: str) -> str:
-    """The command-line flag of a field."""
+    """Return the command-line flag of a field."""
     return "--" + field.replace("_", "-")

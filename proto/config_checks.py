@@ -1,7 +1,7 @@
-"""Which settings are impossible, or conflict; says so by the name of the flag.
+"""Validation of settings: values out of range and conflicts, reported by flag name.
 
-One function for each section of the settings. Knows no machine: what a device, a model or
-the memory lacks is found where it is met.
+One function per section of the settings. Nothing here depends on the machine: what the device, the
+model or the memory cannot do is reported by the process that finds out.
 """
 
 import math
@@ -122,10 +122,14 @@ def _check_scheduler(scheduler: SchedulerConfig) -> None:
             "and --no-enable-chunked-prefill turns it off",
             "long_prefill_token_threshold",
         )
-    if scheduler.max_step_stretch != 0.0 and not 1.0 < scheduler.max_step_stretch < math.inf:
+    if (
+        scheduler.max_prefill_slowdown != 0.0
+        and not 1.0 < scheduler.max_prefill_slowdown < math.inf
+    ):
         raise ConfigError(
-            f"--max-step-stretch must be more than 1, or 0, got {scheduler.max_step_stretch}",
-            "max_step_stretch",
+            "--max-prefill-slowdown must be 0 or more than 1, "
+            f"got {scheduler.max_prefill_slowdown}",
+            "max_prefill_slowdown",
         )
     _check_pressure(scheduler)
     if not scheduler.session_timeout > 0.0:
@@ -133,7 +137,7 @@ def _check_scheduler(scheduler: SchedulerConfig) -> None:
             f"--session-timeout must be more than 0, got {scheduler.session_timeout}",
             "session_timeout",
         )
-    _positive("crashes_until_alone", scheduler.crashes_until_alone)
+    _positive("crashes_until_isolated", scheduler.crashes_until_isolated)
     for field in ("max_num_queued_reqs", "max_num_queued_tokens"):
         _not_negative(field, getattr(scheduler, field) or 0)
 

@@ -23,7 +23,7 @@ LEAST_SECONDS: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class SubscriberScope:
-    """As whom somebody watches. reader: see `reader_of`. sees_all: an operator, who may."""
+    """What a subscriber may see. reader: see `reader_of`. sees_all: it is an operator."""
 
     reader: int
     sees_all: bool = False
@@ -40,7 +40,7 @@ class ServerInfo:
 
 def hello_event(around: ServerInfo, engine: EngineReady) -> bytes:
     """What the views that follow are of."""
-    num_blocks = engine.num_blocks + 1  # block 0, which nobody can use, is shown as well
+    num_blocks = engine.num_blocks + 1  # block 0, which no request can use, is shown as well
     hello = {
         "model": around.model,
         "version": around.version,

@@ -2,7 +2,7 @@
 
 Owns the names of what is counted. The numbers lie in the `MetricSheet`, changed on the
 event loop only and turned into Prometheus' text when someone asks: an observation costs
-a bisection, no lock. Whichever front end is asked shows those of all.
+a bisection, no lock. Each API server shows the values of all.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -58,9 +58,9 @@ STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 class Metrics(Collector):
     """The daemon's statistics.
 
-    incarnation: how often this front end was started again. num_hung: because it hung.
-    in_flight: HTTP requests that are answered, entered and left by whoever lets them in.
-    connections: of clients, entered and left by each. requests: told of each by its stream.
+    incarnation: restarts of this API server. num_hung: restarts after a hang.
+    in_flight: HTTP requests in flight, counted by the middleware.
+    connections: of clients, entered and left by each. requests: observed by each request's stream.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Metrics(Collector):
             self._watchdog_kills[process_title(role)].add()
 
     def meet_engine(self, epoch: int) -> None:
-        """There is an engine; what it tells any front end counts."""
+        """Count the statistics of this engine from now on."""
         self._engines.meet(epoch)
 
     def forget_engine(self, epoch: int) -> None:
@@ -175,7 +175,7 @@ class Metrics(Collector):
         self._queue_limits = num_requests, num_tokens
 
     def discarded(self, cause: str, num_tokens: int) -> None:
-        """Tokens came that are shown to nobody: "after_stop" (a stop string) or "repeated"."""
+        """Count tokens that are not shown: "after_stop" (a stop string) or "repeated"."""
         self._discarded[cause].add(num_tokens)
 
     def cache_config(self, **settings: object) -> None:

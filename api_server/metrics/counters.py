@@ -57,7 +57,7 @@ class AgentCounters:
         }
 
     def add(self, stats: SchedulerStats) -> None:
-        """What an engine has told of a step."""
+        """Add the statistics of one step."""
         for field, counter in self._counters.items():
             counter.add(getattr(stats, field))
         for field, histogram in self._histograms.items():
@@ -200,7 +200,7 @@ class OffloadCounters:
         }
 
     def add(self, media: Sequence[KVMediumStats]) -> None:
-        """What an engine has told of a step."""
+        """Add the statistics of one step."""
         for stats in media:
             medium = stats.medium if stats.medium in _MEDIA else _MEDIA[-1]
             for field in _FAMILIES:
@@ -217,11 +217,11 @@ class OffloadCounters:
             yield family
 
 
-# What engines said last of themselves, to whichever front end.
+# The last statistics of each engine, received by any API server.
 
 
 _PLACES: Final = 3
-"""Engines that a front end keeps figures of; more than two are never there at once."""
+"""Engines that an API server keeps statistics of; more than two are never there at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ _RECORD: Final = _HEAD + len(_NAMES)
 
 
 class EngineGauges:
-    """Of the engines that this front end knows, by epoch."""
+    """Gauges of the known engines, by epoch."""
 
     def __init__(self, sheet: MetricSheet) -> None:
         self._sheet = sheet

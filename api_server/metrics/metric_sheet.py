@@ -1,14 +1,14 @@
-"""The figures of all front ends, in memory that they share.
+"""The metrics of all API servers, in shared memory.
 
-Front ends accept connections from one socket, so whoever asks for /metrics gets any of them:
+API servers accept connections from one socket, so /metrics may reach any of them:
 all must show the same. Each one counts in a row of its own, and all rows are added up where
-they are shown. A row outlives its front end, and the one that follows goes on with it.
+they are shown. A row outlives its API server, and the restarted one continues it.
 
-    front end 0    | 3 | 17 | …     written by front end 0 only
-    front end 1    | 5 |  9 | …
+    API server 0    | 3 | 17 | …     written by API server 0 only
+    API server 1    | 5 |  9 | …
     shown          | 8 | 26 | …
 
-Knows no names: who counts something takes cells, in the same order in every process.
+Cells have no names: each metric takes its cells in the same order in every process.
 """
 
 import mmap
@@ -34,21 +34,21 @@ class MetricSheet:
 
     @classmethod
     def of_one(cls) -> "MetricSheet":
-        """Of a front end that shares with nobody."""
+        """Return the sheet of a single API server."""
         return cls(bytearray(METRIC_BYTES))
 
     @classmethod
     def shared(cls, descriptor: int, row: int, num_rows: int) -> "MetricSheet":
-        """descriptor: of memory that all front ends have inherited."""
+        """descriptor: of memory that all API servers have inherited."""
         return cls(mmap.mmap(descriptor, num_rows * METRIC_BYTES), row)
 
     @property
     def num_rows(self) -> int:
-        """Front ends, of which some may be dead."""
+        """API servers, of which some may be dead."""
         return len(self._rows)
 
     def take(self, count: int = 1) -> int:
-        """The first of so many cells that nobody else has."""
+        """Return the first of so many unused cells."""
         first, self._num_taken = self._num_taken, self._num_taken + count
         assert self._num_taken <= METRIC_CELLS, "a row is too short for what is counted"
         return first
@@ -88,12 +88,12 @@ class Counter:
 
     @property
     def value(self) -> float:
-        """Of all front ends."""
+        """Of all API servers."""
         return self._sheet.totals(self._cell, 1)[0]
 
 
 class Gauge:
-    """How many are inside `with`; those of a dead front end are forgotten by the next one."""
+    """A count of open `with` blocks; a restarted API server forgets those of the dead one."""
 
     __slots__ = ("_cell", "_sheet")
 
@@ -110,17 +110,17 @@ class Gauge:
 
     @property
     def value(self) -> float:
-        """In all front ends."""
+        """In all API servers."""
         return self._sheet.totals(self._cell, 1)[0]
 
     @property
     def own(self) -> float:
-        """In this front end."""
+        """In this API server."""
         return self._sheet.own(self._cell, 1)[0]
 
     @property
     def each(self) -> list[float]:
-        """In every front end."""
+        """In every API server."""
         return [row[0] for row in self._sheet.of_each(self._cell, 1)]
 
 
@@ -140,15 +140,15 @@ class Histogram:
         self._sheet.add(self._first + len(self.bounds) + 1, value)
 
     def totals(self) -> tuple[list[float], float]:
-        """Of all front ends: observations by bucket, the last for infinity, and their sum."""
+        """Of all API servers: observations by bucket, the last for infinity, and their sum."""
         *counts, total = self._sheet.totals(self._first, len(self.bounds) + 2)
         return counts, total
 
 
 class News:
-    """A count of what every front end is told; one that was dead may have missed some.
+    """A count of events that every API server receives; a dead one may have missed some.
 
-    So the highest of all counts is shown, and a front end begins with that.
+    So the highest of all counts is shown, and an API server begins with that.
     """
 
     __slots__ = ("_cell", "_sheet")

@@ -89,12 +89,12 @@ class RequestHistograms:
             self._token_time.observe((last_token - first_token) / (longest - 1))
 
     def asked(self, n: int, max_tokens: int) -> None:
-        """What a request that is over wanted."""
+        """Observe the parameters of a finished request."""
         self._n.observe(n)
         self._max_tokens.observe(max_tokens)
 
     def preempted(self, times: int) -> None:
-        """A choice is over, however it ended."""
+        """Observe a finished choice, however it ended."""
         self._preemptions.observe(times)
 
     def collect(self, names: Sequence[str], values: Sequence[str]) -> Iterator[Metric]:

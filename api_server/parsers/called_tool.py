@@ -1,4 +1,4 @@
-"""Which tool an answer calls, where nobody said how its calls are written.
+"""Guess which tool an answer calls, when the format of its calls is unknown.
 
 A guess from the text, for the engine's idea of how long a job stays away: wrong, it costs some
 blocks of the pool for a while. Knows the forms that agents use most:
@@ -14,7 +14,7 @@ blocks of the pool for a while. Knows the forms that agents use most:
     ```
 
 Each is looked for once, in time that grows with the text alone: no pattern can begin at more
-than one place of what another attempt has read. The first form above that fits tells.
+than one place of what another attempt has read. The first form above that fits decides.
 """
 
 import logging
@@ -104,7 +104,7 @@ def _named(text: str) -> str:
     return found[1] if found and _IS_NAME.fullmatch(found[1]) else ""
 
 
-# What a job's turn says, kept until it is over and it is known which tool it calls.
+# The text of an agent's turn, kept until it ends and its tool call is known.
 
 
 logger = logging.getLogger("tokend.api")
@@ -117,7 +117,7 @@ Listener = Callable[[str], None]
 
 
 def unheard(text: str) -> None:
-    """The listener of a choice that nobody listens to."""
+    """Ignore the text of a choice."""
 
 
 class Turn(Protocol):

@@ -39,7 +39,7 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of a call's arguments; those of one index, joined, are a JSON object when it is over."""
+    """More of a call's arguments; those of one index, joined, are a JSON object at its end."""
 
     index: int
     text: str
@@ -81,7 +81,7 @@ PLAIN_TEXT: Final = PlainText()
 
 
 class CountedParser:
-    """`inner`; count: is told at the end whether there was a call."""
+    """`inner`; count: is called at the end with whether there was a call."""
 
     def __init__(self, inner: PartsParser, count: Callable[[bool], None]) -> None:
         self._inner = inner

@@ -70,7 +70,7 @@ def style_of(name: str, template: str | None) -> ReasoningStyle:
 
 
 class Opening(enum.Enum):
-    """Where an answer begins. UNKNOWN: its first text tells."""
+    """Where an answer begins. UNKNOWN: its first text decides."""
 
     INSIDE = 0
     UNKNOWN = 1
@@ -115,7 +115,7 @@ class Phase(enum.Enum):
 class ReasoningParser:
     """Thoughts, then whatever `rest` reads.
 
-    opening: where the text begins. shows: whether anybody is to see the thoughts.
+    opening: where the text begins. shows: the client sees the reasoning.
     """
 
     def __init__(

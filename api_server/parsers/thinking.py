@@ -63,8 +63,8 @@ def switches(
 ) -> Mapping[str, Any]:
     """Variables for the template; raises InvalidRequestError where it has no use for an effort.
 
-    A template that reads `reasoning_effort` is given it. Any other can only be told whether to
-    think; that a model which never thinks is not to think needs no telling.
+    A template that reads `reasoning_effort` gets it. In any other one, reasoning can only be
+    switched on or off; a model without reasoning needs no variable for off.
     """
     if effort is None:
         return {}
@@ -119,7 +119,7 @@ async def thoughts_of(
 
 
 def _continued(conversation: Conversation) -> str:
-    """The text that the answer goes on with; empty where it begins anew."""
+    """The text that the answer goes on with; empty for a new message."""
     if not conversation.continue_final_message:
         return ""
     content = conversation.messages[-1].get("content", "")

@@ -36,7 +36,7 @@ from proto.config import ToolCallParser
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource, decoded
 
-# Tools told to a model whose chat template knows none.
+# Tools as text, for a chat template without tools.
 #
 #     system      You are helpful.            system      You are helpful.
 #                                                         # Tools … one JSON object a line …

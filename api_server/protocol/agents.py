@@ -101,7 +101,7 @@ _ODD: Final = re.compile(r"[^A-Za-z0-9_.:/-]")
 
 
 def agent_hint(request: AgentFields, tenant: int) -> AgentHint | None:
-    """Whose turn a request is; None for nobody's.
+    """Return the agent hint of a request; None for a request of no agent.
 
     Raises InvalidRequestError for a hint without a job.
     """

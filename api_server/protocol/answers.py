@@ -44,7 +44,7 @@ class Answer(Protocol):
         ...
 
     def chunk(self, delta: Delta) -> str:
-        """The events that tell what a choice gained; the first ones of a choice open it."""
+        """Return the events of a delta; the first ones of a choice open it."""
         ...
 
     def end(self, usage: Usage) -> str:

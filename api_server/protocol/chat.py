@@ -320,7 +320,7 @@ class ChatAnswer(OpenAIStream):
         return body | self._prompt
 
     def _opening(self, index: int) -> str:
-        """The chunk that tells the role; the first of all has the prompt's ids too."""
+        """Return the chunk with the role; the first of all has the prompt's ids too."""
         first = not self._readers
         self._readers[index] = _Reader(self._make_parser())
         choice = {
@@ -378,7 +378,7 @@ class _Reader:
 
 
 def delta_fields(parts: Sequence[Part]) -> dict[str, Any]:
-    """The `delta` of a chunk that tells these parts."""
+    """Return the `delta` of a chunk with these parts."""
     fields = _texts(parts)
     calls: list[dict[str, Any]] = []
     for part in parts:

@@ -153,7 +153,7 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers):
     stream: bool = False
     """Answer with server-sent events."""
     stream_options: Annotated[StreamOptions | None, BeforeValidator(_stream_options)] = None
-    """What a stream tells of its usage: include_usage, continuous_usage_stats; only with stream."""
+    """The usage in a stream: include_usage, continuous_usage_stats; only with stream."""
     stream_interval: int | None = Field(default=None, ge=1, le=INT64_MAX)
     """Tokens of a choice between two of its events, after the first one; by default 1, or what
     --stream-interval says."""
@@ -213,7 +213,7 @@ class GenerationRequest(AgentFields, StructuredFields, SamplingNumbers):
     logprob_token_ids: Annotated[
         list[int], FailFast(), Field(max_length=MAX_LOGPROB_TOKEN_IDS)
     ] = []
-    """Up to 128 tokens that logprobs tells of in place of the likeliest."""
+    """Up to 128 tokens whose log-probabilities replace those of the likeliest."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT64_MAX)
     """Keep at most so many tokens of a prompt; -1: as many as the context leaves."""
     truncation_side: Literal["left", "right"] = "left"

@@ -1,8 +1,8 @@
 """From the decoded body to a model of the request.
 
-Owns what happens to a field that the model does not have. One that some API defines (see
-known_fields.py) is refused by name, unless its value asks for nothing. One that none
-defines is ignored, and said to be.
+Owns what happens to a field that the model does not have. One that some API defines is refused
+by name, unless its value has no effect. One that no API defines is ignored, and named in a
+header of the answer.
 """
 
 import re
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError, ValidationInfo
 
 from proto.errors import InvalidRequestError, shown
 
-# Fields that no API defines: left aside, and named to whoever sent them.
+# Fields that no API defines: ignored, and named in a header of the answer.
 
 
 MAX_NAMES: Final = 16
@@ -51,7 +51,7 @@ class IgnoredFields:
         return ", ".join([*self._names, *more])
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The header that tells of them, if there are any."""
+        """Return the header that names them, if there are any."""
         return [(HEADER, str(self).encode())] if self._names else []
 
 
@@ -59,7 +59,7 @@ class IgnoredFields:
 
 
 Neutral = dict[str, tuple[Any, ...]]
-"""Field → values, beside null, that ask for nothing."""
+"""Field → values, beside null, that have no effect."""
 
 HARMLESS: Final = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 """Labels and hints: they cannot change an answer."""
@@ -290,8 +290,8 @@ def parse(
 ) -> Model:
     """`body` as a `model`; raises InvalidRequestError naming the first field that is wrong.
 
-    A field that is null counts as not given. neutral: values of known fields that ask for
-    nothing. ignored: is told of fields that nobody defines.
+    A field that is null counts as not given. neutral: values of known fields that have
+    no effect. ignored: collects fields that no API defines.
     """
     if not isinstance(body, dict):
         raise InvalidRequestError("the body must be a JSON object")
@@ -340,12 +340,12 @@ def nested_fields(
 
 
 def ignored_of(info: ValidationInfo) -> IgnoredFields:
-    """Where a validator of a nested field tells of what is ignored."""
+    """Return the collector of ignored fields of a nested validator."""
     return info.context if isinstance(info.context, IgnoredFields) else IgnoredFields()
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Whether a value asks for nothing; True and 1 are different things."""
+    """Whether a value has no effect; True and 1 are different values."""
     if value is None:
         return True
     return any(

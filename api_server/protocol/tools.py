@@ -5,7 +5,7 @@
     parallel_tool_calls   false: one call at most
 
 Owns their types and limits. An error names the place: `tools[3].function.parameters`. How a model
-writes its calls is told in outputs/tool_formats/.
+writes its calls is in parsers/tools/.
 """
 
 import re
@@ -60,7 +60,7 @@ class NamedTool:
 def read_tools(value: Any, ignored: IgnoredFields) -> list[FunctionTool]:
     """The tools of a request; raises InvalidRequestError with the place of what is wrong.
 
-    ignored: is told of fields that nobody defines.
+    ignored: collects fields that no API defines.
     """
     if not isinstance(value, list):
         raise InvalidRequestError("tools must be a list", "tools")

@@ -1,7 +1,7 @@
 """Routes that change what the daemon does, or show how it is set: for operators.
 
 Every route here is behind `check_operator`. The engine is asked by AdminCall; what concerns
-all front ends goes by way of the supervisor.
+all API servers goes through the supervisor.
 """
 
 import json
@@ -72,7 +72,7 @@ async def pause(request: Request) -> Response:
 
 @router.post("/resume")
 async def resume(request: Request) -> Response:
-    """200: the pause is over, if there was one."""
+    """200: the engine is not paused."""
     await app_state_of(request).client.admin("resume")
     return JSONResponse({"status": "resumed"})
 
@@ -104,9 +104,9 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 @router.post("/abort_requests")
 async def abort_requests(request: Request) -> Response:
-    """202: at every front end, what is under way with one of these ids ends with an error (410).
+    """202: every API server aborts requests with one of these ids (error 410).
 
-    With a key of operators anybody's; else what came with the same key.
+    With an operator's key those of all clients, else those of the same key.
     """
     ignored = IgnoredFields()
     asked = parse(AbortBody, await read_json(request), {}, ignored)

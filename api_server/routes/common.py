@@ -38,7 +38,7 @@ def has_operators_key(request: Request) -> bool:
 
 
 def check_operator(request: Request) -> None:
-    """Raise AuthenticationError or ForbiddenError for whoever is no operator; of every admin route.
+    """Raise AuthenticationError or ForbiddenError unless the client is an operator.
 
     401 says that a key is missing or wrong, 403 that a client's is not enough.
     """
@@ -89,7 +89,7 @@ SECONDS_PER_MIB: Final = 60.0
 async def read_fields(request: Request, ignored: IgnoredFields) -> Any:
     """The decoded body; a header that stands for a field counts where the body has none.
 
-    ignored: is told of an X-Request-Id that is none; proxies put all sorts of things there.
+    ignored: collects an invalid X-Request-Id, as some proxies send it.
     Raises what `read_json` does.
     """
     fields = await read_json(request)

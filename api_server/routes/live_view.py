@@ -1,4 +1,4 @@
-"""`GET /view/events`: the live view, as server-sent events for as long as somebody watches."""
+"""`GET /view/events`: the live view as server-sent events."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,7 +18,7 @@ from api_server.routes.common import app_state_of, has_operators_key
 from api_server.tenants import key_name_of, reader_of, tenant_of
 from proto.errors import ForbiddenError
 
-# `GET /` and `/page/…`: the page, for everybody who reaches the server; what it asks for is not.
+# `GET /` and `/page/…`: the page; it needs no key, unlike the routes that it calls.
 
 
 def router_of(files: Sequence[PageFile]) -> APIRouter:
@@ -41,7 +41,7 @@ def _endpoint(file: PageFile) -> Callable[[Request], Awaitable[Response]]:
 router = APIRouter()
 
 _FOREIGN: Final = frozenset({"cross-site", "same-site"})
-"""Values of Sec-Fetch-Site: a page of somebody else asks, which could not read the answer."""
+"""Values of Sec-Fetch-Site: the request comes from another site's page."""
 
 
 # Not in the schema: a program that tries all operations would wait for its end.

@@ -1,7 +1,6 @@
 """POST /v1/responses: OpenAI's newer API of chat, on the same turn as /v1/chat/completions.
 
-Owns how such a response is begun, ended by its client, and kept. Nothing is stored unless
-`store` asks for it.
+A response may run in the background, be cancelled, and be stored if `store` asks for it.
 """
 
 import asyncio
@@ -84,7 +83,7 @@ async def create_response(request: Request) -> Response:
 class RunningResponse:
     """One response from its beginning to its end.
 
-    items: the conversation that it answers to. Is in the front end's list while it goes on.
+    items: the conversation so far. A context manager that lists it as running.
     """
 
     def __init__(
@@ -188,7 +187,7 @@ def _check_store(app_state: AppState, items: list[Item]) -> None:
         )
     if app_state.config.api_server_count > 1:
         raise InvalidRequestError(
-            "store: a response is kept by the front end that made it, and "
+            "store: a response is kept by the API server that made it, and "
             "--api-server-count lets others be asked for it",
             "store",
         )
@@ -220,7 +219,7 @@ async def get_response(request: Request, response_id: str) -> dict[str, Any]:
 
 @stored_router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
-    """Of one that is over nothing changes."""
+    """Cancel a running response; a finished one does not change."""
     responses, owner = app_state_of(request).responses, _owner(request)
     running = responses.under_way(owner, response_id)
     if running is not None:

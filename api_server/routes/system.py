@@ -55,7 +55,7 @@ async def show_version() -> dict[str, str]:
 
 @router.get("/load")
 async def load(request: Request) -> dict[str, int]:
-    """Requests that are answered now, by all front ends."""
+    """Requests in flight, in all API servers."""
     return {"server_load": int(app_state_of(request).metrics.in_flight.value)}
 
 

@@ -126,7 +126,7 @@ def _tokenizer_settings(folder: str) -> dict[str, Any]:
 
 
 def _json(body: dict[str, Any], ignored: IgnoredFields) -> Response:
-    """The answer; fields of the request that nobody defines are named in a header."""
+    """Return the answer; unknown fields are named in a header."""
     response = Response(to_compact_json(body), media_type="application/json")
     response.raw_headers += ignored.headers()
     return response

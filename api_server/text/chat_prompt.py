@@ -98,7 +98,7 @@ def conversation_of(
 ) -> Conversation:
     """variables: of the template, beside those of the client, which win.
 
-    ignored: is told of variables that the template does not read. Raises InvalidRequestError for
+    ignored: collects variables that the template does not read. Raises InvalidRequestError for
     what would have no effect though it should.
     """
     continues = asked.continue_final_message

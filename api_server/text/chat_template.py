@@ -2,7 +2,7 @@
 
 The template comes with a model and is not trusted: it runs in a sandbox (see
 template_environment.py). What it renders is what `transformers` renders of the same
-messages. How long it may take is for whoever calls `render`; here no single operation can
+messages. The caller of `render` limits its time; here no single operation can
 take for ever.
 """
 
@@ -305,7 +305,7 @@ class JinjaChatTemplate:
             return self._template.render(values)
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"chat template: {shown(error)}", "messages") from None
-        except Exception as error:  # a template is code that nobody here has read
+        except Exception as error:  # a template is untrusted code
             raise InvalidRequestError(
                 f"the chat template cannot take these messages: {shown(error)}", "messages"
             ) from None

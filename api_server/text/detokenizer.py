@@ -52,7 +52,7 @@ class TokenBytes:
         self._texts: dict[int, str | None] = {}
 
     def raw(self, token_id: int) -> bytes:
-        """The token's bytes; empty for an id without a token. Kept, for those who ask again."""
+        """The token's bytes; empty for an id without a token. Cached."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._look_up(token_id)
@@ -173,7 +173,7 @@ class JoinedSpecialTokens:
 
 
 class NoText:
-    """For those who want token ids alone."""
+    """For requests without text (`detokenize` is false)."""
 
     def feed(self, token_id: int) -> str:
         return ""

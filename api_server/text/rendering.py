@@ -2,7 +2,7 @@
 
 A template comes with a model and is only half trusted, and what it does with a client's
 messages may take far longer than they are long. So each render has a thread of its own,
-the event loop goes on meanwhile, and when the time is over an exception is raised inside
+the event loop goes on meanwhile, and at the time limit an exception is raised inside
 that thread. Python code, which is what templates become, ends at its next instruction; the
 operators that could make one instruction last are bounded by the template's environment.
 
@@ -112,7 +112,7 @@ class _Render:
         )
 
     def _run(self, render: Callable[[], str]) -> None:
-        # The loop may be closed by the time a render ends that nobody waits for.
+        # The loop may be closed before an abandoned render ends.
         with contextlib.suppress(_OvertimeError, RuntimeError):
             text, error = "", None
             try:

@@ -184,7 +184,7 @@ class ModelTokenizer:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a single token stands for, exact where the tokenizer tells."""
+        """The bytes that a single token stands for, exact if the tokenizer provides them."""
         if self._byte_level:
             return self._all_tokens.raw(token_id)
         return self.token_text(token_id).encode()

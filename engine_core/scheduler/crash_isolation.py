@@ -114,7 +114,7 @@ class CrashIsolation:
 
     running: read only. waiting: all but the suspect that is tried are parked in it.
     pause: tells which suspects may not begin. preemption: makes room for a trial.
-    crashes_until_alone: crashes in a row that make a suspect.
+    crashes_until_isolated: crashes in a row that make a suspect.
     """
 
     status: ClassVar[RequestStatus] = RequestStatus.WAITING_FOR_ISOLATION
@@ -125,13 +125,13 @@ class CrashIsolation:
         waiting: RequestQueue,
         pause: Pause,
         preemption: Preemption,
-        crashes_until_alone: int,
+        crashes_until_isolated: int,
     ) -> None:
         self._running = running
         self._waiting = waiting
         self._pause = pause
         self._preemption = preemption
-        self._crashes_until_alone = crashes_until_alone
+        self._crashes_until_isolated = crashes_until_isolated
         self._records: dict[int, _Record] = {}
         self._suspects: dict[int, Request] = {}
         self._held: dict[int, Request] = {}
@@ -157,7 +157,7 @@ class CrashIsolation:
             request.crash_count += 1
             record.note_crash(under_way)
             self._suspect(request)
-            if is_repeated_crash(request.crash_count, self._crashes_until_alone):
+            if is_repeated_crash(request.crash_count, self._crashes_until_isolated):
                 poisonous.append(request)
         return poisonous
 
@@ -257,7 +257,7 @@ class CrashIsolation:
             record.told_alone = alone
 
     def _suspect(self, request: Request) -> None:
-        if request.crash_count >= self._crashes_until_alone:
+        if request.crash_count >= self._crashes_until_isolated:
             self._suspects[request.handle] = request
 
     def _is_suspected(self, request: Request) -> bool:
@@ -281,9 +281,9 @@ class CrashIsolation:
             self._unblock(each)
 
 
-def is_repeated_crash(crash_count: int, crashes_until_alone: int) -> bool:
+def is_repeated_crash(crash_count: int, crashes_until_isolated: int) -> bool:
     """It had its trials, and nobody but it was there when the last processes died."""
-    return crash_count >= crashes_until_alone + TRIALS
+    return crash_count >= crashes_until_isolated + TRIALS
 
 
 def repeated_crash_error(crash_count: int) -> ErrorInfo:

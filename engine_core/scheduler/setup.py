@@ -100,7 +100,7 @@ class SchedulerParts:
         # What a step may compute
         self.chunks = ChunkRule.from_config(config)
         self.prefill_throttle = make_prefill_throttle(
-            self.chunks.step_budget, config.max_step_stretch, chunked=self.chunks.chunked
+            self.chunks.step_budget, config.max_prefill_slowdown, chunked=self.chunks.chunked
         )
 
         # Which request loses its blocks when they run out
@@ -141,7 +141,7 @@ class SchedulerParts:
         # Gates
         self.pause = Pause(self.choices)
         self.crash_isolation = CrashIsolation(
-            self.running, self.waiting, self.pause, self.preemption, config.crashes_until_alone
+            self.running, self.waiting, self.pause, self.preemption, config.crashes_until_isolated
         )
         forced_tokens = ForcedTokens()
         self.beams = BeamGroups(kv_cache, self.preemption, forced_tokens)

@@ -18,7 +18,7 @@ from tests.fakes.engine_harness import EOS
 from tests.fakes.intake_desk import Desk
 from tests.fakes.paged_runner import undisturbed
 
-CRASHES = SchedulerConfig().crashes_until_alone
+CRASHES = SchedulerConfig().crashes_until_isolated
 GUILTY = [1, 2, 3]
 
 

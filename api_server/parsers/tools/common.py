@@ -122,7 +122,7 @@ _INSIDE: Final = {
 class Scanner:
     """openers: brackets that there may be. quotes: around strings. between: all the rest.
 
-    broken: it is no such value; `feed` has told where that shows.
+    invalid: it is no such value; `feed` returned the position.
     """
 
     def __init__(self, openers: str, quotes: str, between: re.Pattern[str]) -> None:

@@ -283,7 +283,7 @@ FORMATS: Final[Mapping[ToolCallParser, ToolFormat]] = {
     "pythonic": Pythonic(),
 }
 DEFAULT: Final[ToolCallParser] = "hermes"
-"""Of templates that know no tools: what is told of them in their place asks for this one."""
+"""For templates without tools: the text that describes the tools asks for this format."""
 
 _SIGNS: Final[Sequence[tuple[ToolCallParser, Sequence[str]]]] = (
     ("mistral_named", ("[TOOL_CALLS]", ARGUMENTS_MARK)),

@@ -4,7 +4,7 @@
                      ▲  └ name ─▶ ┘              │
                      └────── , or ; ─────────────┘
 
-A call is told when its object is complete, and so makes sense; until then its text is kept. What
+A call is emitted when its object is complete and valid; until then its text is kept. What
 turns out to be no call is content, from the mark on, and reading goes on behind it: no character is
 read twice.
 """

@@ -3,8 +3,8 @@
     [weather(city="Paris", days=[1, 2]), now()]
 
 Only an answer that begins so, and with a tool that there is, calls anything: lists are common in
-text. Values are literals, spelt as in Python or as in JSON; the arguments that are told are JSON. A
-call is told when it is complete; what turns out to be none is content.
+text. Values are literals, spelt as in Python or as in JSON; the emitted arguments are JSON. A
+call is emitted when it is complete; what turns out to be none is content.
 """
 
 import json
@@ -147,7 +147,7 @@ def read_arguments(text: str) -> str:
 
 
 class _Reader:
-    """Reads literals, token by token; nesting is limited by whoever found their end."""
+    """Reads literals, token by token; the scanner that found their end limits the nesting."""
 
     def __init__(self, text: str) -> None:
         self._tokens = _tokens(text)

@@ -42,8 +42,9 @@ _DELTAS: Final = {
 class MessageAnswer:
     """An answer that grows by deltas of one choice. Implements `Answer`.
 
-    name: the id. num_prompt_tokens: told before any is known to be cached. max_tokens: as asked,
-    which may be more than the context leaves. shows_thoughts: otherwise their blocks are empty.
+    name: the id. num_prompt_tokens: sent before the number of cached tokens is known.
+    max_tokens: as requested, which may be more than the context leaves.
+    shows_thoughts: otherwise their blocks are empty.
     reworded: an error with the names that the client knows.
     """
 
@@ -205,7 +206,7 @@ class _Block:
         return _event("content_block_start", index=self._index, content_block=block)
 
     def grow(self, text: str) -> str:
-        """The event that tells of more text."""
+        """Return the event of more text."""
         self._texts.append(text)
         return f"{self._head}{_encode_string(text)}{self._tail}"
 

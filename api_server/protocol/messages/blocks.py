@@ -155,7 +155,7 @@ class ChatMessages:
     def _result(self, content: Any, where: str) -> str:
         """A text, or the texts of blocks; names of tools that were found are their own text.
 
-        Where the result is an image, the model is told that it cannot see it: a refusal would end
+        Where the result is an image, a text says that it cannot be shown: a refusal would end
         the agent, which sends all it has again each time.
         """
         if content is None or isinstance(content, str):
@@ -250,7 +250,7 @@ _CHOICE: Final = ("type", "name", "disable_parallel_tool_use")
 class MessageTools:
     """What the model may call.
 
-    tools, choice: as in the request. ignored: is told of what is left out. Raises
+    tools, choice: as in the request. ignored: collects what is left out. Raises
     InvalidRequestError.
     """
 

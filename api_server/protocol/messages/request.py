@@ -117,7 +117,7 @@ def parse_request(
 ) -> tuple[Asked, dict[str, Any]]:
     """The request, and those of its fields that are passed on to chat as they are.
 
-    ignored: is told of what has no effect. Raises InvalidRequestError.
+    ignored: collects what has no effect. Raises InvalidRequestError.
     """
     if not isinstance(body, dict):
         raise InvalidRequestError("the body must be a JSON object")

@@ -51,7 +51,7 @@ class ResponsesAnswer:
     """An answer that grows by deltas of one choice. Implements `Answer`.
 
     asked: as the client put it. parser: for the text. tools: what the model could call.
-    ended: is told the whole response when there is nothing to come.
+    ended: is called with the whole response at the end.
     """
 
     keep_alive = KEEP_ALIVE_COMMENT
@@ -178,7 +178,7 @@ class ResponsesAnswer:
             self._open = None
 
     def _logprobs(self, tokens: list[TextToken]) -> list[Json]:
-        """None where nobody asked for them."""
+        """None if they were not requested."""
         shape = self._shape
         if shape.top is None:
             return []

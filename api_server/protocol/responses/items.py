@@ -39,7 +39,7 @@ _TEXT_PARTS: Final = {
 }
 """Type of a part → the field with its text."""
 _PICTURES: Final = {"input_image": "image", "input_file": "document"}
-"""What a tool may give beside text → what the model is told that it was."""
+"""Kind of a tool's non-text output → how the model sees it."""
 _SKIPPED: Final = frozenset(
     {
         *("web_search_call", "file_search_call", "image_generation_call", "computer_call"),
@@ -113,7 +113,7 @@ def messages_of(
     """What a chat takes as its messages.
 
     instructions: stand before them, in one message with those that the items begin with.
-    ignored: is told of items that have no place. Raises InvalidRequestError naming the item.
+    ignored: collects items that are not supported. Raises InvalidRequestError naming the item.
     """
     found = _Messages(instructions)
     for number, item in enumerate(items):
@@ -192,7 +192,7 @@ def _arguments(text: str) -> str:
 
 
 def _result(value: Any, where: str, ignored: IgnoredFields) -> str:
-    """Of a tool. Where it is an image, the model is told that it cannot see it: a refusal would
+    """Of a tool. Where it is an image, a text says that it cannot be shown: a refusal would
     end the agent, which sends all it has again each time.
     """
     if not isinstance(value, list):

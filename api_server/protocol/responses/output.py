@@ -1,4 +1,4 @@
-"""The items of an answer of /v1/responses as they grow, and the events that tell of each.
+"""The growing items of an answer of /v1/responses, and their events.
 
     output_item.added ─ content_part.added ─ output_text.delta … output_text.done
                       ─ content_part.done ─ output_item.done
@@ -134,7 +134,7 @@ Json = dict[str, Any]
 
 
 class OutputItem(Protocol):
-    """One item. Nothing is told of it before `open` or after `close`."""
+    """One item. It has no events before `open` or after `close`."""
 
     def open(self) -> None: ...
 
@@ -227,7 +227,7 @@ class MessageItem(_Base):
 
 
 class ReasoningItem(_Base):
-    """What the model thinks. summarised: told as a summary as well, word for word."""
+    """The reasoning. summarised: also sent as a summary, unchanged."""
 
     def __init__(self, log: EventLog, place: int, *, summarised: bool) -> None:
         super().__init__("rs", log, place)

@@ -63,7 +63,7 @@ _MENTIONED: Final = re.compile(
     r"|\breasoning_effort\b"
 )
 _EFFORT_NAMES: Final = frozenset({"reasoning_effort", "enable_thinking", "thinking"})
-"""Variables by which templates are told how much to think, or whether. Agents ask every model
+"""Template variables for how much to reason, or whether. Agents ask every model
 for an effort; one whose template has none of these answers as it does."""
 _FUNCTION: Final = re.compile(r"\btools\[(\d{1,4})\](?:\.function)?")
 """The place of a function in a chat completion."""
@@ -139,7 +139,7 @@ class ResponsesRequest(Strict):
     text: Annotated[TextOptions | None, BeforeValidator(_text)] = None
     """format: text, json_object, or json_schema with a schema that the answer keeps to."""
     reasoning: Annotated[ReasoningOptions | None, BeforeValidator(_reasoning)] = None
-    """effort; summary: tell the reasoning as a summary as well, with nothing taken away."""
+    """effort; summary: send the whole reasoning as a summary too."""
     include: Annotated[list[Text], Field(max_length=MAX_INCLUDED)] = []
     """message.output_text.logprobs; anything else is ignored, and said to be."""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -161,7 +161,7 @@ class ResponsesRequest(Strict):
 
     @property
     def wants_summary(self) -> bool:
-        """The reasoning is to be told as a summary too."""
+        """The reasoning is sent as a summary too."""
         asked = self.reasoning
         wish = asked and (asked.summary or asked.generate_summary)
         return wish not in (None, "none")
@@ -180,7 +180,7 @@ _ONLY_CHATS: Final = (
 def parse_request(body: Any, ignored: IgnoredFields) -> tuple[ResponsesRequest, dict[str, Any]]:
     """The request, and those of its fields that are passed on to chat as they are.
 
-    ignored: is told of what has no effect. Raises InvalidRequestError.
+    ignored: collects what has no effect. Raises InvalidRequestError.
     """
     if not isinstance(body, dict):
         raise InvalidRequestError("the body must be a JSON object")

@@ -1,8 +1,8 @@
 """Responses that clients asked to be kept, and those that are under way.
 
-Owns both, per client: whoever did not ask for a response knows nothing of it. In memory alone,
-and within limits: of bytes and entries altogether and for each client, and of time. The oldest of
-whoever has too much goes first.
+Kept in memory, per client and invisible to other clients, within limits of bytes and entries (in
+total and per client) and of time. The oldest response of a client above its limits is dropped
+first.
 
     enter ─▶ under way ─▶ keep ─▶ stored ─▶ too old, too many, or deleted
                    └────▶ leave (not to be stored, or failed on its way)
@@ -54,7 +54,7 @@ class Stored:
 
 
 class StoredResponses:
-    """Of one front end. max_bytes: 0 stores nothing. seconds: how long. clock: monotonic."""
+    """Of one API server. max_bytes: 0 stores nothing. seconds: how long. clock: monotonic."""
 
     def __init__(self, max_bytes: int, seconds: float, clock: Callable[[], float]) -> None:
         self._max_bytes = max_bytes
@@ -82,7 +82,7 @@ class StoredResponses:
         self._under_way[owner, name] = response
 
     def leave(self, owner: Owner, name: str, response: UnderWay) -> None:
-        """It is over; nothing for one that is not here."""
+        """Remove a running response; nothing for one that is not listed."""
         if self._under_way.get((owner, name)) is response:
             del self._under_way[owner, name]
 
@@ -90,7 +90,7 @@ class StoredResponses:
         return self._under_way.get((owner, name))
 
     def keep(self, owner: Owner, response: Json, items: list[Json]) -> None:
-        """Store a response that is over, as long as there is room and time."""
+        """Store a finished response, within the limits of size and time."""
         name = response["id"]
         self.drop(owner, name)
         size = num_bytes(response) + num_bytes(items)

@@ -6,7 +6,8 @@
     web_search, …                               not offered
 
 Owns the names. A tool that OpenAI runs itself is left out: the model cannot call what it was
-not offered, and answers without it, as it may with any tool. Whoever makes it call one gets a 400.
+not offered, and answers without it, as it may with any tool. A request that
+forces a call of one gets a 400.
 """
 
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ class Tool:
 class OfferedTools:
     """What the model may call, and how.
 
-    tools, choice: as in the request. ignored: is told of what is left out. Raises
+    tools, choice: as in the request. ignored: collects what is left out. Raises
     InvalidRequestError.
     """
 

@@ -398,7 +398,7 @@ class Watch:
             ahead = min(ahead, request.num_prompt_tokens + request.max_tokens - 1)
             missing = ahead - request.num_computed_tokens
             number = numbers.get(request.handle, 0)
-            if missing == 1 or not self._engine.settings.get("max_step_stretch"):
+            if missing == 1 or not self._engine.settings.get("max_prefill_slowdown"):
                 assert number or missing <= 0, f"{request!r} got nothing"
                 wanted = min(missing, self._engine.longest_chunk)
                 if missing > 0 and not plan.preempted:

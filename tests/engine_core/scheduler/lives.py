@@ -65,7 +65,7 @@ class Kind:
             "max_num_seqs": rng.choice([1, 4, 8, 8, 16, 16]),
             "scheduling_policy": ("fcfs", "priority")[seed // 2 % 2],
             "async_scheduling": seed % 2 == 1,
-            "crashes_until_alone": 10**6,
+            "crashes_until_isolated": 10**6,
             "session_timeout": TIMEOUT,
             **self.draw(rng),
         }
@@ -93,7 +93,7 @@ def with_pressure(rng: random.Random) -> dict[str, Any]:
         "preempt_above": preempt,
         "watermark": rng.choice([0.0, 0.1, 0.3]),
         "scheduler_reserve_full_isl": rng.random() < 0.3,
-        "max_step_stretch": rng.choice([0.0, 0.0, 1.1]),
+        "max_prefill_slowdown": rng.choice([0.0, 0.0, 1.1]),
     }
 
 

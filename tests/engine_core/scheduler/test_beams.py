@@ -287,7 +287,7 @@ def test_hypotheses_outlive_the_workers(num_steps, overlapped):
 
 
 def test_a_search_that_crashes_workers_again_and_again_ends_as_one():
-    engine = engine_of(crashes_until_alone=1)
+    engine = engine_of(crashes_until_isolated=1)
     rows = add(engine, PROMPT, 3, 12)
     for _ in range(8):
         engine.send()
@@ -341,7 +341,7 @@ def test_random_lives(seed, overlapped):
         scheduling_policy=draw.choice(["fcfs", "priority"]),
         watermark=draw.choice([0.0, 0.0, 0.2]),
         async_scheduling=overlapped,
-        crashes_until_alone=1000,
+        crashes_until_isolated=1000,
     )
     wanted, aborted = {}, set()
     for _ in range(150):

@@ -135,12 +135,12 @@ def chunks_beside(engine: EngineHarness, num_tokens: int) -> list[int]:
 
 
 def test_a_prompt_is_spread_beside_those_who_decode() -> None:
-    assert chunks_beside(decoding_engine(max_step_stretch=2.0), 240) == [96, 96, 48]
-    assert chunks_beside(decoding_engine(max_step_stretch=0), 240) == [240]
+    assert chunks_beside(decoding_engine(max_prefill_slowdown=2.0), 240) == [96, 96, 48]
+    assert chunks_beside(decoding_engine(max_prefill_slowdown=0), 240) == [240]
 
 
 def test_prompts_share_what_a_step_has_for_them() -> None:
-    engine = decoding_engine(max_step_stretch=2.0)
+    engine = decoding_engine(max_prefill_slowdown=2.0)
     engine.add([30] * 60, 3)
     engine.add([31] * 60, 3)
     output = engine.step()
@@ -151,7 +151,7 @@ def test_prompts_share_what_a_step_has_for_them() -> None:
 
 
 def test_a_prompt_that_stands_before_others_takes_no_token_of_theirs() -> None:
-    engine = decoding_engine(max_step_stretch=2.0)
+    engine = decoding_engine(max_prefill_slowdown=2.0)
     first = engine.scheduler.running[0]
     first.num_computed_tokens = 0  # as if it had lost its KV and kept its place
     output = engine.scheduler.schedule()
