@@ -225,7 +225,7 @@ class RequestBuilder:
             return [None] * len(prompts)
         tokenizer = self._app_state.tokenizer
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        return await tokenizer.apart(num_tokens, _prompt_texts, prompts, tokenizer)
+        return await tokenizer.run_in_thread_if_large(num_tokens, _prompt_texts, prompts, tokenizer)
 
     def _check_queue(self, num_tokens: list[int]) -> None:
         """Raise InvalidRequestError for prompts that would never fit into the queue.
@@ -308,7 +308,7 @@ class RequestBuilder:
         turn: Turn,
         thoughts: Thoughts,
     ) -> RequestStream:
-        app_state, asked = self._app_state, self._request
+        app_state, body = self._app_state, self._request
         ids = request.prompt_token_ids
         marks = {**self._marks, **thoughts.markers}
         detokenizers = [self._detokenizer(ids, marks) for _ in range(request.n)]
@@ -317,12 +317,12 @@ class RequestBuilder:
             Choice(
                 index=place * request.n + number,
                 detokenizer=(counts or detokenizers)[number],
-                stops=stop_matcher(asked.stop, shows_stop=asked.include_stop_str_in_output),
-                min_tokens=asked.min_tokens,
+                stops=stop_matcher(body.stop, shows_stop=body.include_stop_str_in_output),
+                min_tokens=body.min_tokens,
                 text_start=text_start,
-                shows_stop=asked.include_stop_str_in_output,
-                interval=asked.stream_interval or app_state.config.stream_interval,
-                counts_tokens=not asked.detokenize,
+                shows_stop=body.include_stop_str_in_output,
+                interval=body.stream_interval or app_state.config.stream_interval,
+                counts_tokens=not body.detokenize,
                 send_buffer=self._send_buffer,
                 text_listener=turn.listener(),
             )

@@ -94,13 +94,13 @@ def sampling_params(
 
 
 def _repetition(request: GenerationRequest) -> RepetitionDetection | None:
-    asked = request.repetition_detection
-    if asked is None:
+    detection = request.repetition_detection
+    if detection is None:
         return None
     return RepetitionDetection(
-        max_pattern_size=asked.max_pattern_size,
-        min_pattern_size=asked.min_pattern_size or 1,
-        min_count=asked.min_count,
+        max_pattern_size=detection.max_pattern_size,
+        min_pattern_size=detection.min_pattern_size or 1,
+        min_count=detection.min_count,
     )
 
 

@@ -375,7 +375,7 @@ class RequestStream:
     def count_end(self) -> None:
         """Observe the histograms of a request whose choices all finished."""
         timeline, metrics = self.timeline, self.metrics.requests
-        metrics.asked(len(self.choices), self.max_tokens)
+        metrics.requested(len(self.choices), self.max_tokens)
         if timeline.scheduled is not None and timeline.first_token is not None:
             lengths = [len(choice.token_ids) for choice in self.choices]
             last = max(self._last_token_times.values())

@@ -88,7 +88,7 @@ class RequestHistograms:
         if longest > 1:
             self._token_time.observe((last_token - first_token) / (longest - 1))
 
-    def asked(self, n: int, max_tokens: int) -> None:
+    def requested(self, n: int, max_tokens: int) -> None:
         """Observe the parameters of a finished request."""
         self._n.observe(n)
         self._max_tokens.observe(max_tokens)

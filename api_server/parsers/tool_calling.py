@@ -149,24 +149,24 @@ class ToolCaller:
         """How the model writes calls; None where that is not known."""
         return format_of(self.wanted, self.template, knows_tools=self.knows_tools)
 
-    def shown(self, asked: ToolFields) -> list[dict[str, Any]] | None:
+    def shown(self, request: ToolFields) -> list[dict[str, Any]] | None:
         """The tools for the template; None where there are none, or none may be called."""
-        if not asked.callable_tools:
+        if not request.callable_tools:
             return None
-        return [tool.for_template() for tool in asked.tools]
+        return [tool.for_template() for tool in request.tools]
 
-    def told(self, conversation: Conversation) -> Conversation:
+    def with_tools_as_text(self, conversation: Conversation) -> Conversation:
         """As the template can take it."""
         if self.knows_tools:
             return conversation
         return with_told_tools(conversation, self.format or FORMATS[DEFAULT])
 
-    def calling(self, asked: ToolFields, own: GrammarSource | None) -> Calling:
+    def calling(self, request: ToolFields, own: GrammarSource | None) -> Calling:
         """own: what the request says its text has to be.
 
         Raises InvalidRequestError for tools that cannot be called so.
         """
-        tools = asked.callable_tools
+        tools = request.callable_tools
         if not tools:
             return no_calling(own)
         written = self.format
@@ -179,20 +179,20 @@ class ToolCaller:
         found = {mark: self.tokens.special_id(mark) for mark in written.marks}
         token_ids = {mark: token_id for mark, token_id in found.items() if token_id is not None}
         offered = [
-            OfferedTool(tool.name, tool.parameters, tool.strict or asked.must_call, tool.field)
+            OfferedTool(tool.name, tool.parameters, tool.strict or request.must_call, tool.field)
             for tool in tools
         ]
-        rules = CallRules(offered, 1 if asked.calls_once else MOST_CALLS, token_ids)
-        parser = partial(written.parser, [tool.name for tool in asked.tools], new_call_id)
-        grammar = _grammar(asked, written, rules, own)
+        rules = CallRules(offered, 1 if request.calls_once else MOST_CALLS, token_ids)
+        parser = partial(written.parser, [tool.name for tool in request.tools], new_call_id)
+        grammar = _grammar(request, written, rules, own)
         marks = {token_id: mark for mark, token_id in token_ids.items()}
         return Calling(written, parser, grammar, marks)
 
 
 def _grammar(
-    asked: ToolFields, written: ToolFormat, rules: CallRules, own: GrammarSource | None
+    request: ToolFields, written: ToolFormat, rules: CallRules, own: GrammarSource | None
 ) -> GrammarSource | None:
-    if asked.must_call:
+    if request.must_call:
         if own is not None:
             raise InvalidRequestError(
                 f"{own.field} does not go with a tool_choice that asks for a call", own.field
@@ -200,7 +200,7 @@ def _grammar(
         return _source(["start: calls"], written.grammar(rules), rules)
     if own is not None:
         return _beside(own, written.grammar(rules), rules)
-    if not asked.calls_once and not any(tool.strict for tool in rules.tools):
+    if not request.calls_once and not any(tool.strict for tool in rules.tools):
         return None
     grammar = written.grammar(rules)
     if not grammar.trigger:

@@ -260,7 +260,7 @@ _RULES: Final = {
 """By the type of pydantic's error; in braces what its context has."""
 
 
-def in_plain_words(error: ValidationError) -> InvalidRequestError:
+def request_error_of(error: ValidationError) -> InvalidRequestError:
     """The first field that is wrong; of a field that takes different things, all of them."""
     errors = error.errors(include_url=False, include_input=False)
     first = errors[0]["loc"]
@@ -299,7 +299,7 @@ def parse(
     try:
         return model.model_validate(fields, context=ignored)
     except ValidationError as error:
-        raise in_plain_words(error) from None
+        raise request_error_of(error) from None
 
 
 def given_fields(

@@ -107,26 +107,31 @@ class StructuredFields(BaseModel):
         return found[0] if found else None
 
     def _from_format(self) -> list[GrammarSource]:
-        asked, field = self.response_format, "response_format"
-        if asked is None or asked.type == "text":
+        given, field = self.response_format, "response_format"
+        if given is None or given.type == "text":
             return []
-        if asked.type == "json_object":
+        if given.type == "json_object":
             return [GrammarSource("json_schema", ANY_OBJECT, field=field)]
-        if asked.json_schema is None:
+        if given.json_schema is None:
             raise InvalidRequestError("response_format.json_schema is missing", field)
-        return [_schema(asked.json_schema.wanted, field)]
+        return [_schema(given.json_schema.wanted, field)]
 
     def _from_structured(self) -> list[GrammarSource]:
-        asked, field = self.structured_outputs, "structured_outputs"
-        if asked is None:
+        given, field = self.structured_outputs, "structured_outputs"
+        if given is None:
             return []
-        compact = asked.disable_any_whitespace
+        compact = given.disable_any_whitespace
         found = _sources(
-            asked.json_, asked.regex, asked.choice, asked.grammar, (field,) * 4, compact=compact
+            given.json_,
+            given.regex,
+            given.choice,
+            given.grammar,
+            (field,) * 4,
+            compact=compact,
         )
-        if asked.json_object:
+        if given.json_object:
             found.append(GrammarSource("json_schema", ANY_OBJECT, compact, field=field))
-        if len(found) != 1 or asked.json_object is False:
+        if len(found) != 1 or given.json_object is False:
             raise InvalidRequestError(
                 "structured_outputs takes one of json, regex, choice, grammar, json_object (true)",
                 field,

@@ -109,9 +109,9 @@ async def abort_requests(request: Request) -> Response:
     With an operator's key those of all clients, else those of the same key.
     """
     ignored = IgnoredFields()
-    asked = parse(AbortBody, await read_json(request), {}, ignored)
+    fields = parse(AbortBody, await read_json(request), {}, ignored)
     owner = None if has_operators_key(request) else key_name_of(request)
-    app_state_of(request).request_abort(asked.request_ids, owner)
+    app_state_of(request).request_abort(fields.request_ids, owner)
     response = JSONResponse({"status": "aborting"}, status_code=202)
     response.raw_headers += ignored.headers()
     return response

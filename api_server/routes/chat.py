@@ -29,21 +29,21 @@ from proto.errors import InvalidRequestError
 
 
 ANSWERS_SHARE: Final = 4
-"""This part of the context is left to an answer of no given length, where the prompt is cut."""
+"""A truncated prompt leaves one such part of the context to an answer without a limit."""
 
 _TEMPLATE: Final = ("chat template:", "the chat template cannot")
 
 
-def is_of_template(error: InvalidRequestError) -> bool:
+def is_template_error(error: InvalidRequestError) -> bool:
     """Whether the chat template refuses the conversation, and may take it in another form."""
     return error.message.startswith(_TEMPLATE)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """What is to be generated, and how it is to be read.
+    """One answer to a chat: its token stream, and how its text is parsed.
 
-    prompt_text: None is not shown. make_parser: for the text of one choice.
+    prompt_text: None if it is not shown. make_parser: returns the parser of one choice.
     """
 
     builder: RequestBuilder
@@ -53,9 +53,9 @@ class ChatTurn:
     make_parser: Callable[[], PartsParser]
 
 
-async def prepare_turn(
+async def build_chat_turn(
     app_state: AppState,
-    asked: ChatCompletionRequest,
+    body: ChatCompletionRequest,
     *,
     id_prefix: str,
     tenant: int,
@@ -66,48 +66,48 @@ async def prepare_turn(
 ) -> ChatTurn:
     """Build the engine request of a chat and its token stream; `TokenStream.submit` sends it.
 
-    id_prefix: of the answer's id. tenant, key_name: whose it is. at_most: output tokens where the
-    request says nothing of them; fewer where the context leaves fewer. leaves_room: a prompt that
-    is cut to fit leaves more than a token to such an answer. Raises InvalidRequestError.
+    id_prefix: of the answer's id. at_most: default of the output tokens, limited by the context.
+    leaves_room: a truncated prompt leaves a share of the context to an answer without a limit.
+    Raises InvalidRequestError.
     """
-    calling = app_state.tool_caller.calling(asked, asked.grammar_source)
-    builder = RequestBuilder(app_state, asked, id_prefix, tenant, key_name, ignored, calling)
+    calling = app_state.tool_caller.calling(body, body.grammar_source)
+    builder = RequestBuilder(app_state, body, id_prefix, tenant, key_name, ignored, calling)
     reader = app_state.prompt_reader("messages")
-    wanted = asked.wanted_max_tokens
+    wanted = body.wanted_max_tokens
     if wanted is None and leaves_room:
         share = app_state.client.engine.max_model_len // ANSWERS_SHARE
         wanted = share if at_most is None else min(at_most, share)
-    reader = reader.keeping(builder.truncation(wanted))
+    reader = reader.with_truncation(builder.truncation(wanted))
     style = app_state.reasoning_style
-    conversation, text = await _rendered(app_state, asked, reader, ignored)
+    conversation, text = await _rendered(app_state, body, reader, ignored)
     prompts = await reader.encode([text], add_special_tokens=False)
     thoughts = await thoughts_of(
         style,
         app_state.tokenizer,
         conversation,
         text,
-        budget=asked.thinking_token_budget,
+        budget=body.thinking_token_budget,
         has_grammar=builder.has_grammar,
-        shows=asked.include_reasoning,
+        shows=body.include_reasoning,
     )
-    check_thoughts(asked, thoughts.rule)
+    check_thoughts(body, thoughts.rule)
 
     def make_parser() -> PartsParser:
         return thoughts.parser(calling.make_parser())
 
     options = EndpointOptions(
-        max_tokens=asked.wanted_max_tokens,
+        max_tokens=body.wanted_max_tokens,
         default_max_tokens=at_most,
-        logprobs=asked.num_logprobs,
-        prompt_logprobs=asked.prompt_logprobs,
-        max_tokens_field=asked.max_tokens_field,
-        edits=await logit_edits(asked, app_state.tokenizer),
+        logprobs=body.num_logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        max_tokens_field=body.max_tokens_field,
+        edits=await logit_edits(body, app_state.tokenizer),
         thinking=thoughts.rule,
     )
     (prompt_text,) = await builder.prompt_texts(prompts)
     requests = builder.build_requests(prompts, options)
     stream = builder.build_stream(requests, [0], make_parser, thoughts)
-    shape = builder.shape(asked.num_logprobs)
+    shape = builder.shape(body.num_logprobs)
     answered = _counting(app_state, calling, make_parser)
     return ChatTurn(builder, stream, shape, prompt_text, answered)
 
@@ -115,38 +115,38 @@ async def prepare_turn(
 def _counting(
     app_state: AppState, calling: Calling, make_parser: Callable[[], PartsParser]
 ) -> Callable[[], PartsParser]:
-    """The parser of an answer, which counts; nothing is counted where nothing may be called."""
+    """Return the parser of an answer; it counts parsed tool calls if the request has tools."""
     if calling.format is None:
         return make_parser
     return lambda: CountedParser(make_parser(), app_state.metrics.choice_parsed)
 
 
 async def count_tokens(
-    app_state: AppState, asked: ChatCompletionRequest, ignored: IgnoredFields
+    app_state: AppState, body: ChatCompletionRequest, ignored: IgnoredFields
 ) -> int:
-    """Of the prompt that `prepare_turn` makes of it, which may be longer than any that is answered.
+    """Return the length of the prompt of a chat, which may exceed the context.
 
     Raises InvalidRequestError.
     """
-    app_state.check_model(asked.model)
+    app_state.check_model(body.model)
     reader = app_state.prompt_reader("messages")
-    _, text = await _rendered(app_state, asked, reader, ignored)
+    _, text = await _rendered(app_state, body, reader, ignored)
     reader.check_text(text)
     (ids,) = await app_state.tokenizer.encode([text], add_special_tokens=False)
     return len(ids)
 
 
 async def _rendered(
-    app_state: AppState, asked: ChatCompletionRequest, reader: PromptReader, ignored: IgnoredFields
+    app_state: AppState, body: ChatCompletionRequest, reader: PromptReader, ignored: IgnoredFields
 ) -> tuple[Conversation, str]:
-    """The conversation and the prompt's text. reader: limits what the template is given."""
+    """Return the conversation and the text of the prompt. reader: limits the template's input."""
     template = app_state.chat_template
-    variables = switches(asked.reasoning_effort, template.facts, app_state.reasoning_style)
-    tools = app_state.tool_caller.shown(asked)
-    conversation = conversation_of(asked, template.facts, ignored, tools, variables)
-    conversation = app_state.tool_caller.told(conversation)
-    told = [conversation.messages, conversation.documents, conversation.tools]
-    reader.check_characters(num_characters(told))
+    variables = switches(body.reasoning_effort, template.facts, app_state.reasoning_style)
+    tools = app_state.tool_caller.shown(body)
+    conversation = conversation_of(body, template.facts, ignored, tools, variables)
+    conversation = app_state.tool_caller.with_tools_as_text(conversation)
+    shown = [conversation.messages, conversation.documents, conversation.tools]
+    reader.check_characters(num_characters(shown))
     return conversation, await template.render(conversation)
 
 
@@ -159,12 +159,12 @@ async def create_chat_completion(request: Request) -> Response:
     tenant = tenant_of(request, app_state.config.tenant_by)
     ignored = IgnoredFields()
     fields = await read_fields(request, ignored)
-    asked = parse(ChatCompletionRequest, fields, CHAT_NEUTRAL, ignored)
-    if asked.top_logprobs and not asked.logprobs:
+    body = parse(ChatCompletionRequest, fields, CHAT_NEUTRAL, ignored)
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs", "top_logprobs")
-    turn = await prepare_turn(
+    turn = await build_chat_turn(
         app_state,
-        asked,
+        body,
         id_prefix="chatcmpl-",
         tenant=tenant,
         key_name=key_name_of(request),

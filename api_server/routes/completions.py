@@ -27,52 +27,54 @@ async def create_completion(request: Request) -> Response:
     reader = app_state.prompt_reader("prompt")
     ignored = IgnoredFields()
     fields = await read_fields(request, ignored)
-    asked = parse(CompletionRequest, fields, COMPLETION_NEUTRAL, ignored)
-    builder = RequestBuilder(app_state, asked, "cmpl-", tenant, key_name_of(request), ignored)
-    builder.check_choices(num_prompts(asked.prompt))
-    reader = reader.keeping(builder.truncation(asked.max_tokens))
-    prompts = await reader.read(asked.prompt, add_special_tokens=asked.add_special_tokens)
-    echoed = sum(len(prompt.token_ids) for prompt in prompts) if asked.echo else 0
-    edits = await logit_edits(asked, app_state.tokenizer)
-    requests = builder.build_requests(prompts, _options(asked, edits))
-    echoes = await app_state.tokenizer.apart(echoed, _echoes, asked, prompts, app_state.tokenizer)
+    body = parse(CompletionRequest, fields, COMPLETION_NEUTRAL, ignored)
+    builder = RequestBuilder(app_state, body, "cmpl-", tenant, key_name_of(request), ignored)
+    builder.check_choices(num_prompts(body.prompt))
+    reader = reader.with_truncation(builder.truncation(body.max_tokens))
+    prompts = await reader.read(body.prompt, add_special_tokens=body.add_special_tokens)
+    echoed = sum(len(prompt.token_ids) for prompt in prompts) if body.echo else 0
+    edits = await logit_edits(body, app_state.tokenizer)
+    requests = builder.build_requests(prompts, _options(body, edits))
+    echoes = await app_state.tokenizer.run_in_thread_if_large(
+        echoed, _echoes, body, prompts, app_state.tokenizer
+    )
     prompt_texts = await builder.prompt_texts(prompts)
     stream = builder.build_stream(requests, [len(echo.text) for echo in echoes])
     answer = CompletionAnswer(
-        builder.shape(asked.logprobs),
+        builder.shape(body.logprobs),
         stream.streams,
         echoes,
         prompt_texts,
-        asked.only_echoes,
+        body.only_echoes,
     )
     await stream.submit(request)
     return builder.response(stream, answer)
 
 
-def _options(asked: CompletionRequest, edits: LogitEdits | None) -> EndpointOptions:
+def _options(body: CompletionRequest, edits: LogitEdits | None) -> EndpointOptions:
     """The engine always draws a token: an echo alone asks for one and drops it."""
-    prompt_logprobs = [asked.prompt_logprobs, asked.logprobs if asked.echo else None]
+    prompt_logprobs = [body.prompt_logprobs, body.logprobs if body.echo else None]
     given = [number for number in prompt_logprobs if number is not None]
     return EndpointOptions(
-        max_tokens=1 if asked.only_echoes else asked.wanted_max_tokens,
+        max_tokens=1 if body.only_echoes else body.wanted_max_tokens,
         default_max_tokens=DEFAULT_MAX_TOKENS,
-        logprobs=asked.logprobs,
+        logprobs=body.logprobs,
         prompt_logprobs=max(given) if given else None,
         edits=edits,
     )
 
 
 def _echoes(
-    asked: CompletionRequest, prompts: Sequence[Prompt], tokenizer: ModelTokenizer
+    body: CompletionRequest, prompts: Sequence[Prompt], tokenizer: ModelTokenizer
 ) -> list[Echo]:
-    return [_echo(asked, prompt, tokenizer) for prompt in prompts]
+    return [_echo(body, prompt, tokenizer) for prompt in prompts]
 
 
-def _echo(asked: CompletionRequest, prompt: Prompt, tokenizer: ModelTokenizer) -> Echo:
-    if not asked.echo:
+def _echo(body: CompletionRequest, prompt: Prompt, tokenizer: ModelTokenizer) -> Echo:
+    if not body.echo:
         return Echo()
     text = prompt_text(prompt, tokenizer)
-    if asked.logprobs is None:
+    if body.logprobs is None:
         return Echo(text)
     detokenizer = tokenizer.detokenizer((), skip_special_tokens=False)
     offsets, length = [], 0

@@ -16,13 +16,13 @@ from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.messages.answer import MessageAnswer
 from api_server.protocol.messages.blocks import system_text
 from api_server.protocol.messages.request import (
-    ChatWords,
+    ChatTranslation,
     Conversing,
     MessagesRequest,
     parse_request,
     shows_thoughts,
 )
-from api_server.routes.chat import ChatTurn, count_tokens, is_of_template, prepare_turn
+from api_server.routes.chat import ChatTurn, build_chat_turn, count_tokens, is_template_error
 from api_server.routes.common import app_state_of, read_fields
 from api_server.tenants import key_name_of, tenant_of
 from proto.errors import InvalidRequestError
@@ -37,85 +37,85 @@ async def create_message(request: Request) -> Response:
     app_state = app_state_of(request)
     tenant, key_name = tenant_of(request, app_state.config.tenant_by), key_name_of(request)
     ignored = IgnoredFields()
-    asked, passed = parse_request(MessagesRequest, await read_fields(request, ignored), ignored)
-    words = _words(app_state, asked, passed, ignored)
+    body, passed = parse_request(MessagesRequest, await read_fields(request, ignored), ignored)
+    translation = _translation(app_state, body, passed, ignored)
 
-    async def prepare(chat: ChatCompletionRequest) -> ChatTurn:
-        return await prepare_turn(
+    async def build(chat: ChatCompletionRequest) -> ChatTurn:
+        return await build_chat_turn(
             app_state,
             chat,
             id_prefix=ID_PREFIX,
             tenant=tenant,
             key_name=key_name,
             ignored=ignored,
-            at_most=asked.max_tokens,
+            at_most=body.max_tokens,
             leaves_room=True,
         )
 
-    turn = await _as_the_template_takes_it(words, prepare)
+    turn = await _with_folded_fallback(translation, build)
     answer = MessageAnswer(
         turn.shape.id,
         turn.shape.model,
         turn.make_parser(),
         num_prompt_tokens=len(turn.stream.streams[0].prompt_token_ids),
-        max_tokens=asked.max_tokens,
-        shows_thoughts=shows_thoughts(asked),
-        reworded=words.reworded,
+        max_tokens=body.max_tokens,
+        shows_thoughts=shows_thoughts(body),
+        in_client_names=translation.in_client_names,
     )
     try:
         await turn.stream.submit(request)
     except InvalidRequestError as error:
-        raise words.reworded(error) from None
+        raise translation.in_client_names(error) from None
     request_id = (b"request-id", turn.shape.id.encode())
     return turn.builder.response(turn.stream, answer, [request_id])
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_message_tokens(request: Request) -> Response:
-    """How many tokens the same request to /v1/messages would read; the engine is not asked."""
+    """How many tokens the same request to /v1/messages would read; without using the engine."""
     app_state = app_state_of(request)
     ignored = IgnoredFields()
-    asked, passed = parse_request(Conversing, await read_fields(request, ignored), ignored)
-    words = _words(app_state, asked, passed, ignored)
+    body, passed = parse_request(Conversing, await read_fields(request, ignored), ignored)
+    translation = _translation(app_state, body, passed, ignored)
 
     async def count(chat: ChatCompletionRequest) -> int:
         return await count_tokens(app_state, chat, ignored)
 
-    number = await _as_the_template_takes_it(words, count)
+    number = await _with_folded_fallback(translation, count)
     response = JSONResponse({"input_tokens": number})
     response.headers["request-id"] = new_request_id()
     response.raw_headers += ignored.headers()
     return response
 
 
-def _words(
-    app_state: AppState, asked: Conversing, passed: Mapping[str, Any], ignored: IgnoredFields
-) -> ChatWords:
-    return ChatWords(
-        asked,
+def _translation(
+    app_state: AppState, body: Conversing, passed: Mapping[str, Any], ignored: IgnoredFields
+) -> ChatTranslation:
+    return ChatTranslation(
+        body,
         passed,
-        system_text(asked.system, ignored),
+        system_text(body.system, ignored),
         ignored,
         template_names=app_state.chat_template.facts.names,
         thinks=app_state.reasoning_style.thinks,
     )
 
 
-async def _as_the_template_takes_it(
-    words: ChatWords, make: Callable[[ChatCompletionRequest], Awaitable[_Made]]
+async def _with_folded_fallback(
+    translation: ChatTranslation, make: Callable[[ChatCompletionRequest], Awaitable[_Made]]
 ) -> _Made:
     """What is made of the conversation, folded where the template refuses it as it is."""
-    plain = words.request()
+    plain = translation.request()
     try:
         return await make(plain)
     except InvalidRequestError as error:
-        if not is_of_template(error):
-            raise words.reworded(error) from None
+        if not is_template_error(error):
+            raise translation.in_client_names(error) from None
         refusal = error
-    folded = words.request(folded=True)
+    folded = translation.request(folded=True)
     if folded == plain:
-        raise words.reworded(refusal)
+        raise translation.in_client_names(refusal)
     try:
         return await make(folded)
     except InvalidRequestError as error:
-        raise words.reworded(error) from None
+        raise translation.in_client_names(error) from None

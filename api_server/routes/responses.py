@@ -19,12 +19,12 @@ from api_server.protocol.responses.items import MAX_ITEMS, Item
 from api_server.protocol.responses.request import (
     ResponsesRequest,
     chat_request,
-    in_clients_words,
+    in_client_names,
     parse_request,
 )
 from api_server.protocol.responses.stored import Owner, num_bytes
 from api_server.protocol.responses.tools import OfferedTools
-from api_server.routes.chat import ChatTurn, is_of_template, prepare_turn
+from api_server.routes.chat import ChatTurn, build_chat_turn, is_template_error
 from api_server.routes.common import app_state_of, read_fields
 from api_server.tenants import key_name_of, tenant_of
 from proto.errors import InternalRequestError, InvalidRequestError, UnknownPathError, shown
@@ -39,16 +39,16 @@ async def create_response(request: Request) -> Response:
     app_state = app_state_of(request)
     owner = (tenant_of(request, app_state.config.tenant_by), key_name_of(request))
     ignored = IgnoredFields()
-    asked, passed = parse_request(await read_fields(request, ignored), ignored)
-    items = _conversation(app_state, owner, asked)
-    tools = OfferedTools(asked.tools, asked.tool_choice, ignored)
+    body, passed = parse_request(await read_fields(request, ignored), ignored)
+    items = _conversation(app_state, owner, body)
+    tools = OfferedTools(body.tools, body.tool_choice, ignored)
 
     def chat(*, is_folded: bool) -> ChatCompletionRequest:
         names = app_state.chat_template.facts.names
-        return chat_request(asked, passed, items, tools, names, ignored, is_folded=is_folded)
+        return chat_request(body, passed, items, tools, names, ignored, is_folded=is_folded)
 
-    async def prepare(chat: ChatCompletionRequest) -> ChatTurn:
-        return await prepare_turn(
+    async def build(chat: ChatCompletionRequest) -> ChatTurn:
+        return await build_chat_turn(
             app_state,
             chat,
             id_prefix=ID_PREFIX,
@@ -61,21 +61,21 @@ async def create_response(request: Request) -> Response:
     plain = chat(is_folded=False)
     try:
         try:
-            turn = await prepare(plain)
+            turn = await build(plain)
         except InvalidRequestError as error:
-            another = chat(is_folded=True) if is_of_template(error) else plain
+            another = chat(is_folded=True) if is_template_error(error) else plain
             if another == plain:
                 raise
-            turn = await prepare(another)
+            turn = await build(another)
     except InvalidRequestError as error:
-        raise in_clients_words(error, tools) from None
-    running = RunningResponse(app_state, owner, asked, turn, tools, items)
+        raise in_client_names(error, tools) from None
+    running = RunningResponse(app_state, owner, body, turn, tools, items)
     turn.stream.cleanup.enter_context(running)
     try:
-        await turn.stream.submit(None if asked.background else request)
+        await turn.stream.submit(None if body.background else request)
     except InvalidRequestError as error:
-        raise in_clients_words(error, tools) from None
-    if asked.background:
+        raise in_client_names(error, tools) from None
+    if body.background:
         return running.continue_in_background()
     return turn.builder.response(turn.stream, running.answer)
 
@@ -90,7 +90,7 @@ class RunningResponse:
         self,
         app_state: AppState,
         owner: Owner,
-        asked: ResponsesRequest,
+        body: ResponsesRequest,
         turn: ChatTurn,
         tools: OfferedTools,
         items: list[Item],
@@ -100,8 +100,8 @@ class RunningResponse:
         self._items = items
         self._turn = turn
         self._cancelled = False
-        self.stored = asked.store
-        self.answer = ResponsesAnswer(turn.shape, asked, turn.make_parser(), tools, self._keep)
+        self.stored = body.store
+        self.answer = ResponsesAnswer(turn.shape, body, turn.make_parser(), tools, self._keep)
 
     def __enter__(self) -> None:
         self._app_state.responses.enter(self._owner, self._turn.shape.id, self)
@@ -150,14 +150,14 @@ class RunningResponse:
             self._app_state.responses.keep(self._owner, response, items)
 
 
-def _conversation(app_state: AppState, owner: Owner, asked: ResponsesRequest) -> list[Item]:
+def _conversation(app_state: AppState, owner: Owner, body: ResponsesRequest) -> list[Item]:
     """The items that the answer is to follow; raises InvalidRequestError.
 
     What cannot be stored is refused before it is generated.
     """
     items: list[Item] = []
-    if asked.previous_response_id is not None:
-        found = app_state.responses.find(owner, asked.previous_response_id)
+    if body.previous_response_id is not None:
+        found = app_state.responses.find(owner, body.previous_response_id)
         if found is None:
             raise InvalidRequestError(
                 "previous_response_id: there is no such response; only those with store are kept, "
@@ -165,15 +165,15 @@ def _conversation(app_state: AppState, owner: Owner, asked: ResponsesRequest) ->
                 "previous_response_id",
             )
         items += found.items
-    if isinstance(asked.input, str):
-        items.append({"type": "message", "role": "user", "content": asked.input})
+    if isinstance(body.input, str):
+        items.append({"type": "message", "role": "user", "content": body.input})
     else:
-        items += asked.input
+        items += body.input
     if len(items) > MAX_ITEMS:
         raise InvalidRequestError(
             f"input: at most {MAX_ITEMS} items with those before them, got {len(items)}", "input"
         )
-    if asked.store:
+    if body.store:
         _check_store(app_state, items)
     return items
 

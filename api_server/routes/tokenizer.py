@@ -39,7 +39,7 @@ async def tokenize(request: Request) -> Response:
         chat = parse(TokenizeChat, body, TOKENIZE_CHAT_NEUTRAL, ignored)
         app_state.check_model(chat.model)
         caller = app_state.tool_caller
-        conversation = caller.told(
+        conversation = caller.with_tools_as_text(
             conversation_of(chat, app_state.chat_template.facts, ignored, caller.shown(chat))
         )
         size = num_characters([conversation.messages, conversation.documents, conversation.tools])
@@ -48,14 +48,14 @@ async def tokenize(request: Request) -> Response:
         return await _tokens(
             app_state, "messages", text, chat.add_special_tokens, chat.return_token_strs, ignored
         )
-    asked = parse(TokenizeText, body, {}, ignored)
-    app_state.check_model(asked.model)
+    fields = parse(TokenizeText, body, {}, ignored)
+    app_state.check_model(fields.model)
     return await _tokens(
         app_state,
         "prompt",
-        asked.prompt,
-        asked.add_special_tokens,
-        asked.return_token_strs,
+        fields.prompt,
+        fields.add_special_tokens,
+        fields.return_token_strs,
         ignored,
     )
 
@@ -65,16 +65,18 @@ async def detokenize(request: Request) -> Response:
     """The text of token ids, special ones included."""
     app_state = app_state_of(request)
     ignored = IgnoredFields()
-    asked = parse(Detokenize, await read_json(request), {}, ignored)
-    app_state.check_model(asked.model)
-    ids, size = asked.tokens, app_state.client.engine.vocab_size
+    fields = parse(Detokenize, await read_json(request), {}, ignored)
+    app_state.check_model(fields.model)
+    ids, size = fields.tokens, app_state.client.engine.vocab_size
     for bound in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= bound < size:
             raise InvalidRequestError(
                 f"token id {shown(bound)} is outside the vocabulary [0, {size})", "tokens"
             )
     tokenizer = app_state.tokenizer
-    text = await tokenizer.apart(len(ids), tokenizer.decode, ids, skip_special_tokens=False)
+    text = await tokenizer.run_in_thread_if_large(
+        len(ids), tokenizer.decode, ids, skip_special_tokens=False
+    )
     return _json({"prompt": text}, ignored)
 
 
@@ -101,7 +103,11 @@ async def _tokens(
     reader.check_text(text)
     tokenizer = app_state.tokenizer
     (ids,) = await tokenizer.encode([text], add_special_tokens=add_special_tokens)
-    found = await tokenizer.apart(len(ids), tokenizer.token_names, ids) if names else None
+    found = (
+        await tokenizer.run_in_thread_if_large(len(ids), tokenizer.token_names, ids)
+        if names
+        else None
+    )
     return _json(
         {
             "count": len(ids),

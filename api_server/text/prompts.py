@@ -41,7 +41,7 @@ class PromptReader:
     field: str = "prompt"
     truncation: Truncation = ALL
 
-    def keeping(self, truncation: Truncation) -> "PromptReader":
+    def with_truncation(self, truncation: Truncation) -> "PromptReader":
         """The same for prompts of which only a part is kept, however long they are."""
         return replace(self, truncation=truncation)
 

@@ -131,7 +131,7 @@ class ModelTokenizer:
         self, texts: Sequence[str], *, add_special_tokens: bool, truncation: Truncation = ALL
     ) -> list[list[int]]:
         """Ids of each text."""
-        return await self.apart(
+        return await self.run_in_thread_if_large(
             sum(map(len, texts)),
             truncation.encode,
             self._tokenizer,
@@ -139,7 +139,9 @@ class ModelTokenizer:
             add_special_tokens=add_special_tokens,
         )
 
-    async def apart(self, size: int, work: Callable[P, R], *args: P.args, **fields: P.kwargs) -> R:
+    async def run_in_thread_if_large(
+        self, size: int, work: Callable[P, R], *args: P.args, **fields: P.kwargs
+    ) -> R:
         """Do `work` on so many characters or tokens, on the thread when they are many."""
         if size <= INLINE_SIZE:
             return work(*args, **fields)

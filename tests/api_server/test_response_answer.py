@@ -10,7 +10,7 @@ from api_server.protocol.answers import Shape
 from api_server.protocol.fields import IgnoredFields
 from api_server.protocol.responses.answer import ResponsesAnswer
 from api_server.protocol.responses.items import messages_of
-from api_server.protocol.responses.request import in_clients_words, parse_request
+from api_server.protocol.responses.request import in_client_names, parse_request
 from api_server.protocol.responses.tools import OfferedTools
 from api_server.stream import Delta, Usage
 from proto.errors import InvalidRequestError
@@ -244,7 +244,7 @@ def test_errors_of_a_chat_are_told_as_of_this_api():
         ("tools[1].function.parameters", "tools", "tools[2].tools[0].parameters", "tools"),
         ("tools[7] is odd", None, "tools is odd", None),
     ):
-        found = in_clients_words(InvalidRequestError(theirs, param), tools)
+        found = in_client_names(InvalidRequestError(theirs, param), tools)
         assert (found.message, found.param) == (ours, place)
 
 

@@ -45,7 +45,7 @@ class MessageAnswer:
     name: the id. num_prompt_tokens: sent before the number of cached tokens is known.
     max_tokens: as requested, which may be more than the context leaves.
     shows_thoughts: otherwise their blocks are empty.
-    reworded: an error with the names that the client knows.
+    in_client_names: an error with the names that the client knows.
     """
 
     keep_alive = PING
@@ -59,7 +59,7 @@ class MessageAnswer:
         num_prompt_tokens: int,
         max_tokens: int,
         shows_thoughts: bool,
-        reworded: Callable[[RequestError], RequestError],
+        in_client_names: Callable[[RequestError], RequestError],
     ) -> None:
         self._name = name
         self._model = model
@@ -67,7 +67,7 @@ class MessageAnswer:
         self._num_prompt_tokens = num_prompt_tokens
         self._max_tokens = max_tokens
         self._shows_thoughts = shows_thoughts
-        self._reworded = reworded
+        self._reworded = in_client_names
         self._blocks: list[_Block] = []
         self._open = False
         self._call = -1

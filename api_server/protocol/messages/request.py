@@ -132,9 +132,9 @@ def parse_request(
                 raise InvalidRequestError(f"{name} is not available here", name)
         elif name not in PASSED and name != "cache_control":  # what can be cached, is
             rest[name] = value
-    asked = parse(model, rest, MESSAGES_NEUTRAL, ignored)
+    request = parse(model, rest, MESSAGES_NEUTRAL, ignored)
     _check_edits(body.get("context_management"), ignored)
-    return asked, passed
+    return request, passed
 
 
 def _check_edits(wanted: Any, ignored: IgnoredFields) -> None:
@@ -145,7 +145,7 @@ def _check_edits(wanted: Any, ignored: IgnoredFields) -> None:
             ignored.add(f"context_management.{shown(edit.get('type'))}")
 
 
-class ChatWords:
+class ChatTranslation:
     """A request in the words of a chat completion.
 
     template_names: of the variables that the chat template reads; thinks: the model has thoughts
@@ -154,7 +154,7 @@ class ChatWords:
 
     def __init__(
         self,
-        asked: Conversing,
+        request: Conversing,
         passed: Mapping[str, Any],
         system: str,
         ignored: IgnoredFields,
@@ -162,34 +162,34 @@ class ChatWords:
         template_names: frozenset[str],
         thinks: bool,
     ) -> None:
-        self._asked = asked
+        self._request = request
         self._system = system
         self._ignored = ignored
-        self._tools = MessageTools(asked.tools, asked.tool_choice, ignored)
+        self._tools = MessageTools(request.tools, request.tool_choice, ignored)
         self._places: Sequence[int] = ()
         self._fields: Json = {
             **passed,
-            "model": asked.model,
-            "response_format": _response_format(asked, ignored),
+            "model": request.model,
+            "response_format": _response_format(request, ignored),
             **self._tools.chat_fields(),
         }
-        if isinstance(asked, MessagesRequest):
-            self._fields |= {"stream": asked.stream, "stop": asked.stop_sequences}
-            given = asked.model_fields_set
-            self._fields |= {name: getattr(asked, name) for name in _SAMPLING if name in given}
-        variables = _variables(asked, template_names, ignored)
+        if isinstance(request, MessagesRequest):
+            self._fields |= {"stream": request.stream, "stop": request.stop_sequences}
+            given = request.model_fields_set
+            self._fields |= {name: getattr(request, name) for name in _SAMPLING if name in given}
+        variables = _variables(request, template_names, ignored)
         if variables:
             own = passed.get("chat_template_kwargs")
             own = own if isinstance(own, dict) else {}
             self._fields["chat_template_kwargs"] = variables | own
-        budget = thinking_of(asked).get("budget_tokens")
+        budget = thinking_of(request).get("budget_tokens")
         if budget is not None and thinks:
             self._fields["thinking_token_budget"] = budget
 
     def request(self, *, folded: bool = False) -> ChatCompletionRequest:
         """folded: for templates that take few orders of roles (see message_blocks)."""
         read = ChatMessages(self._system, self._ignored, folded=folded)
-        read.read(self._asked.messages)
+        read.read(self._request.messages)
         self._places = read.places
         fields = self._fields | {"messages": read.messages}
         if read.continues:
@@ -197,9 +197,9 @@ class ChatWords:
         try:
             return parse(ChatCompletionRequest, fields, CHAT_NEUTRAL, self._ignored)
         except InvalidRequestError as error:
-            raise self.reworded(error) from None
+            raise self.in_client_names(error) from None
 
-    def reworded(self, error: RequestError) -> RequestError:
+    def in_client_names(self, error: RequestError) -> RequestError:
         """The same error with the names and places that the fields have in this API."""
         if not isinstance(error, InvalidRequestError):
             return error
@@ -224,9 +224,9 @@ class ChatWords:
         return f"tools.{places[number]}" + (".input_schema" if found.group(2) else "")
 
 
-def thinking_of(asked: Conversing) -> Json:
+def thinking_of(request: Conversing) -> Json:
     """What is said of thoughts; raises InvalidRequestError for what cannot be meant."""
-    thinking = asked.thinking or {"type": "adaptive"}
+    thinking = request.thinking or {"type": "adaptive"}
     if thinking.get("type") not in _THINKING:
         raise InvalidRequestError(
             f"thinking.type must be one of {', '.join(_THINKING)}", "thinking.type"
@@ -245,21 +245,21 @@ def thinking_of(asked: Conversing) -> Json:
     return thinking
 
 
-def shows_thoughts(asked: Conversing) -> bool:
-    return thinking_of(asked).get("display") != "omitted"
+def shows_thoughts(request: Conversing) -> bool:
+    return thinking_of(request).get("display") != "omitted"
 
 
-def _variables(asked: Conversing, names: frozenset[str], ignored: IgnoredFields) -> Json:
+def _variables(request: Conversing, names: frozenset[str], ignored: IgnoredFields) -> Json:
     """Of the template: whether to think, and how hard."""
     found: Json = {}
-    if asked.thinking is not None:
-        kind = thinking_of(asked)["type"]
+    if request.thinking is not None:
+        kind = thinking_of(request)["type"]
         known = [name for name in _SWITCHES if name in names]
         if kind in ("enabled", "disabled"):
             found |= dict.fromkeys(known, kind == "enabled")
         if kind == "enabled" and not known:
             ignored.add("thinking")
-    effort = (asked.output_config or {}).get("effort")
+    effort = (request.output_config or {}).get("effort")
     if effort is not None:
         if not isinstance(effort, str) or effort not in _EFFORTS:
             raise InvalidRequestError(
@@ -272,13 +272,13 @@ def _variables(asked: Conversing, names: frozenset[str], ignored: IgnoredFields)
     return found
 
 
-def _response_format(asked: Conversing, ignored: IgnoredFields) -> Json | None:
+def _response_format(request: Conversing, ignored: IgnoredFields) -> Json | None:
     config = given_fields(
-        asked.output_config or {}, ("format", "effort"), {}, ignored, "output_config."
+        request.output_config or {}, ("format", "effort"), {}, ignored, "output_config."
     )
     where, wanted = "output_config.format", config.get("format")
     if wanted is None:
-        where, wanted = "output_format", asked.output_format
+        where, wanted = "output_format", request.output_format
     if wanted is None:
         return None
     if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":

@@ -32,7 +32,7 @@ from api_server.protocol.responses.output import (
     TokensOfText,
     call_item,
 )
-from api_server.protocol.responses.request import ResponsesRequest, in_clients_words
+from api_server.protocol.responses.request import ResponsesRequest, in_client_names
 from api_server.protocol.responses.tools import OfferedTools
 from api_server.stream import Delta, Usage
 from api_server.text.logprobs import TextToken, chat_logprobs
@@ -50,7 +50,7 @@ _ENDS: Final[dict[str, tuple[End, str | None]]] = {
 class ResponsesAnswer:
     """An answer that grows by deltas of one choice. Implements `Answer`.
 
-    asked: as the client put it. parser: for the text. tools: what the model could call.
+    request: as the client put it. parser: for the text. tools: what the model could call.
     ended: is called with the whole response at the end.
     """
 
@@ -59,14 +59,14 @@ class ResponsesAnswer:
     def __init__(
         self,
         shape: Shape,
-        asked: ResponsesRequest,
+        request: ResponsesRequest,
         parser: PartsParser,
         tools: OfferedTools,
         ended: Callable[[Json], None],
     ) -> None:
         self._shape = shape
-        self._frame = _frame(shape, asked)
-        self._summarised = asked.wants_summary
+        self._frame = _frame(shape, request)
+        self._summarised = request.wants_summary
         self._parser = parser
         self._tools = tools
         self._ended = ended
@@ -95,7 +95,7 @@ class ResponsesAnswer:
 
     def failure(self, error: RequestError) -> str:
         if isinstance(error, InvalidRequestError):
-            error = in_clients_words(error, self._tools)
+            error = in_client_names(error, self._tools)
         body = error_body(error)["error"]
         code = "rate_limit_exceeded" if isinstance(error, OverloadedError) else "server_error"
         message, param = body["message"], body["param"]
@@ -205,41 +205,41 @@ def _usage(usage: Usage) -> Json:
     }
 
 
-def _frame(shape: Shape, asked: ResponsesRequest) -> Json:
+def _frame(shape: Shape, request: ResponsesRequest) -> Json:
     """What does not change while the response grows."""
     text: Json = {"format": {"type": "text"}}
-    if asked.text is not None and asked.text.format is not None:
-        text = {"format": asked.text.format}
+    if request.text is not None and request.text.format is not None:
+        text = {"format": request.text.format}
     reasoning: Json = {"effort": None, "summary": None}
-    if asked.reasoning is not None:
-        summary = asked.reasoning.summary or asked.reasoning.generate_summary
-        reasoning = {"effort": asked.reasoning.effort, "summary": summary}
+    if request.reasoning is not None:
+        summary = request.reasoning.summary or request.reasoning.generate_summary
+        reasoning = {"effort": request.reasoning.effort, "summary": summary}
     return {
         "id": shape.id,
         "object": "response",
         "created_at": shape.created,
         "completed_at": None,
         "status": "in_progress",
-        "background": asked.background,
+        "background": request.background,
         "error": None,
         "incomplete_details": None,
-        "instructions": asked.instructions,
-        "max_output_tokens": asked.max_output_tokens,
-        "metadata": dict(asked.metadata),
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": dict(request.metadata),
         "model": shape.model,
         "output": [],
-        "parallel_tool_calls": asked.parallel_tool_calls,
-        "previous_response_id": asked.previous_response_id,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "previous_response_id": request.previous_response_id,
         "reasoning": reasoning,
         "service_tier": "default",
-        "store": asked.store,
-        "temperature": asked.temperature,
+        "store": request.store,
+        "temperature": request.temperature,
         "text": text,
-        "tool_choice": asked.tool_choice,
-        "tools": asked.tools,
-        "top_logprobs": asked.top_logprobs or 0,
-        "top_p": asked.top_p,
-        "truncation": asked.truncation,
+        "tool_choice": request.tool_choice,
+        "tools": request.tools,
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": request.top_p,
+        "truncation": request.truncation,
         "usage": None,
     }
 

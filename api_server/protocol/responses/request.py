@@ -162,8 +162,8 @@ class ResponsesRequest(Strict):
     @property
     def wants_summary(self) -> bool:
         """The reasoning is sent as a summary too."""
-        asked = self.reasoning
-        wish = asked and (asked.summary or asked.generate_summary)
+        reasoning = self.reasoning
+        wish = reasoning and (reasoning.summary or reasoning.generate_summary)
         return wish not in (None, "none")
 
     @property
@@ -194,27 +194,27 @@ def parse_request(body: Any, ignored: IgnoredFields) -> tuple[ResponsesRequest, 
                 raise InvalidRequestError(f"{name} is not available here", name)
         elif name not in PASSED:
             rest[name] = value
-    asked = parse(ResponsesRequest, rest, RESPONSES_NEUTRAL, ignored)
-    for each in asked.include:
+    request = parse(ResponsesRequest, rest, RESPONSES_NEUTRAL, ignored)
+    for each in request.include:
         if each != LOGPROBS:
             ignored.add(f"include.{each}")
-    if asked.text is not None and asked.text.verbosity not in (None, "medium"):
+    if request.text is not None and request.text.verbosity not in (None, "medium"):
         ignored.add("text.verbosity")
-    _check(asked)
-    return asked, passed
+    _check(request)
+    return request, passed
 
 
-def _check(asked: ResponsesRequest) -> None:
+def _check(request: ResponsesRequest) -> None:
     """Raise InvalidRequestError for fields that do not go together."""
-    if asked.top_logprobs and not asked.wants_logprobs:
+    if request.top_logprobs and not request.wants_logprobs:
         raise InvalidRequestError(f"top_logprobs needs {LOGPROBS} in include", "top_logprobs")
-    if asked.stream_options is not None and not asked.stream:
+    if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options needs stream", "stream_options")
-    if asked.background and not asked.store:
+    if request.background and not request.store:
         raise InvalidRequestError("background needs store", "background")
-    if asked.background and asked.stream:
+    if request.background and request.stream:
         raise InvalidRequestError("background does not go with stream here", "background")
-    for key in asked.metadata:
+    for key in request.metadata:
         if len(key) > MAX_KEY_CHARACTERS:
             raise InvalidRequestError(
                 f"metadata: a key is longer than {MAX_KEY_CHARACTERS}", "metadata"
@@ -222,7 +222,7 @@ def _check(asked: ResponsesRequest) -> None:
 
 
 def chat_request(
-    asked: ResponsesRequest,
+    request: ResponsesRequest,
     passed: Mapping[str, Any],
     items: Sequence[Item],
     tools: OfferedTools,
@@ -231,41 +231,41 @@ def chat_request(
     *,
     is_folded: bool = False,
 ) -> ChatCompletionRequest:
-    """The same for prepare_turn.
+    """Return the arguments of the same request as a chat.
 
     items: the conversation, from its first item to its last. template_names: variables that the
     chat template reads. is_folded: see folding.py. Raises InvalidRequestError that names what the
     client wrote.
     """
-    messages = messages_of(items, asked.instructions, tools, ignored)
+    messages = messages_of(items, request.instructions, tools, ignored)
     fields: dict[str, Any] = {
         **passed,
-        "model": asked.model,
-        "stream": asked.stream,
+        "model": request.model,
+        "stream": request.stream,
         "messages": folded(messages) if is_folded else messages,
-        "max_completion_tokens": asked.max_output_tokens,
-        "response_format": _response_format(asked, ignored),
-        **tools.chat_fields(asked.parallel_tool_calls),
+        "max_completion_tokens": request.max_output_tokens,
+        "response_format": _response_format(request, ignored),
+        **tools.chat_fields(request.parallel_tool_calls),
     }
     for name in ("temperature", "top_p"):
-        if name in asked.model_fields_set:
-            fields[name] = getattr(asked, name)
-    effort = None if asked.reasoning is None else asked.reasoning.effort
+        if name in request.model_fields_set:
+            fields[name] = getattr(request, name)
+    effort = None if request.reasoning is None else request.reasoning.effort
     if effort in (None, "none") or not _EFFORT_NAMES.isdisjoint(template_names):
         fields["reasoning_effort"] = effort
     else:
         ignored.add("reasoning.effort")
-    if asked.wants_logprobs:
-        fields |= {"logprobs": True, "top_logprobs": asked.top_logprobs}
-    if asked.truncation == "auto":
+    if request.wants_logprobs:
+        fields |= {"logprobs": True, "top_logprobs": request.top_logprobs}
+    if request.truncation == "auto":
         fields.setdefault("truncate_prompt_tokens", -1)
     try:
         return parse(ChatCompletionRequest, fields, CHAT_NEUTRAL, ignored)
     except InvalidRequestError as error:
-        raise in_clients_words(error, tools) from None
+        raise in_client_names(error, tools) from None
 
 
-def in_clients_words(error: InvalidRequestError, tools: OfferedTools) -> InvalidRequestError:
+def in_client_names(error: InvalidRequestError, tools: OfferedTools) -> InvalidRequestError:
     """The same error with the names and places that the fields have in this API."""
     places = tools.places
 
@@ -281,9 +281,9 @@ def in_clients_words(error: InvalidRequestError, tools: OfferedTools) -> Invalid
     return InvalidRequestError(_FUNCTION.sub(place, message), name)
 
 
-def _response_format(asked: ResponsesRequest, ignored: IgnoredFields) -> dict[str, Any] | None:
+def _response_format(request: ResponsesRequest, ignored: IgnoredFields) -> dict[str, Any] | None:
     """As chat has it: the schema in an object of its own."""
-    wanted = None if asked.text is None else asked.text.format
+    wanted = None if request.text is None else request.text.format
     if wanted is None:
         return None
     kind = wanted.get("type")
