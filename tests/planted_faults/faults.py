@@ -216,7 +216,7 @@ SCHEDULER = (
     Fault(
         "nonfinite_kv_stays_findable",
         "engine_core/scheduler/result.py",
-        "                self._withdraw(request)\n"
+        "                self._scheduler.withdraw(request)\n"
         "                request.num_computed_tokens = 0\n",
         "                request.num_computed_tokens = 0\n",
         "After one request with NaN logits others fail that share its prompt.",
