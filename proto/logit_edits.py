@@ -1,7 +1,7 @@
 """What a request changes about the scores of tokens before one is chosen.
 
 Few requests do, so `SamplingParams` has one field for all of it. The order in which
-the changes are made is the sampler's, see worker/sample/sampler.py.
+the changes are made is the sampler's, see worker/sampling/sampler.py.
 """
 
 import math
