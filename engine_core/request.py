@@ -79,7 +79,7 @@ class Request:
             which in the live view only `reader` is told.
         agent: which job it is a turn of; its name is empty for none. job_arrival: seconds, when
             the job's first turn came; continues_job: it is not the first, nor the last.
-            finds_retained_prefix: when it arrived, its job had kept the KV of the turn before.
+            finds_retained_prefix: while it waits, its job retains the KV of an earlier turn.
         stop_ids: token ids that end it. repetition: so do outputs that repeat themselves, if set.
         seed, choice: key of its draws.
         order: (priority, arrival, request id, choice); the lower goes first, where

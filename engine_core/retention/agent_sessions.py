@@ -16,14 +16,12 @@ the `TTLRule` says; with `NoRetention` nothing is kept, and sessions are counted
 
 import math
 from collections.abc import Callable
-from typing import ClassVar, Final
+from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.request import Request, RequestStatus
+from engine_core.request import Request
 from engine_core.retention.retained_prefixes import RetainedPrefixes
 from engine_core.retention.ttl_rule import PROVISIONAL_SECONDS, TTLRule, by_client
-from engine_core.scheduler.hooks import Candidate, Unblock
-from engine_core.scheduler.step_plan import StepPlan
 
 MAX_JOBS: Final = 16_384
 """That are remembered, but for those of which something is here."""
@@ -35,10 +33,10 @@ class Job:
     """One agent's work.
 
     arrival: seconds, of its first turn; seen: when something of it was here last, counted only
-    while nothing is. request_id: of its last turn; num_here: choices of any that are not over;
-    num_waiting: those of them that have not run. first_block: hash of what its turns begin with;
+    while nothing is. request_id: of its last turn; num_here: choices that have not ended; waiting:
+    by handle, those of them that have not run. first_block: hash of what its turns begin with;
     num_first_tokens: of the prompt of the first one that began so, and num_own_tokens: of the
-    longest one since then, with its answer: whoever finds more finds what others have computed.
+    longest one since then, with its answer: a longer hit was computed by other sessions.
     ended: when the last turn was over; None while it is not. tool: what it waits for, or None
     while nobody has said so. was_last: that turn was to be the last. waited: what it waited after
     turn `waited_after`, where the next one came sooner than news of the tool; None otherwise.
@@ -52,12 +50,12 @@ class Job:
         "num_here",
         "num_own_tokens",
         "num_turns",
-        "num_waiting",
         "request_id",
         "seen",
         "tool",
         "waited",
         "waited_after",
+        "waiting",
         "was_last",
     )
 
@@ -67,7 +65,8 @@ class Job:
         self.num_first_tokens = self.num_own_tokens = 0
         self.request_id = self.waited_after = -1
         self.num_turns = 0
-        self.num_here = self.num_waiting = 0
+        self.num_here = 0
+        self.waiting: dict[int, Request] = {}
         self.ended: float | None = None
         self.tool: str | None = None
         self.waited: float | None = None
@@ -75,9 +74,7 @@ class Job:
 
 
 class AgentSessions:
-    """By name. A gate that holds nobody, so that it hears who begins and who is over."""
-
-    status: ClassVar[RequestStatus] = RequestStatus.WAITING
+    """Agents' sessions by the name of their job. A listener."""
 
     def __init__(
         self,
@@ -95,7 +92,6 @@ class AgentSessions:
         self._spent: dict[int, list[int]] = {}  # by handle
         self._clock = clock
         self._jobs: dict[str, Job] = {}
-        self._waiting: set[int] = set()  # handles of those that have not run
         self._job_seconds: list[float] = []
         self._tool_seconds: list[float] = []
 
@@ -112,8 +108,7 @@ class AgentSessions:
         job = self._jobs.pop(name, None) or Job(request.arrival_time)
         self._jobs[name] = job
         job.num_here += 1
-        job.num_waiting += 1
-        self._waiting.add(request.handle)
+        job.waiting[request.handle] = request
         if job.request_id != request.request_id:
             self._begin_turn(job, request, now)
             self._forget_old(now)
@@ -123,6 +118,23 @@ class AgentSessions:
         if pin is not None:
             request.finds_retained_prefix = True
             self._retained_prefixes.wait_for_turn(pin)
+
+    def update_leads(self) -> list[Request]:
+        """Turns that wait and whose session has got or lost its retained prefix meanwhile.
+
+        To be called before a step; the caller moves these turns to their new place in the queue.
+        """
+        moved = []
+        for name in self._retained_prefixes.pop_changed():
+            job = self._jobs.get(name)
+            if job is None or not job.waiting:
+                continue
+            finds = self._retained_prefixes.of(name) is not None
+            for request in job.waiting.values():
+                if request.finds_retained_prefix != finds:
+                    request.finds_retained_prefix = finds
+                    moved.append(request)
+        return moved
 
     def end_turn(self, request_id: int, name: str, tool: str) -> None:
         """The answer of a turn was read: its job waits for this tool."""
@@ -177,23 +189,14 @@ class AgentSessions:
         tools, self._tool_seconds = self._tool_seconds, []
         return jobs, tools
 
-    # As a gate
-
-    def attach(self, unblock: Unblock) -> None:
-        """Nobody is held, so nobody is woken."""
-
-    def begin_admission(self, plan: StepPlan) -> None:
-        """Nothing changes by a step."""
-
-    def is_blocked(self, candidate: Candidate) -> bool:
-        return False
+    # As a listener
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         if self._retires and not request.num_preemptions:
             self._see_found(request)
         if not request.agent.job:
             return
-        self._wait_no_more(request)
+        self._jobs[request.agent.job].waiting.pop(request.handle, None)
         pin = self._retained_prefixes.of(request.agent.job)
         if pin is not None and pin.request_id != request.request_id:
             self._retained_prefixes.use(pin, found=request.num_cached_tokens > 0)
@@ -209,7 +212,7 @@ class AgentSessions:
         name = request.agent.job
         if not name:
             return
-        self._wait_no_more(request)
+        self._jobs[name].waiting.pop(request.handle, None)
         if request.handle in self._spent:  # it has given back its blocks by now
             self._kv_cache.pool.evict_first(self._spent.pop(request.handle))
         job, now = self._jobs[name], self._clock()
@@ -221,16 +224,10 @@ class AgentSessions:
             job.seen = now
             self._jobs[name] = self._jobs.pop(name)
         pin = self._retained_prefixes.of(name)
-        if pin is not None and pin.is_awaited and not job.num_waiting:
+        if pin is not None and pin.is_awaited and not job.waiting:
             self._retained_prefixes.wait_no_more(pin, now + PROVISIONAL_SECONDS)
 
     # Parts of the above
-
-    def _wait_no_more(self, request: Request) -> None:
-        """It runs, or is over."""
-        if request.handle in self._waiting:
-            self._waiting.remove(request.handle)
-            self._jobs[request.agent.job].num_waiting -= 1
 
     def _see_found(self, request: Request) -> None:
         """Whether what it found is of others; from now on its prompt is its job's own."""

@@ -171,7 +171,14 @@ class RetainedPrefixes:
         self._tenants: dict[int, _TenantPins] = {}
         self._num_made = 0
         self.num_taken = self.num_hit = self.num_expired = self.num_given_up = 0
+        self._changed: dict[str, None] = {}
         kv_cache.reserve = self
+
+    def pop_changed(self) -> list[str]:
+        """Jobs that got a retained prefix, or lost theirs, since the last call."""
+        changed = list(self._changed)
+        self._changed.clear()
+        return changed
 
     def take_counts(self) -> tuple[int, int, int, int]:
         """RetainedPrefixes taken, hit, expired and given up since the last call."""
@@ -236,6 +243,7 @@ class RetainedPrefixes:
             for block in blocks:
                 counts[block] = counts.get(block, 0) + 1
         self.num_taken += 1
+        self._changed[job] = None
         self._deadlines.put(pin, now + ttl)
         self.set_value(pin, value)
         self._observer.pinned(pin, ttl)
@@ -342,6 +350,7 @@ class RetainedPrefixes:
         self.set_value(pin, value)
 
     def _end(self, pin: RetainedPrefix, reason: str) -> None:
+        self._changed[pin.job] = None
         del self._retained_prefixes[pin.job]
         self._deadlines.remove(pin)
         self._values.remove(pin)

@@ -13,7 +13,7 @@ from typing import ClassVar, Final, Protocol
 from engine_core.kv_cache.manager import NOTHING_COMPUTED, ComputedBlocks, KVCacheManager
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.fairness import TenantFairness
-from engine_core.scheduler.hooks import AdmissionGate, Candidate, Unblock
+from engine_core.scheduler.hooks import AdmissionGate, Candidate, RequestListener, Unblock
 from engine_core.scheduler.kv_transfer import KVTransferManager
 from engine_core.scheduler.limits import ChunkRule
 from engine_core.scheduler.preemption import KVWatermarks, NonRunningBlocks, NoPressure, Pressure
@@ -217,6 +217,7 @@ class AdmissionPass:
         max_num_seqs: int,
         rules: Sequence[AdmissionRule],
         gates: Sequence[AdmissionGate],
+        listeners: Sequence[RequestListener],
         non_running_blocks: NonRunningBlocks,
         fairness: TenantFairness,
         kv_transfer: KVTransferManager,
@@ -228,6 +229,7 @@ class AdmissionPass:
         self._num_seats = min(max_num_seqs, chunks.step_budget)  # a token each in a step
         self._rules = rules
         self._gates = gates
+        self._listeners = listeners
         self._non_running_blocks = non_running_blocks
         self._fairness = fairness
         self._kv_transfer = kv_transfer
@@ -248,7 +250,7 @@ class AdmissionPass:
             if self._refusal is not None and self._is_refused(request, self._refusal, plan):
                 return
             candidate = Candidate(request, self._kv_cache)
-            if not self._is_held(candidate) and not self._admit(candidate, plan):
+            if not self._is_blocked(candidate) and not self._admit(candidate, plan):
                 return
 
     @staticmethod
@@ -291,7 +293,7 @@ class AdmissionPass:
             next_one=request.block_hashes[num_blocks : num_blocks + 1],
         )
 
-    def _is_held(self, candidate: Candidate) -> bool:
+    def _is_blocked(self, candidate: Candidate) -> bool:
         for gate in self._gates:
             if gate.is_blocked(candidate):
                 candidate.request.status = gate.status
@@ -346,8 +348,8 @@ class AdmissionPass:
         plan.admitted_tokens.append(num_new)
         plan.budget -= num_new
         plan.prompt_budget -= num_new
-        for gate in self._gates:
-            gate.on_admitted(request, num_new)
+        for listener in self._listeners:
+            listener.on_admitted(request, num_new)
         return True
 
     def _load(self, candidate: Candidate, plan: StepPlan) -> bool:

@@ -34,11 +34,12 @@ before they are out costs one trial more.
 """
 
 import sys
-from collections.abc import Callable
 from typing import ClassVar, Final, Protocol
 
 from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.admission import Pause
 from engine_core.scheduler.hooks import Candidate, Unblock
+from engine_core.scheduler.preemption import Preemption
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
 from proto.engine_io import EngineCoreOutput, FinishReason
@@ -111,9 +112,8 @@ class _Record:
 class CrashIsolation:
     """A gate that is open as long as there are no suspects.
 
-    running: the running requests; read only. waiting: the line; only who is not to be tried
-        is taken out of it. stopped: whether a request may not begin for another reason.
-    make_room: takes everyone out of the running list and the plan; they wait again.
+    running: read only. waiting: all but the suspect that is tried are parked in it.
+    pause: tells which suspects may not begin. preemption: makes room for a trial.
     crashes_until_isolated: crashes in a row that make a suspect.
     """
 
@@ -123,14 +123,14 @@ class CrashIsolation:
         self,
         running: list[Request],
         waiting: RequestQueue,
-        stopped: Callable[[Request], bool],
-        make_room: Callable[[StepPlan], None],
+        pause: Pause,
+        preemption: Preemption,
         crashes_until_isolated: int,
     ) -> None:
         self._running = running
         self._waiting = waiting
-        self._stopped = stopped
-        self._make_room = make_room
+        self._pause = pause
+        self._preemption = preemption
         self._crashes_until_isolated = crashes_until_isolated
         self._records: dict[int, _Record] = {}
         self._suspects: dict[int, Request] = {}
@@ -211,13 +211,13 @@ class CrashIsolation:
                 request.crash_count = 0
                 del self._records[request.handle]
         if self._trials_due and not all(map(self._is_suspected, self._running)):
-            self._make_room(plan)
+            self._preemption.preempt_running(plan)
 
     def is_blocked(self, candidate: Candidate) -> bool:
         if not self._records:
             return False
         request = candidate.request
-        if self._stopped(request):
+        if self._pause.stops(request):
             return False  # whatever stops it holds it
         if self._trials_due and not (self._is_suspected(request) and self._is_alone(request)):
             self._hold(request)
@@ -240,10 +240,10 @@ class CrashIsolation:
     @property
     def _trials_due(self) -> bool:
         """There is a suspect that may begin: until it has, nobody else does."""
-        return any(not self._stopped(each) for each in self._suspects.values())
+        return any(not self._pause.stops(each) for each in self._suspects.values())
 
     def _may_be_tried(self, request: Request) -> bool:
-        return self._is_suspected(request) and not self._stopped(request)
+        return self._is_suspected(request) and not self._pause.stops(request)
 
     def _say_begun(self, request: Request) -> None:
         """Once: the same request may be looked at in many steps before there is room for it."""

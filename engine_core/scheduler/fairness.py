@@ -19,10 +19,9 @@ Owns the order of prompts in the running list. Who was served how much says the 
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, Final
+from typing import Final
 
-from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Candidate, Unblock
+from engine_core.request import Request
 from engine_core.scheduler.limits import ChunkRule
 from engine_core.scheduler.preemption import Preemption, PreemptionOrder
 from engine_core.scheduler.queues.base import RequestQueue
@@ -35,9 +34,10 @@ STEPS_FOR_DECODES: Final = 1
 
 
 class TenantFairness:
-    """A gate that holds nobody, so that it hears who begins and who is over."""
+    """Orders prompts among tenants, and preempts for a tenant that was served less.
 
-    status: ClassVar[RequestStatus] = RequestStatus.WAITING
+    A listener: it learns which requests run and which have ended.
+    """
 
     def __init__(
         self,
@@ -106,16 +106,7 @@ class TenantFairness:
         self._preemption.evict(victim, plan)
         return True
 
-    # As a gate
-
-    def attach(self, unblock: Unblock) -> None:
-        """Nobody is ever held."""
-
-    def begin_admission(self, plan: StepPlan) -> None:
-        """All was done before running requests were planned."""
-
-    def is_blocked(self, candidate: Candidate) -> bool:
-        return False
+    # As a listener
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         self._preemption_order.admit(request)

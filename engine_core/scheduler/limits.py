@@ -6,11 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
-from typing import ClassVar, Final, Protocol
+from typing import Final, Protocol
 
-from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Candidate, Unblock
-from engine_core.scheduler.step_plan import StepPlan
+from engine_core.request import Request
 from proto.config import SchedulerConfig, flag_name
 from proto.engine_io import EngineCoreRequest
 from proto.errors import ErrorInfo, QueueFullError
@@ -162,9 +160,10 @@ class QueueDrainRate:
 
 
 class QueueLimits:
-    """A gate that holds nobody, so that it hears who begins and who is over."""
+    """Counts the requests that have not begun, and refuses messages that are too many.
 
-    status: ClassVar[RequestStatus] = RequestStatus.WAITING
+    A listener: a choice is counted until it is admitted or has ended.
+    """
 
     def __init__(self, limits: QueueCapacity, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits
@@ -222,15 +221,6 @@ class QueueLimits:
         """An estimate of when all that wait now will have left, for those who may come again."""
         return self._drain_rate.seconds_for(len(self))
 
-    def attach(self, unblock: Unblock) -> None:
-        """Nobody is held, so nobody is woken."""
-
-    def begin_admission(self, plan: StepPlan) -> None:
-        """Nothing changes by a step."""
-
-    def is_blocked(self, candidate: Candidate) -> bool:
-        return False
-
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         self._leave(request)
 
@@ -286,9 +276,10 @@ class Overdue:
 
 
 class Deadlines:
-    """A gate that holds nobody, so that it hears who begins and who is over."""
+    """Deadlines of requests, and which of them are overdue.
 
-    status: ClassVar[RequestStatus] = RequestStatus.WAITING
+    A listener: a request that was admitted has no queue deadline any more.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -325,15 +316,6 @@ class Deadlines:
                 error = _error(limited, now)
                 overdue.append(Overdue(request_id, limited.client_index, error))
         return overdue
-
-    def attach(self, unblock: Unblock) -> None:
-        """Nobody is held, so nobody is woken."""
-
-    def begin_admission(self, plan: StepPlan) -> None:
-        """Nothing changes by a step."""
-
-    def is_blocked(self, candidate: Candidate) -> bool:
-        return False
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         limited = self._limited.get(request.request_id)

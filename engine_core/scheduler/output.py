@@ -6,7 +6,7 @@ they have yet to be told are finished.
 
 from engine_core.kv_cache.manager import NO_NEW_BLOCKS, KVCacheManager
 from engine_core.request import Request
-from engine_core.scheduler.hooks import Constraints
+from engine_core.scheduler.hooks import TokenConstraints
 from engine_core.scheduler.step_plan import StepPlan
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -60,7 +60,7 @@ class OutputBuilder:
         self,
         kv_cache: KVCacheManager,
         forced_tokens: ForcedTokens,
-        constraints: Constraints,
+        constraints: TokenConstraints | None,
         epoch: int,
     ) -> None:
         self._kv_cache = kv_cache
@@ -112,7 +112,9 @@ class OutputBuilder:
             finished_handles=finished,
             preempted_handles=[request.handle for request in plan.preempted],
             block_copies=self._kv_cache.take_block_copies(),
-            constrained_handles=self._constraints.handles_of(plan),
+            constrained_handles=(
+                [] if self._constraints is None else self._constraints.handles_of(plan)
+            ),
         )
 
     def _describe(self, request: Request, num_tokens: int) -> NewRequestData:

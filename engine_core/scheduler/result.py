@@ -5,10 +5,10 @@ remembers who is over while a step that computes it is on its way. Appends token
 to be told what; requests that end leave through `finish` and `abort` of the scheduler.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import add
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from proto.scheduler_output import SchedulerOutput
 
 # What front ends are to be told.
 
+if TYPE_CHECKING:
+    from engine_core.scheduler.scheduler import Scheduler
 
 ClientOutputs = dict[int, list[EngineCoreOutput]]
 """Outputs by client index."""
@@ -167,107 +169,47 @@ def _shown(handles: list[int]) -> str:
     return f"{handles[:8]}{'…' if len(handles) > 8 else ''}"
 
 
-# Placeholders: outputs that are being sampled while the next step is planned.
-#
-# Owns `Request.num_output_placeholders`. A request whose step is in flight has tokens
-# that nobody here knows yet, but the worker will, before it comes to the next step:
-#
-#     all_token_ids     |--- prompt ---|-- outputs --|
-#     placeholders                                   | ? |
-#     next step computes                             |-1-|   and samples another
-#
-# Ids are needed for hashing a block, for stop tokens and for computing a request anew;
-# these wait until the result is here. Counting is all that a next step needs.
+def reserve_placeholders(plan: StepPlan) -> None:
+    """Count a placeholder for each token that a step in flight samples.
 
+    Asynchronous scheduling plans a step before the result of the one before it is here. The
+    sampled ids are not known yet, but the worker has them by the time it computes the next step:
 
-class Placeholders(Protocol):
-    """What a scheduler assumes of steps whose results are not here yet."""
+        all_token_ids     |--- prompt ---|-- outputs --|
+        placeholders                                   | ? |
+        next step computes                             |-1-|   and samples another
 
-    def reserve(self, plan: StepPlan) -> None:
-        """A step is on its way; its tokens count as computed already."""
-        ...
-
-    def fill(
-        self,
-        requests: Mapping[int, Request],
-        result: ModelRunnerOutput,
-        discard_until_step: Mapping[int, int],
-    ) -> None:
-        """A result was taken in. requests: by handle, those that are not over.
-
-        discard_until_step: by handle, the last step that does not count for a request.
-        """
-        ...
-
-
-class NoPlaceholders:
-    """Nothing: a request is planned again when its result is here."""
-
-    def reserve(self, plan: StepPlan) -> None:
-        """Nobody plans on it."""
-
-    def fill(
-        self,
-        requests: Mapping[int, Request],
-        result: ModelRunnerOutput,
-        discard_until_step: Mapping[int, int],
-    ) -> None:
-        """Nothing was reserved."""
-
-
-class OutputPlaceholders:
-    """One for each token that a step in flight samples; results come in the order of steps."""
-
-    def reserve(self, plan: StepPlan) -> None:
-        for request in chain(plan.continued, plan.admitted):
-            num_tokens = len(request.all_token_ids) + request.num_output_placeholders
-            if request.num_computed_tokens >= num_tokens:
-                request.num_output_placeholders += 1
-
-    def fill(
-        self,
-        requests: Mapping[int, Request],
-        result: ModelRunnerOutput,
-        discard_until_step: Mapping[int, int],
-    ) -> None:
-        for handle, token_ids in zip(result.handles, result.sampled_token_ids, strict=True):
-            request = requests.get(handle)
-            if (
-                token_ids
-                and request is not None
-                and discard_until_step.get(handle, 0) < result.step
-            ):
-                request.num_output_placeholders -= 1
+    Hashing a block, stop tokens and computing a request again need the ids and wait for the
+    result; planning the next step needs only the count.
+    """
+    for request in chain(plan.continued, plan.admitted):
+        num_tokens = len(request.all_token_ids) + request.num_output_placeholders
+        if request.num_computed_tokens >= num_tokens:
+            request.num_output_placeholders += 1
 
 
 class ResultPass:
     """Turns the rows of a result into outputs.
 
     requests: all that are not over, by handle; read only.
-    finish: ends one request by itself. abort: ends all choices of a request id.
-    withdraw: lets nobody find what a request computed.
     discard_until_step: by handle, the last step whose row of a request does not count; read only.
     """
 
     def __init__(
         self,
+        scheduler: "Scheduler",
         requests: Mapping[int, Request],
         kv_cache: KVCacheManager,
         beams: BeamGroups,
         max_model_len: int,
-        finish: Callable[[Request, RequestStatus], None],
-        abort: Callable[[int], int],
-        withdraw: Callable[[Request], None],
         discard_until_step: Mapping[int, int],
     ) -> None:
+        self._scheduler = scheduler
         self._requests = requests
         self._kv_cache = kv_cache
         self._beams = beams
         self._max_model_len = max_model_len
-        self._finish = finish
-        self._abort = abort
-        self._withdraw = withdraw
-        self._void_until = discard_until_step
+        self._discard_until_step = discard_until_step
         self._num_corrupted = 0
         self._num_discarded = 0
         self._departed: dict[int, tuple[Request, int]] = {}
@@ -283,7 +225,7 @@ class ResultPass:
         logprobs = {row.handle: row.arrays for row in result.logprobs}
         prompt_logprobs = {row.handle: row.arrays for row in result.prompt_logprobs}
         candidates = {row.handle: row.arrays for row in result.candidates}
-        requests, discard_until_step, wrong = self._requests, self._void_until, ""
+        requests, discard_until_step, wrong = self._requests, self._discard_until_step, ""
         for handle, token_ids, end in zip(
             result.handles, result.sampled_token_ids, ends_of_rows(output), strict=True
         ):
@@ -347,12 +289,24 @@ class ResultPass:
         """A request is over; steps up to this one may compute it, and find that it is broken."""
         self._departed[request.handle] = (request, step)
 
+    def fill_placeholders(self, result: ModelRunnerOutput) -> None:
+        """Drop the placeholders of tokens that are known now; results come in order of steps."""
+        discard_until_step = self._discard_until_step
+        for handle, token_ids in zip(result.handles, result.sampled_token_ids, strict=True):
+            request = self._requests.get(handle)
+            if (
+                token_ids
+                and request is not None
+                and discard_until_step.get(handle, 0) < result.step
+            ):
+                request.num_output_placeholders -= 1
+
     def end_with(self, error: EngineCoreOutput, request: Request, outputs: ClientOutputs) -> None:
         """End a request that failed; the rows of a beam search end with the one that tells why."""
         is_row = self._beams.owns(request.request_id)
-        self._finish(request, RequestStatus.FINISHED_ERROR)
+        self._scheduler.finish(request, RequestStatus.FINISHED_ERROR)
         if is_row:
-            self._abort(request.request_id)
+            self._scheduler.abort(request.request_id)
         outputs.setdefault(request.client_index, []).append(error)
 
     def take_num_corrupted(self) -> int:
@@ -373,15 +327,15 @@ class ResultPass:
         """
         for handle in handles:
             request = self._requests.get(handle)
-            if self._void_until.get(handle, 0) >= step:
+            if self._discard_until_step.get(handle, 0) >= step:
                 continue
             if request is not None:
-                self._withdraw(request)
+                self._scheduler.withdraw(request)
                 request.num_computed_tokens = 0
                 self._num_corrupted += 1
                 self.end_with(corrupted_output(request), request, outputs)
             elif handle in self._departed:
-                self._withdraw(self._departed[handle][0])
+                self._scheduler.withdraw(self._departed[handle][0])
 
     def _forget_departed(self, step: int) -> None:
         """The result of this step is here; they departed in the order of the steps."""
@@ -396,7 +350,7 @@ class ResultPass:
             request.all_token_ids.append(token_id)
             status = completion(request, self._max_model_len)
             if status is not request.status:
-                self._finish(request, status)
+                self._scheduler.finish(request, status)
                 return token_ids[:count]
         return token_ids
 
@@ -406,7 +360,7 @@ class ResultPass:
             self._kv_cache.free(row)
             row.all_token_ids[row.num_prompt_tokens :] = token_ids
             row.max_tokens = row.sampling_params.max_tokens
-            self._finish(row, completion(row, self._max_model_len))
+            self._scheduler.finish(row, completion(row, self._max_model_len))
             first = None if row.choice else _first_token_info(row)
             outputs.setdefault(row.client_index, []).append(
                 EngineCoreOutput(

@@ -15,58 +15,26 @@ from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.retention.agent_sessions import AgentSessions
-from engine_core.retention.retained_prefixes import RetainedPrefixes, RetentionLimits
-from engine_core.retention.ttl_rule import NoRetention, make_ttl_rule
-from engine_core.scheduler.admission import AdmissionPass, Pause, make_kv_watermarks, rules_of
-from engine_core.scheduler.beam_groups import BeamGroups
-from engine_core.scheduler.crash_isolation import (
-    CrashIsolation,
-    CrashProgressSink,
-    repeated_crash_output,
-)
-from engine_core.scheduler.fairness import TenantFairness
+from engine_core.scheduler.crash_isolation import CrashProgressSink, repeated_crash_output
 from engine_core.scheduler.hooks import (
-    NO_CONSTRAINTS,
     NO_OBSERVER,
     AdmissionGate,
-    Constraints,
     SchedulerObserver,
+    TokenConstraints,
 )
-from engine_core.scheduler.kv_transfer import Connect, KVTransferManager, no_connector
-from engine_core.scheduler.limits import (
-    ChunkRule,
-    Deadlines,
-    QueueLimits,
-    make_prefill_throttle,
-    queue_capacity,
-)
-from engine_core.scheduler.output import ForcedTokens, OutputBuilder
-from engine_core.scheduler.preemption import (
-    NonRunningBlocks,
-    Preemption,
-    PreemptionOrder,
-    make_swap_rule,
-    start_over,
-)
-from engine_core.scheduler.prefix_sharing import PrefixWait, SiblingForks
-from engine_core.scheduler.queues.base import RequestQueue
-from engine_core.scheduler.queues.registry import policy_of
+from engine_core.scheduler.kv_transfer import Connect, no_connector
+from engine_core.scheduler.preemption import start_over
 from engine_core.scheduler.result import (
     ClientOutputs,
     ImpossibleResultError,
-    NoPlaceholders,
-    OutputPlaceholders,
-    Placeholders,
     ResultPass,
     check_result,
     error_output,
+    reserve_placeholders,
     stop_token,
 )
-from engine_core.scheduler.running import RunningPass
-from engine_core.scheduler.sessions import Sessions
+from engine_core.scheduler.setup import SchedulerParts
 from engine_core.scheduler.step_plan import StepPlan
-from engine_core.scheduler.tenant_usage import TenantUsage
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput, FinishReason, PauseMode
 from proto.errors import ErrorInfo
@@ -106,123 +74,62 @@ class Scheduler:
         vocab_size: int,
         gates: Sequence[AdmissionGate] = (),
         clock: Callable[[], float] = time.monotonic,
-        constraints: Constraints = NO_CONSTRAINTS,
+        constraints: TokenConstraints | None = None,
         connect: Connect = no_connector,
         load_failure_policy: LoadFailurePolicy = "recompute",
         observer: SchedulerObserver = NO_OBSERVER,
     ) -> None:
+        parts = SchedulerParts(
+            self,
+            config,
+            kv_cache,
+            epoch=epoch,
+            max_model_len=max_model_len,
+            gates=gates,
+            clock=clock,
+            constraints=constraints,
+            connect=connect,
+            load_failure_policy=load_failure_policy,
+            observer=observer,
+        )
         self._kv_cache = kv_cache
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._clock = clock
-        usage = self._usage = TenantUsage(max_model_len)
-        policy = policy_of(config.scheduling_policy, usage)
-        self.mint_handle: Callable[[], int] = itertools.count().__next__
-        self.waiting: RequestQueue = policy.make_queue()
-        self.running: list[Request] = []
-        self._requests: dict[int, Request] = {}
-        self._choices: dict[int, dict[int, Request]] = {}
-        chunks = ChunkRule.from_config(config)
-        self._step_budget = chunks.step_budget
         self._max_num_seqs = config.max_num_seqs
-        self._prefill_throttle = make_prefill_throttle(
-            chunks.step_budget, config.max_prefill_slowdown, chunked=chunks.chunked
-        )
-        pressure = make_kv_watermarks(config, kv_cache)
-        non_running_blocks = NonRunningBlocks(kv_cache)
-        preemption_order = PreemptionOrder(policy)
-        self._preemption = Preemption(
-            preemption_order, self.waiting, self.running, kv_cache, pressure, non_running_blocks
-        )
-        self._fairness = TenantFairness(
-            usage, policy, preemption_order, self.waiting, self.running, self._preemption, chunks
-        )
-        self._running_pass = RunningPass(self.running, kv_cache, chunks, self._preemption)
-        self._pause = Pause(self._choices)
-        forced_tokens = ForcedTokens()
-        self._beams = BeamGroups(kv_cache, self._preemption, forced_tokens)
-        self.sessions = Sessions(
-            self,
-            self.waiting,
-            kv_cache,
-            non_running_blocks,
-            max_model_len=max_model_len,
-            timeout=config.session_timeout,
-            clock=clock,
-        )
-        limits = queue_capacity(config, kv_cache.num_usable_blocks, kv_cache.block_size)
-        self.queue_limits = QueueLimits(limits, clock)
-        self.deadlines = Deadlines(clock)
-        self._crash_isolation = CrashIsolation(
-            self.running,
-            self.waiting,
-            self._pause.stops,
-            self._preemption.preempt_running,
-            config.crashes_until_isolated,
-        )
-        self._swap_rule = make_swap_rule(config.preemption)
-        limits_of_pins = RetentionLimits(
-            kv_cache.num_usable_blocks, config.max_pinned_share, config.max_pinned_share_per_tenant
-        )
-        self._retained_prefixes = RetainedPrefixes(kv_cache, limits_of_pins, observer)
-        keeps = config.scheduling_policy == "continuum" and kv_cache.enable_caching
-        pin_rule = make_ttl_rule(config.pin_policy, self._swap_rule) if keeps else NoRetention()
-        self.agent_sessions = AgentSessions(
-            self._retained_prefixes, pin_rule, kv_cache, clock, retires=keeps
-        )
-        self.kv_transfer = KVTransferManager(
-            connect,
-            kv_cache,
-            self.waiting,
-            non_running_blocks,
-            load_failure_policy,
-            observer,
-            self._swap_rule,
-            clock,
-        )
-        self._gates: tuple[AdmissionGate, ...] = (
-            self._pause,
-            self._crash_isolation,
-            self._fairness,
-            self.sessions,
-            self.agent_sessions,
-            self.queue_limits,
-            self.deadlines,
-            *gates,
-            constraints,
-            self._beams,
-            SiblingForks(kv_cache, self._choices),
-            PrefixWait(kv_cache.block_size, chunks.longest_chunk),
-            self.kv_transfer,
-        )
-        for gate in self._gates:
-            gate.attach(self._unblock)
-        self._admission_pass = AdmissionPass(
-            self.waiting,
-            self.running,
-            kv_cache,
-            chunks,
-            config.max_num_seqs,
-            rules_of(config, kv_cache, self.running, pressure),
-            self._gates,
-            non_running_blocks,
-            self._fairness,
-            self.kv_transfer,
-        )
-        self._output_builder = OutputBuilder(kv_cache, forced_tokens, constraints, epoch)
+        self._step_budget = parts.chunks.step_budget
+        self.mint_handle: Callable[[], int] = itertools.count().__next__
+        self._requests: dict[int, Request] = {}
+        self._choices = parts.choices
+        self.waiting = parts.waiting
+        self.running = parts.running
+        self.sessions = parts.sessions
+        self.agent_sessions = parts.agent_sessions
+        self.queue_limits = parts.queue_limits
+        self.deadlines = parts.deadlines
+        self.kv_transfer = parts.kv_transfer
+        self._usage = parts.usage
+        self._prefill_throttle = parts.prefill_throttle
+        self._preemption = parts.preemption
+        self._swap_rule = parts.swap_rule
+        self._fairness = parts.fairness
+        self._retained_prefixes = parts.retained_prefixes
+        self._pause = parts.pause
+        self._crash_isolation = parts.crash_isolation
+        self._beams = parts.beams
+        self._listeners = parts.listeners
+        self._running_pass = parts.running_pass
+        self._admission_pass = parts.admission_pass
+        self._output_builder = parts.output_builder
         self._result_pass = ResultPass(
+            self,
             self._requests,
             kv_cache,
             self._beams,
             max_model_len,
-            self._finish,
-            self.abort,
-            self._withdraw,
             self.kv_transfer.discard_until_step,
         )
-        self._placeholders: Placeholders = (
-            OutputPlaceholders() if config.async_scheduling else NoPlaceholders()
-        )
+        self._async_scheduling = config.async_scheduling
         self._num_preemptions = 0
         self._num_scheduled_tokens = 0
         self._request_preemptions: list[int] = []
@@ -389,6 +296,8 @@ class Scheduler:
         """Decide the next step. Where running requests had to give way, nothing is admitted."""
         plan = StepPlan(self._step_budget, self._clock(), self._step_budget)
         self._retained_prefixes.sweep(plan.now)
+        for request in self.agent_sessions.update_leads():
+            self.waiting.reorder(request)
         self._observer.step_begins(plan)
         if not self._pause.frozen:
             self._preemption.relieve(plan)
@@ -408,7 +317,8 @@ class Scheduler:
         output = self.kv_transfer.complete(self._output_builder.build(plan))
         self._observer.step_decided(output.step, plan)
         self._advance(plan)
-        self._placeholders.reserve(plan)
+        if self._async_scheduling:
+            reserve_placeholders(plan)
         return output
 
     def update_from_output(
@@ -432,7 +342,8 @@ class Scheduler:
             self.sessions.begin_turns(outputs)
         if wrong:
             raise ImpossibleResultError(wrong, outputs)
-        self._placeholders.fill(self._requests, result, self.kv_transfer.discard_until_step)
+        if self._async_scheduling:
+            self._result_pass.fill_placeholders(result)
         num_decoding = output.cached_requests.num_scheduled_tokens.count(1)
         num_prompt_tokens = output.total_num_scheduled_tokens - num_decoding
         self._prefill_throttle.learn(num_decoding, num_prompt_tokens, result.compute_seconds)
@@ -514,13 +425,6 @@ class Scheduler:
             num_missing += request.num_tokens - request.num_computed_tokens
         return self._prefill_throttle.prompt_tokens(len(self.running) - len(prefills), num_missing)
 
-    def _unblock(self, request: Request) -> None:
-        """A gate lets go of a request."""
-        if request.status.is_blocked:
-            preempted = request.num_preemptions > 0
-            request.status = RequestStatus.PREEMPTED if preempted else RequestStatus.WAITING
-            self.waiting.unpark(request)
-
     def _advance(self, plan: StepPlan) -> None:
         """Count the tokens of the plan as computed: by the time anyone relies on it they are."""
         for request, num_tokens in zip(plan.continued, plan.continued_tokens, strict=True):
@@ -530,7 +434,7 @@ class Scheduler:
         self._num_preemptions += len(plan.preempted)
         self._num_scheduled_tokens += self._step_budget - plan.budget
 
-    def _finish(self, request: Request, status: RequestStatus) -> None:
+    def finish(self, request: Request, status: RequestStatus) -> None:
         """End a request by itself; the caller clears it from the running list."""
         if request.status is not RequestStatus.RUNNING:
             self.waiting.remove(request)
@@ -552,7 +456,7 @@ class Scheduler:
             self._release(request)
         self._clear_running()
 
-    def _withdraw(self, request: Request) -> None:
+    def withdraw(self, request: Request) -> None:
         """What a request computed is wrong: nobody is to find it, or to keep it."""
         self.kv_transfer.invalidate_cache(request)
         self.agent_sessions.disown(request)
@@ -564,8 +468,8 @@ class Scheduler:
             self._result_pass.depart(request, self.step)
             self._request_preemptions.append(request.num_preemptions)
         self._output_builder.forget(request.handle)
-        for gate in self._gates:
-            gate.on_released(request)
+        for listener in self._listeners:
+            listener.on_released(request)
         del self._requests[request.handle]
         choices = self._choices[request.request_id]
         del choices[request.choice]

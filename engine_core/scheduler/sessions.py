@@ -18,20 +18,22 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Final, Protocol
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 
 from engine_core.kv_cache.manager import KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.hooks import Candidate, Unblock
+from engine_core.scheduler.hooks import Unblock
 from engine_core.scheduler.preemption import NonRunningBlocks
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.result import ClientOutputs
-from engine_core.scheduler.step_plan import StepPlan
 from engine_core.validation import check_length
 from proto.engine_io import EngineCoreOutput, FinishReason, SessionInput
 from proto.errors import ErrorInfo, InvalidRequestError
+
+if TYPE_CHECKING:
+    from engine_core.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("tokend.sessions")
 
@@ -41,22 +43,6 @@ _TURN_ENDS: Final = (
     RequestStatus.FINISHED_REPETITION,
 )
 """A turn that ends otherwise ends its session."""
-
-
-class Roster(Protocol):
-    """What sessions need of the scheduler."""
-
-    def mint_handle(self) -> int:
-        """A handle that was never used."""
-        ...
-
-    def add_request(self, request: Request) -> None:
-        """Take a request in; it stands in the line."""
-        ...
-
-    def abort(self, request_id: int) -> int:
-        """End a request, in whatever state it is; no output follows."""
-        ...
 
 
 @dataclass(slots=True)
@@ -75,7 +61,7 @@ class _Session:
 
 
 class Sessions:
-    """Open sessions by request id. A gate, so that it hears who begins and who is over.
+    """Open sessions by request id. A listener.
 
     non_running_blocks: those of sessions that do not run.
     max_model_len: usable length, in tokens, of all there is of a session.
@@ -86,7 +72,7 @@ class Sessions:
 
     def __init__(
         self,
-        roster: Roster,
+        scheduler: "Scheduler",
         waiting: RequestQueue,
         kv_cache: KVCacheManager,
         non_running_blocks: NonRunningBlocks,
@@ -95,7 +81,7 @@ class Sessions:
         timeout: float,
         clock: Callable[[], float],
     ) -> None:
-        self._roster = roster
+        self._scheduler = scheduler
         self._waiting = waiting
         self._kv_cache = kv_cache
         self.non_running_blocks = non_running_blocks
@@ -139,7 +125,7 @@ class Sessions:
 
     def fail(self, request_id: int, error: ErrorInfo) -> EngineCoreOutput:
         """End a session, whatever it is doing; returns its final output."""
-        self._roster.abort(request_id)
+        self._scheduler.abort(request_id)
         return EngineCoreOutput(request_id, 0, 0, [], FinishReason.ERROR, error=error)
 
     @property
@@ -171,7 +157,7 @@ class Sessions:
             return
         if session.closed and not session.inputs:
             return
-        following = request.next_turn(self._roster.mint_handle())
+        following = request.next_turn(self._scheduler.mint_handle())
         following.num_computed_tokens = min(request.num_computed_tokens, following.num_tokens)
         self._kv_cache.hand_over(request, following, following.num_tokens)
         session.request, session.finish_reason = following, request.status.finish_reason
@@ -192,7 +178,7 @@ class Sessions:
 
     def _rest(self, session: _Session) -> None:
         request = session.request
-        self._roster.add_request(request)
+        self._scheduler.add_request(request)
         self._waiting.park(request)
         request.status = self.status
         self.non_running_blocks.rest(request)
@@ -208,7 +194,7 @@ class Sessions:
                 info = ErrorInfo("invalid_request", error.message, error.param)
                 return [self.fail(request_id, info)]
         elif session.closed:
-            self._roster.abort(request_id)
+            self._scheduler.abort(request_id)
             return [EngineCoreOutput(request_id, 0, 0, [], session.finish_reason)]
         return []
 
@@ -224,17 +210,10 @@ class Sessions:
         self.non_running_blocks.line_up(request)
         self._unblock(request)
 
-    # As a gate
+    # As a listener
 
     def attach(self, unblock: Unblock) -> None:
         self._unblock = unblock
-
-    def begin_admission(self, plan: StepPlan) -> None:
-        """Nothing changes by a step."""
-
-    def is_blocked(self, candidate: Candidate) -> bool:
-        """Nobody: who is at rest was set aside before anyone could ask."""
-        return False
 
     def on_admitted(self, request: Request, num_new_tokens: int) -> None:
         self.non_running_blocks.forget(request)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from engine_core.request import Request
-from engine_core.scheduler.hooks import NO_CONSTRAINTS, Constraints
+from engine_core.scheduler.hooks import TokenConstraints
 from engine_core.structured_output.base import GrammarBackend, GrammarError, MaskRow
 from engine_core.structured_output.cache import GrammarCache
 from engine_core.structured_output.compiler import GrammarCompiler
@@ -55,7 +55,7 @@ class Grammars(Protocol):
     """What intake, service and stepper ask."""
 
     @property
-    def constraints(self) -> Constraints:
+    def constraints(self) -> TokenConstraints | None:
         """For the scheduler."""
         ...
 
@@ -108,7 +108,7 @@ class Grammars(Protocol):
 class NoGrammars:
     """An engine without structured output."""
 
-    constraints: Constraints = NO_CONSTRAINTS
+    constraints: TokenConstraints | None = None
     descriptor = NO_DESCRIPTOR
 
     def silence(self) -> None:
@@ -156,7 +156,7 @@ class CompiledGrammars:
         self._masks: dict[int, StepMasks] = {}  # of steps in flight, by step
 
     @property
-    def constraints(self) -> Constraints:
+    def constraints(self) -> TokenConstraints | None:
         return self._gate
 
     @property

@@ -15,11 +15,10 @@ from engine_core.kv_connector.base import SchedulerConnector
 from engine_core.kv_connector.nothing import NO_CONNECTOR
 from engine_core.request import Request, choices_of
 from engine_core.scheduler.hooks import (
-    NO_CONSTRAINTS,
     NO_OBSERVER,
     AdmissionGate,
-    Constraints,
     SchedulerObserver,
+    TokenConstraints,
     Unblock,
 )
 from engine_core.scheduler.kv_transfer import IsSound
@@ -61,7 +60,7 @@ class EngineHarness:
         gates: Sequence[AdmissionGate] = (),
         observers: Sequence[PoolObserver] = (),
         clock: Callable[[], float] = time.monotonic,
-        constraints: Constraints = NO_CONSTRAINTS,
+        constraints: TokenConstraints | None = None,
         observer: SchedulerObserver = NO_OBSERVER,
         vocab_size: int = VOCAB_SIZE,
         connector: FakeConnector | None = None,

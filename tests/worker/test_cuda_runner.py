@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine_core.scheduler.hooks import NoConstraints
+from engine_core.request import Request, RequestStatus
+from engine_core.scheduler.hooks import Candidate, Unblock
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.stepper import OVERLAPPED
 from proto.config import DeviceConfig
@@ -270,8 +271,21 @@ class AheadOfTokens:
                     self._outputs.setdefault(handle, []).extend(tokens)
 
 
-class Some(NoConstraints):
-    """Each third sequence is constrained."""
+class Some:
+    """Each third sequence is constrained; none waits for a grammar."""
+
+    status = RequestStatus.WAITING_FOR_GRAMMAR
+
+    def attach(self, unblock: Unblock) -> None: ...
+
+    def begin_admission(self, plan: StepPlan) -> None: ...
+
+    def is_blocked(self, candidate: Candidate) -> bool:
+        return False
+
+    def on_admitted(self, request: Request, num_new_tokens: int) -> None: ...
+
+    def on_released(self, request: Request) -> None: ...
 
     def handles_of(self, plan: StepPlan) -> list[int]:
         pairs = [

@@ -45,9 +45,13 @@ class RequestQueue(Protocol):
         """End of park; raises KeyError for a request that is not set aside."""
         ...
 
+    def reorder(self, request: Request) -> None:
+        """Move a request, parked or not, to where its key puts it by now; it must be here."""
+        ...
+
     @property
     def num_ready(self) -> int:
-        """How many are not set aside."""
+        """How many are not parked."""
         ...
 
     def __len__(self) -> int:
@@ -114,6 +118,19 @@ class OrderedQueue:
     def unpark(self, request: Request) -> None:
         key, _, _ = self._aside.pop(request.handle)
         self.put(request, key)
+
+    def reorder(self, request: Request) -> None:
+        """Nothing moves: by default a key is fixed at arrival."""
+
+    def replace_key(self, request: Request, key: Any) -> None:
+        """Move a request, parked or not, to the place of another key."""
+        if request.handle in self._aside:
+            _, number, _ = self._aside[request.handle]
+            self._aside[request.handle] = (key, number, request)
+        else:
+            del self._ready[request.handle]
+            self.put(request, key)
+            self._clean_up()
 
     @property
     def num_ready(self) -> int:

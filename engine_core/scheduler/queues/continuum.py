@@ -28,10 +28,18 @@ class ContinuumQueue(OrderedQueue):
         self._num_restored = 0
 
     def add(self, request: Request) -> None:
-        came = max(request.job_arrival, request.arrival_time - OLDEST_SECONDS)
-        came -= LEAD_SECONDS if request.finds_retained_prefix else 0.0
-        self.put(request, (1, came, request.arrival_time, request.request_id, request.choice))
+        self.put(request, self._key(request))
 
     def restore(self, request: Request) -> None:
         self._num_restored += 1
         self.put(request, (0, -self._num_restored))
+
+    def reorder(self, request: Request) -> None:
+        """The lead of a turn that has not run follows its session's retained prefix."""
+        self.replace_key(request, self._key(request))
+
+    @staticmethod
+    def _key(request: Request) -> tuple[int, float, float, int, int]:
+        came = max(request.job_arrival, request.arrival_time - OLDEST_SECONDS)
+        came -= LEAD_SECONDS if request.finds_retained_prefix else 0.0
+        return 1, came, request.arrival_time, request.request_id, request.choice

@@ -25,7 +25,7 @@ Entry = tuple[Rank, int]
 """Rank and tenant."""
 
 
-class Standings(Protocol):
+class TenantStats(Protocol):
     """What the queue asks about tenants, and tells of them."""
 
     def served(self, tenant: int) -> float:
@@ -61,11 +61,11 @@ class FairQueue:
         self,
         make_line: Callable[[], RequestQueue],
         priority_key: Callable[[Request], int],
-        standings: Standings,
+        stats: TenantStats,
     ) -> None:
         self._make_line = make_line
         self._urgency = priority_key
-        self._standings = standings
+        self._stats = stats
         self._lines: dict[int, RequestQueue] = {}
         self._heap: list[Entry] = []
         self._counting: dict[int, Entry] = {}
@@ -73,13 +73,13 @@ class FairQueue:
         self._len = 0
 
     def add(self, request: Request) -> None:
-        self._standings.enter(request)
+        self._stats.enter(request)
         self._line_for(request).add(request)
         self._came(request.tenant)
         self._len += 1
 
     def restore(self, request: Request) -> None:
-        self._standings.stop(request)
+        self._stats.stop(request)
         self._line_for(request).restore(request)
         self._came(request.tenant)
         self._len += 1
@@ -108,6 +108,12 @@ class FairQueue:
         self._line_for(request).unpark(request)
         self._came(request.tenant)
 
+    def reorder(self, request: Request) -> None:
+        line = self._lines[request.tenant]
+        line.reorder(request)
+        if line.num_ready:
+            self._note_head(request.tenant)
+
     @property
     def num_ready(self) -> int:
         return self._num_ready
@@ -117,7 +123,7 @@ class FairQueue:
 
     def __iter__(self) -> Iterator[Request]:
         """As things stand: every admission changes what its tenant was served."""
-        served = {tenant: (self._standings.served(tenant), tenant) for tenant in self._lines}
+        served = {tenant: (self._stats.served(tenant), tenant) for tenant in self._lines}
         everyone = [request for line in self._lines.values() for request in line]
         return iter(sorted(everyone, key=lambda each: (self._urgency(each), served[each.tenant])))
 
@@ -126,12 +132,16 @@ class FairQueue:
         if line is None:
             line = self._lines[request.tenant] = self._make_line()
         if not line.num_ready:
-            self._standings.line_up(request.tenant)
+            self._stats.line_up(request.tenant)
         return line
 
     def _came(self, tenant: int) -> None:
-        """One more of a tenant is ready: its entry must not promise less than it has."""
+        """One more request of a tenant is ready."""
         self._num_ready += 1
+        self._note_head(tenant)
+
+    def _note_head(self, tenant: int) -> None:
+        """The tenant's head may go earlier than its entry in the heap says."""
         rank = self._rank(tenant)
         counting = self._counting.get(tenant)
         if counting is None or rank < counting[0]:
@@ -147,7 +157,7 @@ class FairQueue:
 
     def _rank(self, tenant: int) -> Rank:
         head = self._lines[tenant].peek()
-        return self._urgency(head), self._standings.served(tenant), head.order
+        return self._urgency(head), self._stats.served(tenant), head.order
 
     def _enter(self, rank: Rank, tenant: int) -> Entry:
         entry = self._counting[tenant] = (rank, tenant)

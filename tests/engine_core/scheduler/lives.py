@@ -555,7 +555,7 @@ class Life:
         assert scheduler._usage.num_tenants == 0
         assert not scheduler._usage.prefills
         assert scheduler.kv_transfer.discard_until_step == {}
-        for gate in scheduler._gates:
+        for gate in scheduler._listeners:
             if isinstance(gate, PrefixWait):
                 left = (gate._leaders, gate._by_first_block, gate._waiters, gate._num_lost)
                 assert left == ({}, {}, {}, {})

@@ -114,6 +114,44 @@ def test_a_turn_does_not_find_a_pin_whose_time_was_over_before_it_came():
     assert (stats.num_pins_hit, stats.num_pins_expired) == (0, 1)
 
 
+@pytest.mark.parametrize("parked", [False, True])
+def test_a_waiting_turn_loses_its_lead_with_its_retained_prefix(parked):
+    engine = Engine(max_num_seqs=1)
+    first = engine.turn("young", tokens(0, 20), arrival_time=5.0)
+    engine.add_one(tokens(300, 20), 40)
+    engine.step()
+    prompt = [*tokens(0, 20), *engine.tokens_of(first)]
+    turn = engine.add_one(prompt, 4, agent=AgentHint("young"), arrival_time=20.0)
+    older = engine.add_one(tokens(400, 20), 4, agent=AgentHint("old"), arrival_time=2.0)
+    waiting = engine.scheduler.waiting
+    assert list(waiting) == [turn, older]
+    if parked:
+        waiting.park(turn)
+    engine.pins.drop("young", "room")
+    engine.step()
+    assert list(waiting) == [older, turn]
+    assert not turn.finds_retained_prefix
+    if parked:
+        waiting.unpark(turn)
+    assert waiting.peek() is older
+
+
+def test_a_waiting_turn_gets_the_lead_when_its_prefix_is_retained():
+    """The other choice of the turn ends, and its blocks are kept for the next turn."""
+    engine = Engine(max_num_seqs=1)
+    chosen, other = engine.add(tokens(0, 20), 4, n=2, agent=AgentHint("young"), arrival_time=5.0)
+    engine.step()
+    older = engine.add_one(tokens(400, 20), 4, agent=AgentHint("old"), arrival_time=2.0)
+    assert list(engine.scheduler.waiting) == [older, other]
+    while not chosen.is_finished:
+        engine.step()
+    assert engine.pinned() == {"young": 5}
+    engine.step()
+    assert engine.scheduler.running == [other]
+    assert list(engine.scheduler.waiting) == [older]
+    engine.run()
+
+
 @pytest.mark.parametrize("failed_turn", [0, 1])
 def test_a_turn_found_to_be_corrupt_after_its_end_keeps_nothing(failed_turn):
     engine = Engine()

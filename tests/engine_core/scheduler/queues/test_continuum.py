@@ -49,3 +49,13 @@ def test_the_preempted_stand_at_the_head_in_their_old_order():
     queue.restore(requests[2])
     queue.restore(requests[1])
     assert order(queue, requests) == [1, 2, 0]
+
+
+def test_a_turn_moves_when_its_prefix_is_retained_or_lost():
+    requests = turns((1, 1, True), (2, 2, False), (3, 3, False))
+    queue = filled(requests)
+    requests[0].finds_retained_prefix, requests[2].finds_retained_prefix = False, True
+    for each in (requests[0], requests[2]):
+        queue.reorder(each)
+    assert len(queue) == 3
+    assert order(queue, requests) == [2, 0, 1]

@@ -10,7 +10,7 @@ from engine_core.scheduler.queues.priority import PriorityQueue
 from tests.fakes.engine_harness import EngineHarness
 
 
-class FakeStandings:
+class FakeTenantStats:
     """Counters that a test sets; remembers what it was told."""
 
     def __init__(self, **served):
@@ -54,7 +54,7 @@ def filled(queue, requests):
 
 
 def test_the_tenant_served_least_goes_first_and_charges_change_the_order():
-    standings = FakeStandings(t1=10, t2=20, t3=5)
+    standings = FakeTenantStats(t1=10, t2=20, t3=5)
     one, other, two, three = requests = requests_of([1, 1, 2, 3])
     queue = filled(first_come(standings), requests)
     assert queue.pop() is three
@@ -68,13 +68,13 @@ def test_the_tenant_served_least_goes_first_and_charges_change_the_order():
 
 def test_one_tenant_has_the_order_of_its_line():
     requests = requests_of([4] * 4, priorities=[2, 0, 1, 0])
-    assert list(filled(first_come(FakeStandings()), requests)) == requests
-    queue = filled(by_priority(FakeStandings()), requests)
+    assert list(filled(first_come(FakeTenantStats()), requests)) == requests
+    queue = filled(by_priority(FakeTenantStats()), requests)
     assert [queue.pop() for _ in requests] == [requests[each] for each in (1, 3, 2, 0)]
 
 
 def test_urgency_goes_before_fairness_and_fairness_before_arrival():
-    standings = FakeStandings(t1=100, t2=0)
+    standings = FakeTenantStats(t1=100, t2=0)
     requests = requests_of([1, 1, 2, 2], priorities=[0, 1, 1, 2])
     queue = filled(by_priority(standings), requests)
     assert list(queue) == [requests[each] for each in (0, 2, 1, 3)]
@@ -82,7 +82,7 @@ def test_urgency_goes_before_fairness_and_fairness_before_arrival():
 
 
 def test_a_more_urgent_request_moves_its_tenant_up():
-    standings = FakeStandings(t1=100, t2=0)
+    standings = FakeTenantStats(t1=100, t2=0)
     slow, fast, urgent = requests_of([1, 2, 1], priorities=[3, 2, 1])
     queue = filled(by_priority(standings), [slow, fast])
     assert queue.peek() is fast
@@ -92,12 +92,12 @@ def test_a_more_urgent_request_moves_its_tenant_up():
 
 def test_at_equal_service_the_head_that_arrived_first_goes_first():
     requests = requests_of([9, 3, 5])
-    queue = filled(first_come(FakeStandings()), requests)
+    queue = filled(first_come(FakeTenantStats()), requests)
     assert [queue.pop() for _ in requests] == requests
 
 
 def test_it_tells_who_comes_and_whose_line_was_empty():
-    standings = FakeStandings()
+    standings = FakeTenantStats()
     queue = first_come(standings)
     first, second = requests = requests_of([7, 7])
     filled(queue, requests)
@@ -114,7 +114,7 @@ def test_it_tells_who_comes_and_whose_line_was_empty():
 
 def test_a_tenant_whose_requests_are_all_set_aside_is_passed_over():
     held, other = requests_of([1, 2])
-    queue = filled(first_come(FakeStandings(t2=50)), [held, other])
+    queue = filled(first_come(FakeTenantStats(t2=50)), [held, other])
     queue.park(held)
     assert queue.peek() is other
     assert (queue.num_ready, len(queue)) == (1, 2)
@@ -127,7 +127,7 @@ def test_a_tenant_whose_requests_are_all_set_aside_is_passed_over():
 
 
 def test_tenants_that_give_up_by_the_thousand_leave_nothing():
-    queue = first_come(FakeStandings())
+    queue = first_come(FakeTenantStats())
     stays = requests_of([0])[0]
     queue.add(stays)
     for request in requests_of(range(1, 500)):
@@ -143,7 +143,7 @@ def test_tenants_that_give_up_by_the_thousand_leave_nothing():
 def test_it_agrees_with_a_search_through_all_lines(make_queue, seed):
     """Counters grow between any two operations, as those of running tenants do."""
     rng = random.Random(seed)
-    standings = FakeStandings()
+    standings = FakeTenantStats()
     queue = make_queue(standings)
     spare = requests_of(rng.choices(range(6), k=40), rng.choices(range(3), k=40))
     ready, aside = [], []

@@ -1,0 +1,203 @@
+"""The parts of a scheduler, and the order in which gates and listeners are called.
+
+Gates decide whether a waiting request that would have room is held back. They are asked in the
+order of `SchedulerParts.gates`, and the first that blocks ends the question:
+
+    pause            first, so that a paused request is held for this reason alone and begins
+                     nothing that a later gate would start for it
+    crash isolation  next: while a suspect is tried alone no other request may start, and front
+                     ends must know of a suspect before any code looks at it
+    grammar          its grammar is being compiled: one look into a dictionary, and no use in
+                     looking up a prefix before
+    beam rows        a row waits until its group has moved on: also without a look at the cache
+    sibling forks    offers the KV of a sibling's prompt, which may be longer than the cached
+                     prefix that the next two compare with
+    prefix wait      looks up the cached prefix, and waits where a running request computes more
+                     of it: cheaper than a load
+    KV transfer      last, because it asks the connector for the tokens after all of these, and
+                     its answer holds only if the request is admitted or loaded for at once
+
+Listeners hold nothing back. They are notified of each admission and of each end, in the order of
+`SchedulerParts.listeners`: tenants' usage first among those without a gate, then sessions, then
+limits, and all gates after them. Sibling forks correct `num_cached_tokens` of a fork, so agents'
+sessions, which count a hit by the tokens that were found, are notified before.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from engine_core.kv_cache.manager import KVCacheManager
+from engine_core.request import Request, RequestStatus
+from engine_core.retention.agent_sessions import AgentSessions
+from engine_core.retention.retained_prefixes import RetainedPrefixes, RetentionLimits
+from engine_core.retention.ttl_rule import NoRetention, make_ttl_rule
+from engine_core.scheduler.admission import AdmissionPass, Pause, make_kv_watermarks, rules_of
+from engine_core.scheduler.beam_groups import BeamGroups
+from engine_core.scheduler.crash_isolation import CrashIsolation
+from engine_core.scheduler.fairness import TenantFairness
+from engine_core.scheduler.hooks import (
+    AdmissionGate,
+    RequestListener,
+    SchedulerObserver,
+    TokenConstraints,
+)
+from engine_core.scheduler.kv_transfer import Connect, KVTransferManager
+from engine_core.scheduler.limits import (
+    ChunkRule,
+    Deadlines,
+    QueueLimits,
+    make_prefill_throttle,
+    queue_capacity,
+)
+from engine_core.scheduler.output import ForcedTokens, OutputBuilder
+from engine_core.scheduler.preemption import (
+    NonRunningBlocks,
+    Preemption,
+    PreemptionOrder,
+    make_swap_rule,
+)
+from engine_core.scheduler.prefix_sharing import PrefixWait, SiblingForks
+from engine_core.scheduler.queues.base import RequestQueue
+from engine_core.scheduler.queues.registry import policy_of
+from engine_core.scheduler.running import RunningPass
+from engine_core.scheduler.sessions import Sessions
+from engine_core.scheduler.tenant_usage import TenantUsage
+from proto.config import SchedulerConfig
+from proto.kv_transfer import LoadFailurePolicy
+
+if TYPE_CHECKING:
+    from engine_core.scheduler.scheduler import Scheduler
+
+
+class SchedulerParts:
+    """Everything that a scheduler decides with, built from one configuration.
+
+    choices: unfinished choices by number, by request id; the scheduler changes it, others read.
+    gates: asked of each waiting request, in this order. listeners: notified, in this order.
+    """
+
+    def __init__(
+        self,
+        scheduler: "Scheduler",
+        config: SchedulerConfig,
+        kv_cache: KVCacheManager,
+        *,
+        epoch: int,
+        max_model_len: int,
+        gates: Sequence[AdmissionGate],
+        clock: Callable[[], float],
+        constraints: TokenConstraints | None,
+        connect: Connect,
+        load_failure_policy: LoadFailurePolicy,
+        observer: SchedulerObserver,
+    ) -> None:
+        self.usage = TenantUsage(max_model_len)
+        policy = policy_of(config.scheduling_policy, self.usage)
+        self.waiting: RequestQueue = policy.make_queue()
+        self.running: list[Request] = []
+        self.choices: dict[int, dict[int, Request]] = {}
+
+        # What a step may compute
+        self.chunks = ChunkRule.from_config(config)
+        self.prefill_throttle = make_prefill_throttle(
+            self.chunks.step_budget, config.max_prefill_slowdown, chunked=self.chunks.chunked
+        )
+
+        # Which request loses its blocks when they run out
+        watermarks = make_kv_watermarks(config, kv_cache)
+        non_running_blocks = NonRunningBlocks(kv_cache)
+        order = PreemptionOrder(policy)
+        self.preemption = Preemption(
+            order, self.waiting, self.running, kv_cache, watermarks, non_running_blocks
+        )
+        self.swap_rule = make_swap_rule(config.preemption)
+        self.fairness = TenantFairness(
+            self.usage, policy, order, self.waiting, self.running, self.preemption, self.chunks
+        )
+
+        # Listeners that hold nothing back
+        self.sessions = Sessions(
+            scheduler,
+            self.waiting,
+            kv_cache,
+            non_running_blocks,
+            max_model_len=max_model_len,
+            timeout=config.session_timeout,
+            clock=clock,
+        )
+        retention_limits = RetentionLimits(
+            kv_cache.num_usable_blocks, config.max_pinned_share, config.max_pinned_share_per_tenant
+        )
+        self.retained_prefixes = RetainedPrefixes(kv_cache, retention_limits, observer)
+        retains = config.scheduling_policy == "continuum" and kv_cache.enable_caching
+        ttl_rule = make_ttl_rule(config.pin_policy, self.swap_rule) if retains else NoRetention()
+        self.agent_sessions = AgentSessions(
+            self.retained_prefixes, ttl_rule, kv_cache, clock, retires=retains
+        )
+        capacity = queue_capacity(config, kv_cache.num_usable_blocks, kv_cache.block_size)
+        self.queue_limits = QueueLimits(capacity, clock)
+        self.deadlines = Deadlines(clock)
+
+        # Gates
+        self.pause = Pause(self.choices)
+        self.crash_isolation = CrashIsolation(
+            self.running, self.waiting, self.pause, self.preemption, config.crashes_until_isolated
+        )
+        forced_tokens = ForcedTokens()
+        self.beams = BeamGroups(kv_cache, self.preemption, forced_tokens)
+        self.kv_transfer = KVTransferManager(
+            connect,
+            kv_cache,
+            self.waiting,
+            non_running_blocks,
+            load_failure_policy,
+            observer,
+            self.swap_rule,
+            clock,
+        )
+        later_gates: list[AdmissionGate] = [
+            *gates,
+            *([] if constraints is None else [constraints]),
+            self.beams,
+            SiblingForks(kv_cache, self.choices),
+            PrefixWait(kv_cache.block_size, self.chunks.longest_chunk),
+            self.kv_transfer,
+        ]
+        self.gates: tuple[AdmissionGate, ...] = (self.pause, self.crash_isolation, *later_gates)
+        self.listeners: tuple[RequestListener, ...] = (
+            self.pause,
+            self.crash_isolation,
+            self.fairness,
+            self.sessions,
+            self.agent_sessions,
+            self.queue_limits,
+            self.deadlines,
+            *later_gates,
+        )
+        for gate in self.gates:
+            gate.attach(self._unblock)
+        self.sessions.attach(self._unblock)
+
+        # The passes of a step
+        self.running_pass = RunningPass(self.running, kv_cache, self.chunks, self.preemption)
+        self.admission_pass = AdmissionPass(
+            self.waiting,
+            self.running,
+            kv_cache,
+            self.chunks,
+            config.max_num_seqs,
+            rules_of(config, kv_cache, self.running, watermarks),
+            self.gates,
+            self.listeners,
+            non_running_blocks,
+            self.fairness,
+            self.kv_transfer,
+        )
+        self.output_builder = OutputBuilder(kv_cache, forced_tokens, constraints, epoch)
+
+    def _unblock(self, request: Request) -> None:
+        """Make a parked request ready again, in its old place in the queue."""
+        if request.status.is_blocked:
+            preempted = request.num_preemptions > 0
+            request.status = RequestStatus.PREEMPTED if preempted else RequestStatus.WAITING
+            self.waiting.unpark(request)
