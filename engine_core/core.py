@@ -247,7 +247,9 @@ def connect_of(
 ) -> Connect:
     """How the scheduler comes to the connector that is configured; raises ConfigError there."""
 
-    def connect(holds: TransferRefs, unblock: Unblock, is_storable: IsStorable) -> SchedulerConnector:
+    def connect(
+        holds: TransferRefs, unblock: Unblock, is_storable: IsStorable
+    ) -> SchedulerConnector:
         context = SchedulerContext(
             worker.geometry,
             plan.block_size,

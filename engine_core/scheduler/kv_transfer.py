@@ -112,7 +112,9 @@ Connect = Callable[[TransferRefs, Unblock, IsStorable], SchedulerConnector]
 whether what a request computes, by handle, may be stored."""
 
 
-def no_connector(holds: TransferRefs, unblock: Unblock, is_storable: IsStorable) -> SchedulerConnector:
+def no_connector(
+    holds: TransferRefs, unblock: Unblock, is_storable: IsStorable
+) -> SchedulerConnector:
     """Connect to nothing."""
     return NO_CONNECTOR
 

@@ -101,7 +101,9 @@ class SimulatedTier:
             kv_connector="OffloadingConnector", kv_connector_extra_config=extra
         )
 
-        def made(holds: TransferRefs, unblock: Unblock, is_storable: IsStorable) -> SchedulerConnector:
+        def made(
+            holds: TransferRefs, unblock: Unblock, is_storable: IsStorable
+        ) -> SchedulerConnector:
             context = SchedulerContext(
                 geometry=KVCacheGeometry(1, 1, 1, "none", 1, header.groups),
                 block_size=header.block_size,

@@ -42,7 +42,9 @@ class TwoMedia(EngineHarness):
         geometry = KVCacheGeometry(1, 1, 8, "float32", 64, (KVGroup(None),))
         self.parts: list[list[OffloadMetadata]] = []
 
-        def connect(holds: TransferRefs, unblock: Unblock, is_storable: IsStorable) -> SchedulerConnector:
+        def connect(
+            holds: TransferRefs, unblock: Unblock, is_storable: IsStorable
+        ) -> SchedulerConnector:
             context = SchedulerContext(
                 geometry,
                 BLOCK_SIZE,
