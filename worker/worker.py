@@ -14,6 +14,7 @@ one that waits for a step's other parts then loses its group, and waits for the 
 does when another worker has died.
 """
 
+import gc
 import logging
 import math
 import time
@@ -247,6 +248,7 @@ class Worker:
         self._copies = no_connector_steps(self._poller)
         self._runner = None
         self._launched.clear()
+        gc.collect()  # a cycle may hold the KV pool, and the next one is as large
         self._group.leave()  # which waits for the end of graphs that the group is part of
         self._has_lost_group = False
         self._distrusts_engine = False

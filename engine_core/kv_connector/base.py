@@ -65,8 +65,8 @@ class SchedulerContext:
     window has passed.
     wake: puts requests that were told to ask again back into the line; in the engine's thread.
     serve_config: all settings, for those that some media cannot do with.
-    is_storable: by handle, whether nothing of a request rests on a load that is not known yet to have
-    succeeded; only then is what it computes to be stored.
+    is_storable: by handle, whether nothing of a request rests on a load that is not known yet to
+    have succeeded; only then is what it computes to be stored.
     """
 
     geometry: KVCacheGeometry
