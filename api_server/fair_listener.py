@@ -25,7 +25,7 @@ _EXHAUSTED_SECONDS: Final = 1.0
 """Without accepting, when there is no descriptor or memory for another connection."""
 
 
-class Crowd(Protocol):
+class ConnectionCounts(Protocol):
     """How many connections there are, here and in other processes."""
 
     @property
@@ -47,12 +47,12 @@ class FairListener:
         listener: socket.socket,
         make_protocol: Callable[[], asyncio.BaseProtocol],
         tls: ssl.SSLContext | None,
-        crowd: Crowd,
+        connections: ConnectionCounts,
     ) -> None:
         self._listener = listener
         self._make_protocol = make_protocol
         self._tls = tls
-        self._crowd = crowd
+        self._connections = connections
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
         self._taking: set[asyncio.Task[None]] = set()
@@ -71,8 +71,8 @@ class FairListener:
         await asyncio.gather(*taking, return_exceptions=True)
 
     def _ready(self) -> None:
-        counts = self._crowd.each
-        if self._crowd.own > sum(counts) / len(counts):
+        counts = self._connections.each
+        if self._connections.own > sum(counts) / len(counts):
             self._rest(HEAD_START_SECONDS)
         else:
             self._accept()

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from api_server.middleware import OPEN_PATHS
 from api_server.protocol.chat import ChatCompletionRequest
-from api_server.protocol.completion import CompletionRequest
+from api_server.protocol.completions import CompletionRequest
 from api_server.protocol.messages.request import Conversing, MessagesRequest
 from api_server.protocol.responses.request import ResponsesRequest
 from api_server.protocol.tokens import Detokenize, TokenizeChat, TokenizeText

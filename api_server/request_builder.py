@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from api_server.app_state import AppState
-from api_server.parsers.called_tool import NO_TURN, DeclaredTurn, ParsedTurn, Turn
+from api_server.parsers.called_tool import AgentTurn
 from api_server.parsers.parts import PLAIN_TEXT, PartsParser
 from api_server.parsers.thinking import NO_THOUGHTS, Thoughts
 from api_server.parsers.tool_calling import Calling, no_calling
@@ -290,14 +290,14 @@ class RequestBuilder:
             reader=reader_of(self._tenant, self._key_name),
         )
 
-    def _turn(self, make_parser: Callable[[], PartsParser]) -> Turn:
+    def _turn(self, make_parser: Callable[[], PartsParser]) -> AgentTurn | None:
         """Return what finds the tool that the agent calls; the client's hint comes first."""
         if self._agent is None:
-            return NO_TURN
+            return None
         name, hint = partial(tool_name, tenant=self._tenant), self._request.agent_hint
         if hint is not None and hint.tool is not None:
-            return DeclaredTurn(name(hint.tool))
-        return ParsedTurn(make_parser, name)
+            return AgentTurn(make_parser, name, name(hint.tool))
+        return AgentTurn(make_parser, name)
 
     def _stream(
         self,
@@ -305,7 +305,7 @@ class RequestBuilder:
         notifier: StreamNotifier,
         place: int,
         text_start: int,
-        turn: Turn,
+        turn: AgentTurn | None,
         thoughts: Thoughts,
     ) -> RequestStream:
         app_state, body = self._app_state, self._request
@@ -324,7 +324,7 @@ class RequestBuilder:
                 interval=body.stream_interval or app_state.config.stream_interval,
                 counts_tokens=not body.detokenize,
                 send_buffer=self._send_buffer,
-                text_listener=turn.listener(),
+                text_listener=None if turn is None else turn.listener(),
             )
             for number in range(request.n)
         ]

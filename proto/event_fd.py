@@ -1,17 +1,17 @@
-"""Wakes a loop that waits for descriptors, from another thread."""
+"""An eventfd with which a thread interrupts the poll of another thread's loop."""
 
 import os
 from threading import Lock
 from typing import Final
 
 NO_DESCRIPTOR: Final = -1
-"""Of who never rings."""
+"""Instead of a descriptor, for a component that never signals."""
 
 
 class Bell:
-    """A descriptor that is readable once it was rung, until it is silenced.
+    """A descriptor that is readable between a call of `ring` and the next of `silence`.
 
-    Threads that are late may ring it after it is closed: its number may be another file's by then.
+    After `close`, `ring` does nothing: the number of the descriptor may belong to another file.
     """
 
     def __init__(self) -> None:
@@ -20,13 +20,13 @@ class Bell:
         self._closed = False
 
     def ring(self) -> None:
-        """From any thread, at any time."""
+        """Make the descriptor readable; may be called from any thread, at any time."""
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self.descriptor, 1)
 
     def silence(self) -> None:
-        """Before looking at what it was rung for; nothing happens where it was not."""
+        """Make the descriptor unreadable; call it before reading what was signalled."""
         try:
             os.eventfd_read(self.descriptor)
         except BlockingIOError:

@@ -1,18 +1,17 @@
-"""Breaking things on purpose, so that tests can see that they mend.
+"""Fault injection for tests.
 
     TOKEND_FAULTS="worker:raise@20, engine:kill@50x2, worker1:slow@10"
 
     ROLE[INDEX]  worker, engine
     ACTION       raise   an exception
                  kill    SIGKILL to itself
-                 hang    nothing happens any more
-                 slow    this step and all that follow take a second longer
-                 nan     the step's hidden states are no numbers (workers only)
-    @STEP        before this step with tokens, counted from 1 in the life of the process
-    xLIVES       also in the lives after the first, so many in all
+                 hang    the step never ends
+                 slow    this step and all later ones take a second longer
+                 nan     the step's hidden states are NaN (workers only)
+    @STEP        before this step with tokens, counted from 1 since the process started
+    xLIVES       also after restarts: in so many lives of the process in total
 
-Owns the text form and the counting of steps. The supervisor passes faults on only
-where --enable-fault-injection says so.
+The supervisor passes faults on only with --enable-fault-injection.
 """
 
 import os
@@ -32,11 +31,11 @@ _FORM: Final = re.compile(r"(worker|engine)(\d*):(raise|kill|hang|slow|nan)@(\d+
 
 
 class InjectedFaultError(Exception):
-    """What the action "raise" raises."""
+    """Raised by the action "raise"."""
 
 
 class Fault(msgspec.Struct, array_like=True, frozen=True):
-    """One thing that is to break. role: "worker" or "engine_core". lives: in the first so many."""
+    """One fault to inject. role: "worker" or "engine_core". lives: in how many lives."""
 
     role: str
     index: int
@@ -46,21 +45,24 @@ class Fault(msgspec.Struct, array_like=True, frozen=True):
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """The faults that a text asks for; raises ConfigError for one that is none."""
+    """Parse a value of TOKEND_FAULTS; raises ConfigError for an invalid fault."""
     return tuple(_parse(each.strip()) for each in text.split(",") if each.strip())
 
 
 def _parse(word: str) -> Fault:
     found = _FORM.fullmatch(word)
     if found is None or (found[1] == "engine" and found[3] == "nan"):
-        raise ConfigError(f"TOKEND_FAULTS: {word!r} is not of the form worker:raise@20")
+        raise ConfigError(f"TOKEND_FAULTS: {word!r} is not a fault such as worker:raise@20")
     role = "engine_core" if found[1] == "engine" else "worker"
     action: Action = found[3]  # type: ignore[assignment]
     return Fault(role, int(found[2] or 0), action, int(found[4]), int(found[5] or 1))
 
 
 class FaultInjector:
-    """Carries out the faults of one life of one process; without any it does nothing."""
+    """Injects the faults of one process.
+
+    breaks_numbers: whether the hidden states of the present step are replaced by NaN.
+    """
 
     def __init__(
         self, faults: Iterable[Fault], sleep: Callable[[float], None] = time.sleep
@@ -74,7 +76,7 @@ class FaultInjector:
     def of(
         cls, faults: Iterable[Fault], role: str, index: int, incarnation: int
     ) -> "FaultInjector":
-        """Of those that are meant for this life of this process."""
+        """Create an injector of the faults that apply to this incarnation of this process."""
         return cls(
             each
             for each in faults
@@ -83,11 +85,11 @@ class FaultInjector:
 
     @property
     def idle(self) -> bool:
-        """There is nothing to break."""
+        """Whether there are no faults to inject."""
         return not self._faults
 
     def begin_step(self) -> None:
-        """A step with tokens is about to begin. breaks_numbers: and its numbers are to be none."""
+        """Inject the faults of the step that starts now; call it before each step with tokens."""
         self._step += 1
         self.breaks_numbers = False
         for fault in self._faults:
@@ -97,7 +99,7 @@ class FaultInjector:
     def _carry_out(self, fault: Fault) -> None:
         match fault.action:
             case "raise":
-                raise InjectedFaultError(f"step {self._step}, because TOKEND_FAULTS says so")
+                raise InjectedFaultError(f"fault injected at step {self._step} by TOKEND_FAULTS")
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hang":

@@ -1,36 +1,48 @@
-"""How processes start, find each other and end.
+"""Messages about the life of the processes: start, replacement, health, reload, drain, shutdown.
+
+Start:
 
 supervisor ──ProcessBoot (inherited descriptor)──▶ every process
 worker ──WorkerReady──▶ engine ──InitializeCache──▶ worker ──CacheReady──▶ engine
-engine ──EngineReady──▶ front ends and supervisor
-front end ──FrontEndReady──▶ supervisor
+engine ──EngineReady──▶ API servers and supervisor
+API server ──FrontEndReady──▶ supervisor
 any process ──Progress, Fatal──▶ supervisor ──Shutdown──▶ any process
-engine, front end ──ProtocolViolation──▶ supervisor, which ends whom it names
+engine, API server ──ProtocolViolation──▶ supervisor, which kills the process at fault
 
-When one of them dies the others go on, and hear from the supervisor whom to meet now:
+A process died; the others go on and connect to its successor:
 
-engine died      supervisor ──NewEngine──▶ workers, front ends
-worker died      supervisor ──NewWorkers──▶ engine ──WorkersReady──▶ supervisor
-front end died   supervisor ──NewFrontEnd──▶ engine
-front end stuck  engine ──FrontEndStalled──▶ supervisor, which kills it
+engine died       supervisor ──NewEngine──▶ workers, API servers
+worker died       supervisor ──NewWorkers──▶ engine ──WorkersReady──▶ supervisor
+API server died   supervisor ──NewFrontEnd──▶ engine
+API server stuck  engine ──FrontEndStalled──▶ supervisor, which kills it
 
-Whether they still move is asked, because who hangs tells nothing:
+Hang detection:
 
-supervisor ──Ping──▶ engine, front ends ──EngineAlive, Alive──▶ supervisor ──Condition──▶ front ends
-worker that shares a model ──AwaitsRanks──▶ supervisor, which looks at the others first
+supervisor ──Ping──▶ engine, API servers ──EngineAlive, Alive──▶ supervisor
+supervisor ──Condition──▶ API servers
+worker of several ──AwaitsRanks──▶ supervisor, which checks the other ranks first
 
-A reload brings another engine and other workers, beside those of now or in their place:
+Reload, with a new engine beside the old one or in its place:
 
-supervisor ──NextEngine──▶ front ends ──NextReady──▶ supervisor ──SwitchEngine──▶ front ends
-front ends ──Switched, EngineLeft──▶ supervisor ──Shutdown──▶ the old engine, its workers
+supervisor ──NextEngine──▶ API servers ──NextReady──▶ supervisor ──SwitchEngine──▶ API servers
+API servers ──Switched, EngineLeft──▶ supervisor ──Shutdown──▶ old engine and its workers
 
-Before the end the daemon drains:
+Drain before shutdown:
 
-supervisor ──Drain──▶ front ends ──UnderWay──▶ supervisor ──Shutdown──▶ any process
+supervisor ──Drain──▶ API servers ──UnderWay──▶ supervisor ──Shutdown──▶ any process
 
-Links of the data path are numbered by epochs, all from one counter of the supervisor:
-those between engine and workers by the worker epoch, those between engine and front
-ends by the engine's own. A new engine has a new number for both.
+Numbers that tell successive processes apart:
+
+epoch         Which engine. New when an engine starts. Names the sockets between engine and API
+              servers, and is in every message between them.
+worker_epoch  Which workers with which engine. New when an engine or a worker starts. Names the
+              sockets between engine and workers, and is in every message between them.
+generation    Which reload: the epoch of the engine that a start or a reload has brought. Engines
+              and workers that replace dead ones have the same generation.
+incarnation   Restarts of one process (role, index), from 0. Names its socket to the supervisor;
+              part of the request ids of an API server.
+
+Epochs of both kinds come from one counter of the supervisor (`EpochCounter`), so none occurs twice.
 """
 
 import time
@@ -54,12 +66,12 @@ _TITLES: Final[dict[Role, str]] = {
 
 
 def process_title(role: Role) -> str:
-    """What users call the processes of a role: "api", "engine", "worker"."""
+    """Return the name that users see for a role: "api", "engine", "worker"."""
     return _TITLES[role]
 
 
 def process_name(role: Role, index: int) -> str:
-    """What users see of a process: its title, its log lines, its obituary."""
+    """Return the name of a process in its title, log lines and exit report, such as "worker 0"."""
     return f"{_TITLES[role]} {index}"
 
 
@@ -67,23 +79,19 @@ def process_name(role: Role, index: int) -> str:
 
 
 class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process is given at birth, over an inherited descriptor.
+    """Everything a process needs to start, read from an inherited descriptor.
 
     role, index: which process this is ("worker", 0).
-    incarnation: counts restarts of this very process, from 0.
-    num_hung: of them, those after a life that did not move any more.
-    born_at: seconds of the monotonic clock.
-    epoch: of the engine; names its links to the front ends.
-    worker_epoch: names the links between the engine and its workers.
+    epoch, worker_epoch, generation, incarnation: see the table at the top of this file.
+    num_hung: restarts of this process after a hang.
+    born_at: start of the process, seconds of the monotonic clock.
     run_dir: the daemon's private directory, for sockets.
-    death_fd: read end of a pipe that closes when the supervisor is gone.
-    listen_fds: listening sockets of a front end.
-    metrics_fd: memory that all front ends share, METRIC_BYTES for each; None for none.
-    front_ends: for an engine, the incarnation of each front end, by index.
-    pause_mode: for an engine, the pause that it goes on with; None for none.
-    faults: that tests have asked for, in any process.
-    generation: engine and workers that a start or a reload has brought, and those that
-        took their places, have the same; it is the first epoch of theirs.
+    death_fd: read end of a pipe that closes when the supervisor ends.
+    listen_fds: listening sockets of an API server.
+    metrics_fd: memory shared by all API servers, METRIC_BYTES each; None without metrics.
+    front_ends: for an engine, the incarnation of each API server, by index.
+    pause_mode: for an engine, the pause to start with; None for no pause.
+    faults: faults to inject, of all processes.
     """
 
     protocol_version: int
@@ -107,14 +115,14 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Phase(msgspec.Struct, array_like=True, frozen=True):
-    """What a process did on its way to being ready, and how long it took."""
+    """One phase of a process's start, and its duration."""
 
     what: str
     seconds: float
 
 
 class ProcessStart(msgspec.Struct, array_like=True, frozen=True):
-    """The way of one process, from its birth: one phase after the other."""
+    """Phases of the start of one process, in order."""
 
     role: Role
     index: int
@@ -122,26 +130,26 @@ class ProcessStart(msgspec.Struct, array_like=True, frozen=True):
 
 
 class KVGroup(msgspec.Struct, array_like=True, frozen=True):
-    """Layers with a block table of their own.
+    """Layers that share a block table.
 
-    sliding_window: a token sees itself and this many less one before it; None for
-        all. Blocks that every later token is past are given back.
+    sliding_window: tokens that a token attends to, itself included; None for all. Blocks before
+        the window are freed.
     """
 
     sliding_window: int | None = None
 
 
 class KVCacheGeometry(msgspec.Struct, array_like=True, frozen=True):
-    """Shape of a worker's KV cache, from which the engine sizes the pool.
+    """Shape of a worker's KV cache; the engine computes the size of the pool from it.
 
     The cache is one buffer [block, slot, K/V, kv_head, token, dim].
 
-    num_slots: layers that share a block (layers per group).
+    num_slots: layers per group; they share a block.
     num_kv_heads: per device.
     head_dim: elements.
     dtype: "bfloat16", "float32", …
     bytes_per_token: all slots, K and V, and the scales of int8.
-    groups: KV cache groups; a block of any group has the same size and one pool holds all.
+    groups: KV cache groups, all in one pool of blocks of the same size.
     """
 
     num_slots: int
@@ -153,21 +161,21 @@ class KVCacheGeometry(msgspec.Struct, array_like=True, frozen=True):
 
 
 class WeightMemory(msgspec.Struct, array_like=True, frozen=True):
-    """What the weights of products take in one form: packed, int8, bf16, f32 or f16."""
+    """Memory of the weights in one format: packed, int8, bf16, f32 or f16."""
 
     form: str
     num_bytes: int
 
 
 class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
-    """The weights are loaded; this is what fits beside them.
+    """A worker has loaded the weights and knows the memory that is left.
 
-    kv_cache_bytes: memory that the worker grants to the KV pool.
-    fingerprint: 32 bytes over everything that changes KV values; root of the block hashes.
-    weights: memory of each form that there is.
-    phases: until here, since the birth of the process.
-    computes_ahead: it gains from a step that is there before the tokens of the last are known.
-    step_tokens: the token budget of a step that its memory is shared out for.
+    kv_cache_bytes: memory available for the KV pool.
+    fingerprint: 32-byte hash of everything that affects KV values; root of the block hashes.
+    weights: memory by weight format.
+    phases: phases of the start so far.
+    computes_ahead: whether it can take the next step before the tokens of the last are known.
+    step_tokens: token budget of a step that its memory was planned for.
     """
 
     protocol_version: int
@@ -185,9 +193,9 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
 
 
 class InitializeCache(msgspec.Struct, array_like=True, tag=11, frozen=True):
-    """Create the KV tensors and the rows. num_blocks counts the null block 0.
+    """Allocate the KV cache and the input batch. num_blocks includes the null block 0.
 
-    fingerprint: rank 0's, by which all ranks name elsewhere what they compute together.
+    fingerprint: that of rank 0; all ranks use it in names of KV stored outside the pool.
     """
 
     protocol_version: int
@@ -199,19 +207,21 @@ class InitializeCache(msgspec.Struct, array_like=True, tag=11, frozen=True):
 
 
 class CacheReady(msgspec.Struct, array_like=True, tag=12, frozen=True):
+    """The KV cache of a worker is allocated."""
+
     epoch: int
     rank: int
 
 
 class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
-    """The engine takes requests.
+    """The engine accepts requests.
 
-    max_model_len: usable length: the model's, the setting's or the pool's, the least.
+    max_model_len: minimum of the model's length, the setting and the capacity of the KV pool.
     num_blocks: usable KV blocks, without the null block.
-    max_num_queued_reqs, max_num_queued_tokens: limits of the queue; 0 for none.
-    kv_cache_bytes: memory of the pool, of all workers together.
-    weights: memory of each form of the weights, of all workers together.
-    starts: of the workers and of the engine itself.
+    max_num_queued_reqs, max_num_queued_tokens: limits of the queue; 0 for no limit.
+    kv_cache_bytes: memory of the pool, sum over all workers.
+    weights: memory by weight format, sum over all workers.
+    starts: start phases of the workers and of the engine itself.
     """
 
     protocol_version: int
@@ -229,33 +239,36 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
 
 
 class FrontEndReady(msgspec.Struct, array_like=True, tag=14, frozen=True):
-    """A front end answers. phases: until here, since its birth."""
+    """An API server accepts HTTP requests. phases: phases of its start."""
 
     index: int
     phases: tuple[Phase, ...] = ()
 
 
 class PhaseClock:
-    """begun: seconds of the monotonic clock."""
+    """Measures the phases of a start. begun: start of the process, seconds of the monotonic clock.
+
+    The first phase includes the start of the Python interpreter.
+    """
 
     def __init__(self, begun: float) -> None:
         self._begun = self._last = begun
         self._phases: list[Phase] = []
 
     def end(self, what: str) -> None:
-        """What was done since the last mark."""
+        """End a phase: everything since the end of the last one."""
         now = time.monotonic()
         self._phases.append(Phase(what, now - self._last))
         self._last = now
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the start of the process."""
         return time.monotonic() - self._begun
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """All that have ended, in order."""
+        """Phases that have ended, in order."""
         return tuple(self._phases)
 
 
@@ -263,7 +276,7 @@ class PhaseClock:
 
 
 class Progress(msgspec.Struct, array_like=True, tag=15, frozen=True):
-    """A line for the terminal while something long runs. `fraction` is 0 to 1 or None."""
+    """Progress of a long operation, for the terminal. `fraction` is 0 to 1, or None if unknown."""
 
     role: Role
     index: int
@@ -272,7 +285,7 @@ class Progress(msgspec.Struct, array_like=True, tag=15, frozen=True):
 
 
 class Notice(msgspec.Struct, array_like=True, tag=16, frozen=True):
-    """One line that the operator should read."""
+    """One line for the operator."""
 
     role: Role
     index: int
@@ -280,7 +293,7 @@ class Notice(msgspec.Struct, array_like=True, tag=16, frozen=True):
 
 
 class Fatal(msgspec.Struct, array_like=True, tag=17, frozen=True):
-    """Last words of a process that cannot go on."""
+    """The error that ends a process."""
 
     role: Role
     index: int
@@ -288,14 +301,14 @@ class Fatal(msgspec.Struct, array_like=True, tag=17, frozen=True):
 
 
 class Shutdown(msgspec.Struct, array_like=True, tag=18, frozen=True):
-    """End now, in order. Sent by the supervisor."""
+    """Request an orderly exit. Sent by the supervisor."""
 
 
 class NewEngine(msgspec.Struct, array_like=True, tag=19, frozen=True):
-    """The engine died and another one starts: meet it at the paths of these epochs.
+    """A new engine starts in place of the old one: connect to the sockets of these epochs.
 
-    A worker forgets rows and KV and keeps its weights. A front end sends what is open again.
-    died: it did; or it ends in order and makes room, for a reload in place.
+    Workers drop requests and KV and keep their weights. API servers send open requests again.
+    died: True after a crash; False if the old engine shuts down for a reload in place.
     """
 
     epoch: int
@@ -304,22 +317,22 @@ class NewEngine(msgspec.Struct, array_like=True, tag=19, frozen=True):
 
 
 class NewWorkers(msgspec.Struct, array_like=True, tag=20, frozen=True):
-    """A worker died, and with it all that were computed together: others start."""
+    """All workers that share a model are replaced, because one of them died."""
 
     worker_epoch: int
 
 
 class NewFrontEnd(msgspec.Struct, array_like=True, tag=21, frozen=True):
-    """A front end died, its requests with it, and another one starts."""
+    """An API server died, its requests are lost, and a new one starts."""
 
     index: int
     incarnation: int
 
 
 class Restarted(msgspec.Struct, array_like=True, tag=22, frozen=True):
-    """For the statistics of the front ends: a process was started again.
+    """A process was restarted; for the metrics of the API servers.
 
-    hung: it was ended by force, because it did not move any more.
+    hung: whether it was killed because it hung.
     """
 
     role: Role
@@ -327,36 +340,36 @@ class Restarted(msgspec.Struct, array_like=True, tag=22, frozen=True):
 
 
 class WorkersReady(msgspec.Struct, array_like=True, tag=24, frozen=True):
-    """The workers of this epoch take steps."""
+    """The workers of this epoch are ready for steps."""
 
     worker_epoch: int
 
 
 class Paused(msgspec.Struct, array_like=True, tag=25, frozen=True):
-    """The engine is paused; None: no longer. For the engine that may follow.
+    """The engine is paused, or resumed if `mode` is None. A later engine starts in the same state.
 
-    From the supervisor, to all engines that there are in a reload: be so, too.
+    The supervisor forwards it to the other engines that exist during a reload.
     """
 
     mode: PauseMode | None
 
 
 class Drain(msgspec.Struct, array_like=True, tag=40, frozen=True):
-    """Let no more requests in, and tell of those that are under way (UnderWay)."""
+    """Refuse new requests, and report the open ones (UnderWay)."""
 
 
 class UnderWay(msgspec.Struct, array_like=True, tag=41, frozen=True):
-    """HTTP requests that a draining front end still answers; comes at once, and with 0."""
+    """Open HTTP requests of a draining API server; sent at once, at each change, and at 0."""
 
     index: int
     num_requests: int
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag=49, frozen=True):
-    """End the HTTP requests whose answers have one of these ids, whichever front end has them.
+    """Abort HTTP requests by response id, at whichever API server they are.
 
-    From the front end that an operator has asked to the supervisor, and from there to all.
-    owner: name of the key that they must have come with; None for any.
+    Sent by the API server of the admin call to the supervisor, which forwards it to all.
+    owner: abort only requests that came with the key of this name; None for any.
     """
 
     request_ids: list[str]
@@ -364,7 +377,7 @@ class AbortRequests(msgspec.Struct, array_like=True, tag=49, frozen=True):
 
 
 class DrainWanted(msgspec.Struct, array_like=True, tag=42, frozen=True):
-    """An operator has asked a front end that the daemon drains and ends."""
+    """An admin call to an API server requests that the daemon drains and exits."""
 
     index: int
 
@@ -373,29 +386,29 @@ class DrainWanted(msgspec.Struct, array_like=True, tag=42, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag=23, frozen=True):
-    """The engine has completed steps with the workers of this epoch. `step`: the last one."""
+    """The engine has completed steps with the workers of this epoch, `step` last."""
 
     worker_epoch: int
     step: int
 
 
 class Ping(msgspec.Struct, array_like=True, tag=35, frozen=True):
-    """Answer as soon as your loop comes to it. One is under way at a time."""
+    """Liveness probe, answered by the main loop. Only one is outstanding at a time."""
 
 
 class Alive(msgspec.Struct, array_like=True, tag=36, frozen=True):
-    """Answer to a Ping: the loop of this process turns."""
+    """Answer to a Ping: the main loop of this process runs."""
 
 
 class EngineAlive(msgspec.Struct, array_like=True, tag=37, frozen=True):
     """An engine's answer to a Ping.
 
-    num_steps: steps that all workers of this epoch have answered.
-    awaits: ranks of workers that owe an answer, to a step, to what their start needs, or, where
-        nobody can go on without it, about a copy of the KV connector.
-    ready: the workers of this epoch take steps.
-    has_work: there is something to schedule.
-    num_reports: what workers of this epoch have said of such copies.
+    num_steps: steps completed by all workers of this epoch.
+    awaits: ranks of workers that have not answered yet: a step, a message of the start, or a KV
+        transfer that all requests wait for.
+    ready: whether the workers of this epoch are ready for steps.
+    has_work: whether there is something to schedule.
+    num_reports: reports about KV transfers received from workers of this epoch.
     """
 
     worker_epoch: int
@@ -407,39 +420,39 @@ class EngineAlive(msgspec.Struct, array_like=True, tag=37, frozen=True):
 
 
 class AwaitsRanks(msgspec.Struct, array_like=True, tag=61, frozen=True):
-    """A worker is in the middle of a step and has waited long for those that share its model.
+    """A worker has waited long, in the middle of a step, for the other ranks.
 
-    It hangs only if they all do.
+    It counts as hung only if all ranks wait.
     """
 
     rank: int
 
 
 class NotReady(msgspec.Struct, array_like=True, frozen=True):
-    """A reason not to send requests here. since: seconds of the monotonic clock."""
+    """A reason why the daemon is not ready. since: seconds of the monotonic clock."""
 
     what: str
     since: float
 
 
 class Condition(msgspec.Struct, array_like=True, tag=38, frozen=True):
-    """For the health of the front ends: all that is amiss now; replaces what was said before."""
+    """All reasons why the daemon is not ready now, for /health/ready; replaces the last message."""
 
     reasons: tuple[NotReady, ...] = ()
 
 
 class FrontEndStalled(msgspec.Struct, array_like=True, tag=34, frozen=True):
-    """This life of a front end does not read what the engine sends; the engine has given it up."""
+    """An API server does not read its outputs, and the engine has disconnected it."""
 
     index: int
     incarnation: int
 
 
 class ProtocolViolation(msgspec.Struct, array_like=True, tag=60, frozen=True):
-    """Somebody said what it cannot mean, and nobody listens to it any more: end it.
+    """A process has sent an invalid message and is ignored from now on; the supervisor kills it.
 
-    role: "worker" or "engine_core". epoch: the worker epoch of a worker, the engine's own of
-    an engine; in another epoch the sender hears somebody else. reason: for the operator.
+    epoch: for a worker its worker epoch, for an engine its epoch; in a later epoch the message
+    is out of date. reason: for the operator.
     """
 
     role: Literal["worker", "engine_core"]
@@ -452,9 +465,9 @@ class ProtocolViolation(msgspec.Struct, array_like=True, tag=60, frozen=True):
 
 
 class NextEngine(msgspec.Struct, array_like=True, tag=43, frozen=True):
-    """A reload: get ready for another engine, and for another version of the model.
+    """A reload has started: load the new version of the model and connect to the new engine.
 
-    in_place: it comes when the one of now is gone, and takes its requests over.
+    in_place: the new engine starts after the old one has ended, and takes over its requests.
     """
 
     epoch: int
@@ -463,7 +476,7 @@ class NextEngine(msgspec.Struct, array_like=True, tag=43, frozen=True):
 
 
 class NextReady(msgspec.Struct, array_like=True, tag=44, frozen=True):
-    """A front end is ready for that engine, and that engine for it; or not, and why."""
+    """An API server and the new engine are connected and ready; or the error that prevents it."""
 
     index: int
     epoch: int
@@ -471,38 +484,39 @@ class NextReady(msgspec.Struct, array_like=True, tag=44, frozen=True):
 
 
 class SwitchEngine(msgspec.Struct, array_like=True, tag=45, frozen=True):
-    """Ask that engine from now on; what is open stays with the one before, if that goes on."""
+    """Send new requests to this engine; open ones stay with the old engine if that still runs."""
 
     epoch: int
 
 
 class Switched(msgspec.Struct, array_like=True, tag=48, frozen=True):
-    """A front end asks that engine: whoever comes from now on is answered by it."""
+    """An API server sends new requests to this engine from now on."""
 
     index: int
     epoch: int
 
 
 class EngineLeft(msgspec.Struct, array_like=True, tag=46, frozen=True):
-    """A front end has nothing open any more at the engine of before."""
+    """An API server has no open request at the old engine."""
 
     index: int
     epoch: int
 
 
 class DropEngine(msgspec.Struct, array_like=True, tag=47, frozen=True):
-    """An engine beside that of now is gone: one that was to come, or one that was to be left.
+    """An engine other than the current one is gone: a new one that failed, or the old one.
 
-    What is open there goes to the engine of now.
+    Its open requests are sent to the current engine.
     """
 
     epoch: int
 
 
 class ReloadState(msgspec.Struct, frozen=True):
-    """A file in the run directory, for `tokend reload`. pid: of the supervisor.
+    """State of reloads, as a file in the run directory for `tokend reload`.
 
-    count: reloads that are over. under_way: one is, or is wanted. problem: of the last one.
+    pid: of the supervisor. count: completed reloads. under_way: a reload runs or is requested.
+    problem: error of the last reload, or "".
     """
 
     pid: int

@@ -20,7 +20,7 @@ than one place of what another attempt has read. The first form above that fits 
 import logging
 import re
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from api_server.parsers.parts import CallBegins, Content, PartsParser
 
@@ -113,52 +113,38 @@ KEPT_CHARACTERS: Final = 1 << 16
 """The least that is kept of each choice; twice that is the most."""
 
 Listener = Callable[[str], None]
-"""Is given the text of a choice, piece by piece."""
+"""Receives the text of a choice, piece by piece."""
 
 
-def unheard(text: str) -> None:
-    """Ignore the text of a choice."""
+class AgentTurn:
+    """Find the tool that an agent calls in its turn.
 
+    make_parser: returns the parser of one choice. name: from a tool's name to the engine's.
+    declared_tool: the engine's name of the tool that the client declared; then nothing is parsed.
+    """
 
-class Turn(Protocol):
-    """What there is to know of a request as a turn of a job."""
-
-    def listener(self) -> Listener:
-        """For one more choice."""
-        ...
-
-    def tool(self) -> str:
-        """The name, for the engine, of the tool that the job waits for now; empty for none."""
-        ...
-
-
-class NoTurn:
-    """Of a request that belongs to no job."""
-
-    def listener(self) -> Listener:
-        return unheard
-
-    def tool(self) -> str:
-        return ""
-
-
-NO_TURN: Final = NoTurn()
-
-
-class ParsedTurn:
-    """make_parser: of what a choice's text means. name: from a tool's name to the engine's."""
-
-    def __init__(self, make_parser: Callable[[], PartsParser], name: Callable[[str], str]) -> None:
+    def __init__(
+        self,
+        make_parser: Callable[[], PartsParser],
+        name: Callable[[str], str],
+        declared_tool: str = "",
+    ) -> None:
         self._make_parser = make_parser
         self._name = name
+        self._declared_tool = declared_tool
         self._choices: list[_Tail] = []
 
-    def listener(self) -> Listener:
+    def listener(self) -> Listener | None:
+        """Return what receives the text of one more choice; None if the text is not needed."""
+        if self._declared_tool:
+            return None
         self._choices.append(_Tail())
         return self._choices[-1].add
 
     def tool(self) -> str:
-        """Of the first choice that calls one."""
+        """Return the engine's name of the tool of the first choice that calls one, or ""."""
+        if self._declared_tool:
+            return self._declared_tool
         try:
             return next(filter(None, map(self._tool, self._choices)), "")
         except Exception:
@@ -167,19 +153,6 @@ class ParsedTurn:
 
     def _tool(self, choice: "_Tail") -> str:
         return self._name(tool_of(self._make_parser(), choice.text()))
-
-
-class DeclaredTurn:
-    """tool: the engine's name of what the client says that the job waits for."""
-
-    def __init__(self, tool: str) -> None:
-        self._tool = tool
-
-    def listener(self) -> Listener:
-        return unheard
-
-    def tool(self) -> str:
-        return self._tool
 
 
 def tool_of(parser: PartsParser, text: str) -> str:

@@ -11,7 +11,7 @@ import enum
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from api_server.parsers.parts import Part, PartsParser, Reasoning
 from api_server.text.detokenizer import Detokenizer
@@ -214,13 +214,6 @@ def _trimmed(text: str) -> str:
 
 _MOST_STARTS: Final = 256
 """More tokens than a marker has characters, with some that have no text."""
-
-
-class ThoughtCount(Protocol):
-    """num_tokens: of thoughts, so far."""
-
-    @property
-    def num_tokens(self) -> int: ...
 
 
 class CountingDetokenizer:

@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from api_server.parsers.parts import PLAIN_TEXT, PartsParser
 from api_server.parsers.tools.common import new_call_id
@@ -32,6 +32,7 @@ from api_server.parsers.tools.formats import (
 from api_server.parsers.tools.schemas import json_rule
 from api_server.protocol.tools import ToolFields
 from api_server.text.chat_template import Conversation, TemplateFacts
+from api_server.text.tokenizer import ModelTokenizer
 from proto.config import ToolCallParser
 from proto.errors import InvalidRequestError
 from proto.grammar import GrammarSource, decoded
@@ -103,14 +104,6 @@ def _text(content: Any) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-class SpecialTokens(Protocol):
-    """A tokenizer."""
-
-    def special_id(self, text: str) -> int | None:
-        """The special token that is spelt so; None where there is none."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Calling:
     """How an answer may call tools.
@@ -137,7 +130,7 @@ class ToolCaller:
     wanted: ToolCallParser
     template: str | None
     facts: TemplateFacts
-    tokens: SpecialTokens
+    tokens: ModelTokenizer
 
     @property
     def knows_tools(self) -> bool:

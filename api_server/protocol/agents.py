@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from api_server.protocol.fields import given_fields, ignored_of
-from api_server.tenants import NO_ENGINE
+from api_server.tenants import DEFAULT_TENANT
 from proto.engine_io import AgentHint
 from proto.errors import InvalidRequestError
 
@@ -126,4 +126,4 @@ def job_name(job_id: str, tenant: int) -> str:
 def tool_name(tool: str, tenant: int) -> str:
     """Of a tenant's tool, as a model may have written it; empty for none."""
     plain = _ODD.sub("_", tool[:MAX_TOOL_CHARACTERS])
-    return f"{tenant:016x}/{plain}" if plain and tenant != NO_ENGINE else plain
+    return f"{tenant:016x}/{plain}" if plain and tenant != DEFAULT_TENANT else plain

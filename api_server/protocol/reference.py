@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from api_server.protocol.chat import ChatCompletionRequest
 from api_server.protocol.common import GenerationRequest, SamplingNumbers
-from api_server.protocol.completion import CompletionRequest
+from api_server.protocol.completions import CompletionRequest
 from api_server.protocol.fields import ANTHROPIC, HARMLESS, NEUTRAL, OPENAI, VLLM
 from api_server.protocol.messages.request import PASSED as PASSED_BY_MESSAGES
 from api_server.protocol.messages.request import MessagesRequest

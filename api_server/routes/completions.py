@@ -6,8 +6,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api_server.protocol.answers import CompletionAnswer, Echo
-from api_server.protocol.completion import DEFAULT_MAX_TOKENS, CompletionRequest
+from api_server.protocol.completions import (
+    DEFAULT_MAX_TOKENS,
+    CompletionAnswer,
+    CompletionRequest,
+    Echo,
+)
 from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields, parse
 from api_server.request_builder import EndpointOptions, RequestBuilder, prompt_text
 from api_server.routes.common import app_state_of, read_fields

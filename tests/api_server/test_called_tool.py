@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from api_server.parsers.called_tool import KEPT_CHARACTERS, ParsedTurn, called_tool, tool_of
+from api_server.parsers.called_tool import KEPT_CHARACTERS, AgentTurn, called_tool, tool_of
 from api_server.parsers.parts import PLAIN_TEXT, CallArguments, CallBegins, Content, Reasoning
 
 CALLS = {
@@ -123,7 +123,7 @@ def test_a_parser_knows_better():
 
 
 def test_the_first_choice_that_calls_one_tells():
-    turn = ParsedTurn(Parser, str.upper)
+    turn = AgentTurn(Parser, str.upper)
     for text in ("no call", "a<b>", "c<d>"):
         listen = turn.listener()
         for character in text:
@@ -132,7 +132,7 @@ def test_the_first_choice_that_calls_one_tells():
 
 
 def test_of_a_long_text_the_end_is_kept():
-    turn = ParsedTurn(lambda: PLAIN_TEXT, str)
+    turn = AgentTurn(lambda: PLAIN_TEXT, str)
     listen = turn.listener()
     listen("```bash\nold\n```\n")
     for _ in range(5 * KEPT_CHARACTERS // 100):
@@ -146,7 +146,7 @@ def test_a_parser_that_fails_is_a_turn_without_a_tool(caplog):
         def feed(self, text):
             raise ValueError(text)
 
-    turn = ParsedTurn(Broken, str)
+    turn = AgentTurn(Broken, str)
     turn.listener()("secret")
     assert turn.tool() == ""
     assert "not understood" in caplog.text

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 from api_server.http_protocol import ChunkWriter
-from api_server.protocol.answers import CompletionAnswer
+from api_server.protocol.completions import CompletionAnswer
 from proto.engine_io import FinishReason
 from proto.errors import ErrorInfo
 

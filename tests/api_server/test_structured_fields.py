@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from api_server.protocol.completion import CompletionRequest
+from api_server.protocol.completions import CompletionRequest
 from api_server.protocol.fields import COMPLETION_NEUTRAL, IgnoredFields, parse
 from api_server.protocol.structured import ANY_OBJECT
 from proto.errors import InvalidRequestError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from api_server.tenants import MAX_TENANT_CHARACTERS, NO_ENGINE, TENANT_HEADER
+from api_server.tenants import DEFAULT_TENANT, MAX_TENANT_CHARACTERS, TENANT_HEADER
 from proto.config import FrontEndConfig
 
 PATHS = {
@@ -31,9 +31,9 @@ async def tenant(front_end, path="/v1/completions", key=None, **headers):
 
 async def test_without_keys_everyone_is_one_tenant_whatever_the_header_says(start, say):
     async with start(say("!")) as front_end:
-        assert await tenant(front_end) == NO_ENGINE
-        assert await tenant(front_end, x_tenant_id="alice") == NO_ENGINE
-        assert await tenant(front_end, x_tenant_id="no name") == NO_ENGINE
+        assert await tenant(front_end) == DEFAULT_TENANT
+        assert await tenant(front_end, x_tenant_id="alice") == DEFAULT_TENANT
+        assert await tenant(front_end, x_tenant_id="no name") == DEFAULT_TENANT
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -41,7 +41,7 @@ async def test_a_name_of_the_key_file_is_a_tenant(start, say, keys, path):
     config = FrontEndConfig(api_key="k", api_key_file=keys)
     async with start(say("!"), config=config) as front_end:
         found = {key: await tenant(front_end, path, key) for key in ("k", "a1", "a2", "b1")}
-        assert found["k"] == NO_ENGINE
+        assert found["k"] == DEFAULT_TENANT
         assert found["a1"] == found["a2"]
         assert len(set(found.values())) == 3
         assert all(0 <= each < 1 << 64 for each in found.values())
@@ -58,10 +58,10 @@ async def test_an_x_api_key_names_its_tenant_too(start, say, keys):
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_trusted_header_names_the_tenant(start, say, path):
     async with start(say("!"), config=FrontEndConfig(tenant_by="header")) as front_end:
-        assert await tenant(front_end, path) == NO_ENGINE
+        assert await tenant(front_end, path) == DEFAULT_TENANT
         alice = await tenant(front_end, path, x_tenant_id="alice@example.org")
         bob = await tenant(front_end, path, x_tenant_id="bob")
-        assert len({NO_ENGINE, alice, bob}) == 3
+        assert len({DEFAULT_TENANT, alice, bob}) == 3
         assert await tenant(front_end, path, x_tenant_id="bob") == bob
 
 
@@ -85,8 +85,8 @@ async def test_every_front_end_makes_the_same_of_the_same_names(start, say):
 async def test_nothing_tells_tenants_apart_if_so_asked(start, say, keys):
     config = FrontEndConfig(api_key_file=keys, tenant_by="none")
     async with start(say("!"), config=config) as front_end:
-        assert await tenant(front_end, key="a1", x_tenant_id="x") == NO_ENGINE
-        assert await tenant(front_end, key="b1") == NO_ENGINE
+        assert await tenant(front_end, key="a1", x_tenant_id="x") == DEFAULT_TENANT
+        assert await tenant(front_end, key="b1") == DEFAULT_TENANT
 
 
 @pytest.mark.parametrize("name", ["", "two words", "a,b", "é", "x" * (MAX_TENANT_CHARACTERS + 1)])

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.bench.options import Parser, at_least_one
-from deploy.surroundings import Surroundings
+from deploy.environment import HostEnvironment
 from proto.codec import to_json
 from proto.config import DeviceConfig, KVCacheDType
 from proto.errors import ConfigError
@@ -73,7 +73,7 @@ def main(words: Sequence[str]) -> None:
 def measure(workloads: Sequence[AttentionWorkload]) -> list[AttentionTimings]:
     """Play them, all with as many threads, in a worker's process; raises TokendError."""
     device = DeviceConfig(cpu_threads=workloads[0].num_threads)
-    around = Surroundings.of(os.environ)
+    around = HostEnvironment.of(os.environ)
     with worker_program("tests.benchmarks.attention_program", device, around) as program:
         return [program.play(each, AttentionTimings, each.name) for each in workloads]
 

@@ -27,8 +27,8 @@ from deploy import flags
 from deploy.bench.compare import ALONE, ClosedLoad, CompareBench, Figure, Turn, parse
 from deploy.bench.servers import PORT, ServerSpec
 from deploy.display import open_display
-from deploy.prepare.store import prepared_model
-from deploy.surroundings import Surroundings
+from deploy.environment import HostEnvironment
+from deploy.models.store import prepared_model
 from proto.codec import to_json_line
 from proto.config import ServeConfig
 from tests.benchmarks.command import run
@@ -264,7 +264,7 @@ def limits_program(
 
     rows: numbers of rows that are multiplied.
     """
-    around = Surroundings.of(os.environ)
+    around = HostEnvironment.of(os.environ)
     with closing(open_display(sys.stderr)) as display:
         model = prepared_model(config.model.model, around, display)
     workload = LimitsWorkload(
@@ -318,7 +318,7 @@ class CeilingBench(CompareBench):
     def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
         """The programs that measure run until the stack is left."""
         super().__init__(options)
-        settings = Surroundings.of(os.environ).settings
+        settings = HostEnvironment.of(os.environ).settings
         self._limits: dict[str, MeasuredLimits] = {}
         self._hardware: dict[str, Hardware] = {}
         concurrency = [load.concurrency for load in self.loads().values()]

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from deploy.bench.servers import Program
-from deploy.child_environment import child_environment
-from deploy.surroundings import Surroundings
+from deploy.environment import HostEnvironment
+from deploy.supervisor.processes import child_environment
 from proto.codec import Message, from_json, to_json_line
 from proto.config import DeviceConfig
 from proto.errors import TokendError
@@ -56,7 +56,7 @@ class LineProgram(Program):
         return from_json(line, answer)
 
 
-def worker_program(module: str, device: DeviceConfig, around: Surroundings) -> LineProgram:
+def worker_program(module: str, device: DeviceConfig, around: HostEnvironment) -> LineProgram:
     """A module of the worker by itself, with the threads that the daemon would give it."""
     environment = child_environment(around.variables, "worker", device)
     return LineProgram((sys.executable, "-m", module), environment)

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from deploy.bench.options import Parser, from_zero_number
-from deploy.child import Commands, module_commands
 from deploy.cli import serve_with
+from deploy.supervisor.processes import Commands, module_commands
 from tests.benchmarks.command import run
 from tests.benchmarks.line_program import ROOT
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from deploy import flags
 from deploy.bench.options import Parser, at_least_one, several_counts, writable, write
-from deploy.surroundings import Surroundings
+from deploy.environment import HostEnvironment
 from proto.codec import to_json
 from tests.benchmarks.ceilings import Hardware, limits_program
 from tests.benchmarks.command import run
@@ -25,7 +25,7 @@ from tests.benchmarks.messages import LimitsTimings
 def main(words: Sequence[str]) -> None:
     """Measure, print the table, and write the timings where --json says so."""
     options = _parse(words)
-    settings = Surroundings.of(os.environ).settings
+    settings = HostEnvironment.of(os.environ).settings
     config = flags.build(flags.parse(options.serve_flags), settings)
     with writable("--json", options.json) as files:
         limits = limits_program(config.model.model, config, options.rows, options.rounds)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.bench.options import Parser, at_least_one, writable, write
-from deploy.surroundings import Surroundings
+from deploy.environment import HostEnvironment
 from proto.codec import to_json
 from proto.config import DeviceConfig
 from proto.logit_edits import LogitEdits
@@ -106,7 +106,7 @@ def cases(num_rows: int) -> list[SamplingCase]:
 def measure(workload: SamplingWorkload) -> SamplingTimings:
     """Play it in a worker's process; raises TokendError."""
     device = DeviceConfig(cpu_threads=workload.num_threads)
-    around = Surroundings.of(os.environ)
+    around = HostEnvironment.of(os.environ)
     with worker_program("tests.benchmarks.sampling_program", device, around) as program:
         return program.play(workload, SamplingTimings, "sampling")
 

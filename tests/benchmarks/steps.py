@@ -18,8 +18,8 @@ from rich.table import Table
 from deploy import flags
 from deploy.bench.options import Parser, at_least_one
 from deploy.display import open_display
-from deploy.prepare.store import prepared_model
-from deploy.surroundings import Surroundings
+from deploy.environment import HostEnvironment
+from deploy.models.store import prepared_model
 from proto.codec import to_json_line
 from proto.config import ServeConfig
 from proto.errors import ConfigError
@@ -35,7 +35,7 @@ _TARGETS: Final = {1: 0.20, 16: 0.15}
 def main(words: Sequence[str]) -> None:
     """Measure, print the table, and write the rows where --json says so."""
     options = _parse(words)
-    around = Surroundings.of(os.environ)
+    around = HostEnvironment.of(os.environ)
     config = flags.build(flags.parse(options.serve_flags), around.settings)
     most = config.scheduler.max_num_seqs
     if max(options.rows) > most:
@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _measure(
-    options: argparse.Namespace, config: ServeConfig, model: PreparedModel, around: Surroundings
+    options: argparse.Namespace, config: ServeConfig, model: PreparedModel, around: HostEnvironment
 ) -> Iterator[StepTimings]:
     with worker_program("tests.benchmarks.steps_program", config.device, around) as program:
         for num_rows in options.rows:

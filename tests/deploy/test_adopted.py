@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 BEGIN = """
 import os, subprocess, sys
-from deploy.adopted import reap_adopted
+from deploy.supervisor.processes import reap_adopted
 
 def ended(status):
     child = subprocess.Popen(["sh", "-c", f"exit {status}"])

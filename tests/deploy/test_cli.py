@@ -24,7 +24,7 @@ def test_faults_are_refused_unless_they_are_allowed(
     assert "--enable-fault-injection" in capsys.readouterr().err
     monkeypatch.setenv("TOKEND_FAULTS", "worker:kill")
     assert cli.main(["serve", "--enable-fault-injection"]) == 2
-    assert "'worker:kill' is not of the form" in capsys.readouterr().err
+    assert "'worker:kill' is not a fault such as" in capsys.readouterr().err
 
 
 def test_models_are_listed(

@@ -13,7 +13,7 @@ from api_server.metrics.collector import Metrics
 from api_server.metrics.metric_sheet import MetricSheet
 from api_server.middleware import OPEN_PATHS
 from api_server.routes import completions
-from deploy.ending import ON_REQUEST
+from deploy.supervisor.shutdown import ON_REQUEST
 from proto.config import FrontEndConfig, ReliabilityConfig
 from worker.attention.flashinfer import HEAD_DIMS
 from worker.build_flashinfer import PACKAGE, parser
@@ -143,10 +143,10 @@ def test_the_deployment_probes_open_paths_and_waits_for_the_end() -> None:
         path = container[probe]["httpGet"]["path"]
         assert path == f"/health/{kind}"
         assert path in OPEN_PATHS
-    patience = (
+    limits = (
         container["livenessProbe"]["periodSeconds"] * container["livenessProbe"]["failureThreshold"]
     )
-    assert patience > 1.5 * ReliabilityConfig().step_timeout, "what heals itself is given time to"
+    assert limits > 1.5 * ReliabilityConfig().step_timeout, "what heals itself is given time to"
     _, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
     assert pod["terminationGracePeriodSeconds"] > int(seconds) + LONGEST_END
     uids = {re.search(r"--uid (\d+)", path.read_text())[1] for path in DOCKERFILES}  # type: ignore[index]

@@ -30,8 +30,7 @@ from api_server.routes.common import MAX_BODY_BYTES, MAX_DEPTH, SECONDS_PER_MIB
 from api_server.stream import MAX_UNSENT_BYTES
 from api_server.text.prompts import MAX_PROMPTS
 from api_server.text.rendering import RENDER_SECONDS
-from deploy.flags import all_flags
-from deploy.serve_help import field_helps, markdown_table
+from deploy.flags import all_flags, field_helps, markdown_table
 from engine_core.scheduler.limits import (
     FEWEST_REQUESTS,
     FEWEST_TOKENS,
@@ -51,7 +50,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_table_of_settings_is_current() -> None:
-    """To renew it: python -c 'from deploy.serve_help import markdown_table as t; print(t())'."""
+    """To renew it: python -c 'from deploy.flags import markdown_table as t; print(t())'."""
     text = (ROOT / "docs" / "configuration.md").read_text()
     assert markdown_table() in text
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from deploy.draining import Draining, NotDraining
+from deploy.supervisor.shutdown import Draining, NotDraining
 from proto.lifecycle import UnderWay
 
 

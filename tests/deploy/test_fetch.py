@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy import catalogue, fetch
-from deploy.catalogue import PackagedModel, Part
-from deploy.surroundings import Surroundings
+from deploy.environment import HostEnvironment
+from deploy.models import catalogue, fetch
+from deploy.models.catalogue import PackagedModel, Part
 from proto.errors import ModelError
 
 HALVES = (b"GGUF, the first half, ", b"and the second.")
@@ -30,10 +30,10 @@ class Recorder:
 
 
 @pytest.fixture
-def around(tmp_path: Path) -> Surroundings:
+def around(tmp_path: Path) -> HostEnvironment:
     """pip sees no index, only the folder `wheels`."""
     (tmp_path / "wheels").mkdir()
-    return Surroundings.of(
+    return HostEnvironment.of(
         {
             **os.environ,
             "XDG_CACHE_HOME": str(tmp_path / "cache"),
@@ -58,7 +58,7 @@ def write_wheel(folder: Path, package: str, content: bytes) -> None:
 
 
 @pytest.fixture
-def model(tmp_path: Path, around: Surroundings) -> PackagedModel:
+def model(tmp_path: Path, around: HostEnvironment) -> PackagedModel:
     parts = []
     for number, content in enumerate(HALVES):
         write_wheel(tmp_path / "wheels", f"half{number}", content)
@@ -68,7 +68,7 @@ def model(tmp_path: Path, around: Surroundings) -> PackagedModel:
     return PackagedModel("halves", "halves.gguf", len(joined), digest, tuple(parts), "for tests")
 
 
-def test_parts_are_joined_and_kept(model: PackagedModel, around: Surroundings) -> None:
+def test_parts_are_joined_and_kept(model: PackagedModel, around: HostEnvironment) -> None:
     recorder = Recorder()
     path = fetch.fetch(model, around, recorder)
     assert Path(path).read_bytes() == b"".join(HALVES)
@@ -90,7 +90,7 @@ def without_pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(fetch, "_download", copied)
 
 
-def refused(model: PackagedModel, around: Surroundings) -> str:
+def refused(model: PackagedModel, around: HostEnvironment) -> str:
     """Why a model was refused, after which nothing of it is left."""
     with pytest.raises(ModelError) as caught:
         fetch.fetch(model, around, Recorder())
@@ -106,7 +106,9 @@ def without_a_member(model: PackagedModel) -> PackagedModel:
     return replace(model, parts=(replace(model.parts[0], member="half0/other.bin"),))
 
 
-def test_a_package_that_there_is_not_is_refused(model: PackagedModel, around: Surroundings) -> None:
+def test_a_package_that_there_is_not_is_refused(
+    model: PackagedModel, around: HostEnvironment
+) -> None:
     expected = "pip could not download no-such-package==1.0: "
     assert expected in refused(without_a_package(model), around)
 
@@ -122,7 +124,7 @@ def test_a_package_that_there_is_not_is_refused(model: PackagedModel, around: Su
 )
 def test_what_is_not_as_pinned_is_refused_and_nothing_stays(
     model: PackagedModel,
-    around: Surroundings,
+    around: HostEnvironment,
     change: Callable[[PackagedModel], PackagedModel],
     expected: str,
 ) -> None:
@@ -130,7 +132,7 @@ def test_what_is_not_as_pinned_is_refused_and_nothing_stays(
 
 
 def test_a_damaged_wheel_is_refused(
-    model: PackagedModel, around: Surroundings, tmp_path: Path
+    model: PackagedModel, around: HostEnvironment, tmp_path: Path
 ) -> None:
     (tmp_path / "wheels/half0-1.0-py3-none-any.whl").write_bytes(b"no archive")
     assert refused(model, around)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import flags, serve_help
+from deploy import flags
 from proto.config import ServeConfig
 from proto.errors import ConfigError
 
@@ -30,8 +30,8 @@ def test_every_field_has_a_flag_and_help() -> None:
     by_field = {flag.field: flag for flag in flags.all_flags()}
     assert set(by_field) == all_fields()
     assert len(flags.all_flags()) == len(by_field), "a name is in two sections"
-    helps = serve_help.field_helps()
-    text = serve_help.render()
+    helps = flags.field_helps()
+    text = flags.render()
     for field, flag in by_field.items():
         assert helps[field].endswith("."), field
         assert f"  {flag.name}" in text

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.prepare import gguf_header, safetensors_header
+from deploy.models import gguf_header, safetensors_header
 from proto.errors import ModelError
 from tests.fakes.gguf_headers import (
     ARRAY,

@@ -1,10 +1,10 @@
-"""The guard over children that are only pretended: who is asked, told and taken away."""
+"""The watchdog over children that are only pretended: who is asked, told and taken away."""
 
 import signal
 from typing import Any
 
-from deploy.guard import Guard
-from deploy.hangs import Limits
+from deploy.supervisor.hang_detector import Limits
+from deploy.supervisor.watchdog import Watchdog
 from proto.config import ReliabilityConfig
 from proto.lifecycle import (
     Alive,
@@ -59,9 +59,9 @@ class Daemon:
     def __init__(self) -> None:
         self.case = Case()
         self.reasons: list[NotReady] = []
-        self.guard = Guard(
+        self.guard = Watchdog(
             Limits.of(ReliabilityConfig(step_timeout=STEP)),
-            self.case.births,
+            self.case.epochs,
             self.case.recovery,
             self.case.notices,
             [lambda: self.reasons],
@@ -154,7 +154,7 @@ def test_of_two_workers_the_one_that_hangs_is_taken_away() -> None:
 def test_workers_that_the_engine_has_not_heard_of_yet_owe_nothing() -> None:
     daemon = Daemon()
     daemon.engine.answer = EngineAlive(1, 100, (1,), True, True)
-    daemon.case.births.new_workers()
+    daemon.case.epochs.new_workers()
     daemon.wait(2 * STEP)
     assert daemon.cut_off == []
 
@@ -163,11 +163,11 @@ def beside_another(daemon: Daemon) -> list[Child]:
     """The engine and the worker of a generation that is left; those of now have begun to live."""
     daemon.wait(1.0)
     old = [daemon.engine, daemon.children[0]]
-    births = daemon.case.births
-    births.adopt(births.sibling(births.model))
-    new = [Child("worker", index, births.generation) for index in range(2)]
-    engine = Child("engine_core", 0, births.generation)
-    engine.answer = EngineAlive(births.worker_epoch, 100, ready=True)
+    epochs = daemon.case.epochs
+    epochs.adopt(epochs.sibling(epochs.model))
+    new = [Child("worker", index, epochs.generation) for index in range(2)]
+    engine = Child("engine_core", 0, epochs.generation)
+    engine.answer = EngineAlive(epochs.worker_epoch, 100, ready=True)
     daemon.children += [*new, engine]
     return old
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.hang_up import HangUp
+from deploy.supervisor.signals import HangUp
 
 
 @pytest.fixture(autouse=True)

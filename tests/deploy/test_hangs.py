@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from deploy.hangs import FIRST_STEPS, FIRST_STEPS_FACTOR, HangDetector, Limits
+from deploy.supervisor.hang_detector import FIRST_STEPS, FIRST_STEPS_FACTOR, HangDetector, Limits
 from proto.config import ReliabilityConfig
 from proto.lifecycle import EngineAlive, Role
 

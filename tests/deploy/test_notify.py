@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from deploy.display import PlainDisplay
-from deploy.notify import NobodyListens, NotifyingDisplay, notifier_for
-from deploy.surroundings import Surroundings
+from deploy.environment import HostEnvironment
+from deploy.supervisor.notify import NoServiceManager, NotifyingDisplay, notifier_for
 
 LIMIT_SECONDS = 10.0
 
@@ -127,7 +127,7 @@ def test_of_a_daemon_that_cannot_mend_itself_the_manager_hears_nothing(manager: 
 def test_nobody_listens(address: str | None) -> None:
     variables = {} if address is None else {"NOTIFY_SOCKET": address}
     notifier = notifier_for({**variables, "WATCHDOG_USEC": "1000000"})
-    assert isinstance(notifier, NobodyListens)
+    assert isinstance(notifier, NoServiceManager)
     notifier.starting("x")
     notifier.ready("x")
     notifier.reloading()
@@ -170,7 +170,7 @@ def test_progress_is_passed_on_once_a_second(tmp_path: Path) -> None:
 
 def test_children_do_not_inherit_the_line_to_the_manager() -> None:
     told = {"NOTIFY_SOCKET": "/n", "WATCHDOG_USEC": "1", "WATCHDOG_PID": "2"}
-    around = Surroundings.of({**told, "PATH": "/bin"})
+    around = HostEnvironment.of({**told, "PATH": "/bin"})
     assert around.variables == {"PATH": "/bin"}
     assert around.service_manager == told
-    assert Surroundings.of({}).service_manager == {}
+    assert HostEnvironment.of({}).service_manager == {}

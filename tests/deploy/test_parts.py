@@ -11,13 +11,14 @@ from io import StringIO
 
 import pytest
 
-from deploy import obituary, ready
-from deploy.child_environment import child_environment
 from deploy.display import PlainDisplay, open_display
-from deploy.ending import Ending, Patience
-from deploy.listening import listen, url_of
-from deploy.signals import SignalInbox
-from deploy.surroundings import Surroundings
+from deploy.environment import HostEnvironment
+from deploy.supervisor import exit_report
+from deploy.supervisor import readiness as ready
+from deploy.supervisor.launch import listen, url_of
+from deploy.supervisor.processes import child_environment
+from deploy.supervisor.shutdown import Ending, ShutdownLimits
+from deploy.supervisor.signals import SignalInbox
 from proto.config import DeviceConfig, FrontEndConfig, ModelConfig, ServeConfig
 from proto.errors import ConfigError, ErrorInfo, ModelError
 from proto.host_resources import allowed_cores, usable_cores
@@ -59,7 +60,7 @@ class TestEnding:
     def test_asks_then_insists_then_forces(self) -> None:
         now = [100.0]
         child = FakeChild()
-        ending = Ending([child], Patience(2.0, 4.0), lambda: now[0])
+        ending = Ending([child], ShutdownLimits(2.0, 4.0), lambda: now[0])
         ending.press()
         assert child.got == ["asked"]
         assert ending.seconds_to_next_step() == pytest.approx(2.0)
@@ -74,13 +75,13 @@ class TestEnding:
 
     def test_force_skips_the_steps(self) -> None:
         child = FakeChild()
-        ending = Ending([child], Patience(2.0, 4.0), lambda: 0.0)
+        ending = Ending([child], ShutdownLimits(2.0, 4.0), lambda: 0.0)
         ending.force()
         assert child.got == ["asked", "SIGKILL"]
         assert ending.seconds_to_next_step() is None
 
     def test_knows_which_ends_it_caused(self) -> None:
-        ending = Ending([], Patience(2.0, 4.0), lambda: 0.0)
+        ending = Ending([], ShutdownLimits(2.0, 4.0), lambda: 0.0)
         assert ending.caused(0)
         assert not ending.caused(-signal.SIGKILL)
         ending.force()
@@ -93,37 +94,37 @@ class TestObituary:
     def test_a_signal_is_the_cause_of_errors(self) -> None:
         killed = FakeChild("worker", exit_status=-9)
         gave_up = FakeChild("engine_core", last_words=describe(RuntimeError("worker is gone")))
-        assert obituary.culprit_of([gave_up, killed]) is killed
+        assert exit_report.culprit_of([gave_up, killed]) is killed
 
     def test_a_word_is_the_cause_of_silence(self) -> None:
         silent = FakeChild("worker", exit_status=1)
         failed = FakeChild("engine_core", exit_status=1, last_words=describe(ValueError("x")))
-        assert obituary.culprit_of([silent, failed]) is failed
+        assert exit_report.culprit_of([silent, failed]) is failed
 
     def test_among_equals_the_nearest_to_the_device(self) -> None:
         each = [FakeChild(role, exit_status=-9) for role in ("api_server", "engine_core", "worker")]
-        assert obituary.culprit_of(each).role == "worker"
+        assert exit_report.culprit_of(each).role == "worker"
 
     def test_names_role_process_and_signal(self) -> None:
-        text = obituary.render(FakeChild("engine_core", exit_status=-11), "while serving")
+        text = exit_report.render(FakeChild("engine_core", exit_status=-11), "while serving")
         assert "engine 0 (pid 77) was killed by SIGSEGV while serving" in text
 
     def test_shows_the_traceback(self) -> None:
         info = ErrorInfo("internal", "ValueError: x", traceback="Traceback:\n  line\n")
-        text = obituary.render(FakeChild(exit_status=1, last_words=info), "while starting")
+        text = exit_report.render(FakeChild(exit_status=1, last_words=info), "while starting")
         assert "failed with ValueError: x while starting" in text
         assert "  Traceback:\n    line\n" in text
 
     def test_a_real_time_signal_has_a_number(self) -> None:
-        assert obituary.manner(FakeChild(exit_status=-40)) == "was killed by signal 40"
+        assert exit_report.manner(FakeChild(exit_status=-40)) == "was killed by signal 40"
 
     @pytest.mark.parametrize("error", [ModelError("no such rope"), ConfigError("no such rope")])
     def test_errors_that_the_user_can_mend(self, error: Exception) -> None:
-        assert obituary.user_error(describe(error)) == "no such rope"
+        assert exit_report.user_error(describe(error)) == "no such rope"
 
     def test_other_errors(self) -> None:
-        assert obituary.user_error(describe(ValueError("no such rope"))) is None
-        assert obituary.user_error(None) is None
+        assert exit_report.user_error(describe(ValueError("no such rope"))) is None
+        assert exit_report.user_error(None) is None
 
 
 ENGINE_READY = boots.engine_ready(
@@ -205,7 +206,7 @@ class TestEnvironment:
         assert places({"OMP_NUM_THREADS": str(cores + 1)}, DeviceConfig()) is None
         assert places({}, DeviceConfig(device="cuda", cpu_threads=cores)) is None
         with monkeypatch.context() as patch:
-            patch.setattr("deploy.child_environment._NVIDIA_DRIVER", "/dev/null")
+            patch.setattr("deploy.supervisor.processes._NVIDIA_DRIVER", "/dev/null")
             assert places({}, DeviceConfig(cpu_threads=cores)) is None
             assert places({}, DeviceConfig(device="cpu", cpu_threads=cores)) == "cores"
         for user in ({"OMP_PROC_BIND": "false"}, {"GOMP_CPU_AFFINITY": "0"}):
@@ -217,15 +218,15 @@ class TestEnvironment:
         assert given == {"PATH": "/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
     def test_the_cache_follows_xdg(self) -> None:
-        assert Surroundings.of({"XDG_CACHE_HOME": "/c"}).cache == "/c/tokend"
-        assert Surroundings.of({}).cache.endswith("/.cache/tokend")
+        assert HostEnvironment.of({"XDG_CACHE_HOME": "/c"}).cache == "/c/tokend"
+        assert HostEnvironment.of({}).cache.endswith("/.cache/tokend")
 
     def test_the_key_is_taken_and_not_inherited(self) -> None:
-        around = Surroundings.of({"TOKEND_API_KEY": "hush", "PATH": "/bin"})
+        around = HostEnvironment.of({"TOKEND_API_KEY": "hush", "PATH": "/bin"})
         assert around.settings == {"api_key": "hush"}
         assert around.variables == {"PATH": "/bin"}
-        assert Surroundings.of({}).settings == {}
-        both = Surroundings.of({"TOKEND_API_KEY": "a", "TOKEND_ADMIN_API_KEY": "b"})
+        assert HostEnvironment.of({}).settings == {}
+        both = HostEnvironment.of({"TOKEND_API_KEY": "a", "TOKEND_ADMIN_API_KEY": "b"})
         assert both.settings == {"api_key": "a", "admin_api_key": "b"}
         assert both.variables == {}
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from deploy.preparation import Preparation
+from deploy.reload.actions import PreparationProcess
 from proto.codec import to_json_line
 from proto.errors import ModelError
 from tests.fakes import boots
@@ -14,9 +14,9 @@ from tests.fakes import boots
 LIMIT_MILLISECONDS = 20_000
 
 
-def ended(script: str, *arguments: str) -> Preparation:
+def ended(script: str, *arguments: str) -> PreparationProcess:
     """One that has ended, as its descriptor says."""
-    preparation = Preparation([sys.executable, "-c", script, *arguments], os.environ)
+    preparation = PreparationProcess([sys.executable, "-c", script, *arguments], os.environ)
     poll = select.poll()
     poll.register(preparation.fileno(), select.POLLIN)
     assert poll.poll(LIMIT_MILLISECONDS)
@@ -49,7 +49,7 @@ def test_what_goes_wrong_is_said_in_a_line(script: str, reason: str) -> None:
 def test_one_that_is_not_needed_any_more_ends_at_once() -> None:
     """Also where it has started something that goes on."""
     script = "import subprocess, time; subprocess.Popen(['sleep', '2']); time.sleep(60)"
-    preparation = Preparation([sys.executable, "-c", script], os.environ)
+    preparation = PreparationProcess([sys.executable, "-c", script], os.environ)
     before = set(os.listdir("/proc/self/fd"))
     preparation.close()
     assert preparation.has_ended()
@@ -59,5 +59,5 @@ def test_one_that_is_not_needed_any_more_ends_at_once() -> None:
 def test_a_command_that_is_not_there_leaves_nothing_open() -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="nowhere"):
-        Preparation(["/nowhere/tokend"], os.environ)
+        PreparationProcess(["/nowhere/tokend"], os.environ)
     assert len(os.listdir("/proc/self/fd")) == len(before)

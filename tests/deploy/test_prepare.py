@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from deploy.prepare import __main__ as preparing_process
-from deploy.prepare import gguf_file, hf_folder, store
-from deploy.surroundings import Surroundings
+from deploy.environment import HostEnvironment
+from deploy.models import gguf_file, hf_folder, store
+from deploy.models import prepare as preparing_process
 from proto.errors import ModelError
 from proto.prepared_model import PreparedModel, TensorIndex
 from tests.fakes.tiny_model_files import END, TEMPLATE, TOKENS, write_folder, write_gguf
@@ -41,11 +41,11 @@ def silent(what: str, fraction: float | None) -> None:
 
 
 @pytest.fixture
-def around(tmp_path: Path) -> Surroundings:
-    return Surroundings.of({**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")})
+def around(tmp_path: Path) -> HostEnvironment:
+    return HostEnvironment.of({**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")})
 
 
-def prepare(path: Path, around: Surroundings) -> PreparedModel:
+def prepare(path: Path, around: HostEnvironment) -> PreparedModel:
     return store.prepared_model(str(path), around, Recorder())
 
 
@@ -62,7 +62,9 @@ def stored(index: TensorIndex, name: str, dtype: Any) -> np.ndarray:
         return np.frombuffer(stream.read(entry.num_bytes), dtype).reshape(entry.shape)
 
 
-def test_a_gguf_file(tmp_path: Path, around: Surroundings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file(
+    tmp_path: Path, around: HostEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prepared here: the import of transformers is shared with other tests of this process."""
     monkeypatch.setattr(
         store, "_run", lambda work, around, reporter: preparing_process.prepare(work, silent)
@@ -128,7 +130,7 @@ def test_a_gguf_file_of_gemma3(tmp_path: Path, layers: int, query_scalar: int) -
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_hugging_face_folder(tmp_path: Path, around: Surroundings, shards: int) -> None:
+def test_a_hugging_face_folder(tmp_path: Path, around: HostEnvironment, shards: int) -> None:
     write_folder(tmp_path / "mine", shards=shards)
     model = prepare(tmp_path / "mine", around)
     assert model.name == "mine"
@@ -147,7 +149,7 @@ def test_a_hugging_face_folder(tmp_path: Path, around: Surroundings, shards: int
 
 
 def test_the_same_weights_have_the_same_digest_in_shards_or_not(
-    tmp_path: Path, around: Surroundings
+    tmp_path: Path, around: HostEnvironment
 ) -> None:
     write_folder(tmp_path / "one", shards=1)
     write_folder(tmp_path / "two", shards=2)
@@ -155,14 +157,14 @@ def test_the_same_weights_have_the_same_digest_in_shards_or_not(
     assert one.weights_sha256 == two.weights_sha256
 
 
-def test_generation_config_decides_the_end_tokens(tmp_path: Path, around: Surroundings) -> None:
+def test_generation_config_decides_the_end_tokens(tmp_path: Path, around: HostEnvironment) -> None:
     write_folder(tmp_path / "mine")
     (tmp_path / "mine/generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3, 5]}))
     assert prepare(tmp_path / "mine", around).eos_token_ids == (5, 3)
 
 
 def test_a_template_file_goes_before_the_tokenizer_configuration(
-    tmp_path: Path, around: Surroundings
+    tmp_path: Path, around: HostEnvironment
 ) -> None:
     write_folder(tmp_path / "mine")
     (tmp_path / "mine/chat_template.jinja").write_text("{{ messages }}")
@@ -170,7 +172,7 @@ def test_a_template_file_goes_before_the_tokenizer_configuration(
     assert Path(model.folder, "chat_template.jinja").read_text() == "{{ messages }}"
 
 
-def test_a_second_start_does_nothing_again(tmp_path: Path, around: Surroundings) -> None:
+def test_a_second_start_does_nothing_again(tmp_path: Path, around: HostEnvironment) -> None:
     write_folder(tmp_path / "mine")
     first = prepare(tmp_path / "mine", around)
     made = Path(first.folder, "manifest.json").stat().st_mtime_ns
@@ -180,7 +182,7 @@ def test_a_second_start_does_nothing_again(tmp_path: Path, around: Surroundings)
     assert Path(first.folder, "manifest.json").stat().st_mtime_ns == made
 
 
-def test_a_changed_source_is_prepared_anew(tmp_path: Path, around: Surroundings) -> None:
+def test_a_changed_source_is_prepared_anew(tmp_path: Path, around: HostEnvironment) -> None:
     write_folder(tmp_path / "mine")
     first = prepare(tmp_path / "mine", around)
     write_folder(tmp_path / "mine", config={"max_position_embeddings": 32})
@@ -189,7 +191,7 @@ def test_a_changed_source_is_prepared_anew(tmp_path: Path, around: Surroundings)
     assert second.max_position == 32
 
 
-def test_what_a_killed_start_left_is_cleared(tmp_path: Path, around: Surroundings) -> None:
+def test_what_a_killed_start_left_is_cleared(tmp_path: Path, around: HostEnvironment) -> None:
     write_folder(tmp_path / "mine")
     folder = Path(prepare(tmp_path / "mine", around).folder)
     (folder / "manifest.json").unlink()
@@ -200,7 +202,7 @@ def test_what_a_killed_start_left_is_cleared(tmp_path: Path, around: Surrounding
     assert not left_over.exists()
 
 
-def test_starts_at_the_same_time_prepare_once(tmp_path: Path, around: Surroundings) -> None:
+def test_starts_at_the_same_time_prepare_once(tmp_path: Path, around: HostEnvironment) -> None:
     write_folder(tmp_path / "mine")
     recorders = [Recorder() for _ in range(4)]
     with ThreadPoolExecutor(len(recorders)) as pool:
@@ -213,13 +215,13 @@ def test_starts_at_the_same_time_prepare_once(tmp_path: Path, around: Surroundin
     assert sum(1 for each in recorders if each.heard) == 1
 
 
-def test_a_prepared_start_imports_nothing_heavy(tmp_path: Path, around: Surroundings) -> None:
+def test_a_prepared_start_imports_nothing_heavy(tmp_path: Path, around: HostEnvironment) -> None:
     write_folder(tmp_path / "mine")
     prepare(tmp_path / "mine", around)
     script = (
-        "import os, sys; from deploy import serve; from deploy.prepare import store; "
-        "from deploy.surroundings import Surroundings; "
-        f"store.prepared_model({str(tmp_path / 'mine')!r}, Surroundings.of(os.environ), None); "
+        "import os, sys; from deploy import serve; from deploy.models import store; "
+        "from deploy.environment import HostEnvironment; "
+        f"store.prepared_model({str(tmp_path / 'mine')!r}, HostEnvironment.of(os.environ), None); "
         "print(sorted({'torch', 'transformers', 'gguf', 'numpy', 'tokenizers'} & set(sys.modules)))"
     )
     done = subprocess.run(
@@ -232,7 +234,7 @@ def test_a_prepared_start_imports_nothing_heavy(tmp_path: Path, around: Surround
     assert done.stdout.strip() == "[]"
 
 
-def refusal(path: Path, around: Surroundings) -> str:
+def refusal(path: Path, around: HostEnvironment) -> str:
     with pytest.raises(ModelError) as caught:
         prepare(path, around)
     assert "\n" not in str(caught.value)
@@ -241,7 +243,7 @@ def refusal(path: Path, around: Surroundings) -> str:
     return str(caught.value)
 
 
-def test_errors_cross_the_preparing_process(tmp_path: Path, around: Surroundings) -> None:
+def test_errors_cross_the_preparing_process(tmp_path: Path, around: HostEnvironment) -> None:
     (tmp_path / "text.gguf").write_text("Once upon a time")
     assert "text.gguf is not a GGUF file" in refusal(tmp_path / "text.gguf", around)
     (tmp_path / "empty").mkdir()
@@ -379,7 +381,7 @@ class Burst:
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
 def test_pickled_weights_are_refused_by_name(
-    tmp_path: Path, around: Surroundings, name: str
+    tmp_path: Path, around: HostEnvironment, name: str
 ) -> None:
     traces = tmp_path / "traces"
     write_folder(tmp_path / "mine")
@@ -410,7 +412,7 @@ def test_pickled_weights_are_refused_by_name(
     ],
 )
 def test_settings_of_a_wrong_kind_are_refused(
-    tmp_path: Path, around: Surroundings, file: str, wrong: dict[str, Any]
+    tmp_path: Path, around: HostEnvironment, file: str, wrong: dict[str, Any]
 ) -> None:
     write_folder(tmp_path / "mine")
     path = tmp_path / "mine" / file
@@ -420,7 +422,7 @@ def test_settings_of_a_wrong_kind_are_refused(
 
 
 @pytest.mark.suite("daemons")
-def test_the_default_model(around: Surroundings) -> None:
+def test_the_default_model(around: HostEnvironment) -> None:
     """Downloads it into a cache of the test's own."""
     model = store.prepared_model("smollm2-135m-instruct", around, Recorder())
     assert model.name == "smollm2-135m-instruct"

@@ -4,14 +4,14 @@ import subprocess
 import sys
 import time
 
-from deploy.process_age import process_age
+from deploy.supervisor.processes import process_age
 from proto.lifecycle import PhaseClock
 
 
 def test_the_age_counts_from_the_command() -> None:
     """A hundredth of a second is what the kernel tells it by; and Python took some of it."""
     before = time.monotonic()
-    code = "from deploy.process_age import process_age; print(process_age())"
+    code = "from deploy.supervisor.processes import process_age; print(process_age())"
     age = float(subprocess.check_output([sys.executable, "-c", code]))
     assert 0.0 < age <= time.monotonic() - before + 0.02
     assert process_age() > age

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from deploy.births import Births
-from deploy.recovery import Recovery
-from deploy.restart_budget import RestartBudget
+from deploy.supervisor.epochs import EpochCounter
+from deploy.supervisor.recovery import Recovery, RestartBudget
 from proto.config import FrontEndConfig, ParallelConfig, ServeConfig
 from proto.errors import ErrorInfo, ModelError
 from proto.lifecycle import (
@@ -52,13 +51,13 @@ class Case:
             frontend=FrontEndConfig(api_server_count=2),
         )
         template = boots.boot("worker", epoch=0, worker_epoch=0, config=config)
-        self.births = Births(template, (9,))
+        self.epochs = EpochCounter(template, (9,))
         self.notices = Notices()
         budget = RestartBudget(max_restarts, lambda: self.now)
-        self.recovery = Recovery(self.births, budget, self.notices, 2, lambda: self.now)
+        self.recovery = Recovery(self.epochs, budget, self.notices, 2, lambda: self.now)
         self.processes = [Process("worker", 0), Process("worker", 1), Process("engine_core")]
         self.processes += [Process("api_server", 0), Process("api_server", 1)]
-        self.first = [self.births.boot(each.role, each.index) for each in self.processes]
+        self.first = [self.epochs.boot(each.role, each.index) for each in self.processes]
 
     def die(self, number: int, **how: object) -> bool:
         """Whether there is to be another one."""

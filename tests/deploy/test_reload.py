@@ -28,7 +28,7 @@ def test_side_by_side() -> None:
     case.ask()
     assert case.told == [NextEngine(2, NEW, in_place=False)]
     assert roles(case.members(2)) == ["worker", "worker", "engine_core"]
-    assert case.births.epoch == 1, "the engine of now is the old one"
+    assert case.epochs.epoch == 1, "the engine of now is the old one"
     case.say(NextReady(1, 2))
     assert len(case.told) == 1
     case.say(NextReady(0, 2))
@@ -37,7 +37,7 @@ def test_side_by_side() -> None:
     assert case.ended == [], "a request that comes now may still go to the old engine"
     case.say(Switched(0, 2))
     assert case.ended == [("", False)]
-    assert (case.births.epoch, case.births.generation, case.births.model) == (2, 2, NEW)
+    assert (case.epochs.epoch, case.epochs.generation, case.epochs.model) == (2, 2, NEW)
     assert not any(case.reload.is_of_now(each) for each in case.members(1))
     assert all(case.reload.is_of_now(each) for each in case.members(2) + case.front_ends)
     case.say(EngineLeft(0, 1), EngineLeft(0, 1))
@@ -72,7 +72,7 @@ def test_what_cannot_start_changes_nothing() -> None:
     assert case.ended == [("config.json: no", False)]
     assert case.told[-1] == DropEngine(2)
     case.end(2)
-    assert (case.births.epoch, case.births.model) == (1, boots.model())
+    assert (case.epochs.epoch, case.epochs.model) == (1, boots.model())
     case.switch(2)
     assert SwitchEngine(2) not in case.told, "a late word of nothing"
     case.ask()
@@ -217,7 +217,7 @@ def test_nobody_is_missing_when_it_switches() -> None:
     case.say(NextReady(0, 2), NextReady(1, 2))
     assert SwitchEngine(2) not in case.told
     case.recovery.take_due([])
-    case.recovery.note(WorkersReady(case.births.worker_epoch))
+    case.recovery.note(WorkersReady(case.epochs.worker_epoch))
     case.reload.press()
     assert case.told[-1] == SwitchEngine(2)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import reload_command
+from deploy.reload import command as reload_command
 from proto.errors import ConfigError
 from tests.fakes.supervised import FAKE_DAEMON, Start, eventually
 

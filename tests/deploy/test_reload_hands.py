@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.reload_hands import ReloadHands
+from deploy.reload.actions import ProcessActions
 from proto.config import GIB, CacheConfig, DeviceConfig, ServeConfig
 from proto.host_resources import resident_memory
 from proto.sockets import Poller
@@ -32,10 +32,10 @@ def machine(root: Path, free: int) -> Path:
     return root
 
 
-def hands(root: Path, config: ServeConfig) -> ReloadHands:
+def actions(root: Path, config: ServeConfig) -> ProcessActions:
     engine = boots.engine_ready(kv_cache_bytes=POOL)
     running = [Worker(7), Worker(8, "api_server")]
-    return ReloadHands(
+    return ProcessActions(
         running, lambda boot: None, Poller(), config, (), {}, lambda: engine, set(), root
     )
 
@@ -53,24 +53,24 @@ def test_it_fits_where_as_much_is_free_as_is_taken(
 ) -> None:
     """A pool that takes half of what is free needs twice its size."""
     config = ServeConfig(cache=cache)
-    assert hands(machine(tmp_path / "enough", needed), config).fits()
-    assert not hands(machine(tmp_path / "less", needed - (1 << 20)), config).fits()
+    assert actions(machine(tmp_path / "enough", needed), config).fits()
+    assert not actions(machine(tmp_path / "less", needed - (1 << 20)), config).fits()
 
 
 def test_nobody_knows_what_a_gpu_has_free(tmp_path: Path) -> None:
     config = ServeConfig(device=DeviceConfig(device="cuda"))
-    assert not hands(machine(tmp_path, 1 << 50), config).fits()
+    assert not actions(machine(tmp_path, 1 << 50), config).fits()
 
 
 def test_two_engines_cannot_publish_at_one_endpoint(tmp_path: Path) -> None:
     root = machine(tmp_path, 1 << 50)
-    assert hands(root, ServeConfig(cache=CacheConfig(kv_events_endpoint="ipc"))).fits()
+    assert actions(root, ServeConfig(cache=CacheConfig(kv_events_endpoint="ipc"))).fits()
     fixed = CacheConfig(kv_events_endpoint="tcp://127.0.0.1:5557")
-    assert not hands(root, ServeConfig(cache=fixed)).fits()
+    assert not actions(root, ServeConfig(cache=fixed)).fits()
 
 
 def test_the_members_of_a_generation_are_engine_and_workers(tmp_path: Path) -> None:
-    found = hands(machine(tmp_path, 0), ServeConfig())
+    found = actions(machine(tmp_path, 0), ServeConfig())
     assert [each.pid for each in found.members(1)] == [7]
     assert found.members(2) == []
 

@@ -35,7 +35,7 @@ def test_in_place_the_old_model_comes_back_when_the_new_one_cannot() -> None:
     assert (other.asked, engine.asked) == (True, True)
     case.end(2)
     assert roles(case.members(3)) == ["worker", "worker", "engine_core"]
-    assert (case.births.model, case.births.generation) == (boots.model(), 3)
+    assert (case.epochs.model, case.epochs.generation) == (boots.model(), 3)
     assert not case.die(case.members(3)[0]), "there is nothing else to go back to"
 
 

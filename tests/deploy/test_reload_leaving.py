@@ -32,7 +32,7 @@ def test_a_front_end_that_dies_while_it_switches_is_born_with_the_new_engine() -
     case.say(Switched(0, 2))
     assert not case.die(case.front_ends[1])
     assert case.ended == [("", False)]
-    assert case.births.boot("api_server", 1).epoch == 2
+    assert case.epochs.boot("api_server", 1).epoch == 2
 
 
 def test_the_old_engine_dies_while_front_ends_switch() -> None:
@@ -69,7 +69,7 @@ def test_a_pause_that_was_on_its_way_at_the_switch_reaches_the_engine_of_now() -
     case.say(EngineLeft(0, 1), EngineLeft(1, 1))
     case.say(Paused("finish_running"))
     assert heard(case)["engine_core", 2] == [Paused("finish_running")]
-    assert case.births.boot("engine_core", 0).pause_mode == "finish_running"
+    assert case.epochs.boot("engine_core", 0).pause_mode == "finish_running"
 
 
 def test_a_pause_that_was_on_its_way_when_an_engine_made_room_is_born_with_the_next() -> None:

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from deploy.removal import CUT_OFF_SECONDS, STACKS_SECONDS, Removal
+from deploy.supervisor.watchdog import CUT_OFF_SECONDS, STACKS_SECONDS, Removal
 
 
 class Process:

@@ -5,8 +5,8 @@ import os
 import sys
 import tempfile
 
-from deploy.births import Births
-from deploy.child import Child
+from deploy.supervisor.epochs import EpochCounter
+from deploy.supervisor.processes import Child
 from proto import PROTOCOL_VERSION
 from proto.config import FrontEndConfig, ServeConfig
 from proto.lifecycle import ProcessBoot
@@ -53,10 +53,10 @@ def test_front_ends_count_in_rows_of_the_same_memory() -> None:
             model=MODEL,
             metrics_fd=descriptor,
         )
-        births = Births(template, ())
-        assert births.boot("engine_core", 0).metrics_fd is None
+        epochs = EpochCounter(template, ())
+        assert epochs.boot("engine_core", 0).metrics_fd is None
         for index in (1, 0, 1):
-            boot = births.boot("api_server", index)
+            boot = epochs.boot("api_server", index)
             child = Child(boot, [sys.executable, "-c", COUNT], os.environ)
             child.wait()
             assert child.exit_status == 0

@@ -56,7 +56,7 @@ def test_a_signal_while_starting_ends_everything(start: Start) -> None:
 
 
 def test_a_process_that_does_not_listen_is_killed(start: Start) -> None:
-    daemon = start("worker=stubborn", "patience=0.4")
+    daemon = start("worker=stubborn", "limits=0.4")
     daemon.wait_ready()
     children = daemon.children()
     daemon.process.send_signal(signal.SIGTERM)

@@ -78,7 +78,7 @@ def test_an_operator_drains_by_http_and_the_signal_after_it_is_the_first(
     start: Start,
 ) -> None:
     """As in a container, which sends SIGTERM as soon as its preStop hook returns."""
-    daemon = start("api_server=asked_to_drain", "worker=stubborn", "patience=1.5")
+    daemon = start("api_server=asked_to_drain", "worker=stubborn", "limits=1.5")
     daemon.wait_ready()
     children = daemon.children()
     children["api_server"].send_signal(signal.SIGUSR2)

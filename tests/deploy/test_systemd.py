@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.ending import ON_REQUEST
+from deploy.supervisor.shutdown import ON_REQUEST
 from proto.config import ReliabilityConfig
 
 UNIT = Path(__file__).parents[2] / "deploy" / "systemd" / "tokend.service"

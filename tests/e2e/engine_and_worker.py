@@ -8,7 +8,7 @@ import sys
 from api_server.engine_client import EngineClient, FromEngine
 from api_server.metrics.collector import Metrics
 from api_server.metrics.metric_sheet import MetricSheet
-from deploy.child_environment import child_environment
+from deploy.supervisor.processes import child_environment
 from proto.codec import encode
 from proto.config import ServeConfig
 from proto.engine_io import request_ids

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from deploy.prepare.store import prepared_model
-from deploy.surroundings import Surroundings
+from deploy.environment import HostEnvironment
+from deploy.models.store import prepared_model
 from proto.prepared_model import PreparedModel
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -100,4 +100,4 @@ class Quiet:
 
 def packaged_model(name: str = DEFAULT_MODEL) -> PreparedModel:
     """A packaged model, fetched and prepared when this machine has never served it."""
-    return prepared_model(name, Surroundings.of(os.environ), Quiet())
+    return prepared_model(name, HostEnvironment.of(os.environ), Quiet())

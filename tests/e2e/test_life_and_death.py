@@ -125,7 +125,7 @@ def test_a_watchdog_that_aborts_the_supervisor_shows_where_it_hung() -> None:
     processes = daemon.processes()
     daemon.process.send_signal(signal.SIGABRT)
     assert daemon.wait_exit() == -signal.SIGABRT
-    assert re.search(r"deploy/supervisor.py.* in _watch", daemon.text)
+    assert re.search(r"deploy/supervisor/supervisor.py.* in _watch", daemon.text)
     assert_nothing_left(daemon, processes)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from deploy.hangs import HangDetector, Limits
+from deploy.supervisor.hang_detector import HangDetector, Limits
 from engine_core.vitals import Vitals, awaits_copies, owes_step
 from proto import PROTOCOL_VERSION
 from proto.lifecycle import EngineAlive, KVCacheGeometry, KVGroup, WorkerReady

@@ -11,14 +11,13 @@ import sys
 import time
 from pathlib import Path
 
-from deploy import ready
 from deploy.display import open_display
-from deploy.ending import ON_REQUEST, Patience
-from deploy.launch import Launch
-from deploy.listening import listen, url_of
-from deploy.notify import NotifyingDisplay, notifier_for
-from deploy.supervisor import Supervisor
-from deploy.surroundings import Surroundings
+from deploy.environment import HostEnvironment
+from deploy.supervisor import readiness as ready
+from deploy.supervisor.launch import Launch, listen, url_of
+from deploy.supervisor.notify import NotifyingDisplay, notifier_for
+from deploy.supervisor.shutdown import ON_REQUEST, ShutdownLimits
+from deploy.supervisor.supervisor import Supervisor
 from proto.codec import to_json_line
 from proto.config import FrontEndConfig, ReliabilityConfig, ServeConfig
 from proto.lifecycle import PhaseClock
@@ -52,7 +51,7 @@ def main(run_parent: str, choices: list[str]) -> int:
     listener = listen("127.0.0.1", 0)
     url = url_of(listener)
 
-    around = Surroundings.of(os.environ)
+    around = HostEnvironment.of(os.environ)
     notifier = notifier_for(around.service_manager)
     display = NotifyingDisplay(open_display(sys.stderr), notifier)
 
@@ -66,7 +65,7 @@ def main(run_parent: str, choices: list[str]) -> int:
     script = "sys.exit('tokend: the model is broken')" if broken else "print(sys.argv[1])"
     prepare = (sys.executable, "-c", f"import sys; {script}", to_json_line(model).decode())
     launch = Launch(config, model, (listener,), around.variables, commands, prepare)
-    patience = Patience(seconds / 2, seconds)
+    patience = ShutdownLimits(seconds / 2, seconds)
     return Supervisor(launch, run_parent, display, announce, notifier, patience).run()
 
 

@@ -3,10 +3,9 @@
 import signal
 from dataclasses import dataclass, field
 
-from deploy.births import Births
-from deploy.recovery import Recovery
-from deploy.reload import Reload
-from deploy.restart_budget import RestartBudget
+from deploy.reload.reload import Reload
+from deploy.supervisor.epochs import EpochCounter
+from deploy.supervisor.recovery import Recovery, RestartBudget
 from proto import PROTOCOL_VERSION
 from proto.codec import Message, changed
 from proto.config import FrontEndConfig, ServeConfig
@@ -80,17 +79,17 @@ class Case:
             config=config,
             model=boots.model(),
         )
-        self.births = Births(template, (9,))
+        self.epochs = EpochCounter(template, (9,))
         self.recovery = Recovery(
-            self.births, RestartBudget(8), Notices(), 2, clock=lambda: self.now
+            self.epochs, RestartBudget(8), Notices(), 2, clock=lambda: self.now
         )
         self.running: list[Process] = []
         self.boots: list[ProcessBoot] = []
         self.front_ends = [Process("api_server", each, 1) for each in range(2)]
         for role, index in (("worker", 0), ("worker", 1), ("engine_core", 0)):
-            self.start(self.births.boot(role, index))
+            self.start(self.epochs.boot(role, index))
         for each in range(2):
-            self.births.boot("api_server", each)
+            self.epochs.boot("api_server", each)
         self.told: list[Message] = []
         self.ended: list[tuple[str, bool]] = []
         self.reasons: list[str] = []
@@ -98,7 +97,7 @@ class Case:
         self.preparations: list[Preparation] = []
         self.has_room = True
         self.reload = Reload(
-            self.births, self.recovery, self, self, strategy, 2, 2, lambda: self.now
+            self.epochs, self.recovery, self, self, strategy, 2, 2, lambda: self.now
         )
 
     # what is done to processes

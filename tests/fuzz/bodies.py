@@ -20,7 +20,7 @@ from api_server.app import create_app
 from api_server.engine_client import FromEngine
 from api_server.protocol.agents import AgentHintFields
 from api_server.protocol.chat import ChatCompletionRequest
-from api_server.protocol.completion import CompletionRequest
+from api_server.protocol.completions import CompletionRequest
 from api_server.protocol.fields import HARMLESS, KNOWN
 from api_server.protocol.messages.request import MessagesRequest
 from api_server.protocol.responses.request import ResponsesRequest

@@ -13,7 +13,8 @@ from typing import Final
 
 from hypothesis import strategies as st
 
-from deploy.prepare import folder, gguf_file, gguf_header
+from deploy.models import gguf_file, gguf_header
+from deploy.models import prepared_folder as folder
 from proto.errors import ModelError
 from proto.prepared_model import TensorIndex
 from tests.fakes.gguf_headers import small_file

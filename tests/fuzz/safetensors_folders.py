@@ -17,7 +17,8 @@ import numpy as np
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from deploy.prepare import folder, hf_folder
+from deploy.models import hf_folder
+from deploy.models import prepared_folder as folder
 from proto.errors import ModelError
 from tests.fakes.tiny_model_files import TEMPLATE, TOKENS, tokenizer_json
 from tests.fuzz.mutation import Edit, mutated, spoilt_bytes, spoilt_tree

@@ -617,7 +617,7 @@ API_SERVER = (
 DEPLOY = (
     Fault(
         "restart_not_counted",
-        "deploy/restart_budget.py",
+        "deploy/supervisor/recovery.py",
         "        self._spent += 1\n",
         "        self._spent += 0\n",
         "A daemon whose worker dies at each start restarts it for ever instead of ending.",
@@ -625,8 +625,8 @@ DEPLOY = (
     ),
     Fault(
         "heartbeat_of_dead_workers_renews_the_budget",
-        "deploy/recovery.py",
-        "            if message.worker_epoch == self._births.worker_epoch:\n"
+        "deploy/supervisor/recovery.py",
+        "            if message.worker_epoch == self._epochs.worker_epoch:\n"
         "                self._budget.renew()\n",
         "            self._budget.renew()\n",
         "A daemon whose new workers die at once restarts them for ever.",
@@ -634,7 +634,7 @@ DEPLOY = (
     ),
     Fault(
         "hung_worker_not_found",
-        "deploy/hangs.py",
+        "deploy/supervisor/hang_detector.py",
         "                owes = index in report.awaits\n",
         "                owes = False\n",
         "A worker that hangs is never killed, and every request waits for ever.",
@@ -658,7 +658,7 @@ DEPLOY = (
     ),
     Fault(
         "downloaded_model_not_checked",
-        "deploy/fetch.py",
+        "deploy/models/fetch.py",
         "    if digest.hexdigest() != model.sha256:\n",
         "    if False:\n",
         "A model file that was tampered with on its way is loaded.",
@@ -666,7 +666,7 @@ DEPLOY = (
     ),
     Fault(
         "drain_does_not_wait",
-        "deploy/draining.py",
+        "deploy/supervisor/shutdown.py",
         "return not any(each != 0 for each in self._under_way.values()) or self._timed_out",
         "return not any(self._under_way.values()) or self._timed_out",
         "A drain aborts requests at once, before the front ends have said what is under way.",
@@ -674,15 +674,15 @@ DEPLOY = (
     ),
     Fault(
         "stubborn_process_not_killed",
-        "deploy/ending.py",
-        "(begin + patience.until_kill, signal.SIGKILL),",
-        "(begin + patience.until_kill, signal.SIGTERM),",
+        "deploy/supervisor/shutdown.py",
+        "(begin + limits.until_kill, signal.SIGKILL),",
+        "(begin + limits.until_kill, signal.SIGTERM),",
         "The daemon never ends when one of its processes ignores SIGTERM.",
         ("tests/deploy/test_supervisor.py",),
     ),
     Fault(
         "gguf_rope_scaling_lost",
-        "deploy/prepare/gguf_file.py",
+        "deploy/models/gguf_file.py",
         "    _add_rope_scaling(config, own, prefix)\n",
         "",
         "A GGUF model with scaled positions answers nonsense beyond its first context.",

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Final
 
-from deploy.adopted import reap_adopted
+from deploy.supervisor.processes import reap_adopted
 from tests import run
 from tests.planted_faults.tree_copy import TreeCopy
 

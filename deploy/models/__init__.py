@@ -1,0 +1,1 @@
+"""Models: the packaged ones, and the preparation of any model for serving."""

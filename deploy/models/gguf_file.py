@@ -1,0 +1,199 @@
+"""Reads a GGUF file: tensor index, configuration, tokenizer.
+
+Configuration and tokenizer come through transformers, so that ids and settings
+are the ones transformers would use. What its conversion leaves out is added
+here from the metadata, and a setting that neither knows stops the preparation:
+leaving it out would change the arithmetic silently.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import Any, Final
+
+from deploy.models import gguf_header
+from deploy.models.gguf_header import GgufHeader
+from deploy.models.prepared_folder import Contents, ProgressCallback, as_model_error, is_token_id
+from proto.errors import ModelError, shown
+from proto.prepared_model import TensorIndex
+
+_UNDERSTOOD: Final = frozenset(
+    {
+        "context_length",
+        "block_count",
+        "embedding_length",
+        "feed_forward_length",
+        "vocab_size",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.layer_norm_rms_epsilon",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.finetuned",
+        "rope.scaling.attn_factor",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+    }
+)
+"""Metadata keys, after the architecture, whose meaning reaches config.json."""
+
+_WINDOWED: Final = frozenset({"gemma3"})
+"""Architectures whose attention.sliding_window transformers' conversion takes over."""
+
+_LAYERS_OF_GEMMA3_27B: Final = 62
+
+_END_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def read(path: str, report: ProgressCallback) -> Contents:
+    """Everything in the file. Raises ModelError when it is damaged or cannot be served."""
+    report("reading the GGUF header", None)
+    header = gguf_header.read(path)
+    _check(header, path)
+    metadata = header.values
+    report("converting configuration and tokenizer", None)
+    config = _config(path, metadata)
+    tokenizer_json, tokenizer_config, template = _tokenizer(path)
+    return Contents(
+        config=config,
+        tokenizer_json=tokenizer_json,
+        tokenizer_config=tokenizer_config,
+        chat_template=template,
+        tensors=TensorIndex("gguf", (path,), header.tensors),
+        eos_token_ids=_end_tokens(metadata),
+        bos_token_id=_token_id(metadata, "bos_token_id"),
+    )
+
+
+def _check(header: GgufHeader, path: str) -> None:
+    if header.values.get("split.count", 0) not in (0, 1):  # 0: it was, and is joined again
+        raise ModelError("a GGUF model that is split over several files is not supported: join it")
+    for key in ("general.architecture", "tokenizer.ggml.model"):
+        if not isinstance(header.values.get(key), str):
+            raise ModelError(f"the GGUF file has no {key}")
+    if not header.tensors:
+        raise ModelError(f"{path} holds no tensors")
+
+
+def _config(path: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    architecture = metadata["general.architecture"]
+    prefix = architecture + "."
+    own = {
+        key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)
+    }
+    windowed = {"attention.sliding_window"} if architecture in _WINDOWED else set()
+    for key in own:
+        if key not in _UNDERSTOOD | windowed:
+            raise ModelError(f"the GGUF file sets {prefix}{key}, which is not supported")
+    config = _converted_config(path, architecture)
+    _add_head_dim(config, own, prefix)
+    _add_query_scale(config, own)
+    _add_rope_scaling(config, own, prefix)
+    return config
+
+
+def _converted_config(path: str, architecture: str) -> dict[str, Any]:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    folder, name = os.path.split(path)
+    with as_model_error(f"GGUF architecture {shown(architecture)!r}"):
+        converted = AutoConfig.from_pretrained(
+            folder, gguf_file=name, local_files_only=True, trust_remote_code=False
+        )
+        config: dict[str, Any] = json.loads(converted.to_json_string())
+    config.pop("_model_name_or_path", None)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
+    if model_class is None:
+        raise ModelError(f"GGUF architecture {architecture!r} is no text-generating decoder")
+    config["architectures"] = [model_class]
+    return config
+
+
+def _add_head_dim(config: dict[str, Any], own: Mapping[str, Any], prefix: str) -> None:
+    """The conversion drops the key length for some families, which have it fixed."""
+    length = own.get("attention.key_length")
+    if length is None:
+        return
+    if own.get("attention.value_length", length) != length:
+        raise ModelError(f"{prefix}attention.value_length differs from key_length: not supported")
+    if own.get("rope.dimension_count", length) != length:
+        raise ModelError(f"{prefix}rope.dimension_count is not the head size: not supported")
+    config["head_dim"] = length
+
+
+def _add_query_scale(config: dict[str, Any], own: Mapping[str, Any]) -> None:
+    """Gemma 3 scales its queries by the size of a head, but for the 27B.
+
+    No file says so; llama.cpp too knows that model by its number of layers.
+    """
+    if config["model_type"] != "gemma3_text":
+        return
+    if own.get("block_count") == _LAYERS_OF_GEMMA3_27B:
+        config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
+    else:
+        config["query_pre_attn_scalar"] = config["head_dim"]
+
+
+def _add_rope_scaling(config: dict[str, Any], own: Mapping[str, Any], prefix: str) -> None:
+    """The conversion drops rope scaling for most families; the keys have HF names here."""
+    kind = own.get("rope.scaling.type", "none")
+    if kind == "none":
+        return
+    if kind not in ("linear", "yarn"):
+        raise ModelError(f"{prefix}rope.scaling.type {kind!r} is not supported")
+    parameters = config.get("rope_parameters", {})
+    # Gemma 3 turns its two kinds of layers differently; the scaling is for those without a window.
+    by_kind = "full_attention" in parameters
+    rope = {**(parameters["full_attention"] if by_kind else parameters), "rope_type": kind}
+    names = {
+        "factor": "factor",
+        "original_context_length": "original_max_position_embeddings",
+        "attn_factor": "attention_factor",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+    }
+    for key, hf_key in names.items():
+        if f"rope.scaling.{key}" in own:
+            rope[hf_key] = own[f"rope.scaling.{key}"]
+    config["rope_parameters"] = {**parameters, "full_attention": rope} if by_kind else rope
+
+
+def _tokenizer(path: str) -> tuple[bytes, dict[str, Any], str | None]:
+    """(tokenizer.json, tokenizer configuration, chat template or None)."""
+    from transformers import AutoTokenizer
+
+    folder, name = os.path.split(path)
+    with as_model_error(f"the tokenizer in {path} cannot be converted"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, gguf_file=name, local_files_only=True, trust_remote_code=False
+        )
+        if not tokenizer.is_fast:
+            raise ModelError(f"the tokenizer in {path} has no tokenizer.json form")
+        with tempfile.TemporaryDirectory(prefix="tokend-tokenizer-") as saved:
+            tokenizer.backend_tokenizer.save(os.path.join(saved, "tokenizer.json"))
+            with open(os.path.join(saved, "tokenizer.json"), "rb") as stream:
+                tokenizer_json = stream.read()
+    special = {
+        key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)
+    }
+    template = tokenizer.chat_template
+    return tokenizer_json, special, template if isinstance(template, str) else None
+
+
+def _end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    found = (_token_id(metadata, key) for key in _END_KEYS)
+    return tuple(dict.fromkeys(token for token in found if token is not None))
+
+
+def _token_id(metadata: Mapping[str, Any], key: str) -> int | None:
+    value: Any = metadata.get(f"tokenizer.ggml.{key}")
+    if value is not None and not is_token_id(value):
+        raise ModelError(f"the GGUF file sets tokenizer.ggml.{key} to {shown(value)}")
+    return value

@@ -1,0 +1,176 @@
+"""Reads a Hugging Face folder: config.json, safetensors files, tokenizer.
+
+Only data is read, never code of the folder: not what `auto_map` names, and no pickle. The
+weights stay where they are; the index points into them.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from deploy.models import safetensors_header
+from deploy.models.prepared_folder import Contents, ProgressCallback, as_model_error, is_token_id
+from proto.errors import ModelError, shown
+from proto.prepared_model import TensorIndex
+
+_MAX_JSON_BYTES: Final = 256 << 20
+_PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def read(path: str, report: ProgressCallback) -> Contents:
+    """Everything in the folder. Raises ModelError naming the file that is missing or wrong."""
+    folder = Path(path)
+    report("reading headers", None)
+    config = _object(folder / "config.json", required=True)
+    if config.get("auto_map"):
+        raise ModelError(
+            f"{folder / 'config.json'}: auto_map names code that the model comes with; "
+            "code of a model is never run"
+        )
+    generation = _object(folder / "generation_config.json")
+    tensors = _tensors(folder)
+    report("reading the tokenizer", None)
+    tokenizer_json, tokenizer_config = _tokenizer(folder)
+    return Contents(
+        config=config,
+        tokenizer_json=tokenizer_json,
+        tokenizer_config=tokenizer_config,
+        chat_template=_chat_template(folder, tokenizer_config),
+        tensors=tensors,
+        eos_token_ids=_end_tokens(generation, config),
+        bos_token_id=_first_token(generation, config),
+    )
+
+
+def _object(path: Path, *, required: bool = False) -> dict[str, Any]:
+    """The JSON object in a file; empty when the file is absent and may be."""
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ModelError(f"{path} is larger than {_MAX_JSON_BYTES} bytes")
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        if required:
+            raise ModelError(f"{path.parent} has no {path.name}") from None
+        return {}
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return value
+
+
+def _tensors(folder: Path) -> TensorIndex:
+    files = _weight_files(folder)
+    entries = []
+    owners: dict[str, str] = {}
+    for number, path in enumerate(files):
+        for entry in safetensors_header.read(str(path), number):
+            if entry.name in owners:
+                raise ModelError(f"{entry.name} is in {owners[entry.name]} and in {path.name}")
+            owners[entry.name] = path.name
+            entries.append(entry)
+    return TensorIndex("safetensors", tuple(str(path) for path in files), tuple(entries))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = _object(folder / "model.safetensors.index.json")
+    if index:
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelError(f"{folder}/model.safetensors.index.json has no weight_map")
+        names = sorted({str(name) for name in weight_map.values()})
+        for name in names:
+            if os.path.basename(name) != name or not os.path.isfile(folder / name):
+                raise ModelError(f"{folder} has no {name}, which its weight index names")
+        return [folder / name for name in names]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return found
+    if found:
+        raise ModelError(f"{folder} has several .safetensors files and no index of them")
+    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+    if pickled:
+        raise ModelError(
+            f"{folder} has no .safetensors weights, and {pickled[0]} is pickled: reading it would "
+            "run what is in it; convert it to safetensors"
+        )
+    raise ModelError(f"{folder} has no .safetensors weights")
+
+
+def _tokenizer(folder: Path) -> tuple[bytes, dict[str, Any]]:
+    """(tokenizer.json, tokenizer configuration with plain strings as special tokens)."""
+    config = {**_object(folder / "special_tokens_map.json")}
+    config.update(_object(folder / "tokenizer_config.json"))
+    for key in _SPECIAL_TOKENS:
+        if isinstance(config.get(key), dict):
+            config[key] = config[key].get("content")
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        _object(path)
+        return path.read_bytes(), config
+    return _converted_tokenizer(folder), config
+
+
+def _converted_tokenizer(folder: Path) -> bytes:
+    """tokenizer.json made from an older form, such as a SentencePiece model."""
+    from transformers import AutoTokenizer
+
+    with as_model_error(f"{folder} has no tokenizer.json, and no other form"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    if not tokenizer.is_fast:
+        raise ModelError(f"the tokenizer of {folder} has no tokenizer.json form")
+    with tempfile.TemporaryDirectory(prefix="tokend-tokenizer-") as saved:
+        tokenizer.backend_tokenizer.save(os.path.join(saved, "tokenizer.json"))
+        return Path(saved, "tokenizer.json").read_bytes()
+
+
+def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """The template of the folder's own file, or the one in the tokenizer configuration."""
+    own = folder / "chat_template.jinja"
+    try:
+        return own.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        pass  # older folders keep it in a JSON file
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{own}: {error}") from None
+    legacy = _object(folder / "chat_template.json").get("chat_template")
+    template = legacy if legacy is not None else tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        named = [each for each in template if isinstance(each, dict)]
+        defaults = [each.get("template") for each in named if each.get("name") == "default"]
+        template = defaults[-1] if defaults else None
+    return template if isinstance(template, str) else None
+
+
+def _end_tokens(generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
+    for settings in (generation, config):
+        value = settings.get("eos_token_id")
+        if value is None or value == []:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(map(is_token_id, ids)):
+            raise ModelError(
+                f"eos_token_id {shown(value)} is neither a token id nor a list of them"
+            )
+        return tuple(dict.fromkeys(ids))
+    return ()
+
+
+def _first_token(generation: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
+    for settings in (generation, config):
+        value = settings.get("bos_token_id")
+        if value is not None:
+            if not is_token_id(value):
+                raise ModelError(f"bos_token_id {shown(value)} is no token id")
+            return int(value)
+    return None

@@ -1,0 +1,176 @@
+"""Writes a prepared folder: the files of `proto.prepared_model`, the manifest last.
+
+Knows nothing of where the model came from.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from proto.codec import encode, to_json
+from proto.errors import MAX_SHOWN, ModelError, shown
+from proto.prepared_model import PreparedModel, TensorIndex
+
+# What libraries raise over a model file that they cannot make sense of, as ModelError.
+#
+# They raise anything: their own mistakes look no different from those of the file.
+
+
+_PANIC: Final = "PanicException"
+"""Of libraries written in Rust; derived from BaseException, and importable from nowhere."""
+_LONGEST: Final = 3 * MAX_SHOWN
+
+
+@contextmanager
+def as_model_error(what: str) -> Iterator[None]:
+    """Raise ModelError, beginning with `what`, for whatever is raised inside."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+            raise
+        text = " ".join(str(error).split())[:_LONGEST]
+        raise ModelError(f"{what}: {text or type(error).__name__}") from None
+
+
+_CHUNK: Final = 4 << 20
+_HEAD_NAMES: Final = (
+    "output.weight",
+    "lm_head.weight",
+    "token_embd.weight",
+    "model.embed_tokens.weight",
+)
+"""Whose rows are the vocabulary, in order of preference; the last two when the head is tied."""
+
+_MAX_TOKENS: Final = 1 << 31
+"""Token ids and positions fit 32 bits everywhere."""
+
+ProgressCallback = Callable[[str, float | None], None]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything a source yields.
+
+    config: Hugging Face style. tokenizer_json: for the `tokenizers` library.
+    tokenizer_config: at least bos_token and eos_token where the model has them.
+    """
+
+    config: Mapping[str, Any]
+    tokenizer_json: bytes
+    tokenizer_config: Mapping[str, Any]
+    chat_template: str | None
+    tensors: TensorIndex
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None = field(default=None)
+
+
+def write(
+    contents: Contents, *, name: str, source: str, target: str, final: str, report: ProgressCallback
+) -> PreparedModel:
+    """Fill the folder `target`, which will be moved to `final`."""
+    config = contents.config
+    manifest = PreparedModel(
+        folder=final,
+        name=name,
+        source=source,
+        architecture=_architecture(config),
+        vocab_size=_vocab_size(contents),
+        max_position=_max_position(config),
+        bos_token_id=contents.bos_token_id,
+        eos_token_ids=contents.eos_token_ids,
+        weights_sha256=weights_digest(contents.tensors, report),
+        has_chat_template=contents.chat_template is not None,
+    )
+    _write(target, "config.json", _json(config))
+    _write(target, "tokenizer.json", contents.tokenizer_json)
+    _write(target, "tokenizer_config.json", _json(contents.tokenizer_config))
+    if contents.chat_template is not None:
+        _write(target, "chat_template.jinja", _template(contents.chat_template))
+    _write(target, "tensors.msgpack", encode(contents.tensors))
+    _write(target, "manifest.json", to_json(manifest))
+    return manifest
+
+
+def weights_digest(index: TensorIndex, report: ProgressCallback) -> str:
+    """SHA-256 over name, type, shape and bytes of every tensor, in the order of their names."""
+    digest = hashlib.sha256()
+    total = sum(tensor.num_bytes for tensor in index.tensors) or 1
+    done = 0
+    streams = [open(path, "rb") for path in index.files]  # noqa: SIM115 (closed below, all)
+    try:
+        for tensor in sorted(index.tensors, key=lambda each: each.name):
+            digest.update(f"{tensor.name}\0{tensor.type}\0{tensor.shape}\0".encode())
+            stream = streams[tensor.file]
+            stream.seek(tensor.offset)
+            left = tensor.num_bytes
+            while left:
+                chunk = stream.read(min(left, _CHUNK))
+                if not chunk:
+                    raise ModelError(f"{index.files[tensor.file]} ends inside {tensor.name}")
+                digest.update(chunk)
+                left -= len(chunk)
+                done += len(chunk)
+            report("hashing weights", done / total)
+    finally:
+        for stream in streams:
+            stream.close()
+    return digest.hexdigest()
+
+
+def _template(text: str) -> bytes:
+    """JSON can spell half of a surrogate pair; no file can."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise ModelError("the chat template is no valid text") from None
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise ModelError("config.json names no architecture: the key `architectures` is missing")
+    return names[0]
+
+
+def _vocab_size(contents: Contents) -> int:
+    shapes = {tensor.name: tensor.shape for tensor in contents.tensors.tensors}
+    for name in _HEAD_NAMES:
+        if shapes.get(name):
+            return shapes[name][0]
+    size = contents.config.get("vocab_size")
+    if not isinstance(size, int) or not 0 < size < _MAX_TOKENS:
+        raise ModelError("neither config.json nor the weights tell the size of the vocabulary")
+    return size
+
+
+def _max_position(config: Mapping[str, Any]) -> int:
+    length = config.get("max_position_embeddings")
+    if not isinstance(length, int) or not 0 < length < _MAX_TOKENS:
+        raise ModelError(
+            "config.json must give max_position_embeddings as a positive number, "
+            f"not {shown(length)}"
+        )
+    return length
+
+
+def is_token_id(value: Any) -> bool:
+    """Whether a setting can be one; `True` is a number to Python."""
+    return type(value) is int and 0 <= value < _MAX_TOKENS
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=2).encode() + b"\n"
+
+
+def _write(folder: str, name: str, data: bytes) -> None:
+    with open(os.path.join(folder, name), "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())

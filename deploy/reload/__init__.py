@@ -1,0 +1,1 @@
+"""Reload: replace engine and workers of a running daemon without losing a request."""

@@ -1,0 +1,1 @@
+"""The parent of all processes of a daemon: starts, watches, restarts and stops them."""
