@@ -1,8 +1,7 @@
-"""The contract between tokend's processes: messages, configuration, errors, sockets.
+"""Everything that crosses a process boundary: messages, configuration, errors, sockets.
 
-Owns every type that crosses a process boundary and every default value.
-Knows nothing of scheduling, models or HTTP; imports only msgspec, zmq and, to
-name processes, setproctitle.
+All default values are defined here. Imports only msgspec, zmq and, for process titles,
+setproctitle.
 """
 
 PROTOCOL_VERSION = 1

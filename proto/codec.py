@@ -1,10 +1,9 @@
 """Messages to bytes and back: msgspec Structs as msgpack, never pickle.
 
-A decoder is made for the union of messages that its link may carry, so nothing
-else can come in. Sizes are limited by the socket before a decoder sees them, and nesting
-by the types: none holds itself or "anything", so they are a few levels deep, and what a
-field more than there are may hold is skipped only down to the interpreter's recursion limit.
-The decoder reserves no memory for what a length only announces.
+A decoder accepts only the union of messages that its link may carry. Sockets limit sizes before
+decoding, and the types limit nesting: none is recursive or untyped, and unknown extra fields are
+skipped only down to the interpreter's recursion limit. The decoder allocates no memory for
+lengths that are merely announced.
 """
 
 from typing import Any, Generic, TypeVar
@@ -15,19 +14,19 @@ from proto.errors import ProtocolError
 
 T = TypeVar("T")
 Message = msgspec.Struct
-"""What crosses processes."""
+"""Base class of all messages between processes."""
 M = TypeVar("M", bound=Message)
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """The msgpack form of a message."""
+    """Return a message as msgpack."""
     return _encoder.encode(message)
 
 
 def changed(message: M, **fields: Any) -> M:
-    """A message like this one, but for these fields."""
+    """Return a copy of a message with these fields replaced."""
     return msgspec.structs.replace(message, **fields)
 
 
@@ -38,7 +37,7 @@ class MessageDecoder(Generic[T]):
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type)
 
     def decode(self, frame: bytes) -> T:
-        """The message in `frame`; raises ProtocolError when it is not one of the union."""
+        """Decode `frame`; raises ProtocolError if it is no message of the union."""
         try:
             return self._decoder.decode(frame)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -46,22 +45,22 @@ class MessageDecoder(Generic[T]):
 
 
 def to_json(message: msgspec.Struct) -> bytes:
-    """A Struct as indented JSON, for files that people may read."""
+    """Return a Struct as indented JSON, for files."""
     return msgspec.json.format(msgspec.json.encode(message), indent=2)
 
 
 def to_json_line(message: msgspec.Struct) -> bytes:
-    """A Struct as JSON on a line of its own, for pipes."""
+    """Return a Struct as one line of JSON, for pipes."""
     return msgspec.json.encode(message) + b"\n"
 
 
 def to_compact_json(value: Any) -> bytes:
-    """Dicts, lists, texts and numbers as JSON: a tenth of the time that `json` takes for many."""
+    """Return dicts, lists, strings and numbers as JSON, ten times as fast as `json` for many."""
     return msgspec.json.encode(value)
 
 
 def from_json(data: bytes, message_type: type[T]) -> T:
-    """The Struct in a JSON document; raises ProtocolError naming what is wrong."""
+    """Parse a JSON document as a Struct; raises ProtocolError if it is invalid."""
     try:
         return msgspec.json.decode(data, type=message_type)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,7 +1,7 @@
-"""Classes by name, imported when they are used and not before.
+"""Classes found by name and imported on use.
 
-A registry maps names to "module:class", so that nobody pays for what is not configured; a class
-that is not in any is named by its module's path.
+A registry maps names to "module:class", so that components that are not configured are not
+imported.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from proto.errors import ConfigError
 
 
 def load_class(target: str, field: str) -> Any:
-    """What "module:class" names; raises ConfigError about the setting `field` where it is not."""
+    """Import "module:class"; raises ConfigError about the setting `field` if that fails."""
     module_path, _, name = target.partition(":")
     try:
         module = import_module(module_path)
@@ -25,7 +25,7 @@ def load_class(target: str, field: str) -> Any:
 
 
 def find_class(known: Mapping[str, str], name: str, field: str) -> Any:
-    """The class registered under a name; raises ConfigError listing the names for another."""
+    """Return the class of a name; raises ConfigError with the known names for an unknown one."""
     if name not in known:
         raise ConfigError(
             f"{field}: {name} is not registered; there are {', '.join(sorted(known))}", field

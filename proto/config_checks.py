@@ -36,7 +36,7 @@ _DTYPES_OF_WEIGHTS: Final[dict[CpuWeights, tuple[DType, ...]]] = {
     "bf16": ("auto", "bfloat16"),
     "f32": ("auto", "float32"),
 }
-"""Activations that products with each form of the weights take."""
+"""Data types of activations supported by each weight format."""
 
 
 def validate(config: ServeConfig) -> None:
@@ -182,14 +182,14 @@ def _check_reliability(reliability: ReliabilityConfig, cache: CacheConfig) -> No
         )
     if reliability.reload_strategy == "side-by-side" and cache.has_fixed_kv_events_endpoint:
         raise ConfigError(
-            "--reload-strategy side-by-side has two engines at a time, which cannot both publish "
+            "--reload-strategy side-by-side runs two engines at a time, which cannot both publish "
             f"at --kv-events-endpoint {cache.kv_events_endpoint}: give ipc, or another strategy",
             "reload_strategy",
         )
 
 
 def _check_parallel(parallel: ParallelConfig) -> None:
-    """How many a model can be shared by is known when it is loaded; this is before any starts."""
+    """Check the upper limit; whether the model can be split this way is checked at loading."""
     _positive("tensor_parallel_size", parallel.tensor_parallel_size)
     if parallel.tensor_parallel_size > MAX_TENSOR_PARALLEL_SIZE:
         raise ConfigError(
@@ -200,7 +200,7 @@ def _check_parallel(parallel: ParallelConfig) -> None:
 
 
 def _check_keys(frontend: FrontEndConfig) -> None:
-    """An empty key would let in whoever sends an empty one."""
+    """Refuse empty keys, which would match empty tokens."""
     for field in sorted(SECRET_FIELDS):
         key = getattr(frontend, field)
         if key is not None and not key.strip():
@@ -212,7 +212,7 @@ def _check_keys(frontend: FrontEndConfig) -> None:
 
 
 def _check_tls(frontend: FrontEndConfig) -> None:
-    """Half a TLS setting would leave open what looks closed."""
+    """Refuse incomplete TLS settings, which would have no effect."""
     if frontend.ssl_cert_reqs not in (0, 1, 2):
         raise ConfigError(
             f"--ssl-cert-reqs must be 0, 1 or 2, got {frontend.ssl_cert_reqs}", "ssl_cert_reqs"
@@ -228,12 +228,12 @@ def _check_tls(frontend: FrontEndConfig) -> None:
         )
     if frontend.ssl_ca_certs is not None and not frontend.ssl_cert_reqs:
         raise ConfigError(
-            "--ssl-ca-certs checks nobody with --ssl-cert-reqs 0: give 1 or 2", "ssl_ca_certs"
+            "--ssl-ca-certs has no effect with --ssl-cert-reqs 0: give 1 or 2", "ssl_ca_certs"
         )
 
 
 def _check_pressure(scheduler: SchedulerConfig) -> None:
-    """Doors that close above one occupancy open below a lower one, or they would flap."""
+    """Check the watermarks: admission resumes below the level at which it stops."""
     if not 0.0 <= scheduler.watermark < 1.0:
         raise ConfigError(f"--watermark must be in [0, 1), got {scheduler.watermark}", "watermark")
     stop, preempt = scheduler.stop_admission_above, scheduler.preempt_above
@@ -256,13 +256,13 @@ def _check_pressure(scheduler: SchedulerConfig) -> None:
     if preempt < stop:
         raise ConfigError(
             f"--preempt-above ({preempt}) must not be less than --stop-admission-above ({stop}): "
-            "requests would be admitted to be preempted",
+            "requests would be preempted right after admission",
             "preempt_above",
         )
 
 
 def _check_weights(config: ServeConfig) -> None:
-    """Which activations go with which weights; a GPU has no such choice."""
+    """Check weight format against data type and device."""
     weights, dtype = config.model.cpu_weights, config.model.dtype
     if config.device.device == "cuda" and weights != "auto":
         raise ConfigError(f"--cpu-weights {weights} needs --device cpu", "cpu_weights")
@@ -275,7 +275,7 @@ def _check_weights(config: ServeConfig) -> None:
 
 
 def _check_device(config: ServeConfig) -> None:
-    """What one kind of device has and the other does not."""
+    """Check settings that only one kind of device supports."""
     cache, device = config.cache, config.device
     if not 0.0 < cache.gpu_memory_utilization <= 1.0:
         raise ConfigError(
@@ -315,7 +315,7 @@ def _check_kv_events(cache: CacheConfig) -> None:
 
 
 def _check_kv_transfer(cache: CacheConfig) -> None:
-    """What is kept elsewhere is known by the hashes of the prefix cache."""
+    """Check that prefix caching is on: KV connectors find KV by the hashes of the prefix cache."""
     transfer = kv_transfer_config(cache.kv_transfer_config)
     if transfer.kv_connector and not cache.enable_prefix_caching:
         raise ConfigError(

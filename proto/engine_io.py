@@ -1,19 +1,32 @@
-"""Messages between the front ends and the engine.
+"""Messages between API servers and the engine.
 
-Front end → engine: EngineCoreRequest, SessionInput, Abort, AdminCall, TurnEnded (agents),
-Watch (view).
-Engine → front end: EngineReady (lifecycle/), EngineCoreOutputs, AdminReply, EngineView (view).
+API server → engine: EngineCoreRequest, SessionInput, Abort, AdminCall, TurnEnded, Watch (view).
+Engine → API server: EngineReady (lifecycle.py), EngineCoreOutputs, AdminReply, EngineView (view).
 
-Every message carries the epoch; one of another epoch is dropped. Each output
-names the index of its first token, so a repeat after a restart is recognised.
+Every message has the epoch of the engine; messages of another epoch are dropped. Each output has
+the index of its first token, so that repeated tokens after a restart are recognised.
 
-A session is a request whose input comes in parts. Each part is a turn, which ends as
-a request does; the next turn's prompt is what there is, but for the last output (it
-was drawn and never computed), and the new part:
+    request id (made by the API server, unique over the run of the daemon)
+    63      55 54          40 39                                0
+    | client  | incarnation  | counter                          |
+
+    handle     32 bits, made by the engine at admission; names a sequence (one choice of a
+               request) between engine and workers, and is not reused within an epoch
+
+A session is a request whose input comes in parts. Each part is a turn, which ends as a request
+does. The prompt of the next turn is all tokens so far, without the last output (it was sampled
+but never computed), and the new part:
 
     EngineCoreRequest(resumable)  [1 2 3]  →  10 11, stop, goes_on
-    SessionInput                  [4 5]    →  prompt 1 2 3 10 4 5; computed are 4 and 5
-    SessionInput                  [], last →  the end, if no turn is under way
+    SessionInput                  [4 5]    →  prompt 1 2 3 10 4 5; 4 and 5 are computed
+    SessionInput                  [], last →  the session ends, now or after the current turn
+
+A job is the work of an agent: requests that are its turns, with tool calls in between.
+
+    turn 1 ends ── TurnEnded(job, tool) ── the tool runs ── turn 2 of the job arrives
+    └──────── the engine may retain the turn's KV ──────────┘
+
+The API server makes the names of jobs and tools; jobs of different tenants have different names.
 """
 
 import enum
@@ -35,10 +48,9 @@ MAX_INCARNATIONS = 1 << 15
 
 
 def request_ids(client_index: int, incarnation: int) -> Iterator[int]:
-    """The request ids of one incarnation of one front end, in order.
+    """Return the request ids of one incarnation of an API server, in order.
 
-    Raises ValueError for an index outside [0, 256) or an incarnation outside
-    [0, 32768).
+    Raises ValueError for an index outside [0, 256) or an incarnation outside [0, 32768).
     """
     if not 0 <= client_index < MAX_CLIENTS:
         raise ValueError(f"client_index {client_index} is outside [0, {MAX_CLIENTS})")
@@ -48,15 +60,15 @@ def request_ids(client_index: int, incarnation: int) -> Iterator[int]:
 
 
 MAX_NAME_LENGTH: Final = 256
-"""Characters of the name of a job or a tool."""
+"""Maximum characters of the name of a job or a tool."""
 
 
 class AgentHint(msgspec.Struct, array_like=True, frozen=True):
-    """Whose turn a request is.
+    """The agent job that a request belongs to.
 
-    job: name of the agent's work; is_last_step: no turn follows this one.
-    ttl_ms: milliseconds for which its KV is worth keeping when it ends, by the client's own
-        account; None leaves it to the engine.
+    job: its name. is_last_step: whether this is its last turn.
+    ttl_ms: milliseconds for which the client wants KV retained after the turn; None: the engine
+        decides.
     """
 
     job: str
@@ -65,14 +77,14 @@ class AgentHint(msgspec.Struct, array_like=True, frozen=True):
 
 
 NO_AGENT: Final = AgentHint("")
-"""Of a request that is nobody's turn."""
+"""For a request that belongs to no job."""
 
 
 class TurnEnded(msgspec.Struct, array_like=True, tag=7, frozen=True):
-    """The answer of a turn has been read: what the job does until its next one.
+    """A turn of a job has ended, and its output is parsed.
 
-    request_id: of the turn. tool: the name of the tool that it waits for now; empty where it
-    called none. A job that is over, or unknown, is passed over.
+    request_id: of the turn. tool: name of the tool that the job calls now; "" for none. Ignored
+    for a job that has ended or is unknown.
     """
 
     epoch: int
@@ -82,10 +94,10 @@ class TurnEnded(msgspec.Struct, array_like=True, tag=7, frozen=True):
 
 
 PauseMode = Literal["finish_running", "freeze"]
-"""finish_running: no request begins, those that have begun go on. freeze: nothing is computed."""
+"""finish_running: running requests go on and no other starts. freeze: nothing is computed."""
 
 MAX_CHOICES: Final = 128
-"""Most choices of one request."""
+"""Maximum choices of one request."""
 
 
 class FinishReason(enum.IntEnum):
@@ -102,28 +114,27 @@ class FinishReason(enum.IntEnum):
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_only=True):
-    """One request, complete enough to be taken up where an earlier engine left it.
+    """One request, with all that is needed to continue it after an engine restart.
 
-    request_id: made by the front end, unique over the run.
+    request_id: see the top of this file.
     prompt_token_ids: [num_prompt_tokens], each below the vocabulary size.
-    n: number of choices; choice i draws with (seed, i, position).
+    n: number of choices; choice i samples with the key (seed, i, position).
     output_token_ids: per choice, the tokens already generated; empty for a new request.
-    finished_choices: choices that need no more tokens.
-    seed: 64 bits, always set: the front end draws one when the client gives none.
+    finished_choices: choices that have ended.
+    seed: 64 bits; random if the client gives none.
     arrival_time: seconds on the monotonic clock of the machine.
-    priority: lower goes first, where the policy asks.
-    cache_salt: separates prefix caches; enters the hash of the first block.
-    crash_count: processes that died while this request was computed, since it got further.
-    resumable: opens a session, which the `last` SessionInput closes.
-    tenant: 64 bits, who shares the engine fairly with other tenants; 0 where nobody is named.
-    accepted: an engine has taken it in before, so no limit of the queue refuses it now.
-    queue_deadline, deadline: seconds on the monotonic clock of the machine, before which it
-        must have begun and must be over; infinite for none.
-    grammar: what the text of each choice has to be; None leaves it free.
+    priority: lower is first, with a scheduling policy that uses it.
+    cache_salt: separates prefix caches; part of the hash of the first block.
+    crash_count: processes that died while this request was computed, since its last progress.
+    resumable: opens a session; the SessionInput with `last` closes it.
+    tenant: 64 bits, the tenant for fair scheduling; 0 for none.
+    accepted: an engine has accepted it before, so limits of the queue do not apply.
+    queue_deadline, deadline: seconds on the monotonic clock of the machine, for the first step and
+        for the end; infinite for none.
+    grammar: for the text of each choice; None for free text.
     agent: the job that this is a turn of; None for none.
-    thinking: how it begins with thoughts, where the engine has to know: a grammar holds after
-        them, and a budget ends them.
-    label: the id of its answer. reader: 64 bits, who is shown it in the live view.
+    thinking: markers and budget of reasoning, if a grammar applies after it or a budget ends it.
+    label: id of the response. reader: 64 bits, the user who may see it in the live view.
     """
 
     epoch: int
@@ -151,10 +162,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2, frozen=True):
-    """End a request, or one choice of it, whatever state it is in.
+    """End a request, or one choice of it, in any state. No further output follows.
 
-    reason: "disconnect" when nobody listens any more, "stop_string" when the front
-    end found the end of a choice itself. No output follows for what is aborted.
+    reason: "disconnect" if the client is gone, "stop_string" if the API server found a stop string.
     choice: None for all choices.
     """
 
@@ -170,13 +180,13 @@ AdminName = Literal[
 
 
 class AdminCall(msgspec.Struct, array_like=True, tag=3, frozen=True):
-    """An operator's call; exactly one AdminReply with the same call_id follows.
+    """An admin call; exactly one AdminReply with the same call_id follows.
 
-    pause_mode: of "pause". The reply does not wait for anyone to finish.
-    ends_unfinished: of "pause". Requests, waiting ones too, end first, for FinishReason.ABORT.
-    reset_running_requests: of "reset_prefix_cache". Requests that hold blocks lose them
-    and are computed again; without it the call fails while there are any. reset_external: what
-    the KV connector keeps elsewhere is forgotten as well.
+    pause_mode: for "pause". The reply does not wait for running requests.
+    ends_unfinished: for "pause". First end all requests with FinishReason.ABORT.
+    reset_running_requests: for "reset_prefix_cache". Preempt and recompute running requests;
+        without it the call fails if there are any.
+    reset_external: for "reset_prefix_cache". Also drop KV stored by the KV connector.
     """
 
     epoch: int
@@ -189,10 +199,10 @@ class AdminCall(msgspec.Struct, array_like=True, tag=3, frozen=True):
 
 
 class AdminReply(msgspec.Struct, array_like=True, tag=4, frozen=True):
-    """`ok` tells whether the call did what it is named for; `detail` says why not.
+    """Result of an AdminCall: `ok`, or `detail` with the reason of the failure.
 
-    value: the number that "get_num_unfinished" asks for, in choices; of "get_pause" 1 in a
-    pause, whose mode is the `detail`, and 0 otherwise.
+    value: number of unfinished choices for "get_num_unfinished"; for "get_pause" 1 if paused, with
+        the mode as `detail`, and 0 otherwise.
     """
 
     epoch: int
@@ -203,13 +213,13 @@ class AdminReply(msgspec.Struct, array_like=True, tag=4, frozen=True):
 
 
 class SessionInput(msgspec.Struct, array_like=True, tag=6, frozen=True):
-    """The next part of a session's input. It waits for the end of the turn under way.
+    """The next part of a session's input; it waits for the end of the current turn.
 
     prompt_token_ids: [num_new_tokens]; empty only with `last`.
-    sampling_params: of the turn that it begins; None keeps those of the turn before.
+    sampling_params: for the new turn; None keeps those of the last one.
     max_tokens and the indices of outputs and draws count from the start of the turn.
-    last: no more input follows; the session ends with the turn, or, where there are
-    no tokens, with the turn before.
+    last: no more input follows; the session ends with this turn, or, without tokens, with the
+    one before.
     """
 
     epoch: int
@@ -237,11 +247,11 @@ class LogprobsArrays(msgspec.Struct, array_like=True, frozen=True):
 
 
 class FirstTokenInfo(msgspec.Struct, array_like=True, frozen=True):
-    """Comes once per choice, with its first output of an engine's life.
+    """Sent once per choice and engine, with the first output.
 
-    num_cached_tokens: prompt tokens whose KV was found in the prefix cache.
+    num_cached_tokens: prompt tokens found in the prefix cache.
     queued_at, scheduled_at: seconds on the machine's monotonic clock.
-    num_external_tokens: of those that were found, which a connector had.
+    num_external_tokens: those of them that a connector loaded.
     """
 
     num_cached_tokens: int
@@ -251,15 +261,14 @@ class FirstTokenInfo(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What one choice got in one step.
+    """Output of one choice in one step.
 
     token_index: index, among the choice's output tokens (a session's: the turn's), of
         new_token_ids[0].
     stop_reason: the stop token id when a stop token other than EOS ended the choice.
-    goes_on: a turn of a session is over, for the finish_reason that is given, but not
-        the session.
-    kv_transfer_params: with a finish_reason, what the KV connector has the client told, a JSON
-        object; empty for nothing. Bytes, so that decoding this never looks into it.
+    goes_on: a turn of a session ended with this finish_reason, and the session continues.
+    kv_transfer_params: with a finish_reason, data of the KV connector for the client, a JSON
+        object; empty for none. Bytes, so that decoding this message does not parse it.
     A choice gets exactly one output with a finish_reason and without goes_on, unless
     the front end aborted it.
     """
@@ -279,11 +288,11 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class RequestProgress(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """How far the computation of a choice is that brought crashes along and has no token since.
+    """Progress of a choice that took part in crashes and has no new token since.
 
-    Comes first, with zeros, when the engine begins with it, before its first step is decided.
-    num_computed_tokens: of prompt and outputs, in steps that are complete.
-    num_tokens_under_way: the same and those of the steps that are not.
+    Sent first with zeros, before the choice's first step is scheduled.
+    num_computed_tokens: tokens of prompt and outputs in completed steps.
+    num_tokens_under_way: these and those of steps in flight.
     """
 
     request_id: int
@@ -292,15 +301,14 @@ class RequestProgress(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=5, frozen=True):
-    """Everything the engine tells one front end at the end of a step.
+    """All outputs for one API server at the end of a step.
 
     timestamp: monotonic seconds at which the tokens left the engine.
-    accepted: ids of requests that were taken in since the last message; a request
-    that is refused gets an output with an error instead.
-    stats: to one front end, of those that are told something if there are any.
-    alone: ids of requests that are computed with nothing beside them from now on, because
-    they may be what the engine or its workers died of.
-    progress: comes before the step is computed, because afterwards there may be no engine.
+    accepted: ids of requests accepted since the last message; a refused request gets an output
+        with an error instead.
+    stats: sent to one API server per step, if possible one that gets a message anyway.
+    alone: ids of requests that run alone from now on, because they may have caused crashes.
+    progress: sent before the step is computed, because the step may crash the engine.
     """
 
     epoch: int

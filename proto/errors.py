@@ -1,7 +1,7 @@
-"""The errors users and other processes meet, as one tree.
+"""Exceptions and error messages, as one tree.
 
     TokendError
-    ├── ConfigError            a setting is wrong: exit status 2, one line
+    ├── ConfigError            an invalid setting: exit status 2, one line
     ├── ModelError             a model folder or file cannot be used
     ├── RequestError           one request fails; carries the HTTP status
     │   ├── InvalidRequestError   400  names the parameter
@@ -18,10 +18,10 @@
     │   │   └── QueueTimeoutError    503
     │   ├── TimeLimitError        504
     │   └── InternalRequestError  500
-    ├── ProtocolError          a peer sent what it must not, or speaks another version
-    └── ProcessDiedError       a process of this daemon ended unasked
+    ├── ProtocolError          a peer sent an invalid message, or has another version
+    └── ProcessDiedError       a process of this daemon ended unexpectedly
 
-An error crosses a process as `ErrorInfo`.
+Between processes an error is sent as `ErrorInfo`.
 """
 
 from typing import Final, Literal
@@ -42,8 +42,10 @@ MAX_SHOWN: Final = 100
 
 
 def shown(value: object) -> str:
-    """A client's value as a message shows it: about `MAX_SHOWN` characters, of which none is half
-    of a surrogate pair, as no message with one could be sent."""
+    """Return a client's value for an error message: at most about `MAX_SHOWN` characters.
+
+    Unpaired surrogates are escaped, because they cannot be encoded as UTF-8.
+    """
     text = str(value)
     text = text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
     return text.encode(errors="backslashreplace").decode()
@@ -54,7 +56,7 @@ class TokendError(Exception):
 
 
 class ConfigError(TokendError):
-    """A setting that is wrong, or in conflict with another."""
+    """A setting that is invalid, or in conflict with another."""
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -66,19 +68,19 @@ class ModelError(TokendError):
 
 
 class ProtocolError(TokendError):
-    """A message that this process must not receive, or a peer of another version."""
+    """A peer sent an invalid message, or has another protocol version."""
 
 
 class ProcessDiedError(TokendError):
-    """A process of the daemon ended without being asked to."""
+    """A process of the daemon ended unexpectedly."""
 
 
 class RequestError(TokendError):
-    """One request fails and nothing else does.
+    """Failure of one request.
 
     `message` is shown to the client, `param` names the offending field.
-    retry_after_seconds: when to try again; 0 says nothing of it.
-    cause: by which it is counted among the requests that were cut short; "" for none.
+    retry_after_seconds: value of the Retry-After header; 0 for none.
+    cause: label in the metric of aborted requests; "" if it is not counted there.
     """
 
     status = 500
@@ -113,21 +115,21 @@ class UnknownModelError(RequestError):
 
 
 class UnknownPathError(RequestError):
-    """There is nothing, as the daemon is set."""
+    """The path does not exist, or the settings disable it."""
 
     status = 404
     type = "NotFoundError"
 
 
 class ConflictError(RequestError):
-    """Not now: something has to end before."""
+    """The operation conflicts with one that has not finished."""
 
     status = 409
     type = "ConflictError"
 
 
 class RequestAbortedError(RequestError):
-    """An operator has ended it. Clients retry most other failures by themselves, not this one."""
+    """An operator aborted the request. Status 410, so that client libraries do not retry."""
 
     status = 410
     type = "RequestAbortedError"
@@ -138,7 +140,7 @@ class RequestAbortedError(RequestError):
 
 
 class RequestCancelledError(RequestError):
-    """Its client has ended it before it was taken in."""
+    """The client cancelled the request before the engine accepted it."""
 
     status = 410
     type = "RequestCancelledError"
@@ -160,20 +162,20 @@ class OverloadedError(RequestError):
 
 
 class QueueFullError(OverloadedError):
-    """As many wait as may wait; `param` is the setting that says how many."""
+    """The queue is full; `param` names the setting of the limit."""
 
     type = "overloaded_error"
 
 
 class QueueTimeoutError(OverloadedError):
-    """It waited for its first step for as long as it was to wait."""
+    """The request waited for its first step longer than the queue timeout."""
 
     type = "overloaded_error"
     cause = "queue_timeout"
 
 
 class TimeLimitError(RequestError):
-    """Its time is over, whether or not it has begun."""
+    """The deadline of the request has passed."""
 
     status = 504
     type = "timeout_error"
@@ -189,7 +191,7 @@ class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
     """An error on the wire.
 
     `traceback` is for the log of the daemon and is never shown to a client.
-    `retry_after_seconds` is 0 where nothing better is known than the kind of error.
+    `retry_after_seconds`: 0 for the default of the kind of error.
     """
 
     kind: ErrorKind
@@ -200,7 +202,7 @@ class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
     retry_after_seconds: int = 0
 
     def to_exception(self) -> RequestError:
-        """The exception that a front end raises for the request."""
+        """Return the exception that an API server raises for the request."""
         classes: dict[str, type[RequestError]] = {
             "invalid_request": InvalidRequestError,
             "overloaded": OverloadedError,

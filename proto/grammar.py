@@ -1,7 +1,6 @@
-"""What the text of an answer has to be: a grammar, as a client gave it.
+"""Sources of grammars for structured output, and the limits that API server and engine both check.
 
-Owns the limits that front end and engine both check. Knows nothing of how a grammar is
-compiled: only the engine does that.
+Only the engine compiles grammars.
 """
 
 import json
@@ -21,16 +20,15 @@ MAX_TRIGGER_BYTES: Final = 256
 
 
 class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
-    """A grammar in words.
+    """The source of a grammar.
 
-    kind, source: a JSON schema as JSON; a regular expression that the whole text matches; a
-        JSON list of strings, one of which is the text; or a context-free grammar (Lark, or GBNF);
-        `free` stands for none at all.
-    compact: JSON without any space between its parts.
-    trigger: the grammar begins behind the first place where this stands in the text, and what
-        comes before is free; empty: it holds from the start.
+    kind, source: a JSON schema as JSON; a regular expression for the whole text; a JSON list of
+        strings to choose from; a context-free grammar (Lark or GBNF); `free` for no grammar.
+    compact: JSON without white space.
+    trigger: the grammar applies after the first occurrence of this text, and the text before is
+        free; empty: it applies from the start.
     trigger_token_id: the same for a token, which may have no text.
-    field: of the request that it came with, for errors.
+    field: name of the request field, for errors.
     """
 
     kind: GrammarKind
@@ -42,14 +40,14 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Of the source; raises InvalidRequestError where it is no text."""
+        """Size of the source as UTF-8; raises InvalidRequestError for unpaired surrogates."""
         try:
             return len(self.source.encode())
         except UnicodeEncodeError:
             raise InvalidRequestError("the grammar holds half of a surrogate pair") from None
 
     def validate(self) -> None:
-        """Raise InvalidRequestError for what need not be compiled to be known as wrong."""
+        """Raise InvalidRequestError for errors that can be found without compiling the grammar."""
         if not self.source.strip():
             raise InvalidRequestError("the grammar is empty")
         if self.num_bytes > MAX_GRAMMAR_BYTES:
@@ -65,11 +63,11 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
 
 
 FREE_TEXT: Final = GrammarSource("free", "anything")
-"""Of an answer whose thoughts alone have a rule."""
+"""For a request with a reasoning budget and no grammar for the answer."""
 
 
 def decoded(source: str) -> Any:
-    """A JSON text as Python has it; raises InvalidRequestError where it is none."""
+    """Parse JSON; raises InvalidRequestError if it is invalid."""
     try:
         return json.loads(source)
     except RecursionError:
@@ -79,7 +77,7 @@ def decoded(source: str) -> Any:
 
 
 def encoded(value: Any) -> str:
-    """A JSON text of what came with a request; raises InvalidRequestError for what has none."""
+    """Serialise a value of a request as JSON; raises InvalidRequestError if that is impossible."""
     check_depth(value)
     try:
         return json.dumps(value, allow_nan=False)
@@ -88,7 +86,7 @@ def encoded(value: Any) -> str:
 
 
 def check_schema(schema: Any) -> None:
-    """Raise InvalidRequestError for a schema that is too deep, or none at all."""
+    """Raise InvalidRequestError for a schema of an invalid type or too many levels."""
     if not isinstance(schema, dict | bool):
         raise InvalidRequestError("a JSON schema is an object")
     if isinstance(schema, dict) and "x-guidance" in schema:
@@ -97,9 +95,9 @@ def check_schema(schema: Any) -> None:
 
 
 def check_depth(value: Any) -> None:
-    """Raise InvalidRequestError for JSON of more than MAX_GRAMMAR_DEPTH levels, or far too much.
+    """Raise InvalidRequestError for JSON that is too deep or too large.
 
-    Each part of it takes a byte at least, so this looks at no more of them than may be.
+    Each part takes at least a byte, so no more than MAX_GRAMMAR_BYTES parts are visited.
     """
     level, depth, num_parts = [value], 0, 1
     while level:

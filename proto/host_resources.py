@@ -12,7 +12,14 @@ _OWN: Final = "proc/self/cgroup"
 
 
 def cpu_limit(root: Path) -> float | None:
-    """CPU seconds a second that may be used; None for no limit.
+    """Return the CPU limit of the control groups, in CPU seconds per second; None for no limit.
+
+    A process is bound by the limits of its own group and of all groups around it; versions 1 and 2:
+
+        /proc/self/cgroup   4:memory:/system/tokend          0::/system/tokend
+        limits in           sys/fs/cgroup/memory/system/…    sys/fs/cgroup/system/…
+
+    In a container the first folders may be missing, because the mount starts further down.
 
     root: holds the `proc` and `sys` trees that describe the machine.
     """
@@ -26,7 +33,7 @@ def cpu_limit(root: Path) -> float | None:
 
 
 def memory_left(root: Path) -> int | None:
-    """Bytes that may be allocated beyond what is; cached files make room. None for no limit."""
+    """Return the bytes that control groups still allow (page cache is free); None for no limit."""
     left = [
         _left(folder, *names)
         for folder in _folders(root, "memory")
@@ -39,7 +46,7 @@ def memory_left(root: Path) -> int | None:
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """Where limits for a controller may be, of both versions."""
+    """Folders that may hold limits of a controller, of both versions."""
     for name, group in _own_groups(root):
         if name == "":
             mounts = [root / _MOUNT, root / _HYBRID]
@@ -53,7 +60,7 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _own_groups(root: Path) -> list[tuple[str, str]]:
-    """Controllers, none for version 2, and the group; the root of version 2 where nothing tells."""
+    """Pairs of controllers ("" for version 2) and group; the root of version 2 if unknown."""
     try:
         lines = (root / _OWN).read_text().splitlines()
     except OSError:
@@ -63,7 +70,7 @@ def _own_groups(root: Path) -> list[tuple[str, str]]:
 
 
 def _quota(file: Path) -> float | None:
-    """Of a cpu.max: microseconds, or the word max, and the period."""
+    """CPU limit in a cpu.max file: quota in microseconds, or "max", and period."""
     match _words(file):
         case [quota, period] if quota.isdigit() and period.isdigit() and int(period):
             return int(quota) / int(period)
@@ -71,7 +78,7 @@ def _quota(file: Path) -> float | None:
 
 
 def _old_quota(folder: Path) -> float | None:
-    """Of version 1, where -1 is no limit."""
+    """CPU limit of version 1, where -1 is no limit."""
     quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
     return quota / period if quota and period else None
 
@@ -86,7 +93,7 @@ def _left(folder: Path, limit_name: str, used_name: str, cached_name: str) -> in
 
 
 def _number(file: Path) -> int | None:
-    """The number in a file; None where there is no such file or something else in it."""
+    """The number in a file; None if the file is missing or holds something else."""
     words = _words(file)
     return int(words[0]) if len(words) == 1 and words[0].isdigit() else None
 
@@ -102,12 +109,12 @@ def _words(file: Path) -> list[str]:
 
 
 ALLOWED_CPUS: Final = frozenset(os.sched_getaffinity(0))
-"""What this process may run on. OpenMP may bind the thread that loads its library to one of
-them, so whoever loads it imports this first."""
+"""CPUs of the affinity mask at import. Import this module before loading OpenMP, which may bind the
+loading thread to a single CPU."""
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores of the affinity mask, or fewer where a control group grants less time; at least 1.
+    """Return the cores of the affinity mask, or fewer if control groups allow less; at least 1.
 
     root: holds the `proc` and `sys` trees that describe the machine.
     """
@@ -116,20 +123,20 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def allowed_cores(root: Path = Path("/")) -> int:
-    """Cores of the affinity mask, whatever time is granted on them.
+    """Return the cores of the affinity mask, without limits of control groups.
 
-    Two hardware threads of a core count once: they share what multiplies.
+    Hardware threads of one core count once: they share its arithmetic units.
     """
     return len({_core(root, cpu) for cpu in ALLOWED_CPUS})
 
 
 def cores_of_worker(num_workers: int, root: Path = Path("/")) -> int:
-    """Cores for each of so many workers of this machine; at least 1."""
+    """Return the cores for each of `num_workers` workers on this machine; at least 1."""
     return max(1, usable_cores(root) // num_workers)
 
 
 def _core(root: Path, cpu: int) -> str:
-    """A name that the hardware threads of a core share."""
+    """An identifier that is the same for all hardware threads of a core."""
     path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
     try:
         return path.read_text().strip()
@@ -141,7 +148,7 @@ def _core(root: Path, cpu: int) -> str:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be allocated without swapping, within the limits of the control groups.
+    """Return the bytes that can be allocated without swapping, within control group limits.
 
     root: holds the `proc` and `sys` trees that describe the machine.
     """
@@ -154,7 +161,7 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def resident_memory(pid: int, root: Path = Path("/")) -> int:
-    """Bytes of a process that are in memory; 0 for one that is gone."""
+    """Return the resident memory of a process in bytes; 0 if it has ended."""
     try:
         pages = int((root / f"proc/{pid}/statm").read_text().split()[1])
     except OSError:

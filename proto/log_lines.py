@@ -1,7 +1,7 @@
-"""Lines of the log: for people, or each a JSON object for programs.
+"""Format of log lines: text, or one JSON object per line.
 
-Owns their form. What a line says is whoever's who writes it; a record with `fields` (a dict of
-texts and numbers) is about one thing that programs want by name, such as a request.
+A record with the attribute `fields` (a dict of strings and numbers) adds these to its JSON object,
+for example the figures of a request.
 """
 
 import logging
@@ -12,7 +12,7 @@ from proto.codec import to_compact_json
 from proto.config import LogFormat
 
 FIELDS: Final = "fields"
-"""The name of `extra` under which a record has its fields."""
+"""Key of `extra` for the fields of a record."""
 
 
 class JsonLines(logging.Formatter):
@@ -38,13 +38,13 @@ class JsonLines(logging.Formatter):
 
 
 def notice_line(message: str, process: str) -> str:
-    """A line of one that keeps no log."""
+    """Return a JSON line for a message of a process that uses no logger."""
     record = logging.makeLogRecord({"name": "tokend", "levelname": "INFO", "msg": message})
     return JsonLines(process).format(record)
 
 
 def formatter(form: LogFormat, process: str) -> logging.Formatter:
-    """Of the lines of a process."""
+    """Return the formatter for the log lines of a process."""
     if form == "json":
         return JsonLines(process)
     return logging.Formatter(f"%(asctime)s %(levelname)s {process}: %(message)s", "%H:%M:%S")

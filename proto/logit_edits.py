@@ -1,6 +1,6 @@
-"""What a request changes about the scores of tokens before one is chosen.
+"""Changes of logits before sampling: penalties, biases, bad words, allowed tokens.
 
-Few requests do, so `SamplingParams` has one field for all of it. The order in which
+Few requests use them, so `SamplingParams` has one field for all. The order in which
 the changes are made is the sampler's, see worker/sample/sampler.py.
 """
 
@@ -16,23 +16,23 @@ from proto.parameters import Number, numbers_of
 MAX_PENALTY: Final = 2.0
 MIN_REPETITION_PENALTY: Final = 0.01
 MAX_REPETITION_PENALTY: Final = 100.0
-"""Scores are multiplied with it or divided by it, and are to stay numbers."""
+"""Limit so that logits multiplied or divided by it stay finite."""
 MAX_BIAS: Final = 100.0
 MAX_BIASED_TOKENS: Final = 1024
 MAX_BAD_WORDS: Final = 128
 MAX_BAD_WORD_TOKENS: Final = 1024
-"""Of all bad words of a request together."""
+"""Sum over all bad words of a request."""
 WAYS_TO_SPELL: Final = 2
-"""A word has other tokens after a space than at the beginning of a text."""
+"""A word has different tokens after a space and at the beginning of a text."""
 
 
 class LogitEdits(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """Changes of the scores of one request's tokens; the defaults change nothing.
+    """Changes of the logits of one request; the defaults change nothing.
 
     repetition_penalty: Keskar et al. 2019, CTRL, section 4.1.
-    bias_token_ids, bias_values: added to the scores of these tokens; of the same length.
-    bad_words: sequences of token ids that the outputs do not come to hold, [tokens] each.
-    allowed_token_ids: no other token can be chosen; None allows all.
+    bias_token_ids, bias_values: added to the logits of these tokens; of the same length.
+    bad_words: sequences of token ids that must not occur in the outputs, [tokens] each.
+    allowed_token_ids: the only tokens that can be sampled; None allows all.
     """
 
     presence_penalty: Annotated[
@@ -67,7 +67,7 @@ class LogitEdits(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
     @property
     def penalises(self) -> bool:
-        """Whether scores depend on the tokens that there are."""
+        """Whether logits depend on the tokens of prompt and outputs."""
         return (
             self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
@@ -77,7 +77,7 @@ class LogitEdits(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     def validate(self, vocab_size: int, late_ids: frozenset[int]) -> None:
         """Raise InvalidRequestError naming the first parameter out of range.
 
-        late_ids: tokens that cannot be chosen for a while, whatever is said here.
+        late_ids: tokens that are excluded for the first min_tokens outputs.
         """
         for name, number in NUMBERS.items():
             number.check(name, getattr(self, name))
@@ -127,7 +127,7 @@ class LogitEdits(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
             require_token_ids(word, vocab_size, "bad_words")
 
     def _validate_allowed(self, vocab_size: int, late_ids: frozenset[int]) -> None:
-        """Something is left to choose at every step, whatever came before."""
+        """Check that at every step at least one token can be sampled."""
         last_ids = late_ids | {word[-1] for word in self.bad_words}
         if self.allowed_token_ids is None:
             require(len(last_ids) < vocab_size, "bad_words", "leave no token to choose")
@@ -149,7 +149,7 @@ NUMBERS: Final = numbers_of(LogitEdits)
 def require_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raise InvalidRequestError for a token id outside the vocabulary.
 
-    min and max run in C: a whole vocabulary is looked at in a few milliseconds.
+    Uses min and max because they run in C: a whole vocabulary takes a few milliseconds.
     """
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(each for each in token_ids if not 0 <= each < vocab_size)

@@ -1,4 +1,4 @@
-"""What a worker reports for one step."""
+"""The answer of a worker to one step."""
 
 import msgspec
 
@@ -14,20 +14,20 @@ class RowLogprobs(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True):
-    """The tokens of one step.
+    """Sampled tokens and log-probabilities of one step.
 
     handles: every sequence of the step, in the order new requests, cached requests.
     sampled_token_ids: parallel; empty for a sequence whose prompt is not complete yet.
-    logprobs: for the sequences that ask, rows of the sampled tokens.
-    prompt_logprobs: for the sequences that ask, positions computed in this step;
+    logprobs: of the sampled tokens, for sequences that request them.
+    prompt_logprobs: of positions computed in this step, for sequences that request them;
         position p (from 1) is the log-probability of prompt token p.
-    compute_seconds: time from the message to the sampled tokens; of steps that are queued behind
-        each other on a device, from the end of the one before.
-    error: the step failed; the worker is about to die.
+    compute_seconds: time from the message to the sampled tokens; for steps queued on a device,
+        from the end of the step before.
+    error: the step failed, and the worker exits.
     failed_handles: sequences whose hidden states or logits are not finite. They have no
-        sampled tokens, whether or not their prompts are complete.
-    candidates: for the rows of a beam search whose last token is computed, one row of
-        the best next tokens, in order, without ranks; nothing is sampled for them.
+        sampled tokens.
+    candidates: for rows of a beam search whose last token is computed, the best next tokens in
+        order, without ranks; nothing is sampled for them.
     """
 
     epoch: int

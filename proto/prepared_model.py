@@ -1,7 +1,7 @@
-"""A model made ready once, so that no start has to parse or convert it.
+"""A prepared model: converted once, so that later starts need not parse or convert it.
 
-`deploy` writes a folder per model; the worker reads the tensors, the front end
-the tokenizer and the template. The folder holds
+`deploy` writes one folder per model. The worker reads the tensors; the API server reads tokenizer
+and chat template. The folder contains
 
     manifest.json        this Struct as JSON, written last: its presence means complete
     config.json          Hugging Face style model configuration
@@ -17,11 +17,11 @@ MANIFEST_VERSION = 1
 
 
 class TensorEntry(msgspec.Struct, array_like=True, frozen=True):
-    """Where one tensor lies.
+    """Location of one tensor.
 
     name: as in the file (GGUF or safetensors name).
     type: GGUF type name ("Q4_1", "F32") or safetensors dtype ("BF16").
-    shape: as torch has it, rows first; elements, not bytes.
+    shape: as in torch, rows first; in elements.
     file: index into TensorIndex.files.
     offset, num_bytes: byte range in that file.
     """
@@ -43,14 +43,14 @@ class TensorIndex(msgspec.Struct, frozen=True):
 
 
 class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """The manifest: what every process needs to know of the model before loading it.
+    """The manifest: facts that processes need before they load the model.
 
     folder: absolute path of the prepared folder.
-    name: the name users gave, or the last part of its path.
+    name: as given by the user, or the last component of the path.
     source: absolute path of the GGUF file or Hugging Face folder.
     architecture: the family, e.g. "LlamaForCausalLM".
     vocab_size: rows of the output head; token ids are below it.
-    max_position: most positions that the model was made for.
+    max_position: maximum number of positions of the model.
     eos_token_ids: tokens at which generation ends by default.
     weights_sha256: hex digest over the weight bytes, part of the KV fingerprint.
     """

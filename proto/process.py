@@ -1,9 +1,8 @@
-"""The life of a child process of the supervisor: birth, last words, end.
+"""What engine, workers and API servers do alike when they start and exit.
 
-Owns what engine, worker and front end do alike: read the boot message from the
-inherited descriptor, take a title, leave Ctrl-C to the supervisor, show the stacks of
-all threads on SIGUSR1, end when the supervisor is gone, and report the error that ends
-them.
+A child process reads its boot message from the inherited descriptor, sets its title, ignores
+SIGINT, prints the stacks of all threads on SIGUSR1, exits when the supervisor is gone, and reports
+the error that ends it.
 """
 
 import argparse
@@ -51,16 +50,16 @@ def run(main: Main) -> None:
     status = 0
     try:
         main(boot, supervisor)
-    except Exception as error:  # the last words of a process: whatever it was, report it
+    except Exception as error:  # report any error to the supervisor
         status = 1
         supervisor.send(Fatal(boot.role, boot.index, describe(error, boot.index)))
     supervisor.close(_LAST_WORDS_SECONDS)
-    last_words.term()  # closing only starts the sending; a context of its own can wait for it
+    last_words.term()  # wait until the message is sent; close() alone does not
     _exit(status, directory)
 
 
 def set_title(title: str) -> None:
-    """What the list of processes shows for this one, in place of its command line."""
+    """Set the title that `ps` shows for this process."""
     try:
         import setproctitle
     except ImportError:
@@ -70,7 +69,7 @@ def set_title(title: str) -> None:
 
 
 def describe(error: BaseException, rank: int | None = None) -> ErrorInfo:
-    """An exception with its traceback, as it crosses a process."""
+    """Return an exception with its traceback as an ErrorInfo."""
     return ErrorInfo(
         kind="internal",
         message=f"{type(error).__name__}: {error}",
@@ -117,7 +116,7 @@ def _read_boot() -> ProcessBoot:
 
 def _enter(boot: ProcessBoot, directory: RunDirectory) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1)  # works also where no Python code runs any more
+    faulthandler.register(signal.SIGUSR1)  # works even if no Python code can run
     name = process_name(boot.role, boot.index)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(boot.config.frontend.log_format, name))
@@ -129,15 +128,15 @@ def _enter(boot: ProcessBoot, directory: RunDirectory) -> None:
 
 
 def _end_with_supervisor(death_fd: int, directory: RunDirectory) -> None:
-    # Whoever shows the stacks must not read those of a thread that runs meanwhile.
+    # SIGUSR1 must interrupt another thread, whose stack is the interesting one.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     while os.read(death_fd, 1):
-        pass  # nobody writes; end of file means that the supervisor is gone
+        pass  # the pipe carries no data; end of file means that the supervisor has ended
     _exit(1, directory, _ORPHAN_PATIENCE_SECONDS)
 
 
 def _exit(status: int, directory: RunDirectory, patience_seconds: float = 0.0) -> None:
-    """End without waiting for threads or atexit hooks, which may be stuck in a kernel."""
+    """Exit without waiting for threads or atexit hooks, which may hang."""
     directory.leave(patience_seconds)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,8 +1,8 @@
-"""The daemon's private directory: sockets live here, nothing else knows where.
+"""The daemon's private directory for sockets.
 
-Every process of a daemon holds a shared lock on the file `lock` in it. The last
-one to leave removes the directory; a directory whose lock nobody holds belongs
-to a daemon that was killed, and the next start sweeps it away.
+Every process of a daemon holds a shared lock on the file `lock` in it. The last one to exit removes
+the directory. A directory without a lock holder was left by a killed daemon; the next start of a
+daemon removes it.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, parent: str) -> "RunDirectory":
-        """A fresh directory of mode 0700 under `parent`, after sweeping dead ones."""
+        """Create a directory of mode 0700 under `parent`; removes abandoned ones first."""
         sweep(parent)
         while True:
             path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
@@ -45,7 +45,7 @@ class RunDirectory:
 
     @classmethod
     def join(cls, path: str) -> "RunDirectory":
-        """Hold the shared lock of a directory that exists."""
+        """Take the shared lock of an existing directory."""
         descriptor = os.open(
             os.path.join(path, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
         )
@@ -53,12 +53,12 @@ class RunDirectory:
         return cls(path, descriptor)
 
     def leave(self, patience_seconds: float = 0.0) -> None:
-        """Give the lock back; whoever leaves last removes the directory.
+        """Release the lock; the last process to do so removes the directory.
 
-        Waits up to `patience_seconds` for the others to leave. That is for orphans:
-        the lock of a supervisor that was killed may outlast its death pipe a little,
-        and then each of the others would leave the removal to it. A second call waits
-        for the first one: a process may end in two threads at once.
+        Waits up to `patience_seconds` for the other processes, for orphans: the lock of a killed
+        supervisor may be released slightly after its death pipe closes, and then no process would
+        be the last. A second call waits for the first one, because two threads may end a process
+        at the same time.
         """
         with self._leaving:
             if self._lock_fd >= 0:
@@ -78,7 +78,7 @@ class RunDirectory:
 
 
 def sweep(parent: str) -> list[str]:
-    """Remove the run directories of this user under `parent` that nobody holds."""
+    """Remove this user's run directories under `parent` that no process holds."""
     removed = []
     for path in Path(parent).glob(_PREFIX + "*"):
         with contextlib.suppress(OSError):
@@ -96,7 +96,7 @@ def sweep(parent: str) -> list[str]:
 
 
 def in_use(path: str) -> bool:
-    """Whether a daemon lives in this run directory."""
+    """Whether a daemon uses this run directory."""
     try:
         descriptor = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -108,12 +108,12 @@ def in_use(path: str) -> bool:
 
 
 def run_directories(parent: str) -> list[str]:
-    """Those under `parent` in which daemons live."""
+    """Return the run directories under `parent` that daemons use."""
     return sorted(str(path) for path in Path(parent).glob(_PREFIX + "*") if in_use(str(path)))
 
 
 def default_parent(environment_runtime_dir: str | None) -> str:
-    """Where run directories go: XDG_RUNTIME_DIR if it can be used, or the temporary directory."""
+    """Return XDG_RUNTIME_DIR if it is writable, otherwise the temporary directory."""
     if environment_runtime_dir and os.access(environment_runtime_dir, os.W_OK | os.X_OK):
         return environment_runtime_dir
     temporary = tempfile.gettempdir()

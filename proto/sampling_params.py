@@ -1,8 +1,7 @@
-"""What a request asks of the sampler and of the stop rules.
+"""Sampling and stop parameters of a request.
 
-The front end builds one per request; the engine uses the stop rules and the
-limits, the worker uses the rest. Stop *strings* are not here: only the front
-end knows text.
+The engine applies the stop rules and limits, the worker the rest. Stop strings are not here: the
+API server applies them to the text.
 """
 
 from collections.abc import Sequence
@@ -16,14 +15,14 @@ from proto.parameters import Number, numbers_of
 
 MAX_PATTERN_SIZE: Final = 256
 MAX_REPEATED_TOKENS: Final = 4096
-"""Of a pattern times how often it is there: they are looked at with every token."""
+"""Maximum of pattern size times repetitions, because they are compared at every token."""
 
 
 class RepetitionDetection(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """Ends a request whose outputs end with the same tokens over and over.
+    """Ends a request whose outputs end with a repeated pattern.
 
-    min_pattern_size, max_pattern_size: tokens of what is repeated.
-    min_count: how many times in a row are too many.
+    min_pattern_size, max_pattern_size: size of the pattern in tokens.
+    min_count: number of consecutive repetitions that ends the request.
     """
 
     max_pattern_size: int
@@ -31,7 +30,7 @@ class RepetitionDetection(msgspec.Struct, array_like=True, frozen=True, kw_only=
     min_pattern_size: int = 1
 
     def validate(self) -> None:
-        """Raise InvalidRequestError for what is out of range."""
+        """Raise InvalidRequestError for values out of range."""
         name = "repetition_detection"
         require(
             1 <= self.max_pattern_size <= MAX_PATTERN_SIZE,
@@ -53,10 +52,10 @@ class RepetitionDetection(msgspec.Struct, array_like=True, frozen=True, kw_only=
         )
 
     def is_found(self, token_ids: Sequence[int]) -> bool:
-        """Whether they end with a pattern that is there `min_count` times in a row.
+        """Whether the tokens end with a pattern that occurs `min_count` times in a row.
 
-        size 2, count 3     x a b a b a b       the last 6, but for the first 2,
-                              |-------|         are the last 6 but for the last 2
+        size 2, count 3     x a b a b a b       the last 6 tokens without the first 2
+                              |-------|         equal the last 6 without the last 2
                                   |-------|
         """
         for size in range(self.min_pattern_size, self.max_pattern_size + 1):
@@ -74,21 +73,21 @@ MAX_MARKER_BYTES: Final = 64
 MAX_MARKER_TOKENS: Final = 64
 MAX_BUDGET: Final = 1 << 31
 BLANKS: Final = " \t\n\r\v\f"
-"""What may stand before a start, each one byte and one character long."""
+"""White space allowed before the start marker, each one byte and one character long."""
 MAX_BLANKS: Final = 64
-"""Of them at the most: what follows more is an answer."""
+"""Maximum white space before the start marker; after more, the text is an answer."""
 
 
 class ThinkingRule(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """The output begins with thoughts, or may.
+    """Markers and budget of reasoning at the beginning of an output.
 
-        prompt | <think> Which city? ... | </think> | What a grammar is for.
+        prompt | <think> Which city? ... | </think> | text under the grammar
                          budget             forced
 
-    begun: the prompt holds the start already, or the model needs none.
-    start, end: texts of the markers; start_token_id: of a start that is one token.
-    end_token_ids: the end, as tokens; they follow once the budget is used up.
-    budget: most tokens between the markers; None for no limit.
+    begun: the prompt contains the start marker already, or the model uses none.
+    start, end: texts of the markers; start_token_id: of a start marker that is one token.
+    end_token_ids: the end marker; forced once the budget is used up.
+    budget: maximum tokens between the markers; None for no limit.
     """
 
     begun: bool
@@ -99,7 +98,7 @@ class ThinkingRule(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     budget: int | None = None
 
     def validate(self, vocab_size: int) -> None:
-        """Raise InvalidRequestError for what no front end of ours sends."""
+        """Raise InvalidRequestError for values that an API server of tokend does not send."""
         ids = self.end_token_ids
         if not (self.start and self.end and 0 < len(ids) <= MAX_MARKER_TOKENS):
             raise InvalidRequestError("a marker of thinking is empty")
@@ -135,14 +134,13 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     stop_token_ids: end the request; the last token stays in the output ids.
     eos_token_ids: the model's own end tokens, off with ignore_eos.
     logprobs / prompt_logprobs: how many top alternatives beside the chosen
-        token, None for no logprobs at all.
+        token; None for no logprobs.
     beam_width: hypotheses of a beam search, as many as the request has choices; 0 for
         none. The choices are then the best sequences that were found, best first.
     length_penalty: a finished hypothesis scores (sum of log-probabilities) /
         (number of tokens) ** length_penalty.
-    early_stopping: True ends the search once there are beam_width finished
-        hypotheses, False when none that lives is better as it is, "never" when
-        none can become better.
+    early_stopping: True ends the search at beam_width finished hypotheses; False when no
+        unfinished one has a better score now; "never" when none can get one.
     """
 
     max_tokens: int
@@ -180,15 +178,15 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
 
     @property
     def num_candidates(self) -> int:
-        """Best next tokens that a row of a beam search has to tell.
+        """Number of best next tokens that a row of a beam search reports.
 
-        Stop tokens end hypotheses, and still `beam_width` must be able to go on.
+        Stop tokens end hypotheses, and `beam_width` others must remain.
         """
         return self.beam_width and self.beam_width + len(self.stop_ids)
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Every token id that ends this request."""
+        """All token ids that end this request."""
         eos = () if self.ignore_eos else self.eos_token_ids
         return frozenset(self.stop_token_ids) | frozenset(eos)
 

@@ -1,8 +1,7 @@
-"""What the engine tells its workers for one step.
+"""Messages from the engine to its workers for one step.
 
-A sequence is described once, in NewRequestData; afterwards only what changed is
-sent. A worker keeps prompt, sampling parameters and the tokens it sampled until
-the handle is listed as finished.
+A sequence is sent in full once, as NewRequestData; later steps contain only changes. A worker
+keeps prompt, sampling parameters and sampled tokens until the handle is listed as finished.
 
     step N     NewRequestData(handle 7, prompt, blocks [3 4], computed 0, scheduled 20)
     step N+1   CachedRequestData: handles [7], computed [20], scheduled [1], new blocks [nil]
@@ -18,13 +17,13 @@ BlockIds = list[list[int]]
 
 
 class NewRequestData(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """A sequence that the worker has not seen in this epoch.
+    """A sequence that is new to the workers of this epoch.
 
     handle: names the sequence between engine and worker.
     output_token_ids: tokens generated before this epoch, after the prompt.
-    seed, choice: key of the draws.
+    seed, choice: key of the random numbers.
     block_ids: one list per KV group, covering [0, num_computed + num_scheduled).
-    num_computed_tokens: positions [0, n) whose KV is valid already.
+    num_computed_tokens: positions [0, n) have valid KV.
     """
 
     handle: int
@@ -39,7 +38,7 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, frozen=True):
-    """Sequences that the worker knows, as parallel arrays [num_sequences].
+    """Changes of known sequences, as parallel arrays [num_sequences].
 
     new_block_ids: per sequence None, or block ids per group to append; for a
         resumed sequence its whole block table, which replaces the old one.
@@ -65,16 +64,15 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_on
 
     epoch: the worker epoch. step: counts from 1 within the life of the engine.
     new_requests, cached_requests: what to compute, running sequences first.
-    total_num_scheduled_tokens: sum over both; 0 only carries what
-        workers are to forget or to copy.
-    finished_handles: forget these; their block ids may be in use again in this step.
-    preempted_handles: their KV is gone; keep tokens and parameters, free the row.
-    block_copies: source, copy, source, copy …; whole blocks, of any group, to be copied
-        before anything is computed. No copy is the source of another.
-    constrained_handles: those that sample in this step, and not just any token: before that
-        comes a GrammarOutput of this step. Which tokens may be theirs follows from the step
-        before, which may be under way when this one is sent.
-    connector_metadata: what the KV connector has its other half do with this step.
+    total_num_scheduled_tokens: sum over both; with 0 the step only frees or copies.
+    finished_handles: sequences to drop; their blocks may be reused in this step.
+    preempted_handles: sequences without KV; keep tokens and parameters, free the row.
+    block_copies: source, target, source, target …; block ids of any group, copied before the
+        forward pass. No target is the source of another copy.
+    constrained_handles: sequences that sample under a grammar in this step. Their masks follow in
+        a GrammarOutput of this step, because they depend on the tokens of the step before, which
+        may still be computed when this message is sent.
+    connector_metadata: data for the worker side of the KV connector.
     """
 
     epoch: int
@@ -90,11 +88,11 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag=1, frozen=True, kw_on
 
 
 class GrammarOutput(msgspec.Struct, array_like=True, tag=2, frozen=True):
-    """Which tokens the constrained sequences of a step may have.
+    """Allowed tokens of the constrained sequences of a step.
 
-    handles: of `constrained_handles`; one that is left out is over, and may have any.
-    masks: little-endian uint32 [len(handles), ceil(vocab_size / 32)]; bit i % 32 of word i // 32
-        says whether token i is allowed.
+    handles: subset of `constrained_handles`; a missing one has ended and is not masked.
+    masks: little-endian uint32 [len(handles), ceil(vocab_size / 32)]; token i is allowed if bit
+        i % 32 of word i // 32 is 1.
     """
 
     epoch: int

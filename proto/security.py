@@ -11,13 +11,13 @@ from proto.config import FrontEndConfig, flag_name
 from proto.errors import ConfigError
 
 MAX_KEYS: Final = 1024
-"""Every request with a key is compared with all of them."""
+"""Limit of keys, because each request's key is compared with all of them."""
 MAX_NAME_CHARACTERS: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """name: of the tenant whose key it is; empty for one from the settings, and for operators'."""
+    """name: of the tenant; empty for a key from the settings and for admin keys."""
 
     name: str
     key: bytes = field(repr=False)
@@ -25,7 +25,14 @@ class ApiKey:
 
 
 def read_api_keys(config: FrontEndConfig) -> tuple[ApiKey, ...]:
-    """All keys, none where everyone may come; raises ConfigError naming file and line."""
+    """Return all keys, none if none are required; raises ConfigError with file and line.
+
+    Lines of a key file, where a tenant may have several keys; messages never contain a key:
+
+        # name   key
+        alice    6d1f0c…
+        alice    91aa7b…
+    """
     keys = []
     if config.api_key is not None:
         keys.append(ApiKey("", config.api_key.encode()))
@@ -58,7 +65,7 @@ def _read_file(setting: str, path: str) -> list[ApiKey]:
             raise _wrong(setting, path, f"line {number} is not a name and a key")
         keys.append(ApiKey(words[0], words[1].encode()))
     if not keys:
-        raise _wrong(setting, path, "there is no key in it")
+        raise _wrong(setting, path, "contains no key")
     if len(keys) > MAX_KEYS:
         raise _wrong(setting, path, f"more than {MAX_KEYS} keys")
     return keys
@@ -69,22 +76,22 @@ def _wrong(setting: str, path: str, what: str) -> ConfigError:
 
 
 _CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
-"""For TLS 1.2: forward secrecy and authenticated encryption; 1.3 has nothing else."""
+"""For TLS 1.2: forward secrecy and authenticated encryption, as always in 1.3."""
 
 
 def server_context(config: FrontEndConfig) -> ssl.SSLContext:
-    """What connections are encrypted with; raises ConfigError naming the file at fault.
+    """Create the TLS context of the HTTP port; raises ConfigError naming the invalid file.
 
-    `config.ssl_certfile` must be given; without a key file it holds the key, too.
+    `config.ssl_certfile` must be set; without a key file it contains the key, too.
     """
-    assert config.ssl_certfile is not None, "nothing says that there is TLS"
+    assert config.ssl_certfile is not None, "TLS is not configured"
     for setting in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
         _check_readable(setting, getattr(config, setting))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers(_CIPHERS)
     try:
-        # without a password of ours OpenSSL would ask the terminal for one
+        # without a password OpenSSL would prompt on the terminal
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")
     except (ssl.SSLError, ValueError) as error:
         raise ConfigError(
@@ -114,8 +121,8 @@ def _check_readable(field: str, path: str | None) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """OpenSSL's words, without its numbers: "key values mismatch"."""
+    """OpenSSL's message without its codes, such as "key values mismatch"."""
     reason = getattr(error, "reason", None)
     if not reason:
-        return "not what belongs in a PEM file, or encrypted with a password"
+        return "not a valid PEM file, or encrypted with a password"
     return str(reason).replace("_", " ").lower()

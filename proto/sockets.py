@@ -1,9 +1,9 @@
 """Links between processes: ZMQ sockets that carry one union of messages each way.
 
-A `Link` joins exactly two processes. Its path names the epoch (see lifecycle/) or the
-incarnation, so a process that starts anew gets a new path and never meets messages
-meant for its predecessor. Sending never blocks: what ZMQ does not take waits in a buffer
-bounded in bytes, and a peer that lets it overflow is reported as stalled.
+A `Link` connects exactly two processes. Its path contains the epoch (see lifecycle.py) or the
+incarnation, so a restarted process gets a new path and never receives messages for its
+predecessor. Sending never blocks: messages that ZMQ does not accept wait in a buffer of limited
+size, and a peer whose buffer overflows is reported as stalled.
 
     worker 0  ── e1.w0 ──  engine  ── e1.a0.0 ──  front end 0
     supervisor  ── s.worker0.0, s.engine_core0.0, s.api_server0.0 ── each process
@@ -29,43 +29,43 @@ MAX_MESSAGE_BYTES: Final = 256 << 20
 MAX_PENDING_BYTES: Final = 64 << 20
 MAX_QUEUED_MESSAGES: Final = 1_000
 RECONNECT_MILLISECONDS: Final = 20
-"""Between two tries while the path is not bound: part of every gap after a death."""
+"""Between two attempts while the path is not bound; adds to the time of every restart."""
 _EVENTS: Final = int(zmq.EVENTS)
 _READABLE: Final = int(zmq.POLLIN)
-"""As plain numbers: operations on ZMQ's own enumerations take longer than the question."""
+"""As plain integers: operations on ZMQ's enumerations are slower than the system call."""
 MAX_IPC_PATH: Final = 107
 """Bytes of a Unix socket path, without the terminating zero."""
 
 
 class PeerStalledError(TokendError):
-    """The peer reads too slowly: the buffer towards it is full."""
+    """The peer reads too slowly: its send buffer is full."""
 
 
 def worker_path(run_dir: str, worker_epoch: int, rank: int) -> str:
-    """Where the engine meets the worker of a rank."""
+    """Return the socket path between the engine and the worker of a rank."""
     return os.path.join(run_dir, f"e{worker_epoch}.w{rank}")
 
 
 def front_end_path(run_dir: str, epoch: int, index: int, incarnation: int = 0) -> str:
-    """Where the engine of an epoch meets one incarnation of a front end."""
+    """Return the socket path between the engine of an epoch and an incarnation of an API server."""
     return os.path.join(run_dir, f"e{epoch}.a{index}.{incarnation}")
 
 
 def kv_events_path(run_dir: str, epoch: int) -> str:
-    """Where the engine of an epoch publishes KV events, unless told otherwise."""
+    """Return the default path at which the engine of an epoch publishes KV events."""
     return os.path.join(run_dir, f"e{epoch}.kv")
 
 
 def supervisor_path(run_dir: str, role: str, index: int, incarnation: int) -> str:
-    """Where the supervisor meets one incarnation of a process."""
+    """Return the socket path between the supervisor and an incarnation of a process."""
     return os.path.join(run_dir, f"s.{role}{index}.{incarnation}")
 
 
 class Link:
     """One end of a connection between two processes.
 
-    `receives` is the union of message types that may arrive; `num_undecodable`
-    counts what arrived and was none of them.
+    `receives` is the union of message types that may arrive; `num_undecodable` counts messages
+    that were none of them.
     """
 
     def __init__(
@@ -92,29 +92,29 @@ class Link:
 
     @classmethod
     def bind(cls, path: str, receives: Any, context: "zmq.Context[Any] | None" = None) -> "Link":
-        """The end that owns the path. context: as for `connect`."""
+        """Create the end that binds and owns the path. context: as for `connect`."""
         return cls(path, receives, bind=True, context=context)
 
     @classmethod
     def connect(cls, path: str, receives: Any, context: "zmq.Context[Any] | None" = None) -> "Link":
-        """The other end; may be made before the path exists.
+        """Create the other end; the path need not exist yet.
 
-        `context` is one that the caller terminates, by default the process's own.
+        context: a ZMQ context that the caller terminates; by default the process-wide one.
         """
         return cls(path, receives, bind=False, context=context)
 
     def fileno(self) -> int:
-        """ZMQ's descriptor, for an event loop.
+        """Return ZMQ's descriptor, for an event loop.
 
-        It is edge-triggered: after it turns readable, and after every send, call
+        It is edge-triggered: after it becomes readable, and after every send, call
         `receive()` until it returns nothing.
         """
         return int(self._socket.getsockopt(zmq.FD))
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue a message; raises PeerStalledError when the peer does not keep up.
+        """Queue a message; raises PeerStalledError if the peer's buffer overflows.
 
-        The message is queued all the same: whoever goes on with that peer asks `is_stalled` first.
+        The message is queued in that case, too; check `is_stalled` before sending more.
         """
         frame = encode(message)
         if self._pending or not self._try_send(frame):
@@ -125,7 +125,7 @@ class Link:
                 raise PeerStalledError(f"{self.path}: {self._pending_bytes} bytes wait unread")
 
     def flush(self) -> bool:
-        """Hand on what waits; True when nothing waits any more."""
+        """Send buffered messages; return whether the buffer is empty."""
         while self._pending:
             if not self._try_send(self._pending[0]):
                 return False
@@ -133,12 +133,12 @@ class Link:
         return True
 
     def receive(self) -> list[Any]:
-        """All messages that have arrived. What cannot be decoded is counted and dropped.
+        """Return all messages that have arrived; undecodable ones are counted and dropped.
 
-        A frame that is larger than MAX_MESSAGE_BYTES never gets here: ZMQ ends the connection.
+        ZMQ closes the connection of a peer that sends a frame above MAX_MESSAGE_BYTES.
         """
         messages: list[Any] = []
-        # Asking first: an exception for "nothing more" would cost more than a message.
+        # Check first: the exception for "no message" is slower than receiving one.
         while int(self._socket.getsockopt(_EVENTS)) & _READABLE:
             try:
                 messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
@@ -147,17 +147,16 @@ class Link:
         return messages
 
     def _count_undecodable(self, error: ProtocolError) -> None:
-        """The 1st, 2nd, 4th, 8th … is logged, in characters that no terminal obeys."""
+        """Log the 1st, 2nd, 4th, 8th … one, as ASCII without control characters."""
         self.num_undecodable += 1
         if self.num_undecodable & (self.num_undecodable - 1) == 0:
             count, what = self.num_undecodable, ascii(shown(error))
-            logger.warning("%s: message %d that is none was dropped: %s", self.path, count, what)
+            logger.warning("%s: undecodable message %d was dropped: %s", self.path, count, what)
 
     def close(self, linger_seconds: float = 0.0) -> None:
-        """Close at once, or after at most this long to get the last messages out.
+        """Close the socket, after at most `linger_seconds` for sending the last messages.
 
-        The end that owns the path takes it away, which ZMQ does not: there is a new one for
-        each life, and a file for each would be left.
+        The end that bound the path removes its file, which ZMQ does not do.
         """
         self._socket.close(linger=int(linger_seconds * 1000))
         if self._owns_path:
@@ -166,7 +165,7 @@ class Link:
 
     @property
     def is_stalled(self) -> bool:
-        """More waits for the peer than may."""
+        """Whether the buffer of messages for the peer exceeds its limit."""
         return self._pending_bytes > MAX_PENDING_BYTES
 
     @property
@@ -208,9 +207,9 @@ class Poller:
             self._poller.unregister(source)
 
     def wait(self, timeout_seconds: float | None = None) -> list[Link | int]:
-        """The links and descriptors that are readable; empty once `timeout_seconds` have passed.
+        """Return the readable links and descriptors; empty after `timeout_seconds`.
 
-        Buffered messages of the registered links go out while it waits.
+        Sends buffered messages of the registered links meanwhile.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
@@ -223,7 +222,7 @@ class Poller:
                 return readable
 
     def _poll(self, timeout_seconds: float | None) -> list[tuple[Any, int]]:
-        """Wait once; a link with buffered messages that may go on is an event, too."""
+        """Poll once, also for writability of links with buffered messages."""
         blocked = [link for link in self._links.values() if not link.flush()]
         for link in blocked:
             self._poller.modify(link.zmq_socket, zmq.POLLIN | zmq.POLLOUT)

@@ -1,6 +1,6 @@
-"""Statistics on the wire: gauges and deltas, never totals.
+"""Statistics that the engine sends to an API server: gauges and deltas, never totals.
 
-A total would jump back when the engine restarts; a delta only stops.
+A total would go back to 0 when the engine restarts.
 """
 
 from typing import Final
@@ -8,12 +8,12 @@ from typing import Final
 import msgspec
 
 METRIC_CELLS: Final = 2048
-"""Numbers that a front end counts in; those of all front ends lie in one shared memory."""
+"""Numbers of one API server's metrics; those of all API servers are in one shared memory."""
 METRIC_BYTES: Final = 8 * METRIC_CELLS
 
 
 class KVEviction(msgspec.Struct, array_like=True, frozen=True):
-    """The life of one sampled block whose content was overwritten, in seconds.
+    """Times of one sampled block whose content was overwritten, in seconds.
 
     lifetime: since it was allocated. idle: since a request last started to use it.
     reuse_gaps: between those starts, the allocation being the first.
@@ -25,12 +25,11 @@ class KVEviction(msgspec.Struct, array_like=True, frozen=True):
 
 
 class KVMediumStats(msgspec.Struct, array_like=True, frozen=True):
-    """Copies between the KV pool and one other medium, over all ranks, and what it holds.
+    """Copies between the KV pool and one other medium, over all ranks.
 
-    Deltas: copies that are over, their bytes and seconds (the slowest rank's); blocks that were
-    left out because they were there or nobody is known to want them again (num_skipped), or
-    because there was no room (num_unstored); copies that failed. Gauge: usage, 0 to 1, or 0 of
-    a medium that does not say.
+    Deltas: finished copies, their bytes and seconds (of the slowest rank); blocks not stored
+    because they were stored already or are not expected to be reused (num_skipped), or because
+    the medium was full (num_unstored); failed copies. Gauge: usage, 0 to 1; 0 if unknown.
     """
 
     medium: str
@@ -50,20 +49,19 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     """The state of the scheduler after a step, and what the step added.
 
     Gauges: num_running, num_waiting, kv_cache_usage (0 to 1), num_deferred (those of
-    num_waiting that wait for something else than room), num_queued_reqs, num_queued_tokens (choices
-    that wait for their first step, and the tokens of their prompts).
-    Deltas since the last message: the rest. Prefix cache figures are in tokens
-    (external: of what the KV connector was asked for, and had);
-    num_corrupted are requests that ended because their scores were not numbers.
+    num_waiting that wait for something other than KV blocks), num_queued_reqs, num_queued_tokens
+    (choices that wait for their first step, and their prompt tokens).
+    All others are deltas since the last message. Prefix cache figures are in tokens (external:
+    lookups and hits of the KV connector); num_corrupted counts requests that ended because their
+    logits were not finite.
 
-    Of agents (agents.py). Gauges: num_pinned_blocks (a shared one counts once), num_pinned_jobs.
-    Deltas: pins that were taken, that a later turn of their job found, whose time was over,
-    and that were given up because somebody needed the room; seconds from the first arrival of
-    each job that is over to the end of its last step (job_seconds), and from the end of each
-    turn to the next arrival of its job (tool_seconds).
+    Agent jobs. Gauges: num_pinned_blocks (a shared one counts once), num_pinned_jobs. Deltas: pins
+    taken, used by a later turn of their job, expired, and released because the blocks were
+    needed; job_seconds: from the first arrival of a job to the end of its last step;
+    tool_seconds: from the end of a turn to the next arrival of its job.
 
-    num_discarded_tokens: that were drawn and that nobody gets, because their choice was over.
-    request_preemptions: how often each choice that is over was preempted, if it was computed.
+    num_discarded_tokens: tokens sampled for choices that had ended already.
+    request_preemptions: number of preemptions of each finished choice, if it was computed.
     """
 
     num_running: int
@@ -94,5 +92,5 @@ class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def cpu_offload_usage(self) -> float:
-        """How full the host memory is that KV is offloaded to, 0 to 1; 0 where there is none."""
+        """Used share of the host memory for offloaded KV, 0 to 1; 0 without offloading."""
         return max((each.usage for each in self.kv_media if each.medium == "CPU"), default=0.0)

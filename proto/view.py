@@ -1,10 +1,9 @@
-"""The live view: what the engine tells of itself while somebody watches.
+"""Messages of the live view of the engine.
 
-    front end ──Watch──▶ engine ──EngineView, at most 4 times a second──▶ front end ──▶ its watchers
+    API server ──Watch──▶ engine ──EngineView, at most 4 times a second──▶ API server ──▶ viewers
 
-Nobody watches: nothing is counted, made or sent. The engine's numbers for requests mean nothing
-outside the view; whose a request is, is for the front ends, which tell a watcher no more than
-that one may know.
+Without viewers nothing is counted or sent. Request numbers in the view have no meaning elsewhere.
+The API servers decide which requests a viewer may see.
 """
 
 from typing import Final
@@ -14,21 +13,21 @@ import msgspec
 VIEW_SECONDS: Final = 0.25
 """Least time between two views of one engine."""
 MAX_CELLS: Final = 16_384
-"""A larger pool is shown several blocks a cell."""
+"""A larger pool is shown with several blocks per cell."""
 MAX_SHOWN_REQUESTS: Final = 256
-"""More are only counted."""
+"""Further requests are only counted."""
 
 FREE: Final = 0
 CACHED: Final = 1
-"""Nobody's, but its KV can be found."""
+"""Used by no request; its KV is in the prefix cache."""
 HELD: Final = 2
-"""By one request, or for a copy."""
+"""Used by one request, or by a copy in progress."""
 SHARED: Final = 3
-"""By several requests."""
+"""Used by several requests."""
 PINNED: Final = 4
-"""Kept for a job's next turn, whoever else has it."""
+"""Retained for a job's next turn, whether or not requests use it too."""
 RESERVED: Final = 5
-"""Never handed out: block 0."""
+"""Never allocated: the null block 0."""
 
 WAITING: Final = 0
 RUNNING: Final = 1
@@ -38,7 +37,7 @@ REQUEST_STATES: Final = ("waiting", "running", "preempted", "waiting_for_kv")
 
 
 def blocks_per_cell(num_blocks: int) -> int:
-    """The smallest power of two with which a pool has at most MAX_CELLS cells."""
+    """Return the smallest power of two with which a pool has at most MAX_CELLS cells."""
     number = 1
     while num_blocks > MAX_CELLS * number:
         number *= 2
@@ -46,7 +45,7 @@ def blocks_per_cell(num_blocks: int) -> int:
 
 
 class Watch(msgspec.Struct, array_like=True, tag=8, frozen=True):
-    """Somebody watches at this front end, or nobody does any more. It ends with the front end."""
+    """This API server has viewers (`wanted`), or has none any more."""
 
     epoch: int
     wanted: bool
@@ -55,9 +54,9 @@ class Watch(msgspec.Struct, array_like=True, tag=8, frozen=True):
 class RequestView(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One choice of a request.
 
-    owner: the view's own number for it, from 1 on; that of a request which is over is given again.
+    owner: number of the choice in the view, from 1; numbers of finished choices are reused.
     reader, label: as in EngineCoreRequest. state: an index into REQUEST_STATES.
-    cached_tokens: prompt tokens whose KV was found. num_blocks: of all KV groups.
+    cached_tokens: prompt tokens found in the prefix cache. num_blocks: of all KV groups.
     """
 
     owner: int
@@ -75,7 +74,7 @@ class BlockMap(msgspec.Struct, array_like=True, frozen=True):
     """The whole pool from block 0 on, in runs of equal cells; three arrays of [num_runs].
 
     lengths: cells, int32 little-endian. states: FREE to RESERVED, uint8. owners: int32
-    little-endian, 0 for nobody's. A cell of several blocks shows the highest state among them.
+    little-endian, 0 for none. A cell of several blocks shows the highest state among them.
     """
 
     lengths: bytes
@@ -84,11 +83,11 @@ class BlockMap(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EngineView(msgspec.Struct, array_like=True, tag=9, frozen=True):
-    """An engine at one moment, and what it did since the view before.
+    """State of an engine, and what it did since its last view.
 
-    timestamp: seconds of the machine's monotonic clock. seconds: since the view before, or since
-    anybody watches. step: the last one scheduled. Counts over those seconds: prompt_tokens
-    computed (again, after a preemption), generation_tokens, queried_tokens and found_tokens of the
+    timestamp: seconds of the machine's monotonic clock. seconds: since the last view, or since
+    the first viewer came. step: the last one scheduled. Counts over those seconds: prompt_tokens
+    computed (including recomputed ones), generation_tokens, queried_tokens and found_tokens of the
     prefix cache, preemptions. requests: running ones first, at most MAX_SHOWN_REQUESTS;
     more_requests: beyond those.
     """

@@ -57,7 +57,7 @@ def test_a_key_of_a_client_is_not_one_of_an_operator():
         ("alice hush\nhush2\n", "line 2 is not a name and a key"),
         ("alice hush more", "line 1 is not a name and a key"),
         ("a" * 129 + " hush", "line 1 is not a name and a key"),
-        ("# nobody\n", "there is no key in it"),
+        ("# nobody\n", "contains no key"),
         (b"alice hush\xff", "is not UTF-8 text"),
         ("".join(f"n hush{number}\n" for number in range(MAX_KEYS + 1)), "more than 1024 keys"),
         ("alice hush\nbob hush", "the same API key was given twice"),

@@ -20,7 +20,7 @@ from tests.fakes.certificates import Authority, needs_openssl
         ({"ssl_ca_certs": "a"}, "--ssl-ca-certs needs --ssl-certfile"),
         ({"ssl_cert_reqs": 2}, "--ssl-cert-reqs needs --ssl-certfile"),
         ({"ssl_certfile": "c", "ssl_cert_reqs": 1}, "--ssl-cert-reqs 1 needs --ssl-ca-certs"),
-        ({"ssl_certfile": "c", "ssl_ca_certs": "a"}, "--ssl-ca-certs checks nobody"),
+        ({"ssl_certfile": "c", "ssl_ca_certs": "a"}, "--ssl-ca-certs has no effect"),
         ({"ssl_certfile": "c", "ssl_cert_reqs": 3}, "--ssl-cert-reqs must be 0, 1 or 2"),
     ],
 )
@@ -92,7 +92,7 @@ class TestContext:
     def test_no_pem_at_all(self, authority: Authority, tmp_path: Path) -> None:
         (tmp_path / "x").write_text("hello")
         certificate, key = authority.sign("server")
-        assert "not what belongs in a PEM file" in self.refusal(ssl_certfile=str(tmp_path / "x"))
+        assert "not a valid PEM file" in self.refusal(ssl_certfile=str(tmp_path / "x"))
         refusal = self.refusal(
             ssl_certfile=certificate, ssl_keyfile=key, ssl_ca_certs=str(tmp_path / "x")
         )
