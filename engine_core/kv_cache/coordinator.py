@@ -17,7 +17,7 @@ from math import lcm
 from typing import Final
 
 from engine_core.kv_cache.block import BlockIds
-from engine_core.kv_cache.groups import FullAttentionGroup, KVGroup, SlidingWindowGroup
+from engine_core.kv_cache.groups import FullAttentionGroup, SlidingWindowGroup
 from engine_core.kv_cache.hashing import GroupKeys
 from engine_core.kv_cache.pool import BlockPool, HashedTokens
 from proto.lifecycle import KVGroup as KVGroupSpec
@@ -90,7 +90,7 @@ NOTHING_COMPUTED: Final = ComputedBlocks((), 0)
 class NoCacheCoordinator:
     """Groups in the order in which they are given blocks; nothing is ever found."""
 
-    def __init__(self, groups: Sequence[KVGroup]) -> None:
+    def __init__(self, groups: Sequence[FullAttentionGroup]) -> None:
         self.groups = tuple(groups)
         self._windows = tuple(group for group in groups if not group.has_prefixes)
 
@@ -148,7 +148,7 @@ class NoCacheCoordinator:
 class UnitaryCoordinator(NoCacheCoordinator):
     """One group; what it finds is found, and nothing has to be gone through."""
 
-    def __init__(self, groups: Sequence[KVGroup]) -> None:
+    def __init__(self, groups: Sequence[FullAttentionGroup]) -> None:
         super().__init__(groups)
         (self._only,) = self.groups
 
@@ -174,7 +174,7 @@ class HybridCoordinator(NoCacheCoordinator):
     The end of a hit is the end of a block in every group: a multiple of `_alignment`.
     """
 
-    def __init__(self, groups: Sequence[KVGroup]) -> None:
+    def __init__(self, groups: Sequence[FullAttentionGroup]) -> None:
         super().__init__(groups)
         self._alignment = lcm(*(group.block_size for group in groups))
 
@@ -185,7 +185,7 @@ class HybridCoordinator(NoCacheCoordinator):
         hit is a hit. A window group may hold a shorter prefix and not a longer one, so
         it is asked again whenever another lowered the candidate after it.
         """
-        found: dict[KVGroup, list[int]] = {}
+        found: dict[FullAttentionGroup, list[int]] = {}
         length = self._aligned(max_tokens)
         for group in self.groups:
             if group.has_prefixes:
@@ -225,7 +225,7 @@ def make_coordinator(
     return HybridCoordinator(groups)
 
 
-def _make_group(pool: BlockPool, spec: KVGroupSpec, keys: GroupKeys) -> KVGroup:
+def _make_group(pool: BlockPool, spec: KVGroupSpec, keys: GroupKeys) -> FullAttentionGroup:
     if spec.sliding_window is None:
         return FullAttentionGroup(pool, keys)
     return SlidingWindowGroup(pool, keys, spec.sliding_window)

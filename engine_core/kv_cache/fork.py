@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 
 from engine_core.kv_cache.block import NULL_BLOCK, BlockIds
 from engine_core.kv_cache.coordinator import NOTHING_COMPUTED, ComputedBlocks
-from engine_core.kv_cache.groups import KVGroup
+from engine_core.kv_cache.groups import FullAttentionGroup
 
 
-def fork_of(groups: Sequence[KVGroup], handle: int, num_tokens: int) -> ComputedBlocks:
+def fork_of(groups: Sequence[FullAttentionGroup], handle: int, num_tokens: int) -> ComputedBlocks:
     """What a new sequence can start from that shares its first tokens with sequence `handle`.
 
     NOTHING_COMPUTED where a window of the source has passed what the next token sees.

@@ -6,88 +6,10 @@ Sequences are named by their handles; requests are unknown here.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from engine_core.kv_cache.block import NULL_BLOCK
 from engine_core.kv_cache.hashing import GroupKeys, parts
 from engine_core.kv_cache.pool import BlockPool, HashedTokens
-
-
-class KVGroup(Protocol):
-    """Block tables of the layers that need KV for the same positions.
-
-    block_size: tokens in a block of this group.
-    has_prefixes: any first part of a hit is a hit as well.
-    """
-
-    block_size: int
-    has_prefixes: bool
-
-    def find_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
-        """Blocks of the longest cached prefix of at most `max_tokens` tokens.
-
-        Null blocks stand for those that no later token needs.
-        """
-
-    def find_fork(self, handle: int, num_tokens: int) -> list[int]:
-        """The blocks of a sequence that hold its first tokens, the last one perhaps in part.
-
-        Null blocks stand for those that no later token needs. Empty when the
-        sequence has given back one that a later token does need.
-        """
-
-    def release_passed(self, handle: int, num_computed: int) -> None:
-        """Give back what tokens from position `num_computed` on do not need.
-
-        Also where the table does not reach as far: null blocks stand for what is never filled.
-        """
-
-    def num_new_blocks(
-        self, handle: int, num_tokens: int, num_hits: int, num_computed: int = 0
-    ) -> int:
-        """Blocks that `extend` would append; changes nothing.
-
-        num_hits: blocks that `attach` will start the table with, if there is none yet.
-        num_computed: position with which `release_passed` will be called before, 0 for not at all.
-        """
-
-    def attach(self, handle: int, hits: Sequence[int]) -> None:
-        """Start a sequence's table with cached blocks, referencing them."""
-
-    def extend(self, handle: int, num_tokens: int) -> list[int]:
-        """Append new blocks until the table has room for `num_tokens`; returns them."""
-
-    def register_full_blocks(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
-        """Make the blocks filled by the first `num_tokens` tokens findable.
-
-        content: the sequence's tokens and hashes, if prefixes are cached at all.
-        Returns a number of slots: as long as fewer are wanted for this sequence,
-        neither release_passed nor extend nor settle has work.
-        """
-
-    def withdraw(self, handle: int, num_tokens: int) -> None:
-        """Take the blocks after the first `num_tokens` tokens out of the prefix index.
-
-        The table keeps them, and settle does not offer them again.
-        """
-
-    def forget(self, block_hashes: Sequence[bytes]) -> None:
-        """Take every block with one of these hashes out of the prefix index."""
-
-    def rename(self, handle: int, new_handle: int) -> None:
-        """The sequence, which has a table, goes by another handle from now on."""
-
-    def free(self, handle: int) -> None:
-        """Give back a sequence's blocks, last one first; nothing if it has none."""
-
-    def table(self, handle: int) -> list[int]:
-        """A copy of the sequence's block ids, [num_blocks]; empty if it has none."""
-
-    def tables(self) -> dict[int, list[int]]:
-        """The tables themselves, by handle; to be read only."""
-
-    def violations(self, handle: int) -> list[str]:
-        """What is wrong with a sequence's table by the group's own rules, a sentence each."""
 
 
 class _Sequence:
@@ -106,7 +28,11 @@ class _Sequence:
 
 
 class FullAttentionGroup:
-    """Layers that attend to every earlier position: a table keeps all its blocks.
+    """Block tables of layers that attend to every earlier position: a table keeps all its blocks.
+
+    Other kinds of groups extend this one and override what differs.
+    block_size: tokens in a block of this group.
+    has_prefixes: any first part of a hit is a hit as well.
 
     block table   | 7 | 3 | 9 | 12 |
     tokens        [0, bs) [bs, 2bs) …
@@ -121,10 +47,19 @@ class FullAttentionGroup:
         self._sequences: dict[int, _Sequence] = {}
 
     def find_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> list[int]:
+        """Blocks of the longest cached prefix of at most `max_tokens` tokens.
+
+        Null blocks stand for those that no later token needs.
+        """
         most = max_tokens // self.block_size
         return self._pool.index.longest_prefix(self._keys.leading(block_hashes, most))
 
     def find_fork(self, handle: int, num_tokens: int) -> list[int]:
+        """The blocks of a sequence that hold its first tokens, the last one perhaps in part.
+
+        Null blocks stand for those that no later token needs. Empty when the
+        sequence has given back one that a later token does need.
+        """
         return self._sequences[handle].blocks[: -(-num_tokens // self.block_size)]
 
     def release_passed(self, handle: int, num_computed: int) -> None:
@@ -133,12 +68,18 @@ class FullAttentionGroup:
     def num_new_blocks(
         self, handle: int, num_tokens: int, num_hits: int, num_computed: int = 0
     ) -> int:
+        """Blocks that `extend` would append; changes nothing.
+
+        num_hits: blocks that `attach` will start the table with, if there is none yet.
+        num_computed: position with which `release_passed` will be called before, 0 for not at all.
+        """
         sequence = self._sequences.get(handle)
         num_held = num_hits if sequence is None else len(sequence.blocks)
         num_new = -(-num_tokens // self.block_size) - num_held
         return num_new if num_new > 0 else 0
 
     def attach(self, handle: int, hits: Sequence[int]) -> None:
+        """Start a sequence's table with cached blocks, referencing them."""
         assert handle not in self._sequences, f"sequence {handle} has a table already"
         sequence = self._sequences[handle] = _Sequence()
         if hits:
@@ -147,6 +88,7 @@ class FullAttentionGroup:
             sequence.num_cached = len(hits)
 
     def extend(self, handle: int, num_tokens: int) -> list[int]:
+        """Append new blocks until the table has room for `num_tokens`; returns them."""
         blocks = self._sequences[handle].blocks
         num_new = -(-num_tokens // self.block_size) - len(blocks)
         if num_new <= 0:
@@ -156,6 +98,12 @@ class FullAttentionGroup:
         return new_blocks
 
     def register_full_blocks(self, handle: int, content: HashedTokens, num_tokens: int) -> int:
+        """Make the blocks filled by the first `num_tokens` tokens findable.
+
+        content: the sequence's tokens and hashes, if prefixes are cached at all.
+        Returns a number of slots: as long as fewer are wanted for this sequence,
+        neither release_passed nor extend nor settle has work.
+        """
         sequence = self._sequences[handle]
         block_size = self.block_size
         room_ends = len(sequence.blocks) * block_size + 1
@@ -170,33 +118,43 @@ class FullAttentionGroup:
         return room_ends if room_ends < next_fills else next_fills
 
     def withdraw(self, handle: int, num_tokens: int) -> None:
+        """Take the blocks after the first `num_tokens` tokens out of the prefix index.
+
+        The table keeps them, and settle does not offer them again.
+        """
         sequence = self._sequences.get(handle)
         if sequence is not None:
             num_kept = num_tokens // self.block_size
             self._pool.uncache(sequence.blocks[num_kept : sequence.num_cached])
 
     def forget(self, block_hashes: Sequence[bytes]) -> None:
+        """Take every block with one of these hashes out of the prefix index."""
         most = self._keys.count(block_hashes)
         for key in self._keys.leading(block_hashes, most):
             self._pool.forget(key)
 
     def rename(self, handle: int, new_handle: int) -> None:
+        """The sequence, which has a table, goes by another handle from now on."""
         assert new_handle not in self._sequences, f"sequence {new_handle} has a table already"
         self._sequences[new_handle] = self._sequences.pop(handle)
 
     def free(self, handle: int) -> None:
+        """Give back a sequence's blocks, last one first; nothing if it has none."""
         sequence = self._sequences.pop(handle, None)
         if sequence is not None:
             self._pool.free_blocks(sequence.blocks[::-1])
 
     def table(self, handle: int) -> list[int]:
+        """A copy of the sequence's block ids, [num_blocks]; empty if it has none."""
         sequence = self._sequences.get(handle)
         return [] if sequence is None else sequence.blocks.copy()
 
     def tables(self) -> dict[int, list[int]]:
+        """The tables themselves, by handle; to be read only."""
         return {handle: sequence.blocks for handle, sequence in self._sequences.items()}
 
     def violations(self, handle: int) -> list[str]:
+        """What is wrong with a sequence's table by the group's own rules, a sentence each."""
         found = []
         sequence = self._sequences[handle]
         blocks, num_passed = sequence.blocks, sequence.num_passed

@@ -23,7 +23,7 @@ from engine_core.kv_cache.events import (
     ResidencyMeter,
 )
 from engine_core.kv_cache.fork import BlockCopies, fork_of
-from engine_core.kv_cache.groups import KVGroup
+from engine_core.kv_cache.groups import FullAttentionGroup
 from engine_core.kv_cache.hashing import BlockHasher, Hasher, NoHashing
 from engine_core.kv_cache.pool import BlockPool, TransferRefs
 from engine_core.request import Request
@@ -42,13 +42,6 @@ class Reserve(Protocol):
     def give_back(self, num_blocks: int) -> None:
         """Free so many blocks more; there are as many that only pins keep."""
         ...
-
-
-class NoReserve:
-    """Nothing is pinned."""
-
-    def give_back(self, num_blocks: int) -> None:
-        raise AssertionError(f"{num_blocks} blocks are wanted back from nobody")
 
 
 class KVCacheManager:
@@ -90,7 +83,7 @@ class KVCacheManager:
         self._coordinator = make_coordinator(self.pool, groups, block_size)
         self._copies = BlockCopies()
         self.transfer_refs = TransferRefs(self.pool)
-        self.reserve: Reserve = NoReserve()
+        self.reserve: Reserve | None = None
         self._recheck_after: dict[int, int] = {}
         self._confirmed_until: dict[int, int] = {}  # those with KV that is still to be loaded
         self._num_queried = 0
@@ -365,7 +358,7 @@ class KVCacheManager:
                 yield found
 
     @property
-    def groups(self) -> tuple[KVGroup, ...]:
+    def groups(self) -> tuple[FullAttentionGroup, ...]:
         """In the order of the block ids per group."""
         return self._coordinator.groups
 
@@ -420,6 +413,7 @@ class KVCacheManager:
         new_blocks = NO_NEW_BLOCKS
         if num_new_blocks:
             if num_new_blocks > self.pool.num_free:  # hits are referenced by now
+                assert self.reserve is not None, "blocks are pinned, but nothing can give them back"
                 self.reserve.give_back(num_new_blocks - self.pool.num_free)
             new_blocks = coordinator.extend(handle, num_slots)
         if computed.tails:

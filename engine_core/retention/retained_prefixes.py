@@ -79,7 +79,7 @@ class RetainedPrefix:
 
 
 class RetainedPrefixHeap:
-    """RetainedPrefixes by ascending key; of two with the same key the older one first."""
+    """Retained prefixes by ascending key; of two with the same key the older one first."""
 
     def __init__(self) -> None:
         self._keys: dict[int, float] = {}
@@ -181,7 +181,7 @@ class RetainedPrefixes:
         return changed
 
     def take_counts(self) -> tuple[int, int, int, int]:
-        """RetainedPrefixes taken, hit, expired and given up since the last call."""
+        """Prefixes retained, hit, expired and dropped since the last call."""
         taken = self.num_taken, self.num_hit, self.num_expired, self.num_given_up
         self.num_taken = self.num_hit = self.num_expired = self.num_given_up = 0
         return taken

@@ -16,7 +16,7 @@ from engine_core.scheduler.fairness import TenantFairness
 from engine_core.scheduler.hooks import AdmissionGate, Candidate, RequestListener, Unblock
 from engine_core.scheduler.kv_transfer import KVTransferManager
 from engine_core.scheduler.limits import ChunkRule
-from engine_core.scheduler.preemption import KVWatermarks, NonRunningBlocks, NoPressure, Pressure
+from engine_core.scheduler.preemption import KVWatermarks, NonRunningBlocks
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.step_plan import StepPlan
 from proto.config import SchedulerConfig
@@ -153,11 +153,11 @@ class WholeSequence:
         )
 
 
-def make_kv_watermarks(config: SchedulerConfig, kv_cache: KVCacheManager) -> Pressure:
-    """The thresholds of a configuration, if it sets any below the whole pool."""
+def make_kv_watermarks(config: SchedulerConfig, kv_cache: KVCacheManager) -> KVWatermarks | None:
+    """The watermarks of a configuration; None where it sets none below the whole pool."""
     stop, preempt = config.stop_admission_above, config.preempt_above
     if stop == preempt == 1.0:
-        return NoPressure()
+        return None
     resume = config.resume_admission_below
     if resume is None:
         resume = DEFAULT_HYSTERESIS * stop
@@ -168,12 +168,12 @@ def rules_of(
     config: SchedulerConfig,
     kv_cache: KVCacheManager,
     running: Sequence[Request],
-    pressure: Pressure,
+    watermarks: KVWatermarks | None,
 ) -> tuple[AdmissionRule, ...]:
     """The rules that a configuration asks for; none by default."""
     rules: list[AdmissionRule] = []
-    if not isinstance(pressure, NoPressure):
-        rules.append(pressure)
+    if watermarks is not None:
+        rules.append(watermarks)
     if config.scheduler_reserve_full_isl:
         rules.append(WholeSequence(kv_cache, running))
     if config.watermark:
@@ -268,7 +268,7 @@ class AdmissionPass:
         return (
             refusal.request is request
             and bool(self._running)
-            and not self._non_running_blocks.any_at_rest
+            and not self._non_running_blocks.any_resting
             and not self._fairness.may_claim(request)
             and kv_cache.num_free_blocks <= refusal.num_free
             and self._first_chunk(refusal.num_missing, plan) >= refusal.num_new
@@ -367,11 +367,11 @@ class AdmissionPass:
             and (not others or self._rules_admit(candidate, 0))
             and self._take_blocks(candidate, 0)
         ):
-            if non_running_blocks.take_from_rest():
+            if non_running_blocks.free_resting():
                 continue
             if others:
                 return False
-            if not non_running_blocks.take_from_line(candidate.request):
+            if not non_running_blocks.free_queued(candidate.request):
                 return self._admit(candidate.without_external(), plan)
         external.begin_load(candidate)
         return True
@@ -380,9 +380,9 @@ class AdmissionPass:
         """Allocates if the rules allow it and there are blocks, those that nobody uses included."""
         non_running_blocks = self._non_running_blocks
         while not self._fits(num_new, candidate):
-            if non_running_blocks.take_from_rest():
+            if non_running_blocks.free_resting():
                 continue
-            if self._running or not non_running_blocks.take_from_line(request):
+            if self._running or not non_running_blocks.free_queued(request):
                 return False
         return True
 

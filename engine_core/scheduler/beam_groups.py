@@ -146,7 +146,7 @@ class BeamGroups:
             ):
                 for slot in sorted(reported, reverse=True):
                     if group.rows[slot].status is RequestStatus.RUNNING:
-                        self._preemption.evict(group.rows[slot], plan)
+                        self._preemption.preempt(group.rows[slot], plan)
 
     def is_blocked(self, candidate: Candidate) -> bool:
         request = candidate.request

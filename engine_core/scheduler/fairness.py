@@ -25,7 +25,7 @@ from engine_core.request import Request
 from engine_core.scheduler.limits import ChunkRule
 from engine_core.scheduler.preemption import Preemption, PreemptionOrder
 from engine_core.scheduler.queues.base import RequestQueue
-from engine_core.scheduler.queues.registry import FairShares
+from engine_core.scheduler.queues.fair import FairShares
 from engine_core.scheduler.step_plan import StepPlan
 from engine_core.scheduler.tenant_usage import TenantUsage
 
@@ -103,7 +103,7 @@ class TenantFairness:
         victim = self._preemption_order.first(served_above=self._least(request))
         if victim is None or self._policy.priority_key(victim) < self._policy.priority_key(request):
             return False
-        self._preemption.evict(victim, plan)
+        self._preemption.preempt(victim, plan)
         return True
 
     # As a listener

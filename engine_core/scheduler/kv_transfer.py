@@ -507,8 +507,8 @@ class KVTransferManager:
             kv_cache.confirm_loaded(request, load.num_tokens)
             request.num_computed_tokens = min(load.num_tokens, request.num_tokens - 1)
             self._loaded[handle] = request
-            self._non_running_blocks.rest(request)
-            self._non_running_blocks.line_up(request)
+            self._non_running_blocks.add_resting(request)
+            self._non_running_blocks.move_to_queued(request)
         else:
             kv_cache.free(request)
             request.num_computed_tokens = 0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
-from typing import Final, Protocol
+from typing import Final
 
 from engine_core.request import Request
 from proto.config import SchedulerConfig, flag_name
@@ -379,35 +379,10 @@ LONGEST_OUTLIER: Final = 2.0
 """What took more than this multiple of its mean, because others had the cores, counts as this."""
 
 
-class PrefillThrottle(Protocol):
-    """Says how many tokens of prompts a step may have, and is told what steps took."""
+class PrefillThrottle:
+    """Keeps steps with a part of a prompt below `stretch` times those without; 0 for no limit.
 
-    def prompt_tokens(self, num_decoding: int, num_missing: int) -> int:
-        """For a step with so many sequences that decode; num_missing: of all prompts, by now."""
-        ...
-
-    def learn(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
-        """A step with so many of both has taken this long."""
-        ...
-
-
-class NoThrottle:
-    """As many as a step has room for."""
-
-    def __init__(self, step_budget: int) -> None:
-        self._step_budget = step_budget
-
-    def prompt_tokens(self, num_decoding: int, num_missing: int) -> int:
-        return self._step_budget
-
-    def learn(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
-        """Nothing depends on it."""
-
-
-class LearntThrottle:
-    """Keeps steps with a part of a prompt below `stretch` times those without.
-
-    step_budget: all that a step has room for; so much goes into it until both times are known.
+    step_budget: tokens of a step; a step has that many until both times are known.
     """
 
     def __init__(self, step_budget: int, stretch: float) -> None:
@@ -417,7 +392,13 @@ class LearntThrottle:
         self._token_seconds = 0.0  # 0: not known
 
     def prompt_tokens(self, num_decoding: int, num_missing: int) -> int:
-        if not num_decoding or not self._decode_seconds or not self._token_seconds:
+        """Prompt tokens of a step with so many decodes; num_missing: what all prompts lack."""
+        if (
+            not self._stretch
+            or not num_decoding
+            or not self._decode_seconds
+            or not self._token_seconds
+        ):
             return self._step_budget
         decode = self._decode(num_decoding)
         seconds = max(self._stretch * decode, SHORT_SECONDS) - decode
@@ -426,7 +407,8 @@ class LearntThrottle:
         return min(max(paced, due, MULTIPLE), self._step_budget)
 
     def learn(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
-        if not num_decoding or seconds <= 0.0:
+        """Take in how long a step of so many decodes and prompt tokens took."""
+        if not self._stretch or not num_decoding or seconds <= 0.0:
             return
         if not num_prompt_tokens:
             known = self._decode_seconds.get(num_decoding, 0.0)
@@ -457,5 +439,5 @@ def _mean(known: float, seconds: float) -> float:
 
 
 def make_prefill_throttle(step_budget: int, stretch: float, *, chunked: bool) -> PrefillThrottle:
-    """The pace of a setting; 0, or prompts that are not cut into chunks: none."""
-    return LearntThrottle(step_budget, stretch) if stretch and chunked else NoThrottle(step_budget)
+    """The throttle of a setting; it limits nothing where prompts are not cut into chunks."""
+    return PrefillThrottle(step_budget, stretch if chunked else 0.0)

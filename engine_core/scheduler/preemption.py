@@ -1,126 +1,45 @@
-"""Running requests, to be asked which of them gives way first.
+"""Preemption: which running request loses its KV cache blocks, and how it comes back.
 
-    tenant 7   served 900   ▸ ▸ ▸ ▸        the first of each tenant is known;
-    tenant 3   served 340   ▸ ▸            among those the policy's rank decides
+    PreemptionOrder     the order in which running requests are preempted, tenant by tenant
+    KVWatermarks        occupancies at which admission stops and preemption begins
+    NonRunningBlocks    blocks of requests that do not run, which are taken before a running one's
+    Preemption          takes the blocks and puts the request back into the queue
+    start_over          the same for all requests, after the workers have died
+    SwapRule            whether the KV of a preempted request is loaded or computed again
 
-Owns who runs, by tenant, and `Request.place`, which grows along the running list. So a victim
-costs a look at each tenant that runs, however many requests it has.
+The first request of each tenant in preemption order is known, and the policy's rank decides among
+those: a preemption costs a look at each tenant, however many requests it has.
+
+    tenant 7   served 900   ▸ ▸ ▸ ▸
+    tenant 3   served 340   ▸ ▸
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from heapq import heapify, heappop, heappush
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import Any, Final, Protocol
+from typing import Final
 
 from engine_core.kv_cache.manager import ComputedBlocks, KVCacheManager
 from engine_core.request import Request, RequestStatus
-from engine_core.scheduler.queues.base import RequestQueue
+from engine_core.scheduler.queues.base import PreemptionQueue, RequestQueue
+from engine_core.scheduler.queues.fair import FairShares
 from engine_core.scheduler.step_plan import StepPlan
 from proto.config import PreemptionMode
-
-_SLACK: Final = 64
-"""So many left-over entries are never worth a clean-up."""
 
 _place: Final = attrgetter("place")
 
 
-class PreemptionQueue(Protocol):
-    """The running requests of one tenant."""
-
-    def add(self, request: Request) -> None:
-        """Its place is behind those of all that are here."""
-        ...
-
-    def remove(self, request: Request) -> None:
-        """Raises KeyError for one that is not here."""
-        ...
-
-    def first(self) -> Request:
-        """Who gives way before all others; there must be one."""
-        ...
-
-    def __len__(self) -> int: ...
-
-
-class LastAdmittedFirst:
-    """The one that stands last in the running list gives way first."""
-
-    def __init__(self) -> None:
-        self._requests: dict[int, Request] = {}
-
-    def add(self, request: Request) -> None:
-        self._requests[request.handle] = request
-
-    def remove(self, request: Request) -> None:
-        del self._requests[request.handle]
-
-    def first(self) -> Request:
-        return next(reversed(self._requests.values()))
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-
-class LowestKeyFirst:
-    """The one that would be admitted last gives way first, wherever it stands.
-
-    reversed_order: a key that never changes; the lowest gives way first. A request that leaves
-    stays in the heap as a left-over.
-    """
-
-    def __init__(self, reversed_order: Callable[[Request], Any]) -> None:
-        self._key = reversed_order
-        self._heap: list[tuple[Any, Request]] = []
-        self._requests: dict[int, Request] = {}
-
-    def add(self, request: Request) -> None:
-        self._requests[request.handle] = request
-        heappush(self._heap, (self._key(request), request))
-
-    def remove(self, request: Request) -> None:
-        del self._requests[request.handle]
-        if len(self._heap) > 2 * len(self._requests) + _SLACK:
-            self._heap = [(self._key(each), each) for each in self._requests.values()]
-            heapify(self._heap)
-
-    def first(self) -> Request:
-        heap = self._heap
-        while heap[0][1].handle not in self._requests:
-            heappop(heap)
-        return heap[0][1]
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-
-class PreemptionPolicy(Protocol):
-    """What the policy says of preemption_order."""
-
-    def make_preemption_queue(self) -> PreemptionQueue:
-        """An empty one."""
-        ...
-
-    def served(self, tenant: int) -> float:
-        """What this tenant was given."""
-        ...
-
-    def preemption_rank(self, request: Request) -> Any:
-        """Of two that are the first of their tenants, the higher gives way."""
-        ...
-
-
 class PreemptionOrder:
-    """Told who begins to run, who ends, and who is put behind the others."""
+    """Running requests by tenant, and `Request.place`, which grows along the running list."""
 
-    def __init__(self, policy: PreemptionPolicy) -> None:
+    def __init__(self, policy: FairShares) -> None:
         self._policy = policy
         self._tenants: dict[int, PreemptionQueue] = {}
         self._last_place = 0
 
     def admit(self, request: Request) -> None:
-        """It stands at the end of the running list."""
+        """Add a request that was appended to the running list."""
         self._last_place += 1
         request.place = self._last_place
         order = self._tenants.get(request.tenant)
@@ -129,20 +48,20 @@ class PreemptionOrder:
         order.add(request)
 
     def leave(self, request: Request) -> None:
-        """It does not run any more."""
+        """Remove a request that does not run any more."""
         order = self._tenants[request.tenant]
         order.remove(request)
         if not len(order):
             del self._tenants[request.tenant]
 
     def move_to_end(self, requests: Iterable[Request]) -> None:
-        """They were put to the end of the running list, in this order."""
+        """Follow requests that were moved to the end of the running list, in this order."""
         for request in requests:
             self.leave(request)
             self.admit(request)
 
     def first(self, served_above: float = -math.inf) -> Request | None:
-        """Who gives way, of the tenants that were served more than this; None for nobody."""
+        """The next request to preempt, of tenants served more than this; None if there is none."""
         if len(self._tenants) == 1 and served_above == -math.inf:
             return next(iter(self._tenants.values())).first()
         served = self._policy.served
@@ -155,45 +74,17 @@ class PreemptionOrder:
 
 
 def index_of(running: Sequence[Request], request: Request) -> int:
-    """Where it stands in the running list; it must be there."""
+    """The index of a request in the running list; it must be there."""
     index = bisect_left(running, request.place, key=_place)
     assert running[index] is request, f"{request!r} does not run"
     return index
 
 
-# How full the pool may get: when to stop admitting, when to go on, when to preempt.
-#
-# Owns one bit, whether the doors are open. Two thresholds with a gap between them
-# keep the scheduler from admitting and preempting the same request in turns.
+# KV watermarks: at which occupancy admission stops, when it goes on, when requests are preempted.
+# The gap between two of them keeps one request from being admitted and preempted in turns.
 #
 #     in use   0 ───── resume ────── stop ────── preempt ── all
-#                 open   |  as it was  |  closed    |  closed, and someone gives way
-
-
-class Pressure(Protocol):
-    """What the occupancy of the pool asks for."""
-
-    def too_high(self) -> bool:
-        """Whether a running request should give way.
-
-        To be asked in every step, also where one runs, or none: the occupancy may fall below a
-        threshold then, and be between the two again when somebody wants to come in.
-        """
-        ...
-
-    def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
-        """Whether this request may come in, to compute so many tokens."""
-        ...
-
-
-class NoPressure:
-    """Only the end of the pool counts."""
-
-    def too_high(self) -> bool:
-        return False
-
-    def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
-        return True
+#                admit  |  as before  |  stopped   |  stopped, and requests are preempted
 
 
 class KVWatermarks:
@@ -214,6 +105,11 @@ class KVWatermarks:
         self._open = True
 
     def too_high(self) -> bool:
+        """Whether a running request has to be preempted.
+
+        To be asked in every step, even when few requests run: the occupancy may fall below a
+        watermark between two steps and be above it again when the next request is admitted.
+        """
         return self._in_use() > self._preempt_above
 
     def admits(self, request: Request, num_new_tokens: int, computed: ComputedBlocks) -> bool:
@@ -231,16 +127,15 @@ class KVWatermarks:
         return in_use
 
 
-# Blocks of requests that do not run: sessions between two turns.
+# Blocks of requests that do not run: sessions between two turns, and requests whose KV was loaded
+# and that were not admitted yet. A request that has lost its blocks is computed again when it runs,
+# except for what the prefix cache still holds.
 #
-# Owns the order in which they lose them; a request that has lost its blocks is computed
-# again when its turn comes, over what the prefix cache still holds.
-#
-#     at rest     no input has come: whoever lacks room takes the blocks, those of the one
-#                 that has rested longest first
-#     in line     the next turn has its input: it is about to run, so the blocks are taken
-#                 only where nobody runs but who lacks them, lest nobody ever does; the last
-#                 in line first
+#     resting   waits for input: its blocks go to any request that lacks some, those of the
+#               request that has rested longest first
+#     queued    has its input, or its KV was loaded, and is about to run: its blocks are taken only
+#               where nothing runs besides the request that lacks some, to guarantee progress;
+#               the last one in the queue first
 
 
 class NonRunningBlocks:
@@ -248,67 +143,64 @@ class NonRunningBlocks:
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
-        self._at_rest: dict[int, Request] = {}
-        self._in_line: dict[int, Request] = {}
+        self._resting: dict[int, Request] = {}
+        self._queued: dict[int, Request] = {}
 
     def __len__(self) -> int:
-        return len(self._at_rest) + len(self._in_line)
+        return len(self._resting) + len(self._queued)
 
     @property
-    def any_at_rest(self) -> bool:
-        """Whether `take_from_rest` would find any."""
-        return bool(self._at_rest)
+    def any_resting(self) -> bool:
+        """Whether `free_resting` would find any."""
+        return bool(self._resting)
 
-    def rest(self, request: Request) -> None:
-        """A request has come to rest, with blocks if anything of it is computed."""
+    def add_resting(self, request: Request) -> None:
+        """Add a request that waits for input; it has blocks if anything of it is computed."""
         if request.num_computed_tokens:
-            self._at_rest[request.handle] = request
+            self._resting[request.handle] = request
 
-    def line_up(self, request: Request) -> None:
-        """A request at rest has been given its input."""
-        if self._at_rest.pop(request.handle, None) is not None:
-            self._in_line[request.handle] = request
+    def move_to_queued(self, request: Request) -> None:
+        """A resting request has been given its input."""
+        if self._resting.pop(request.handle, None) is not None:
+            self._queued[request.handle] = request
 
     def forget(self, request: Request) -> None:
-        """A request runs, or is over."""
-        self._at_rest.pop(request.handle, None)
-        self._in_line.pop(request.handle, None)
+        """A request runs or has ended."""
+        self._resting.pop(request.handle, None)
+        self._queued.pop(request.handle, None)
 
-    def take_from_rest(self) -> bool:
-        """Free the blocks of one request at rest; False if none has any."""
-        if not self._at_rest:
+    def free_resting(self) -> bool:
+        """Free the blocks of one resting request; False if none has any."""
+        if not self._resting:
             return False
-        self._take(next(iter(self._at_rest.values())))
+        self._free(next(iter(self._resting.values())))
         return True
 
-    def take_from_line(self, spared: Request) -> bool:
-        """Free the blocks of one request in line, but not of `spared`; False if none has any."""
-        for request in reversed(self._in_line.values()):
+    def free_queued(self, spared: Request) -> bool:
+        """Free the blocks of one queued request, but not of `spared`; False if none has any."""
+        for request in reversed(self._queued.values()):
             if request is not spared:
-                self._take(request)
+                self._free(request)
                 return True
         return False
 
-    def take_all(self) -> None:
+    def free_all(self) -> None:
         """Free the blocks of all of them."""
-        for request in [*self._at_rest.values(), *self._in_line.values()]:
-            self._take(request)
+        for request in [*self._resting.values(), *self._queued.values()]:
+            self._free(request)
 
-    def _take(self, request: Request) -> None:
+    def _free(self, request: Request) -> None:
         self.forget(request)
         self._kv_cache.free(request)
         request.num_computed_tokens = 0
 
 
-# Taking the blocks of a running request away, to compute it again later.
-#
-# Owns the way back into the queue; who gives way say the `PreemptionOrder`. Nothing is copied
-# out: tokens and counters stay in the Request, and what the prefix cache still
-# holds when it comes back is not computed twice.
+# Nothing is copied out: tokens and counters stay in the Request, and what the prefix cache still
+# holds when the request runs again is not computed twice.
 
 
 class Preemption:
-    """Makes room: first with blocks that nobody uses now, then one running request at a time."""
+    """Frees blocks: first of requests that do not run, then of one running request at a time."""
 
     def __init__(
         self,
@@ -316,29 +208,30 @@ class Preemption:
         waiting: RequestQueue,
         running: list[Request],
         kv_cache: KVCacheManager,
-        pressure: Pressure,
+        watermarks: KVWatermarks | None,
         non_running_blocks: NonRunningBlocks,
     ) -> None:
         self._preemption_order = preemption_order
         self._waiting = waiting
         self._running = running
         self._kv_cache = kv_cache
-        self._pressure = pressure
+        self._watermarks = watermarks
         self._non_running_blocks = non_running_blocks
 
-    def relieve(self, plan: StepPlan) -> None:
-        """Before anyone is planned: make room while the pool is too full, but keep the last."""
+    def preempt_above_watermark(self, plan: StepPlan) -> None:
+        """Preempt while the pool is above its watermark; the last running request stays."""
         non_running_blocks = self._non_running_blocks
-        while self._pressure.too_high() and (
-            len(self._running) > 1 or non_running_blocks.any_at_rest
-        ):
+        watermarks = self._watermarks
+        if watermarks is None:
+            return
+        while watermarks.too_high() and (len(self._running) > 1 or non_running_blocks.any_resting):
             self.preempt_one(plan, 0)
 
     def preempt_one(self, plan: StepPlan, num_visited: int) -> int:
         """Preempt one running request; returns the index at which it stood.
 
-        Where blocks are idle their holder loses them, and all that run stay: then the
-        index is that behind the last. The only one that runs gives way to nobody.
+        Where a request that does not run holds blocks, it loses them and all running requests
+        stay: then the index is that behind the last. The only running request is not preempted.
 
         num_visited: running requests that the plan may have served, from the first on.
         A victim that the plan has already served is taken out of it: its tokens go
@@ -346,43 +239,43 @@ class Preemption:
         longer findable.
         """
         num_running = len(self._running)
-        if self._non_running_blocks.take_from_rest():
+        if self._non_running_blocks.free_resting():
             return num_running
-        if num_running == 1 and self._non_running_blocks.take_from_line(self._running[0]):
+        if num_running == 1 and self._non_running_blocks.free_queued(self._running[0]):
             return num_running
         victim = self._preemption_order.first()
-        assert victim is not None, "nobody runs"
+        assert victim is not None, "nothing runs"
         index = index_of(self._running, victim)
         del self._running[index]
         if index < num_visited and plan.withdraw(victim):
             self._kv_cache.withdraw(victim, victim.num_computed_tokens)
-        self._send_back(victim, plan.now)
+        self._requeue(victim, plan.now)
         plan.preempted.append(victim)
         return index
 
-    def evict(self, victim: Request, plan: StepPlan) -> None:
+    def preempt(self, victim: Request, plan: StepPlan) -> None:
         """Preempt this running request, which may be in the plan already."""
         del self._running[index_of(self._running, victim)]
         if plan.withdraw(victim):
             self._kv_cache.withdraw(victim, victim.num_computed_tokens)
-        self._send_back(victim, plan.now)
+        self._requeue(victim, plan.now)
         plan.preempted.append(victim)
 
     def preempt_running(self, plan: StepPlan) -> None:
-        """Preempt everyone, the last one first."""
+        """Preempt all running requests, the last one first."""
         for victim in self._running[::-1]:
-            self.evict(victim, plan)
+            self.preempt(victim, plan)
 
     def preempt_all(self, now: float) -> list[Request]:
-        """Between two steps: nobody keeps a block. Returns those that ran, the last one first."""
-        self._non_running_blocks.take_all()
+        """Take all blocks back, between two steps; returns those that ran, the last one first."""
+        self._non_running_blocks.free_all()
         preemption_order = self._running[::-1]
         self._running.clear()
         for victim in preemption_order:
-            self._send_back(victim, now)
+            self._requeue(victim, now)
         return preemption_order
 
-    def _send_back(self, victim: Request, now: float) -> None:
+    def _requeue(self, victim: Request, now: float) -> None:
         self._preemption_order.leave(victim)
         self._kv_cache.free(victim)
         victim.status = RequestStatus.PREEMPTED
@@ -436,28 +329,8 @@ _FEW_TOKENS: Final = 16
 """Steps with fewer of a prompt say little about the rate of prompts."""
 
 
-class SwapRule(Protocol):
-    """Decides for requests that were preempted; is told what loads and steps have taken."""
-
-    def loads(self, num_tokens: int) -> bool:
-        """Whether so many tokens are to be loaded, and not computed."""
-        ...
-
-    def seconds(self, num_tokens: int) -> float:
-        """How long it takes until the KV of so many tokens is back; 0 while that is not known."""
-        ...
-
-    def learn_load(self, num_tokens: int, seconds: float) -> None:
-        """A load of so many tokens took this long, its time in a queue included."""
-        ...
-
-    def learn_step(self, num_prompt_tokens: int, seconds: float) -> None:
-        """A step with so many tokens of prompts took this long."""
-        ...
-
-
-class ByRates:
-    """Takes what is faster by the means of what was measured."""
+class SwapRule:
+    """Chooses between loading and computing KV again, by the mean of what either has taken."""
 
     def __init__(self) -> None:
         self._setup = 0.0  # the least that any load has taken; 0: none yet
@@ -465,11 +338,13 @@ class ByRates:
         self._compute_seconds = 0.0  # of a token; 0: not known
 
     def loads(self, num_tokens: int) -> bool:
+        """Whether so many tokens of a preempted request are loaded, and not computed again."""
         if not self._setup or not self._compute_seconds:
             return True
         return self._seconds_to_load(num_tokens) < num_tokens * self._compute_seconds
 
     def seconds(self, num_tokens: int) -> float:
+        """How long it takes until the KV of so many tokens is back; 0 while that is not known."""
         computed = num_tokens * self._compute_seconds
         if not self._setup:
             return computed
@@ -477,12 +352,14 @@ class ByRates:
         return min(computed, loaded) if computed else loaded
 
     def learn_load(self, num_tokens: int, seconds: float) -> None:
+        """A load of so many tokens took this long, its time in a queue included."""
         if num_tokens <= 0 or seconds <= 0.0:
             return
         self._setup = min(self._setup, seconds) if self._setup else seconds
         self._load_seconds = _mean(self._load_seconds, (seconds - self._setup) / num_tokens)
 
     def learn_step(self, num_prompt_tokens: int, seconds: float) -> None:
+        """A step with so many prompt tokens took this long."""
         if num_prompt_tokens >= _FEW_TOKENS and seconds > 0.0:
             self._compute_seconds = _mean(self._compute_seconds, seconds / num_prompt_tokens)
 
@@ -490,8 +367,8 @@ class ByRates:
         return self._setup + num_tokens * self._load_seconds
 
 
-class Always(ByRates):
-    """The setting has decided for those that were preempted."""
+class FixedSwapRule(SwapRule):
+    """The setting decides for preempted requests; times are learnt all the same."""
 
     def __init__(self, loads: bool) -> None:
         super().__init__()
@@ -503,7 +380,7 @@ class Always(ByRates):
 
 def make_swap_rule(mode: PreemptionMode) -> SwapRule:
     """The rule of --preemption."""
-    return ByRates() if mode == "auto" else Always(mode == "swap")
+    return SwapRule() if mode == "auto" else FixedSwapRule(mode == "swap")
 
 
 def _mean(known: float, measured: float) -> float:

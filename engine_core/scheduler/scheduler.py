@@ -300,7 +300,7 @@ class Scheduler:
             self.waiting.reorder(request)
         self._observer.step_begins(plan)
         if not self._pause.frozen:
-            self._preemption.relieve(plan)
+            self._preemption.preempt_above_watermark(plan)
             late = self._fairness.line_up()
             plan.prompt_budget = self._prompt_budget()
             self._running_pass.run(plan, late)

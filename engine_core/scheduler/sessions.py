@@ -181,7 +181,7 @@ class Sessions:
         self._scheduler.add_request(request)
         self._waiting.park(request)
         request.status = self.status
-        self.non_running_blocks.rest(request)
+        self.non_running_blocks.add_resting(request)
         self._resting_since[request.request_id] = self._clock()
 
     def _go_on(self, session: _Session) -> list[EngineCoreOutput]:
@@ -207,7 +207,7 @@ class Sessions:
         request.take_input(message.prompt_token_ids, params)
         request.queued_at = self._clock()
         del self._resting_since[request.request_id]
-        self.non_running_blocks.line_up(request)
+        self.non_running_blocks.move_to_queued(request)
         self._unblock(request)
 
     # As a listener

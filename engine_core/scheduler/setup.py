@@ -58,7 +58,7 @@ from engine_core.scheduler.preemption import (
 )
 from engine_core.scheduler.prefix_sharing import PrefixWait, SiblingForks
 from engine_core.scheduler.queues.base import RequestQueue
-from engine_core.scheduler.queues.registry import policy_of
+from engine_core.scheduler.queues.registry import make_policy
 from engine_core.scheduler.running import RunningPass
 from engine_core.scheduler.sessions import Sessions
 from engine_core.scheduler.tenant_usage import TenantUsage
@@ -92,7 +92,7 @@ class SchedulerParts:
         observer: SchedulerObserver,
     ) -> None:
         self.usage = TenantUsage(max_model_len)
-        policy = policy_of(config.scheduling_policy, self.usage)
+        policy = make_policy(config.scheduling_policy, self.usage)
         self.waiting: RequestQueue = policy.make_queue()
         self.running: list[Request] = []
         self.choices: dict[int, dict[int, Request]] = {}

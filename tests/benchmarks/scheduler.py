@@ -365,7 +365,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="python -m tests.benchmarks.scheduler",
         description="Measure the scheduler without a model: every step is answered at once.",
-        epilog="RetainedPrefix it to one core: taskset -c 1 python -m tests.benchmarks.scheduler",
+        epilog="Pin it to one core: taskset -c 1 python -m tests.benchmarks.scheduler",
     )
     parser.add_argument("workload", nargs="*", help="rows to measure; all by default")
     parser.add_argument(

@@ -266,7 +266,7 @@ SCHEDULER = (
     ),
     Fault(
         "most_urgent_preempted_first",
-        "engine_core/scheduler/queues/registry.py",
+        "engine_core/scheduler/queues/priority.py",
         "return -priority, -arrival, -request_id, -choice",
         "return priority, -arrival, -request_id, -choice",
         "With --scheduling-policy priority urgent requests are preempted for others.",

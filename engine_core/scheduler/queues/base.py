@@ -1,9 +1,10 @@
-"""What a policy for waiting requests must offer.
+"""What a scheduling policy is made of: a queue of waiting requests and an order of preemption.
 
-A queue orders; it decides nothing about blocks, budgets or statuses.
+A policy orders; it decides nothing about blocks, budgets or statuses. To add one, write a file
+beside this one and name its class in `registry.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Any, Final, Protocol
 
@@ -13,8 +14,8 @@ from engine_core.request import Request
 class RequestQueue(Protocol):
     """Waiting requests in the order in which they are to be admitted.
 
-    A request that is set aside keeps its place: peek and pop pass over it until
-    it is brought back, and then it stands where it would have stood anyway.
+    A parked request keeps its place: peek and pop pass over it until it is unparked, and then it
+    stands where it would have stood anyway.
     """
 
     def add(self, request: Request) -> None:
@@ -26,11 +27,11 @@ class RequestQueue(Protocol):
         ...
 
     def peek(self) -> Request:
-        """The next request that is not set aside; there must be one."""
+        """The next request that is not parked; there must be one."""
         ...
 
     def pop(self) -> Request:
-        """Take the next request out that is not set aside; there must be one."""
+        """Take the next request out that is not parked; there must be one."""
         ...
 
     def remove(self, request: Request) -> None:
@@ -38,11 +39,11 @@ class RequestQueue(Protocol):
         ...
 
     def park(self, request: Request) -> None:
-        """Let those behind it pass; raises KeyError for a request that is not in the line."""
+        """Let those behind it pass; raises KeyError for a request that is not ready."""
         ...
 
     def unpark(self, request: Request) -> None:
-        """End of park; raises KeyError for a request that is not set aside."""
+        """End of park; raises KeyError for a request that is not parked."""
         ...
 
     def reorder(self, request: Request) -> None:
@@ -65,7 +66,7 @@ class RequestQueue(Protocol):
 
 # A line of requests that is ordered by a key.
 #
-# Owns the heap and the places of those that are set aside; the policies beside it
+# Owns the heap and the keys of parked requests; the policies beside it
 # say what the key is.
 
 
@@ -74,6 +75,26 @@ Entry = tuple[Any, int, Request]
 
 _SLACK: Final = 64
 """So many left-over entries are never worth a clean-up."""
+
+
+class SchedulingPolicy(Protocol):
+    """The orders in which requests are admitted and preempted, among those of one tenant."""
+
+    def make_queue(self) -> RequestQueue:
+        """An empty queue for waiting requests."""
+        ...
+
+    def make_preemption_queue(self) -> "PreemptionQueue":
+        """For the running requests of one tenant, the one that is preempted first in front."""
+        ...
+
+    def preemption_key(self, request: Request) -> Any:
+        """Among tenants that are served equally, the running request of the higher key goes."""
+        ...
+
+    def priority_key(self, request: Request) -> int:
+        """What counts before fairness among tenants; the lower is admitted first."""
+        ...
 
 
 class OrderedQueue:
@@ -87,7 +108,7 @@ class OrderedQueue:
     def __init__(self) -> None:
         self._heap: list[Entry] = []
         self._ready: dict[int, Entry] = {}
-        self._aside: dict[int, Entry] = {}
+        self._parked: dict[int, Entry] = {}
         self._num_put = 0
 
     def put(self, request: Request, key: Any) -> None:
@@ -107,16 +128,16 @@ class OrderedQueue:
         return request
 
     def remove(self, request: Request) -> None:
-        if self._aside.pop(request.handle, None) is None:
+        if self._parked.pop(request.handle, None) is None:
             del self._ready[request.handle]
             self._clean_up()
 
     def park(self, request: Request) -> None:
-        self._aside[request.handle] = self._ready.pop(request.handle)
+        self._parked[request.handle] = self._ready.pop(request.handle)
         self._clean_up()
 
     def unpark(self, request: Request) -> None:
-        key, _, _ = self._aside.pop(request.handle)
+        key, _, _ = self._parked.pop(request.handle)
         self.put(request, key)
 
     def reorder(self, request: Request) -> None:
@@ -124,9 +145,9 @@ class OrderedQueue:
 
     def replace_key(self, request: Request, key: Any) -> None:
         """Move a request, parked or not, to the place of another key."""
-        if request.handle in self._aside:
-            _, number, _ = self._aside[request.handle]
-            self._aside[request.handle] = (key, number, request)
+        if request.handle in self._parked:
+            _, number, _ = self._parked[request.handle]
+            self._parked[request.handle] = (key, number, request)
         else:
             del self._ready[request.handle]
             self.put(request, key)
@@ -137,10 +158,10 @@ class OrderedQueue:
         return len(self._ready)
 
     def __len__(self) -> int:
-        return len(self._ready) + len(self._aside)
+        return len(self._ready) + len(self._parked)
 
     def __iter__(self) -> Iterator[Request]:
-        entries = sorted([*self._ready.values(), *self._aside.values()])
+        entries = sorted([*self._ready.values(), *self._parked.values()])
         return iter([request for _, _, request in entries])
 
     def _head(self) -> Entry:
@@ -156,3 +177,72 @@ class OrderedQueue:
         if len(self._heap) > 2 * len(self._ready) + _SLACK:
             self._heap = list(self._ready.values())
             heapify(self._heap)
+
+
+class PreemptionQueue(Protocol):
+    """The running requests of one tenant."""
+
+    def add(self, request: Request) -> None:
+        """Add a request that was admitted after all that are here."""
+        ...
+
+    def remove(self, request: Request) -> None:
+        """Raises KeyError for one that is not here."""
+        ...
+
+    def first(self) -> Request:
+        """The request that is preempted first; there must be one."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+class LastAdmittedFirst:
+    """The request that was admitted last is preempted first."""
+
+    def __init__(self) -> None:
+        self._requests: dict[int, Request] = {}
+
+    def add(self, request: Request) -> None:
+        self._requests[request.handle] = request
+
+    def remove(self, request: Request) -> None:
+        del self._requests[request.handle]
+
+    def first(self) -> Request:
+        return next(reversed(self._requests.values()))
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+
+class LowestKeyFirst:
+    """The request of the lowest key is preempted first, wherever it stands in the running list.
+
+    reversed_order: a key that never changes, the lowest for the request that would be admitted
+    last. The entry of a request that leaves stays in the heap until it comes to the top.
+    """
+
+    def __init__(self, reversed_order: Callable[[Request], Any]) -> None:
+        self._key = reversed_order
+        self._heap: list[tuple[Any, Request]] = []
+        self._requests: dict[int, Request] = {}
+
+    def add(self, request: Request) -> None:
+        self._requests[request.handle] = request
+        heappush(self._heap, (self._key(request), request))
+
+    def remove(self, request: Request) -> None:
+        del self._requests[request.handle]
+        if len(self._heap) > 2 * len(self._requests) + _SLACK:
+            self._heap = [(self._key(each), each) for each in self._requests.values()]
+            heapify(self._heap)
+
+    def first(self) -> Request:
+        heap = self._heap
+        while heap[0][1].handle not in self._requests:
+            heappop(heap)
+        return heap[0][1]
+
+    def __len__(self) -> int:
+        return len(self._requests)

@@ -8,10 +8,15 @@ age counts for OLDEST_SECONDS at most, so that a client that puts all it asks fo
 does not overtake everybody for ever. What belongs to no job is a job of one turn.
 """
 
-from typing import Final
+from typing import Any, Final
 
 from engine_core.request import Request
-from engine_core.scheduler.queues.base import OrderedQueue
+from engine_core.scheduler.queues.base import (
+    LowestKeyFirst,
+    OrderedQueue,
+    PreemptionQueue,
+    RequestQueue,
+)
 
 LEAD_SECONDS: Final = 600.0
 OLDEST_SECONDS: Final = 3600.0
@@ -43,3 +48,28 @@ class ContinuumQueue(OrderedQueue):
         came = max(request.job_arrival, request.arrival_time - OLDEST_SECONDS)
         came -= LEAD_SECONDS if request.finds_retained_prefix else 0.0
         return 1, came, request.arrival_time, request.request_id, request.choice
+
+
+class ByJobs:
+    """Turns in the order of their jobs; a turn that continues a job is preempted last.
+
+    Its KV was retained, or would have been: the next turn of the job wants it as well.
+    """
+
+    def make_queue(self) -> RequestQueue:
+        return ContinuumQueue()
+
+    def make_preemption_queue(self) -> PreemptionQueue:
+        return LowestKeyFirst(_from_last_job)
+
+    def preemption_key(self, request: Request) -> Any:
+        continues, arrival, request_id, choice = _from_last_job(request)
+        return not continues, -arrival, -request_id, -choice
+
+    def priority_key(self, request: Request) -> int:
+        return 0
+
+
+def _from_last_job(request: Request) -> tuple[bool, float, int, int]:
+    _, _, request_id, choice = request.order
+    return request.continues_job, -request.job_arrival, -request_id, -choice

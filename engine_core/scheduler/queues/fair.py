@@ -14,7 +14,8 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Final, Protocol
 
 from engine_core.request import Request
-from engine_core.scheduler.queues.base import RequestQueue
+from engine_core.scheduler.queues.base import RequestQueue, SchedulingPolicy
+from engine_core.scheduler.tenant_usage import TenantUsage
 
 _SLACK: Final = 64
 """So many void entries are never worth a clean-up."""
@@ -187,3 +188,32 @@ class FairQueue:
         if len(self._heap) > 2 * len(self._counting) + _SLACK:
             self._heap = list(self._counting.values())
             heapify(self._heap)
+
+
+class FairShares:
+    """Admits requests of the tenant that was served least first, and preempts them last.
+
+    inner: orders the requests of one tenant; its priority key counts before fairness.
+    """
+
+    def __init__(self, inner: SchedulingPolicy, usage: TenantUsage) -> None:
+        self._inner = inner
+        self._usage = usage
+        self.priority_key = inner.priority_key
+        self.make_preemption_queue = inner.make_preemption_queue
+
+    def make_queue(self) -> RequestQueue:
+        return FairQueue(self._inner.make_queue, self.priority_key, self._usage)
+
+    def rank(self, request: Request) -> tuple[int, float]:
+        """Of a request; the lower is admitted first."""
+        return self.priority_key(request), self._usage.served(request.tenant)
+
+    def served(self, tenant: int) -> float:
+        """Weighted tokens that a tenant was served."""
+        return self._usage.served(tenant)
+
+    def preemption_rank(self, request: Request) -> tuple[int, float, Any]:
+        """Of a request; the higher is preempted first."""
+        priority_key, served = self.rank(request)
+        return priority_key, served, self._inner.preemption_key(request)

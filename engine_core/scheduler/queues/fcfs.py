@@ -1,7 +1,14 @@
 """First come, first served."""
 
+from typing import Any
+
 from engine_core.request import Request
-from engine_core.scheduler.queues.base import OrderedQueue
+from engine_core.scheduler.queues.base import (
+    LastAdmittedFirst,
+    OrderedQueue,
+    PreemptionQueue,
+    RequestQueue,
+)
 
 
 class FCFSQueue(OrderedQueue):
@@ -23,3 +30,19 @@ class FCFSQueue(OrderedQueue):
     def restore(self, request: Request) -> None:
         self._first -= 1
         self.put(request, self._first)
+
+
+class FirstComeFirstServed:
+    """Preempts the request admitted last, so that no victim has been planned in the same step."""
+
+    def make_queue(self) -> RequestQueue:
+        return FCFSQueue()
+
+    def make_preemption_queue(self) -> PreemptionQueue:
+        return LastAdmittedFirst()
+
+    def preemption_key(self, request: Request) -> Any:
+        return request.place
+
+    def priority_key(self, request: Request) -> int:
+        return 0

@@ -24,7 +24,7 @@ def four(idle, manager):
     found = [requests.make([each]) for each in range(4)]
     for each in found:
         requests.schedule(each)
-        idle.rest(each)
+        idle.add_resting(each)
     return found
 
 
@@ -33,8 +33,8 @@ def have_blocks(requests):
 
 
 def test_the_longest_rest_goes_first(idle, manager, four):
-    assert idle.take_from_rest()
-    assert idle.take_from_rest()
+    assert idle.free_resting()
+    assert idle.free_resting()
     assert have_blocks(four) == [False, False, True, True]
     assert manager.num_free_blocks == 17
     assert len(idle) == 2
@@ -42,33 +42,33 @@ def test_the_longest_rest_goes_first(idle, manager, four):
 
 def test_those_in_line_are_asked_last_the_last_one_first(idle, four):
     for each in four[:3]:
-        idle.line_up(each)
-    assert idle.any_at_rest
-    assert idle.take_from_rest()
-    assert not idle.any_at_rest
-    assert not idle.take_from_rest()
-    assert idle.take_from_line(four[2])
+        idle.move_to_queued(each)
+    assert idle.any_resting
+    assert idle.free_resting()
+    assert not idle.any_resting
+    assert not idle.free_resting()
+    assert idle.free_queued(four[2])
     assert have_blocks(four) == [True, False, True, False]
-    assert idle.take_from_line(four[2])
-    assert not idle.take_from_line(four[2])
+    assert idle.free_queued(four[2])
+    assert not idle.free_queued(four[2])
     assert have_blocks(four) == [False, False, True, False]
 
 
 def test_who_has_none_or_is_forgotten_is_not_asked(idle, manager, four):
     nothing = Requests(manager).make([7])
-    idle.rest(nothing)
-    idle.line_up(nothing)
+    idle.add_resting(nothing)
+    idle.move_to_queued(nothing)
     assert len(idle) == 4
     for each in four:
         idle.forget(each)
     assert len(idle) == 0
-    assert not idle.take_from_rest()
-    assert not idle.take_from_line(nothing)
+    assert not idle.free_resting()
+    assert not idle.free_queued(nothing)
 
 
 def test_all_at_once(idle, manager, four):
-    idle.line_up(four[0])
-    idle.take_all()
+    idle.move_to_queued(four[0])
+    idle.free_all()
     assert have_blocks(four) == [False] * 4
     assert manager.usage == 0
     assert len(idle) == 0

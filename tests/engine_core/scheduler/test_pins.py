@@ -10,6 +10,7 @@ import pytest
 from engine_core.kv_cache.integrity import check
 from engine_core.retention import agent_sessions as jobs_module
 from engine_core.retention.ttl_rule import ExpectedBenefitTTL, GuardedTTL, Worth, by_client
+from engine_core.scheduler.preemption import SwapRule
 from engine_core.trace.recorder import Recorder
 from proto.engine_io import AgentHint
 from proto.sched_trace import MAX_PINS, Arrival, PinBegin, PinEnd, Step
@@ -484,11 +485,9 @@ def test_an_estimator_that_fails_costs_pins_and_no_step(caplog):
 
 
 def test_what_is_gained_is_the_delay_and_the_context():
-    class Costs:
-        def seconds(self, num_tokens):
-            return num_tokens / 100
-
-    rule = ExpectedBenefitTTL(Costs())
+    costs = SwapRule()
+    costs.learn_step(100, 1.0)
+    rule = ExpectedBenefitTTL(costs)
     assert rule.decide("x", 50).seconds == 0.0  # B = 0.5: the cold start says no
     rule.learn_delay(2.0)
     assert rule.decide("x", 50).seconds == pytest.approx(0.9162907)  # ln 2.5

@@ -5,8 +5,7 @@ import pytest
 from engine_core.scheduler.limits import (
     PATIENCE_STEPS,
     SHORT_SECONDS,
-    LearntThrottle,
-    NoThrottle,
+    PrefillThrottle,
     make_prefill_throttle,
 )
 from proto.scheduler_output import SchedulerOutput
@@ -26,8 +25,8 @@ def seconds_of_step(output: SchedulerOutput) -> float:
     return seconds_of(num_decoding, output.total_num_scheduled_tokens - num_decoding)
 
 
-def learnt(stretch: float = 2.0, step_budget: int = 256) -> LearntThrottle:
-    pace = LearntThrottle(step_budget, stretch)
+def learnt(stretch: float = 2.0, step_budget: int = 256) -> PrefillThrottle:
+    pace = PrefillThrottle(step_budget, stretch)
     pace.learn(16, 0, seconds_of(16, 0))
     pace.learn(15, 200, seconds_of(15, 200))
     return pace
@@ -47,7 +46,7 @@ def test_a_number_that_was_never_seen_lies_between_those_that_were(
     num_decoding: int, expected: int
 ) -> None:
     """0.04 s with 2, 0.06 with 9, 0.08 with 16; beyond them as the last."""
-    pace = LearntThrottle(256, 2.0)
+    pace = PrefillThrottle(256, 2.0)
     pace.learn(16, 0, 0.08)
     pace.learn(2, 0, 0.04)
     pace.learn(9, 100, 0.06 + 100 * TOKEN)
@@ -59,7 +58,7 @@ def test_nobody_waits_for_a_prompt_where_nobody_decodes() -> None:
 
 
 def test_until_both_times_are_known_a_step_is_full() -> None:
-    pace = LearntThrottle(256, 2.0)
+    pace = PrefillThrottle(256, 2.0)
     pace.learn(3, 200, 0.3)  # what of it is the prompt's nobody knows
     assert pace.prompt_tokens(16, 0) == 256
     pace.learn(16, 0, DECODE)
@@ -77,7 +76,7 @@ def test_workers_that_say_nothing_teach_nothing(seconds: float) -> None:
 
 
 def test_a_short_step_is_not_cut() -> None:
-    pace = LearntThrottle(256, 2.0)
+    pace = PrefillThrottle(256, 2.0)
     pace.learn(1, 0, 0.005)
     pace.learn(1, 100, 0.005 + 100 * 0.00025)
     assert pace.prompt_tokens(1, 0) == int((SHORT_SECONDS - 0.005) / 0.00025) // 16 * 16
@@ -99,13 +98,19 @@ def test_one_slow_step_is_soon_forgotten() -> None:
     assert pace.prompt_tokens(16, 0) == 96
 
 
-def test_the_setting_chooses() -> None:
-    assert isinstance(make_prefill_throttle(256, 0.0, chunked=True), NoThrottle)
-    assert isinstance(make_prefill_throttle(256, 2.0, chunked=False), NoThrottle)
-    assert isinstance(make_prefill_throttle(256, 2.0, chunked=True), LearntThrottle)
-    full = NoThrottle(256)
-    full.learn(16, 0, 1.0)
-    assert full.prompt_tokens(16, 0) == 256
+@pytest.mark.parametrize(("stretch", "chunked"), [(0.0, True), (2.0, False)])
+def test_without_the_setting_or_chunks_nothing_is_throttled(stretch: float, chunked: bool) -> None:
+    throttle = make_prefill_throttle(256, stretch, chunked=chunked)
+    throttle.learn(16, 0, seconds_of(16, 0))
+    throttle.learn(15, 200, seconds_of(15, 200))
+    assert throttle.prompt_tokens(16, 0) == 256
+
+
+def test_the_setting_throttles() -> None:
+    throttle = make_prefill_throttle(256, 2.0, chunked=True)
+    throttle.learn(16, 0, seconds_of(16, 0))
+    throttle.learn(15, 200, seconds_of(15, 200))
+    assert throttle.prompt_tokens(16, 0) == 96
 
 
 def decoding_engine(**settings: float) -> EngineHarness:

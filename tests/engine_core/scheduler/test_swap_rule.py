@@ -2,15 +2,15 @@
 
 import pytest
 
-from engine_core.scheduler.preemption import ByRates, make_swap_rule
+from engine_core.scheduler.preemption import SwapRule, make_swap_rule
 from tests.fakes.engine_harness import EngineHarness, scheduled
 from tests.fakes.kv_connector import FakeConnector, always
 from tests.fakes.paged_runner import undisturbed
 
 
-def measured(setup: float, load_token: float, compute_token: float) -> ByRates:
+def measured(setup: float, load_token: float, compute_token: float) -> SwapRule:
     """A rule that has seen loads of several sizes, and steps."""
-    rule = ByRates()
+    rule = SwapRule()
     for num_tokens in (1, 256, 1024, 4096) * 6:
         rule.learn_load(num_tokens, setup + num_tokens * load_token)
         rule.learn_step(256, 256 * compute_token)
@@ -68,7 +68,7 @@ def test_one_outlier_changes_little() -> None:
 
 
 def test_what_says_nothing_is_not_learnt() -> None:
-    rule = ByRates()
+    rule = SwapRule()
     rule.learn_load(0, 1.0)
     rule.learn_load(10, 0.0)
     rule.learn_step(1, 1.0)
