@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from engine_core.busy_loop import OVERLAPPED, SYNCHRONOUS, BusyLoop, EngineIO
 from engine_core.executor.base import Executor
-from engine_core.executor.crew import Crew
-from engine_core.executor.local import LocalExecutor
-from engine_core.executor.sabotaged import SabotagedExecutor
-from engine_core.intake import Intake
+from engine_core.executor.local import FaultyExecutor, LocalExecutor
+from engine_core.executor.worker_group import WorkerGroup
+from engine_core.frontend_io import InputProcessor, OutputDispatcher
 from engine_core.kv_cache.block import BlockIds
 from engine_core.kv_cache.events import ResidencyMeter
 from engine_core.kv_cache.integrity import check, check_in_slices
@@ -24,21 +24,17 @@ from engine_core.kv_cache.pool import TransferRefs
 from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.factory import create_scheduler_connector
 from engine_core.kv_events import KVEventSink, make_kv_events
-from engine_core.orders import Orders
-from engine_core.outbox import Outbox
 from engine_core.pool_plan import PoolPlan, plan_pool, weight_memory
 from engine_core.scheduler.hooks import Unblock
 from engine_core.scheduler.kv_transfer import Connect, IsStorable
 from engine_core.scheduler.limits import ChunkRule, queue_capacity
 from engine_core.scheduler.scheduler import Scheduler
-from engine_core.service import Service
-from engine_core.stepper import OVERLAPPED, SYNCHRONOUS, Stepper
 from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars, start_grammars
+from engine_core.supervisor_io import HealthReport, SupervisorCommands, awaits_copies, owes_step
 from engine_core.trace.tracing import NO_TRACING, Tracing, start_tracing
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits
 from engine_core.view.views import NO_VIEWS, EngineViews, Views
-from engine_core.vitals import Vitals, awaits_copies, owes_step
 from proto import PROTOCOL_VERSION
 from proto.config import SchedulerConfig, ServeConfig
 from proto.errors import TokendError
@@ -68,15 +64,15 @@ def _serve(
 ) -> None:
     config, poller = boot.config, Poller([supervisor])
     grammars = start_grammars(boot)  # while workers load
-    crew = Crew(
+    crew = WorkerGroup(
         _executors(boot),
         lambda workers: plan_pool(workers, config, boot.model.max_position),
         poller,
         supervisor.send,
         boot.worker_epoch,
     )
-    vitals = Vitals(crew)
-    orders = Orders(supervisor, vitals.report)
+    vitals = HealthReport(crew)
+    orders = SupervisorCommands(supervisor, vitals.report)
     if not _assemble(crew, orders, front_ends, poller, clock):
         return
     kv_events = make_kv_events(config.cache.kv_events_endpoint, boot.run_dir, boot.epoch)
@@ -93,7 +89,7 @@ def _serve(
             stepper.run()
 
 
-def _trace(boot: ProcessBoot, crew: Crew) -> Tracing:
+def _trace(boot: ProcessBoot, crew: WorkerGroup) -> Tracing:
     config, worker = with_step_tokens(boot.config, crew.workers), crew.workers[0]
     return start_tracing(
         config.trace,
@@ -111,11 +107,15 @@ def _executors(boot: ProcessBoot) -> Callable[[int], Executor]:
     saboteur = FaultInjector.of(boot.faults, boot.role, boot.index, boot.incarnation)
     if saboteur.idle:
         return lambda epoch: LocalExecutor(run_dir, epoch, world_size)
-    return lambda epoch: SabotagedExecutor(run_dir, epoch, world_size, saboteur)
+    return lambda epoch: FaultyExecutor(run_dir, epoch, world_size, saboteur)
 
 
 def _assemble(
-    crew: Crew, orders: Orders, front_ends: FrontEndLinks, poller: Poller, clock: PhaseClock
+    crew: WorkerGroup,
+    orders: SupervisorCommands,
+    front_ends: FrontEndLinks,
+    poller: Poller,
+    clock: PhaseClock,
 ) -> bool:
     """Hear from the workers until they are ready; False if asked for the end first."""
     while not crew.ready:
@@ -124,7 +124,7 @@ def _assemble(
         if orders.stopped:
             return False
         for epoch in orders.take_worker_epochs():
-            crew.hire(epoch)
+            crew.connect_workers(epoch)
         for each in orders.take_front_ends():
             for link in front_ends.replace(each.index, each.incarnation)[0]:
                 link.close()
@@ -138,7 +138,7 @@ def _assemble(
 
 def _announce(
     boot: ProcessBoot,
-    crew: Crew,
+    crew: WorkerGroup,
     front_ends: FrontEndLinks,
     supervisor: Link,
     clock: PhaseClock,
@@ -185,8 +185,8 @@ class EngineParts:
 
     scheduler: Scheduler
     kv_cache: KVCacheManager
-    intake: Intake
-    outbox: Outbox
+    intake: InputProcessor
+    outbox: OutputDispatcher
     views: Views
 
 
@@ -226,7 +226,7 @@ def build_parts(
     views = (
         EngineViews(front_ends, scheduler, kv_cache, epoch) if config.frontend.page else NO_VIEWS
     )
-    outbox = Outbox(front_ends, scheduler, epoch, kv_events=kv_events, views=views)
+    outbox = OutputDispatcher(front_ends, scheduler, epoch, kv_events=kv_events, views=views)
     scheduler.report_crash_progress_to(outbox)
     limits = RequestLimits(
         worker.vocab_size,
@@ -234,7 +234,9 @@ def build_parts(
         config.scheduler.scheduling_policy == "priority",
         config.scheduler.crashes_until_isolated,
     )
-    intake = Intake(scheduler, kv_cache, outbox, limits, lambda: check(kv_cache), grammars, views)
+    intake = InputProcessor(
+        scheduler, kv_cache, outbox, limits, lambda: check(kv_cache), grammars, views
+    )
     return EngineParts(scheduler, kv_cache, intake, outbox, views)
 
 
@@ -289,15 +291,15 @@ def scheduler_settings(config: ServeConfig, worker: WorkerReady) -> SchedulerCon
 
 def _build(
     boot: ProcessBoot,
-    crew: Crew,
+    crew: WorkerGroup,
     front_ends: FrontEndLinks,
-    orders: Orders,
+    orders: SupervisorCommands,
     poller: Poller,
     kv_events: KVEventSink,
-    vitals: Vitals,
+    vitals: HealthReport,
     grammars: Grammars,
     tracing: Tracing,
-) -> Stepper:
+) -> BusyLoop:
     plan = crew.plan
     config = with_step_tokens(boot.config, crew.workers)
     parts = build_parts(
@@ -321,7 +323,7 @@ def _build(
         if num_lost > 0 and not parts.scheduler.num_unfinished:
             raise IntegrityError(f"leak: {num_lost} blocks are in use by nobody")
 
-    service = Service(
+    service = EngineIO(
         orders,
         front_ends,
         poller,
@@ -333,4 +335,4 @@ def _build(
     )
     overlapped = overlaps(boot.config, crew.workers[0])
     max_in_flight = OVERLAPPED if overlapped else SYNCHRONOUS
-    return Stepper(parts.scheduler, crew, service, check_when_idle, max_in_flight, grammars)
+    return BusyLoop(parts.scheduler, crew, service, check_when_idle, max_in_flight, grammars)

@@ -115,7 +115,7 @@ class FrontEndLinks:
     def close(self) -> None:
         """Close the links when all has been sent, which an engine that dies has to wait for.
 
-        What it said last is what it died of (`Outbox.begins`).
+        What it said last is what it died of (`OutputDispatcher.begins`).
         """
         for link in self._links.values():
             link.close(LAST_WORDS_SECONDS)

@@ -9,15 +9,50 @@ starts the workers and watches that they live; here only their messages count.
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 
 from engine_core.executor.base import WorkerFailedError
-from engine_core.executor.reports import ReportJoiner
 from proto import PROTOCOL_VERSION
+from proto.faults import FaultInjector
 from proto.kv_transfer import KVConnectorOutput, KVConnectorReport
 from proto.lifecycle import CacheReady, InitializeCache, WorkerReady
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from proto.sockets import Link, PeerStalledError, worker_path
+
+# The reports of one epoch's workers to the KV connector are joined rank by rank: a request's copy
+# has ended when every rank has reported it. Invalid blocks are reported at once, because the other
+# ranks' parts are useless without the failed one.
+
+
+class ReportJoiner:
+    """Joins the reports of `num_ranks` workers."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._sending: dict[int, int] = {}
+        self._recving: dict[int, int] = {}
+
+    def join(self, output: KVConnectorOutput) -> KVConnectorOutput:
+        """One rank's report, of which only those handles are left that all ranks have finished."""
+        if self._num_ranks == 1:
+            return output
+        return KVConnectorOutput(
+            self._count(self._sending, output.finished_sending),
+            self._count(self._recving, output.finished_recving),
+            output.invalid_block_ids,
+            output.worker_metadata,
+        )
+
+    def _count(self, left: dict[int, int], handles: Sequence[int]) -> list[int]:
+        finished = []
+        for handle in handles:
+            left[handle] = left.get(handle, self._num_ranks) - 1
+            if not left[handle]:
+                del left[handle]
+                finished.append(handle)
+        return finished
+
 
 logger = logging.getLogger("tokend.executor")
 
@@ -152,3 +187,19 @@ class LocalExecutor:
             self._ready[rank] = message
         else:
             self._cache_ready.add(rank)
+
+
+# Fault injection: only used with --enable-fault-injection.
+
+
+class FaultyExecutor(LocalExecutor):
+    """Does what a fault says before it hands on a step."""
+
+    def __init__(self, run_dir: str, epoch: int, world_size: int, saboteur: FaultInjector) -> None:
+        super().__init__(run_dir, epoch, world_size)
+        self._saboteur = saboteur
+
+    def submit(self, output: SchedulerOutput) -> None:
+        if output.total_num_scheduled_tokens:
+            self._saboteur.begin_step()
+        super().submit(output)

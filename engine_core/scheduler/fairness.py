@@ -34,7 +34,7 @@ STEPS_FOR_DECODES: Final = 1
 
 
 class TenantFairness:
-    """Orders prompts among tenants, and preempts for a tenant that was served less.
+    """SupervisorCommands prompts among tenants, and preempts for a tenant that was served less.
 
     A listener: it learns which requests run and which have ended.
     """

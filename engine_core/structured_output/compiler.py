@@ -60,7 +60,7 @@ class GrammarCompiler:
         self._trial = trial
         self._cache = cache
         self._ring = ring
-        self._orders: queue.SimpleQueue[GrammarSource | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[GrammarSource | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[GrammarSource, Compiled]] = queue.SimpleQueue()
         self._ordered: set[GrammarSource] = set()
         self._backend: list[GrammarBackend] = []  # one, once it is made
@@ -76,7 +76,7 @@ class GrammarCompiler:
         compiled = self._cache.get(source)
         if compiled is None and source not in self._ordered:
             self._ordered.add(source)
-            self._orders.put(source)
+            self._commands.put(source)
         return compiled
 
     def take(self) -> list[tuple[GrammarSource, Compiled]]:
@@ -91,14 +91,14 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """Compile nothing more; waits for what is under way, a few seconds at most."""
-        self._orders.put(_END)
+        self._commands.put(_END)
         self._thread.join()
         self._trial.close()
 
     def _run(self) -> None:
         if self._eager:
             self._begin()
-        source = self._orders.get()
+        source = self._commands.get()
         if source is not _END and not self._eager:
             self._begin()
         while source is not _END:
@@ -107,7 +107,7 @@ class GrammarCompiler:
                 compiled.param = source.field
             self._done.put((source, compiled))
             self._ring()
-            source = self._orders.get()
+            source = self._commands.get()
 
     def _begin(self) -> None:
         try:

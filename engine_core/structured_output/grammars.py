@@ -1,8 +1,8 @@
 """Structured output as the engine sees it: take requests in, mask their steps.
 
-    Intake    admit ─▶ compiler ─▶ (bell) ─▶ take_compiled ─▶ the gate lets them begin, or a 400
-    Stepper   order_masks(oldest step) ─▶ masker ─▶ (bell) ─▶ take_masks ─▶ GrammarOutput
-              violations(result): no token that its mask forbids goes on
+    InputProcessor   admit ─▶ compiler ─▶ (event) ─▶ take_compiled ─▶ the gate unblocks, or a 400
+    BusyLoop         order_masks(oldest step) ─▶ masker ─▶ (event) ─▶ take_masks ─▶ GrammarOutput
+                     violations(result): a token that its mask forbids ends the request
 
 A step is masked when it is the oldest in flight, because only then all tokens before it are
 known: with one step in flight as soon as it is sent, with two when the one before it is back.

@@ -107,7 +107,7 @@ def test_a_worker_that_hangs_in_a_step(
     ("role", "what", "where"),
     [
         ("worker", "no completed step", r'worker/worker.py", line \d+ in run'),
-        ("engine_core", "no sign of life", r'engine_core/stepper.py", line \d+ in run'),
+        ("engine_core", "no sign of life", r'engine_core/busy_loop.py", line \d+ in run'),
     ],
 )
 def test_who_is_stopped(

@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from engine_core.intake import Intake
+from engine_core.frontend_io import InputProcessor
 from engine_core.validation import RequestLimits
 from proto.engine_io import (
     MAX_CHOICES,
@@ -267,7 +267,7 @@ def test_priorities_are_refused_where_nothing_heeds_them():
     ((_, output),) = desk.outbox.outputs
     assert output.error.param == "priority"
     assert "--scheduling-policy priority" in output.error.message
-    desk.intake = Intake(
+    desk.intake = InputProcessor(
         desk.engine.scheduler,
         desk.engine.kv_cache,
         desk.outbox,

@@ -7,12 +7,11 @@ import time
 
 import pytest
 
+from engine_core.busy_loop import EngineIO
 from engine_core.executor.base import WorkerFailedError
 from engine_core.executor.local import LocalExecutor
-from engine_core.intake import Intake
-from engine_core.orders import Orders
-from engine_core.outbox import Outbox
-from engine_core.service import Service
+from engine_core.frontend_io import InputProcessor, OutputDispatcher
+from engine_core.supervisor_io import SupervisorCommands
 from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits
 from engine_core.view.views import EngineViews
@@ -117,10 +116,12 @@ def test_a_question_of_the_supervisor_is_answered_and_does_not_end_a_wait(run_di
     front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0,)))
     link = closing(Link.bind(f"{run_dir}/s", Ping | Shutdown))
     supervisor = closing(Link.connect(f"{run_dir}/s", EngineAlive))
-    outbox = Outbox(front_ends, engine.scheduler, EPOCH)
-    intake = Intake(engine.scheduler, engine.kv_cache, outbox, RequestLimits(1000, 100), lambda: [])
-    orders = Orders(link, lambda: EngineAlive(EPOCH, 7))
-    service = Service(orders, front_ends, Poller([link]), engine.scheduler, intake, outbox)
+    outbox = OutputDispatcher(front_ends, engine.scheduler, EPOCH)
+    intake = InputProcessor(
+        engine.scheduler, engine.kv_cache, outbox, RequestLimits(1000, 100), lambda: []
+    )
+    orders = SupervisorCommands(link, lambda: EngineAlive(EPOCH, 7))
+    service = EngineIO(orders, front_ends, Poller([link]), engine.scheduler, intake, outbox)
     supervisor.send(Ping())
     assert not service.serve(0.2), "nothing has happened"
     assert receive(supervisor) == [EngineAlive(EPOCH, 7)]
@@ -133,7 +134,7 @@ def test_a_question_of_the_supervisor_is_answered_and_does_not_end_a_wait(run_di
 def test_statistics_ride_with_what_somebody_is_told_and_go_to_no_dead_one(run_dir, closing):
     engine = EngineHarness()
     front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0, 0)))
-    outbox = Outbox(front_ends, engine.scheduler, EPOCH)
+    outbox = OutputDispatcher(front_ends, engine.scheduler, EPOCH)
     first, second = (
         closing(Link.connect(front_end_path(run_dir, EPOCH, client), EngineCoreOutputs))
         for client in range(2)
@@ -168,10 +169,12 @@ def test_what_a_dead_front_end_knew_of_the_engine_is_told_to_another(run_dir, cl
     front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0, 0)))
     link = closing(Link.bind(f"{run_dir}/s", NewFrontEnd | Shutdown))
     supervisor = closing(Link.connect(f"{run_dir}/s", EngineAlive))
-    outbox = Outbox(front_ends, engine.scheduler, EPOCH)
-    intake = Intake(engine.scheduler, engine.kv_cache, outbox, RequestLimits(1000, 100), lambda: [])
-    orders = Orders(link, lambda: EngineAlive(EPOCH, 7))
-    service = Service(orders, front_ends, Poller([link]), engine.scheduler, intake, outbox)
+    outbox = OutputDispatcher(front_ends, engine.scheduler, EPOCH)
+    intake = InputProcessor(
+        engine.scheduler, engine.kv_cache, outbox, RequestLimits(1000, 100), lambda: []
+    )
+    orders = SupervisorCommands(link, lambda: EngineAlive(EPOCH, 7))
+    service = EngineIO(orders, front_ends, Poller([link]), engine.scheduler, intake, outbox)
     other = closing(Link.connect(front_end_path(run_dir, EPOCH, 1), EngineCoreOutputs))
     engine.add_one([1], client=0)
     supervisor.send(NewFrontEnd(0, 1))
@@ -187,12 +190,14 @@ def test_who_watches_is_shown_a_view_until_the_front_end_dies(run_dir, closing):
     link = closing(Link.bind(f"{run_dir}/s", NewFrontEnd | Shutdown))
     supervisor = closing(Link.connect(f"{run_dir}/s", EngineAlive))
     views = EngineViews(front_ends, engine.scheduler, engine.kv_cache, EPOCH)
-    outbox = Outbox(front_ends, engine.scheduler, EPOCH, views=views)
+    outbox = OutputDispatcher(front_ends, engine.scheduler, EPOCH, views=views)
     limits = RequestLimits(1000, 100)
-    intake = Intake(engine.scheduler, engine.kv_cache, outbox, limits, lambda: [], views=views)
-    orders = Orders(link, lambda: EngineAlive(EPOCH, 7))
+    intake = InputProcessor(
+        engine.scheduler, engine.kv_cache, outbox, limits, lambda: [], views=views
+    )
+    orders = SupervisorCommands(link, lambda: EngineAlive(EPOCH, 7))
     parts = (front_ends, Poller([link]), engine.scheduler, intake, outbox)
-    service = Service(orders, *parts, views=views)
+    service = EngineIO(orders, *parts, views=views)
     peer = closing(Link.connect(front_end_path(run_dir, EPOCH, 1), EngineCoreOutputs | EngineView))
 
     peer.send(Watch(EPOCH, True))
@@ -225,10 +230,14 @@ def test_a_front_end_that_does_not_read_is_given_up_with_its_requests(
     front_ends = closing(FrontEndLinks(run_dir, EPOCH, (0, 7)))
     supervisor = closing(Link.bind(f"{run_dir}/s", Shutdown))
     peer = closing(Link.connect(f"{run_dir}/s", ToSupervisor))
-    outbox = Outbox(front_ends, engine.scheduler, EPOCH)
-    intake = Intake(engine.scheduler, engine.kv_cache, outbox, RequestLimits(1000, 100), lambda: [])
+    outbox = OutputDispatcher(front_ends, engine.scheduler, EPOCH)
+    intake = InputProcessor(
+        engine.scheduler, engine.kv_cache, outbox, RequestLimits(1000, 100), lambda: []
+    )
     poller = Poller([supervisor])
-    service = Service(Orders(supervisor), front_ends, poller, engine.scheduler, intake, outbox)
+    service = EngineIO(
+        SupervisorCommands(supervisor), front_ends, poller, engine.scheduler, intake, outbox
+    )
     good = closing(Link.connect(front_end_path(run_dir, EPOCH, 0), EngineCoreOutputs))
     closing(Link.connect(front_end_path(run_dir, EPOCH, 1, 7), EngineCoreOutputs))
     engine.add_one([1], client=0)

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from engine_core.stepper import IDLE_SECONDS
+from engine_core.busy_loop import IDLE_SECONDS
 from proto.config import SchedulerConfig
 from proto.engine_io import AdminCall, AdminReply, EngineCoreOutputs, FinishReason, SessionInput
 from tests.fakes.engine_process import EPOCH

@@ -1,6 +1,6 @@
 """How often the supervisor hears of steps."""
 
-from engine_core.pulse import Pulse
+from engine_core.supervisor_io import HeartbeatSender
 from proto.lifecycle import Heartbeat
 
 
@@ -15,7 +15,7 @@ class Listener:
 def test_now_and_then_and_at_once_where_the_workers_are_new():
     now = [100.0]
     listener = Listener()
-    pulse = Pulse(listener, lambda: now[0])
+    pulse = HeartbeatSender(listener, lambda: now[0])
     for step in range(1, 101):
         pulse.beat(1, step)
         now[0] += 0.03125

@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from engine_core.outbox import Outbox
-from engine_core.service import Service
+from engine_core.busy_loop import EngineIO
+from engine_core.frontend_io import OutputDispatcher
 from proto.engine_io import AdminCall, AdminReply, AgentHint
 from proto.lifecycle import Paused
 from tests.fakes.clock import FakeClock
@@ -39,10 +39,10 @@ def test_the_supervisor_hears_of_a_pause_before_the_operator_has_an_answer():
     orders = SimpleNamespace(link=supervisor)
     front_ends = FrontEnds([AdminCall(1, 7, "pause", "freeze")], log)
     scheduler = desk.engine.scheduler
-    outbox = Outbox(front_ends, scheduler, 1)
-    desk.intake._outbox = outbox
+    outbox = OutputDispatcher(front_ends, scheduler, 1)
+    desk.intake._output_dispatcher = outbox
     poller = SimpleNamespace(wait=lambda timeout: [front_ends])
-    assert Service(orders, front_ends, poller, scheduler, desk.intake, outbox).serve(0)
+    assert EngineIO(orders, front_ends, poller, scheduler, desk.intake, outbox).serve(0)
     paused, reply, _ = log
     assert paused == Paused("freeze")
     assert reply == AdminReply(1, 7, True)
@@ -61,10 +61,10 @@ def test_an_idle_engine_gives_pins_up_when_their_time_is_over_and_says_so():
         clock.now += timeout
         return []
 
-    outbox = Outbox(front_ends, scheduler, 1)
+    outbox = OutputDispatcher(front_ends, scheduler, 1)
     orders = SimpleNamespace(link=SimpleNamespace(send=log.append))
     poller = SimpleNamespace(wait=wait)
-    service = Service(orders, front_ends, poller, scheduler, desk.intake, outbox)
+    service = EngineIO(orders, front_ends, poller, scheduler, desk.intake, outbox)
     assert service.serve(1.0) is False
     assert log == []
     assert service.serve() is True

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from engine_core.stepper import IDLE_SECONDS, OVERLAPPED, SYNCHRONOUS, Stepper
+from engine_core.busy_loop import IDLE_SECONDS, OVERLAPPED, SYNCHRONOUS, BusyLoop
 from proto.kv_transfer import KVConnectorOutput
 from proto.model_runner_output import ModelRunnerOutput
 from tests.fakes.engine_harness import EOS, EngineHarness
@@ -29,7 +29,7 @@ class LazyExecutor:
         self.distrusted = []
         self.reports = []
 
-    def hire(self, epoch):
+    def connect_workers(self, epoch):
         """Workers that know nothing; they are ready when somebody says so."""
         self.hired.append(epoch)
         self.runner = PagedRunner(self.runner.block_size)
@@ -114,7 +114,7 @@ class Loop:
         self.executor = LazyExecutor(self.engine.runner)
         self.service = ScriptedService(actions)
         self.service.executor = self.executor
-        self.stepper = Stepper(self.engine.scheduler, self.executor, self.service, check, depth)
+        self.stepper = BusyLoop(self.engine.scheduler, self.executor, self.service, check, depth)
 
     def tokens_of(self, request):
         return [

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from deploy.supervisor.hang_detector import HangDetector, Limits
-from engine_core.vitals import Vitals, awaits_copies, owes_step
+from engine_core.supervisor_io import HealthReport, awaits_copies, owes_step
 from proto import PROTOCOL_VERSION
 from proto.lifecycle import EngineAlive, KVCacheGeometry, KVGroup, WorkerReady
 from tests.fakes.offload_rig import OffloadRig
@@ -89,8 +89,8 @@ class Workers:
         ]
 
 
-def vitals_of(rig: OffloadRig, workers: Workers) -> Vitals:
-    vitals = Vitals(workers)
+def vitals_of(rig: OffloadRig, workers: Workers) -> HealthReport:
+    vitals = HealthReport(workers)
     vitals.watch(lambda: owes_step(rig.scheduler), lambda: awaits_copies(rig.scheduler))
     return vitals
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from engine_core.busy_loop import OVERLAPPED, SYNCHRONOUS
 from engine_core.kv_cache.events import PoolObserver
 from engine_core.kv_cache.integrity import check
 from engine_core.kv_cache.manager import KVCacheManager
@@ -25,7 +26,6 @@ from engine_core.scheduler.kv_transfer import IsStorable
 from engine_core.scheduler.limits import ChunkRule
 from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
-from engine_core.stepper import OVERLAPPED, SYNCHRONOUS
 from proto.config import SchedulerConfig
 from proto.engine_io import EngineCoreOutput, EngineCoreRequest, FinishReason, SessionInput
 from proto.kv_transfer import KVConnectorOutput, LoadFailurePolicy

@@ -8,7 +8,7 @@ from select import select
 
 import numpy as np
 
-from engine_core.intake import Intake
+from engine_core.frontend_io import InputProcessor
 from engine_core.structured_output.cache import GrammarCache
 from engine_core.structured_output.compiler import GrammarCompiler
 from engine_core.structured_output.grammars import CompiledGrammars
@@ -22,7 +22,7 @@ from proto.model_runner_output import ModelRunnerOutput
 from proto.sampling_params import SamplingParams, ThinkingRule
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from tests.fakes.engine_harness import EngineHarness
-from tests.fakes.intake_desk import Outbox
+from tests.fakes.intake_desk import OutputDispatcher
 from tests.fakes.paged_runner import PagedRunner, Row, hashed_token
 from tests.fakes.toy_vocabulary import EOS, SIZE
 
@@ -83,8 +83,8 @@ class GrammarEngine:
             **{"max_model_len": 512, **settings},  # type: ignore[arg-type]
         )
         self.harness.runner = self.runner = GrammarRunner(self.harness.runner.block_size)
-        self.outbox = Outbox()
-        self.intake = Intake(
+        self.outbox = OutputDispatcher()
+        self.intake = InputProcessor(
             self.harness.scheduler,
             self.harness.kv_cache,
             self.outbox,  # type: ignore[arg-type]

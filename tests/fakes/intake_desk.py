@@ -1,6 +1,6 @@
 """An intake without sockets."""
 
-from engine_core.intake import Intake
+from engine_core.frontend_io import InputProcessor
 from engine_core.kv_cache.integrity import check
 from engine_core.validation import RequestLimits
 from tests.fakes.engine_harness import EngineHarness
@@ -8,7 +8,7 @@ from tests.fakes.engine_harness import EngineHarness
 LIMITS = RequestLimits(vocab_size=1000, max_model_len=64)
 
 
-class Outbox:
+class OutputDispatcher:
     """Keeps what would be sent."""
 
     def __init__(self):
@@ -35,8 +35,8 @@ class Desk:
 
     def __init__(self, problems=(), **settings):
         self.engine = EngineHarness(max_model_len=64, **settings)
-        self.outbox = Outbox()
-        self.intake = Intake(
+        self.outbox = OutputDispatcher()
+        self.intake = InputProcessor(
             self.engine.scheduler,
             self.engine.kv_cache,
             self.outbox,

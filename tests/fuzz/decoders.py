@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from api_server.engine_client import FromEngine
 from engine_core.executor.local import FromWorker
-from engine_core.intake import Intake
+from engine_core.frontend_io import Intake, Outbox
 from engine_core.kv_cache.integrity import check
-from engine_core.outbox import Outbox
 from engine_core.scheduler.result import ImpossibleResultError
 from engine_core.validation import RequestLimits
 from proto.codec import MessageDecoder, encode

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine_core.busy_loop import OVERLAPPED
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.hooks import Candidate, Unblock
 from engine_core.scheduler.step_plan import StepPlan
-from engine_core.stepper import OVERLAPPED
 from proto.config import DeviceConfig
 from proto.logit_edits import LogitEdits
 from proto.model_runner_output import ModelRunnerOutput

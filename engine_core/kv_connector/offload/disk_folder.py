@@ -64,7 +64,7 @@ class DiskFolder:
         self._folder = root / name
         self._num_ranks = num_ranks
         self._ring = ring
-        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._listed: dict[str, _Listing] = {}
         self._others: list[_File] = []
@@ -80,22 +80,22 @@ class DiskFolder:
 
     def remove(self, keys: list[OffloadKey]) -> None:
         """Remove the files of these; a report says when they are gone."""
-        self._orders.put(lambda: self._remove(keys))
+        self._commands.put(lambda: self._remove(keys))
 
     def look_at(self, keys: list[OffloadKey]) -> None:
         """Report which files of these there are."""
-        self._orders.put(lambda: self._look_at(keys))
+        self._commands.put(lambda: self._look_at(keys))
 
     def remove_others(self, num_bytes: int) -> None:
         """Make room by removing the oldest blocks of other models."""
-        self._orders.put(lambda: self._remove_others(num_bytes))
+        self._commands.put(lambda: self._remove_others(num_bytes))
 
     def clear(self) -> None:
         """Remove every block of this model; a report says what is there then."""
-        self._orders.put(self._clear)
+        self._commands.put(self._clear)
 
     def close(self) -> None:
-        self._orders.put(None)
+        self._commands.put(None)
         self._thread.join(_STOP_SECONDS)
 
     def _run(self) -> None:
@@ -106,7 +106,7 @@ class DiskFolder:
         next_look = time.monotonic() + pause
         while True:
             try:
-                order = self._orders.get(timeout=max(0.0, next_look - time.monotonic()))
+                order = self._commands.get(timeout=max(0.0, next_look - time.monotonic()))
             except queue.Empty:
                 begun = time.monotonic()
                 self._carried_out(self._look_around)

@@ -1,1 +1,1 @@
-"""Orders in which waiting requests are admitted."""
+"""SupervisorCommands in which waiting requests are admitted."""

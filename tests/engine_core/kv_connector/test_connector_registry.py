@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from engine_core.executor.reports import ReportJoiner
+from engine_core.executor.local import ReportJoiner
 from engine_core.kv_connector.base import SchedulerContext
 from engine_core.kv_connector.factory import CONNECTORS, create_scheduler_connector
 from engine_core.kv_connector.nothing import NO_CONNECTOR

@@ -2,8 +2,8 @@
 
 from typing import Any, cast
 
+from engine_core.frontend_io import OutputDispatcher
 from engine_core.kv_connector.offload.ledger import CPUOffloadingManager
-from engine_core.outbox import Outbox
 from engine_core.transport import FrontEndLinks
 from tests.fakes.offload_rig import OffloadRig
 
@@ -19,7 +19,7 @@ class NobodyThere:
 
 def test_without_a_subscriber_no_events_pile_up() -> None:
     rig = OffloadRig(num_slots=6)
-    outbox = Outbox(cast(FrontEndLinks, NobodyThere()), rig.scheduler, epoch=1)
+    outbox = OutputDispatcher(cast(FrontEndLinks, NobodyThere()), rig.scheduler, epoch=1)
     manager = cast(CPUOffloadingManager, rig.deciding._manager)
     num_seen = 0
     for number in range(30):

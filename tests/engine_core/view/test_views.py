@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine_core.outbox import Outbox
+from engine_core.frontend_io import OutputDispatcher
 from engine_core.transport import FrontEndLinks
 from engine_core.view.views import EngineViews
 from proto.engine_io import EngineCoreOutputs
@@ -49,7 +49,7 @@ class Rig:
         self.views = EngineViews(
             self.links, self.engine.scheduler, self.engine.kv_cache, EPOCH, self.clock
         )
-        self.outbox = Outbox(self.links, self.engine.scheduler, EPOCH, views=self.views)
+        self.outbox = OutputDispatcher(self.links, self.engine.scheduler, EPOCH, views=self.views)
 
     def step(self, number=1) -> None:
         for _ in range(number):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from engine_core.stepper import OVERLAPPED
+from engine_core.busy_loop import OVERLAPPED
 from proto.config import DeviceConfig
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import SchedulerOutput

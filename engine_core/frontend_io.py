@@ -5,16 +5,18 @@ of that request and harms nothing else. Knows no sockets.
 """
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Final
 
 from engine_core.kv_cache.manager import KVCacheManager
-from engine_core.outbox import Outbox
+from engine_core.kv_events import NO_KV_EVENTS, KVEventSink
 from engine_core.request import Request, choices_of
 from engine_core.scheduler.crash_isolation import is_repeated_crash, repeated_crash_error
-from engine_core.scheduler.result import completion, stop_token
+from engine_core.scheduler.result import ClientOutputs, completion, stop_token
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.structured_output.grammars import NO_GRAMMARS, Grammars
+from engine_core.transport import FrontEndLinks
 from engine_core.validation import RequestLimits, validate_input, validate_request
 from engine_core.view.views import NO_VIEWS, Views
 from proto.engine_io import (
@@ -22,8 +24,10 @@ from proto.engine_io import (
     AdminCall,
     AdminReply,
     EngineCoreOutput,
+    EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
+    RequestProgress,
     SessionInput,
     ToEngine,
     TurnEnded,
@@ -31,20 +35,115 @@ from proto.engine_io import (
 from proto.errors import ErrorInfo, InvalidRequestError, QueueFullError
 from proto.view import Watch
 
+# Outputs, acceptances, replies and statistics wait here until the next flush, which sends one
+# message to each front end; replies to operators are sent separately.
+
+
+class OutputDispatcher:
+    """Collects per front end; `flush` sends."""
+
+    def __init__(
+        self,
+        front_ends: FrontEndLinks,
+        scheduler: Scheduler,
+        epoch: int,
+        clock: Callable[[], float] = time.monotonic,
+        kv_events: KVEventSink = NO_KV_EVENTS,
+        views: Views = NO_VIEWS,
+    ) -> None:
+        self._front_ends = front_ends
+        self._scheduler = scheduler
+        self._epoch = epoch
+        self._clock = clock
+        self._kv_events = kv_events
+        self._views = views
+        self._accepted: dict[int, list[int]] = {}
+        self._outputs: ClientOutputs = {}
+        self._progress: dict[int, list[RequestProgress]] = {}
+        self._replies: list[tuple[int, AdminReply]] = []
+
+    def accept(self, client: int, request_id: int) -> None:
+        """A request was taken in."""
+        self._accepted.setdefault(client, []).append(request_id)
+
+    def add(self, client: int, output: EngineCoreOutput) -> None:
+        """An output that no step made."""
+        self._outputs.setdefault(client, []).append(output)
+
+    def add_step(self, outputs: ClientOutputs) -> None:
+        """The outputs of a step."""
+        for client, each in outputs.items():
+            self._outputs.setdefault(client, []).extend(each)
+
+    def begins(self, request: Request, *, alone: bool) -> None:
+        """Say at once that a request is begun with: deciding its step may be the end."""
+        self._front_ends.send(
+            request.client_index,
+            EngineCoreOutputs(
+                epoch=self._epoch,
+                step=self._scheduler.step,
+                timestamp=self._clock(),
+                alone=[request.request_id] if alone else [],
+                progress=[RequestProgress(request.request_id, 0, 0)],
+            ),
+        )
+
+    def add_progress(self, progress: list[tuple[Request, int]]) -> None:
+        """So far these are computed: the tokens in complete steps."""
+        for request, num_tokens in progress:
+            self._progress.setdefault(request.client_index, []).append(
+                RequestProgress(request.request_id, num_tokens, request.num_computed_tokens)
+            )
+
+    def reply(self, client: int, reply: AdminReply) -> None:
+        """The answer to a call."""
+        self._replies.append((client, reply))
+
+    def flush(self) -> None:
+        """Send everything. The statistics go out even if there is nothing else to say.
+
+        They ride with what one front end is told anyway, if it is alive.
+        """
+        self._kv_events.publish(self._scheduler.kv_transfer.take_events())
+        replies, self._replies = self._replies, []
+        for client, reply in replies:
+            self._front_ends.send(client, reply)
+        outputs, self._outputs = self._outputs, {}
+        accepted, self._accepted = self._accepted, {}
+        progress, self._progress = self._progress, {}
+        told, alive = {*outputs, *accepted, *progress}, self._front_ends.alive
+        clients = [each for each in alive if each in told] or alive[:1]
+        stats = self._scheduler.take_stats() if clients else None
+        self._views.count(outputs, stats)
+        for index, client in enumerate(clients):
+            self._front_ends.send(
+                client,
+                EngineCoreOutputs(
+                    epoch=self._epoch,
+                    step=self._scheduler.step,
+                    timestamp=self._clock(),
+                    outputs=outputs.get(client, []),
+                    accepted=accepted.get(client, []),
+                    stats=stats if index == 0 else None,
+                    progress=progress.get(client, []),
+                ),
+            )
+
+
 logger = logging.getLogger("tokend.intake")
 
 INTERNAL_ERROR: Final = ErrorInfo("internal", "internal error")
 """All that a client is told of a mistake of ours: its words may be about anything."""
 
 
-class Intake:
+class InputProcessor:
     """Takes the messages of front ends, one at a time, in order."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         kv_cache: KVCacheManager,
-        outbox: Outbox,
+        outbox: OutputDispatcher,
         limits: RequestLimits,
         check_integrity: Callable[[], list[str]],
         grammars: Grammars = NO_GRAMMARS,
@@ -52,7 +151,7 @@ class Intake:
     ) -> None:
         self._scheduler = scheduler
         self._kv_cache = kv_cache
-        self._outbox = outbox
+        self._output_dispatcher = outbox
         self._limits = limits
         self._check_integrity = check_integrity
         self._grammars = grammars
@@ -70,7 +169,7 @@ class Intake:
         elif isinstance(message, TurnEnded):
             self._scheduler.end_turn(message.request_id, message.job, message.tool)
         elif isinstance(message, AdminCall):
-            self._outbox.reply(client, self._call(message))
+            self._output_dispatcher.reply(client, self._call(message))
         elif isinstance(message, Watch):
             self._views.watch(client, wanted=message.wanted)
 
@@ -79,7 +178,7 @@ class Intake:
         overdue = self._scheduler.deadlines.take_overdue()
         for each in overdue:
             self._scheduler.abort(each.request_id)
-            self._outbox.add(each.client_index, _final(each.request_id, each.error))
+            self._output_dispatcher.add(each.client_index, _final(each.request_id, each.error))
         return bool(overdue)
 
     def _end_everyone(self) -> None:
@@ -87,8 +186,10 @@ class Intake:
         outputs = self._scheduler.abort_everyone()
         for client, each in outputs.items():
             for request_id in {output.request_id for output in each}:
-                self._outbox.accept(client, request_id)  # its grammar may be compiled still
-        self._outbox.add_step(outputs)
+                self._output_dispatcher.accept(
+                    client, request_id
+                )  # its grammar may be compiled still
+        self._output_dispatcher.add_step(outputs)
 
     def answer_compiled(self) -> bool:
         """Take in, or refuse, those that waited for their grammar; False when there are none."""
@@ -97,10 +198,10 @@ class Intake:
             if not self._scheduler.knows(each.request_id):
                 continue  # its client has left
             if each.error is None:
-                self._outbox.accept(each.client, each.request_id)
+                self._output_dispatcher.accept(each.client, each.request_id)
             else:
                 self._scheduler.abort(each.request_id)
-                self._outbox.add(each.client, _final(each.request_id, _told(each.error)))
+                self._output_dispatcher.add(each.client, _final(each.request_id, _told(each.error)))
         return bool(answers)
 
     def _take_request(self, client: int, message: EngineCoreRequest) -> None:
@@ -130,7 +231,7 @@ class Intake:
             self._refuse(client, message, INTERNAL_ERROR)
         else:
             if accepted:
-                self._outbox.accept(client, message.request_id)
+                self._output_dispatcher.accept(client, message.request_id)
 
     def _add(self, request: Request, message: EngineCoreRequest) -> None:
         """Queue a choice, or end it at once where an earlier engine finished it unheard."""
@@ -153,7 +254,7 @@ class Intake:
         outputs = {request.client_index: [output]}
         self._scheduler.sessions.end_turn(request)
         self._scheduler.sessions.begin_turns(outputs)
-        self._outbox.add_step(outputs)
+        self._output_dispatcher.add_step(outputs)
 
     def _take_input(self, client: int, message: SessionInput) -> None:
         """Begin or queue a turn. Input that is wrong ends its session, whatever that is doing."""
@@ -170,11 +271,11 @@ class Intake:
             logger.exception("request %d could not take its input", request_id)
             outputs = [sessions.fail(request_id, INTERNAL_ERROR)]
         for output in outputs:
-            self._outbox.add(client, output)
+            self._output_dispatcher.add(client, output)
 
     def _refuse(self, client: int, message: EngineCoreRequest, error: ErrorInfo) -> None:
         """For a request that was never taken in."""
-        self._outbox.add(client, _final(message.request_id, error))
+        self._output_dispatcher.add(client, _final(message.request_id, error))
 
     def _call(self, message: AdminCall) -> AdminReply:
         ok, detail, value = True, "", 0

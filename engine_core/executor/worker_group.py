@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable
 
 from engine_core.executor.base import Executor, WorkerFailedError
-from engine_core.executor.nobody import Nobody
 from engine_core.pool_plan import PoolPlan
 from proto.codec import Message
 from proto.errors import ModelError
@@ -22,12 +21,52 @@ from proto.kv_transfer import KVConnectorOutput
 from proto.lifecycle import ProtocolViolation, WorkerReady, WorkersReady
 from proto.model_runner_output import ModelRunnerOutput
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
-from proto.sockets import Poller
+from proto.sockets import Link, Poller
+
+# Between two sets of workers: the previous ones are no longer listened to.
+
+
+class NoWorkers:
+    """Never ready, so nobody hands it a step."""
+
+    links: list[Link] = []
+    workers: list[WorkerReady] = []
+    cache_ready = False
+
+    @property
+    def num_steps(self) -> int:
+        return 0
+
+    @property
+    def awaits(self) -> tuple[int, ...]:
+        return ()
+
+    def initialize_cache(self, num_blocks: int, block_size: int, max_model_len: int) -> None:
+        """There is nobody to make one."""
+
+    def submit(self, output: SchedulerOutput) -> None:
+        """Only who is ready may be asked to."""
+        raise AssertionError("a step for nobody")
+
+    def submit_masks(self, masks: GrammarOutput) -> None:
+        """They were for a step that is lost."""
+
+    def receive(self) -> list[ModelRunnerOutput]:
+        """Nothing."""
+        return []
+
+    def take_reports(self) -> list[KVConnectorOutput]:
+        """Nothing."""
+        return []
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
 
 logger = logging.getLogger("tokend.executor")
 
 
-class Crew:
+class WorkerGroup:
     """Runs steps on the workers of one epoch after the other.
 
     make_executor: reaches the workers of an epoch. make_plan: sizes the pool for them.
@@ -48,7 +87,7 @@ class Crew:
         self._tell = tell
         self._first: list[WorkerReady] = []
         self._plans: list[PoolPlan] = []
-        self._executor: Executor = Nobody()
+        self._executor: Executor = NoWorkers()
         self._num_reports = 0
         self._begin(epoch)
 
@@ -87,7 +126,7 @@ class Crew:
         """Of the pool; there is one once the first workers have loaded."""
         return self._plans[0]
 
-    def hire(self, epoch: int) -> None:
+    def connect_workers(self, epoch: int) -> None:
         """Workers of another epoch take over; nothing that the old ones say counts any more."""
         self._let_go()
         self._begin(epoch)
@@ -97,7 +136,7 @@ class Crew:
         logger.error("%s", error)
         self._let_go()
         self._ready = False
-        self._executor = Nobody()
+        self._executor = NoWorkers()
         self._tell(ProtocolViolation("worker", error.rank, self._epoch, str(error)))
 
     def submit(self, output: SchedulerOutput) -> None:
