@@ -62,7 +62,7 @@ class HealthReport:
         self._awaits_copies = awaits_copies
 
     def report(self) -> EngineAlive:
-        """Return the report. If all work waits for KV copies, every rank may be the one that hangs."""
+        """Return the report; if all work waits for KV copies, it names every rank."""
         crew = self._crew
         awaits = crew.awaits
         if not awaits and self._awaits_copies():
