@@ -28,7 +28,7 @@ from engine_core.orders import Orders
 from engine_core.outbox import Outbox
 from engine_core.pool_plan import PoolPlan, plan_pool, weight_memory
 from engine_core.scheduler.hooks import Unblock
-from engine_core.scheduler.kv_transfer import Connect, IsSound
+from engine_core.scheduler.kv_transfer import Connect, IsStorable
 from engine_core.scheduler.limits import ChunkRule, queue_capacity
 from engine_core.scheduler.scheduler import Scheduler
 from engine_core.service import Service
@@ -247,7 +247,9 @@ def connect_of(
 ) -> Connect:
     """How the scheduler comes to the connector that is configured; raises ConfigError there."""
 
-    def connect(holds: TransferRefs, unblock: Unblock, is_sound: IsSound) -> SchedulerConnector:
+    def connect(
+        holds: TransferRefs, unblock: Unblock, is_storable: IsStorable
+    ) -> SchedulerConnector:
         context = SchedulerContext(
             worker.geometry,
             plan.block_size,
@@ -258,7 +260,7 @@ def connect_of(
             block_ids,
             unblock,
             config,
-            is_sound,
+            is_storable,
         )
         return create_scheduler_connector(transfer, context)
 

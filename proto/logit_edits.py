@@ -1,7 +1,7 @@
 """Changes of logits before sampling: penalties, biases, bad words, allowed tokens.
 
 Few requests use them, so `SamplingParams` has one field for all. The order in which
-the changes are made is the sampler's, see worker/sample/sampler.py.
+the changes are made is the sampler's, see worker/sampling/sampler.py.
 """
 
 import math

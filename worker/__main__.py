@@ -1,7 +1,7 @@
 """`python -P -m worker`, started by the supervisor."""
 
 from proto.process import run
-from worker.service import main
+from worker.worker import main
 
 if __name__ == "__main__":
     run(main)

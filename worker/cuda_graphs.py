@@ -20,11 +20,10 @@ import torch
 
 from worker.attention.base import AttentionBackend
 from worker.attention.paged_batch import pad_decodes
-from worker.batch.block_table import BlockTable
-from worker.batch.inputs import StepInputs, nobodys_inputs
 from worker.device.accelerator import Accelerator, Graph
 from worker.device.base import gib
 from worker.forward import Forward
+from worker.input_batch import BlockTable, StepInputs, dummy_inputs
 from worker.models.decoder import Decoder
 
 logger = logging.getLogger("tokend.graphs")
@@ -73,7 +72,7 @@ class GraphForward:
         """
         started, before = time.monotonic(), self._accelerator.memory_taken()
         for done, size in enumerate(reversed(self._sizes)):
-            inputs = nobodys_inputs(size, size, table)
+            inputs = dummy_inputs(size, size, table)
             self._attention.plan(inputs.attention)
             # Once without recording: what kernels set up on their first call must not be in it.
             self._run(size)

@@ -12,28 +12,27 @@ import torch
 
 from proto.config import DeviceConfig
 from proto.errors import ConfigError
-from worker.ahead import AheadRunner, DeviceTokens
+from worker.async_runner import AsyncModelRunner, DeviceTokens
 from worker.attention.base import AttentionBackend, AttentionShape
 from worker.attention.flashinfer import FlashInferAttention, refuse_unsupported
 from worker.attention.flashinfer_group import Library, Options
 from worker.attention.kv_store import KVStore
 from worker.attention.reference import ReferenceAttention
-from worker.batch.rows import Rows
 from worker.cuda_graphs import GraphForward, ladder
 from worker.device.accelerator import Accelerator
 from worker.device.placement import OnDevice
-from worker.device_sampler import DeviceSampler
 from worker.forward import EagerForward, Forward
+from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache
 from worker.kv_connector.base import WorkerConnector
 from worker.kv_connector.layers import with_hooks
 from worker.kv_connector.nothing import NO_CONNECTOR
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
-from worker.sample.device_draw import KeyedDraw
-from worker.sample.device_edits import RowChanges, ScoreEdits, hardest_changes
-from worker.sample.device_sampling import DeviceSampling, hardest_rows
-from worker.sample.sampler import Sampler
+from worker.sampling.device_draw import KeyedDraw
+from worker.sampling.device_edits import RowChanges, ScoreEdits, hardest_changes
+from worker.sampling.device_sampler import DeviceSampler, DeviceSampling, hardest_rows
+from worker.sampling.sampler import Sampler
 
 logger = logging.getLogger("tokend.attention")
 
@@ -77,10 +76,10 @@ class CudaRunnerMaker:
     def runner(
         self,
         kv_cache: KVCache,
-        rows: Rows,
+        rows: InputBatch,
         progress: Callable[[float], None],
         connector: WorkerConnector = NO_CONNECTOR,
-    ) -> AheadRunner:
+    ) -> AsyncModelRunner:
         """What serves an epoch; captures graphs, of which `progress` is told the finished part.
 
         connector: may want calls around each layer's attention, which no graph has.
@@ -105,10 +104,10 @@ class CudaRunnerMaker:
             self._kernels.draw,
             self._kernels.edits,
         )
-        return AheadRunner(runner, rows, tokens, self._accelerator, sampler)
+        return AsyncModelRunner(runner, rows, tokens, self._accelerator, sampler)
 
     def run_largest_step(
-        self, kv_cache: KVCache, table_of: Rows, num_tokens: int, num_seqs: int
+        self, kv_cache: KVCache, table_of: InputBatch, num_tokens: int, num_seqs: int
     ) -> None:
         """Compute what takes the most memory, in a cache whose block 0 is enough.
 
@@ -137,7 +136,7 @@ class CudaRunnerMaker:
         self,
         attention: AttentionBackend,
         kv_cache: KVCache,
-        rows: Rows,
+        rows: InputBatch,
         forward: Forward,
         tokens: DeviceTokens,
     ) -> ModelRunner:

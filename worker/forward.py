@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from worker.attention.base import AttentionBackend
-from worker.batch.inputs import StepInputs
+from worker.input_batch import StepInputs
 from worker.models.decoder import Decoder
 
 

@@ -17,17 +17,23 @@ from proto.engine_io import LogprobsArrays
 from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.scheduler_output import GrammarOutput, SchedulerOutput
 from worker.attention.base import AttentionBackend
-from worker.batch.inputs import StepInputs, build_inputs, decodes_first, nobodys_inputs
-from worker.batch.rows import NO_LOGPROBS, Rows
 from worker.device.placement import OnHost, Placement
-from worker.finite import broken_sequences, odd_tokens, sequences_of
 from worker.forward import EagerForward, Forward
+from worker.input_batch import (
+    NO_LOGPROBS,
+    InputBatch,
+    StepInputs,
+    build_inputs,
+    decodes_first,
+    dummy_inputs,
+)
 from worker.kv_cache import KVCache
 from worker.models.decoder import Decoder
-from worker.sample.grammar_masks import MaskSource, NoMasks
-from worker.sample.logprobs import prompt_logprobs
-from worker.sample.sampler import Sampler
-from worker.step_sampler import Chosen, StepSampler
+from worker.nonfinite import broken_sequences, odd_tokens, sequences_of
+from worker.sampling.grammar_masks import MaskSource, NoMasks
+from worker.sampling.logprobs import prompt_logprobs
+from worker.sampling.sampler import Sampler
+from worker.sampling.step_sampler import Chosen, StepSampler
 
 LOGITS_CHUNK_BYTES: Final = 64 << 20
 """Most memory that the logits of prompt positions take at once."""
@@ -36,7 +42,7 @@ NO_GRAMMARS: Final = GrammarOutput(0, 0, [], b"")
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class ForwardOutput:
     """A step whose hidden states are computed, or queued to be.
 
     handles: of the sequences as `inputs` has them. back: place of each sequence of the
@@ -113,7 +119,7 @@ class ModelRunner:
         model: Decoder,
         attention: AttentionBackend,
         sampler: Sampler,
-        rows: Rows,
+        rows: InputBatch,
         kv_cache: KVCache,
         placement: Placement = ON_HOST,
         forward: Forward | None = None,
@@ -136,13 +142,13 @@ class ModelRunner:
     def execute(self, step: SchedulerOutput, masks: MaskSource = NO_MASKS) -> ModelRunnerOutput:
         """Compute a step and return its tokens. masks: asked when there are logits.
 
-        Rows are updated before this returns, so the next step may follow at once.
+        The input batch is updated before this returns, so the next step may follow at once.
         """
         begun = self.begin(step)
-        return self.complete(begun, masks) if isinstance(begun, Begun) else begun
+        return self.complete(begun, masks) if isinstance(begun, ForwardOutput) else begun
 
     @torch.inference_mode()
-    def begin(self, step: SchedulerOutput) -> Begun | ModelRunnerOutput:
+    def begin(self, step: SchedulerOutput) -> ForwardOutput | ModelRunnerOutput:
         """Take over what the step changes and run the model; the answer where nothing runs."""
         started = time.monotonic()
         step_rows = self._rows.apply(step)
@@ -173,10 +179,10 @@ class ModelRunner:
         if len(block_copies):
             self.kv_cache.copy_blocks(sources, copies)
         hidden = self._forward(inputs, self._tokens.fill(token_ids, rows), positions)
-        return Begun(step, started, inputs, handles, back, hidden, last_token)
+        return ForwardOutput(step, started, inputs, handles, back, hidden, last_token)
 
     @torch.inference_mode()
-    def complete(self, begun: Begun, masks: MaskSource) -> ModelRunnerOutput:
+    def complete(self, begun: ForwardOutput, masks: MaskSource) -> ModelRunnerOutput:
         """Sample on the host; every row has its tokens then. masks: as of `execute`."""
         inputs, handles = begun.inputs, begun.handles
         broken = self._broken_before_scores(inputs, begun.hidden)
@@ -201,7 +207,7 @@ class ModelRunner:
 
         All of it reads and writes block 0.
         """
-        inputs = nobodys_inputs(num_tokens, num_seqs, self._rows.block_table)
+        inputs = dummy_inputs(num_tokens, num_seqs, self._rows.block_table)
         token_ids, positions, last_token = self._placement.send(
             [inputs.token_ids, inputs.positions, inputs.last_token]
         )
@@ -209,7 +215,7 @@ class ModelRunner:
         hidden = self._model.forward(token_ids, positions, self._attention)
         return self._model.logits(hidden.index_select(0, last_token))
 
-    def _sample(self, begun: Begun, broken: NDArray[np.bool_], masks: MaskSource) -> Chosen:
+    def _sample(self, begun: ForwardOutput, broken: NDArray[np.bool_], masks: MaskSource) -> Chosen:
         """Tokens of the sequences that are complete; broken: bool [S], as StepSampler has it."""
         if len(begun.inputs.last_token) == 0:
             return Chosen([[] for _ in begun.handles], [], [])
@@ -221,7 +227,7 @@ class ModelRunner:
         scores = self._placement.fetch(self.scores(begun))
         return self._step_sampler.choose(begun.inputs, begun.handles, scores, broken, grammars)
 
-    def scores(self, begun: Begun) -> torch.Tensor:
+    def scores(self, begun: ForwardOutput) -> torch.Tensor:
         """Logits [N, vocab] of the sequences that sample, of the head's dtype."""
         return self._model.scores(begun.inputs.rows_that_sample(begun.hidden, begun.last_token))
 

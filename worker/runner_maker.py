@@ -8,15 +8,15 @@ from proto.config import ServeConfig
 from proto.faults import FaultInjector
 from proto.kv_transfer_config import kv_transfer_config
 from proto.lifecycle import InitializeCache
-from worker.ahead import AtOnce, Runner
+from worker.async_runner import Runner, SyncModelRunner
 from worker.attention.base import AttentionShape
 from worker.attention.flashinfer import load_library
 from worker.attention.kv_store import TritonStore
 from worker.attention.registry import create_backend
-from worker.batch.rows import Rows
 from worker.cuda_runner import CudaRunnerMaker, Kernels
 from worker.device.accelerator import Cuda
 from worker.faulty_model import FaultyModel
+from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache
 from worker.kv_connector.base import WorkerConnector, WorkerContext
 from worker.kv_connector.factory import create_worker_connector
@@ -26,9 +26,9 @@ from worker.loaded_model import LoadedModel
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.reports import Reports
-from worker.sample.device_draw import TritonDraw
-from worker.sample.device_edits import TritonEdits
-from worker.sample.sampler import create_sampler
+from worker.sampling.device_draw import TritonDraw
+from worker.sampling.device_edits import TritonEdits
+from worker.sampling.sampler import create_sampler
 
 
 class RunnerMaker:
@@ -62,7 +62,7 @@ class RunnerMaker:
         cache, rows = self._pool_and_rows(message)
         connector = self._connect(message, cache)
         if not self._loaded.on_cuda:
-            return AtOnce(self._host_runner(cache, rows, connector)), connector
+            return SyncModelRunner(self._host_runner(cache, rows, connector)), connector
         runner = self._cuda_runners().runner(
             cache,
             rows,
@@ -85,7 +85,9 @@ class RunnerMaker:
         connector.register_kv_caches(cache)
         return connector
 
-    def _host_runner(self, cache: KVCache, rows: Rows, connector: WorkerConnector) -> ModelRunner:
+    def _host_runner(
+        self, cache: KVCache, rows: InputBatch, connector: WorkerConnector
+    ) -> ModelRunner:
         spec = self._loaded.model.spec
         shape = AttentionShape(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
@@ -96,7 +98,7 @@ class RunnerMaker:
         runner.warm_up()
         return runner
 
-    def _pool_and_rows(self, message: InitializeCache) -> tuple[KVCache, Rows]:
+    def _pool_and_rows(self, message: InitializeCache) -> tuple[KVCache, InputBatch]:
         cache = self._pool(message.num_blocks, message.block_size)
         if self._config.cache.kv_cache_populate:
             cache.populate()
@@ -108,9 +110,9 @@ class RunnerMaker:
             loaded.geometry, loaded.layout, num_blocks, block_size, self._device.torch_device
         )
 
-    def _rows(self, max_model_len: int) -> Rows:
+    def _rows(self, max_model_len: int) -> InputBatch:
         config = self._config
-        return Rows(
+        return InputBatch(
             config.scheduler.max_num_seqs,
             max_model_len,
             config.cache.block_size,
@@ -147,7 +149,7 @@ class RunnerMaker:
         num_rows, loaded = self._config.scheduler.max_num_seqs, self._loaded
         self._device.check_rows(
             num_rows,
-            Rows.bytes_needed(
+            InputBatch.bytes_needed(
                 num_rows, message.max_model_len, message.block_size, loaded.layout.num_groups
             ),
             message.num_blocks * message.block_size * loaded.geometry.bytes_per_token,

@@ -12,10 +12,10 @@ import torch
 
 from worker.attention.base import AttentionBackend
 from worker.layers.linear import Linear
-from worker.layers.residual import Addition, NormedAddition
+from worker.layers.residual import NormedAddition, ResidualLinear
 from worker.models.decoder import Decoder
 from worker.models.kernel_stack import KernelStack
-from worker.models.layer_stack import LayerStack, LayerWeights, PartwiseStack
+from worker.models.layer_stack import EagerLayers, LayerStack, LayerWeights
 
 
 @dataclass
@@ -64,10 +64,10 @@ class ClockedAttention:
         return result
 
 
-class ClockedParts(PartwiseStack):
+class ClockedParts(EagerLayers):
     """The same layers, weights shared, whose products and attention are timed."""
 
-    def __init__(self, stack: PartwiseStack, clock: StepClock) -> None:
+    def __init__(self, stack: EagerLayers, clock: StepClock) -> None:
         super().__init__(stack.spec, [_clocked_layer(each, clock) for each in stack.layers])
         self._clock = clock
 
@@ -106,12 +106,12 @@ class ClockedModel(Decoder):
 def _clocked_stack(stack: LayerStack, clock: StepClock) -> LayerStack:
     if isinstance(stack, KernelStack):
         return ClockedKernel(stack, clock)
-    assert isinstance(stack, PartwiseStack)
+    assert isinstance(stack, EagerLayers)
     return ClockedParts(stack, clock)
 
 
 def _clocked_layer(layer: LayerWeights, clock: StepClock) -> LayerWeights:
-    def end(addition: Addition) -> Addition:
+    def end(addition: ResidualLinear) -> ResidualLinear:
         if isinstance(addition, NormedAddition):
             return NormedAddition(ClockedLinear(addition.linear, clock), addition.norm)
         return ClockedLinear(addition, clock)  # type: ignore[arg-type]  # every other is a Linear

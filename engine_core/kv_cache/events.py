@@ -1,6 +1,6 @@
-"""Who may watch the blocks of a pool: the events of the prefix cache, and residency.
+"""Observers of the block pool: KV events, residency statistics, and the count of reusable blocks.
 
-Owns nothing of the pool. A pool without observers does not know that they exist.
+Observers own nothing of the pool, and a pool without any does not know that they exist.
 """
 
 import random
@@ -47,10 +47,8 @@ class PoolObserver:
         """All hashes were forgotten; no block was in use."""
 
 
-# A block pool that tells observers what it does.
-#
-# Wired instead of the plain pool only where somebody watches, so that watching
-# costs nothing where nobody does.
+# A block pool that notifies observers. It replaces the plain pool only where there are observers,
+# so that the plain pool pays nothing for them.
 
 
 class ObservedBlockPool(BlockPool):
@@ -226,10 +224,8 @@ NO_RESIDENCY: Final = ResidencyMeter(0)
 """Measures nothing; never an observer, so never changed."""
 
 
-# How many blocks hold content that nobody uses now but anybody may find.
-#
-# Owns two sets of blocks, kept as the pool tells of its blocks; the pool itself counts only those
-# that it could hand out.
+# Blocks that no request uses now and whose content can still be found: free space that may save
+# computation. The pool itself counts only the blocks that it could hand out.
 #
 #     stored        findable
 #     freed         findable and nobody's: counted

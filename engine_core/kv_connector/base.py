@@ -65,8 +65,8 @@ class SchedulerContext:
     window has passed.
     wake: puts requests that were told to ask again back into the line; in the engine's thread.
     serve_config: all settings, for those that some media cannot do with.
-    is_sound: by handle, whether nothing of a request rests on a load that is not known yet to have
-    succeeded; only then is what it computes to be stored.
+    is_storable: by handle, whether nothing of a request rests on a load that is not known yet to
+    have succeeded; only then is what it computes to be stored.
     """
 
     geometry: KVCacheGeometry
@@ -78,7 +78,7 @@ class SchedulerContext:
     block_ids: Callable[[int], BlockIds]
     wake: Callable[[Request], None]
     serve_config: ServeConfig = DEFAULTS
-    is_sound: Callable[[int], bool] = always_sound
+    is_storable: Callable[[int], bool] = always_sound
 
 
 class SchedulerConnector(Protocol):

@@ -127,7 +127,7 @@ class SharedStorageScheduler(NoConnector):
         ]
         for handle, num_computed in ends:
             request = self._requests.get(handle)
-            if request is None or not self._context.is_sound(handle):
+            if request is None or not self._context.is_storable(handle):
                 continue
             first = self._num_offered.get(handle, 0)
             end = min(num_computed, request.num_tokens) // self._context.block_size

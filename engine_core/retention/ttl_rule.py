@@ -1,11 +1,11 @@
 """For how long the KV of a turn that is over is kept for the next one, and what that is worth.
 
-    rule     as long as it pays by the odds (tool_times.py)
+    rule     as long as it pays by the odds (`ToolTimes`)
     fixed    2 s, where the tool usually takes no longer: what Continuum's public code does
     none     not at all
 
 What is saved by keeping it: the next turn neither waits in the queue as one that has lost its KV
-(η times that delay, turn_counts.py) nor computes or loads its context (`SwapRule.seconds`, linear
+(η times that delay, `TurnCounts`) nor computes or loads its context (`SwapRule.seconds`, linear
 in the tokens: the paper's is quadratic, by a profile; ours is measured in steps, whose chunks
 have the attention to their context in them).
 

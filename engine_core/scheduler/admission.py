@@ -1,9 +1,11 @@
-"""The second half of a step: requests that wait.
+"""The second half of a step: waiting requests are admitted.
 
-Owns the memory of the last refusal; moves requests from the head of the queue to
-the end of the running list. The first one without room ends the pass, so that
-nobody overtakes it; one that a gate holds is set aside, and the next one's turn
-has come.
+    Pause            a gate: no new request starts, or nothing is scheduled at all
+    AdmissionRule    conditions on free blocks beyond "the next tokens fit"
+    AdmissionPass    moves requests from the head of the queue to the end of the running list
+
+The first request without room ends the pass, so that none overtakes it for want of room. A request
+that a gate blocks is parked, and the next one is looked at.
 """
 
 from collections.abc import Mapping, Sequence

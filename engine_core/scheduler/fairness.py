@@ -15,7 +15,7 @@ a long prompt of a tenant that is behind by more than all that prompt's tokens. 
 costs a step anything in which one tenant has requests; nor in which nobody computes a prompt,
 but for a look at the head of the line.
 
-Owns the order of prompts in the running list. Who was served how much says the usage.
+Owns the order of prompts in the running list; `TenantUsage` counts what each tenant was served.
 """
 
 from collections.abc import Sequence

@@ -106,13 +106,15 @@ class UnconfirmedLoads:
         return handle in self._unconfirmed
 
 
-IsSound = Callable[[int], bool]
-Connect = Callable[[TransferRefs, Unblock, IsSound], SchedulerConnector]
+IsStorable = Callable[[int], bool]
+Connect = Callable[[TransferRefs, Unblock, IsStorable], SchedulerConnector]
 """Makes a connector from the references it may take, the way to wake who was told to wait, and
 whether what a request computes, by handle, may be stored."""
 
 
-def no_connector(holds: TransferRefs, unblock: Unblock, is_sound: IsSound) -> SchedulerConnector:
+def no_connector(
+    holds: TransferRefs, unblock: Unblock, is_storable: IsStorable
+) -> SchedulerConnector:
     """Connect to nothing."""
     return NO_CONNECTOR
 
@@ -159,7 +161,7 @@ class KVTransferManager:
         self.fails_requests = policy == "fail"
         self._swap_rule = swap_rule
         self._clock = clock
-        self.connector = connect(kv_cache.transfer_refs, self._unblock_asked, self.is_sound)
+        self.connector = connect(kv_cache.transfer_refs, self._unblock_asked, self.is_storable)
         self.connected = self.connector is not NO_CONNECTOR
         self._observer = observer
         self._plan: StepPlan | None = None
@@ -301,7 +303,7 @@ class KVTransferManager:
         metadata = self.connector.build_connector_meta(output)
         return changed(output, connector_metadata=metadata) if metadata else output
 
-    def is_sound(self, handle: int) -> bool:
+    def is_storable(self, handle: int) -> bool:
         """Nothing of a request rests on a load of which it is not known whether it succeeds.
 
         Nor is anything still being copied into blocks that were given to it.

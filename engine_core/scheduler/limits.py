@@ -1,4 +1,10 @@
-"""How many of a request's missing tokens go into one step."""
+"""What bounds the scheduler's work: chunks, the queue's length, deadlines, prompt tokens of a step.
+
+ChunkRule          how many of a request's missing tokens one step computes
+QueueLimits        how many requests may wait that have not begun; refuses what is too much
+Deadlines          until when a request must have begun, and must have finished
+PrefillThrottle    how many prompt tokens join the sequences that decode in a step
+"""
 
 import math
 import time
@@ -42,17 +48,15 @@ class ChunkRule:
         return min(num_missing, self.longest_chunk, budget)
 
 
-# Requests that have not begun: how many there are, how many there may be.
-#
-# Owns the count of choices that wait for their first step and of the tokens of their
-# prompts, and knows at what rate they have left of late. Whoever has begun is out of it
-# for ever, also when it is preempted or computed anew after a crash.
+# Queue limits count the choices that wait for their first step and the tokens of their prompts,
+# and measure the rate at which they leave the queue. A choice that has begun is not counted again,
+# not even when it is preempted or computed again after a crash.
 #
 #     a message ─▶ check ─▶ enter ─▶ admitted, or forgotten ─▶ (out)
 #                    └▶ QueueFullError: all its choices, or none
 #
-# A tenant that has little in a full queue is taken in all the same, or the flood of another one
-# would shut it out:
+# A message of a tenant with few waiting requests is accepted although the queue is full, so that
+# one tenant cannot fill the queue for all others:
 #
 #     |<----------- limit ----------->|<- others up to their share ->|  some twice the limit
 
@@ -241,11 +245,8 @@ class QueueLimits:
             self._drain_rate.end()
 
 
-# Time limits: until when a request must have begun, and until when it must be over.
-#
-# Owns the deadlines of the requests that have any, by request id. Deadlines are moments on
-# the monotonic clock of the machine, named by the front end from the arrival of the request,
-# so they stand whatever dies meanwhile. Ends nothing itself.
+# Deadlines are times of the machine's monotonic clock, which the front end computes from the
+# arrival of the request, so they survive the death of any process. The caller ends what is overdue.
 
 
 _SLACK: Final = 64
@@ -352,19 +353,15 @@ def _error(limited: _Limited, now: float) -> ErrorInfo:
     )
 
 
-# How many tokens of prompts may join those who decode in a step.
-#
-# Whoever decodes waits for all of a step, so a prompt's chunk is a gap between two tokens of
-# everybody else. The pace lets a step take a multiple of what one takes that only decodes:
+# Sequences that decode wait for the whole step, so a prompt's chunk delays the next token of each.
+# The throttle lets a step take a multiple of the time of a step that only decodes:
 #
 #   time of a step   |<---- decodes, learnt by their number ---->|<-- tokens * time of a token -->|
 #                    |<------------------- at most stretch * decodes ---------------------------->|
 #
-# Two things matter more than even gaps: steps that are short anyway, where small chunks would cost
-# prompts much and gain nobody anything; and prompts that pile up, which are computed within
-# PATIENCE_STEPS.
-#
-# Owns what was learnt. Knows neither requests nor clocks: the workers say what a step took.
+# It does not limit steps that are short anyway, where small chunks would slow prompts down for no
+# gain, nor prompts that pile up: those are computed within PATIENCE_STEPS. The workers report how
+# long each step took.
 
 
 SHORT_SECONDS: Final = 0.02

@@ -1,7 +1,7 @@
-"""From a plan to the message for the workers.
+"""From the plan of a step to the message for the workers.
 
-Owns what the workers know: which handles they have been given, and which of those
-they have yet to be told are finished.
+Owns the record of what the workers know: which sequences were described to them, and which of
+those have ended since the last message.
 """
 
 from engine_core.kv_cache.manager import NO_NEW_BLOCKS, KVCacheManager
@@ -10,11 +10,8 @@ from engine_core.scheduler.hooks import TokenConstraints
 from engine_core.scheduler.step_plan import StepPlan
 from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
-# What the engine chose itself and a worker therefore does not know.
-#
-# A worker appends the tokens that it sampled. Where the engine picks the next token,
-# or gives a sequence the tokens and blocks of another, it has to be told. Owns what
-# was not told yet.
+# A worker appends the tokens that it sampled. Where the engine chose the next token itself, or gave
+# a sequence the tokens and blocks of another (beam search), the next step has to tell the worker.
 
 
 class ForcedTokens:

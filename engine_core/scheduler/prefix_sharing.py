@@ -1,12 +1,11 @@
-"""Waiting for a prefix that another request is computing right now.
+"""Waiting for KV that another request is computing right now.
 
-Blocks can be found from the step that fills them. A prompt that takes several
-steps therefore fills them one chunk at a time, and an equal prompt that starts
-meanwhile would compute the rest of it a second time.
+    PrefixWait      a gate: requests with the same prefix wait for the one that computes it
+    SiblingForks    a gate: choices of one request wait for the one that computes their prompt
 
-Owns the leaders (running requests whose tokens are not all scheduled yet) and who waits
-for them. A step looks at each leader once, and at no request that goes on waiting; a request
-at the head of the line looks at those leaders only that begin with the same block.
+Blocks can be found from the step that fills them. A prompt that takes several steps fills them one
+chunk at a time, so an equal prompt that starts meanwhile would compute the rest a second time.
+A step looks at each request that computes a prefix once, and at none of those that wait.
 """
 
 import heapq

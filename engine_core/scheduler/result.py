@@ -1,8 +1,9 @@
-"""The end of a step: what its result brings to each request.
+"""The end of a step: its result is checked, and each request gets its tokens.
 
-Owns the counts of requests whose scores were no numbers and of tokens that came too late, and
-remembers who is over while a step that computes it is on its way. Appends tokens and says who is
-to be told what; requests that end leave through `finish` and `abort` of the scheduler.
+`check_result` refuses an answer that no worker could give to this step. `ResultPass` appends the
+tokens row by row, ends requests that are complete, and builds the outputs for the front ends.
+It counts requests that ended with non-finite logits, and tokens that arrived after their request
+had ended.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,16 +23,11 @@ from proto.model_runner_output import ModelRunnerOutput, RowLogprobs
 from proto.sampling_params import MAX_REPEATED_TOKENS
 from proto.scheduler_output import SchedulerOutput
 
-# What front ends are to be told.
-
 if TYPE_CHECKING:
     from engine_core.scheduler.scheduler import Scheduler
 
 ClientOutputs = dict[int, list[EngineCoreOutput]]
 """Outputs by client index."""
-
-
-# What a client is told whose request cannot go on.
 
 
 def corrupted_output(request: Request) -> EngineCoreOutput:
@@ -56,9 +52,7 @@ def error_output(request: Request, error: ErrorInfo) -> EngineCoreOutput:
     )
 
 
-# When a request is over, judged by its last token.
-#
-# A pure function of the request; stop strings are the front end's business.
+# Whether a request has ended, by its last token. Front ends look for stop strings.
 
 
 def completion(request: Request, max_model_len: int) -> RequestStatus:
@@ -101,7 +95,7 @@ def stop_token(request: Request) -> int | None:
     return last
 
 
-# Whether a worker's answer is an answer to the step it was given.
+# The check of a worker's result against the step that it was given.
 
 
 class ImpossibleResultError(ProtocolError):

@@ -2,14 +2,14 @@
 
 Owns nothing; changes the running list only through preemption.
 
-Why nobody starves: a request is admitted only with budget left after every
+Why no request starves: a request is admitted only with budget left after every
 running request was served, there are no more seats than tokens in a step, and what a
 running request asks for (the rest of its prompt, then one token) never grows. So the
 running requests together never ask for more than the step has, and the order of
 admission is also fair. This is why fewer requests than --max-num-seqs run when the token
 budget is smaller.
 
-Those that give way to another tenant (`courtesy.py`) are served behind the second
+Those that give way to another tenant (`fairness.py`) are served behind the second
 half. They may go without, for a while: what they wait for are requests that were
 served less and are served now.
 """

@@ -216,7 +216,7 @@ def main(words: Sequence[str] | None = None) -> None:
 def compare(
     setting: Setting, exact: dict[str, list[Prediction]], found: dict[str, list[Prediction]]
 ) -> list[Row]:
-    """Rows for each kind of text, and for all of it. The bound is that of all."""
+    """InputBatch for each kind of text, and for all of it. The bound is that of all."""
     kinds = {**exact, ALL: [each for kind in exact for each in exact[kind]]}
     others = {**found, ALL: [each for kind in exact for each in found[kind]]}
     rows = []

@@ -21,13 +21,12 @@ from tests.benchmarks.messages import (
     SamplingTimings,
     SamplingWorkload,
 )
-from worker.batch.inputs import build_inputs
-from worker.batch.rows import Rows
 from worker.device.cpu import CpuDevice
+from worker.input_batch import InputBatch, build_inputs
 from worker.kernels import load_kernels
-from worker.sample.backend import KernelBackend
-from worker.sample.sampler import Sampler
-from worker.step_sampler import StepSampler
+from worker.sampling.cpu_kernels import KernelBackend
+from worker.sampling.sampler import Sampler
+from worker.sampling.step_sampler import StepSampler
 
 _BLOCK_SIZE = 16
 _WARM_UP_STEPS = 10
@@ -41,7 +40,7 @@ class SamplingSteps:
         num_rows, context = len(case.rows), workload.context_tokens
         rng = np.random.default_rng(0)
         most = context + workload.num_steps + _WARM_UP_STEPS
-        rows = Rows(num_rows, most, _BLOCK_SIZE)
+        rows = InputBatch(num_rows, most, _BLOCK_SIZE)
         new = [
             NewRequestData(
                 handle=row,

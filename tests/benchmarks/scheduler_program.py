@@ -18,6 +18,10 @@ from typing import Final
 import msgspec
 
 from engine_core.compiled import use_compiled
+
+if __name__ == "__main__":
+    use_compiled()  # before any of the modules that have a compiled form is imported
+
 from engine_core.core import build_parts, scheduler_settings
 from engine_core.kv_cache.hashing import BlockHasher
 from engine_core.kv_events import NoKVEvents
@@ -297,7 +301,6 @@ def play(workload: SchedulerWorkload) -> SchedulerTimings:
 
 def main() -> None:
     """Play until nothing more is asked, compiled where the engine would be."""
-    use_compiled()
     for line in sys.stdin.buffer:
         timings = play(from_json(line, SchedulerWorkload))
         gc.unfreeze()

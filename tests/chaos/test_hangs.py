@@ -99,14 +99,14 @@ def test_a_worker_that_hangs_in_a_step(
     assert first[1] >= {"worker 0: no completed step", "worker 0 is being restarted"}
     assert first[2] > STEP_TIMEOUT
     assert re.search(r"worker 0: \(pid \d+\) hangs, no completed step for 3\.\d s", daemon.text)
-    assert re.search(r'worker/service.py", line \d+ in _launch', daemon.text)
+    assert re.search(r'worker/worker.py", line \d+ in _launch', daemon.text)
     assert daemon.metric("tokend:watchdog_kills_total") == 1
 
 
 @pytest.mark.parametrize(
     ("role", "what", "where"),
     [
-        ("worker", "no completed step", r'worker/service.py", line \d+ in run'),
+        ("worker", "no completed step", r'worker/worker.py", line \d+ in run'),
         ("engine_core", "no sign of life", r'engine_core/stepper.py", line \d+ in run'),
     ],
 )

@@ -1,7 +1,7 @@
 """Parameters that change scores, with a real model: transformers says what they lead to.
 
 Greedy tokens are checked by teacher forcing, as in reference.py, with the changes made to
-the scores of transformers by the slow reference of tests/worker/sample/test_edits.py.
+the scores of transformers by the slow reference of tests/worker/sampling/test_edits.py.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from proto.logit_edits import LogitEdits
 from tests.e2e.daemon import Daemon, DaemonPool
 from tests.e2e.prompts import prompts
 from tests.e2e.reference import TIE_GAP, Reference
-from tests.worker.sample.test_edits import edited_slowly
+from tests.worker.sampling.test_edits import edited_slowly
 
 pytestmark = pytest.mark.suite("settings")
 

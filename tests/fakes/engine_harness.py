@@ -21,7 +21,7 @@ from engine_core.scheduler.hooks import (
     TokenConstraints,
     Unblock,
 )
-from engine_core.scheduler.kv_transfer import IsSound
+from engine_core.scheduler.kv_transfer import IsStorable
 from engine_core.scheduler.limits import ChunkRule
 from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
@@ -102,9 +102,9 @@ class EngineHarness:
         self.final: dict[tuple[int, int], FinishReason] = {}
 
     def _connect(
-        self, holds: TransferRefs, unblock: Unblock, is_sound: IsSound
+        self, holds: TransferRefs, unblock: Unblock, is_storable: IsStorable
     ) -> SchedulerConnector:
-        self.transfer_refs, self.wake, self.is_sound = holds, unblock, is_sound
+        self.transfer_refs, self.wake, self.is_storable = holds, unblock, is_storable
         return NO_CONNECTOR if self.connector is None else self.connector
 
     def add(

@@ -36,11 +36,11 @@ from proto.scheduler_output import (
     NewRequestData,
     SchedulerOutput,
 )
-from worker import ahead
+from worker import async_runner as ahead
 from worker.attention import kv_store
-from worker.batch.rows import Rows
 from worker.cuda_runner import CudaRunnerMaker, Kernels
 from worker.device.results import Download, Results
+from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 from worker.layers import activation, norm, triton_rows
@@ -54,11 +54,11 @@ from worker.models.kernel_stack import make_stacks
 from worker.models.layer_stack import LayerWeights
 from worker.models.registry import spec_from_config
 from worker.models.spec import ModelSpec, parameter_shapes
-from worker.sample import device_draw, device_edits
-from worker.sample.backend import ReferenceBackend
-from worker.sample.device_draw import TritonDraw
-from worker.sample.device_edits import TritonEdits
-from worker.sample.sampler import Sampler
+from worker.sampling import device_draw, device_edits
+from worker.sampling.cpu_kernels import ReferenceBackend
+from worker.sampling.device_draw import TritonDraw
+from worker.sampling.device_edits import TritonEdits
+from worker.sampling.sampler import Sampler
 
 CUDA = torch.device("cuda", 0)
 BLOCK = 4
@@ -364,7 +364,7 @@ def run_steps(
     geometry = kv_cache_geometry(layout, spec.num_kv_heads, spec.head_dim, kv_dtype or dtype)
     with watch:
         cache = KVCache(geometry, layout, 40, BLOCK, CUDA)
-    rows = Rows(4, spec.max_position, BLOCK, layout.num_groups)
+    rows = InputBatch(4, spec.max_position, BLOCK, layout.num_groups)
     maker = CudaRunnerMaker(
         DeviceConfig(**settings),
         decoder,

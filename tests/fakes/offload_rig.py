@@ -13,7 +13,7 @@ from engine_core.kv_connector.base import SchedulerConnector, SchedulerContext
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
 from engine_core.request import Request
 from engine_core.scheduler.hooks import Unblock
-from engine_core.scheduler.kv_transfer import IsSound
+from engine_core.scheduler.kv_transfer import IsStorable
 from engine_core.scheduler.result import ClientOutputs
 from engine_core.scheduler.scheduler import Scheduler
 from proto.config import SchedulerConfig
@@ -136,7 +136,9 @@ class OffloadRig(EngineHarness):
         self.stores: list[TransferJob] = []
         self.half = CopyingHalf(size // block_size, num_ranks)
 
-        def connect(holds: TransferRefs, unblock: Unblock, is_sound: IsSound) -> SchedulerConnector:
+        def connect(
+            holds: TransferRefs, unblock: Unblock, is_storable: IsStorable
+        ) -> SchedulerConnector:
             context = SchedulerContext(
                 geometry,
                 block_size,
@@ -146,7 +148,7 @@ class OffloadRig(EngineHarness):
                 holds,
                 self.kv_cache.block_ids,
                 unblock,
-                is_sound=lambda handle: self.trusts and is_sound(handle),
+                is_storable=lambda handle: self.trusts and is_storable(handle),
             )
             self.deciding = OffloadingScheduler(transfer, context)
             return self.deciding

@@ -68,7 +68,7 @@ class Row:
 
 
 class PagedRunner:
-    """Rows and a paged cache; `execute` is one step."""
+    """An input batch and a paged cache; `execute` is one step."""
 
     def __init__(
         self,

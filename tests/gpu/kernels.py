@@ -12,15 +12,15 @@ import torch
 from tests.gpu.hardware import Hardware, hardware, rehearsing
 from tests.gpu.report import Report, demand
 from worker.device.placement import OnDevice
-from worker.sample.device_draw import draw_by_torch
-from worker.sample.device_sampling import DeviceSampling, DrawnRows
+from worker.sampling.device_draw import draw_by_torch
+from worker.sampling.device_sampler import DeviceSampling, DeviceSamplingBatch
 
 ROOT = Path(__file__).parents[2]
 ATTENTION = "tests/worker/attention/test_flashinfer_gpu.py"
 KERNEL_TESTS = (
     ATTENTION,
     "tests/worker/layers/test_flashinfer_rows_gpu.py",
-    "tests/worker/sample/test_device_edits_gpu.py",
+    "tests/worker/sampling/test_device_edits_gpu.py",
 )
 
 
@@ -103,11 +103,11 @@ def operators(report: Report) -> None:
     demand(bool(found), "there are no pairs")
 
 
-def rows_of(count: int, seed: int, **settings: float) -> DrawnRows:
+def rows_of(count: int, seed: int, **settings: float) -> DeviceSamplingBatch:
     """Settings of rows with seeds and positions of their own."""
     draws = np.random.default_rng(seed)
     fields = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | settings
-    return DrawnRows(
+    return DeviceSamplingBatch(
         np.full(count, fields["temperature"], np.float32),
         np.full(count, fields["top_k"], np.int32),
         np.full(count, fields["top_p"], np.float32),

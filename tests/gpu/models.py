@@ -14,10 +14,9 @@ from tests.gpu.timing import product_rate, read_rate
 from worker.attention.base import AttentionInputs, AttentionShape
 from worker.attention.flashinfer import FlashInferAttention
 from worker.attention.flashinfer_group import Options
-from worker.batch.block_table import BlockTable
-from worker.batch.inputs import StepInputs
 from worker.cuda_graphs import GraphForward
 from worker.forward import EagerForward
+from worker.input_batch import BlockTable, StepInputs
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 from worker.models.decoder import Decoder

@@ -15,7 +15,7 @@ from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_from_config
-from worker.sample.device_sampling import DeviceSampling
+from worker.sampling.device_sampler import DeviceSampling
 
 SAMPLED_ROWS = 64
 SHORT_DECODES = 33

@@ -19,8 +19,8 @@ from tests.gpu.random_model import CONFIGS
 from tests.worker.test_cuda_runner import compute_by_torch
 from worker.attention.kv_store import store_by_index
 from worker.cuda_runner import Kernels
-from worker.sample.device_draw import draw_by_torch
-from worker.sample.device_edits import TorchEdits
+from worker.sampling.device_draw import draw_by_torch
+from worker.sampling.device_edits import TorchEdits
 
 SMALL = CONFIGS["1B"] | {
     "vocab_size": 128,

@@ -11,14 +11,14 @@ from tests.gpu.hardware import hardware, rehearsing
 from tests.gpu.models import BLOCK, DTYPE, seconds_of_decode
 from tests.gpu.random_model import random_decoder
 from tests.gpu.report import Report
-from worker.ahead import Launched
-from worker.batch.rows import Rows
+from worker.async_runner import PendingStep
 from worker.cuda_runner import CudaRunnerMaker
+from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 from worker.models.registry import spec_from_config
-from worker.sample.backend import ReferenceBackend
-from worker.sample.sampler import Sampler
+from worker.sampling.cpu_kernels import ReferenceBackend
+from worker.sampling.sampler import Sampler
 
 MOST_IDLE = 0.03
 
@@ -28,7 +28,7 @@ class _Ahead:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._launched: dict[int, Launched] = {}
+        self._launched: dict[int, PendingStep] = {}
         self.answered: list[float] = []
 
     def launch(self, step: Any) -> None:
@@ -80,7 +80,7 @@ def overlapped_steps(report: Report, decoder: Any, batch: int, prompt: int, outp
         Sampler(ReferenceBackend()),
         DTYPE,
     )
-    rows = Rows(batch, prompt + output, BLOCK, layout.num_groups)
+    rows = InputBatch(batch, prompt + output, BLOCK, layout.num_groups)
     cache = KVCache(geometry, layout, num_blocks, BLOCK, gpu.device)
     captured = time.monotonic()
     runner = maker.runner(cache, rows, lambda fraction: None)

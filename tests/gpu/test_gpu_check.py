@@ -34,7 +34,7 @@ from tests.gpu.rehearsal import SMALL, rehearsed
 from tests.gpu.report import Failed, Report
 from worker.loader.weights import load_model
 from worker.models.registry import spec_from_config, spec_of
-from worker.sample.filters import apply_filters
+from worker.sampling.draw import apply_filters
 
 ROOT = Path(__file__).parents[2]
 HOUR_SECONDS = 27 * 60

@@ -14,13 +14,13 @@ from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.attention.base import AttentionShape
 from worker.attention.registry import create_backend
-from worker.batch.rows import Rows
+from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.registry import spec_of
-from worker.sample.sampler import create_sampler
+from worker.sampling.sampler import create_sampler
 
 BLOCK = 4
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]
@@ -54,7 +54,7 @@ class Model:
             windows=layout.windows,
             **settings,  # type: ignore[arg-type]
         )
-        rows = Rows(16, spec.max_position, BLOCK, layout.num_groups)
+        rows = InputBatch(16, spec.max_position, BLOCK, layout.num_groups)
         attention = create_backend("auto", cache, shape)
         engine.runner = ModelRunner(self.decoder, attention, create_sampler(), rows, cache)  # type: ignore[assignment]
         return engine

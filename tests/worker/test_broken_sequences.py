@@ -11,14 +11,14 @@ from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.attention.base import AttentionShape
 from worker.attention.registry import create_backend
-from worker.batch.rows import Rows
+from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_of
-from worker.sample.sampler import create_sampler
+from worker.sampling.sampler import create_sampler
 
 BLOCK = 4
 PROMPTS = {1: [5, 6, 7, 8, 9], 2: [10, 11, 12]}
@@ -41,7 +41,7 @@ class Runner:
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
         )
         attention = create_backend(backend, self.cache, shape)
-        rows = Rows(2, spec.max_position, BLOCK, layout.num_groups)
+        rows = InputBatch(2, spec.max_position, BLOCK, layout.num_groups)
         self._runner = ModelRunner(decoder, attention, create_sampler(), rows, self.cache)
         self._params = params if isinstance(params, dict) else dict.fromkeys(PROMPTS, params)
         self._step = 0

@@ -28,12 +28,12 @@ from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
 from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine, new_request
-from worker.ahead import AheadRunner, AtOnce, Launched, Runner
+from worker.async_runner import AsyncModelRunner, PendingStep, Runner, SyncModelRunner
 from worker.attention.base import AttentionShape
 from worker.attention.kv_store import store_by_index
 from worker.attention.reference import ReferenceAttention
-from worker.batch.rows import Rows
 from worker.cuda_runner import CudaRunnerMaker, Kernels
+from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 from worker.layers import activation, linear, norm
@@ -43,10 +43,10 @@ from worker.model_runner import ModelRunner
 from worker.models import kernel_stack
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_of
-from worker.sample.backend import ReferenceBackend
-from worker.sample.device_draw import draw_by_torch
-from worker.sample.device_edits import RowChanges, TorchEdits
-from worker.sample.sampler import Sampler
+from worker.sampling.cpu_kernels import ReferenceBackend
+from worker.sampling.device_draw import draw_by_torch
+from worker.sampling.device_edits import RowChanges, TorchEdits
+from worker.sampling.sampler import Sampler
 
 DTYPE = torch.bfloat16
 HEAD_DIMS = {"llama": 64, "mistral-window": 128, "gemma3-pattern-untied": 256}
@@ -55,7 +55,7 @@ HEAD_DIMS = {"llama": 64, "mistral-window": 128, "gemma3-pattern-untied": 256}
 class OneAtATime:
     """A runner whose caller waits for each step."""
 
-    def __init__(self, runner: AheadRunner) -> None:
+    def __init__(self, runner: AsyncModelRunner) -> None:
         self._runner = runner
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
@@ -81,9 +81,9 @@ class Model:
         geometry = kv_cache_geometry(layout, self.spec.num_kv_heads, self.spec.head_dim, dtype)
         return KVCache(geometry, layout, NUM_BLOCKS, BLOCK, device)
 
-    def rows(self, count: int) -> Rows:
+    def rows(self, count: int) -> InputBatch:
         layout = kv_layout(self.spec.windows)
-        return Rows(count, self.spec.max_position, BLOCK, layout.num_groups)
+        return InputBatch(count, self.spec.max_position, BLOCK, layout.num_groups)
 
     def prompts(self) -> dict[int, list[int]]:
         generator = torch.Generator().manual_seed(1)
@@ -228,7 +228,7 @@ class AheadOfTokens:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._launched: dict[int, Launched] = {}
+        self._launched: dict[int, PendingStep] = {}
         self.compute_seconds: list[float] = []
         self._outputs: dict[int, list[int]] = {}
         self._last_seen = 0
@@ -384,7 +384,7 @@ def test_tokens_that_stay_on_the_device_are_those_of_the_host(
     assert ahead.worker.most_unknown == OVERLAPPED
     assert (ahead.worker.num_preempted > 0) == (num_blocks < 81)
     assert (cuda.device.num_replays > 0) == (not eager)
-    assert found == serve(Harness(AtOnce(host_runner(llama, NUM_ROWS)), num_blocks))
+    assert found == serve(Harness(SyncModelRunner(host_runner(llama, NUM_ROWS)), num_blocks))
 
 
 def test_steps_in_flight_report_no_time_twice(cuda: FakeCuda, llama: Model) -> None:
@@ -404,7 +404,9 @@ def test_nothing_that_a_request_asks_of_its_scores_needs_the_host(
 ) -> None:
     """Penalties, biases, bad words, late stops, grammars, log-probabilities: beside others."""
     worker = OnFakeCuda(llama, cuda, NUM_ROWS)
-    expected = Harness(AtOnce(host_runner(llama, NUM_ROWS)), num_blocks, constraints=Some())
+    expected = Harness(
+        SyncModelRunner(host_runner(llama, NUM_ROWS)), num_blocks, constraints=Some()
+    )
     tokens = serve(expected, EDITS)
 
     def refuse(*_: object) -> None:

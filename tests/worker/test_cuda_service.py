@@ -38,12 +38,13 @@ from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.worker.test_cuda_device import MadeUpGpu
 from tests.worker.test_cuda_runner import Model, compute_by_torch, host_runner
 from tests.worker.test_model_runner import BLOCK, new_request
-from worker import loaded_model, runner_maker, service
+from worker import loaded_model, runner_maker
+from worker import worker as service
 from worker.attention.kv_store import store_by_index
 from worker.device.cuda import CudaDevice
-from worker.inbox import FromEngine
-from worker.sample.device_draw import draw_by_torch
-from worker.sample.device_edits import TorchEdits
+from worker.sampling.device_draw import draw_by_torch
+from worker.sampling.device_edits import TorchEdits
+from worker.worker import FromEngine
 
 LIMIT_SECONDS = 60.0
 NUM_BLOCKS = 20
@@ -91,7 +92,7 @@ class Running:
 
         link = Link.connect(f"{self._run_dir}/s", NewEngine | Shutdown)
         with self.cuda:
-            self.service = service.Service(self._boot, meet, link)
+            self.service = service.Worker(self._boot, meet, link)
             self.service.run()
 
     def expect(self, kind: type) -> Any:

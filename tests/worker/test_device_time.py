@@ -1,6 +1,6 @@
 """How long a step took whose launch came before the end of the one before it."""
 
-from worker.ahead import DeviceTime
+from worker.async_runner import DeviceTime
 
 
 def test_steps_behind_each_other_share_no_time() -> None:

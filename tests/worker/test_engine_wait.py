@@ -3,7 +3,7 @@
 import pytest
 
 from proto.errors import ProcessDiedError
-from worker.engine_wait import ENGINE_SECONDS, EngineWait
+from worker.worker import ENGINE_SECONDS, EngineWait
 
 
 class Case:

@@ -22,7 +22,7 @@ from tests.fakes.fake_cuda_step import (
     watched,
 )
 from tests.gpu import operators
-from worker.ahead import DeviceTokens
+from worker.async_runner import DeviceTokens
 from worker.kv_cache import KVCache
 from worker.models.registry import _FAMILIES
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.worker.kernel_variants import LOADABLE, load_variant, with_each
-from worker.finite import broken_by_kernel, broken_by_torch, broken_sequences
+from worker.nonfinite import broken_by_kernel, broken_by_torch, broken_sequences
 
 each_way = with_each([None, *LOADABLE])  # None: torch
 NAN, INF = float("nan"), float("inf")

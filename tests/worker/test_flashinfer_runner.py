@@ -20,14 +20,14 @@ from worker.attention.flashinfer import FlashInferAttention
 from worker.attention.flashinfer_group import Options
 from worker.attention.kv_store import store_by_index
 from worker.attention.reference import ReferenceAttention
-from worker.batch.rows import Rows
+from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_of
-from worker.sample.sampler import create_sampler
+from worker.sampling.sampler import create_sampler
 
 DTYPE = torch.bfloat16
 HEAD_DIMS = {"llama": 64, "mistral-window": 128, "gemma3-pattern-untied": 256}
@@ -47,7 +47,7 @@ class Worker:
         self.shape = AttentionShape(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
         )
-        self.rows = Rows(len(CHUNKS), spec.max_position, BLOCK, layout.num_groups)
+        self.rows = InputBatch(len(CHUNKS), spec.max_position, BLOCK, layout.num_groups)
 
     def tokens(self, backend: AttentionBackend, prompts: dict[int, list[int]]) -> Any:
         runner = ModelRunner(self._decoder, backend, create_sampler(), self.rows, self.cache)

@@ -19,7 +19,7 @@ from proto.scheduler_output import (
 )
 from proto.sockets import Link, Poller
 from tests.worker.test_service import LIMIT_SECONDS, Running
-from worker.inbox import FromEngine, Inbox
+from worker.worker import FromEngine, Inbox
 
 ONLY = 7
 """The token that the masks here allow."""

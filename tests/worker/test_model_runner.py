@@ -15,14 +15,14 @@ from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.attention.base import AttentionShape
 from worker.attention.registry import create_backend
-from worker.batch.rows import Rows
+from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import KVLayout, kv_layout
 from worker.loader.weights import load_model
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_of
-from worker.sample.sampler import create_sampler
+from worker.sampling.sampler import create_sampler
 
 BLOCK = 4
 NUM_BLOCKS = 81
@@ -151,7 +151,7 @@ def runner_of(decoder: Decoder, layout: KVLayout, backend: str) -> tuple[ModelRu
     cache = KVCache(geometry, layout, NUM_BLOCKS, BLOCK)
     cache.buffer[1:] = float("nan")
     shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
-    rows = Rows(len(CHUNKS), spec.max_position, BLOCK, layout.num_groups)
+    rows = InputBatch(len(CHUNKS), spec.max_position, BLOCK, layout.num_groups)
     attention = create_backend(backend, cache, shape)
     runner = ModelRunner(decoder, attention, create_sampler(), rows, cache)
     runner.warm_up()

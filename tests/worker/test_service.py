@@ -30,10 +30,12 @@ from proto.sockets import Link, Poller, worker_path
 from tests.fakes import boots
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
-from worker import engine_wait, loaded_model, service
-from worker.ahead import Done
+from worker import loaded_model
+from worker import worker as engine_wait
+from worker import worker as service
+from worker.async_runner import Done
 from worker.loader.forms import DenseForm
-from worker.sample.grammar_masks import MaskSource
+from worker.sampling.grammar_masks import MaskSource
 
 LIMIT_SECONDS = 20.0
 
@@ -45,7 +47,7 @@ def test_a_kv_pool_beyond_the_memory_is_refused_before_the_weights_are_loaded(
     monkeypatch.setattr(loaded_model, "load_model", load_model)
     config = ServeConfig(cache=CacheConfig(kv_cache_memory=1 << 60))
     with pytest.raises(ConfigError, match="--kv-cache-memory"):
-        service.Service(boots.boot("worker", config=config), Mock(), Mock())
+        service.Worker(boots.boot("worker", config=config), Mock(), Mock())
     load_model.assert_not_called()
 
 
@@ -62,7 +64,7 @@ def test_more_blocks_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPat
     pretend_to_load(monkeypatch)
     config = ServeConfig(cache=CacheConfig(num_gpu_blocks_override=1 << 50))
     with pytest.raises(ConfigError, match="--num-gpu-blocks-override"):
-        service.Service(boots.boot("worker", config=config), Mock(), Mock())
+        service.Worker(boots.boot("worker", config=config), Mock(), Mock())
 
 
 class Running:
@@ -87,7 +89,7 @@ class Running:
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
         )
         boot = boots.boot("worker", config=config, model=model)
-        worker = service.Service(boot, self._meet, link)
+        worker = service.Worker(boot, self._meet, link)
         self.errors: list[BaseException] = []
         self.thread = threading.Thread(target=self._run, args=(worker,), daemon=True)
         self.thread.start()
@@ -218,7 +220,7 @@ def test_an_engine_that_sends_garbage_is_told_of_once_and_the_next_one_served(
         supervisor = Link.bind(f"{run_dir}/s", ToSupervisor)
         engine = Link.bind(worker_path(run_dir, 1, 0), answers)
         own = Link.connect(f"{run_dir}/s", Shutdown | NewEngine)
-        worker = service.Service(boots.boot("worker"), meet, own)
+        worker = service.Worker(boots.boot("worker"), meet, own)
         thread = threading.Thread(target=worker.run, daemon=True)
         thread.start()
         assert heard(engine)[0].epoch == 1
@@ -253,7 +255,7 @@ def test_a_step_is_answered_before_the_next_one_is_computed(
             return Done(ModelRunnerOutput(step.epoch, step.step, [], []))
 
     pretend_to_load(monkeypatch)
-    monkeypatch.setattr(service.Service, "_initialize", lambda *_: Runner())
+    monkeypatch.setattr(service.Worker, "_initialize", lambda *_: Runner())
     with tempfile.TemporaryDirectory(prefix="t-") as run_dir:
 
         def meet(epoch: int) -> Link:
@@ -262,7 +264,7 @@ def test_a_step_is_answered_before_the_next_one_is_computed(
         supervisor = Link.bind(f"{run_dir}/s", ToSupervisor)
         engine = Link.bind(f"{run_dir}/e", WorkerReady | CacheReady | ModelRunnerOutput)
         own = Link.connect(f"{run_dir}/s", Shutdown | NewEngine)
-        worker = service.Service(boots.boot("worker"), meet, own)
+        worker = service.Worker(boots.boot("worker"), meet, own)
         engine.send(InitializeCache(PROTOCOL_VERSION, 1, 10, 16, 100))
         for step in (1, 2):
             nothing = CachedRequestData([], [], [], [], [], [])

@@ -7,11 +7,10 @@ import torch
 from proto.logit_edits import LogitEdits
 from proto.sampling_params import SamplingParams
 from proto.scheduler_output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
-from tests.worker.sample.settings import backend_of, each_backend
-from worker.batch.inputs import StepInputs, build_inputs
-from worker.batch.rows import Rows
-from worker.sample.sampler import Sampler
-from worker.step_sampler import Chosen, StepSampler
+from tests.worker.sampling.settings import backend_of, each_backend
+from worker.input_batch import InputBatch, StepInputs, build_inputs
+from worker.sampling.sampler import Sampler
+from worker.sampling.step_sampler import Chosen, StepSampler
 
 VOCAB = 50
 PROMPT = [1, 2, 3]
@@ -25,7 +24,7 @@ class Step:
     """One step of sequences with these wishes, each with the prompt and no output."""
 
     def __init__(self, wishes: list[SamplingParams]) -> None:
-        self.rows = Rows(len(wishes), 20, 16)
+        self.rows = InputBatch(len(wishes), 20, 16)
         new = [
             NewRequestData(
                 handle=row,

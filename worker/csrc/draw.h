@@ -5,7 +5,7 @@
 
 extern "C" {
 
-// Gumbel-max over `num_rows` rows of float32 logits: see worker/sample/backend.py.
+// Gumbel-max over `num_rows` rows of float32 logits: see worker/sampling/cpu_kernels.py.
 //   rows: which rows of logits, of row_stride floats, are drawn
 //   temperature, seed, choice, position, token_ids: one entry for each of them
 __attribute__((visibility("default"))) void tokend_draw(

@@ -1,4 +1,4 @@
-// The C interface of changes of scores: see worker/sample/edits.py.
+// The C interface of changes of scores: see worker/sampling/logit_edits.py.
 #pragma once
 
 #include <cstdint>

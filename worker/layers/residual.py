@@ -8,7 +8,7 @@ from worker.layers.linear import Linear
 from worker.layers.norm import RMSNorm
 
 
-class Addition(Protocol):
+class ResidualLinear(Protocol):
     """The end of a block; any Linear is one."""
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from proto.prepared_model import PreparedModel
 from worker.layers.embedding import Embedding, Table
 from worker.layers.linear import Linear
 from worker.layers.norm import RMSNorm
-from worker.layers.residual import Addition, NormedAddition
+from worker.layers.residual import NormedAddition, ResidualLinear
 from worker.layers.rotary import RotaryEmbedding
 from worker.layers.shared_linear import GatheredHead, SharedTable, SummedLinear
 from worker.loader.forms import DenseForm, Ends, FinishEnds, FinishProduct, Product, WeightForm
@@ -196,7 +196,7 @@ def _layer(
     def norm(part: str) -> RMSNorm:
         return RMSNorm(parts.norms[part], spec.norm_eps)
 
-    def end(part: str, block: str) -> Addition:
+    def end(part: str, block: str) -> ResidualLinear:
         product = linear(part)
         if group.size > 1:
             product = SummedLinear(product, group)

@@ -2,7 +2,7 @@
 
 Owns what the kernel is told about a model: made from its spec and its layers, once for each
 range of row counts within which every product keeps its form. Takes the steps whose products are
-all by kernels of ours, with the attention of such kernels; the bits are those of PartwiseStack.
+all by kernels of ours, with the attention of such kernels; the bits are those of EagerLayers.
 """
 
 import ctypes
@@ -29,14 +29,14 @@ from worker.layers.activation import GATE_CODES
 from worker.layers.linear import Linear
 from worker.layers.norm import KernelNorm, RMSNorm
 from worker.layers.own_products import form_changes, own_parts
-from worker.layers.residual import Addition, NormedAddition
-from worker.models.layer_stack import LayerStack, LayerWeights, PartwiseStack
+from worker.layers.residual import NormedAddition, ResidualLinear
+from worker.models.layer_stack import EagerLayers, LayerStack, LayerWeights
 from worker.models.spec import ModelSpec
 
 
 def make_stacks(spec: ModelSpec, layers: Sequence[LayerWeights]) -> tuple[LayerStack, ...]:
     """What computes these layers here, the fastest first; the last takes every step."""
-    partwise = PartwiseStack(spec, layers)
+    partwise = EagerLayers(spec, layers)
     kernels = row_kernels()
     if kernels is None or layers[0].mlp_norm.device.type != "cpu":
         return (partwise,)
@@ -187,7 +187,7 @@ def _products(layer: LayerWeights) -> tuple[Linear, ...]:
     return (layer.qkv, _end(layer.output)[0], layer.gate_up, _end(layer.down)[0])
 
 
-def _end(addition: Addition) -> tuple[Linear, tuple[RMSNorm, ...]]:
+def _end(addition: ResidualLinear) -> tuple[Linear, tuple[RMSNorm, ...]]:
     """The product that ends a block, and the norm of it where there is one."""
     if isinstance(addition, NormedAddition):
         return addition.linear, (addition.norm,)

@@ -15,7 +15,7 @@ from worker.layers.activation import make_gate
 from worker.layers.buffer import RowBuffer
 from worker.layers.linear import Linear
 from worker.layers.norm import RMSNorm
-from worker.layers.residual import Addition
+from worker.layers.residual import ResidualLinear
 from worker.layers.rotary import RotaryEmbedding, Rotation
 from worker.models.spec import ModelSpec
 
@@ -35,10 +35,10 @@ class LayerWeights:
     qkv: Linear
     head_norms: tuple[RMSNorm, RMSNorm] | tuple[()]
     rotary: RotaryEmbedding
-    output: Addition
+    output: ResidualLinear
     mlp_norm: RMSNorm
     gate_up: Linear
-    down: Addition
+    down: ResidualLinear
 
 
 class LayerStack(Protocol):
@@ -59,7 +59,7 @@ class LayerStack(Protocol):
         ...
 
 
-class PartwiseStack:
+class EagerLayers:
     """A LayerStack that calls each part by itself; takes every step."""
 
     def __init__(self, spec: ModelSpec, layers: Sequence[LayerWeights]) -> None:

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 
-from worker.parallel.group import GroupLostError
-from worker.parallel.patience import LONG_WAIT_SECONDS
+from worker.parallel.group import LONG_WAIT_SECONDS, GroupLostError
 
 _WITHOUT_LIMIT: Final = timedelta(days=30)
 """Of a call. A daemon may be stopped as a whole and go on: only the supervisor says who hangs."""

@@ -46,7 +46,7 @@ class OffloadingScheduler:
         self._loads_any, self._stores_any = config.loads, config.stores
         self._shape = Shape.of(context, factor)
         self._block_ids = context.block_ids
-        self._is_sound = context.is_sound
+        self._is_sound = context.is_storable
         self._event_fd = EventFd()
         self._manager = create_manager(
             settings,

@@ -13,7 +13,7 @@ from engine_core.kv_connector.offload.connector import OffloadingScheduler
 from engine_core.request import Request
 from engine_core.retention.retained_prefixes import RetainedPrefix
 from engine_core.scheduler.hooks import SchedulerObserver, Unblock
-from engine_core.scheduler.kv_transfer import Connect, IsSound, no_connector
+from engine_core.scheduler.kv_transfer import Connect, IsStorable, no_connector
 from engine_core.scheduler.limits import ChunkRule
 from engine_core.scheduler.queues.base import RequestQueue
 from engine_core.scheduler.result import ends_of_rows
@@ -101,7 +101,9 @@ class SimulatedTier:
             kv_connector="OffloadingConnector", kv_connector_extra_config=extra
         )
 
-        def made(holds: TransferRefs, unblock: Unblock, is_sound: IsSound) -> SchedulerConnector:
+        def made(
+            holds: TransferRefs, unblock: Unblock, is_storable: IsStorable
+        ) -> SchedulerConnector:
             context = SchedulerContext(
                 geometry=KVCacheGeometry(1, 1, 1, "none", 1, header.groups),
                 block_size=header.block_size,
@@ -111,7 +113,7 @@ class SimulatedTier:
                 holds=holds,
                 block_ids=kv_cache.block_ids,
                 wake=unblock,
-                is_sound=is_sound,
+                is_storable=is_storable,
             )
             return OffloadingScheduler(config, context)
 

@@ -292,5 +292,5 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert self.known.held == indexed(self.manager.pool.index)
 
     @invariant()
-    def is_sound(self) -> None:
+    def is_storable(self) -> None:
         assert integrity.check(self.manager) == []

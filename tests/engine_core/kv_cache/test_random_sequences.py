@@ -94,7 +94,7 @@ def busy_life(machine: KVCacheMachine, draw: random.Random, num_steps: int) -> C
         getattr(machine, name)(**details.get(name, lambda: {"which": draw.randrange(1000)})())
         machine.agrees_with_the_model()
         machine.events_tell_what_is_cached()
-        machine.is_sound()
+        machine.is_storable()
         done[name] += 1
     return done
 

@@ -10,7 +10,7 @@ from engine_core.kv_connector.multi import MultiScheduler
 from engine_core.kv_connector.offload.connector import OffloadingScheduler
 from engine_core.request import Request, RequestStatus
 from engine_core.scheduler.hooks import Unblock
-from engine_core.scheduler.kv_transfer import IsSound
+from engine_core.scheduler.kv_transfer import IsStorable
 from engine_core.scheduler.scheduler import Scheduler
 from proto.config import SchedulerConfig
 from proto.kv_offload import OffloadMetadata
@@ -42,7 +42,9 @@ class TwoMedia(EngineHarness):
         geometry = KVCacheGeometry(1, 1, 8, "float32", 64, (KVGroup(None),))
         self.parts: list[list[OffloadMetadata]] = []
 
-        def connect(holds: TransferRefs, unblock: Unblock, is_sound: IsSound) -> SchedulerConnector:
+        def connect(
+            holds: TransferRefs, unblock: Unblock, is_storable: IsStorable
+        ) -> SchedulerConnector:
             context = SchedulerContext(
                 geometry,
                 BLOCK_SIZE,
@@ -52,7 +54,7 @@ class TwoMedia(EngineHarness):
                 holds,
                 self.kv_cache.block_ids,
                 unblock,
-                is_sound=is_sound,
+                is_storable=is_storable,
             )
             self.deciding = MultiScheduler(config, context)
             return self.deciding
@@ -125,7 +127,7 @@ def test_who_fails_while_one_medium_loads_is_not_stored_on_the_other() -> None:
 def test_what_is_copied_for_a_request_that_began_anew_is_waited_for(engine: TwoMedia) -> None:
     request = engine.begin_loading()
     engine.scheduler.reset_prefix_cache(preempting=True)
-    assert not engine.scheduler.kv_transfer.is_sound(request.handle)
+    assert not engine.scheduler.kv_transfer.is_storable(request.handle)
     engine.step()
     engine.report(KVConnectorOutput(finished_recving=[request.handle]))
-    assert engine.scheduler.kv_transfer.is_sound(request.handle)
+    assert engine.scheduler.kv_transfer.is_storable(request.handle)

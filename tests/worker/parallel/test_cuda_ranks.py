@@ -32,7 +32,7 @@ from tests.worker.test_cuda_runner import (
     serve,
 )
 from tests.worker.test_model_runner import BLOCK, NUM_BLOCKS
-from worker.ahead import AheadRunner, AtOnce, Launched, Runner
+from worker.async_runner import AsyncModelRunner, PendingStep, Runner, SyncModelRunner
 from worker.attention.base import AttentionShape
 from worker.attention.kv_store import store_by_index
 from worker.attention.reference import ReferenceAttention
@@ -43,11 +43,11 @@ from worker.loader.weights import load_model
 from worker.model_runner import NO_MASKS, ModelRunner
 from worker.models.decoder import Decoder
 from worker.parallel.group import RankGroup
-from worker.sample.backend import ReferenceBackend
-from worker.sample.device_draw import draw_by_torch
-from worker.sample.device_edits import TorchEdits
-from worker.sample.grammar_masks import MaskSource
-from worker.sample.sampler import Sampler
+from worker.sampling.cpu_kernels import ReferenceBackend
+from worker.sampling.device_draw import draw_by_torch
+from worker.sampling.device_edits import TorchEdits
+from worker.sampling.grammar_masks import MaskSource
+from worker.sampling.sampler import Sampler
 
 FILTERED = [each for each in WISHES if "top_k" in each or "min_p" in each]
 LIMIT_SECONDS = 120.0
@@ -56,7 +56,7 @@ Result = TypeVar("Result")
 
 
 class Together:
-    """Runner and Launched of all ranks, each in its thread with its device."""
+    """Runner and PendingStep of all ranks, each in its thread with its device."""
 
     def __init__(self, cudas: list[FakeCuda]) -> None:
         self._cudas = cudas
@@ -71,7 +71,7 @@ class Together:
         with self._cudas[rank], torch.inference_mode():
             return work(rank)
 
-    def launch(self, step: SchedulerOutput, masks: MaskSource = NO_MASKS) -> Launched:
+    def launch(self, step: SchedulerOutput, masks: MaskSource = NO_MASKS) -> PendingStep:
         # masks are made of the tokens before, once
         found = masks.masks_of(step) if step.constrained_handles else None
 
@@ -87,9 +87,9 @@ class Together:
 
 
 class Answers:
-    """Launched on all ranks."""
+    """PendingStep on all ranks."""
 
-    def __init__(self, together: Together, launched: list[Launched]) -> None:
+    def __init__(self, together: Together, launched: list[PendingStep]) -> None:
         self._together = together
         self._launched = launched
 
@@ -129,7 +129,7 @@ def on_devices(
     ranks = FakeRanks(SIZE)
     together = Together(cudas)
 
-    def start(rank: int) -> AheadRunner:
+    def start(rank: int) -> AsyncModelRunner:
         cuda = cudas[rank]
         group = ranks.group(rank, cuda.device)
         group.join(1)
@@ -169,7 +169,9 @@ def tokens_on_cpus(model: Model, wishes: list[dict[str, Any]]) -> list[list[int]
                 spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale
             )
             attention, sampler = ReferenceAttention(cache, shape), Sampler(ReferenceBackend())
-            return AtOnce(ModelRunner(decoder, attention, sampler, model.rows(NUM_ROWS), cache))
+            return SyncModelRunner(
+                ModelRunner(decoder, attention, sampler, model.rows(NUM_ROWS), cache)
+            )
 
         together.runners = list(together.all(start))
         found = serve(Harness(together, 81, constraints=Some()), wishes)

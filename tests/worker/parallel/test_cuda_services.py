@@ -30,12 +30,13 @@ from tests.worker.test_cuda_device import MadeUpGpu
 from tests.worker.test_cuda_runner import Model, compute_by_torch
 from tests.worker.test_cuda_service import steps
 from tests.worker.test_model_runner import BLOCK
-from worker import loaded_model, runner_maker, service
+from worker import loaded_model, runner_maker
+from worker import worker as service
 from worker.attention.kv_store import store_by_index
 from worker.device.cuda import CudaDevice
-from worker.inbox import FromEngine
-from worker.sample.device_draw import draw_by_torch
-from worker.sample.device_edits import TorchEdits
+from worker.sampling.device_draw import draw_by_torch
+from worker.sampling.device_edits import TorchEdits
+from worker.worker import FromEngine
 
 LIMIT_SECONDS = 60.0
 SIZE = 2
@@ -111,7 +112,7 @@ class Pair:
         )
         self.here.cuda = self.cudas[rank]
         with self.cudas[rank]:
-            service.Service(
+            service.Worker(
                 boot,
                 lambda epoch: Link.connect(worker_path(self._run_dir, epoch, rank), FromEngine),
                 Link.connect(f"{self._run_dir}/s{rank}", NewEngine | Shutdown),

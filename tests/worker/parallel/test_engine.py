@@ -12,7 +12,7 @@ from tests.fakes.ranks import Ranks, RunnersTogether
 from tests.fakes.tiny_checkpoints import save_tiny
 from worker.attention.base import AttentionShape
 from worker.attention.registry import create_backend
-from worker.batch.rows import Rows
+from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 from worker.loader.weights import load_model
@@ -20,7 +20,7 @@ from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_of
 from worker.parallel.group import Alone, RankGroup
-from worker.sample.sampler import create_sampler
+from worker.sampling.sampler import create_sampler
 
 BLOCK = 4
 PROMPTS = [
@@ -50,7 +50,7 @@ def runner_of(decoder: Decoder, num_blocks: int) -> ModelRunner:
     cache = KVCache(geometry, layout, num_blocks, BLOCK)
     cache.buffer[1:] = float("nan")
     shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
-    rows = Rows(64, spec.max_position, BLOCK, layout.num_groups)
+    rows = InputBatch(64, spec.max_position, BLOCK, layout.num_groups)
     return ModelRunner(decoder, create_backend("auto", cache, shape), create_sampler(), rows, cache)
 
 

@@ -28,7 +28,7 @@ from proto.sockets import Link, Poller, worker_path
 from tests.fakes import boots
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import tiny_model
-from worker.service import Service
+from worker.worker import Worker
 
 LIMIT_SECONDS = 60.0
 POOL_BYTES = 1 << 20
@@ -69,7 +69,7 @@ class Workers:
         self.links = list(self.supervisors)
         self.engines: list[Link] = []
         services = [
-            Service(
+            Worker(
                 boots.boot(
                     "worker", index=rank, config=config_for(size), model=model, run_dir=run_dir
                 ),
@@ -209,6 +209,6 @@ def test_too_many_workers_for_a_model_are_refused(model: PreparedModel, tmp_path
     boot = boots.boot("worker", index=3, config=config_for(10), model=model)
     supervisor = Link.bind(str(tmp_path / "s"), ToSupervisor)
     with pytest.raises(ConfigError, match="--tensor-parallel-size 10: LlamaForCausalLM") as error:
-        Service(boot, lambda epoch: supervisor, supervisor)
+        Worker(boot, lambda epoch: supervisor, supervisor)
     assert error.value.parameter == "tensor_parallel_size"
     supervisor.close()

@@ -52,7 +52,7 @@ def seal(image: memoryview, label: BlockLabel) -> None:
     _CHECK.pack_into(image, _FORM.size, zlib.crc32(image[: _FORM.size]))
 
 
-def is_sound(image: memoryview, label: BlockLabel) -> bool:
+def is_storable(image: memoryview, label: BlockLabel) -> bool:
     """Whether this is the block that is meant, every byte of it. image: [HEADER_BYTES + length]"""
     if len(image) < HEADER_BYTES:
         return False

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 from proto.kv_media import HEADER_BYTES, MAX_KEY_BYTES
 from proto.kv_offload import TransferJob
 from worker.kv_connector.offload.base import HandlerContext, TransferResult
-from worker.kv_connector.offload.block_image import BlockLabel, is_sound, seal
+from worker.kv_connector.offload.block_image import BlockLabel, is_storable, seal
 from worker.kv_connector.offload.host_blocks import BlockBytes, block_bytes_of
 from worker.kv_connector.offload.transfer import NULL_BLOCK, Piece, Transfer
 
@@ -158,7 +158,7 @@ class TransferQueue:
         for piece, label, complete in zip(transfer.pieces, labels, fetched, strict=False):
             if not complete:
                 continue
-            if not is_sound(self._image, label):
+            if not is_storable(self._image, label):
                 logger.warning("%s: a block is not what it should be", self._medium.name)
                 self._medium.discard(label)
             elif transfer.touch(piece, self._copy_in):

@@ -1,0 +1,55 @@
+"""The best token of each row, and which rows are no numbers."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker.sampling.settings import backend_of, each_backend
+
+NAN, INF = float("nan"), float("inf")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_is_the_largest_and_of_equals_the_lowest_id(variant, dtype: torch.dtype) -> None:
+    rng, backend = random.Random(4), backend_of(variant)
+    for vocab_size in (1, 3, 16, 63, 64, 65, 1023, 1024, 1025, 5000, rng.randint(5, 9000)):
+        logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+        logits = logits.to(dtype)
+        ties = rng.sample(range(vocab_size), min(vocab_size, 3))
+        logits[1, ties] = 9.0
+        logits[2] = -2.0
+        logits[3, : vocab_size // 2] = -INF
+        best = backend.best(logits)
+        expected = logits.float().numpy()
+        assert best.token_ids.tolist() == expected.argmax(axis=1).tolist()
+        assert best.scores.tolist() == expected.max(axis=1).tolist()
+        assert best.token_ids[1] == min(ties)
+        assert not best.broken.any()
+
+
+@each_backend
+def test_logits_may_be_masked_but_not_odd(variant) -> None:
+    logits = torch.randn(7, 3000)
+    logits[0, :2999] = -INF
+    logits[1, 4] = NAN
+    logits[2, 2999] = INF
+    logits[3, :] = -INF
+    logits[4, 1], logits[4, 2] = NAN, -INF
+    logits[6, 2998] = NAN
+    best = backend_of(variant).best(logits)
+    assert best.broken.tolist() == [False, True, True, True, True, False, True]
+    assert best.token_ids[0] == 2999
+    assert ((best.token_ids >= 0) & (best.token_ids < 3000)).all()
+    assert np.isnan(best.scores[[1, 4, 6]]).all()
+
+
+@each_backend
+def test_rows_need_not_be_contiguous_nor_any(variant) -> None:
+    wide = torch.randn(6, 50)
+    found = backend_of(variant).best(wide[::2, 5:40])
+    assert found.token_ids.tolist() == wide[::2, 5:40].argmax(dim=1).tolist()
+    assert backend_of(variant).best(wide[:0]).token_ids.tolist() == []

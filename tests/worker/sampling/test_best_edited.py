@@ -1,0 +1,94 @@
+"""The best token of rows whose scores are changed, found without changing them."""
+
+import random
+
+import pytest
+import torch
+
+from proto.logit_edits import LogitEdits
+from tests.worker.sampling.settings import backend_of, each_backend
+from tests.worker.sampling.test_edits import as_grown
+from worker.sampling.cpu_kernels import ReferenceBackend
+from worker.sampling.draw import Change
+from worker.sampling.logit_edits import RowEdits, edit_logits
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def some_edits(rng: random.Random, ids: list[int]) -> LogitEdits:
+    """Of these tokens; at times of one kind alone."""
+    kinds = rng.choice([{"penalty"}, {"bias"}, {"words"}, {"allowed"}, {"penalty", "bias"}, {*""}])
+    kinds = kinds or {"penalty", "bias", "words", "allowed"}
+    some = lambda most: tuple(rng.sample(ids, rng.randint(1, min(len(ids), most))))  # noqa: E731
+    biased = some(40) if "bias" in kinds else ()
+    return LogitEdits(
+        presence_penalty=rng.choice([0.0, 1.5, -2.0]) if "penalty" in kinds else 0.0,
+        frequency_penalty=rng.choice([0.3, -1.0]) if "penalty" in kinds else 0.0,
+        repetition_penalty=rng.choice([1.0, 1.3, 0.7]) if "penalty" in kinds else 1.0,
+        bias_token_ids=biased,
+        bias_values=tuple(float(rng.randint(-8, 8)) / 4 for _ in biased),
+        bad_words=tuple((each,) for each in some(20)) if "words" in kinds else (),
+        allowed_token_ids=some(60) if "allowed" in kinds else None,
+    )
+
+
+def change_of(rng: random.Random, row: int, scores: torch.Tensor) -> Change:
+    """Most of what it names is among the best, so that the lead changes hands."""
+    ids = scores.argsort(descending=True).tolist()
+    ids = ids[:30] + rng.sample(ids, min(len(ids), 100))
+    make = rng.choice([RowEdits, as_grown])
+    prompt, outputs = rng.choices(ids, k=20), rng.choices(ids, k=50)
+    late = tuple(rng.sample(sorted(set(ids)), rng.choice([0, 0, 1, min(3, len(set(ids)) - 1)])))
+    return Change(row, make(some_edits(rng, sorted(set(ids))), prompt, outputs), late)
+
+
+@each_backend
+@pytest.mark.parametrize(("seed", "dtype"), list(enumerate(DTYPES)), ids=str)
+def test_it_is_the_best_once_the_changes_are_made(variant, dtype: torch.dtype, seed: int) -> None:
+    """Many scores are equal, also after changes; the lowest id is the one."""
+    rng, backend = random.Random(seed), backend_of(variant)
+    moved = 0
+    for vocab_size in (40, 1023, 1024, 1025, 5000):
+        logits = torch.randn(24, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+        logits = ((logits * 8).round() / 4).to(dtype)
+        before = logits.clone()
+        changes = [change_of(rng, row, logits[row].float()) for row in range(0, 24) if row % 5]
+        found = backend.best(logits, changes)
+        assert torch.equal(logits, before), "other rows' log-probabilities are of these"
+        plain = ReferenceBackend().best(before)
+        assert found.scores.tolist() == plain.scores.tolist()
+        expected = before.float()
+        edit_logits(expected, [(each.row, each.edits) for each in changes])
+        for each in changes:
+            expected[each.row, list(each.late)] = float("-inf")
+        possible = (expected.amax(1) > float("-inf")).tolist()
+        for row, token_id in enumerate(found.token_ids.tolist()):
+            if possible[row]:
+                assert token_id == expected[row].numpy().argmax(), (vocab_size, row)
+            assert 0 <= token_id < vocab_size
+        moved += int((found.token_ids != plain.token_ids).sum())
+    assert moved > 20
+
+
+@each_backend
+def test_rows_that_are_no_numbers_are_told_apart_whatever_is_changed(variant) -> None:
+    logits = torch.randn(4, 2000)
+    logits[1, 7], logits[2, 1999] = float("nan"), float("inf")
+    edits = LogitEdits(bad_words=((7,), (1999,)), presence_penalty=1.0)
+    changes = [Change(row, RowEdits(edits, [3], [7])) for row in range(3)]
+    best = backend_of(variant).best(logits, changes)
+    assert best.broken.tolist() == [False, True, True, False]
+    assert ((best.token_ids >= 0) & (best.token_ids < 2000)).all()
+
+
+@each_backend
+@pytest.mark.parametrize("seed", range(3))
+def test_changes_in_place_have_the_bits_of_the_reference(variant, seed: int) -> None:
+    rng = random.Random(seed)
+    logits = torch.randn(20, 3000, generator=torch.Generator().manual_seed(seed)) * 5
+    changes = [change_of(rng, row, logits[row]) for row in (0, 3, 4, 11, 19)]
+    pairs = [(each.row, each.edits) for each in changes]
+    expected = logits.clone()
+    edit_logits(expected, pairs)
+    backend_of(variant).edit(logits, pairs)
+    assert torch.equal(logits, expected)

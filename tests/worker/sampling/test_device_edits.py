@@ -1,0 +1,336 @@
+"""Scores that are changed on a device equal, bit for bit, those that the host changes.
+
+The kernels run in Triton's interpreter and are compiled for Hopper, which takes no GPU.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from proto.sampling_params import SamplingParams
+from proto.scheduler_output import (
+    CachedRequestData,
+    GrammarOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from tests.fakes.fake_cuda import FakeCuda
+from tests.fakes.fake_device import on_host
+from tests.worker.ahead_of_time import Kernel, compiled
+from tests.worker.sampling.test_device_sampling import need_triton
+from tests.worker.sampling.test_edits import some_edits
+from worker.device.placement import OnHost, Placement
+from worker.input_batch import BatchLogitEdits, InputBatch, batch_logit_edits, logprob_requests
+from worker.sampling.cpu_kernels import ReferenceBackend
+from worker.sampling.device_draw import draw_by_torch
+from worker.sampling.device_edits import (
+    NONE,
+    SEEN,
+    Listed,
+    RowChanges,
+    ScoreEdits,
+    TorchEdits,
+    TritonEdits,
+    hardest_changes,
+)
+from worker.sampling.device_sampler import DeviceSampler, pack_logprobs
+from worker.sampling.grammar_masks import row_masks, rule_out
+from worker.sampling.logit_edits import edit_logits
+from worker.sampling.sampler import Sampler, SamplingBatch
+
+NUM_ROWS = 12
+SIZES = [97, 1024, 1031, 2500]
+
+
+@pytest.fixture(params=["torch", "triton"])
+def edits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ScoreEdits:
+    if request.param == "torch":
+        return TorchEdits()
+    need_triton()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return TritonEdits()
+
+
+class Event:
+    """Of a device that is never behind."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+class HostAccelerator:
+    """Accelerator whose memory is the host's, for kernels that the interpreter runs."""
+
+    def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype)
+
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def event(self) -> Event:
+        return Event()
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("nothing is waited for")
+
+
+def new_request(handle: int, rng: random.Random, **params: Any) -> NewRequestData:
+    outputs = rng.choices(range(6), k=rng.randint(0, 20))
+    return NewRequestData(
+        handle=handle,
+        prompt_token_ids=rng.choices(range(97), k=rng.randint(1, 30)),
+        output_token_ids=outputs,
+        sampling_params=SamplingParams(max_tokens=60, **params),
+        seed=handle,
+        choice=0,
+        block_ids=[[1]],
+        num_computed_tokens=0,
+        num_scheduled_tokens=1,
+    )
+
+
+def step_of(new: list[NewRequestData], finished: Sequence[int] = ()) -> SchedulerOutput:
+    return SchedulerOutput(
+        epoch=1,
+        step=1,
+        new_requests=new,
+        cached_requests=CachedRequestData(),
+        total_num_scheduled_tokens=len(new),
+        finished_handles=list(finished),
+        preempted_handles=[],
+    )
+
+
+def some_params(rng: random.Random) -> dict[str, Any]:
+    """Of one request; a third of them change nothing."""
+    return {
+        "edits": some_edits(rng) if rng.random() < 0.7 else None,
+        "temperature": rng.choice([0.0, 0.8, 1.3]),
+        "logprobs": rng.choice([None, None, 0, 4]),
+        "min_tokens": rng.choice([0, 30]),
+        "stop_token_ids": (3, 5),
+    }
+
+
+def some_masks(rng: random.Random, handles: list[int], vocab_size: int) -> GrammarOutput:
+    """Of some of them; each leaves tokens that nothing else forbids, as engines take care of."""
+    some = [handle for handle in handles if rng.random() < 0.4]
+    draw = np.random.default_rng(rng.randrange(1 << 30))
+    bits = draw.random((len(some), -(-vocab_size // 32) * 32)) < 0.5
+    return GrammarOutput(1, 1, some, np.packbits(bits, bitorder="little").tobytes())
+
+
+def scores_of(seed: int, vocab_size: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(NUM_ROWS, vocab_size, generator=generator) * 3
+
+
+def changed(
+    scores: torch.Tensor, wishes: BatchLogitEdits, kernels: ScoreEdits, last: torch.Tensor
+) -> torch.Tensor:
+    """By the kernels, with counts that the host has counted."""
+    vocab_size = scores.shape[1]
+    counts = torch.zeros(max(1, len(wishes.penalised)), vocab_size, dtype=torch.int32)
+    slots = np.full(len(wishes.at), NONE, dtype=np.int64)
+    for slot, each in enumerate(wishes.penalised):
+        slots[each.number] = slot
+        said = torch.from_numpy(each.edits.counts.counts.astype(np.int32))
+        counts[slot, torch.from_numpy(each.edits.counts.ids)] = said + SEEN
+    send: Placement = OnHost()
+    scores = scores.clone()
+    kernels.add_listed(scores, Listed(*send.send(wishes.listed)), last)
+    rows = [wishes.at, slots, wishes.masks, wishes.rules, wishes.words]
+    kernels.change_rows(scores, RowChanges(*send.send(rows)), counts)
+    return scores
+
+
+@pytest.mark.parametrize("vocab_size", SIZES)
+def test_random_edits_are_those_of_the_host(vocab_size: int, edits: ScoreEdits) -> None:
+    rng = random.Random(vocab_size)
+    rows = InputBatch(NUM_ROWS, 64, 16)
+    handles = list(range(50, 50 + NUM_ROWS))
+    at = rows.apply(step_of([new_request(each, rng, **some_params(rng)) for each in handles]))
+    masks = some_masks(rng, handles, vocab_size)
+    wishes = batch_logit_edits(rows, at, handles, masks, vocab_size)
+    scores = scores_of(vocab_size, vocab_size)
+    found = changed(scores, wishes, edits, torch.zeros(NUM_ROWS, dtype=torch.int64))
+    expected = scores.clone()
+    short = rows.num_tokens[at] - rows.num_prompt_tokens[at] < rows.min_output[at]
+    expected[np.ix_(short, [3, 5])] = float("-inf")  # type: ignore[index]
+    edit_logits(expected, [(i, rows.edits[row]) for i, row in enumerate(at) if row in rows.edits])
+    rule_out(expected, row_masks(masks, handles))
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, scores)
+    assert torch.equal(scores, scores_of(vocab_size, vocab_size))
+
+
+class Twins:
+    """Two input batches: a device's, whose last token is always in flight, and the host's."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.there, self.here = InputBatch(NUM_ROWS, 64, 16), InputBatch(NUM_ROWS, 64, 16)
+        self.handles: list[int] = []
+        self.at = np.empty(0, dtype=np.int64)
+        self._pending: tuple[Any, ...] | None = None
+
+    def apply(self, step: SchedulerOutput) -> None:
+        """New requests come, others end."""
+        at = self.there.apply(step)
+        assert at.tolist() == self.here.apply(step).tolist()
+        stay = [handle not in step.finished_handles for handle in self.handles]
+        self.at = np.concatenate((self.at[stay], at))
+        self.handles = [each for each, stays in zip(self.handles, stay, strict=True) if stays] + [
+            each.handle for each in step.new_requests
+        ]
+
+    def sample_there(
+        self, sampler: DeviceSampler, scores: torch.Tensor, masks: GrammarOutput
+    ) -> tuple[torch.Tensor, list[Any]]:
+        """The tokens, and log-probabilities as the host packs them."""
+        wanted = logprob_requests(self.there, self.at, self.handles)
+        token_ids, logprobs = sampler.sample(scores, self.at, self.handles, masks, wanted)
+        if self._pending is not None:
+            self.there.fill_in(*self._pending)
+        found = on_host(token_ids).numpy()
+        places = self.there.append_pending(self.at)
+        self._pending = (list(self.handles), self.at, places, found)
+        arrays = [on_host(each).numpy().reshape(-1) for each in logprobs]
+        if not wanted:
+            return token_ids, []
+        return token_ids, pack_logprobs(arrays, wanted.num_logprobs, wanted.position, wanted.named)
+
+    def sample_here(self, scores: torch.Tensor, masks: GrammarOutput) -> tuple[Any, list[Any]]:
+        rows, at = self.here, self.at
+        position = rows.num_tokens[at] - rows.num_prompt_tokens[at]
+        late = np.flatnonzero(position < rows.min_output[at])
+        asked = SamplingBatch(
+            rows.temperature[at],
+            rows.top_k[at],
+            rows.top_p[at],
+            rows.min_p[at],
+            rows.seed[at],
+            rows.choice[at],
+            position.astype(np.uint32),
+            rows.num_logprobs[at],
+            suppressed=tuple((int(i), np.array([3, 5])) for i in late),
+            edits=tuple((i, rows.edits[row]) for i, row in enumerate(at) if row in rows.edits),
+            masks=row_masks(masks, self.handles),
+        )
+        result = Sampler(ReferenceBackend()).sample(scores.clone(), asked)
+        rows.append_sampled(at, result.token_ids)
+        return result.token_ids, [each for each in result.logprobs if each is not None]
+
+
+@pytest.mark.parametrize("on", ["host", "fake device"])
+@pytest.mark.parametrize("vocab_size", [97, 1031])
+def test_a_row_is_sampled_with_a_token_that_nobody_on_the_host_knows(
+    vocab_size: int, on: str, edits: ScoreEdits
+) -> None:
+    """Sequences come and go, and their rows are given to others."""
+    if on == "fake device" and isinstance(edits, TritonEdits):
+        pytest.skip("the interpreter computes on the host")
+    rng = random.Random(vocab_size)
+    cuda = FakeCuda()
+    with cuda, torch.inference_mode():
+        accelerator: Any = cuda.device if on == "fake device" else HostAccelerator()
+        twins = Twins(vocab_size)
+        last = accelerator.zeros(NUM_ROWS, torch.int64)
+        sampler = DeviceSampler(accelerator, twins.there, last, vocab_size, draw_by_torch, edits)
+        handle = 0
+        for step in range(24):
+            gone = [each for each in twins.handles if rng.random() < 0.08]
+            count = NUM_ROWS - len(twins.handles) + len(gone)
+            new = [
+                new_request(handle + i, rng, **some_params(rng))
+                for i in range(rng.randint(0, count))
+            ]
+            handle += len(new)
+            twins.apply(step_of(new, gone))
+            if not twins.handles:
+                continue
+            scores = scores_of(step, vocab_size)[: len(twins.handles)]
+            scores[:, :6] += 5.0  # what bad words are made of
+            masks = some_masks(rng, twins.handles, vocab_size)
+            there = accelerator.zeros(scores.numel(), torch.float32).view(scores.shape)
+            on_host(there).copy_(scores)
+            token_ids, logprobs = twins.sample_there(sampler, there, masks)
+            expected, wanted = twins.sample_here(scores, masks)
+            assert on_host(token_ids).tolist() == expected.tolist()
+            assert [each.token_ids for each in logprobs] == [each.token_ids for each in wanted]
+            assert [each.ranks for each in logprobs] == [each.ranks for each in wanted]
+            for one, other in zip(logprobs, wanted, strict=True):
+                values = [np.frombuffer(each.logprobs, "<f4") for each in (one, other)]
+                assert np.allclose(*values, atol=1e-6)
+            rows = accelerator.zeros(len(twins.at), torch.int64)
+            on_host(rows).copy_(torch.from_numpy(twins.at))
+            last.index_copy_(0, rows, token_ids)
+        assert sampler._counts.counts.shape == (NUM_ROWS, vocab_size)
+        assert handle > NUM_ROWS
+
+
+def test_named_tokens_are_in_place_of_the_best_ones() -> None:
+    twins = Twins(97)
+    rng = random.Random(1)
+    named = {"logprobs": 2, "logprob_token_ids": (9, 2, 50)}
+    twins.apply(step_of([new_request(1, rng, logprobs=3), new_request(2, rng, **named)]))
+    accelerator: Any = HostAccelerator()
+    last = accelerator.zeros(NUM_ROWS, torch.int64)
+    sampler = DeviceSampler(accelerator, twins.there, last, 97, draw_by_torch, TorchEdits())
+    scores = scores_of(1, 97)[:2]
+    nothing = GrammarOutput(1, 1, [], b"")
+    token_ids, (first, second) = twins.sample_there(sampler, scores, nothing)
+    assert (first.width, second.width) == (4, 4)
+    ids = np.frombuffer(second.token_ids, "<i4").tolist()
+    assert ids == [int(token_ids[1]), 9, 2, 50]
+    expected = scores[1].double().log_softmax(0)[ids].numpy()
+    assert np.abs(np.frombuffer(second.logprobs, "<f4") - expected).max() < 1e-5
+
+
+def test_the_kernels_compile_for_a_gpu_and_round_as_the_host() -> None:
+    need_triton()
+    pointers = dict.fromkeys(("at", "slots", "masks"), "*i64")
+    rows = Kernel(
+        "worker.sampling.device_edits:_rows_kernel",
+        {"scores": "*fp32", "counts": "*i32", "words": "*i32"}
+        | pointers
+        | {"rules": "*fp32", "vocab_size": "i32", "num_words": "i32"},
+        {"seen": SEEN, "block": 1024},
+        {"enable_fp_fusion": False},
+    )
+    listed = Kernel(
+        "worker.sampling.device_edits:_listed_kernel",
+        {"scores": "*fp32", "places": "*i64", "values": "*fp32"}
+        | dict.fromkeys(("sources", "needed", "last"), "*i64")
+        | {"count": "i32"},
+        {"any_token": -1, "block": 128},
+    )
+    changes, additions = compiled([rows, listed])
+    assert "fma." not in changes
+    assert "div.rn.f32" in changes
+    assert "atom" in additions or "red." in additions
+
+
+def test_the_hardest_changes_are_those_of_every_row_at_once() -> None:
+    """Penalties of all rows by the counts of each, and masks as long as those of grammars."""
+    vocab_size = 97
+    at, slots, masks, rules, words = map(torch.from_numpy, hardest_changes(3, vocab_size))
+    scores = scores_of(1, vocab_size)[:3].contiguous()
+    counts = torch.zeros(3, vocab_size, dtype=torch.int32)
+    counts[1, 5] = SEEN + 2
+    changed = scores.clone()
+    changes = RowChanges(at, slots, masks, rules.view(-1, 3), words.view(3, -1))
+    TorchEdits().change_rows(changed, changes, counts)
+    expected = scores.clone()
+    score = float(scores[1, 5])
+    expected[1, 5] = (score / 1.1 if score > 0 else score * 1.1) - 0.1 * 2 - 0.1
+    assert torch.allclose(changed, expected, atol=1e-6)
+    assert changed[1, 5] != scores[1, 5]

@@ -1,0 +1,44 @@
+"""Scores that a GPU changes equal, bit for bit, those that torch changes on the host."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker.sampling.test_device_edits import (
+    NUM_ROWS,
+    new_request,
+    some_masks,
+    some_params,
+    step_of,
+)
+from worker.input_batch import InputBatch, batch_logit_edits
+from worker.sampling.device_edits import Listed, RowChanges, TorchEdits, TritonEdits
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("vocab_size", [97, 1031, 128_256])
+def test_random_edits_are_those_of_the_host(vocab_size: int) -> None:
+    rng = random.Random(vocab_size)
+    rows, handles = InputBatch(NUM_ROWS, 64, 16), list(range(50, 50 + NUM_ROWS))
+    at = rows.apply(step_of([new_request(each, rng, **some_params(rng)) for each in handles]))
+    wishes = batch_logit_edits(rows, at, handles, some_masks(rng, handles, vocab_size), vocab_size)
+    scores = 3 * torch.randn(NUM_ROWS, vocab_size)
+    counts = torch.randint(0, 4, (NUM_ROWS, vocab_size), dtype=torch.int32)
+    slots = np.arange(len(wishes.at)) - 2
+    arrays = [wishes.at, np.maximum(slots, -1), wishes.masks, wishes.rules, wishes.words]
+    last = torch.zeros(NUM_ROWS, dtype=torch.int64)
+    found = []
+    for device, kernels in ((torch.device("cpu"), TorchEdits()), (CUDA, TritonEdits())):
+        there = scores.clone().to(device)
+        listed, changes = (
+            [torch.from_numpy(each).to(device) for each in some] for some in (wishes.listed, arrays)
+        )
+        kernels.add_listed(there, Listed(*listed), last.to(device))
+        kernels.change_rows(there, RowChanges(*changes), counts.to(device))
+        found.append(there.cpu())
+    assert torch.equal(*found)

@@ -1,0 +1,218 @@
+"""What is filtered and drawn on a device equals what the host's backend gives.
+
+The kernel runs in Triton's interpreter and is compiled for Hopper, which takes no GPU.
+"""
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fakes.fake_cuda import FakeCuda
+from tests.fakes.fake_device import on_host
+from tests.worker.ahead_of_time import Kernel, compiled
+from tests.worker.sampling.settings import backend_of, each_backend
+from worker.device.placement import OnDevice, OnHost
+from worker.sampling.cpu_kernels import DrawKeys, ReferenceBackend, RowFilters
+from worker.sampling.device_draw import KeyedDraw, TritonDraw, draw_by_torch
+from worker.sampling.device_sampler import (
+    DeviceSampling,
+    DeviceSamplingBatch,
+    FilterPlan,
+    filter_on_device,
+)
+from worker.sampling.draw import ROUNDS
+
+VOCAB_SIZE = 3001
+
+
+def need_triton() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+
+
+@pytest.fixture(params=["torch", "triton"])
+def draw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KeyedDraw:
+    if request.param == "torch":
+        return draw_by_torch
+    need_triton()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return TritonDraw()
+
+
+def rows_of(count: int, seed: int = 0, **settings: Any) -> DeviceSamplingBatch:
+    generator = np.random.default_rng(seed)
+    fields = {
+        "temperature": generator.uniform(0.3, 2.0, count),
+        "top_k": np.zeros(count),
+        "top_p": np.ones(count),
+        "min_p": np.zeros(count),
+    }
+    fields |= {name: np.resize(value, count) for name, value in settings.items()}
+    return DeviceSamplingBatch(
+        fields["temperature"].astype(np.float32),
+        fields["top_k"].astype(np.int32),
+        fields["top_p"].astype(np.float32),
+        fields["min_p"].astype(np.float32),
+        generator.integers(0, 1 << 64, count, dtype=np.uint64),
+        generator.integers(0, 1 << 32, count, dtype=np.uint32),
+        generator.integers(0, 1 << 32, count, dtype=np.uint32),
+    )
+
+
+def logits_of(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """With many ties, and tokens that cannot come."""
+    generator = torch.Generator().manual_seed(count)
+    logits = (4 * torch.randn(count, VOCAB_SIZE, generator=generator)).to(dtype)
+    logits[:, ::11] = float("-inf")
+    return logits
+
+
+def on_the_host(logits: torch.Tensor, rows: DeviceSamplingBatch) -> list[int]:
+    """One row after the other, by the backend that defines it."""
+    backend, logits, tokens = ReferenceBackend(), logits.float().clone(), []
+    for row in range(len(logits)):
+        at, t = np.array([row]), rows.temperature[row : row + 1]
+        one = slice(row, row + 1)
+        if t[0] < 1e-5:
+            tokens.append(int(logits[row].argmax()))
+            continue
+        backend.filter(logits, at, t, RowFilters(rows.top_k[one], rows.top_p[one], rows.min_p[one]))
+        keys = DrawKeys(rows.seed[one], rows.choice[one], rows.position[one])
+        tokens += backend.draw(logits, at, t, keys).tolist()
+    return tokens
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "greedy and random": {"temperature": (0.0, 1.0)},
+    "top-k": {"top_k": (1, 5, 40)},
+    "top-k of some": {"top_k": (0, 5, 99999)},
+    "top-p": {"top_p": (0.1, 0.6, 0.95)},
+    "top-p of some": {"top_p": (1.0, 0.6)},
+    "both": {"top_k": (3, 50), "top_p": (0.9, 0.5, 0.7)},
+    "min-p": {"min_p": (0.0, 0.05, 0.5)},
+    "all": {"top_k": (0, 20), "top_p": (0.9, 1.0, 0.7), "min_p": (0.0, 0.02)},
+    "all, and greedy": {"temperature": (0.0, 0.7, 1.3), "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_equal_those_of_the_host(name: str, dtype: torch.dtype, draw: KeyedDraw) -> None:
+    logits, rows = logits_of(7, dtype), rows_of(7, **CASES[name])
+    found = DeviceSampling(OnHost(), draw).tokens(logits, rows)
+    assert found.tolist() == on_the_host(logits, rows)
+
+
+def test_a_token_does_not_depend_on_its_row(draw: KeyedDraw) -> None:
+    logits, rows = logits_of(6, torch.float32), rows_of(6, top_p=0.9)
+    order = np.array([4, 0, 5])
+    some = DeviceSamplingBatch(
+        *(getattr(rows, name)[order] for name in DeviceSamplingBatch.__slots__)
+    )
+    sampling = DeviceSampling(OnHost(), draw)
+    everyone = sampling.tokens(logits, rows)
+    assert sampling.tokens(logits[order], some).tolist() == everyone[order].tolist()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_waits_for_the_device(name: str) -> None:
+    logits, rows = logits_of(7, torch.bfloat16), rows_of(7, **CASES[name])
+    with FakeCuda() as cuda:
+        sampling = DeviceSampling(OnDevice(cuda.device), draw_by_torch)
+        found = sampling.tokens(cuda.device.adopt(logits), rows)
+    assert cuda.device.completed == 0
+    assert on_host(found).tolist() == on_the_host(logits, rows)
+
+
+STEPS = st.sampled_from((0.0, 0.25, 1.0, 3.0))
+"""Between scores; many are equal, and some of both signs."""
+
+
+@st.composite
+def filtered_rows(draw: st.DrawFn) -> tuple[torch.Tensor, DeviceSamplingBatch]:
+    count, size = draw(st.integers(1, 4)), draw(st.integers(1, 200))
+    seed, step = draw(st.integers(0, 1 << 30)), draw(STEPS)
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(count, size, generator=generator)
+    if step:
+        logits = (logits * 3).round() * step
+    gone = torch.rand(count, size, generator=generator) < draw(st.sampled_from((0.0, 0.3)))
+    gone[:, 0] = False
+    share = st.one_of(st.sampled_from((1e-6, 0.5, 0.999999, 1.0)), st.floats(0.01, 1.0))
+    settings = {
+        "temperature": draw(st.lists(st.floats(0.1, 5.0), min_size=count, max_size=count)),
+        "top_p": draw(st.lists(share, min_size=count, max_size=count)),
+        "top_k": draw(st.sampled_from((0, 0, 3))),
+        "min_p": draw(st.sampled_from((0.0, 0.0, 0.1))),
+    }
+    rows = rows_of(count, seed, **settings)
+    rows.top_k[1:] = 0  # what is not bounded is searched for
+    return logits.masked_fill(gone, float("-inf")), rows
+
+
+@given(filtered_rows())
+@settings(max_examples=150, deadline=None)
+def test_what_is_kept_is_what_the_host_keeps(
+    case: tuple[torch.Tensor, DeviceSamplingBatch],
+) -> None:
+    """The very same tokens, ties at the edge among them."""
+    logits, rows = case
+    host = logits.clone()
+    filters = RowFilters(rows.top_k, rows.top_p, rows.min_p)
+    ReferenceBackend().filter(host, np.arange(len(logits)), rows.temperature, filters)
+    plan = FilterPlan.of(rows.top_k, rows.top_p, rows.min_p, logits.shape[1])
+    found = filter_on_device(
+        logits,
+        plan,
+        torch.from_numpy(rows.temperature),
+        torch.from_numpy(rows.top_k).long(),
+        torch.from_numpy(rows.top_p).double(),
+        torch.from_numpy(rows.min_p).double(),
+    )
+    assert torch.equal(found, host)
+
+
+@each_backend
+def test_a_nucleus_of_a_whole_vocabulary_is_that_of_the_host(variant) -> None:  # type: ignore[no-untyped-def]
+    backend = backend_of(variant)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(8, 50_000, generator=generator) * torch.linspace(6, 0.5, 8)[:, None]
+    rows = rows_of(8, temperature=1.0, top_p=np.linspace(0.05, 0.97, 8))
+    found = filter_on_device(
+        logits,
+        FilterPlan.of(rows.top_k, rows.top_p, rows.min_p, logits.shape[1]),
+        *(torch.from_numpy(each) for each in (rows.temperature, rows.top_k.astype(np.int64))),
+        *(torch.from_numpy(each.astype(np.float64)) for each in (rows.top_p, rows.min_p)),
+    )
+    host = logits.clone()
+    filters = RowFilters(rows.top_k, rows.top_p, rows.min_p)
+    backend.filter(host, np.arange(8), rows.temperature, filters)
+    differing = (found != host).sum(dim=1)
+    # The kernels' exponentials have another last bit.
+    assert int(differing.max()) <= (variant != "reference")
+    assert int((found > float("-inf")).sum()) > 10_000
+
+
+def test_the_kernel_compiles_for_a_gpu() -> None:
+    need_triton()
+    constants = {"stream": 0, "rounds": ROUNDS, "counters": 512}
+    signature = {
+        "logits": "*fp32",
+        "temperatures": "*fp32",
+        "seeds": "*i64",
+        "choices": "*i64",
+        "positions": "*i64",
+        "scores": "*fp64",
+        "tokens": "*i64",
+        "vocab_size": "i32",
+        "stride": "i64",
+        "num_pieces": "i32",
+    }
+    kernel = Kernel("worker.sampling.device_draw:TritonDraw", signature, constants)
+    assert compiled([kernel])

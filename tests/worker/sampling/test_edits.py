@@ -1,0 +1,223 @@
+"""Penalties, biases, bad words and allowed tokens, against a slow reference and transformers."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from proto.logit_edits import LogitEdits
+from tests.worker.sampling.settings import backend_of, each_backend, sampling_rows
+from tests.worker.sampling.test_logprobs import unpack
+from worker.sampling.logit_edits import BadWords, RowEdits, TokenCounts, edit_logits
+from worker.sampling.sampler import Sampler
+
+VOCAB = 97
+NEVER = float("-inf")
+
+
+def edited_slowly(
+    logits: list[float], edits: LogitEdits, prompt: list[int], outputs: list[int]
+) -> list[float]:
+    """Token by token, as the parameters are described."""
+    scores = []
+    bias = dict(zip(edits.bias_token_ids, edits.bias_values, strict=True))
+    for token_id, logit in enumerate(logits):
+        text = [*outputs, token_id]
+        allowed = edits.allowed_token_ids is None or token_id in edits.allowed_token_ids
+        if not allowed or any(tuple(text[-len(word) :]) == word for word in edits.bad_words):
+            scores.append(NEVER)
+            continue
+        score = logit + bias.get(token_id, 0.0)
+        if token_id in prompt or token_id in outputs:
+            factor = edits.repetition_penalty
+            score = score / factor if score > 0 else score * factor
+        score -= edits.frequency_penalty * outputs.count(token_id)
+        score -= edits.presence_penalty if token_id in outputs else 0.0
+        scores.append(score)
+    return scores
+
+
+def some_edits(rng: random.Random) -> LogitEdits:
+    some = lambda count: tuple(rng.sample(range(VOCAB), count))  # noqa: E731
+    biased = some(rng.choice([0, 0, 1, 9]))
+    allowed = some(rng.choice([1, 30])) if rng.random() < 0.3 else None
+    words = [tuple(rng.choices(range(6), k=rng.randint(1, 3))) for _ in range(rng.choice([0, 12]))]
+    return LogitEdits(
+        presence_penalty=rng.choice([0.0, 1.5, -2.0]),
+        frequency_penalty=rng.choice([0.0, 0.3, -1.0]),
+        repetition_penalty=rng.choice([1.0, 1.3, 0.7]),
+        bias_token_ids=biased,
+        bias_values=tuple(rng.uniform(-100, 100) for _ in biased),
+        bad_words=tuple(words),
+        allowed_token_ids=allowed,
+    )
+
+
+def as_grown(edits: LogitEdits, prompt: list[int], outputs: list[int]) -> RowEdits:
+    """Made with no outputs, which come one by one."""
+    grown = RowEdits(edits, prompt, [])
+    for token_id in outputs:
+        grown.append(token_id)
+    return grown
+
+
+@pytest.mark.parametrize("make", [RowEdits, as_grown])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_edits_are_those_of_the_slow_reference(make, seed: int) -> None:
+    rng = random.Random(seed)
+    rows = 40
+    logits = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    asked, expected = [], logits.clone()
+    for row in range(rows):
+        if rng.random() < 0.2:
+            continue
+        edits = some_edits(rng)
+        edits = LogitEdits(**{**fields_of(edits), "bias_values": rounded(edits.bias_values)})
+        prompt = rng.choices(range(VOCAB), k=rng.randint(1, 30))
+        outputs = rng.choices(range(6), k=rng.randint(0, 40))
+        asked.append((row, make(edits, prompt, outputs)))
+        expected[row] = torch.tensor(edited_slowly(logits[row].tolist(), edits, prompt, outputs))
+    edit_logits(logits, asked)
+    assert torch.equal(logits == NEVER, expected == NEVER)
+    assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
+    assert (expected == NEVER).any()
+
+
+def fields_of(edits: LogitEdits) -> dict[str, object]:
+    return {name: getattr(edits, name) for name in LogitEdits.__struct_fields__}
+
+
+def rounded(values: tuple[float, ...]) -> tuple[float, ...]:
+    """As float32 has them."""
+    return tuple(float(np.float32(value)) for value in values)
+
+
+def test_repetition_penalty_is_that_of_transformers() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(5, VOCAB, generator=generator) * 4
+    tokens = torch.randint(0, VOCAB, (5, 24), generator=generator)
+    processor = RepetitionPenaltyLogitsProcessor(penalty=1.7)
+    expected = processor(tokens, logits.clone())
+    edits = LogitEdits(repetition_penalty=1.7)
+    edit_logits(
+        logits,
+        [(i, RowEdits(edits, row[:10], row[10:])) for i, row in enumerate(tokens.tolist())],
+    )
+    assert torch.allclose(logits, expected)
+
+
+def test_bad_words_are_those_of_transformers() -> None:
+    """It looks at the prompt as well, so all tokens are outputs here."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(30, VOCAB, generator=generator)
+    tokens = torch.randint(0, 4, (30, 9), generator=generator)
+    words = [[7], [0, 1], [0, 2, 3], [1, 1], [3, 2, 1, 0], [2, 2, 2]]
+    expected = NoBadWordsLogitsProcessor(words)(tokens, logits.clone())
+    edits = LogitEdits(bad_words=tuple(map(tuple, words)))
+    edit_logits(logits, [(i, RowEdits(edits, [], row)) for i, row in enumerate(tokens.tolist())])
+    assert torch.equal(logits, expected)
+    assert len({int(count) for count in (logits == NEVER).sum(1)}) > 1
+
+
+def test_bias_is_that_of_transformers() -> None:
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(5))
+    bias = {(3,): 5.5, (90,): -7.25}
+    expected = SequenceBiasLogitsProcessor(bias)(torch.zeros(1, 1, dtype=torch.int64), logits)
+    edited = logits.clone()
+    edits = LogitEdits(bias_token_ids=(3, 90), bias_values=(5.5, -7.25))
+    edit_logits(edited, [(0, RowEdits(edits, [], []))])
+    assert torch.allclose(edited, expected)
+
+
+def test_rows_without_edits_keep_their_bits() -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(6))
+    before = logits.clone()
+    edits = LogitEdits(presence_penalty=1.0, allowed_token_ids=(4, 5), bad_words=((4,),))
+    edit_logits(logits, [(1, RowEdits(edits, [1, 2], [3]))])
+    assert torch.equal(logits[[0, 2]], before[[0, 2]])
+    assert (logits[1] > NEVER).nonzero().tolist() == [[5]]
+
+
+def test_counts_grow_as_tokens_come() -> None:
+    rng = random.Random(8)
+    outputs = rng.choices(range(50), k=300)
+    grown = TokenCounts([1, 2, 2, 99], [])
+    for token_id in outputs:
+        grown.add(token_id)
+    for counts in (grown, TokenCounts([1, 2, 2, 99], outputs)):
+        found = dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))
+        assert len(found) == len(counts.ids)
+        assert found == {each: outputs.count(each) for each in {*outputs, 1, 2, 99}}
+
+
+def test_a_word_is_forbidden_only_where_it_would_be_complete() -> None:
+    words = BadWords([(5,), (1, 2, 3), (2, 4)], [1])
+    assert words.forbidden == [5]
+    words.add(2)
+    assert words.forbidden == [5, 4, 3]
+    words.add(2)
+    assert words.forbidden == [5, 4]
+
+
+@each_backend
+def test_rows_with_edits_give_what_each_gives_alone(variant) -> None:
+    """Greedy ones and drawn ones; log-probabilities are of the scores before all this."""
+    rng = random.Random(11)
+    sampler = Sampler(backend_of(variant))
+    logits = torch.randn(16, VOCAB, generator=torch.Generator().manual_seed(11)) * 2
+    settings = {
+        "temperature": [0.0, 1.0, 0.7, 1.3] * 4,
+        "top_k": [0, 5, 0, 0] * 4,
+        "seed": list(range(16)),
+        "num_logprobs": [-1, 3] * 8,
+    }
+    edits = {
+        row: RowEdits(some_edits(rng), rng.choices(range(VOCAB), k=9), rng.choices(range(6), k=9))
+        for row in range(0, 16, 3)
+    }
+    together = sampler.sample(
+        logits.clone(), sampling_rows(16, edits=tuple(edits.items()), **settings)
+    )
+    for row in range(16):
+        one = {name: values[row] for name, values in settings.items()}
+        mine = ((0, edits[row]),) if row in edits else ()
+        alone = sampler.sample(logits[row : row + 1].clone(), sampling_rows(1, edits=mine, **one))
+        assert alone.token_ids[0] == together.token_ids[row]
+        assert alone.logprobs[0] == together.logprobs[row]
+    raw = logits.log_softmax(1)
+    ids, values, _ = unpack(together.logprobs[3])
+    assert np.abs(values[0] - raw[3, ids[0]].numpy()).max() < 1e-5
+
+
+@each_backend
+def test_logprobs_of_tokens_that_are_named(variant) -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(12))
+    named = np.array([5, 96, 5], dtype=np.int64)
+    rows = sampling_rows(3, num_logprobs=[2, 0, 2], named=((1, named),), position=[7, 8, 9])
+    sampled = Sampler(backend_of(variant)).sample(logits.clone(), rows)
+    ids, values, ranks = unpack(sampled.logprobs[1])
+    chosen = int(logits[1].argmax())
+    assert ids.tolist() == [[chosen, 5, 96, 5]]
+    assert np.abs(values[0] - logits[1].log_softmax(0)[ids[0]].numpy()).max() < 1e-5
+    assert ranks.tolist() == [1]
+    assert sampled.logprobs[1].first_position == 8
+    assert unpack(sampled.logprobs[0])[0].shape == (1, 3)
+
+
+def test_penalties_at_their_limits_leave_numbers() -> None:
+    logits = torch.tensor([[80.0, -80.0, 0.0, 1.0]])
+    for repetition in (0.01, 100.0):
+        edits = LogitEdits(
+            repetition_penalty=repetition, frequency_penalty=2.0, presence_penalty=2.0
+        )
+        edited = logits.clone()
+        edit_logits(edited, [(0, RowEdits(edits, [0, 1], [2] * 5000))])
+        assert math.isfinite(edited.abs().sum())
+        assert edited[0, 2] == -10002.0

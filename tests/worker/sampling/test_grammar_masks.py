@@ -1,0 +1,83 @@
+"""Masks in the sampler: only their rows, only what they allow, logprobs as the model has them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from proto.scheduler_output import GrammarOutput
+from tests.worker.sampling.settings import backend_of, each_backend, sampling_rows
+from tests.worker.sampling.test_logprobs import unpack
+from worker.sampling.grammar_masks import row_masks, rule_out
+from worker.sampling.sampler import Sampler
+
+VOCAB = 403  # not a multiple of 32
+
+
+def packed(allowed: dict[int, list[int]], vocab_size: int = VOCAB) -> GrammarOutput:
+    """Masks by handle, packed the obvious way."""
+    words = []
+    for tokens in allowed.values():
+        row = [0] * -(-vocab_size // 32)
+        for token in tokens:
+            row[token // 32] += 1 << token % 32
+        words.append(row)
+    return GrammarOutput(1, 1, list(allowed), np.array(words, dtype="<u4").tobytes())
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 403, 49_152])
+def test_what_is_not_allowed_becomes_minus_infinity_and_nothing_else_changes(vocab_size):
+    draw = np.random.default_rng(vocab_size)
+    logits = torch.from_numpy(draw.standard_normal((5, vocab_size)).astype(np.float32))
+    allowed = {
+        handle: sorted(set(draw.integers(0, vocab_size, 40).tolist())) for handle in (70, 90)
+    }
+    masked = logits.clone()
+    rule_out(masked, row_masks(packed(allowed, vocab_size), [50, 90, 60, 70, 80]))
+    for row, handle in ((1, 90), (3, 70)):
+        rest = sorted(set(range(vocab_size)) - set(allowed[handle]))
+        assert torch.equal(masked[row, allowed[handle]], logits[row, allowed[handle]])
+        assert (masked[row, rest] == -torch.inf).all()
+    assert torch.equal(masked[[0, 2, 4]], logits[[0, 2, 4]])
+
+
+def test_masks_of_sequences_that_are_not_here_change_nothing():
+    logits = torch.ones(2, VOCAB)
+    rule_out(logits, row_masks(packed({7: [1]}), [1, 2]))
+    rule_out(logits, row_masks(GrammarOutput(1, 1, [], b""), [1, 2]))
+    assert (logits == 1).all()
+
+
+@each_backend
+def test_constrained_rows_beside_others(variant):
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(64, VOCAB, generator=generator) * 2
+    rows = sampling_rows(
+        64,
+        temperature=[0.0, 1.3, 0.8, 1.0] * 16,
+        top_k=[0, 0, 9, 0] * 16,
+        top_p=[1.0, 1.0, 1.0, 0.5] * 16,
+        seed=np.arange(64),
+        num_logprobs=[-1, 0] * 32,
+    )
+    draw = np.random.default_rng(0)
+    handles = list(range(100, 164))
+    allowed = {100 + row: sorted(draw.integers(0, VOCAB, 5).tolist()) for row in range(0, 64, 3)}
+    masks = row_masks(packed({each: sorted(set(ids)) for each, ids in allowed.items()}), handles)
+    sampler = Sampler(backend_of(variant))
+    free = sampler.sample(logits.clone(), rows)
+    bound = sampler.sample(logits.clone(), dataclasses.replace(rows, masks=masks))
+    for row, handle in enumerate(handles):
+        token = int(bound.token_ids[row])
+        if handle in allowed:
+            assert token in allowed[handle]
+            if rows.temperature[row] == 0.0:
+                assert token == max(allowed[handle], key=lambda each: float(logits[row, each]))
+        else:
+            assert token == free.token_ids[row]
+        if rows.num_logprobs[row] >= 0:
+            arrays = bound.logprobs[row]
+            assert arrays is not None
+            raw = torch.log_softmax(logits[row].double(), dim=0)[token]
+            assert unpack(arrays)[1][0, 0] == pytest.approx(float(raw), abs=1e-4)

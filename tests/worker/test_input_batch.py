@@ -1,0 +1,290 @@
+"""The input batch across steps: add, grow, preempt, resume, finish; against plain Python lists."""
+
+import random
+
+import numpy as np
+import pytest
+
+from proto.logit_edits import LogitEdits
+from proto.sampling_params import SamplingParams
+from proto.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from worker.input_batch import InputBatch, build_inputs
+from worker.sampling.logit_edits import RowEdits
+
+BLOCK = 4
+
+
+def new(handle: int, prompt: list[int], blocks: list[int], **changes: object) -> NewRequestData:
+    fields = {
+        "handle": handle,
+        "prompt_token_ids": prompt,
+        "output_token_ids": [],
+        "sampling_params": SamplingParams(max_tokens=8, temperature=0.5, logprobs=2),
+        "seed": 2**64 - 1,
+        "choice": 3,
+        "block_ids": [blocks],
+        "num_computed_tokens": 0,
+        "num_scheduled_tokens": len(prompt),
+    }
+    return NewRequestData(**(fields | changes))
+
+
+def step(
+    new_requests: list[NewRequestData] | None = None,
+    cached: CachedRequestData | None = None,
+    finished: list[int] | None = None,
+    preempted: list[int] | None = None,
+) -> SchedulerOutput:
+    return SchedulerOutput(
+        epoch=1,
+        step=1,
+        new_requests=new_requests or [],
+        cached_requests=cached or CachedRequestData(),
+        total_num_scheduled_tokens=1,
+        finished_handles=finished or [],
+        preempted_handles=preempted or [],
+    )
+
+
+@pytest.fixture
+def rows() -> InputBatch:
+    return InputBatch(num_rows=3, max_model_len=32, block_size=BLOCK)
+
+
+def test_a_new_sequence_gets_its_tokens_and_settings(rows: InputBatch) -> None:
+    (row,) = rows.apply(step([new(7, [5, 6, 7, 8, 9], [3, 4])]))
+    assert rows.token_ids[row, :5].tolist() == [5, 6, 7, 8, 9]
+    assert rows.num_tokens[row] == rows.num_prompt_tokens[row] == 5
+    assert rows.temperature[row] == 0.5
+    assert rows.seed[row] == 2**64 - 1
+    assert rows.choice[row] == 3
+    assert rows.num_logprobs[row] == 2
+    assert rows.block_table.ids[0, row, :2].tolist() == [3, 4]
+
+
+def test_inputs_of_a_mixed_step(rows: InputBatch) -> None:
+    (first,) = rows.apply(step([new(1, [10, 11, 12], [2])]))
+    rows.append_sampled(np.array([first]), np.array([13]))
+    mixed = step(
+        [new(2, [20, 21, 22, 23, 24, 25], [5, 6], num_scheduled_tokens=5)],
+        CachedRequestData([1], [3], [1], [None], [], []),
+    )
+    inputs = build_inputs(mixed, rows.apply(mixed), rows)
+    assert inputs.token_ids.tolist() == [20, 21, 22, 23, 24, 13]
+    assert inputs.positions.tolist() == [0, 1, 2, 3, 4, 3]
+    assert inputs.query_start.tolist() == [0, 5, 6]
+    assert inputs.seq_lens.tolist() == [5, 4]
+    assert inputs.attention[0].slot_mapping.tolist() == [20, 21, 22, 23, 24, 11]
+    assert inputs.attention[0].block_table.tolist() == [[5, 6], [2, 0]]
+    assert inputs.samples.tolist() == [False, True]
+    assert inputs.last_token.tolist() == [5]
+
+
+def test_each_group_has_its_own_blocks() -> None:
+    """Both tables grow, and a resumption replaces them."""
+    rows = InputBatch(num_rows=2, max_model_len=32, block_size=BLOCK, num_groups=2)
+    begin = step([new(1, [10, 11, 12, 13, 14], [], block_ids=[[2, 3], [4, 5]])])
+    inputs = build_inputs(begin, rows.apply(begin), rows)
+    assert [each.slot_mapping.tolist() for each in inputs.attention] == [
+        [8, 9, 10, 11, 12],
+        [16, 17, 18, 19, 20],
+    ]
+    (row,) = inputs.rows
+    rows.append_sampled(np.array([row]), np.array([15]))
+    grown = step(cached=CachedRequestData([1], [5], [4], [[[6], [7]]], [], []))
+    inputs = build_inputs(grown, rows.apply(grown), rows)
+    assert [each.block_table.tolist() for each in inputs.attention] == [[[2, 3, 6]], [[4, 5, 7]]]
+    assert all(each.block_table.flags.c_contiguous for each in inputs.attention)
+    rows.apply(step(preempted=[1]))
+    tables = [[8, 9, 10], [0, 9, 2]]
+    resumed = step(cached=CachedRequestData([1], [4], [2], [tables], [1], [[15]]))
+    inputs = build_inputs(resumed, rows.apply(resumed), rows)
+    assert [each.slot_mapping.tolist() for each in inputs.attention] == [[36, 37], [36, 37]]
+    assert [each.block_table.tolist() for each in inputs.attention] == [[[8, 9]], [[0, 9]]]
+
+
+def test_a_preempted_sequence_resumes_with_its_outputs(rows: InputBatch) -> None:
+    (row,) = rows.apply(step([new(1, [1, 2, 3], [2])]))
+    rows.append_sampled(np.array([row]), np.array([4]))
+    rows.apply(step(preempted=[1]))
+    assert rows.num_sequences == 1
+    resumed = step(cached=CachedRequestData([1], [0], [5], [[[8, 9]]], [1], [[4, 5]]))
+    step_rows = rows.apply(resumed)
+    inputs = build_inputs(resumed, step_rows, rows)
+    assert inputs.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert inputs.attention[0].block_table.tolist() == [[8, 9]]
+    assert inputs.samples.tolist() == [True]
+    assert rows.num_tokens[step_rows[0]] == 5
+    assert rows.num_prompt_tokens[step_rows[0]] == 3
+
+
+def test_a_late_token_is_filled_into_its_own_sequence_only() -> None:
+    """A preempted sequence's row is given to another, which waits for a token in the same place."""
+    rows = InputBatch(num_rows=1, max_model_len=32, block_size=BLOCK)
+    at = rows.apply(step([new(1, [1, 2, 3], [2])]))
+    places = rows.append_pending(at)
+    assert rows.apply(step([new(2, [5, 6, 7], [3])], preempted=[1])).tolist() == at.tolist()
+    assert rows.append_pending(at).tolist() == places.tolist()
+    rows.fill_in([1], at, places, np.array([40]))
+    assert rows.last_is_pending(int(at[0]))
+    rows.fill_in([2], at, places, np.array([8]))
+    assert rows.token_ids[at[0], :4].tolist() == [5, 6, 7, 8]
+
+
+def test_changes_of_scores_follow_the_tokens_through_a_preemption(rows: InputBatch) -> None:
+    """Rebuilt they are as they grew, and the row leaves nothing to who has it next."""
+    edits = LogitEdits(repetition_penalty=1.5, frequency_penalty=1.0, bad_words=((4, 5), (7,)))
+    params = SamplingParams(max_tokens=8, edits=edits)
+    (row,) = rows.apply(step([new(1, [1, 2, 2], [2], sampling_params=params)]))
+    assert not rows.greedy[row]
+    for token_id in (9, 9, 4):
+        rows.append_sampled(np.array([row]), np.array([token_id]))
+    grown = rows.edits[row]
+    assert counted(grown) == {1: 0, 2: 0, 9: 2, 4: 1}
+    assert sorted(grown.forbidden) == [5, 7]
+    rows.apply(step(preempted=[1]))
+    assert rows.edits == {}
+    resumed = step(cached=CachedRequestData([1], [0], [6], [[[8, 9]]], [1], [[9, 9, 4]]))
+    (row,) = rows.apply(resumed)
+    assert counted(rows.edits[row]) == counted(grown)
+    assert sorted(rows.edits[row].forbidden) == [5, 7]
+    (again,) = rows.apply(step([new(2, [1], [3])], finished=[1]))
+    assert again == row
+    assert rows.edits == {}
+
+
+def counted(edits: RowEdits) -> dict[int, float]:
+    return dict(zip(edits.counts.ids.tolist(), edits.counts.counts.tolist(), strict=True))
+
+
+def test_a_token_of_the_engine_is_taken_like_a_sampled_one(rows: InputBatch) -> None:
+    params = SamplingParams(max_tokens=8, beam_width=2, eos_token_ids=(0,))
+    (row,) = rows.apply(step([new(1, [1, 2, 3], [2], sampling_params=params)]))
+    assert rows.num_candidates[row] == 3
+    dictated = step(cached=CachedRequestData([1], [3], [1], [None], [], [], [1], [17]))
+    inputs = build_inputs(dictated, rows.apply(dictated), rows)
+    assert inputs.token_ids.tolist() == [17]
+    assert inputs.samples.tolist() == [True]
+
+
+def test_a_running_sequence_may_get_other_tokens_and_blocks(rows: InputBatch) -> None:
+    (row,) = rows.apply(step([new(1, [1, 2, 3], [2])]))
+    rows.append_sampled(np.array([row]), np.array([4]))
+    other = step(cached=CachedRequestData([1], [4], [1], [[[8, 9]]], [1], [[5, 6]]))
+    assert rows.apply(other).tolist() == [row]
+    inputs = build_inputs(other, np.array([row]), rows)
+    assert inputs.token_ids.tolist() == [6]
+    assert inputs.attention[0].block_table.tolist() == [[8, 9]]
+    rows.apply(step([new(2, [1], [3]), new(3, [1], [4])]))
+    assert rows.num_sequences == 3
+
+
+def test_a_sequence_taken_over_from_an_earlier_engine_continues(rows: InputBatch) -> None:
+    (row,) = rows.apply(step([new(1, [1, 2], [2], output_token_ids=[9], num_scheduled_tokens=3)]))
+    assert rows.token_ids[row, :3].tolist() == [1, 2, 9]
+    assert rows.num_tokens[row] - rows.num_prompt_tokens[row] == 1
+
+
+def test_rows_are_freed_by_finishing_in_any_state(rows: InputBatch) -> None:
+    for handle in (1, 2, 3):
+        rows.apply(step([new(handle, [1], [handle])]))
+    rows.apply(step(preempted=[2]))
+    rows.apply(step(finished=[1, 2, 3]))
+    assert rows.num_sequences == 0
+    assert sorted(rows.apply(step([new(h, [1], [h]) for h in (4, 5, 6)])).tolist()) == [0, 1, 2]
+
+
+def test_a_finished_handle_frees_its_row_for_the_same_step(rows: InputBatch) -> None:
+    rows.apply(step([new(h, [1], [h]) for h in (1, 2, 3)]))
+    assert len(rows.apply(step([new(4, [1], [9])], finished=[2]))) == 1
+
+
+def test_clear_forgets_everything(rows: InputBatch) -> None:
+    rows.apply(step([new(h, [1], [h]) for h in (1, 2, 3)]))
+    rows.clear()
+    assert rows.num_sequences == 0
+    assert len(rows.apply(step([new(h, [1], [h]) for h in (4, 5, 6)]))) == 3
+
+
+def test_a_long_random_life_agrees_with_plain_lists() -> None:
+    """Decodes, preemptions and ends in random order; inputs are checked each step."""
+    rng = random.Random(0)
+    rows = InputBatch(num_rows=4, max_model_len=64, block_size=BLOCK)
+    tokens: dict[int, list[int]] = {}
+    blocks: dict[int, list[int]] = {}
+    running: list[int] = []
+    parked: list[int] = []
+    next_handle, next_block = 1, 1
+
+    def take(count: int) -> list[int]:
+        nonlocal next_block
+        next_block += count
+        return list(range(next_block - count, next_block))
+
+    for _ in range(400):
+        finished, preempted, fresh = [], [], []
+        ended = [h for h in running if len(tokens[h]) > 50 or rng.random() < 0.05]
+        for handle in ended:
+            running.remove(handle)
+            finished.append(handle)
+        if running and rng.random() < 0.1:
+            preempted.append(running.pop())
+            parked.extend(preempted)
+        handles, computed, scheduled, grown, resumed, outputs = [], [], [], [], [], []
+        for handle in running:
+            handles.append(handle)
+            computed.append(len(tokens[handle]) - 1)
+            scheduled.append(1)
+            needs = -(-len(tokens[handle]) // BLOCK) - len(blocks[handle])
+            added = take(needs)
+            blocks[handle] += added
+            grown.append([added] if added else None)
+        if parked and not preempted and len(running) < 4:
+            handle = parked.pop(0)
+            running.append(handle)
+            blocks[handle] = take(-(-len(tokens[handle]) // BLOCK))
+            handles.append(handle)
+            computed.append(0)
+            scheduled.append(len(tokens[handle]))
+            grown.append([blocks[handle]])
+            resumed.append(handle)
+            outputs.append(tokens[handle][3:])
+        elif len(running) < 4:
+            tokens[next_handle] = [rng.randrange(1000) for _ in range(3)]
+            blocks[next_handle] = take(1)
+            fresh.append(new(next_handle, tokens[next_handle][:], blocks[next_handle]))
+            running.append(next_handle)
+            next_handle += 1
+        message = step(
+            fresh,
+            CachedRequestData(handles, computed, scheduled, grown, resumed, outputs),
+            finished,
+            preempted,
+        )
+        step_rows = rows.apply(message)
+        if len(step_rows) == 0:
+            continue
+        inputs = build_inputs(message, step_rows, rows)
+        order = [each.handle for each in fresh] + handles
+        counts = [3] * len(fresh) + scheduled
+        expected_tokens, expected_slots = [], []
+        for handle, count in zip(order, counts, strict=True):
+            for position in range(len(tokens[handle]) - count, len(tokens[handle])):
+                expected_tokens.append(tokens[handle][position])
+                block = blocks[handle][position // BLOCK]
+                expected_slots.append(block * BLOCK + position % BLOCK)
+        assert inputs.token_ids.tolist() == expected_tokens
+        assert inputs.attention[0].slot_mapping.tolist() == expected_slots
+        assert inputs.samples.all()
+        sampled = np.array([rng.randrange(1000) for _ in order])
+        rows.append_sampled(step_rows, sampled)
+        for handle, token in zip(order, sampled.tolist(), strict=True):
+            tokens[handle].append(token)
+
+
+def test_the_bytes_needed_are_no_less_than_what_the_arrays_have():
+    rows = InputBatch(num_rows=5, max_model_len=33, block_size=BLOCK, num_groups=3)
+    arrays = [each for each in vars(rows).values() if isinstance(each, np.ndarray)]
+    taken = sum(each.nbytes for each in [*arrays, rows.block_table.ids])
+    needed = InputBatch.bytes_needed(5, 33, BLOCK, 3)
+    assert taken <= needed <= taken + 5 * 256

@@ -1,1 +1,0 @@
-"""The state of sequences on the worker and the arrays of one step."""

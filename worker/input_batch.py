@@ -1,0 +1,554 @@
+"""InputBatch: what the worker remembers of each sequence between steps.
+
+A running sequence has a row in arrays that a step reads with one index operation.
+A preempted one is parked: its tokens are kept, its row is free. Rows never move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from proto.sampling_params import GREEDY_TEMPERATURE, SamplingParams
+from proto.scheduler_output import BlockIds, GrammarOutput, NewRequestData, SchedulerOutput
+from worker.attention.base import AttentionInputs
+from worker.sampling.device_edits import ANY_TOKEN, NONE
+from worker.sampling.grammar_masks import WORD_BITS, row_masks
+from worker.sampling.logit_edits import RowEdits
+
+# Block tables of all rows in all KV cache groups, as one array that a step gathers from.
+
+
+class BlockTable:
+    """`ids[group, row, i]` is the block that holds tokens [i * block_size, (i + 1) * block_size).
+
+    ids: int32 [num_groups, num_rows, max_blocks]; entries past the end of a row are
+        meaningless, and so are those of blocks that a group's window has passed.
+    """
+
+    def __init__(
+        self, num_rows: int, max_model_len: int, block_size: int, num_groups: int = 1
+    ) -> None:
+        self.block_size = block_size
+        self.num_groups = num_groups
+        self.ids: NDArray[np.int32] = np.zeros(
+            (num_groups, num_rows, -(-max_model_len // block_size)), dtype=np.int32
+        )
+        self._length = [[0] * num_groups for _ in range(num_rows)]
+
+    def replace(self, row: int, block_ids: BlockIds) -> None:
+        """Give a row its whole table in each group."""
+        self._length[row] = [0] * self.num_groups
+        self.append(row, block_ids)
+
+    def append(self, row: int, block_ids: BlockIds) -> None:
+        """Add blocks at the end of a row; one list, perhaps empty, for each group."""
+        length = self._length[row]
+        for group, (start, added) in enumerate(zip(length, block_ids, strict=True)):
+            self.ids[group, row, start : start + len(added)] = added
+            length[group] = start + len(added)
+
+
+# What the rows of a step want of their scores beside a token, as arrays for a device.
+#
+# Owns nothing: reads rows, and the masks that grammars gave for the step. A row's last token may
+# be on its way yet; what depends on it is said for each token that it may turn out to be.
+
+
+NEVER = float("-inf")
+Ids = NDArray[np.int64]
+Values = NDArray[np.float32]
+NEUTRAL = (1.0, 0.0, 0.0)
+"""Penalties that change nothing: repetition, frequency, presence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Penalised:
+    """One row with penalties. number: which of the changed rows. num_outputs: it has, pending
+    ones too."""
+
+    number: int
+    row: int
+    edits: RowEdits
+    num_outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLogitEdits:
+    """Changes of the scores of N sequences.
+
+    listed: place int64, value float32, source int64, needed int64, as in `Listed`.
+    at, masks, rules, words: as in `RowChanges`. penalised: in order of their numbers.
+    """
+
+    listed: tuple[Ids, Values, Ids, Ids]
+    at: NDArray[np.int64]
+    masks: NDArray[np.int64]
+    rules: NDArray[np.float32]
+    words: NDArray[np.int32]
+    penalised: tuple[Penalised, ...]
+
+    def __bool__(self) -> bool:
+        return bool(len(self.listed[0]) or len(self.at))
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRequests:
+    """W of N sequences that want log-probabilities.
+
+    at: int64 [W], which. num_logprobs: int32 [W]; position: uint32 [W], of the output.
+    named: int64 token ids of each, in place of the best ones where there are some.
+    """
+
+    at: NDArray[np.int64]
+    num_logprobs: NDArray[np.int32]
+    position: NDArray[np.uint32]
+    named: tuple[tuple[int, ...], ...]
+
+    def __bool__(self) -> bool:
+        return bool(len(self.at))
+
+
+class _Listing:
+    """Collects changes of single scores."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._parts: list[tuple[Ids, Values, Ids, Ids]] = []
+
+    def add(
+        self,
+        at: int,
+        token_ids: Sequence[int] | Ids,
+        values: float | Values,
+        source: int = 0,
+        needed: int | Sequence[int] = ANY_TOKEN,
+    ) -> None:
+        """Tokens of one sequence."""
+        place = at * self._vocab_size + np.asarray(token_ids, dtype=np.int64)
+        of_each = (
+            np.asarray(values, dtype=np.float32),
+            np.int64(source),
+            np.asarray(needed, dtype=np.int64),
+        )
+        self._parts.append((place, *(np.broadcast_to(each, place.shape) for each in of_each)))  # type: ignore[arg-type]
+
+    def arrays(self) -> tuple[Ids, Values, Ids, Ids]:
+        if not self._parts:
+            nothing = np.empty(0, dtype=np.int64)
+            return nothing, np.empty(0, dtype=np.float32), nothing, nothing
+        place, value, source, needed = map(np.concatenate, zip(*self._parts, strict=True))
+        return place, value, source, needed
+
+
+def batch_logit_edits(
+    rows: InputBatch,
+    at: NDArray[np.int64],
+    handles: Sequence[int],
+    grammars: GrammarOutput,
+    vocab_size: int,
+) -> BatchLogitEdits:
+    """Those of the rows `at` [N] with these handles; grammars: masks of some of them."""
+    listing = _Listing(vocab_size)
+    num_outputs = rows.num_tokens[at] - rows.num_prompt_tokens[at]
+    for index in np.flatnonzero(num_outputs < rows.min_output[at]).tolist():
+        listing.add(index, sorted(rows.params(handles[index]).stop_ids), NEVER)
+    masks = row_masks(grammars, handles)
+    words = dict(zip(masks.rows.tolist(), masks.words, strict=True))
+    rules = dict.fromkeys(words, NEUTRAL)
+    penalised: dict[int, RowEdits] = {}
+    for index, row in enumerate(at.tolist()) if rows.edits else ():
+        if (edits := rows.edits.get(row)) is None:
+            continue
+        _list_edits(listing, index, row, edits, rows.last_is_pending(row))
+        if edits.allowed is not None:
+            allowed = edits.allowed_words(vocab_size)
+            words[index] = words[index] & allowed if index in words else allowed
+            rules[index] = NEUTRAL
+        if edits.penalises:
+            penalised[index] = edits
+            rules[index] = (edits.repetition, edits.frequency, edits.presence)
+    number_of = {index: number for number, index in enumerate(rules)}
+    word_row = {index: place for place, index in enumerate(words)}
+    return BatchLogitEdits(
+        listing.arrays(),
+        np.array(list(rules), dtype=np.int64),
+        np.array([word_row.get(index, NONE) for index in rules], dtype=np.int64),
+        np.array(list(rules.values()), dtype=np.float32).reshape(-1, 3),
+        np.array(list(words.values()), dtype="<u4")
+        .reshape(-1, -(-vocab_size // WORD_BITS))
+        .view(np.int32),
+        tuple(
+            Penalised(number_of[index], int(at[index]), edits, int(num_outputs[index]))
+            for index, edits in penalised.items()
+        ),
+    )
+
+
+def _list_edits(listing: _Listing, at: int, row: int, edits: RowEdits, pending: bool) -> None:
+    """Biases and what is forbidden; `pending`: the row's last token is not known yet."""
+    if len(edits.bias_ids):
+        listing.add(at, edits.bias_ids, edits.bias_values)
+    if forbidden := edits.forbidden_always if pending else edits.forbidden:
+        listing.add(at, forbidden, NEVER)
+    if pending and (pairs := edits.forbidden_after()):
+        token_ids, needed = zip(*pairs, strict=True)
+        listing.add(at, token_ids, NEVER, row, needed)
+
+
+def logprob_requests(
+    rows: InputBatch, at: NDArray[np.int64], handles: Sequence[int]
+) -> LogprobRequests:
+    """Those of the rows `at` [N] with these handles."""
+    asking = np.flatnonzero(rows.num_logprobs[at] != NO_LOGPROBS)
+    some = at[asking]
+    return LogprobRequests(
+        asking,
+        rows.num_logprobs[some],
+        (rows.num_tokens[some] - rows.num_prompt_tokens[some]).astype(np.uint32),
+        tuple(rows.params(handles[index]).logprob_token_ids for index in asking.tolist()),
+    )
+
+
+NO_LOGPROBS = -1
+"""In arrays of logprob counts: the row asks for none."""
+PENDING = -1
+"""In token_ids: sampled, and not on the host yet."""
+_OTHER_BYTES = 256
+"""Of a row, at most: its parameters, its counts and its place in the list of those free."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """What never changes about a sequence."""
+
+    handle: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    choice: int
+
+
+class InputBatch:
+    """Arrays indexed by row, all [num_rows] unless said.
+
+    token_ids: int32 [num_rows, max_model_len + 1], prompt then outputs.
+    num_tokens, num_prompt_tokens: int32.
+    temperature, top_p, min_p: float32; top_k, num_logprobs: int32; seed: uint64; choice: uint32.
+    num_candidates: int32, best next tokens that a row reports instead of sampling; 0: it samples.
+    num_prompt_logprobs: int32, alternatives beside each prompt token.
+    greedy: bool, the row wants the best token, once its scores are changed, and nothing else.
+    edits: what changes the scores of a row, only of rows that have theirs changed.
+    """
+
+    def __init__(
+        self, num_rows: int, max_model_len: int, block_size: int, num_groups: int = 1
+    ) -> None:
+        self.block_table = BlockTable(num_rows, max_model_len, block_size, num_groups)
+        self.token_ids = np.zeros((num_rows, max_model_len + 1), dtype=np.int32)
+        self.num_tokens = np.zeros(num_rows, dtype=np.int32)
+        self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int32)
+        self.temperature = np.zeros(num_rows, dtype=np.float32)
+        self.top_k = np.zeros(num_rows, dtype=np.int32)
+        self.top_p = np.ones(num_rows, dtype=np.float32)
+        self.min_p = np.zeros(num_rows, dtype=np.float32)
+        self.seed = np.zeros(num_rows, dtype=np.uint64)
+        self.choice = np.zeros(num_rows, dtype=np.uint32)
+        self.num_logprobs = np.full(num_rows, NO_LOGPROBS, dtype=np.int32)
+        self.num_candidates = np.zeros(num_rows, dtype=np.int32)
+        self.min_output = np.zeros(num_rows, dtype=np.int32)
+        self.num_prompt_logprobs = np.full(num_rows, NO_LOGPROBS, dtype=np.int32)
+        self.greedy = np.zeros(num_rows, dtype=np.bool_)
+        self.edits: dict[int, RowEdits] = {}
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._row_of: dict[int, int] = {}
+        self._sequences: dict[int, RowState] = {}
+
+    @staticmethod
+    def bytes_needed(num_rows: int, max_model_len: int, block_size: int, num_groups: int) -> int:
+        """What they come to take when all have been used at full length.
+
+        Without what rows need that have their scores changed.
+        """
+        num_blocks = num_groups * -(-max_model_len // block_size)
+        return num_rows * (4 * (max_model_len + 1 + num_blocks) + _OTHER_BYTES)
+
+    def apply(self, step: SchedulerOutput) -> NDArray[np.int64]:
+        """Take over what the scheduler changed; returns the rows of the step.
+
+        The order is that of the step: new requests, then cached ones. int64 [num_sequences].
+        """
+        for handle in step.finished_handles:
+            self._forget(handle)
+        for handle in step.preempted_handles:
+            self._release_row(handle)
+        for new in step.new_requests:
+            self._add(new)
+        cached = step.cached_requests
+        resumed = dict(zip(cached.resumed_handles, cached.resumed_output_token_ids, strict=True))
+        for handle, block_ids in zip(cached.handles, cached.new_block_ids, strict=True):
+            if handle in resumed:
+                self._place(self._sequences[handle], resumed[handle])
+                assert block_ids is not None, "a resumed sequence brings its block table"
+                self.block_table.replace(self._row_of[handle], block_ids)
+            elif block_ids is not None:
+                self.block_table.append(self._row_of[handle], block_ids)
+        for handle, token_id in zip(
+            cached.dictated_handles, cached.dictated_token_ids, strict=True
+        ):
+            self.append_sampled(np.array([self._row_of[handle]]), np.array([token_id]))
+        handles = [new.handle for new in step.new_requests] + cached.handles
+        return np.fromiter(map(self._row_of.__getitem__, handles), np.int64, len(handles))
+
+    def append_sampled(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+        """Each of `rows` [n] gets one more token."""
+        self.token_ids[rows, self.num_tokens[rows]] = token_ids
+        self.num_tokens[rows] += 1
+        if self.edits:
+            for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+                if row in self.edits and token_id != PENDING:
+                    self.edits[row].append(token_id)
+
+    def append_pending(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Each of `rows` [n] gets one more token, to be known later; returns their places."""
+        places = self.num_tokens[rows].astype(np.int64)
+        self.append_sampled(rows, np.full(len(rows), PENDING))
+        return places
+
+    def fill_in(
+        self,
+        handles: list[int],
+        rows: NDArray[np.int64],
+        places: NDArray[np.int64],
+        token_ids: NDArray[np.int64],
+    ) -> None:
+        """What `append_pending` left open, all [n]; nothing for a row that is another's by now."""
+        for handle, row, place, token_id in zip(
+            handles, rows.tolist(), places.tolist(), token_ids.tolist(), strict=True
+        ):
+            if self._row_of.get(handle) == row and self.token_ids[row, place] == PENDING:
+                self.token_ids[row, place] = token_id
+                if row in self.edits:
+                    self.edits[row].append(token_id)
+
+    def last_is_pending(self, row: int) -> bool:
+        """Whether the last token of a row is to be known later."""
+        return bool(self.token_ids[row, self.num_tokens[row] - 1] == PENDING)
+
+    def need_host(
+        self, rows: NDArray[np.int64], num_computed: NDArray[np.int32]
+    ) -> NDArray[np.bool_]:
+        """Bool [n]: rows that want what only the host makes in a step.
+
+        That is candidates of a beam, and log-probabilities of prompt tokens that follow the
+        `num_computed` [n] tokens before the step and the first one in it.
+        """
+        prompts = (self.num_prompt_logprobs[rows] != NO_LOGPROBS) & (
+            num_computed + 1 < self.num_prompt_tokens[rows]
+        )
+        found: NDArray[np.bool_] = prompts | (self.num_candidates[rows] > 0)
+        return found
+
+    def params(self, handle: int) -> SamplingParams:
+        """The sampling parameters of a sequence."""
+        return self._sequences[handle].params
+
+    def clear(self) -> None:
+        """Forget every sequence."""
+        for handle in list(self._sequences):
+            self._forget(handle)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences known, running or parked."""
+        return len(self._sequences)
+
+    def _add(self, new: NewRequestData) -> None:
+        sequence = RowState(
+            new.handle, new.prompt_token_ids, new.sampling_params, new.seed, new.choice
+        )
+        self._sequences[new.handle] = sequence
+        self._place(sequence, new.output_token_ids)
+        self.block_table.replace(self._row_of[new.handle], new.block_ids)
+
+    def _place(self, sequence: RowState, output_token_ids: list[int]) -> None:
+        """Fill a row: the one that the sequence has, or a free one."""
+        if sequence.handle not in self._row_of:
+            self._row_of[sequence.handle] = self._free.pop()
+        row = self._row_of[sequence.handle]
+        prompt_end = len(sequence.prompt_token_ids)
+        end = prompt_end + len(output_token_ids)
+        self.token_ids[row, :prompt_end] = sequence.prompt_token_ids
+        self.token_ids[row, prompt_end:end] = output_token_ids
+        self.num_prompt_tokens[row] = prompt_end
+        self.num_tokens[row] = end
+        params = sequence.params
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seed[row] = sequence.seed
+        self.choice[row] = sequence.choice
+        self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self.num_candidates[row] = params.num_candidates
+        self.min_output[row] = params.min_tokens
+        self.num_prompt_logprobs[row] = (
+            NO_LOGPROBS if params.prompt_logprobs is None else params.prompt_logprobs
+        )
+        self.greedy[row] = (
+            params.temperature < GREEDY_TEMPERATURE
+            and params.logprobs is None
+            and params.num_candidates == 0
+        )
+        self.edits.pop(row, None)
+        if params.edits is not None:
+            self.edits[row] = RowEdits(params.edits, sequence.prompt_token_ids, output_token_ids)
+
+    def _release_row(self, handle: int) -> None:
+        row = self._row_of.pop(handle)
+        self.edits.pop(row, None)
+        self._free.append(row)
+
+    def _forget(self, handle: int) -> None:
+        if handle in self._row_of:
+            self._release_row(handle)
+        self._sequences.pop(handle, None)
+
+
+# The arrays of one step, built from rows and counts with numpy.
+#
+# sequence    0          1     2
+# tokens    | 0 1 2 3 4 | 5 | 6 7 8 |     query_start = [0 5 6 9]
+# positions   0 1 2 3 4   17  32 33 34    num_computed = [0 17 32]
+# seq_lens    5           18  35
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What the model and the sampler need; T tokens, S sequences, N of which sample.
+
+    token_ids, positions: int64 [T].
+    rows: int64 [S], rows of the sequences.
+    query_start: int32 [S + 1], where each sequence's tokens begin.
+    seq_lens: int32 [S], tokens of each sequence once the step is computed.
+    num_computed: int32 [S], tokens computed before the step.
+    samples: bool [S], the sequences whose last known token is in this step.
+    last_token: int64 [N], index on the token axis of the last token of those.
+    attention: of each KV cache group; they differ in their block tables and slots.
+    """
+
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    query_start: NDArray[np.int32]
+    seq_lens: NDArray[np.int32]
+    num_computed: NDArray[np.int32]
+    samples: NDArray[np.bool_]
+    last_token: NDArray[np.int64]
+    attention: tuple[AttentionInputs, ...]
+
+    def rows_that_sample(self, hidden: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
+        """Rows [N, H] of hidden states [T, H]: the last token of each sequence that samples.
+
+        last_token: that of the inputs, where the hidden states are.
+        """
+        if len(self.last_token) == len(self.token_ids):
+            return hidden
+        return hidden.index_select(0, last_token)
+
+
+def decodes_first(step: SchedulerOutput) -> NDArray[np.int64]:
+    """int64 [S]: place i is for this sequence of the step; those with one token come first."""
+    counts = [each.num_scheduled_tokens for each in step.new_requests]
+    counts += step.cached_requests.num_scheduled_tokens
+    return np.argsort(np.array(counts) > 1, kind="stable")
+
+
+def build_inputs(
+    step: SchedulerOutput,
+    step_rows: NDArray[np.int64],
+    rows: InputBatch,
+    order: NDArray[np.int64] | slice = slice(None),
+) -> StepInputs:
+    """The inputs of a step whose changes `rows` has taken over.
+
+    order: which sequence of the step is at each place; all arrays follow it.
+    """
+    new, cached = step.new_requests, step.cached_requests
+    step_rows = step_rows[order]
+    num_computed = np.array(
+        [each.num_computed_tokens for each in new] + cached.num_computed_tokens, dtype=np.int32
+    )[order]
+    num_scheduled = np.array(
+        [each.num_scheduled_tokens for each in new] + cached.num_scheduled_tokens, dtype=np.int32
+    )[order]
+    query_start = np.zeros(len(step_rows) + 1, dtype=np.int32)
+    np.cumsum(num_scheduled, out=query_start[1:])
+    seq_lens = num_computed + num_scheduled
+
+    positions = np.arange(query_start[-1], dtype=np.int64)
+    positions += np.repeat(num_computed - query_start[:-1], num_scheduled)
+    token_rows = np.repeat(step_rows, num_scheduled)
+    samples = seq_lens >= rows.num_tokens[step_rows]
+    return StepInputs(
+        token_ids=rows.token_ids[token_rows, positions].astype(np.int64),
+        positions=positions,
+        rows=step_rows,
+        query_start=query_start,
+        seq_lens=seq_lens,
+        num_computed=num_computed,
+        samples=samples,
+        last_token=(query_start[1:][samples] - 1).astype(np.int64),
+        attention=_attention_inputs(
+            rows.block_table, step_rows, token_rows, positions, query_start, seq_lens
+        ),
+    )
+
+
+def dummy_inputs(num_tokens: int, num_seqs: int, table: BlockTable) -> StepInputs:
+    """A step of tokens 0 of sequences that nobody has, all in block 0, the null block.
+
+    Each sequence begins in this step, with at most as many tokens as a row of the table has.
+    """
+    counts = np.full(num_seqs, num_tokens // num_seqs, dtype=np.int32)
+    counts[: num_tokens % num_seqs] += 1
+    assert 0 < counts.min() <= counts.max() <= table.ids.shape[2] * table.block_size
+    query_start = np.zeros(num_seqs + 1, dtype=np.int32)
+    np.cumsum(counts, out=query_start[1:])
+    positions = np.arange(num_tokens) - np.repeat(query_start[:-1], counts)
+    blocks = np.zeros((num_seqs, -(-int(counts.max()) // table.block_size)), dtype=np.int32)
+    attention = AttentionInputs(query_start, counts, blocks, positions % table.block_size)
+    return StepInputs(
+        token_ids=np.zeros(num_tokens, dtype=np.int64),
+        positions=positions,
+        rows=np.zeros(num_seqs, dtype=np.int64),
+        query_start=query_start,
+        seq_lens=counts,
+        num_computed=np.zeros_like(counts),
+        samples=np.ones(num_seqs, dtype=np.bool_),
+        last_token=(query_start[1:] - 1).astype(np.int64),
+        attention=(attention,) * table.num_groups,
+    )
+
+
+def _attention_inputs(
+    table: BlockTable,
+    step_rows: NDArray[np.int64],
+    token_rows: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    query_start: NDArray[np.int32],
+    seq_lens: NDArray[np.int32],
+) -> tuple[AttentionInputs, ...]:
+    """Block tables of the step's rows and slots of its tokens, group by group."""
+    block_index, offset = np.divmod(positions, table.block_size)
+    max_blocks = -(-int(seq_lens.max()) // table.block_size)
+    tables = np.ascontiguousarray(table.ids[:, step_rows, :max_blocks])
+    slots = table.ids[:, token_rows, block_index].astype(np.int64) * table.block_size + offset
+    return tuple(
+        AttentionInputs(query_start, seq_lens, block_table, slot_mapping)
+        for block_table, slot_mapping in zip(tables, np.ascontiguousarray(slots), strict=True)
+    )
