@@ -2,7 +2,7 @@
 
     NextEngine ─▶ tokenizer, template, connection ─▶ NextReady
     SwitchEngine ─▶ new requests go to the next engine; running ones stay with the old one
-                 ─▶ Switched ─ the last of them ends ─▶ EngineLeft
+                 ─▶ Switched ─ the last of them ends ─▶ OldEngineIdle
 
 The application state is replaced as a whole. In an in-place reload one engine follows the other,
 and running requests continue on the new one.
@@ -20,7 +20,7 @@ from api_server.health import InFlightCounter
 from proto.codec import Message
 from proto.config import ModelConfig
 from proto.errors import ModelError
-from proto.lifecycle import EngineLeft, NewEngine, NextEngine, NextReady, Switched
+from proto.lifecycle import NewEngine, NextEngine, NextReady, OldEngineIdle, Switched
 from proto.process import describe
 from proto.sockets import Link
 
@@ -145,4 +145,4 @@ class EngineSwitch:
         await old.in_flight.wait_until_idle()
         del self._leaving[old.epoch], self._vocabularies[old.epoch]
         old.client.drop(old.epoch)
-        self._send(EngineLeft(self._index, old.epoch))
+        self._send(OldEngineIdle(self._index, old.epoch))

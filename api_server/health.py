@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from api_server.engine_client import EngineClient
 from api_server.errors import DrainingError, NotAvailableError
-from proto.lifecycle import Condition
+from proto.lifecycle import HealthStatus
 
 
 class DrainState:
@@ -72,9 +72,9 @@ class Health:
         self._client = client
         self._drain_state = drain_state
         self._clock = clock
-        self._reported = Condition()
+        self._reported = HealthStatus()
 
-    def update(self, condition: Condition) -> None:
+    def update(self, condition: HealthStatus) -> None:
         """Replace the last report of the supervisor."""
         self._reported = condition
 

@@ -37,7 +37,7 @@ from api_server.supervisor_link import SupervisorLink
 from proto.codec import Message
 from proto.config import FrontEndConfig
 from proto.engine_io import request_ids
-from proto.lifecycle import AbortRequests, DrainWanted, FrontEndReady, PhaseClock, ProcessBoot
+from proto.lifecycle import AbortRequests, DrainRequested, FrontEndReady, PhaseClock, ProcessBoot
 from proto.process import REQUEST_LOOP_GC, freeze_heap
 from proto.security import server_context
 from proto.sockets import Link, front_end_path
@@ -124,7 +124,7 @@ def make_app_state(
         ServerInfo(name, daemon_version(), config.scheduler.max_num_seqs), client
     )
     client.attach_live_view(live_view)
-    drain_state = DrainState(partial(send, DrainWanted(boot.index)))
+    drain_state = DrainState(partial(send, DrainRequested(boot.index)))
     texts = ModelTexts.load(config.model, model)
     return AppState(
         model=model,

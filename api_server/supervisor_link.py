@@ -10,9 +10,10 @@ from proto.codec import Message
 from proto.lifecycle import (
     AbortRequests,
     Alive,
-    Condition,
     Drain,
+    DrainProgress,
     DropEngine,
+    HealthStatus,
     NewEngine,
     NextEngine,
     Ping,
@@ -20,7 +21,6 @@ from proto.lifecycle import (
     Restarted,
     Shutdown,
     SwitchEngine,
-    UnderWay,
 )
 from proto.sockets import Link
 
@@ -72,7 +72,7 @@ class SupervisorLink:
         elif isinstance(message, Restarted):
             engine_switch.app_state.metrics.restarted(message.role, message.hung)
             engine_switch.app_state.live_view.restarted(message.role, hung=message.hung)
-        elif isinstance(message, Condition):
+        elif isinstance(message, HealthStatus):
             engine_switch.app_state.health.update(message)
         elif isinstance(message, Ping):
             self.send(Alive())
@@ -95,6 +95,6 @@ class SupervisorLink:
     async def _report_in_flight(self) -> None:
         number = self._engine_switch.num_in_flight
         if number:
-            self.send(UnderWay(self._index, number))
+            self.send(DrainProgress(self._index, number))
             await self._engine_switch.wait_until_idle()
-        self.send(UnderWay(self._index, 0))
+        self.send(DrainProgress(self._index, 0))

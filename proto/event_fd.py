@@ -8,10 +8,10 @@ NO_DESCRIPTOR: Final = -1
 """Instead of a descriptor, for a component that never signals."""
 
 
-class Bell:
-    """A descriptor that is readable between a call of `ring` and the next of `silence`.
+class EventFd:
+    """A descriptor that is readable between a call of `notify` and the next of `clear`.
 
-    After `close`, `ring` does nothing: the number of the descriptor may belong to another file.
+    After `close`, `notify` does nothing: the number of the descriptor may belong to another file.
     """
 
     def __init__(self) -> None:
@@ -19,13 +19,13 @@ class Bell:
         self._lock = Lock()
         self._closed = False
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Make the descriptor readable; may be called from any thread, at any time."""
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self.descriptor, 1)
 
-    def silence(self) -> None:
+    def clear(self) -> None:
         """Make the descriptor unreadable; call it before reading what was signalled."""
         try:
             os.eventfd_read(self.descriptor)

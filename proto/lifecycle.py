@@ -19,17 +19,17 @@ API server stuck  engine ──FrontEndStalled──▶ supervisor, which kills 
 Hang detection:
 
 supervisor ──Ping──▶ engine, API servers ──EngineAlive, Alive──▶ supervisor
-supervisor ──Condition──▶ API servers
-worker of several ──AwaitsRanks──▶ supervisor, which checks the other ranks first
+supervisor ──HealthStatus──▶ API servers
+worker of several ──WaitingForRanks──▶ supervisor, which checks the other ranks first
 
 Reload, with a new engine beside the old one or in its place:
 
 supervisor ──NextEngine──▶ API servers ──NextReady──▶ supervisor ──SwitchEngine──▶ API servers
-API servers ──Switched, EngineLeft──▶ supervisor ──Shutdown──▶ old engine and its workers
+API servers ──Switched, OldEngineIdle──▶ supervisor ──Shutdown──▶ old engine and its workers
 
 Drain before shutdown:
 
-supervisor ──Drain──▶ API servers ──UnderWay──▶ supervisor ──Shutdown──▶ any process
+supervisor ──Drain──▶ API servers ──DrainProgress──▶ supervisor ──Shutdown──▶ any process
 
 Numbers that tell successive processes apart:
 
@@ -114,7 +114,7 @@ class ProcessBoot(msgspec.Struct, frozen=True, kw_only=True):
     born_at: float = 0.0
 
 
-class Phase(msgspec.Struct, array_like=True, frozen=True):
+class StartPhase(msgspec.Struct, array_like=True, frozen=True):
     """One phase of a process's start, and its duration."""
 
     what: str
@@ -126,7 +126,7 @@ class ProcessStart(msgspec.Struct, array_like=True, frozen=True):
 
     role: Role
     index: int
-    phases: tuple[Phase, ...]
+    phases: tuple[StartPhase, ...]
 
 
 class KVGroup(msgspec.Struct, array_like=True, frozen=True):
@@ -187,7 +187,7 @@ class WorkerReady(msgspec.Struct, array_like=True, tag=10, frozen=True):
     fingerprint: bytes
     device_name: str
     weights: tuple[WeightMemory, ...] = ()
-    phases: tuple[Phase, ...] = ()
+    phases: tuple[StartPhase, ...] = ()
     computes_ahead: bool = False
     step_tokens: int = CPU_STEP_TOKENS
 
@@ -242,7 +242,7 @@ class FrontEndReady(msgspec.Struct, array_like=True, tag=14, frozen=True):
     """An API server accepts HTTP requests. phases: phases of its start."""
 
     index: int
-    phases: tuple[Phase, ...] = ()
+    phases: tuple[StartPhase, ...] = ()
 
 
 class PhaseClock:
@@ -253,12 +253,12 @@ class PhaseClock:
 
     def __init__(self, begun: float) -> None:
         self._begun = self._last = begun
-        self._phases: list[Phase] = []
+        self._phases: list[StartPhase] = []
 
     def end(self, what: str) -> None:
         """End a phase: everything since the end of the last one."""
         now = time.monotonic()
-        self._phases.append(Phase(what, now - self._last))
+        self._phases.append(StartPhase(what, now - self._last))
         self._last = now
 
     @property
@@ -267,7 +267,7 @@ class PhaseClock:
         return time.monotonic() - self._begun
 
     @property
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[StartPhase, ...]:
         """Phases that have ended, in order."""
         return tuple(self._phases)
 
@@ -355,10 +355,10 @@ class Paused(msgspec.Struct, array_like=True, tag=25, frozen=True):
 
 
 class Drain(msgspec.Struct, array_like=True, tag=40, frozen=True):
-    """Refuse new requests, and report the open ones (UnderWay)."""
+    """Refuse new requests, and report the open ones (DrainProgress)."""
 
 
-class UnderWay(msgspec.Struct, array_like=True, tag=41, frozen=True):
+class DrainProgress(msgspec.Struct, array_like=True, tag=41, frozen=True):
     """Open HTTP requests of a draining API server; sent at once, at each change, and at 0."""
 
     index: int
@@ -376,7 +376,7 @@ class AbortRequests(msgspec.Struct, array_like=True, tag=49, frozen=True):
     owner: str | None = None
 
 
-class DrainWanted(msgspec.Struct, array_like=True, tag=42, frozen=True):
+class DrainRequested(msgspec.Struct, array_like=True, tag=42, frozen=True):
     """An admin call to an API server requests that the daemon drains and exits."""
 
     index: int
@@ -419,7 +419,7 @@ class EngineAlive(msgspec.Struct, array_like=True, tag=37, frozen=True):
     num_reports: int = 0
 
 
-class AwaitsRanks(msgspec.Struct, array_like=True, tag=61, frozen=True):
+class WaitingForRanks(msgspec.Struct, array_like=True, tag=61, frozen=True):
     """A worker has waited long, in the middle of a step, for the other ranks.
 
     It counts as hung only if all ranks wait.
@@ -435,7 +435,7 @@ class NotReady(msgspec.Struct, array_like=True, frozen=True):
     since: float
 
 
-class Condition(msgspec.Struct, array_like=True, tag=38, frozen=True):
+class HealthStatus(msgspec.Struct, array_like=True, tag=38, frozen=True):
     """All reasons why the daemon is not ready now, for /health/ready; replaces the last message."""
 
     reasons: tuple[NotReady, ...] = ()
@@ -496,7 +496,7 @@ class Switched(msgspec.Struct, array_like=True, tag=48, frozen=True):
     epoch: int
 
 
-class EngineLeft(msgspec.Struct, array_like=True, tag=46, frozen=True):
+class OldEngineIdle(msgspec.Struct, array_like=True, tag=46, frozen=True):
     """An API server has no open request at the old engine."""
 
     index: int
@@ -538,13 +538,13 @@ ToSupervisor = (
     | EngineAlive
     | FrontEndStalled
     | ProtocolViolation
-    | UnderWay
-    | DrainWanted
-    | AwaitsRanks
+    | DrainProgress
+    | DrainRequested
+    | WaitingForRanks
     | AbortRequests
     | NextReady
     | Switched
-    | EngineLeft
+    | OldEngineIdle
 )
 
 
@@ -556,7 +556,7 @@ FromSupervisor = (
     | Paused
     | Restarted
     | Ping
-    | Condition
+    | HealthStatus
     | AbortRequests
     | Drain
     | NextEngine

@@ -27,7 +27,6 @@ from proto import PROTOCOL_VERSION
 from proto.errors import ProcessDiedError, ProtocolError
 from proto.faults import FaultInjector
 from proto.lifecycle import (
-    AwaitsRanks,
     CacheReady,
     InitializeCache,
     NewEngine,
@@ -35,6 +34,7 @@ from proto.lifecycle import (
     ProcessBoot,
     ProtocolViolation,
     Shutdown,
+    WaitingForRanks,
     WorkerReady,
 )
 from proto.model_runner_output import ModelRunnerOutput
@@ -164,11 +164,11 @@ class Worker:
             boot.index,
             config.parallel.tensor_parallel_size,
             device.torch_device,
-            lambda: supervisor.send(AwaitsRanks(boot.index)),
+            lambda: supervisor.send(WaitingForRanks(boot.index)),
             lambda: bool(Poller([supervisor]).wait(0.0)),
         )
         self._wait_reporter = RankWaitReporter(
-            self._group.size, lambda: supervisor.send(AwaitsRanks(boot.index))
+            self._group.size, lambda: supervisor.send(WaitingForRanks(boot.index))
         )
         # Loading takes a while, and what has no room now has none beside the weights.
         device.kv_cache_bytes(config.cache)

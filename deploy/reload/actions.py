@@ -1,7 +1,4 @@
-"""What a reload needs done, done to the processes of this daemon.
-
-Owns nothing: the supervisor's children, its loop and the memory of the machine are others'.
-"""
+"""Operations on the daemon's processes that a reload needs."""
 
 import os
 import subprocess
@@ -17,16 +14,11 @@ from proto.lifecycle import EngineReady, ProcessBoot
 from proto.prepared_model import PreparedModel
 from proto.sockets import Poller
 
-# The model is looked at once more while it is served: `tokend prepare` in a process of its own.
-#
-# Owns that process. It may take minutes, and the supervisor's loop must go on turning.
-
 
 class PreparationProcess:
-    """One run of `command`; `fileno()` turns readable when it is over.
+    """A run of `tokend prepare`, which may take minutes; `fileno()` is readable when it has ended.
 
-    What it prints goes into memory: a pipe would fill up, or be held open by whoever it
-    has started itself.
+    Its output goes to memory files: a pipe could fill up, or be kept open by its own children.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
@@ -54,7 +46,7 @@ class PreparationProcess:
         return self._process.poll() is not None
 
     def result(self) -> PreparedModel:
-        """Of one that has ended; raises ModelError with its last line."""
+        """Return the manifest once the process has ended; raises ModelError with its message."""
         if self._process.returncode != 0:
             lines = _content(self._errors).decode(errors="replace").strip().splitlines()
             raise ModelError(lines[-1].removeprefix("tokend: ") if lines else self._manner())
@@ -64,7 +56,7 @@ class PreparationProcess:
             raise ModelError(f"preparing the model printed no manifest: {error}") from None
 
     def close(self) -> None:
-        """End it if it still runs, and let go of it."""
+        """Kill the process if it still runs, and close its descriptors."""
         if not self.has_ended():
             self._process.kill()
             self._process.wait()
@@ -84,11 +76,12 @@ def _content(descriptor: int) -> bytes:
 
 
 class ProcessActions:
-    """running: the supervisor's list of children. start: how it starts one.
+    """What a reload does with processes.
 
-    command: prints the manifest of the model. variables: its environment.
-    engine: what the engine of now told of itself. preparing: gets the ids of processes that
-    prepare the model.
+    running: the supervisor's list of children. start: starts a child.
+    command: prepares the model and prints the manifest. variables: its environment.
+    engine: returns the EngineReady of the current engine. preparing: ids of the processes that
+    prepare the model, filled here.
     """
 
     def __init__(
@@ -137,11 +130,12 @@ class ProcessActions:
                 child.tell(message)
 
     def fits(self) -> bool:
-        """On a CPU, where there is as much memory free as workers and KV pool take now.
+        """Whether a second generation fits beside the current one.
 
-        A pool whose size nobody has set takes half of what is free, and a reload should
-        not make it smaller: that takes twice the pool. What a GPU has free nobody here
-        knows, and two engines cannot publish at one endpoint.
+        On a CPU, free memory must be at least what workers and KV pool use now, and twice the
+        pool if its size is not set, because it then takes half of the free memory and should not
+        become smaller. Always False on a GPU, whose free memory is unknown here, and with a fixed
+        endpoint for KV events.
         """
         cache = self._config.cache
         if self._config.device.device == "cuda" or cache.has_fixed_kv_events_endpoint:

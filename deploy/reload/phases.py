@@ -1,13 +1,12 @@
-"""What a reload goes through, phase by phase.
+"""The phases of a reload.
 
-                         ┌ side by side ─ it starts, front ends meet it ─ switch ─▶ leaving: the
-    preparing ─▶ meeting ┤                                               old one's requests end
-    (the model           └ in place ─ front ends read the model ─▶ clearing: the old one ends
-     once more)                    ─▶ starting: front ends send it what is open ─ switch
+                         ┌ side by side ─ new engine starts ─ switch ─▶ leaving: open requests
+    preparing ─▶ meeting ┤                                              finish at the old engine
+    (the model again)    └ in place ─▶ clearing: the old engine ends ─▶ starting: the new engine
+                                                     gets all open requests ─ switch
 
-Each phase says which one follows. Until the switch nothing is lost when something fails: the
-old generation goes on, or in place is started again. Processes are reached by `ProcessActions`
-only.
+Each phase returns its successor. A failure before the switch loses nothing: the old generation
+goes on, or, in place, is started again.
 """
 
 import textwrap
@@ -25,11 +24,11 @@ from proto.codec import Message
 from proto.errors import ModelError
 from proto.lifecycle import (
     DropEngine,
-    EngineLeft,
     EngineReady,
     NewEngine,
     NextEngine,
     NextReady,
+    OldEngineIdle,
     Paused,
     ProtocolViolation,
     Switched,
@@ -38,16 +37,15 @@ from proto.lifecycle import (
 from proto.prepared_model import PreparedModel
 
 MEETING_SECONDS: Final = 600.0
-"""For another generation to load and to be met by every front end."""
+"""Limit for the new generation to load and to be connected to every API server."""
 
 
 @dataclass(frozen=True)
 class ReloadContext:
-    """What all phases touch.
+    """What all phases use.
 
-    num_front_ends, num_workers: of a generation. clock: monotonic seconds.
-    conclude: called once in each reload: why the old generation goes on, or "", and whether
-    to try again.
+    num_workers: of a generation. clock: monotonic seconds.
+    conclude: called once per reload with the error ("" for success) and whether to try again.
     """
 
     epochs: EpochCounter
@@ -60,14 +58,14 @@ class ReloadContext:
     conclude: Callable[[str, bool], None]
 
     def start(self, epochs: EpochCounter) -> None:
-        """Start engine and workers."""
+        """Start the engine and the workers of a generation."""
         for rank in range(self.num_workers):
             self.actions.start(epochs.boot("worker", rank))
         self.actions.start(epochs.boot("engine_core", 0))
 
 
 class Phase:
-    """Nothing is under way; and what the phases have in common."""
+    """Base class of the phases; its methods do nothing."""
 
     idle = False
 
@@ -75,46 +73,46 @@ class Phase:
         self._context = context
 
     def press(self) -> "Phase":
-        """The loop has turned."""
+        """Do what is due; called in every loop of the supervisor."""
         return self
 
     def seconds_left(self) -> float | None:
-        """How long nothing is to do though nothing happens; None for ever."""
+        """Seconds until something is due without an event; None for never."""
         return None
 
     def note(self, message: Message) -> "Phase":
-        """A process said something."""
+        """Take a message of a process into account."""
         return self
 
     def owns(self, dead: Child) -> bool:
-        """Whether this death is the affair of the reload, and of nobody else."""
+        """Whether the reload, and not recovery, handles the death of this process."""
         return False
 
     def is_ending(self, process: Child) -> bool:
-        """It was asked to end."""
+        """Whether the process was asked to exit."""
         return False
 
     def cut_off(self, hung: Child) -> "Phase":
-        """It will be killed; what it says until then is to reach nobody."""
+        """Disconnect the others from a process that will be killed."""
         return self
 
     def note_death(self, dead: Child) -> "Phase":
-        """Of any process."""
+        """Take the death of any process into account."""
         return self
 
     def give_up(self, why: str) -> "Phase":
-        """The daemon is about to end: do nothing that is not needed for the requests there are."""
+        """Cancel what open requests do not need, because the daemon shuts down."""
         return self
 
 
 class Idle(Phase):
-    """There is one generation."""
+    """No reload is in progress."""
 
     idle = True
 
 
 class Preparing(Phase):
-    """The files of the model may have changed."""
+    """Prepares the model again, because its files may have changed."""
 
     def __init__(self, context: ReloadContext) -> None:
         super().__init__(context)
@@ -137,7 +135,7 @@ class Preparing(Phase):
 
 
 class Waiting(Phase):
-    """Nobody is to be missing when another generation comes."""
+    """Waits until all restarts are complete."""
 
     def __init__(self, context: ReloadContext, model: PreparedModel) -> None:
         super().__init__(context)
@@ -149,7 +147,7 @@ class Waiting(Phase):
         return Meeting(self._context, self._model, in_place=not self._side_by_side()).begin()
 
     def _side_by_side(self) -> bool:
-        """Not beside a frozen engine, which would never finish what it has."""
+        """Whether both engines run at once; never with a frozen one, which finishes nothing."""
         if self._context.epochs.pause_mode == "freeze":
             return False
         strategy = self._context.strategy
@@ -161,7 +159,7 @@ class Waiting(Phase):
 
 
 class Meeting(Phase):
-    """Front ends get ready for another generation; side by side that one starts meanwhile."""
+    """API servers get ready for the new generation, which starts meanwhile if side by side."""
 
     def __init__(self, context: ReloadContext, model: PreparedModel, *, in_place: bool) -> None:
         super().__init__(context)
@@ -194,9 +192,9 @@ class Meeting(Phase):
 
     def note(self, message: Message) -> Phase:
         if _is_violation(message, self._epochs):
-            return self.give_up("one of its processes is not to be trusted")
+            return self.give_up("one of its processes sent an invalid message")
         if isinstance(message, Paused) and message.mode != self._epochs.pause_mode:
-            # who is born knows of another pause, or of none
+            # the new engine was started with another pause mode
             return self._stop("the engine was paused or resumed meanwhile", again=True)
         if not isinstance(message, NextReady) or message.epoch != self._epochs.epoch:
             return self
@@ -233,9 +231,9 @@ class Meeting(Phase):
 
 
 class Leaving(Phase):
-    """The old generation computes what it has begun, beside the one of now.
+    """The old generation finishes its requests beside the new one.
 
-    The reload is over as soon as every front end asks the new one.
+    The reload is complete as soon as every API server uses the new one.
     """
 
     def __init__(self, context: ReloadContext, old: EpochCounter) -> None:
@@ -248,7 +246,7 @@ class Leaving(Phase):
     def note(self, message: Message) -> Phase:
         if isinstance(message, Switched) and message.epoch == self._epoch:
             self._switched(message.index)
-        elif isinstance(message, EngineLeft) and message.epoch == self._old.epoch:
+        elif isinstance(message, OldEngineIdle) and message.epoch == self._old.epoch:
             return self._left(message.index)
         elif _is_violation(message, self._old):
             return self._abandon()
@@ -263,16 +261,16 @@ class Leaving(Phase):
         return self._abandon() if self.owns(hung) else self
 
     def note_death(self, dead: Child) -> Phase:
-        """With a front end go its requests."""
+        """Abandon the old generation if it died; the requests of a dead API server are gone."""
         if self.owns(dead):
             return self._abandon()
         return self._left(dead.index) if dead.role == "api_server" else self
 
     def _abandon(self) -> Phase:
-        """The old generation is of no use any more: its requests go on at the engine of now."""
+        """End the old generation; its requests continue at the current engine."""
         self._context.actions.tell_front_ends(DropEngine(self._old.epoch))
         for index in list(self._switching):
-            self._switched(index)  # it will have, before it hears of that
+            self._switched(index)  # it has switched before it receives DropEngine
         return Parting(self._context, self._old, AFTER_A_DEATH)
 
     def _switched(self, index: int) -> None:
@@ -288,7 +286,7 @@ class Leaving(Phase):
 
 
 class Parting(Phase):
-    """A generation that nobody asks any more ends."""
+    """An unused generation shuts down."""
 
     def __init__(
         self, context: ReloadContext, epochs: EpochCounter, limits: ShutdownLimits
@@ -324,9 +322,9 @@ class Parting(Phase):
 
 
 class Clearing(Parting):
-    """In place: what was makes room; meanwhile requests wait in the front ends.
+    """In place: the old generation shuts down while requests wait in the API servers.
 
-    restores: what comes is what was there before.
+    restores: whether the generation that follows restores the old model.
     """
 
     def __init__(self, context: ReloadContext, old: EpochCounter, *, restores: bool) -> None:
@@ -341,7 +339,7 @@ class Clearing(Parting):
 
 
 class Starting(Phase):
-    """In place: the new generation loads. If it cannot, that of `model` comes back."""
+    """In place: the new generation loads. If it fails, one with the old `model` is started."""
 
     def __init__(self, context: ReloadContext, model: PreparedModel) -> None:
         super().__init__(context)
@@ -371,15 +369,15 @@ class Starting(Phase):
 
 
 def _pause_all(context: ReloadContext, beside: EpochCounter, message: Paused) -> None:
-    """Who pauses the daemon means all that is computed, whichever engine was asked.
+    """Apply a pause or resume to both engines, whichever engine got the admin call.
 
-    That was the one of before where a front end had not switched yet, or where its word was
-    still on its way here when the others did:
+    That is the old one if the API server had not switched yet, or if the message was in transit
+    when it did:
 
         operator ─▶ front end ─▶ engine 1 ─ Paused ──────────────┐
         supervisor ──── SwitchEngine(2) ─────────────────────────┴─▶ engine 2 hears of it now
 
-    Each engine hears all of it in the order in which it was heard here, so they end up alike.
+    Both engines get all of these messages in the same order, so they end in the same state.
     """
     context.epochs.pause_mode = message.mode
     for generation in (beside.generation, context.epochs.generation):
@@ -389,14 +387,14 @@ def _pause_all(context: ReloadContext, beside: EpochCounter, message: Paused) ->
 
 
 def _is_violation(message: Message, epochs: EpochCounter) -> bool:
-    """Somebody has said what it cannot mean, and belongs to these."""
+    """Whether a message reports a protocol violation by a process of this generation."""
     if not isinstance(message, ProtocolViolation):
         return False
     return message.epoch == (epochs.worker_epoch if message.role == "worker" else epochs.epoch)
 
 
 def describe_death(dead: Child) -> str:
-    """What the user should know of a process that could not start."""
+    """Describe for the user why a process could not start."""
     message = exit_report.user_error(dead.last_words)
     if message is not None:
         return message

@@ -1,7 +1,4 @@
-"""What each process is given at birth, and what the others are told of it.
-
-Owns the epochs and the incarnations: which life of which process this is. Starts nothing.
-"""
+"""Epochs, incarnations and boot messages of all processes; see the table in proto/lifecycle.py."""
 
 import contextlib
 import copy
@@ -16,16 +13,16 @@ from proto.lifecycle import NewEngine, NewFrontEnd, NewWorkers, ProcessBoot, Rol
 from proto.prepared_model import PreparedModel
 
 Announcement = tuple[Role, Message]
-"""Who is to be told, and what."""
+"""A message, and the role of the processes that receive it."""
 
 
 class EpochCounter:
-    """Counts lives.
+    """Numbers the engines, workers and API servers of one generation, and makes boot messages.
 
-    template: a boot message, complete but for role, index, numbers and listeners. Its
-        metrics_fd is for front ends only.
-    listen_fds: what front ends listen on.
-    pause_mode: what the engine said last of itself; the next one goes on with it.
+    template: boot message without role, index, numbers and listeners. Its metrics_fd is for API
+        servers only.
+    listen_fds: listening sockets of the API servers.
+    pause_mode: last mode that the engine reported; a new engine starts with it.
     """
 
     def __init__(self, template: ProcessBoot, listen_fds: tuple[int, ...]) -> None:
@@ -39,11 +36,11 @@ class EpochCounter:
 
     @property
     def generation(self) -> int:
-        """Of the engine and the workers that are born now."""
+        """Generation of the engine and the workers that serve now."""
         return self._template.generation
 
     def is_of_now(self, process: Child) -> bool:
-        """Neither of a generation that comes nor of one that goes; front ends are of all."""
+        """Whether a process belongs to the current generation; an API server always does."""
         return process.role == "api_server" or process.generation == self.generation
 
     @property
@@ -51,7 +48,7 @@ class EpochCounter:
         return self._template.model
 
     def sibling(self, model: PreparedModel) -> "EpochCounter":
-        """Those of another generation, in epochs of its own; lives are counted together."""
+        """Return a counter for a new generation, with new epochs and the same incarnations."""
         other = copy.copy(self)
         other.epoch = other.worker_epoch = next(self._epochs)
         other._template = changed(self._template, model=model, generation=other.epoch)

@@ -1,7 +1,7 @@
-"""Who brought the daemon down, and how to say it.
+"""Reports which process caused the daemon to end, and how.
 
-Processes die in chains: the engine gives up because a worker is gone. The
-culprit is the first cause, not the first that was noticed.
+Processes fail in chains: the engine exits because a worker is gone. The culprit is the first cause,
+not the failure that was noticed first.
 """
 
 import signal
@@ -21,10 +21,10 @@ _USER_ERRORS: Final = (ConfigError.__name__ + ": ", ModelError.__name__ + ": ")
 
 
 def culprit_of(failed: Sequence[Child]) -> Child:
-    """The first cause among processes that failed at nearly the same time.
+    """Return the first cause among processes that failed at nearly the same time.
 
-    Who is killed did not choose to end, so a signal counts before an error, and an
-    error before an end without a word; among equals the one nearest to the device.
+    Death by a signal ranks before a reported error, and that before an exit without a report;
+    among equals, the process closest to the device is the culprit.
     """
 
     def rank(each: Child) -> tuple[int, int]:
@@ -38,7 +38,7 @@ def culprit_of(failed: Sequence[Child]) -> Child:
 
 
 def user_error(error: ErrorInfo | None) -> str | None:
-    """The message of an error that the user can mend, such as a model of an unknown kind."""
+    """Return the message of an error that the user can fix, such as an unknown model; else None."""
     if error is None:
         return None
     for prefix in _USER_ERRORS:
@@ -48,7 +48,7 @@ def user_error(error: ErrorInfo | None) -> str | None:
 
 
 def render(culprit: Child, moment: str) -> str:
-    """The block that names the culprit. `moment` is what the daemon was doing."""
+    """Return the report about the culprit. moment: what the daemon was doing, for the message."""
     lines = [f"tokend: {culprit.name} (pid {culprit.pid}) {manner(culprit)} {moment}"]
     error = culprit.last_words
     if error is not None:
@@ -58,7 +58,7 @@ def render(culprit: Child, moment: str) -> str:
 
 
 def manner(deceased: Child) -> str:
-    """How a process ended: "was killed by SIGKILL", "ended with exit status 3"."""
+    """Describe how a process ended: "was killed by SIGKILL", "ended with exit status 3"."""
     status = deceased.exit_status
     if status is not None and status < 0:
         return f"was killed by {_signal_name(-status)}"
@@ -74,17 +74,12 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"  # a real-time signal
 
 
-# What a daemon ends of: the processes that failed, and what the user is told of them.
-#
-# Processes die in chains. Owns the first failure and those that followed it at once.
-
-
 CHAIN_SECONDS: Final = 0.1
-"""Failures this close to the first are taken for one chain with one culprit."""
+"""Failures within this time of the first belong to one chain with one culprit."""
 
 
 class Failures:
-    """None, as long as the daemon does not end of one."""
+    """The failures that end the daemon, if any."""
 
     def __init__(self, reporter: Reporter, clock: Callable[[], float] = time.monotonic) -> None:
         self._reporter = reporter
@@ -93,12 +88,12 @@ class Failures:
         self._begun_at = 0.0
 
     def begin(self, process: Child) -> None:
-        """It failed, and the daemon ends of it."""
+        """Record the failure that ends the daemon."""
         self._begun_at = self._clock()
         self._failed.append(process)
 
     def add(self, process: Child, *, expected: bool) -> None:
-        """One more, while the daemon ends. expected: we ended it in just this way."""
+        """Record a failure during shutdown. expected: the supervisor caused this exit status."""
         if process in self._failed:
             return
         if self._failed and self._clock() - self._begun_at < CHAIN_SECONDS:
@@ -107,9 +102,9 @@ class Failures:
             self._reporter.notice(f"{manner(process)} while it was ending", process.name)
 
     def conclude(self, status: int, *, serving: bool) -> int:
-        """The exit status of the command, once it is said who the culprit is.
+        """Print the report about the culprit, if any, and return the exit status of the command.
 
-        status: where there is none. serving: the daemon had been ready.
+        status: without a culprit. serving: whether the daemon had been ready.
         """
         if not self._failed:
             return status

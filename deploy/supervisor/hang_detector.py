@@ -1,14 +1,13 @@
-"""Who hangs: what is asked of the processes, and what is made of answers and silence.
+"""Hang detection: decides from answers and a clock which processes hang.
 
-Owns, per process, since when it owes an answer. A clock and reports go in, verdicts come
-out; sends and kills nothing itself.
+Holds since when each process owes an answer. Sends no messages and kills no processes itself.
 
-    engine, front end   are asked every now and then, and answer from their loops
-    worker              answers the engine; that it owes one, the engine says when it is asked
+    engine, API server   are pinged at intervals, and answer from their main loops
+    worker               answers the engine; the engine reports which workers owe an answer
 
-So a worker is judged only by what an engine said that was still moving, and an engine is
-not blamed for a worker that it waits for. Who is idle answers, or owes nothing. Of workers that
-share a model those that said that they wait for the others are not blamed, unless all wait.
+So a worker is judged only by the report of an engine that responds, and an engine is not blamed for
+a worker that it waits for. An idle process answers, or owes nothing. Of several workers, those that
+reported to wait for other ranks are not blamed, unless all of them wait.
 """
 
 import math
@@ -21,24 +20,24 @@ from proto.config import ReliabilityConfig
 from proto.lifecycle import EngineAlive, NotReady, Role, process_name
 
 FIRST_STEPS: Final = 8
-"""Steps of new workers, or for a new engine, that may take longer than others."""
+"""First steps of new workers or of a new engine, which may take longer."""
 FIRST_STEPS_FACTOR: Final = 3.0
-"""How much longer: kernels are compiled and loaded, memory is touched for the first time. It
-is bounded, so that a request that hangs whoever computes it is found out all the same."""
+"""How much longer: kernels are compiled and memory is touched for the first time. The limit is
+finite, so that a request that hangs every engine is still detected."""
 _ASKED_PER_LIMIT: Final = 8.0
 _LONGEST_INTERVAL: Final = 5.0
 _SHORTEST_INTERVAL: Final = 0.05
 _STRIDE: Final = 2.0
-"""Intervals. More time than this between two looks was lost by us: the machine slept, or we were
-stopped, and so were the others."""
+"""Intervals. A longer time between two checks is not counted: the machine was suspended, or all
+processes were stopped."""
 
 Process = tuple[Role, int]
-"""Role and index, whichever life."""
+"""Role and index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds without progress: of a process that starts, in its first steps, and later."""
+    """Limits in seconds without progress: during the start, in the first steps, and later."""
 
     start: float
     first_steps: float
@@ -51,14 +50,14 @@ class Limits:
 
     @property
     def interval(self) -> float:
-        """Seconds between an answer and the next question."""
+        """Seconds between an answer and the next ping."""
         aimed_at = min(self.start, self.step) / _ASKED_PER_LIMIT
         return max(_SHORTEST_INTERVAL, min(_LONGEST_INTERVAL, aimed_at))
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """Somebody does not move. what: is missing. seconds: for so long; since: on the clock."""
+    """A process that hangs. what: the missing sign of life. since: on the clock, `seconds` ago."""
 
     process: Process
     what: str
@@ -68,12 +67,13 @@ class Hang:
 
 @dataclass(slots=True)
 class _Life:
-    """Of one process. Times are those of the watch; infinite: never.
+    """State of one process. Times are those of the detector; infinite means never.
 
-    next_question: when to ask; infinite while an answer is due, and for workers.
-    owes_since: a question of ours or, of a worker, one of the engine has no answer since.
-    started: it has answered, said that it is ready, or taken steps, in this life.
-    awaits_ranks: it has said so since a step was complete.
+    next_question: time of the next ping; infinite while an answer is due, and for workers.
+    owes_since: time since which it owes an answer, to a ping or, for a worker, to the engine.
+    started: whether it has answered, reported readiness, or completed steps.
+    condemned: whether it is about to be killed.
+    awaits_ranks: whether it has reported to wait for other ranks since the last complete step.
     """
 
     next_question: float
@@ -84,10 +84,9 @@ class _Life:
 
 
 class HangDetector:
-    """Watches the front ends of a daemon that is not ending, or the engine and workers of one
-    generation.
+    """Watches all API servers, or the engine and workers of one generation.
 
-    Time counts while somebody looks, which has to be once an interval.
+    Its clock advances only while it is called, which must happen at least once per interval.
     """
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -102,51 +101,53 @@ class HangDetector:
 
     @property
     def interval(self) -> float:
-        """Seconds until somebody has to look again, at most."""
+        """Maximum seconds until the next call."""
         return self._limits.interval
 
     def begin(self, process: Process) -> None:
-        """A process was started."""
+        """Watch a new process."""
         role, _ = process
         self._lives[process] = _Life(math.inf if role == "worker" else self._look())
 
     def end(self, process: Process) -> None:
-        """It is gone."""
+        """Stop watching a process that has ended."""
         role, _ = process
         del self._lives[process]
         if role == "engine_core":
             self._engine_owes_since = math.inf
 
     def condemn(self, process: Process) -> None:
-        """It is about to be ended: nothing is expected of it any more."""
+        """Expect nothing more of a process that is about to be killed."""
         self._lives[process].condemned = True
 
     def note_sign(self, process: Process) -> None:
-        """It said something, so it was at work when it did."""
+        """Take any message of a process as a sign of life."""
         life = self._lives[process]
         if life.owes_since != math.inf:
             life.owes_since = self._look()
 
     def note_ready(self, process: Process) -> None:
-        """It said that its start is over."""
+        """Note that a process has reported readiness."""
         self._lives[process].started = True
         self.note_sign(process)
 
     def note_answer(self, process: Process) -> None:
-        """It answered a question of ours."""
+        """Note the answer to a ping."""
         life = self._lives[process]
         life.started = True
         life.owes_since = math.inf
         life.next_question = self._look() + self._limits.interval
 
     def note_awaits_ranks(self, process: Process) -> None:
-        """A worker waits for others in the middle of a step."""
+        """Note that a worker waits for other ranks in the middle of a step."""
         self._lives[process].awaits_ranks = True
 
     def note_engine(self, report: EngineAlive, worker_epoch: int) -> None:
-        """What the engine answered. worker_epoch: of the workers that there are now."""
+        """Note the answer of the engine to a ping. worker_epoch: of the present workers."""
         if report.worker_epoch != worker_epoch:
-            report = EngineAlive(worker_epoch)  # it has not heard of them yet, they owe nothing
+            report = EngineAlive(
+                worker_epoch
+            )  # the engine does not know the new workers yet: they owe nothing
         now, moved = self._look(), _progress(report) != _progress(self._report)
         self._report, self._reported = report, now
         for (role, index), life in self._lives.items():
@@ -159,7 +160,7 @@ class HangDetector:
         self._engine_owes_since = _since(self._engine_owes_since, owes, moved, now)
 
     def take_questions(self) -> list[Process]:
-        """Whom to ask now. They owe an answer from now on."""
+        """Return the processes to ping now; from now on they owe an answer."""
         now = self._look()
         due = [process for process, life in self._lives.items() if life.next_question <= now]
         for process in due:
@@ -168,11 +169,11 @@ class HangDetector:
         return due
 
     def hangs(self) -> list[Hang]:
-        """Those who have not moved for longer than they may."""
+        """Return the processes without progress for longer than their limit."""
         return list(self._standing(1.0))
 
     def not_ready(self) -> list[NotReady]:
-        """What requests wait for, when half of the time for it is over."""
+        """Return the processes without progress for half of their limit, except API servers."""
         return [
             NotReady(f"{process_name(*hang.process)}: {hang.what}", hang.since)
             for hang in self._standing(0.5)
@@ -180,7 +181,7 @@ class HangDetector:
         ]
 
     def _standing(self, part: float) -> Iterator[Hang]:
-        """Who has not moved for this part of the time that it may take."""
+        """Processes without progress for this part of their limit."""
         now = self._look()
         for process, life in self._lives.items():
             for what, since, until, limit in self._debts(process[0], life, now):
@@ -192,7 +193,7 @@ class HangDetector:
     def _debts(
         self, role: Role, life: _Life, now: float
     ) -> Iterator[tuple[str, float, float, float]]:
-        """What may be missing: its name, since when, until when that is known, the limit."""
+        """Answers that a process may owe: name, since when, until when that is known, limit."""
         start, step = self._limits.start, self._limits.step
         if role == "worker":
             if not life.awaits_ranks or self._all_await_ranks:
@@ -205,7 +206,7 @@ class HangDetector:
 
     @property
     def _all_await_ranks(self) -> bool:
-        """Nobody is left who could be to blame but those who wait."""
+        """Whether all workers that owe an answer wait for other ranks."""
         return all(
             life.awaits_ranks
             for (role, _), life in self._lives.items()
@@ -214,7 +215,7 @@ class HangDetector:
 
     @property
     def _step_limit(self) -> float:
-        """Of the step that is under way, if one is."""
+        """Limit of the current step."""
         if self._report.ready and self._report.num_steps >= FIRST_STEPS:
             return self._limits.step
         return self._limits.first_steps
@@ -231,7 +232,7 @@ def _progress(report: EngineAlive) -> tuple[int, int, int, bool]:
 
 
 def _since(before: float, owes: bool, moved: bool, now: float) -> float:
-    """Since when something is owed: what moves owes something new each time."""
+    """Return since when an answer is owed; progress starts the time again."""
     if not owes:
         return math.inf
     return now if moved or before == math.inf else before

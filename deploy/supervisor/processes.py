@@ -1,7 +1,4 @@
-"""One process of the daemon as its parent sees it: birth, messages, end.
-
-Knows how to start and end a process, not when.
-"""
+"""A child process of the supervisor: environment, start, messages, signals, exit."""
 
 import contextlib
 import os
@@ -20,12 +17,9 @@ from proto.host_resources import allowed_cores, cores_of_worker
 from proto.lifecycle import Fatal, ProcessBoot, Role, Shutdown, ToSupervisor, process_name
 from proto.sockets import Link, Poller, supervisor_path
 
-# The environment variables that each role's process gets: the one place that sets them.
-
-
 _THREADS: Final = "OMP_NUM_THREADS"
 _SPIN: Final = {"GOMP_SPINCOUNT": "4000"}
-"""Some 80 microseconds: what lies between two operations, far less than a scheduler tick."""
+"""About 80 microseconds: the time between two operations, much less than a scheduler tick."""
 _BIND: Final = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
 _PLACING: Final = frozenset({*_BIND, "GOMP_CPU_AFFINITY"})
 _NVIDIA_DRIVER: Final = "/dev/nvidiactl"
@@ -34,17 +28,15 @@ _NVIDIA_DRIVER: Final = "/dev/nvidiactl"
 def child_environment(
     variables: Mapping[str, str], role: Role, device: DeviceConfig, num_workers: int = 1
 ) -> dict[str, str]:
-    """What the process of a role inherits.
+    """Return the environment variables of a process of this role.
 
-    OpenMP reads its thread count when its library loads, so a worker must be born
-    with it: --cpu-threads, or else what the user's environment says, or else its share of the
-    cores that this process may use by its affinity and its control groups. Its idle
-    threads spin for a moment and then sleep: those that spin on win milliseconds a
-    step on an idle machine, and lose tenfold as soon as anybody else wants the same
-    cores; docs/benchmarks/threads-and-start.md has the figures. Where there is one for
-    each core, each is bound to its own: two on one core would wait for each other at every
-    barrier until the scheduler parts them. The user's environment goes before that.
-    Elsewhere numpy needs no threads of its own.
+    OpenMP reads its thread count when its library loads, so a worker inherits it: --cpu-threads,
+    or the user's environment, or its share of the cores that affinity and control groups allow.
+    Idle threads spin for a moment and then sleep: longer spinning saves milliseconds per step on
+    an idle machine, and costs ten times as much when another program uses the cores (figures in
+    docs/benchmarks/threads-and-start.md). With one thread per core each is bound to its core,
+    because two on one core would wait for each other at every barrier. The user's environment
+    overrides that. In other processes numpy gets a single thread.
     """
     if role != "worker":
         return {**variables, _THREADS: "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -58,21 +50,18 @@ def child_environment(
 
 
 def _computes_on_cpu(device: DeviceConfig) -> bool:
-    """Of a worker that has a GPU no thread is worth a core of its own."""
+    """Whether the worker computes on the CPU; threads of a GPU worker are not bound to cores."""
     return device.device == "cpu" or (
         device.device == "auto" and not os.path.exists(_NVIDIA_DRIVER)
     )
 
 
-# How long ago this process was started, Python's own start included: the kernel knows.
-
-
 _START_TIME: Final = 19
-"""Place of the field behind the name of the process; see proc(5)."""
+"""Index of the field after the process name; see proc(5)."""
 
 
 def process_age() -> float:
-    """Seconds, in steps of a hundredth; 0 where the kernel does not tell."""
+    """Return the seconds since this process was started, in steps of 0.01; 0 if unknown."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         started = int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK")
@@ -81,17 +70,12 @@ def process_age() -> float:
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
 
 
-# Reaps processes that became our children without our having started them.
-#
-# The kernel gives orphans to process 1, which in a container is the supervisor. Their
-# exit statuses interest nobody, but each unread one keeps an entry in the process table.
-
-
 def reap_adopted(ours: Container[int]) -> None:
-    """Read the exit statuses of ended children that are not `ours` (process ids).
+    """Reap ended children that this process did not start; `ours` are the ids of the others.
 
-    Those of `ours` are left to whoever started them. The kernel shows one ended child
-    at a time, in its own order, so one of ours hides others until its status has been read.
+    As process 1 of a container the supervisor inherits orphans, and each unread exit status keeps
+    an entry in the process table. The kernel shows one ended child at a time, so one of `ours`
+    hides others until its status has been read.
     """
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
@@ -103,19 +87,19 @@ def reap_adopted(ours: Container[int]) -> None:
 _LAST_WORDS_SECONDS: Final = 0.5
 
 Commands = Mapping[Role, Sequence[str]]
-"""How the process of each role is started, without its boot descriptor."""
+"""Command line of each role, without the boot descriptor."""
 
 
 def module_commands() -> Commands:
-    """The real processes. -P keeps a folder of the user's called `worker` out of it."""
+    """Return the commands of the real processes. -P keeps the current folder out of sys.path."""
     roles: tuple[Role, ...] = ("api_server", "engine_core", "worker")
     return {role: (sys.executable, "-P", "-m", role) for role in roles}
 
 
 class Child:
-    """A process and the link to it.
+    """A child process and the link to it.
 
-    `last_words` is the error that it reported before it ended, or None.
+    `last_words` is the fatal error that it reported, or None.
     """
 
     def __init__(self, boot: ProcessBoot, command: Sequence[str], env: Mapping[str, str]) -> None:
@@ -141,11 +125,11 @@ class Child:
         return self._process.returncode
 
     def has_ended(self) -> bool:
-        """Whether it is gone; takes its exit status the first time that it is."""
+        """Whether the process has ended; reads its exit status."""
         return self._process.poll() is not None
 
     def receive(self) -> list[Any]:
-        """Messages that have arrived; a Fatal among them is kept as last words too."""
+        """Return the messages that have arrived; the error of a Fatal is kept as `last_words`."""
         messages = self.link.receive()
         for message in messages:
             if isinstance(message, Fatal):
@@ -153,14 +137,14 @@ class Child:
         return messages
 
     def await_last_words(self) -> None:
-        """After an end with an exit status: what it said may still be on its way."""
+        """After a failure, wait a moment for its Fatal message, which may still be in transit."""
         if self.last_words is None and (self.exit_status or 0) > 0:
             poller = Poller([self.link])
             while self.last_words is None and poller.wait(_LAST_WORDS_SECONDS):
                 self.receive()
 
     def tell(self, message: Message) -> None:
-        """Send it something."""
+        """Send a message."""
         self.link.send(message)
 
     def ask_to_end(self) -> None:
@@ -168,15 +152,15 @@ class Child:
         self.tell(Shutdown())
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process and all that it started."""
+        """Send a signal to the process group."""
         if not self.has_ended():
             os.killpg(self.pid, number)
 
     def show_stacks(self) -> None:
-        """Have it write the stacks of its threads to the log, even if it was stopped.
+        """Make the process write the stacks of its threads to the log, even if it is stopped.
 
-        But a front end that was stopped stays so, and shows nothing: it would take in the
-        connections that can wait for the next one.
+        A stopped API server is not continued and writes nothing: it would accept connections that
+        should go to its successor.
         """
         if not self.has_ended():
             os.kill(self.pid, signal.SIGUSR1)
@@ -184,11 +168,11 @@ class Child:
                 self.signal(signal.SIGCONT)
 
     def wait(self) -> None:
-        """Until the process is gone."""
+        """Wait until the process has ended."""
         self._process.wait()
 
     def close(self) -> None:
-        """Let go of link and descriptor; the process must have ended."""
+        """Close link and descriptor; the process must have ended."""
         assert self.has_ended(), f"{self.name} still runs"
         self.link.close()
         os.close(self.pidfd)

@@ -9,9 +9,9 @@ from proto.config import ServeConfig
 from proto.lifecycle import (
     EngineReady,
     FrontEndReady,
-    Phase,
     PhaseClock,
     ProcessStart,
+    StartPhase,
     process_name,
 )
 from proto.prepared_model import PreparedModel
@@ -85,7 +85,7 @@ def _start(start: ProcessStart) -> str:
     return f"{process_name(start.role, start.index)}: {_phases(start.phases)}"
 
 
-def _phases(phases: Sequence[Phase]) -> str:
+def _phases(phases: Sequence[StartPhase]) -> str:
     return ", ".join(f"{each.what} {each.seconds:.2f} s" for each in phases)
 
 

@@ -1,9 +1,8 @@
-"""Who died, and who is to be started in their place, when.
+"""Plans restarts: which processes are started in place of dead ones, and when.
 
-Owns the gaps: the time from a death to the moment at which those who take over are at
-work. A worker dies with all others that compute with it; an engine or a front end alone.
-Who talks nonsense is to be killed, which is a death like any other. Starts and kills
-nothing itself.
+A gap lasts from the death of a process until its successor is ready. All workers of a model are
+restarted together, an engine or an API server alone. A process that violates the protocol is killed
+and restarted like a dead one. Starts and kills no processes itself.
 """
 
 import textwrap
@@ -15,7 +14,7 @@ from typing import Final
 from deploy.display import Reporter
 from deploy.supervisor import exit_report
 from deploy.supervisor.epochs import Announcement, EpochCounter
-from deploy.supervisor.exit_report import Child
+from deploy.supervisor.processes import Child
 from proto.codec import Message
 from proto.lifecycle import (
     EngineReady,
@@ -31,9 +30,6 @@ from proto.lifecycle import (
     process_name,
 )
 
-# How often processes may be started again. Owns the count; starts nothing.
-
-
 _FREE: Final = 2
 _FIRST: Final = 0.25
 _LONGEST: Final = 4.0
@@ -41,13 +37,13 @@ _FORGIVEN_SECONDS: Final = 600.0
 
 
 class RestartBudget:
-    """How often in a row processes may be started again, and how soon.
+    """Limit and delay of consecutive restarts.
 
         restarts so far   0  1  2    3    4  5  6  …
         seconds to wait   0  0  0.25 0.5  1  2  4  4
 
-    "In a row" is without a completed step in between. What happened long ago does
-    not count either: an idle daemon completes no step for days. most: in a row.
+    Restarts are consecutive without a completed step in between. Old ones do not count, because
+    an idle daemon completes no steps for days. most: consecutive restarts allowed.
     """
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -58,12 +54,12 @@ class RestartBudget:
 
     @property
     def exhausted(self) -> bool:
-        """One more is too much."""
+        """Whether no further restart is allowed."""
         self._forget_old()
         return self._spent >= self.most
 
     def spend(self) -> float:
-        """Count a restart; returns the seconds to wait before it."""
+        """Count a restart and return the seconds to wait before it."""
         self._forget_old()
         self._last = self._clock()
         self._spent += 1
@@ -72,7 +68,7 @@ class RestartBudget:
         return float(min(_LONGEST, _FIRST * 2 ** (self._spent - _FREE - 1)))
 
     def renew(self) -> None:
-        """A step was completed."""
+        """Reset the count, because a step was completed."""
         self._spent = 0
 
     def _forget_old(self) -> None:
@@ -81,12 +77,12 @@ class RestartBudget:
 
 
 Place = tuple[Role, int]
-"""What a process is, whichever life of it. All workers share the place of the first."""
+"""Role and index of a process; all workers have that of the first."""
 
 
 @dataclass(slots=True)
 class _Gap:
-    """Nobody is in this place, or nobody who is at work yet. Seconds on the monotonic clock."""
+    """A process is missing or not ready yet. Times in seconds of the monotonic clock."""
 
     since: float
     due: float
@@ -95,16 +91,16 @@ class _Gap:
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """told: what those who live hear of it first. boots: of the processes to start."""
+    """told: messages to send to the other processes first. boots: of the processes to start."""
 
     told: list[Announcement]
     boots: list[ProcessBoot]
 
 
 class Recovery:
-    """Plans the restarts of a daemon that serves.
+    """Plans the restarts of a daemon that has been ready.
 
-    num_workers: that compute together.
+    num_workers: workers that share the model.
     """
 
     def __init__(
@@ -125,7 +121,7 @@ class Recovery:
         self._distrusted: dict[Role, int] = {}
 
     def can_replace(self, dead: Child) -> bool:
-        """Not where the user must change something first, nor for ever without progress."""
+        """Whether to restart: not after an error that the user must fix, nor beyond the budget."""
         if exit_report.user_error(dead.last_words) is not None:
             return False
         if self._is_expected(dead):
@@ -137,9 +133,10 @@ class Recovery:
         return True
 
     def cut_off(self, hung: Child) -> list[Announcement]:
-        """It hangs and will be killed: what the others hear of it now, and not again when it died.
+        """Return the messages that disconnect the others from a process that will be killed.
 
-        They let go of it and wait for the next one, so whatever it still does reaches nobody.
+        They wait for its successor, so further messages of it have no effect. Nothing more is
+        announced when it has died.
         """
         place = _place(hung)
         if place in self._cut_off:
@@ -148,7 +145,7 @@ class Recovery:
         return self._announce(place)
 
     def note_death(self, dead: Child) -> None:
-        """Plan that another process takes its place."""
+        """Plan the restart of a dead process."""
         if self._is_expected(dead):
             return
         wait = self._budget.spend()
@@ -165,18 +162,18 @@ class Recovery:
 
     @property
     def has_gaps(self) -> bool:
-        """Somebody is missing, or about to be ended, or not at work yet."""
+        """Whether a process is missing, about to be killed, or not ready yet."""
         return bool(self._gaps or self._cut_off)
 
     def must_go(self, role: Role) -> bool:
-        """Those that still run in this role are to be killed.
+        """Whether the running processes of this role must be killed.
 
-        Who computed with them is dead, or one of them is not to be trusted.
+        That is so if a worker of the same model died, or after a protocol violation.
         """
         return self._is_incomplete(role) or self._distrusted.get(role) == self._epoch_of(role)
 
     def not_ready(self) -> list[NotReady]:
-        """Whom requests wait for. A front end's clients have others to go to."""
+        """Return the missing engine and workers; other API servers stand in for a missing one."""
         return [
             NotReady(f"{process_name(*place)} is being restarted", gap.since)
             for place, gap in self._gaps.items()
@@ -184,12 +181,12 @@ class Recovery:
         ]
 
     def seconds_to_next(self) -> float | None:
-        """How long there is nothing to start; None for ever."""
+        """Seconds until the next start; None if none is planned."""
         dues = [gap.due for gap in self._gaps.values() if not gap.started]
         return max(0.0, min(dues) - self._clock()) if dues else None
 
     def take_due(self, running: Iterable[Child]) -> list[Replacement]:
-        """Whom to start now, the engine before anyone else. running: processes that live."""
+        """Return the starts that are due, the engine first. running: processes that exist."""
         now = self._clock()
         occupied = {_place(each) for each in running}
         due = [
@@ -200,7 +197,7 @@ class Recovery:
         return [self._succeed(place) for place in sorted(due, key=_engine_first)]
 
     def note(self, message: Message) -> None:
-        """What processes tell of themselves: who is back, and whether there is progress."""
+        """Take a message into account: readiness of a successor, progress, pause, or violation."""
         if isinstance(message, Heartbeat):
             if message.worker_epoch == self._epochs.worker_epoch:
                 self._budget.renew()
@@ -228,7 +225,7 @@ class Recovery:
         return Replacement(told, [self._epochs.boot(role, each, hung=hung) for each in indices])
 
     def _announce(self, place: Place) -> list[Announcement]:
-        """Take the numbers of those who follow; what the others hear of it."""
+        """Assign the numbers of the successor; return the messages that announce it."""
         role, index = place
         if role == "engine_core":
             return self._epochs.new_engine()
@@ -244,18 +241,18 @@ class Recovery:
             self._reporter.notice(f"is back after {seconds:.1f} s", process_name(*place))
 
     def _note_distrust(self, message: ProtocolViolation) -> None:
-        """Of whoever lives in the present epoch; an older one has gone already."""
+        """Note a violation by a process of the current epoch; older ones have ended already."""
         is_news = self._distrusted.get(message.role) != message.epoch
         if is_news and message.epoch == self._epoch_of(message.role):
             self._distrusted[message.role] = message.epoch
             name = process_name(message.role, message.index)
-            self._reporter.notice(f"is not to be trusted and is ended: {message.reason}", name)
+            self._reporter.notice(f"sent an invalid message and is killed: {message.reason}", name)
 
     def _epoch_of(self, role: Role) -> int:
         return self._epochs.worker_epoch if role == "worker" else self._epochs.epoch
 
     def _is_expected(self, dead: Child) -> bool:
-        """It was killed here, because another one that it computed with had died."""
+        """Whether it was killed because another worker of the model had died."""
         return self._is_incomplete(dead.role)
 
     def _is_incomplete(self, role: Role) -> bool:

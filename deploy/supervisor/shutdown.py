@@ -11,7 +11,7 @@ from typing import Final
 
 from deploy.display import Reporter
 from deploy.supervisor.processes import Child
-from proto.lifecycle import UnderWay
+from proto.lifecycle import DrainProgress
 
 
 class NotDraining:
@@ -19,7 +19,7 @@ class NotDraining:
 
     begun = over = False
 
-    def note(self, message: UnderWay) -> None:
+    def note(self, message: DrainProgress) -> None:
         """A late word of nothing."""
 
     def seconds_left(self) -> float | None:
@@ -57,7 +57,7 @@ class Draining:
         """Nobody is served any more, or nobody is waited for."""
         return not any(each != 0 for each in self._under_way.values()) or self._timed_out
 
-    def note(self, message: UnderWay) -> None:
+    def note(self, message: DrainProgress) -> None:
         """A front end says how many requests it still answers; one that is new has none."""
         self._under_way[message.index] = message.num_requests
         numbers = [each for each in self._under_way.values() if each is not None]

@@ -1,13 +1,10 @@
-"""Everyone's parent: starts the processes, watches them, starts them again, ends them.
+"""The supervisor: starts, watches, restarts and stops all processes of a daemon.
 
-Owns the children, the run directory and the death pipe. Knows nothing of
-models, requests or tokens, and imports no torch. One loop waits for links,
-process descriptors and signals alike. As process 1 of a container it also reaps
-what others have orphaned.
+Owns the children, the run directory and the death pipe. Imports no torch. One loop waits for links,
+process descriptors and signals. As process 1 of a container it also reaps orphans.
 
-Until the daemon is ready for the first time a death ends it: what cannot start once
-will not start twice. From then on a process that dies is started again, alone (a
-worker with those that compute together with it), and the others are told.
+Until the daemon is ready for the first time, any death ends it. After that a dead process is
+restarted (a worker together with all workers of its model), and the others are notified.
 """
 
 import os
@@ -43,7 +40,8 @@ from proto import PROTOCOL_VERSION
 from proto.lifecycle import (
     AbortRequests,
     Drain,
-    DrainWanted,
+    DrainProgress,
+    DrainRequested,
     EngineReady,
     FrontEndReady,
     FrontEndStalled,
@@ -53,7 +51,6 @@ from proto.lifecycle import (
     Progress,
     ProtocolViolation,
     Role,
-    UnderWay,
 )
 from proto.run_directory import RunDirectory
 from proto.sockets import Poller
@@ -99,11 +96,11 @@ class Supervisor:
         self._readiness = Readiness(1, range(launch.front_ends))
 
     def run(self) -> int:
-        """Exit status of the command, when nothing of the daemon is left.
+        """Run until no process is left, and return the exit status of the command.
 
-        0 after a stop signal, also where requests were aborted; 128 + n when one more
-        had to force it, 1 when a process failed, 2 when it failed over something that
-        the user must change.
+        0 after a stop signal, even if requests were aborted; 128 + n if a further signal killed
+        the processes; 1 if a process failed; 2 if it failed because of an error that the user
+        must fix.
         """
         with SignalInbox((*_STOP_SIGNALS, signal.SIGHUP, signal.SIGCHLD)) as signals:
             directory = RunDirectory.create(self._run_parent)
@@ -180,7 +177,7 @@ class Supervisor:
         )
 
     def _start(self, boot: ProcessBoot) -> None:
-        """Start a process; it waits by itself for those that it needs."""
+        """Start a process; it waits for the processes that it depends on."""
         launch = self._launch
         env = child_environment(
             launch.variables,
@@ -196,7 +193,7 @@ class Supervisor:
         self._poller.add(child.pidfd)
 
     def _watch(self, signals: SignalInbox, recovery: Recovery, watchdog: Watchdog) -> None:
-        """Until the last process has ended, and none is to follow."""
+        """Run the main loop until shutdown is complete."""
         self._poller.add(signals.fileno())
         while self._running or not self._ending.begun:
             self._poller.wait(self._seconds_to_sleep(recovery, watchdog))
@@ -217,7 +214,7 @@ class Supervisor:
                 self._go_on(recovery, watchdog)
 
     def _go_on(self, recovery: Recovery, watchdog: Watchdog) -> None:
-        """While the daemon is not ending, also while it drains."""
+        """Do what is due before shutdown, also while draining: reload, restarts, hang detection."""
         if self._serving:
             self._reload.press()
         self._replace_the_dead(recovery)
@@ -225,7 +222,7 @@ class Supervisor:
         watchdog.turn(watched, lambda hung: self._cut_off(hung, recovery))
 
     def _seconds_to_sleep(self, recovery: Recovery, watchdog: Watchdog) -> float | None:
-        """Until something must be done though nothing has happened; None for never."""
+        """Seconds until something is due without an event; None for never."""
         limits = [self._notifier.seconds_to_next_beat()]
         if self._ending.begun:
             limits.append(self._ending.seconds_to_next_step())
@@ -244,7 +241,7 @@ class Supervisor:
                 self._start(boot)
 
     def _announce(self, announcements: Sequence[Announcement]) -> None:
-        """To the generation of now; an engine beside it may have requests of a dead front end."""
+        """Send messages to the current generation, and NewFrontEnd to all engines."""
         for role, message in announcements:
             for child in self._running:
                 is_meant = isinstance(message, NewFrontEnd) or self._reload.is_of_now(child)
@@ -252,11 +249,11 @@ class Supervisor:
                     child.tell(message)
 
     def _of_now(self) -> list[Child]:
-        """All but those of a generation that comes or goes."""
+        """All processes, except those of another generation during a reload."""
         return [child for child in self._running if self._reload.is_of_now(child)]
 
     def _cut_off(self, hung: Child, recovery: Recovery) -> None:
-        """The others let go of one that will be killed, if they are to go on without it."""
+        """Disconnect the other processes from one that will be killed, if it will be replaced."""
         if self._serving and not self._reload.cut_off(hung):
             self._announce(recovery.cut_off(hung))
 
@@ -279,9 +276,9 @@ class Supervisor:
             self._display.notice(message.message, child.name)
         elif isinstance(message, FrontEndStalled):
             self._kill_life("api_server", message.index, message.incarnation)
-        elif isinstance(message, UnderWay):
+        elif isinstance(message, DrainProgress):
             self._draining.note(message)
-        elif isinstance(message, DrainWanted):
+        elif isinstance(message, DrainRequested):
             self._drain()
         elif isinstance(message, AbortRequests):
             for each in self._running:
@@ -299,13 +296,13 @@ class Supervisor:
                 self._on_ready(self._readiness)
 
     def _kill_life(self, role: Role, index: int, incarnation: int) -> None:
-        """What follows is what follows a death; nothing, if that life is over already."""
+        """Kill one incarnation of a process, if it still runs."""
         for child in self._running:
             if (child.role, child.index, child.incarnation) == (role, index, incarnation):
                 child.signal(signal.SIGKILL)
 
     def _bury(self, child: Child, recovery: Recovery) -> None:
-        """A process is gone: read what it left, and see whether it was meant to go."""
+        """Handle the exit of a process: read its last messages, restart it or end the daemon."""
         child.await_last_words()
         self._poller.remove(child.link)
         self._poller.remove(child.pidfd)
@@ -319,7 +316,7 @@ class Supervisor:
         child.close()
 
     def _fail(self, child: Child) -> None:
-        """The first failure ends the daemon; later ones are mostly its echo."""
+        """End the daemon after a failure; later failures are mostly consequences of it."""
         if self._ending.begun:
             self._failures.add(child, expected=self._ending.caused(child.exit_status))
         else:
@@ -327,7 +324,7 @@ class Supervisor:
             self._end(AFTER_A_DEATH)
 
     def _obey(self, number: signal.Signals) -> None:
-        """SIGCHLD wakes the loop and means nothing else."""
+        """Handle a signal. SIGCHLD only wakes the loop."""
         if number in _STOP_SIGNALS:
             self._stop(number)
         elif number == signal.SIGHUP:
@@ -338,10 +335,9 @@ class Supervisor:
                 self._stop(number)
 
     def _stop(self, number: signal.Signals) -> None:
-        """A first signal lets requests finish, a second aborts them, one more kills.
+        """Drain at the first stop signal, abort requests at the second, kill at the third.
 
-        The first may follow an operator's call that has begun or even ended the drain: it
-        is what a container is sent after its preStop hook.
+        A drain may have been started by an admin call before, as from a container's preStop hook.
         """
         now = time.monotonic()
         if now - self._signalled_at <= _SAME_SIGNAL_SECONDS:
@@ -357,7 +353,7 @@ class Supervisor:
             self._abort()
 
     def _drain(self) -> None:
-        """Let requests that are under way finish, and no others begin; then end."""
+        """Refuse new requests, let open ones finish, then shut down."""
         if self._draining.begun or self._ending.begun:
             return
         if not self._serving:

@@ -1,12 +1,10 @@
-"""Sees to it that nothing hangs for long, and that the front ends know what is amiss.
+"""Pings processes, kills those that hang, and tells the API servers why the daemon is not ready.
 
-Asks the processes whether they move, has those that do not cut off and taken away, and
-tells the front ends whenever requests have a reason not to come here. When whoever was
-taken away is gone, all goes on as after any other death (recovery.py, reload.py).
+After a hanging process was killed, recovery.py and reload.py handle its exit as any other.
 
-    front ends                        one detector
-    engine, workers of now            one
-    engine, workers that come or go   one, and nothing of theirs is a reason not to come
+    API servers                                     one detector
+    engine, workers of the current generation       one
+    engine, workers of another one (in a reload)    one, without effect on readiness
 """
 
 import signal
@@ -22,32 +20,32 @@ from deploy.supervisor.processes import Child
 from deploy.supervisor.recovery import Recovery
 from proto.lifecycle import (
     Alive,
-    AwaitsRanks,
-    Condition,
     EngineAlive,
     EngineReady,
     FrontEndReady,
+    HealthStatus,
     NotReady,
     Ping,
+    WaitingForRanks,
 )
 
-# How a process that hangs is taken away: it shows where it is, and then it is killed.
+# A process that hangs prints its stacks and is killed:
 #
-#     cut off ── 0.1 s ──▶ SIGUSR1, SIGCONT ── 0.5 s ──▶ SIGKILL
+#     disconnected ── 0.1 s ──▶ SIGUSR1, SIGCONT ── 0.5 s ──▶ SIGKILL
 #
-# It is cut off from the others before anything is done to it, because one that was only
-# stopped goes on where it was for the moment in which it shows its stacks.
+# The others disconnect from it first, because a process that was only stopped continues to run
+# while it prints its stacks.
 
 
 CUT_OFF_SECONDS: Final = 0.1
-"""For the others to hear that they have nothing to do with it any more."""
+"""Time for the other processes to disconnect from it."""
 STACKS_SECONDS: Final = 0.5
-"""For a handler to run in a process that may not be scheduled often."""
+"""Time for the signal handler, in a process that may rarely be scheduled."""
 _PATIENCE_SECONDS: Final = 10.0
 
 
 class Removal:
-    """Of one process, from the moment at which the others have been told. since: that moment."""
+    """Removal of one hanging process. since: time at which the others were told to disconnect."""
 
     def __init__(self, process: Child, clock: Callable[[], float] = time.monotonic) -> None:
         self._process = process
@@ -61,35 +59,35 @@ class Removal:
 
     @property
     def done(self) -> bool:
-        """It is gone."""
+        """Whether the process has ended."""
         return self._process.has_ended()
 
     @property
     def overdue(self) -> bool:
-        """Killed long ago and still there: it is stuck in the kernel, and nothing here helps."""
+        """Whether the process still exists long after SIGKILL, stuck in the kernel."""
         return self._clock() - self.since > _PATIENCE_SECONDS and not self.done
 
     def seconds_to_next_step(self) -> float | None:
-        """None when nothing is left but waiting."""
+        """Seconds until the next signal; None after the last one."""
         return max(0.0, self._steps[0][0] - self._clock()) if self._steps else None
 
     def press(self) -> None:
-        """Take the steps whose time has come."""
+        """Send the signals that are due."""
         while self._steps and self._steps[0][0] <= self._clock():
             self._steps.pop(0)[1]()
 
 
 Source = Callable[[], Iterable[NotReady]]
-"""Somebody who knows reasons for requests not to come here."""
+"""Returns reasons why the daemon is not ready."""
 
 _FRONT_ENDS: Final = 0
-"""In the place of a generation: they outlive each."""
+"""Used as the generation of API servers, which belong to none."""
 
 
 class Watchdog:
-    """Of a daemon that is not ending.
+    """Watches all processes of a daemon until its shutdown.
 
-    sources: of reasons beside those that are found here.
+    sources: further reasons why the daemon is not ready.
     """
 
     def __init__(
@@ -109,15 +107,15 @@ class Watchdog:
         self._detectors: dict[int, HangDetector] = {}
         self._watched: dict[tuple[int, Process], Child] = {}
         self._removals: dict[Child, Removal] = {}
-        self._told: dict[Child, Condition] = {}
+        self._told: dict[Child, HealthStatus] = {}
 
     @property
     def copes(self) -> bool:
-        """False where a process cannot be ended: only a restart of everything is left."""
+        """Whether all hanging processes could be killed; if not, restart the whole daemon."""
         return not any(each.overdue for each in self._removals.values())
 
     def hear(self, child: Child, message: Any) -> None:
-        """A process said something."""
+        """Take a message of a process into account."""
         place = _place(child)
         if self._watched.get(place) is not child:
             return
@@ -127,21 +125,21 @@ class Watchdog:
             detector.note_answer(process)
         elif isinstance(message, EngineReady | FrontEndReady):
             detector.note_ready(process)
-        elif isinstance(message, AwaitsRanks):
+        elif isinstance(message, WaitingForRanks):
             detector.note_awaits_ranks(process)
         else:
             detector.note_sign(process)
         if isinstance(message, EngineAlive):
-            # nobody is replaced in another generation than that of now
+            # workers are replaced only in the current generation
             is_of_now = self._epochs.is_of_now(child)
             epoch = self._epochs.worker_epoch if is_of_now else message.worker_epoch
             detector.note_engine(message, epoch)
 
     def turn(self, watched: Sequence[Child], cut_off: Callable[[Child], None]) -> None:
-        """Do what is due.
+        """Send pings, start and continue removals, and report readiness; call it in every loop.
 
-        watched: all processes but those that were asked to end; one of each kind in a generation.
-        cut_off: has the others let go of one that will be killed.
+        watched: all processes that were not asked to exit.
+        cut_off: makes the other processes disconnect from one that will be killed.
         """
         self._meet(watched)
         for generation, detector in self._detectors.items():
@@ -156,12 +154,12 @@ class Watchdog:
         self._tell_front_ends(watched)
 
     def seconds_to_next(self) -> float:
-        """How long nothing is due."""
+        """Seconds until the next call is needed."""
         steps = [each.seconds_to_next_step() for each in self._removals.values()]
         return min(each for each in (self._limits.interval, *steps) if each is not None)
 
     def _meet(self, watched: Sequence[Child]) -> None:
-        """Whoever is new is watched, whoever is gone no longer."""
+        """Begin to watch new processes, and stop watching ended ones."""
         now = {_place(child): child for child in watched}
         for place, child in list(self._watched.items()):
             if now.get(place) is not child:
@@ -197,9 +195,9 @@ class Watchdog:
                 yield NotReady(f"{child.name} hangs and is killed", removal.since)
 
     def _tell_front_ends(self, watched: Sequence[Child]) -> None:
-        condition = Condition(tuple(chain.from_iterable(source() for source in self._sources)))
+        condition = HealthStatus(tuple(chain.from_iterable(source() for source in self._sources)))
         for child in watched:
-            if child.role == "api_server" and self._told.get(child, Condition()) != condition:
+            if child.role == "api_server" and self._told.get(child, HealthStatus()) != condition:
                 self._told[child] = condition
                 child.tell(condition)
 

@@ -1,7 +1,7 @@
 """Compiles grammars in a thread, one after the other, and keeps what came of it.
 
     order ─▶ cached? ─▶ at once
-        └▶ queue ─▶ (thread) trial ─▶ compile ─▶ bell ─▶ take ─▶ cache
+        └▶ queue ─▶ (thread) trial ─▶ compile ─▶ event_fd ─▶ take ─▶ cache
 
 Reading a vocabulary takes a moment in which nothing else of this process runs, so the thread begins
 with that, while workers load. Where nothing has to load, because an engine takes the place of one

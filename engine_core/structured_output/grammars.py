@@ -24,7 +24,7 @@ from engine_core.structured_output.trial import TRIAL_SECONDS, ProcessTrial
 from engine_core.structured_output.trial_process import TrialSetup
 from proto.engine_io import EngineCoreRequest
 from proto.errors import ErrorInfo, ProtocolError
-from proto.event_fd import NO_DESCRIPTOR, Bell
+from proto.event_fd import NO_DESCRIPTOR, EventFd
 from proto.grammar import FREE_TEXT, GrammarSource
 from proto.host_resources import usable_cores
 from proto.lifecycle import ProcessBoot
@@ -144,12 +144,12 @@ NO_GRAMMARS: Final = NoGrammars()
 
 
 class CompiledGrammars:
-    """Structured output; `compiler` and `masker` ring `bell`."""
+    """Structured output; `compiler` and `masker` ring `event_fd`."""
 
-    def __init__(self, compiler: GrammarCompiler, masker: Masker, bell: Bell) -> None:
+    def __init__(self, compiler: GrammarCompiler, masker: Masker, event_fd: EventFd) -> None:
         self._compiler = compiler
         self._masker = masker
-        self._bell = bell
+        self._event_fd = event_fd
         self._gate = GrammarGate()
         self._pending: dict[GrammarSource, list[tuple[int, int]]] = {}
         self._ordered = 0  # the last step that was
@@ -161,10 +161,10 @@ class CompiledGrammars:
 
     @property
     def descriptor(self) -> int:
-        return self._bell.descriptor
+        return self._event_fd.descriptor
 
     def silence(self) -> None:
-        self._bell.silence()
+        self._event_fd.clear()
 
     def admit(self, client: int, message: EngineCoreRequest) -> bool:
         source = _source_of(message)
@@ -232,7 +232,7 @@ class CompiledGrammars:
     def close(self) -> None:
         self._compiler.close()
         self._masker.close()
-        self._bell.close()
+        self._event_fd.close()
 
 
 def start_grammars(boot: ProcessBoot) -> Grammars:
@@ -246,13 +246,13 @@ def start_grammars(boot: ProcessBoot) -> Grammars:
     def make_backend() -> GrammarBackend:
         return LLGuidanceBackend(path, vocab_size, eos_token_ids, num_threads)
 
-    bell = Bell()
+    event_fd = EventFd()
     setup = TrialSetup(str(path), vocab_size, eos_token_ids, TRIAL_SECONDS)
     cache = GrammarCache(config.grammars.grammar_cache_entries, config.grammars.grammar_cache_bytes)
     compiler = GrammarCompiler(
-        make_backend, ProcessTrial(setup), cache, bell.ring, eager=boot.incarnation == 0
+        make_backend, ProcessTrial(setup), cache, event_fd.notify, eager=boot.incarnation == 0
     )
-    return CompiledGrammars(compiler, Masker(bell.ring), bell)
+    return CompiledGrammars(compiler, Masker(event_fd.notify), event_fd)
 
 
 def _source_of(message: EngineCoreRequest) -> GrammarSource | None:

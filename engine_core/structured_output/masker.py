@@ -4,7 +4,7 @@ One thread, in which alone matchers move: it takes in the tokens that are known 
 mask, then says which may follow. Tokens that were dropped never come here, so nothing has to be
 taken back.
 
-    engine   send step N ─▶ order(N) ──────────▶ bell ─▶ send GrammarOutput(N)
+    engine   send step N ─▶ order(N) ──────────▶ event_fd ─▶ send GrammarOutput(N)
     thread                   └ consume, fill ──┘
     worker        step N: rows, forward ───────────────── wait ─▶ sample
 """

@@ -9,7 +9,7 @@ import pytest
 from api_server.routes.common import is_loopback
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
-from proto.lifecycle import Drain, DrainWanted, FrontEndReady, Shutdown, UnderWay
+from proto.lifecycle import Drain, DrainProgress, DrainRequested, FrontEndReady, Shutdown
 from tests.api_server.test_process import running
 
 
@@ -27,7 +27,7 @@ async def test_who_is_inside_finishes_and_who_comes_is_refused(run_dir, model):
         answer = begin(process.http)
         request = await process.engine.requests.get()
         process.supervisor.send(Drain())
-        assert await process.say(UnderWay) == UnderWay(0, 1)
+        assert await process.say(DrainProgress) == DrainProgress(0, 1)
         for refused in (
             await process.http.get("/v1/models"),
             await begin(process.http),
@@ -46,7 +46,7 @@ async def test_who_is_inside_finishes_and_who_comes_is_refused(run_dir, model):
         assert (await process.http.get("/metrics")).status_code == 200
         process.engine.emit(request, [40, 41], finish=FinishReason.LENGTH)
         assert (await answer).json()["choices"][0]["finish_reason"] == "length"
-        assert await process.say(UnderWay) == UnderWay(0, 0)
+        assert await process.say(DrainProgress) == DrainProgress(0, 0)
         process.supervisor.send(Shutdown())
         assert await process.status() == 0
 
@@ -78,7 +78,7 @@ async def test_an_operator_asks_for_it(run_dir, model):
         await process.say(FrontEndReady)
         asked = await process.http.post("/admin/drain")
         assert (asked.status_code, asked.json()["status"]) == (202, "draining")
-        assert await process.say(DrainWanted) == DrainWanted(0)
+        assert await process.say(DrainRequested) == DrainRequested(0)
         assert (await begin(process.http)).status_code == 503, "at once, whatever comes next"
 
 

@@ -14,7 +14,7 @@ from api_server.engine_connection import FromEngine
 from api_server.engine_switch import EngineSwitch
 from proto.config import ModelConfig
 from proto.engine_io import FinishReason
-from proto.lifecycle import EngineLeft, NewEngine, NextEngine, NextReady, Switched
+from proto.lifecycle import NewEngine, NextEngine, NextReady, OldEngineIdle, Switched
 from proto.sockets import Link, front_end_path
 from proto.stats import SchedulerStats
 from proto.view import Watch
@@ -112,7 +112,7 @@ async def test_who_is_inside_stays_and_who_comes_goes_to_the_next_engine(case, m
         case.engines[1].emit(request, [40, 41], finish=FinishReason.LENGTH)
         assert case.told.empty()
         assert await case.tokens(old if request is first else before) == [40, 41]
-    assert await case.next() == EngineLeft(0, 1)
+    assert await case.next() == OldEngineIdle(0, 1)
     assert len({first.request_id, second.request_id, third.request_id}) == 3
 
 
@@ -163,7 +163,7 @@ async def test_an_abort_goes_to_the_engine_that_has_the_request(case, model):
     async with asyncio.timeout(LIMIT_SECONDS):
         abort = await case.engines[1].aborts.get()
     assert (abort.epoch, abort.request_id) == (1, request.request_id)
-    assert await case.next() == EngineLeft(0, 1)
+    assert await case.next() == OldEngineIdle(0, 1)
     assert case.engines[2].aborts.empty()
 
 
@@ -220,7 +220,7 @@ async def test_the_next_engine_may_die_as_any_other(case, model):
     assert await case.tokens(new) == [42, 43]
     case.engines[1].emit(first, [40, 41], finish=FinishReason.LENGTH)
     assert await case.tokens(old) == [40, 41]
-    assert await case.next() == EngineLeft(0, 1)
+    assert await case.next() == OldEngineIdle(0, 1)
 
 
 async def test_a_next_engine_that_does_not_come_about_leaves_no_trace(case, model):
@@ -258,7 +258,7 @@ async def test_a_next_engine_that_sends_garbage_before_its_time_is_replaced_when
     assert distrusted == [], "nobody asks it yet"
     await case.switch(2)
     assert distrusted == [2]
-    assert await case.next() == EngineLeft(0, 1)
+    assert await case.next() == OldEngineIdle(0, 1)
     late = asyncio.create_task(case.front_end.complete(return_token_ids=True, max_tokens=1))
     while not client.num_open:
         await asyncio.sleep(0.001)
@@ -429,7 +429,7 @@ async def test_a_request_whose_body_came_before_the_switch_is_the_old_engines(ca
             request = await case.engines[1].requests.get()
         case.engines[1].emit(request, [40], finish=FinishReason.LENGTH)
         assert b"200 OK" in await reader.readline()
-        assert await case.next() == EngineLeft(0, 1)
+        assert await case.next() == OldEngineIdle(0, 1)
 
 
 async def test_it_fails_where_that_one_died_and_no_other_has_its_tokenizer(case, model, tmp_path):

@@ -19,9 +19,9 @@ from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 from proto.lifecycle import (
     Alive,
-    Condition,
     Fatal,
     FrontEndReady,
+    HealthStatus,
     NewEngine,
     NotReady,
     Ping,
@@ -175,7 +175,7 @@ async def test_it_answers_the_supervisor_from_the_start_and_shows_its_stacks(run
             while "api_server/server.py" not in shown:
                 shown += capfd.readouterr().err
                 await asyncio.sleep(0.01)
-        process.supervisor.send(Condition((NotReady("draining", 0.0),)))
+        process.supervisor.send(HealthStatus((NotReady("draining", 0.0),)))
         process.supervisor.send(Ping())
         await process.say(Alive)
         ready = await process.http.get("/health/ready")

@@ -12,7 +12,7 @@ from api_server.routes import completions
 from proto.config import FrontEndConfig
 from proto.engine_io import FinishReason
 from proto.errors import RequestError
-from proto.lifecycle import Condition, NotReady
+from proto.lifecycle import HealthStatus, NotReady
 from proto.log_lines import JsonLines, formatter
 from tests.api_server.conftest import MODEL
 
@@ -75,14 +75,14 @@ async def test_ready_says_what_the_supervisor_said(start, monkeypatch):
         now = time.monotonic()
         monkeypatch.setattr(front_end.app_state.health, "_clock", lambda: now)
         front_end.app_state.health.update(
-            Condition(
+            HealthStatus(
                 (NotReady("worker 0: no completed step", now - 42), NotReady("draining", now))
             )
         )
         status, reasons = await readiness(front_end)
         assert status == 503
         assert reasons == ["worker 0: no completed step for 42 s", "draining for 0 s"]
-        front_end.app_state.health.update(Condition())
+        front_end.app_state.health.update(HealthStatus())
         assert await readiness(front_end) == (200, [])
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from deploy.supervisor.shutdown import Draining, NotDraining
-from proto.lifecycle import UnderWay
+from proto.lifecycle import DrainProgress
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Case:
         self.draining = Draining(range(2), 30.0, self.notices, lambda: self.now)
 
     def note(self, index: int, number: int) -> None:
-        self.draining.note(UnderWay(index, number))
+        self.draining.note(DrainProgress(index, number))
 
 
 def test_an_idle_daemon_waits_for_the_word_of_every_front_end() -> None:
@@ -69,5 +69,5 @@ def test_the_time_ends_it_whoever_has_not_spoken() -> None:
 
 def test_who_does_not_drain_is_never_done() -> None:
     idle = NotDraining()
-    idle.note(UnderWay(0, 0))
+    idle.note(DrainProgress(0, 0))
     assert (idle.begun, idle.over, idle.seconds_left()) == (False, False, None)

@@ -8,13 +8,13 @@ from deploy.supervisor.watchdog import Watchdog
 from proto.config import ReliabilityConfig
 from proto.lifecycle import (
     Alive,
-    AwaitsRanks,
-    Condition,
     EngineAlive,
     FrontEndReady,
+    HealthStatus,
     NotReady,
     Ping,
     Role,
+    WaitingForRanks,
     process_name,
 )
 from tests.deploy.test_recovery import Case
@@ -96,7 +96,7 @@ class Daemon:
 
     def reasons_told(self) -> list[str]:
         """Why requests should not come, as a front end knows it."""
-        told = self.children[3].of(Condition)
+        told = self.children[3].of(HealthStatus)
         return [each.what for each in told[-1].reasons] if told else []
 
 
@@ -114,7 +114,7 @@ def test_of_two_workers_that_owe_a_step_the_one_that_waits_is_not_taken_away() -
     daemon = Daemon()
     daemon.engine.answer = EngineAlive(1, 100, (0, 1), ready=True, has_work=True)
     daemon.wait(1.5)
-    daemon.guard.hear(daemon.children[0], AwaitsRanks(0))
+    daemon.guard.hear(daemon.children[0], WaitingForRanks(0))
     daemon.wait(1.5 * STEP)
     (line,) = daemon.case.notices.lines
     assert line.startswith("worker 1: (pid 7) hangs, no completed step for 8.")
@@ -216,16 +216,16 @@ def test_of_those_who_were_asked_to_end_nothing_is_expected() -> None:
 def test_front_ends_hear_what_is_amiss_once_and_new_ones_what_there_is() -> None:
     daemon = Daemon()
     daemon.turn()
-    assert daemon.children[3].of(Condition) == [], "there was nothing to say"
+    assert daemon.children[3].of(HealthStatus) == [], "there was nothing to say"
     daemon.reasons = [NotReady("draining", 5.0)]
     daemon.wait(STEP)
     daemon.children[4] = Child("api_server", 1)
     daemon.wait(STEP)
-    told = [Condition((NotReady("draining", 5.0),))]
-    assert daemon.children[3].of(Condition) == daemon.children[4].of(Condition) == told
+    told = [HealthStatus((NotReady("draining", 5.0),))]
+    assert daemon.children[3].of(HealthStatus) == daemon.children[4].of(HealthStatus) == told
     daemon.reasons = []
     daemon.wait(STEP)
-    assert daemon.children[3].of(Condition) == [*told, Condition()]
+    assert daemon.children[3].of(HealthStatus) == [*told, HealthStatus()]
 
 
 def test_what_the_dead_have_said_does_not_count_for_those_who_follow() -> None:

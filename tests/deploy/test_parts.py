@@ -24,10 +24,10 @@ from proto.errors import ConfigError, ErrorInfo, ModelError
 from proto.host_resources import allowed_cores, usable_cores
 from proto.lifecycle import (
     FrontEndReady,
-    Phase,
     PhaseClock,
     ProcessStart,
     Role,
+    StartPhase,
     WeightMemory,
     process_name,
 )
@@ -131,14 +131,14 @@ ENGINE_READY = boots.engine_ready(
     max_model_len=8192,
     device_name="some cpu",
     weights=(WeightMemory("packed", 92 << 20), WeightMemory("bf16", 257 << 20)),
-    starts=(ProcessStart("worker", 0, (Phase("imports", 1.0), Phase("weights", 0.5))),),
+    starts=(ProcessStart("worker", 0, (StartPhase("imports", 1.0), StartPhase("weights", 0.5))),),
 )
 
 
 class TestReady:
     def test_waits_for_engine_and_every_front_end(self) -> None:
         readiness = ready.Readiness(1, range(2))
-        one = FrontEndReady(1, (Phase("imports", 0.5),))
+        one = FrontEndReady(1, (StartPhase("imports", 0.5),))
         for message in (one, ENGINE_READY, one):
             readiness.note(message)
             assert not readiness.complete
@@ -147,7 +147,7 @@ class TestReady:
         assert readiness.engine is ENGINE_READY
         assert readiness.starts == (
             *ENGINE_READY.starts,
-            ProcessStart("api_server", 1, (Phase("imports", 0.5),)),
+            ProcessStart("api_server", 1, (StartPhase("imports", 0.5),)),
             ProcessStart("api_server", 0, ()),
         )
 
@@ -159,7 +159,7 @@ class TestReady:
         url = "http://127.0.0.1:81"
         readiness = ready.Readiness(1, range(1))
         readiness.note(ENGINE_READY)
-        readiness.note(FrontEndReady(0, (Phase("imports", 0.8), Phase("engine", 1.25))))
+        readiness.note(FrontEndReady(0, (StartPhase("imports", 0.8), StartPhase("engine", 1.25))))
         clock = PhaseClock(time.monotonic() - 3.2)
         clock.end("command")
         text = ready.render(url, config, boots.model(name="file"), readiness, clock)

@@ -120,7 +120,7 @@ def test_a_worker_that_is_not_to_be_trusted_goes_and_takes_the_others_with_it() 
     case.recovery.note(ProtocolViolation("worker", 1, 1, "it is late"))
     assert not case.recovery.must_go("worker")
     assert case.notices.lines == [
-        "worker 1: is not to be trusted and is ended: it babbles",
+        "worker 1: sent an invalid message and is killed: it babbles",
         "worker 1: (pid 77) was killed by SIGKILL; it is started again",
     ]
 

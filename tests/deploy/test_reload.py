@@ -7,11 +7,11 @@ import pytest
 from proto.errors import ModelError
 from proto.lifecycle import (
     DropEngine,
-    EngineLeft,
     EngineReady,
     FrontEndReady,
     NextEngine,
     NextReady,
+    OldEngineIdle,
     Paused,
     ProtocolViolation,
     Switched,
@@ -40,9 +40,9 @@ def test_side_by_side() -> None:
     assert (case.epochs.epoch, case.epochs.generation, case.epochs.model) == (2, 2, NEW)
     assert not any(case.reload.is_of_now(each) for each in case.members(1))
     assert all(case.reload.is_of_now(each) for each in case.members(2) + case.front_ends)
-    case.say(EngineLeft(0, 1), EngineLeft(0, 1))
+    case.say(OldEngineIdle(0, 1), OldEngineIdle(0, 1))
     assert not any(each.asked for each in case.members(1)), "somebody still needs them"
-    case.say(EngineLeft(1, 1))
+    case.say(OldEngineIdle(1, 1))
     case.end(1)
     assert roles(case.running) == ["worker", "worker", "engine_core"]
     assert not any(each.asked for each in case.running)
@@ -54,7 +54,7 @@ def test_who_does_not_end_is_made_to() -> None:
     case = Case()
     case.ask()
     case.switch(2)
-    case.say(EngineLeft(0, 1), EngineLeft(1, 1))
+    case.say(OldEngineIdle(0, 1), OldEngineIdle(1, 1))
     case.now += 3.0
     case.reload.press()
     assert {tuple(each.signals) for each in case.members(1)} == {(signal.SIGTERM,)}
@@ -103,7 +103,7 @@ def test_what_is_not_to_be_trusted_changes_nothing() -> None:
     case.say(ProtocolViolation("worker", 0, 1, "it babbles"))
     assert case.ended == [], "of the generation of now"
     case.say(ProtocolViolation("worker", 0, 2, "it babbles"))
-    assert case.ended == [("one of its processes is not to be trusted", False)]
+    assert case.ended == [("one of its processes sent an invalid message", False)]
     case.end(2)
     assert case.told[-1] == DropEngine(2)
 
@@ -241,7 +241,7 @@ def test_one_more_follows_and_not_two() -> None:
     ]
     case.switch(2)
     assert case.ended == [("", True)]
-    case.say(EngineLeft(0, 1), EngineLeft(1, 1))
+    case.say(OldEngineIdle(0, 1), OldEngineIdle(1, 1))
     case.end(1)
     assert case.num_begun == 2
     case.preparations[0].outcome = NEW

@@ -131,7 +131,7 @@ def test_one_of_the_old_hangs_before_its_requests_have_ended(
     assert places == sorted(places)
     assert daemon.text.count(dropped) == 1
     assert "it is started again" not in daemon.text
-    assert "Condition" not in daemon.text, "the engine of now was ready all the time"
+    assert "HealthStatus" not in daemon.text, "the engine of now was ready all the time"
     before["api_server"].send_signal(signal.SIGUSR2)
     ends_well(daemon)
 

@@ -7,8 +7,8 @@ import pytest
 from proto.codec import Message
 from proto.lifecycle import (
     DropEngine,
-    EngineLeft,
     NextReady,
+    OldEngineIdle,
     Paused,
     ProtocolViolation,
     Switched,
@@ -46,7 +46,7 @@ def test_the_old_engine_dies_while_front_ends_switch() -> None:
 
 def test_with_a_front_end_its_requests_have_left() -> None:
     case = switched()
-    case.say(EngineLeft(0, 1))
+    case.say(OldEngineIdle(0, 1))
     assert not case.die(case.front_ends[1])
     assert all(each.asked for each in case.members(1))
 
@@ -66,7 +66,7 @@ def test_who_pauses_the_daemon_pauses_both_engines_whichever_was_asked() -> None
 def test_a_pause_that_was_on_its_way_at_the_switch_reaches_the_engine_of_now() -> None:
     """Its supervisor hears of it when no front end has anything open at the old engine."""
     case = switched()
-    case.say(EngineLeft(0, 1), EngineLeft(1, 1))
+    case.say(OldEngineIdle(0, 1), OldEngineIdle(1, 1))
     case.say(Paused("finish_running"))
     assert heard(case)["engine_core", 2] == [Paused("finish_running")]
     assert case.epochs.boot("engine_core", 0).pause_mode == "finish_running"

@@ -120,7 +120,7 @@ def test_a_worker_that_the_engine_does_not_trust_is_replaced(
     engine = daemon.children()["engine_core"]
     engine.send_signal(signal.SIGALRM)
     daemon.wait_for(
-        "worker 0: is not to be trusted and is ended: it babbles",
+        "worker 0: sent an invalid message and is killed: it babbles",
         "was killed by SIGKILL; it is started again",
         "worker 0: life 1, epochs 1 and 2",
         "worker 0: is back after",
@@ -139,7 +139,7 @@ def test_a_worker_that_is_not_trusted_before_the_daemon_is_ready_ends_it(
     daemon.wait_for("the pool is small")
     daemon.children()["engine_core"].send_signal(signal.SIGALRM)
     assert daemon.wait_exit() == 1
-    assert "worker 0: is not to be trusted and is ended: it babbles" in daemon.text
+    assert "worker 0: sent an invalid message and is killed: it babbles" in daemon.text
     assert "was killed by SIGKILL while starting" in daemon.text
 
 

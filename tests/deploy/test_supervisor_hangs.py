@@ -60,7 +60,7 @@ def test_who_hangs_is_cut_off_and_shows_where_before_it_is_started_again(
             f"NotReady(what='{TITLES[role]} hangs and is killed'",
             f"NotReady(what='{TITLES[role]} is being restarted'",
             f"heard Restarted(role='{role}', hung=True)",
-            "api 0: heard Condition(reasons=())",
+            "api 0: heard HealthStatus(reasons=())",
         )
 
 

@@ -21,15 +21,15 @@ from proto.lifecycle import (
     InitializeCache,
     Notice,
     Paused,
-    Phase,
     Ping,
     ProcessStart,
+    StartPhase,
 )
 from proto.scheduler_output import SchedulerOutput
 from tests.fakes.engine_process import BLOCK_SIZE, EPOCH, is_idle
 from tests.fakes.paged_runner import undisturbed
 
-WORKER_PHASES = (Phase("imports", 1.5), Phase("weights", 0.25))
+WORKER_PHASES = (StartPhase("imports", 1.5), StartPhase("weights", 0.25))
 
 
 def test_a_life(start):

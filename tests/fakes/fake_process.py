@@ -31,10 +31,10 @@ from proto.lifecycle import (
     AbortRequests,
     Alive,
     Drain,
-    DrainWanted,
+    DrainProgress,
+    DrainRequested,
     DropEngine,
     EngineAlive,
-    EngineLeft,
     EngineReady,
     FrontEndReady,
     FrontEndStalled,
@@ -43,6 +43,7 @@ from proto.lifecycle import (
     NextEngine,
     NextReady,
     Notice,
+    OldEngineIdle,
     Ping,
     ProcessBoot,
     Progress,
@@ -50,7 +51,6 @@ from proto.lifecycle import (
     Shutdown,
     Switched,
     SwitchEngine,
-    UnderWay,
     WorkersReady,
 )
 from proto.sockets import Link, Poller
@@ -122,7 +122,7 @@ class FrontEnd:
     def finish(self, number: int, frame: FrameType | None) -> None:
         """The requests end, or an operator calls."""
         index, self.num_requests = self.boot.index, 0
-        said: Message = DrainWanted(index) if self.wants_drain else UnderWay(index, 0)
+        said: Message = DrainRequested(index) if self.wants_drain else DrainProgress(index, 0)
         if self.wants_aborts:
             said = AbortRequests(["cmpl-1"], "alice")
         for message in [said, *self.left]:
@@ -138,13 +138,13 @@ class FrontEnd:
     def obey(self, message: Message) -> None:
         index = self.boot.index
         if isinstance(message, Drain):
-            self.supervisor.send(UnderWay(index, self.num_requests))
+            self.supervisor.send(DrainProgress(index, self.num_requests))
         elif isinstance(message, NextEngine):
             self.met = [message]
         elif isinstance(message, DropEngine):
             self.met = []
         elif isinstance(message, SwitchEngine) and message.epoch != self.epoch:
-            self.left, self.epoch = [EngineLeft(index, self.epoch)], message.epoch
+            self.left, self.epoch = [OldEngineIdle(index, self.epoch)], message.epoch
             self.supervisor.send(Switched(index, self.epoch))
             if not self.num_requests:
                 self.supervisor.send(self.left.pop())

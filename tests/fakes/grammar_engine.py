@@ -16,7 +16,7 @@ from engine_core.structured_output.llguidance_backend import LLGuidanceBackend
 from engine_core.structured_output.masker import Masker
 from engine_core.validation import RequestLimits
 from proto.engine_io import EngineCoreRequest, FinishReason
-from proto.event_fd import Bell
+from proto.event_fd import EventFd
 from proto.grammar import GrammarSource
 from proto.model_runner_output import ModelRunnerOutput
 from proto.sampling_params import SamplingParams, ThinkingRule
@@ -69,15 +69,15 @@ class GrammarEngine:
     """Take requests, run, look at what came."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
-        path, bell = folder / "tokenizer.json", Bell()
-        self.bell = bell
+        path, event_fd = folder / "tokenizer.json", EventFd()
+        self.event_fd = event_fd
         compiler = GrammarCompiler(
             lambda: LLGuidanceBackend(path, SIZE, (EOS,)),
             NoTrial(),
             GrammarCache(16, 1 << 16),
-            bell.ring,
+            event_fd.notify,
         )
-        self.grammars = CompiledGrammars(compiler, Masker(bell.ring), bell)
+        self.grammars = CompiledGrammars(compiler, Masker(event_fd.notify), event_fd)
         self.harness = EngineHarness(
             constraints=self.grammars.constraints,
             **{"max_model_len": 512, **settings},  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ class GrammarEngine:
         while not any(each == request_id for _, each in self.outbox.accepted) and not any(
             output.request_id == request_id for _, output in self.outbox.outputs
         ):
-            assert select([self.bell.descriptor], [], [], LIMIT_SECONDS)[0], "no answer"
+            assert select([self.event_fd.descriptor], [], [], LIMIT_SECONDS)[0], "no answer"
             self.grammars.silence()
             self.intake.answer_compiled()
 
@@ -192,5 +192,5 @@ class GrammarEngine:
             for masks in self.grammars.take_masks():
                 if masks.step == step:
                     return masks
-            assert select([self.bell.descriptor], [], [], LIMIT_SECONDS)[0], "no masks"
+            assert select([self.event_fd.descriptor], [], [], LIMIT_SECONDS)[0], "no masks"
             self.grammars.silence()

@@ -153,7 +153,7 @@ SCHEDULER = (
         "return needed <= self._kv_cache.num_free_blocks",
         "--watermark has no effect: requests are admitted and preempted again at once.",
         (
-            "tests/engine_core/scheduler/test_pressure.py",
+            "tests/engine_core/scheduler/test_kv_watermarks.py",
             "tests/engine_core/scheduler/test_passes.py",
         ),
     ),
@@ -163,7 +163,7 @@ SCHEDULER = (
         "        elif in_use < self._resume_below:\n",
         "        else:\n",
         "--resume-admission-below has no effect: admission flutters around one threshold.",
-        ("tests/engine_core/scheduler/test_pressure.py",),
+        ("tests/engine_core/scheduler/test_kv_watermarks.py",),
     ),
     Fault(
         "preempted_request_loses_a_token",
@@ -187,7 +187,7 @@ SCHEDULER = (
         "if not self.limit or self.waiting + self.more <= self.limit:",
         "if not self.limit or self.waiting <= self.limit + self.more:",
         "An overloaded server queues requests beyond --max-num-queued-reqs instead of refusing.",
-        ("tests/engine_core/scheduler/test_backlog.py",),
+        ("tests/engine_core/scheduler/test_queue_limits.py",),
     ),
     Fault(
         "tenant_share_ignored",
@@ -203,7 +203,7 @@ SCHEDULER = (
         "while (pin := self._deadlines.first_up_to(now)) is not None:",
         "while (pin := self._deadlines.first_up_to(now - 1e9)) is not None:",
         "KV of agents that never come back stays pinned.",
-        ("tests/engine_core/scheduler/test_pins.py",),
+        ("tests/engine_core/scheduler/test_retained_prefixes.py",),
     ),
     Fault(
         "worker_crash_not_counted",
@@ -211,7 +211,7 @@ SCHEDULER = (
         "            request.crash_count += 1\n",
         "            request.crash_count += 0\n",
         "A request that kills the worker is tried again for ever and takes all others along.",
-        ("tests/engine_core/scheduler/test_quarantine.py",),
+        ("tests/engine_core/scheduler/test_crash_isolation.py",),
     ),
     Fault(
         "nonfinite_kv_stays_findable",
@@ -228,7 +228,7 @@ SCHEDULER = (
         "                load.num_tokens = min(load.num_tokens, num_sound)\n",
         "",
         "A request computes on KV that a connector failed to load, and answers nonsense.",
-        ("tests/engine_core/scheduler/test_external_kv_failures.py",),
+        ("tests/engine_core/scheduler/test_kv_transfer_failures.py",),
     ),
     Fault(
         "stop_token_ends_before_min_tokens",
@@ -272,7 +272,7 @@ SCHEDULER = (
         "With --scheduling-policy priority urgent requests are preempted for others.",
         (
             "tests/engine_core/scheduler/test_priority.py",
-            "tests/engine_core/scheduler/test_victims.py",
+            "tests/engine_core/scheduler/test_preemption_order.py",
         ),
     ),
     Fault(
@@ -306,7 +306,7 @@ SCHEDULER = (
         "        if delays:\n            self._kv_cache.transfer_refs.hold(blocks)\n",
         "        if delays:\n",
         "A KV connector reads blocks that already hold another request.",
-        ("tests/engine_core/scheduler/test_external_kv.py",),
+        ("tests/engine_core/scheduler/test_kv_transfer.py",),
     ),
 )
 

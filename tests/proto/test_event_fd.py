@@ -1,9 +1,9 @@
-"""A bell wakes whoever waits for its descriptor, and nobody once it is closed."""
+"""A event_fd wakes whoever waits for its descriptor, and nobody once it is closed."""
 
 import os
 from select import select
 
-from proto.event_fd import Bell
+from proto.event_fd import EventFd
 
 
 def is_readable(descriptor: int) -> bool:
@@ -11,25 +11,25 @@ def is_readable(descriptor: int) -> bool:
 
 
 def test_it_is_readable_from_a_ring_until_it_is_silenced() -> None:
-    bell = Bell()
-    bell.silence()
-    assert not is_readable(bell.descriptor)
-    bell.ring()
-    bell.ring()
-    assert is_readable(bell.descriptor)
-    bell.silence()
-    assert not is_readable(bell.descriptor)
-    bell.close()
+    event_fd = EventFd()
+    event_fd.clear()
+    assert not is_readable(event_fd.descriptor)
+    event_fd.notify()
+    event_fd.notify()
+    assert is_readable(event_fd.descriptor)
+    event_fd.clear()
+    assert not is_readable(event_fd.descriptor)
+    event_fd.close()
 
 
 def test_a_late_ring_writes_to_nobody_s_file() -> None:
-    bell = Bell()
-    number = bell.descriptor
-    bell.close()
-    bell.ring()
+    event_fd = EventFd()
+    number = event_fd.descriptor
+    event_fd.close()
+    event_fd.notify()
     other = os.eventfd(0, os.EFD_NONBLOCK)
     os.dup2(other, number)
-    bell.ring()
+    event_fd.notify()
     assert not is_readable(number)
     os.close(number)
     if other != number:

@@ -23,7 +23,7 @@ from engine_core.kv_connector.offload.specs import create_manager
 from engine_core.kv_connector.offload.statistics import CopyStatistics
 from engine_core.kv_connector.offload.store_planner import StorePlanner
 from engine_core.request import Request, RequestStatus
-from proto.event_fd import Bell
+from proto.event_fd import EventFd
 from proto.kv_events import BlockRemoved, BlockStored, KVEvent
 from proto.kv_offload import OffloadMetadata, OffloadReport
 from proto.kv_transfer import NO_PAYLOAD, KVConnectorOutput, Payload, pack, unpack
@@ -47,7 +47,7 @@ class OffloadingScheduler:
         self._shape = Shape.of(context, factor)
         self._block_ids = context.block_ids
         self._is_sound = context.is_storable
-        self._bell = Bell()
+        self._event_fd = EventFd()
         self._manager = create_manager(
             settings,
             extra,
@@ -55,7 +55,7 @@ class OffloadingScheduler:
                 fingerprint=context.fingerprint,
                 num_ranks=context.num_ranks,
                 block_bytes=context.geometry.bytes_per_token * self._shape.size,
-                ring=self._bell.ring,
+                ring=self._event_fd.notify,
                 factor=factor,
             ),
         )
@@ -157,10 +157,10 @@ class OffloadingScheduler:
     # The life of the connector
 
     def fileno(self) -> int:
-        return self._bell.descriptor
+        return self._event_fd.descriptor
 
     def attend(self) -> None:
-        self._bell.silence()
+        self._event_fd.clear()
         self._loads.wake_all()
 
     def reset_cache(self) -> bool:
@@ -178,7 +178,7 @@ class OffloadingScheduler:
 
     def close(self) -> None:
         self._manager.close()
-        self._bell.close()
+        self._event_fd.close()
 
     def _may_store(self, tracked: TrackedRequest) -> bool:
         """Nothing that it holds may turn out not to have been loaded."""

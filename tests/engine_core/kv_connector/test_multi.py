@@ -10,7 +10,7 @@ from engine_core.kv_connector.base import ASK_AGAIN, NO_MATCH, Match
 from engine_core.kv_connector.multi import MultiScheduler
 from engine_core.kv_connector.nothing import NoConnector
 from proto.errors import ConfigError
-from proto.event_fd import Bell
+from proto.event_fd import EventFd
 from proto.kv_stacked import MultiReport, MultiStep
 from proto.kv_transfer import KVConnectorOutput, pack, unpack
 from proto.kv_transfer_config import KVTransferConfig
@@ -27,7 +27,7 @@ class Child(NoConnector):
         self.outputs: list[KVConnectorOutput] = []
         self.delays = self.wants = False
         self.meta = b""
-        self.bell = Bell()
+        self.event_fd = EventFd()
         self.attended = 0
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
@@ -50,14 +50,14 @@ class Child(NoConnector):
         return self.delays, {"child": id(self)} if self.delays else None
 
     def fileno(self):
-        return self.bell.descriptor
+        return self.event_fd.descriptor
 
     def attend(self):
-        self.bell.silence()
+        self.event_fd.clear()
         self.attended += 1
 
     def close(self):
-        self.bell.close()
+        self.event_fd.close()
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_blocks_stay_until_each_child_that_delays_has_sent_them_on_all_ranks(par
 def test_a_thread_of_any_child_wakes_the_engine(parts) -> None:
     connector, (first, second), _ = parts
     assert os.fstat(connector.fileno())
-    second.bell.ring()
+    second.event_fd.notify()
     connector.attend()
     assert (first.attended, second.attended) == (0, 1)
     second.wants = True

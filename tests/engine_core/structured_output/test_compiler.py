@@ -8,30 +8,30 @@ from engine_core.structured_output.base import GrammarError
 from engine_core.structured_output.cache import GrammarCache
 from engine_core.structured_output.compiler import GrammarCompiler
 from proto.errors import ModelError
-from proto.event_fd import Bell
+from proto.event_fd import EventFd
 from proto.grammar import GrammarSource
 from tests.fakes.grammar_engine import LIMIT_SECONDS, NoTrial
 
 
 class Case:
-    """A compiler with a bell; made: how many backends there were."""
+    """A compiler with a event_fd; made: how many backends there were."""
 
     def __init__(self, make, trial=None, *, eager=True):
-        self.bell, self.made = Bell(), 0
+        self.event_fd, self.made = EventFd(), 0
 
         def counted():
             self.made += 1
             return make()
 
         self.compiler = GrammarCompiler(
-            counted, trial or NoTrial(), GrammarCache(4, 1000), self.bell.ring, eager=eager
+            counted, trial or NoTrial(), GrammarCache(4, 1000), self.event_fd.notify, eager=eager
         )
 
     def take(self, number):
         taken = []
         while len(taken) < number:
-            assert select([self.bell.descriptor], [], [], LIMIT_SECONDS)[0]
-            self.bell.silence()
+            assert select([self.event_fd.descriptor], [], [], LIMIT_SECONDS)[0]
+            self.event_fd.clear()
             taken += self.compiler.take()
         return taken
 

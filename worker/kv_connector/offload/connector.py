@@ -10,7 +10,7 @@ Owns which copies were put off, and for whom loads are; the copies are the handl
 from collections.abc import Sequence
 from typing import ClassVar
 
-from proto.event_fd import Bell
+from proto.event_fd import EventFd
 from proto.kv_offload import FinishedJob, OffloadMetadata, OffloadReport, TransferJob
 from proto.kv_transfer import NO_PAYLOAD, Payload, pack, unpack
 from proto.kv_transfer_config import KVTransferConfig
@@ -32,7 +32,7 @@ class OffloadingWorker:
     def __init__(self, config: KVTransferConfig, context: WorkerContext) -> None:
         self._extra = config.kv_connector_extra_config
         self._context = context
-        self._bell = Bell()
+        self._event_fd = EventFd()
         self._transfers = NO_TRANSFERS
         self._metadata = _NOTHING
         self._put_off: list[TransferJob] = []
@@ -51,12 +51,12 @@ class OffloadingWorker:
             rank=context.rank,
             num_ranks=context.num_ranks,
             fingerprint=context.fingerprint,
-            notify=self._bell.ring,
+            notify=self._event_fd.notify,
         )
         self._transfers = Transfers(create_handlers(settings, self._extra, handler_context))
 
     def fileno(self) -> int:
-        return self._bell.descriptor
+        return self._event_fd.descriptor
 
     def bind_connector_metadata(self, metadata: Payload) -> None:
         self._metadata = _NOTHING if metadata == NO_PAYLOAD else unpack(metadata, OffloadMetadata)
@@ -86,7 +86,7 @@ class OffloadingWorker:
 
     def get_finished(self, finished_handles: Sequence[int]) -> Finished:
         """Requests that are over keep no blocks waiting: the deciding half holds those."""
-        self._bell.silence()
+        self._event_fd.clear()
         loaded = [self._take_in(result) for result in self._transfers.get_finished()]
         return Finished([], [handle for handles in loaded for handle in handles])
 
@@ -102,7 +102,7 @@ class OffloadingWorker:
 
     def close(self) -> None:
         self._transfers.close()
-        self._bell.close()
+        self._event_fd.close()
 
     def _begin_put_off(self) -> None:
         stores, self._put_off = self._put_off, []
