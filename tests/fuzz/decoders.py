@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from api_server.engine_client import FromEngine
 from engine_core.executor.local import FromWorker
-from engine_core.frontend_io import Intake, Outbox
+from engine_core.frontend_io import InputProcessor, OutputDispatcher
 from engine_core.kv_cache.integrity import check
 from engine_core.scheduler.result import ImpossibleResultError
 from engine_core.validation import RequestLimits
@@ -156,9 +156,11 @@ def _into_engine(message: Any) -> str:
     """Told twice, so that it also meets itself."""
     engine = EngineHarness(num_blocks=60, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=64)
     scheduler = engine.scheduler
-    outbox = Outbox(_Nowhere(), scheduler, 1)  # type: ignore[arg-type]
+    outbox = OutputDispatcher(_Nowhere(), scheduler, 1)  # type: ignore[arg-type]
     limits = RequestLimits(VOCAB_SIZE, MAX_MODEL_LEN)
-    intake = Intake(scheduler, engine.kv_cache, outbox, limits, lambda: check(engine.kv_cache))
+    intake = InputProcessor(
+        scheduler, engine.kv_cache, outbox, limits, lambda: check(engine.kv_cache)
+    )
     for _ in range(2):
         intake.take(0, message)
         outbox.flush()
