@@ -24,7 +24,7 @@ from api_server.protocol.completions import CompletionRequest
 from api_server.protocol.fields import HARMLESS, KNOWN
 from api_server.protocol.messages.request import MessagesRequest
 from api_server.protocol.responses.request import ResponsesRequest
-from api_server.server import make_services
+from api_server.server import make_app_state
 from engine_core.validation import RequestLimits, validate_request
 from proto.config import FrontEndConfig
 from proto.sockets import Link, front_end_path
@@ -353,10 +353,10 @@ class Bodies:
         # Whether priorities count is the one thing that the engine alone knows, and refuses itself.
         self._limits = RequestLimits(model.vocab_size, MAX_MODEL_LEN, priorities=True)
         boot = make_boot(str(place), model, _FRONTEND)
-        self._services = make_services(boot, Link.connect(path, FromEngine))
+        self._app_state = make_app_state(boot, Link.connect(path, FromEngine))
         self._engine.announce()
-        await self._services.client.wait_ready()
-        self._app = create_app(self._services)
+        await self._app_state.client.wait_ready()
+        self._app = create_app(self._app_state)
 
     def seeds(self) -> list[bytes]:
         return [path.encode() + b"\n" + json.dumps(body).encode() for path, body in VALID]
@@ -377,14 +377,14 @@ class Bodies:
         outcome = _check(status, answer, body)
         while not self._engine.requests.empty():
             validate_request(self._engine.requests.get_nowait(), self._limits)
-        assert self._services.client.num_open == 0
+        assert self._app_state.client.num_open == 0
         self._num += 1
         if self._num % CONTROL_EVERY == 0:
             assert self._control() == self._expected
         return outcome
 
     def close(self) -> None:
-        self._services.client.close()
+        self._app_state.client.close()
         self._loop.run_until_complete(self._engine.close())
         self._loop.close()
         self._place.cleanup()
@@ -427,7 +427,7 @@ class Bodies:
             sent.append(message)
 
         await self._app(scope, receive, send)
-        await asyncio.gather(*self._services.background)
+        await asyncio.gather(*self._app_state.background)
         assert not sent[-1].get("more_body"), "the answer has no end"
         return sent[0]["status"], b"".join(each.get("body", b"") for each in sent[1:])
 

@@ -11,8 +11,8 @@ import torch
 
 from tests.gpu.hardware import Hardware, hardware, rehearsing
 from tests.gpu.report import Report, demand
+from tests.worker.reference.torch_kernels import draw_by_torch
 from worker.device.placement import OnDevice
-from worker.sampling.device_draw import draw_by_torch
 from worker.sampling.device_sampler import DeviceSampling, DeviceSamplingBatch
 
 ROOT = Path(__file__).parents[2]

@@ -16,11 +16,9 @@ from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.gpu.hardware import Hardware, Sizes, longest
 from tests.gpu.random_model import CONFIGS
+from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
 from tests.worker.test_cuda_runner import compute_by_torch
-from worker.attention.kv_store import store_by_index
 from worker.cuda_runner import Kernels
-from worker.sampling.device_draw import draw_by_torch
-from worker.sampling.device_edits import TorchEdits
 
 SMALL = CONFIGS["1B"] | {
     "vocab_size": 128,

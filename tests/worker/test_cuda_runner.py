@@ -27,10 +27,10 @@ from tests.fakes.fake_device import on_host
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
+from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
 from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine, new_request
 from worker.async_runner import AsyncModelRunner, PendingStep, Runner, SyncModelRunner
 from worker.attention.base import AttentionShape
-from worker.attention.kv_store import store_by_index
 from worker.attention.reference import ReferenceAttention
 from worker.cuda_runner import CudaRunnerMaker, Kernels
 from worker.input_batch import InputBatch
@@ -44,8 +44,7 @@ from worker.models import kernel_stack
 from worker.models.decoder import Decoder
 from worker.models.registry import spec_of
 from worker.sampling.cpu_kernels import ReferenceBackend
-from worker.sampling.device_draw import draw_by_torch
-from worker.sampling.device_edits import RowChanges, TorchEdits
+from worker.sampling.device_edits import RowChanges
 from worker.sampling.sampler import Sampler
 
 DTYPE = torch.bfloat16

@@ -35,15 +35,13 @@ from proto.sockets import Link, Poller
 from tests.fakes import boots
 from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
+from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
 from tests.worker.test_cuda_device import MadeUpGpu
 from tests.worker.test_cuda_runner import Model, compute_by_torch, host_runner
 from tests.worker.test_model_runner import BLOCK, new_request
 from worker import loaded_model, runner_maker
 from worker import worker as service
-from worker.attention.kv_store import store_by_index
 from worker.device.cuda import CudaDevice
-from worker.sampling.device_draw import draw_by_torch
-from worker.sampling.device_edits import TorchEdits
 from worker.worker import FromEngine
 
 LIMIT_SECONDS = 60.0

@@ -14,11 +14,11 @@ from tests.fakes.fake_device import AcrossTheBoundary, FakeDevice, cache_on
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.prepared_models import prepare_checkpoint
 from tests.fakes.tiny_checkpoints import CONFIGS, tiny_model
+from tests.worker.reference.torch_kernels import store_by_index
 from tests.worker.test_model_runner import BLOCK, CHUNKS, NUM_BLOCKS, Engine
 from worker.attention.base import AttentionBackend, AttentionShape
 from worker.attention.flashinfer import FlashInferAttention
 from worker.attention.flashinfer_group import Options
-from worker.attention.kv_store import store_by_index
 from worker.attention.reference import ReferenceAttention
 from worker.input_batch import InputBatch
 from worker.kv_cache import KVCache, kv_cache_geometry

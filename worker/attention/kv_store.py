@@ -35,15 +35,6 @@ class KVStore(Protocol):
         ...
 
 
-def store_by_index(
-    slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pages: tuple[Pages, Pages]
-) -> None:
-    """KVStore in torch. Padding goes to slot 0, of the null block, which nobody reads."""
-    places = slots.clamp_min(0)
-    for part, tokens in zip(pages, (key, value), strict=True):
-        part.write(places, tokens)
-
-
 class TritonStore:
     """KVStore as a kernel of Triton, for pages whose elements are the values.
 

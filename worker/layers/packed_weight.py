@@ -3,7 +3,7 @@
 Owns the packed bytes and the calls of the kernels. One form serves every number of
 rows. What is exact: the weight (each number is that of the file's block, no bit is
 lost in packing). What is rounded: the activations, per row and 32 numbers to 8 bits and a
-float32 scale (`packed_reference.quantise_rows`), then sums in float32. A row's result
+float32 scale (see tests/worker/reference/packed.py), then sums in float32. A row's result
 does not depend on the other rows, on their number or on the number of threads, bit by bit.
 A row that holds a NaN or an infinity comes out as NaN and touches no other.
 """
@@ -87,7 +87,7 @@ class PackedWeight(KernelWeight):
     @classmethod
     def from_dense(cls, kernels: Kernels, dense: torch.Tensor) -> Self:
         """Round a float32, bfloat16 or float16 weight [out, in] to 8 bits and a float16
-        scale per 32 numbers of a row (`packed_reference.quantise_dense`).
+        scale per 32 numbers of a row (see tests/worker/reference/packed.py).
 
         `in` is a multiple of 32. The scale overflows for magnitudes above 8.3 million:
         such weights, and infinities and NaN, make their outputs NaN.

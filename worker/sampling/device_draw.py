@@ -42,22 +42,6 @@ class KeyedDraw(Protocol):
         ...
 
 
-def draw_by_torch(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    choice: torch.Tensor,
-    position: torch.Tensor,
-) -> torch.Tensor:
-    """KeyedDraw in torch."""
-    words = _words(logits.shape[1], seed, choice, position)
-    noise = -torch.log(-torch.log((words.double() + 0.5) * 2.0**-32))
-    random = (temperature > 0)[:, None]
-    divisor = torch.where(random, temperature.double()[:, None], 1.0)
-    scores = logits.double() / divisor + torch.where(random, noise, 0.0)
-    return scores.argmax(dim=1)
-
-
 class TritonDraw:
     """KeyedDraw as a kernel of Triton."""
 
@@ -147,27 +131,3 @@ def _kernel() -> Any:
         tl.store(tokens + row * num_pieces + piece, first.to(tl.int64))
 
     return triton.jit(draw_piece)
-
-
-def _words(
-    num_tokens: int, seed: torch.Tensor, choice: torch.Tensor, position: torch.Tensor
-) -> torch.Tensor:
-    """The word of each token, int64 [N, num_tokens] below 2^32; see philox.py."""
-    num_counters = -(-num_tokens // 4)
-    c0 = torch.arange(num_counters, device=seed.device)[None, :] + torch.zeros_like(seed)[:, None]
-    c1 = (position & _LOW)[:, None] + torch.zeros_like(c0)
-    c2 = (choice & _LOW)[:, None] + torch.zeros_like(c0)
-    c3 = torch.full_like(c0, STREAM_SAMPLE)
-    keys = [(seed & _LOW)[:, None], ((seed >> 32) & _LOW)[:, None]]
-    for _ in range(ROUNDS):
-        (high0, low0), (high1, low1) = _product(_MULTIPLIERS[0], c0), _product(_MULTIPLIERS[1], c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ keys[0], low1, high0 ^ c3 ^ keys[1], low0
-        keys = [(key + weyl) & _LOW for key, weyl in zip(keys, _WEYL, strict=True)]
-    return torch.stack((c0, c1, c2, c3), dim=2).reshape(len(seed), -1)[:, :num_tokens]
-
-
-def _product(multiplier: int, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low words of 32-bit products; halves of a word keep each sum below 2^63."""
-    low = multiplier * (words & 0xFFFF)
-    high = multiplier * (words >> 16) + (low >> 16)
-    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)

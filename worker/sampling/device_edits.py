@@ -182,34 +182,6 @@ class ScoreEdits(Protocol):
         ...
 
 
-class TorchEdits:
-    """ScoreEdits in torch."""
-
-    def add_listed(self, scores: torch.Tensor, listed: Listed, last: torch.Tensor) -> None:
-        applies = (listed.needed == ANY_TOKEN) | (
-            listed.needed == last.index_select(0, listed.source)
-        )
-        scores.view(-1).index_add_(0, listed.place, torch.where(applies, listed.value, 0.0))
-
-    def change_rows(self, scores: torch.Tensor, rows: RowChanges, counts: torch.Tensor) -> None:
-        some = scores.index_select(0, rows.at)
-        if len(counts):
-            entries = counts.index_select(0, rows.slots.clamp(min=0))
-            entries = entries * (rows.slots != NONE)[:, None]
-            said = (entries & (SEEN - 1)).float()
-            repetition, frequency, presence = rows.rules[:, :, None].unbind(1)
-            scaled = torch.where(some > 0, some / repetition, some * repetition)
-            changed = scaled - frequency * said - presence * (said > 0)
-            some = torch.where(entries != 0, changed, some)
-        if len(rows.words):
-            words = rows.words.index_select(0, rows.masks.clamp(min=0))
-            bits = torch.arange(WORD_BITS, dtype=torch.int32, device=words.device)
-            allowed = (words[:, :, None] >> bits) & 1
-            allowed = allowed.reshape(len(words), -1)[:, : scores.shape[1]] != 0
-            some = some.masked_fill(~(allowed | (rows.masks == NONE)[:, None]), float("-inf"))
-        scores.index_copy_(0, rows.at, some)
-
-
 class TritonEdits:
     """ScoreEdits as kernels of Triton."""
 

@@ -11,11 +11,11 @@ from proto.errors import ConfigError
 from tests.fakes.fake_device import AcrossTheBoundary, FakeDevice, cache_on
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.worker.attention.steps import LAYER, Case, Step
+from tests.worker.reference.torch_kernels import store_by_index
 from worker.attention import flashinfer
 from worker.attention.base import AttentionInputs, AttentionShape
 from worker.attention.flashinfer import FlashInferAttention
 from worker.attention.flashinfer_group import Options, workspace_bytes
-from worker.attention.kv_store import store_by_index
 from worker.attention.paged_batch import pad_decodes
 from worker.attention.reference import ReferenceAttention
 from worker.kv_cache import KVCache, kv_cache_geometry

@@ -23,10 +23,11 @@ from tests.worker.attention.test_flashinfer import (
     case_of,
     sharing_two_pages,
 )
+from tests.worker.reference.torch_kernels import store_by_index
 from worker.attention.base import AttentionInputs
 from worker.attention.flashinfer import FlashInferAttention, load_library
 from worker.attention.flashinfer_group import Options
-from worker.attention.kv_store import TritonStore, store_by_index
+from worker.attention.kv_store import TritonStore
 from worker.attention.paged_batch import pad_decodes
 from worker.device.accelerator import Cuda
 

@@ -8,7 +8,8 @@ import importlib.util
 import pytest
 import torch
 
-from worker.attention.kv_store import PADDING_SLOT, KVStore, TritonStore, store_by_index
+from tests.worker.reference.torch_kernels import store_by_index
+from worker.attention.kv_store import PADDING_SLOT, KVStore, TritonStore
 from worker.kv_cache import KVCache, kv_cache_geometry
 from worker.kv_layout import kv_layout
 

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.layers import packed_reference
+from tests.worker.reference import packed as packed_reference
 from worker.layers.packed_weight import BLOCK_BYTES, BLOCK_NUMBERS
 
 TYPES = list(BLOCK_NUMBERS)

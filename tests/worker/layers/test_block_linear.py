@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from tests.fakes.gguf_files import numbers, random_rows
+from tests.worker.reference.packed import rounded_rows
 from worker.kernels import Kernels
 from worker.layers.block_linear import BlockHead, BlockLinear, JoinedLinear, block_linear
 from worker.layers.embedding import BlockTable, Embedding
 from worker.layers.linear import DenseLinear
 from worker.layers.mixed_linear import MixedLinear
-from worker.layers.packed_reference import rounded_rows
 from worker.layers.packed_weight import PackedWeight
 
 COLUMNS = 256

@@ -8,7 +8,7 @@ import torch
 
 from tests.worker.kernel_variants import each_variant, load_variant
 from tests.worker.layers.packed_cases import TYPES, error_of, numbers_of, random_blocks
-from worker.layers import packed_reference
+from tests.worker.reference import packed as packed_reference
 from worker.layers.packed_weight import BLOCK_NUMBERS, PackedWeight, supported
 
 EXACT = 2e-6

@@ -19,10 +19,10 @@ from tests.fakes.gguf_files import QUANTISED, write
 from tests.fakes.prepared_models import gguf_index, prepare, prepare_checkpoint
 from tests.fakes.tiny_checkpoints import save_tiny
 from tests.fakes.tiny_ggufs import NO_KINDS, SIZES, config_of, tiny
+from tests.worker.reference.packed import quantise_dense, rounded_rows
 from worker.kernels import Kernels
 from worker.layers.embedding import DenseTable
 from worker.layers.linear import Linear
-from worker.layers.packed_reference import quantise_dense, rounded_rows
 from worker.loader import forms
 from worker.loader.form_report import dense_notice, memory_line
 from worker.loader.forms import (

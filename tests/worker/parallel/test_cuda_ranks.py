@@ -20,6 +20,7 @@ from tests.fakes.fake_cuda import CUDA, FakeCuda
 from tests.fakes.fake_flashinfer import FakeFlashInfer
 from tests.fakes.fake_nccl import FakeRanks
 from tests.fakes.ranks import Ranks
+from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch, store_by_index
 from tests.worker.test_cuda_runner import (
     DTYPE,
     EDITS,
@@ -34,7 +35,6 @@ from tests.worker.test_cuda_runner import (
 from tests.worker.test_model_runner import BLOCK, NUM_BLOCKS
 from worker.async_runner import AsyncModelRunner, PendingStep, Runner, SyncModelRunner
 from worker.attention.base import AttentionShape
-from worker.attention.kv_store import store_by_index
 from worker.attention.reference import ReferenceAttention
 from worker.cuda_runner import CudaRunnerMaker, Kernels
 from worker.kv_cache import KVCache, kv_cache_geometry
@@ -44,8 +44,6 @@ from worker.model_runner import NO_MASKS, ModelRunner
 from worker.models.decoder import Decoder
 from worker.parallel.group import RankGroup
 from worker.sampling.cpu_kernels import ReferenceBackend
-from worker.sampling.device_draw import draw_by_torch
-from worker.sampling.device_edits import TorchEdits
 from worker.sampling.grammar_masks import MaskSource
 from worker.sampling.sampler import Sampler
 

@@ -21,19 +21,18 @@ from proto.scheduler_output import (
 from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_device import on_host
 from tests.worker.ahead_of_time import Kernel, compiled
+from tests.worker.reference.torch_kernels import TorchEdits, draw_by_torch
 from tests.worker.sampling.test_device_sampling import need_triton
 from tests.worker.sampling.test_edits import some_edits
 from worker.device.placement import OnHost, Placement
 from worker.input_batch import BatchLogitEdits, InputBatch, batch_logit_edits, logprob_requests
 from worker.sampling.cpu_kernels import ReferenceBackend
-from worker.sampling.device_draw import draw_by_torch
 from worker.sampling.device_edits import (
     NONE,
     SEEN,
     Listed,
     RowChanges,
     ScoreEdits,
-    TorchEdits,
     TritonEdits,
     hardest_changes,
 )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.worker.reference.torch_kernels import TorchEdits
 from tests.worker.sampling.test_device_edits import (
     NUM_ROWS,
     new_request,
@@ -14,7 +15,7 @@ from tests.worker.sampling.test_device_edits import (
     step_of,
 )
 from worker.input_batch import InputBatch, batch_logit_edits
-from worker.sampling.device_edits import Listed, RowChanges, TorchEdits, TritonEdits
+from worker.sampling.device_edits import Listed, RowChanges, TritonEdits
 
 pytestmark = pytest.mark.gpu
 

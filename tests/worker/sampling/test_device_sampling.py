@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_device import on_host
 from tests.worker.ahead_of_time import Kernel, compiled
+from tests.worker.reference.torch_kernels import draw_by_torch
 from tests.worker.sampling.settings import backend_of, each_backend
 from worker.device.placement import OnDevice, OnHost
 from worker.sampling.cpu_kernels import DrawKeys, ReferenceBackend, RowFilters
-from worker.sampling.device_draw import KeyedDraw, TritonDraw, draw_by_torch
+from worker.sampling.device_draw import KeyedDraw, TritonDraw
 from worker.sampling.device_sampler import (
     DeviceSampling,
     DeviceSamplingBatch,

@@ -1,0 +1,84 @@
+"""Device kernels in plain torch: what the Triton kernels must compute."""
+
+import torch
+
+from worker.attention.kv_store import Pages
+from worker.sampling.device_draw import _LOW, _MULTIPLIERS, _WEYL, ROUNDS, STREAM_SAMPLE
+from worker.sampling.device_edits import ANY_TOKEN, NONE, SEEN, WORD_BITS, Listed, RowChanges
+
+
+def store_by_index(
+    slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pages: tuple[Pages, Pages]
+) -> None:
+    """`KVStore` in plain torch. Padding goes to slot 0 of the null block, which is never read."""
+    places = slots.clamp_min(0)
+    for part, tokens in zip(pages, (key, value), strict=True):
+        part.write(places, tokens)
+
+
+class TorchEdits:
+    """`ScoreEdits` in plain torch."""
+
+    def add_listed(self, scores: torch.Tensor, listed: Listed, last: torch.Tensor) -> None:
+        applies = (listed.needed == ANY_TOKEN) | (
+            listed.needed == last.index_select(0, listed.source)
+        )
+        scores.view(-1).index_add_(0, listed.place, torch.where(applies, listed.value, 0.0))
+
+    def change_rows(self, scores: torch.Tensor, rows: RowChanges, counts: torch.Tensor) -> None:
+        some = scores.index_select(0, rows.at)
+        if len(counts):
+            entries = counts.index_select(0, rows.slots.clamp(min=0))
+            entries = entries * (rows.slots != NONE)[:, None]
+            said = (entries & (SEEN - 1)).float()
+            repetition, frequency, presence = rows.rules[:, :, None].unbind(1)
+            scaled = torch.where(some > 0, some / repetition, some * repetition)
+            changed = scaled - frequency * said - presence * (said > 0)
+            some = torch.where(entries != 0, changed, some)
+        if len(rows.words):
+            words = rows.words.index_select(0, rows.masks.clamp(min=0))
+            bits = torch.arange(WORD_BITS, dtype=torch.int32, device=words.device)
+            allowed = (words[:, :, None] >> bits) & 1
+            allowed = allowed.reshape(len(words), -1)[:, : scores.shape[1]] != 0
+            some = some.masked_fill(~(allowed | (rows.masks == NONE)[:, None]), float("-inf"))
+        scores.index_copy_(0, rows.at, some)
+
+
+def draw_by_torch(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    choice: torch.Tensor,
+    position: torch.Tensor,
+) -> torch.Tensor:
+    """`KeyedDraw` in plain torch."""
+    words = _words(logits.shape[1], seed, choice, position)
+    noise = -torch.log(-torch.log((words.double() + 0.5) * 2.0**-32))
+    random = (temperature > 0)[:, None]
+    divisor = torch.where(random, temperature.double()[:, None], 1.0)
+    scores = logits.double() / divisor + torch.where(random, noise, 0.0)
+    return scores.argmax(dim=1)
+
+
+def _words(
+    num_tokens: int, seed: torch.Tensor, choice: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
+    """The word of each token, int64 [N, num_tokens] below 2^32; see philox.py."""
+    num_counters = -(-num_tokens // 4)
+    c0 = torch.arange(num_counters, device=seed.device)[None, :] + torch.zeros_like(seed)[:, None]
+    c1 = (position & _LOW)[:, None] + torch.zeros_like(c0)
+    c2 = (choice & _LOW)[:, None] + torch.zeros_like(c0)
+    c3 = torch.full_like(c0, STREAM_SAMPLE)
+    keys = [(seed & _LOW)[:, None], ((seed >> 32) & _LOW)[:, None]]
+    for _ in range(ROUNDS):
+        (high0, low0), (high1, low1) = _product(_MULTIPLIERS[0], c0), _product(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ keys[0], low1, high0 ^ c3 ^ keys[1], low0
+        keys = [(key + weyl) & _LOW for key, weyl in zip(keys, _WEYL, strict=True)]
+    return torch.stack((c0, c1, c2, c3), dim=2).reshape(len(seed), -1)[:, :num_tokens]
+
+
+def _product(multiplier: int, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """High and low words of 32-bit products; halves of a word keep each sum below 2^63."""
+    low = multiplier * (words & 0xFFFF)
+    high = multiplier * (words >> 16) + (low >> 16)
+    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
