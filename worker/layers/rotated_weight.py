@@ -2,8 +2,8 @@
 
 Owns the bytes and the calls of the kernels (csrc/rotated.h says how they multiply). What is
 rounded: the weight, once, and each row of activations, both after a rotation that spreads
-numbers which stand out (tests/worker/reference/rotated.py defines it). Sums are of integers, so a row's
-result does not depend on the other rows, on their number or on the number of threads, bit by
+numbers which stand out (defined in tests/worker/reference/rotated.py). Sums are of integers, so a
+row's result does not depend on the other rows, on their number or on the number of threads, bit by
 bit. A row that holds a NaN or an infinity comes out as NaN and touches no other.
 """
 
