@@ -35,32 +35,32 @@ logger = logging.getLogger("tokend.service")
 
 
 class EngineIO:
-    """Keeps the engine answering, while it idles, while a step computes, while workers load.
+    """Waits for messages and serves supervisor and front ends, also while a step computes.
 
-    poller: over all links of the engine; those of the front ends are added here.
+    poller: polls all channels of the engine; those of the front ends are added here.
     """
 
     def __init__(
         self,
-        orders: SupervisorCommands,
+        commands: SupervisorCommands,
         front_ends: FrontEndLinks,
         poller: Poller,
         scheduler: Scheduler,
-        intake: InputProcessor,
-        outbox: OutputDispatcher,
+        input_processor: InputProcessor,
+        output_dispatcher: OutputDispatcher,
         grammars: Grammars = NO_GRAMMARS,
         views: Views = NO_VIEWS,
     ) -> None:
-        self._commands = orders
-        self._supervisor = orders.link
+        self._commands = commands
+        self._supervisor = commands.link
         self._front_ends = front_ends
         self._poller = poller
         self._scheduler = scheduler
-        self._input_processor = intake
-        self._output_dispatcher = outbox
-        self._pulse = HeartbeatSender(orders.link)
+        self._input_processor = input_processor
+        self._output_dispatcher = output_dispatcher
+        self._heartbeat = HeartbeatSender(commands.link)
         self._views = views
-        self._pause_told = scheduler.pause_mode
+        self._reported_pause = scheduler.pause_mode
         for link in front_ends.links:
             poller.add(link)
         self._grammars = grammars
@@ -71,19 +71,18 @@ class EngineIO:
 
     @property
     def stopped(self) -> bool:
-        """The supervisor has asked for the end."""
+        """Whether the supervisor has sent `Shutdown`."""
         return self._commands.stopped
 
     def take_worker_epochs(self) -> list[int]:
-        """The epochs of workers that take over, the last of which counts."""
+        """Return the epochs of new workers; only the last one is alive."""
         return self._commands.take_worker_epochs()
 
     def serve(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until anything arrives on any link; False when nothing did in that time.
+        """Wait for a message on any channel, and handle those of supervisor and front ends.
 
-        Returns early where a view is due, a session has to end for want of input, or a request or
-        the KV that a job keeps because its time is over. Handles everything that has arrived from
-        supervisor and front ends, also what came after the wait was over, and ends those.
+        Returns early if a live view is due, or if a request, a session or retained KV expires; it
+        ends what has expired. Returns False if nothing happened within the time.
         """
         self._views.show()  # while the workers compute, if they do
         limits = (
@@ -109,18 +108,18 @@ class EngineIO:
         if self._connector.fileno() in ready:
             self._connector.attend()
         if received or overdue or compiled:
-            self._tell_pause()  # before anybody relies on it
+            self._report_pause()  # before a reply tells a client that the engine is paused
             self._output_dispatcher.flush()
         self._drop_stalled()
         return bool(ready or received or overdue) or self._views.seconds_to_next is not None
 
     def publish(self, outputs: ClientOutputs) -> None:
-        """A step is complete: tell the front ends what it brought."""
-        self._pulse.beat(self._scheduler.worker_epoch, self._scheduler.step)
+        """Send the outputs of a completed step to the front ends, and a heartbeat."""
+        self._heartbeat.beat(self._scheduler.worker_epoch, self._scheduler.step)
         self.tell(outputs)
 
     def announce(self, progress: list[tuple[Request, int]]) -> None:
-        """Tell the front ends what they count crashes by, before there is another one.
+        """Send progress, by which front ends count crashes, before a step can crash.
 
         progress: requests, and tokens of theirs in complete steps.
         """
@@ -129,33 +128,33 @@ class EngineIO:
             self._output_dispatcher.flush()
 
     def tell(self, outputs: ClientOutputs) -> None:
-        """Tell the front ends what no step has brought."""
+        """Send outputs that belong to no step to the front ends."""
         self._output_dispatcher.add_step(outputs)
         self._output_dispatcher.flush()
         self._drop_stalled()
 
     def _wait(self, timeout_seconds: float | None) -> list[Link | int]:
-        """What is readable, after at most this time; the supervisor has been obeyed.
+        """Return what is readable after at most this time; commands of the supervisor are handled.
 
-        A mere question of the supervisor is no news: idleness is not interrupted by it.
+        A `Ping` of the supervisor does not end the wait.
         """
         end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
             ready = self._poller.wait(timeout_seconds)
-            if self._supervisor not in ready or self._obey() or len(ready) > 1:
+            if self._supervisor not in ready or self._handle_commands() or len(ready) > 1:
                 return ready
             if end is not None:
                 timeout_seconds = max(0.0, end - time.monotonic())
 
-    def _obey(self) -> bool:
-        """Whether there was anything to obey."""
-        any_orders = self._commands.receive()
+    def _handle_commands(self) -> bool:
+        """Handle commands of the supervisor. Return whether there were any besides a `Ping`."""
+        any_commands = self._commands.receive()
         for pause in self._commands.take_pauses():
             if pause.mode is None:
                 self._scheduler.resume()
             else:
                 self._scheduler.pause(pause.mode)
-            self._pause_told = pause.mode
+            self._reported_pause = pause.mode
         for each in self._commands.take_front_ends():
             old, new = self._front_ends.replace(each.index, each.incarnation)
             for link in old:
@@ -165,13 +164,13 @@ class EngineIO:
             self._views.watch(each.index, wanted=False)
             ended = self._scheduler.abort_client(each.index)
             logger.warning("front end %d died: %d requests are aborted", each.index, ended)
-            self._output_dispatcher.flush()  # the gauges that it was told are gone with it
-        return any_orders
+            self._output_dispatcher.flush()  # the gauges that the dead front end received are lost
+        return any_commands
 
-    def _tell_pause(self) -> None:
-        if self._scheduler.pause_mode != self._pause_told:
-            self._pause_told = self._scheduler.pause_mode
-            self._supervisor.send(Paused(self._pause_told))
+    def _report_pause(self) -> None:
+        if self._scheduler.pause_mode != self._reported_pause:
+            self._reported_pause = self._scheduler.pause_mode
+            self._supervisor.send(Paused(self._reported_pause))
 
     def _drop_stalled(self) -> None:
         for client, link in self._front_ends.take_stalled():
@@ -192,7 +191,7 @@ class EngineIO:
 
 
 IDLE_SECONDS: Final = 1.0
-"""Without any message for so long, the engine has time for its integrity check."""
+"""After this time without a message the engine runs its integrity check."""
 
 SYNCHRONOUS: Final = 1
 """Steps in flight: the next is scheduled when the tokens of the last are known."""
@@ -201,85 +200,82 @@ OVERLAPPED: Final = 2
 
 
 class BusyLoop:
-    """Keeps up to `max_in_flight` steps with the workers, one crew of workers after the other.
+    """Schedules steps and processes their results, with up to `max_in_flight` steps at the workers.
 
-    More than one needs a scheduler that counts placeholders; without them it has
-    nothing to add to what is in flight.
-    check_when_idle: raises when the books of the engine do not add up; begun when a
-    second has gone by without work or messages, and given up, however far it is, when
-    any come.
+    check_when_idle: an integrity check that raises IntegrityError; each iteration is a slice of a
+    few milliseconds. It starts after IDLE_SECONDS without work and stops at the next message.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        crew: WorkerGroup,
-        service: EngineIO,
+        workers: WorkerGroup,
+        io: EngineIO,
         check_when_idle: Callable[[], Iterator[None]],
         max_in_flight: int = SYNCHRONOUS,
         grammars: Grammars = NO_GRAMMARS,
     ) -> None:
         self._scheduler = scheduler
-        self._crew = crew
-        self._service = service
+        self._workers = workers
+        self._io = io
         self._check_when_idle = check_when_idle
         self._max_in_flight = max_in_flight
         self._grammars = grammars
         self._in_flight: deque[SchedulerOutput] = deque()
 
     def run(self) -> None:
-        """Step while there is work, sleep while there is none, until told to stop.
+        """Receive, update, schedule and send until `Shutdown`; wait if there is nothing to do.
 
-        Front ends are served before results are taken in, so aborts count before
-        the tokens that arrive with them. A worker that sends nonsense is as good as dead: the
-        supervisor ends it, and until others come nothing is sent.
+        Messages of front ends are handled before results, so an abort precedes the tokens that
+        arrive at the same time. A worker that sends an invalid result is reported to the
+        supervisor, and nothing is sent until new workers are connected.
         """
         may_have_work = True
         while True:
-            self._listen(may_have_work)
-            if self._service.stopped:
+            self._receive(may_have_work)
+            if self._io.stopped:
                 return
-            for epoch in self._service.take_worker_epochs():
+            for epoch in self._io.take_worker_epochs():
                 self._change_workers(epoch)
             try:
-                results = self._crew.receive()
-                for report in self._crew.take_reports():
-                    self._note(report)
+                results = self._workers.receive()
+                for report in self._workers.take_reports():
+                    self._update_from_connector(report)
                 for result in results:
-                    self._take(result)
-                self._mask()
-                may_have_work = self._send()
-                self._mask()
+                    self._update(result)
+                self._exchange_masks()
+                may_have_work = self._schedule_and_send()
+                self._exchange_masks()
             except WorkerFailedError as error:
-                self._crew.distrust(error)
+                self._workers.distrust(error)
                 may_have_work = False
 
     def close(self) -> None:
-        """The engine ends."""
+        """Close the KV connector; the engine stops."""
         self._scheduler.kv_transfer.close()
 
-    def _listen(self, may_have_work: bool) -> None:
-        """Serve what has arrived, or wait for something if there is nothing else to do."""
+    def _receive(self, may_have_work: bool) -> None:
+        """Handle messages that have arrived; wait for one if there is nothing else to do."""
         if may_have_work:
-            self._service.serve(0)
+            self._io.serve(0)
         elif self._in_flight:
-            self._service.serve()
-        elif not self._service.serve(IDLE_SECONDS):
+            self._io.serve()
+        elif not self._io.serve(IDLE_SECONDS):
             for _ in self._check_when_idle():
-                if self._service.serve(0):
+                if self._io.serve(0):
                     return
-            self._service.serve()
+            self._io.serve()
 
-    def _send(self) -> bool:
-        """Schedule one more step; False when nothing was sent, before something arrives."""
+    def _schedule_and_send(self) -> bool:
+        """Schedule and send a step. Return False if nothing can be sent for now."""
         if not self._scheduler.has_work or len(self._in_flight) == self._max_in_flight:
             return False
-        if not self._crew.ready:
+        if not self._workers.ready:
             return False
         wanted = self._scheduler.kv_transfer.wants_step
         self._scheduler.isolate_suspect()
         output = self._scheduler.schedule()
-        self._service.announce(self._scheduler.crash_progress())
+        self._io.announce(self._scheduler.crash_progress())
         if output.total_num_scheduled_tokens:
             self._in_flight.append(output)
         elif not (
@@ -290,57 +286,57 @@ class BusyLoop:
         ):
             assert self._may_wait, "no request can progress"
             return False
-        self._crew.submit(output)
+        self._workers.submit(output)
         return True
 
     @property
     def _may_wait(self) -> bool:
-        """Something will come that lets somebody go on, or nobody wants to."""
+        """Whether a result or a KV transfer is awaited, or there is no work."""
         scheduler = self._scheduler
         return bool(self._in_flight or scheduler.kv_transfer.is_awaited or not scheduler.has_work)
 
-    def _note(self, report: KVConnectorOutput) -> None:
-        """Copies of the KV connector are over; who relied on one that failed may be as well.
+    def _update_from_connector(self, report: KVConnectorOutput) -> None:
+        """Process completed KV transfers; a failed one can end a request.
 
-        Without a step in flight nothing else would say that their blocks are free.
+        Without a step in flight this is the only report that their blocks are free.
         """
         outputs = self._scheduler.update_from_connector(report)
         if outputs or not self._in_flight:
-            self._service.tell(outputs)
+            self._io.tell(outputs)
 
-    def _mask(self) -> None:
-        """Have the masks of the oldest step made, and hand on those that are."""
+    def _exchange_masks(self) -> None:
+        """Order the grammar masks of the oldest step in flight, and send those that are ready."""
         if self._in_flight:
             self._grammars.order_masks(self._in_flight[0])
         for masks in self._grammars.take_masks():
             if self._in_flight and masks.step == self._in_flight[0].step:
-                self._crew.submit_masks(masks)
+                self._workers.submit_masks(masks)
 
     def _change_workers(self, epoch: int) -> None:
-        """Whatever was in flight is lost with the workers that died."""
+        """Connect new workers; steps in flight are lost with the old ones."""
         self._in_flight.clear()
-        self._crew.connect_workers(epoch)
-        self._service.tell(self._scheduler.start_over(epoch))
+        self._workers.connect_workers(epoch)
+        self._io.tell(self._scheduler.start_over(epoch))
 
-    def _take(self, result: ModelRunnerOutput) -> None:
-        """Update from the answer to the oldest step in flight."""
+    def _update(self, result: ModelRunnerOutput) -> None:
+        """Process the result of the oldest step in flight and publish its outputs."""
         if not self._in_flight or result.step != self._in_flight[0].step:
             _check_empty(result)
             return
         output = self._in_flight.popleft()
         try:
             if violations := self._grammars.violations(output, result):
-                self._service.tell(self._scheduler.end_with_errors(violations))
+                self._io.tell(self._scheduler.end_with_errors(violations))
             outputs = self._scheduler.update_from_output(output, result)
         except ImpossibleResultError as error:
-            self._service.tell(error.outputs)
+            self._io.tell(error.outputs)
             raise WorkerFailedError(0, f"sent an impossible result: {error}") from error
         except EarlyAnswerError as error:
             raise WorkerFailedError(0, str(error)) from error
-        self._service.publish(outputs)
+        self._io.publish(outputs)
 
 
 def _check_empty(result: ModelRunnerOutput) -> None:
-    """Steps that only carried finished or preempted handles are answered by nothing."""
+    """Raise WorkerFailedError if a result belongs to no step in flight and is not empty."""
     if result.handles:
         raise WorkerFailedError(0, f"answered step {result.step} unasked")
