@@ -1,17 +1,17 @@
-"""The worker's side of its links: load, agree on the cache, then step after step.
+"""The worker process: load the model, then run the steps that the engine sends.
 
-supervisor ── boot ──▶ load weights ── WorkerReady ──▶ engine
-engine ── InitializeCache ──▶ allocate ── CacheReady ──▶ engine
-engine ── SchedulerOutput ──▶ ModelRunner ── ModelRunnerOutput ──▶ engine
-engine ── GrammarOutput ──▶ before it samples, where the step has constrained sequences
+    supervisor ── boot ──▶ load weights ── WorkerReady ──▶ engine
+    engine ── InitializeCache ──▶ allocate ── CacheReady ──▶ engine
+    engine ── SchedulerOutput ──▶ ModelRunner ── ModelRunnerOutput ──▶ engine
+    engine ── GrammarOutput ──▶ before sampling, if the step has constrained rows
 
-When the engine dies the supervisor names the epoch of the next one (NewEngine): rows and
-KV are given up, the weights stay, and all but the loading begins again. For 30 s: a worker
-without an engine ends itself.
+When the engine dies, the supervisor names the epoch of the next one (`NewEngine`). The worker drops
+rows and KV, keeps its weights, and starts again with `WorkerReady`. Without a new engine it exits
+after 30 s.
 
-Workers that share a model meet when the engine has them make their caches, and part when it dies:
-one that waits for a step's other parts then loses its group, and waits for the supervisor, as it
-does when another worker has died.
+Workers of one model join a rank group when they initialise their caches, and leave it when the
+engine dies. A rank that waits for another one in a step then loses the group and waits for the
+supervisor; the same happens when another worker dies.
 """
 
 import gc
@@ -58,22 +58,22 @@ from worker.runner_maker import RunnerMaker
 
 
 FromEngine = InitializeCache | SchedulerOutput | GrammarOutput
-"""All that an engine sends to a worker."""
+"""The messages from an engine to a worker."""
 
 
 class StepAbandonedError(Exception):
-    """The engine of this step is gone, or the worker is to end."""
+    """The engine of this step has died, or the worker is stopping."""
 
 
 class Inbox:
-    """Of one epoch."""
+    """Messages of one engine epoch that have not been processed."""
 
     def __init__(self) -> None:
         self._messages: deque[InitializeCache | SchedulerOutput] = deque()
         self._masks: dict[int, GrammarOutput] = {}
 
     def put(self, messages: Iterable[FromEngine]) -> None:
-        """More has arrived."""
+        """Add messages in the order of their arrival; only the latest masks are kept."""
         for message in messages:
             if isinstance(message, GrammarOutput):
                 self._masks = {message.step: message}
@@ -81,40 +81,39 @@ class Inbox:
                 self._messages.append(message)
 
     def next(self) -> InitializeCache | SchedulerOutput | None:
-        """The oldest message that is to be served; None when there is none."""
+        """Remove and return the oldest message; None if there is none."""
         return self._messages.popleft() if self._messages else None
 
     def masks_of(self, step: int) -> GrammarOutput | None:
-        """The masks of a step, once; None when they are not here."""
+        """Remove and return the masks of a step; None if they have not arrived."""
         return self._masks.pop(step, None)
 
 
-# How long a worker holds its memory for an engine that does not come.
 #
 # Owns the time since which there is none.
 
 
 ENGINE_SECONDS: Final = 30.0
-"""An engine is back in a second or two; one that takes longer may as well find a fresh worker."""
+"""How long a worker keeps its weights without an engine; a new one usually takes two seconds."""
 
 
 class EngineWait:
-    """Begins when an engine is lost, and ends when the next one says something."""
+    """The time limit for a new engine: from the loss of one to the first message of the next."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._end = math.inf
 
     def begin(self) -> None:
-        """There is no engine; another one that did not come either changes nothing."""
+        """Start the time, unless it is running."""
         self._end = min(self._end, self._clock() + ENGINE_SECONDS)
 
     def end(self) -> None:
-        """There is one."""
+        """Stop the time: an engine is connected."""
         self._end = math.inf
 
     def seconds_left(self) -> float | None:
-        """None while nothing is waited for. Raises ProcessDiedError when the time is over."""
+        """Return the rest, None if no engine is awaited; raise ProcessDiedError after the limit."""
         left = self._end - self._clock()
         if left <= 0.0:
             raise ProcessDiedError(f"no engine has come for {ENGINE_SECONDS:g} s")
@@ -125,7 +124,7 @@ logger = logging.getLogger("tokend.worker")
 
 
 def main(boot: ProcessBoot, supervisor: Link) -> None:
-    """Load the model, then serve one engine after the other until the supervisor says Shutdown."""
+    """Load the model, then serve one engine after the other until `Shutdown`."""
 
     def meet(epoch: int) -> Link:
         path = worker_path(boot.run_dir, epoch, boot.index)
@@ -135,7 +134,7 @@ def main(boot: ProcessBoot, supervisor: Link) -> None:
 
 
 class Worker:
-    """One worker. `meet` makes the link to the engine of a worker epoch."""
+    """One worker process. meet: connects to the engine of a worker epoch."""
 
     def __init__(self, boot: ProcessBoot, meet: Callable[[int], Link], supervisor: Link) -> None:
         self._phases = PhaseClock(boot.born_at)
@@ -179,7 +178,7 @@ class Worker:
         self._phases.end("weights")
 
     def run(self) -> None:
-        """Serve until Shutdown; raises ProcessDiedError when no engine follows one that died."""
+        """Run steps until `Shutdown`; raise ProcessDiedError if no engine follows one that died."""
         try:
             self._run()
         finally:
@@ -193,23 +192,23 @@ class Worker:
             self._receive(0.0 if self._launched else self._engine_wait.seconds_left())
             while not self._stopped and (message := self._inbox.next()) is not None:
                 self._serve_with_others(message)
-                self._answer_what_is_ready()
-            self._answer_what_is_ready()
+                self._send_results()
+            self._send_results()
 
     def masks_of(self, step: SchedulerOutput) -> GrammarOutput:
-        """Wait for the masks of a step; raises StepAbandonedError when none will come."""
+        """Wait for the masks of a step; raise StepAbandonedError if they will not arrive."""
         epoch = self._epoch
         while (masks := self._inbox.masks_of(step.step)) is None:
-            self._answer_what_is_ready()  # the engine makes them of the tokens before
+            self._send_results()  # the engine derives them from these tokens
             self._receive(0.0 if self._launched else None)
             if self._stopped or self._epoch != epoch:
                 raise StepAbandonedError
         return masks
 
     def _receive(self, seconds: float | None) -> None:
-        """Obey the supervisor, and take in what the engine has sent, after at most this time."""
+        """Wait at most this time, then handle commands and queue the engine's messages."""
         readable = self._poller.wait(seconds)
-        if self._supervisor in readable and self._obey():
+        if self._supervisor in readable and self._handle_commands():
             self._stopped = True
             return
         self._copies.report_if_ready(readable)
@@ -219,8 +218,8 @@ class Worker:
             return
         self._inbox.put([each for each in messages if each.epoch == self._epoch])
 
-    def _obey(self) -> bool:
-        """What the supervisor says; True for Shutdown."""
+    def _handle_commands(self) -> bool:
+        """Handle commands of the supervisor. Return True for `Shutdown`."""
         for message in self._supervisor.receive():
             if isinstance(message, Shutdown):
                 return True
@@ -230,7 +229,7 @@ class Worker:
         return False
 
     def _distrust_engine(self) -> None:
-        """It sent what is no message: a step is lost, and nothing is left to compute with it."""
+        """Report an undecodable message: a step is lost, so nothing more can be computed."""
         if not self._distrusts_engine:
             self._distrusts_engine = True
             self._supervisor.send(
@@ -240,11 +239,11 @@ class Worker:
             )
 
     def _change_engine(self, epoch: int) -> None:
-        """Nothing is left of the old engine but the weights."""
+        """Drop rows, KV and steps of the old engine, and connect to the next one."""
         logger.info("the engine died: waiting for the next one")
         self._poller.remove(self._engine)
         self._engine.close()
-        self._copies.close()  # nothing writes to a cache that is given up
+        self._copies.close()  # no copy may write to a cache that is freed
         self._copies = no_connector_steps(self._poller)
         self._runner = None
         self._launched.clear()
@@ -260,7 +259,7 @@ class Worker:
         self._engine_wait.begin()
 
     def _serve_with_others(self, message: InitializeCache | SchedulerOutput) -> None:
-        """Without them there is nothing to do until the supervisor says what follows."""
+        """Process a message; if the rank group is lost, wait for the supervisor instead."""
         if self._has_lost_group:
             return
         try:
@@ -281,7 +280,7 @@ class Worker:
             self._launch(self._runner, message)
 
     def _launch(self, runner: Runner, step: SchedulerOutput) -> None:
-        """Begin a step; a device may still be computing the one before."""
+        """Start a step; a device may still be computing the previous one."""
         with self._reporting(step):
             if step.total_num_scheduled_tokens:
                 self._saboteur.begin_step()
@@ -289,8 +288,8 @@ class Worker:
             self._launched.append((step, runner.launch(step, self)))
             self._copies.end(step)
 
-    def _answer_what_is_ready(self) -> None:
-        """Send the tokens of the steps that are done, the oldest first."""
+    def _send_results(self) -> None:
+        """Send the results of completed steps, the oldest first."""
         while self._launched and self._launched[0][1].ready():
             step, launched = self._launched.popleft()
             with self._reporting(step):
@@ -300,7 +299,7 @@ class Worker:
 
     @contextmanager
     def _reporting(self, step: SchedulerOutput) -> Iterator[None]:
-        """The engine hears what a step has failed of; nobody is left to hear of others."""
+        """Report the error of a step to the engine; drop it if the engine has died."""
         try:
             yield
         except StepAbandonedError:
