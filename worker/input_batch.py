@@ -510,7 +510,7 @@ def build_inputs(
 
 
 def dummy_inputs(num_tokens: int, num_seqs: int, table: BlockTable) -> StepInputs:
-    """A step of tokens 0 of sequences that nobody has, all in block 0, the null block.
+    """A step of dummy sequences of token 0, all in block 0, the null block.
 
     Each sequence begins in this step, with at most as many tokens as a row of the table has.
     """

@@ -197,7 +197,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run one token through the model: first calls of kernels are slow.
 
-        Its KV goes to block 0, the null block, which nobody reads.
+        Its KV goes to block 0, the null block, which is never read.
         """
         self.run_nobodys(1, 1)
 

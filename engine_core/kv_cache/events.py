@@ -30,7 +30,7 @@ class PoolObserver:
         """A request found blocks and starts from them."""
 
     def freed(self, blocks: Sequence[int]) -> None:
-        """Nobody references these blocks any more; those with a hash may still be found."""
+        """Note that these blocks are free; those with a hash can still be found."""
 
     def stored(
         self, table: Sequence[int], first: int, end: int, keys: GroupKeys, content: HashedTokens

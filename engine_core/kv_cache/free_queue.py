@@ -1,4 +1,4 @@
-"""The free list: which blocks nobody references, in the order they are given away.
+"""The free queue: unreferenced blocks in the order in which they are evicted.
 
 Owns the links and the reference counts, which are one fact: a block is in the queue
 exactly while its count is 0. Knows nothing of hashes.
@@ -123,7 +123,7 @@ class FreeQueue:
                 before = prev_of[block]
             after = next_of[block]
         next_of[before], prev_of[after] = after, before
-        ref_counts[NULL_BLOCK] = 0  # whatever was counted: nobody holds it
+        ref_counts[NULL_BLOCK] = 0  # never referenced
         self.num_free -= len(blocks) - num_staying
 
     def move_to_front(self, blocks: Sequence[int]) -> None:

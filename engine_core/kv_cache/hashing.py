@@ -23,7 +23,7 @@ from typing import Final, Protocol
 
 from engine_core import build_native
 
-# What the KV of a block depends on besides tokens, and who may find it.
+# What the KV of a block depends on besides tokens, and which requests may find it.
 #
 #     cache_salt   separates clients from each other
 #     adapter      name of the adapter that the request is computed with

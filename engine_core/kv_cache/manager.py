@@ -2,7 +2,7 @@
 
 Owns the pool and the groups, and the statistics of prefix hits. Knows requests
 only by their counters, token ids and hashes, which it never changes. It does
-not decide who waits or who is preempted.
+not decide which request waits or is preempted.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -37,7 +37,7 @@ NO_NEW_BLOCKS: Final[BlockIds] = []
 
 
 class Reserve(Protocol):
-    """Who holds blocks that it can do without: they count as free."""
+    """Holds blocks that can be reclaimed; they count as free."""
 
     def give_back(self, num_blocks: int) -> None:
         """Free so many blocks more; there are as many that only pins keep."""
@@ -217,7 +217,7 @@ class KVCacheManager:
         self.withdraw(request, num_tokens)
 
     def withdraw(self, request: Request, num_valid_tokens: int) -> None:
-        """Nobody is to find what a request computed after its first tokens.
+        """Make what a request computed after its first tokens unfindable.
 
         For blocks whose content is wrong or will never be computed. The request keeps
         them until it is freed, and so does whoever found them before; none of them
@@ -227,7 +227,7 @@ class KVCacheManager:
             group.withdraw(request.handle, num_valid_tokens)
 
     def forget(self, request: Request) -> None:
-        """Nobody is to find any block with the content of this request, whoever filled it.
+        """Make every block with content of this request unfindable, whichever filled it.
 
         Also those that a window has passed or that were freed. Whoever references
         such a block keeps it.
@@ -269,13 +269,13 @@ class KVCacheManager:
         self._coordinator.free(request.handle)
 
     def mark_found(self, request: Request) -> None:
-        """What an admitted request has found was computed for somebody else."""
+        """Note that an admitted request has found blocks that another request computed."""
         for group in self.groups:
             num_found = request.num_cached_tokens // group.block_size
             self.pool.mark_shared(group.table(request.handle)[:num_found])
 
     def findable_blocks(self, request: Request, first_token: int = 0) -> list[int]:
-        """Blocks of a request that is over whose content can be found, without the null block.
+        """Return the findable blocks of a finished request, without the null block.
 
         Of all groups, in the order of their tokens, from the one of `first_token` on. To be asked
         before `free`, which would make them findable.

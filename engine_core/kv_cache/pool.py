@@ -205,7 +205,7 @@ class BlockPool:
                 self.shared[block] = 1
 
     def evict_first(self, blocks: Sequence[int]) -> None:
-        """Nobody is expected to ask for these again: those that are free are overwritten first.
+        """Evict these first: those that are free move to the front of the queue.
 
         The last one of them first of all; shared ones stay where they are. Until then they can be
         found. Nothing changes while the next block to be given away has no content.
@@ -238,9 +238,9 @@ class BlockPool:
             self.cache_full_block(table[index], keys.key(block_hashes, index))
 
     def uncache(self, blocks: Iterable[int]) -> None:
-        """Nobody finds these blocks any more; for blocks whose content turned out wrong.
+        """Make these blocks unfindable, because their content is wrong.
 
-        They stay with whoever references them. Blocks without a hash are left alone.
+        References stay. Blocks without a hash are left alone.
         """
         for block in blocks:
             if self.hashes[block] is not None:

@@ -94,7 +94,7 @@ class Pause:
             self._begun.discard(request.request_id)
 
 
-# Rules about room that hold for whoever is next, beyond "its next tokens fit".
+# Rules about free blocks for the request at the head of the queue, beyond "its next tokens fit".
 #
 # A rule that says no stops the line for this step: no later request overtakes for want of
 # room. No rule is asked while nothing runs or loads, so that there is always progress.
@@ -317,7 +317,7 @@ class AdmissionPass:
         num_computed = candidate.num_computed_tokens + candidate.num_external_tokens
         num_computed = min(num_computed, request.num_tokens - 1)
         if request.num_output_placeholders:
-            return False  # preempted; until its late token is here, nobody knows what to compute
+            return False  # preempted; its next input is unknown until the token in flight arrives
         if request in plan.preempted:
             return False  # it gave way in this pass, and is not to take the room back in it
         if self._fairness.is_behind(request):
@@ -379,7 +379,7 @@ class AdmissionPass:
         return True
 
     def _has_room(self, request: Request, num_new: int, candidate: Candidate) -> bool:
-        """Allocates if the rules allow it and there are blocks, those that nobody uses included."""
+        """Allocate if the rules allow it and there are enough blocks, reclaimable ones included."""
         non_running_blocks = self._non_running_blocks
         while not self._fits(num_new, candidate):
             if non_running_blocks.free_resting():

@@ -315,9 +315,9 @@ class ResultPass:
         return taken
 
     def _fail(self, handles: Sequence[int], step: int, outputs: ClientOutputs) -> None:
-        """End requests whose scores are no numbers; nobody is to build on their KV.
+        """End requests whose logits are not finite, and make their KV unfindable.
 
-        Also not on that of those who are over: their blocks may be found since.
+        This includes requests that have ended, whose blocks may have been found since.
         """
         for handle in handles:
             request = self._requests.get(handle)

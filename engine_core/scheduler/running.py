@@ -78,7 +78,7 @@ class RunningPass:
             if is_prompt:
                 num_new = min(num_new, prompt_budget)
                 if num_new <= 0:
-                    continue  # who decodes behind it goes on
+                    continue  # decoding requests behind it may still run
             blocks = allocate_slots(request, num_new)
             while blocks is None:
                 plan.budget, plan.prompt_budget = budget, prompt_budget

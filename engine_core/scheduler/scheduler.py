@@ -159,7 +159,7 @@ class Scheduler:
 
         The choices of a beam search end together. stopped: its client has all that it wanted,
         so the KV of a job's turn is kept as if it had ended by itself.
-        Returns the number of choices that ended; 0 for a request that is over already.
+        Returns the number of choices that ended; 0 for a request that has ended already.
         """
         choices = self._choices.get(request_id, {})
         if self._beams.owns(request_id):
@@ -365,7 +365,7 @@ class Scheduler:
         return outputs
 
     def end_with_errors(self, errors: Mapping[int, ErrorInfo]) -> ClientOutputs:
-        """End requests, by handle, that cannot go on; those that are over already are left out."""
+        """End requests by handle with an error; requests that have ended already are skipped."""
         outputs: ClientOutputs = {}
         for handle, error in errors.items():
             request = self._requests.get(handle)
@@ -415,7 +415,7 @@ class Scheduler:
     # Parts of the above
 
     def _prompt_budget(self) -> int:
-        """Tokens of prompts that the step may have beside those who decode."""
+        """Return how many prompt tokens the step may have beside decoding requests."""
         prefills = self._usage.prefills
         num_missing = 0
         if num_waiting := len(self.queue_limits):  # as much of it as has seats
@@ -457,7 +457,7 @@ class Scheduler:
         self._clear_running()
 
     def withdraw(self, request: Request) -> None:
-        """What a request computed is wrong: nobody is to find it, or to keep it."""
+        """Make the KV of a request unfindable and discard its copies: its content is wrong."""
         self.kv_transfer.invalidate_cache(request)
         self.agent_sessions.disown(request)
 
